@@ -1,0 +1,65 @@
+"""opslot: the right kernel for each op of a Transformers model, chosen, proven and explained.
+
+Importing this package changes nothing in anybody's modules and imports no kernel vendor.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from opslot.models import apply, build_foundation_model, restore
+    from opslot.slots import (
+        KERNEL_REGISTRY,
+        HardwareRequirement,
+        KernelRegistry,
+        KernelSpec,
+        OpsImplementationConfig,
+        OpSlot,
+        bind,
+        explain,
+    )
+    from opslot.testing import verify
+
+_HOMES = {
+    "KERNEL_REGISTRY": "opslot.slots",
+    "HardwareRequirement": "opslot.slots",
+    "KernelRegistry": "opslot.slots",
+    "KernelSpec": "opslot.slots",
+    "OpSlot": "opslot.slots",
+    "OpsImplementationConfig": "opslot.slots",
+    "bind": "opslot.slots",
+    "explain": "opslot.slots",
+    "apply": "opslot.models",
+    "build_foundation_model": "opslot.models",
+    "restore": "opslot.models",
+    "verify": "opslot.testing",
+}
+
+__all__ = [
+    "KERNEL_REGISTRY",
+    "HardwareRequirement",
+    "KernelRegistry",
+    "KernelSpec",
+    "OpSlot",
+    "OpsImplementationConfig",
+    "apply",
+    "bind",
+    "build_foundation_model",
+    "explain",
+    "restore",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'opslot' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,1 @@
+"""What every room may use: errors, logging, facts about the machine."""

@@ -1,0 +1,98 @@
+"""Facts about this machine that decide which kernels can run."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What a kernel may ask about a device.
+
+    Attributes:
+        type: "cpu", "gpu" or "npu".
+        capability: CUDA compute capability as (major, minor); None elsewhere.
+        name: the vendor's name of the device.
+    """
+
+    type: str
+    capability: tuple[int, int] | None = None
+    name: str = ""
+
+    def __str__(self) -> str:
+        extra = f" sm_{self.capability[0]}{self.capability[1]}" if self.capability else ""
+        return f"{self.name or self.type}{extra}"
+
+
+CPU = DeviceFacts("cpu", name="CPU")
+
+
+@functools.cache
+def _gpu_facts(index: int) -> DeviceFacts:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(index)
+    return DeviceFacts("gpu", (major, minor), torch.cuda.get_device_name(index))
+
+
+def facts_of(device: torch.device | str) -> DeviceFacts:
+    """Facts of a torch device; the meta device answers for the machine's best one."""
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        return _gpu_facts(device.index if device.index is not None else torch.cuda.current_device())
+    if device.type == "npu":
+        return DeviceFacts("npu", name="Ascend NPU")
+    if device.type == "meta":
+        return best_device()
+    return CPU if device.type == "cpu" else DeviceFacts(device.type, name=device.type)
+
+
+def machine_devices() -> tuple[DeviceFacts, ...]:
+    """The kinds of device present on this machine, best first; the CPU always closes the list."""
+    import torch
+
+    found: list[DeviceFacts] = []
+    if torch.cuda.is_available():
+        found.append(_gpu_facts(torch.cuda.current_device()))
+    npu = getattr(torch, "npu", None)
+    if npu is not None and npu.is_available():
+        found.append(DeviceFacts("npu", name="Ascend NPU"))
+    return (*found, CPU)
+
+
+def best_device() -> DeviceFacts:
+    """The device that training uses when nobody names one."""
+    return machine_devices()[0]
+
+
+@functools.cache
+def has_package(name: str) -> bool:
+    """Whether top-level package `name` can be imported; it is not imported."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+@functools.cache
+def package_version(distribution: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def triton_interpreted() -> bool:
+    """Whether Triton kernels run on the CPU through its interpreter (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")

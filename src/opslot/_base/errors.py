@@ -1,0 +1,32 @@
+"""Errors that reach a user. Each says what was asked, what was found and what to do."""
+
+from __future__ import annotations
+
+
+class OpslotError(Exception):
+    """Base of every error that opslot raises on purpose; the command line prints it without a traceback."""
+
+
+class ConfigError(OpslotError, ValueError):
+    """A configuration asks for something that does not exist or cannot work here."""
+
+
+class KernelError(OpslotError, RuntimeError):
+    """A kernel cannot be loaded, bound or called with these arguments."""
+
+
+class PatchError(OpslotError, RuntimeError):
+    """A patch does not fit the upstream source."""
+
+
+class CheckpointError(OpslotError, RuntimeError):
+    """A checkpoint is missing, corrupt or does not fit the model."""
+
+
+class DataError(OpslotError, ValueError):
+    """Training data is missing, empty or malformed."""
+
+
+def explain_problem(asked: str, found: str, todo: str) -> str:
+    """One message in the house form: what was asked, what was found, what to do."""
+    return f"{asked}\n  found: {found}\n  to do: {todo}"

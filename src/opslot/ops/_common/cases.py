@@ -1,0 +1,14 @@
+"""Small builders for the ops' input cases."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def randn(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator, scale: float = 1.0
+) -> Tensor:
+    """Normal numbers, drawn in fp32 on the generator's device so that every dtype sees the same values."""
+    x = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
+    return (x * scale).to(device=device, dtype=dtype)

@@ -1,0 +1,239 @@
+"""Bind a model's slots to kernels, say what was bound, and undo it."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from opslot._base.device import DeviceFacts, facts_of
+from opslot._base.errors import ConfigError
+from opslot.slots.config import OpsImplementationConfig
+from opslot.slots.registry import KERNEL_REGISTRY, Resolution
+from opslot.slots.report import BindingReport, BindingRow
+from opslot.slots.slot import PREFIX, BoundKernel, walk_slots
+from opslot.slots.spec import KernelRequest
+
+if TYPE_CHECKING:
+    import torch
+
+_STATE = "_opslot_state"
+
+
+def bind(
+    model: Any,
+    ops: OpsImplementationConfig | dict[str, Any] | str | None = "auto",
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> BindingReport:
+    """Write the chosen kernel on every slot of `model`; all of them or, on an error, none.
+
+    Args:
+        model: a module whose submodules declare slots (a generated model, or classes with `OpSlot`s of your own).
+        ops: a config, a mapping of its fields, "auto", "eager" or a preset.
+        device: where the model will run; default where its first parameter is (meta: this machine's best device).
+        dtype: compute dtype; default each module's own parameters', which autocast may differ from.
+
+    Raises:
+        ConfigError: every slot that a named kernel cannot serve, with the reasons and the alternatives.
+    """
+    config = OpsImplementationConfig.make(ops)
+    facts, default_dtype = _placement(model, device, dtype)
+    problems: list[str] = []
+    plan: list[tuple[str, Any, str, Resolution]] = []
+    for path, module, slot, op_name, variant in walk_slots(model):
+        request = KernelRequest(op_name, variant, facts, dtype or _dtype_of(module) or default_dtype, module)
+        try:
+            plan.append((path, module, slot, _resolve(request, config.choice(op_name, variant, path))))
+        except ConfigError as error:
+            problems.append(f"{path or type(model).__name__}: {error}")
+    model_choices = _resolve_model_ops(model, config, facts, default_dtype, problems)
+    _check_unreached(model, config, plan, model_choices, problems)
+    if problems:
+        raise ConfigError(_collapse(problems))
+    unbind(model)
+    kernels = {
+        (r.op_name, r.variant, r.chosen): KERNEL_REGISTRY.load(r.op_name, r.variant, r.chosen)
+        for r in [*(step[3] for step in plan), *model_choices]
+        if r.chosen != "eager"
+    }
+    for _, module, slot, r in plan:
+        if r.chosen != "eager":
+            kernel = kernels[r.op_name, r.variant, r.chosen]
+            module.__dict__[PREFIX + slot] = BoundKernel(r.op_name, r.variant, r.chosen, r.explicit, kernel)
+    report = BindingReport((*_rows(plan), *_model_rows(model_choices), *_absent_rows(config, plan, model_choices)), str(facts))
+    model.__dict__[_STATE] = {
+        "report": report,
+        "config": config,
+        "attached": _attach(model, plan, model_choices, kernels),
+    }
+    return report
+
+
+def unbind(model: Any) -> None:
+    """Every slot of `model` back to eager, upstream's own code, and its attention and experts as they were."""
+    state = model.__dict__.pop(_STATE, None)
+    if state:
+        for op_name, previous in state["attached"]:
+            detach = KERNEL_REGISTRY.op(op_name).detach
+            if detach is not None:
+                detach(model, previous)
+    for _, module, slot, _, _ in walk_slots(model):
+        module.__dict__.pop(PREFIX + slot, None)
+
+
+def explain(model: Any) -> BindingReport:
+    """The table of a bound model: site, op, variant, chosen, why, rejected and why.
+
+    A model that was never bound answers with its slots on eager, or with none at all.
+    """
+    state = model.__dict__.get(_STATE)
+    if state:
+        return state["report"]
+    for inner in model.modules():
+        if inner is not model and _STATE in inner.__dict__:
+            return inner.__dict__[_STATE]["report"]
+    plan = [
+        (path, module, slot, Resolution(op_name, variant, "eager", "not bound", (), False))
+        for path, module, slot, op_name, variant in walk_slots(model)
+    ]
+    note = "" if plan else f"{type(model).__name__} has no slots; opslot.apply(model) gives it those of its architecture"
+    return BindingReport(tuple(_rows(plan)), note=note)
+
+
+def bound_config(model: Any) -> OpsImplementationConfig | None:
+    """The config that `model` was bound with, or None."""
+    state = model.__dict__.get(_STATE)
+    return state["config"] if state else None
+
+
+def own_config(model: Any) -> None:
+    """Give `model` a copy of its Transformers config, so that models built from one config can be bound apart."""
+    config = getattr(model, "config", None)
+    if config is None or model.__dict__.get("_opslot_owns_config"):
+        return
+    copies: dict[int, Any] = {}
+    copy.deepcopy(config, copies)
+    for module in model.modules():
+        held = module.__dict__.get("config")
+        if held is not None and id(held) in copies:
+            module.config = copies[id(held)]
+    model.__dict__["_opslot_owns_config"] = True
+
+
+def _placement(
+    model: Any, device: torch.device | str | None, dtype: torch.dtype | None
+) -> tuple[DeviceFacts, torch.dtype | None]:
+    first = next(iter(model.parameters()), None)
+    where = device if device is not None else (first.device if first is not None else "cpu")
+    return facts_of(where), dtype or _dtype_of(model)
+
+
+def _dtype_of(module: Any) -> torch.dtype | None:
+    return next((p.dtype for p in module.parameters() if p.dtype.is_floating_point), None)
+
+
+def _resolve(request: KernelRequest, wanted: str) -> Resolution:
+    """Like the registry's choice, but aware of what the module itself rules out."""
+    variant = KERNEL_REGISTRY.op(request.op_name).variant(request.variant)
+    problem = variant.check_site(request.module) if variant.check_site else None
+    if problem is None:
+        return KERNEL_REGISTRY.resolve(request, wanted)
+    if wanted not in ("auto", "eager"):
+        field = KERNEL_REGISTRY.op(request.op_name).field_of(request.variant)
+        raise ConfigError(f"{field}={wanted!r}: {problem}; use eager or auto there")
+    rejected = tuple((spec.name, problem) for spec in KERNEL_REGISTRY.specs(request.op_name, request.variant))
+    return Resolution(request.op_name, request.variant, "eager", problem, rejected, wanted == "eager")
+
+
+def _resolve_model_ops(
+    model: Any, config: OpsImplementationConfig, facts: DeviceFacts, dtype: torch.dtype | None, problems: list[str]
+) -> list[Resolution]:
+    found = []
+    for op in KERNEL_REGISTRY.ops.values():
+        if op.applies_to is None or not op.applies_to(model):
+            continue
+        variant = next(iter(op.variants))
+        try:
+            request = KernelRequest(op.name, variant, facts, dtype, model)
+            found.append(KERNEL_REGISTRY.resolve(request, config.choice(op.name, variant)))
+        except ConfigError as error:
+            problems.append(str(error))
+    return found
+
+
+def _check_unreached(
+    model: Any,
+    config: OpsImplementationConfig,
+    plan: list[tuple[str, Any, str, Resolution]],
+    model_choices: list[Resolution],
+    problems: list[str],
+) -> None:
+    """A slot whose module's forward was replaced on the instance would silently never run its kernel."""
+    for path, module, slot, resolution in plan:
+        if resolution.chosen == "eager" or "forward" not in module.__dict__:
+            continue
+        message = (
+            f"{path}: slot {slot!r} is not reached, because forward was replaced on this instance (a hook of accelerate, or a "
+            "hub kernel); bind before that happens, or choose eager there"
+        )
+        if resolution.explicit:
+            problems.append(message)
+
+
+def _attach(
+    model: Any,
+    plan: list[tuple[str, Any, str, Resolution]],
+    model_choices: list[Resolution],
+    kernels: dict[tuple[str, str, str], Any],
+) -> list[tuple[str, Any]]:
+    attached = []
+    chosen = {r.op_name: r for r in [*(step[3] for step in plan), *model_choices]}
+    for op_name, r in chosen.items():
+        op = KERNEL_REGISTRY.op(op_name)
+        if op.attach is not None:
+            attached.append((op_name, op.attach(model, r.chosen, kernels.get((op_name, r.variant, r.chosen)))))
+    return attached
+
+
+def _rows(plan: list[tuple[str, Any, str, Resolution]]) -> list[BindingRow]:
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for path, module, slot, r in plan:
+        groups.setdefault((f"{type(module).__name__}.{slot}", r), []).append(path)
+    return [
+        BindingRow(site, r.op_name, r.variant, r.chosen, r.why, r.rejected, tuple(paths))
+        for (site, r), paths in groups.items()
+    ]
+
+
+def _model_rows(choices: list[Resolution]) -> list[BindingRow]:
+    return [BindingRow("model", r.op_name, r.variant, r.chosen, r.why, r.rejected) for r in choices]
+
+
+def _absent_rows(
+    config: OpsImplementationConfig, plan: list[tuple[str, Any, str, Resolution]], model_choices: list[Resolution]
+) -> list[BindingRow]:
+    """Fields that name a kernel for an op that this architecture does not have."""
+    present = {KERNEL_REGISTRY.op(r.op_name).field_of(r.variant) for r in [*(s[3] for s in plan), *model_choices]}
+    rows = []
+    for field, value in config.named_fields():
+        if value != "eager" and field not in present:
+            op_name = next(o.name for o in KERNEL_REGISTRY.ops.values() if field in {o.config_field, *(o.field_of(v) for v in o.variants)})
+            rows.append(BindingRow("-", op_name, "-", "absent", f"{field}={value}, but this architecture has no such op", ()))
+    return rows
+
+
+def _collapse(problems: list[str]) -> str:
+    """One line per distinct problem; the same problem in 48 layers is told once, with the count."""
+    told: dict[str, list[str]] = {}
+    for problem in problems:
+        path, separator, text = problem.partition(": ")
+        told.setdefault(text if separator else problem, []).append(path)
+    lines = []
+    for text, paths in told.items():
+        where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+        lines.append(f"- {where}: {text}")
+    return "kernels cannot be bound:\n" + "\n".join(lines)
+
+
+__all__ = ["bind", "bound_config", "explain", "own_config", "unbind"]

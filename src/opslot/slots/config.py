@@ -1,0 +1,193 @@
+"""`OpsImplementationConfig`: which implementation each op shall use."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from opslot._base.device import machine_devices
+from opslot._base.errors import ConfigError
+from opslot.slots.registry import KERNEL_REGISTRY, KernelRegistry
+from opslot.slots.spec import KernelRequest
+
+# The GPU defaults of the specification that opslot implements (VeOmni's).
+PRESETS: dict[str, dict[str, str]] = {
+    "veomni": {
+        "attn_implementation": "flash_attention_2",
+        "cross_entropy_loss_implementation": "liger_kernel",
+        "rms_norm_implementation": "liger_kernel",
+        "swiglu_mlp_implementation": "liger_kernel",
+        "rotary_pos_emb_implementation": "liger_kernel",
+        "load_balancing_loss_implementation": "triton",
+        "moe_implementation": "fused_triton",
+    },
+    "eager": {},
+}
+
+
+def config_fields(registry: KernelRegistry = KERNEL_REGISTRY) -> dict[str, list[tuple[str, str]]]:
+    """Every configuration field with the (op, variant) pairs it chooses for; derived from the registered ops."""
+    fields: dict[str, list[tuple[str, str]]] = {}
+    for op in registry.ops.values():
+        fields.setdefault(op.config_field, [])
+        for variant in op.variants:
+            fields.setdefault(op.field_of(variant), []).append((op.name, variant))
+    return fields
+
+
+class OpsImplementationConfig:
+    """One implementation name per op; every field defaults to "auto".
+
+    Fields are those of the registered ops (`<op>_implementation`; `attn_implementation` for attention,
+    `moe_implementation` for experts, also spelled `moe_experts_implementation`). Values: "auto", "eager" or a kernel's name.
+
+    Args:
+        preset: "veomni" for that system's GPU defaults, "eager" for upstream's own code everywhere; single fields override it.
+        overrides: by module-path glob, fields that hold there only, e.g. `{"model.layers.0.*": {"rms_norm_implementation": "eager"}}`.
+        **fields: implementation by field.
+
+    Raises:
+        ConfigError: lists every unknown field, unknown value, missing package and unfit hardware at once, each with
+            the usable alternatives and why the others are not.
+    """
+
+    def __init__(
+        self,
+        preset: str | None = None,
+        overrides: Mapping[str, Mapping[str, str]] | None = None,
+        **fields: str,
+    ) -> None:
+        known = config_fields()
+        problems: list[str] = []
+        values = dict.fromkeys(known, "auto")
+        if preset is not None:
+            if preset in PRESETS:
+                values.update(dict.fromkeys(known, "eager") if preset == "eager" else PRESETS[preset])
+            else:
+                problems.append(f"preset={preset!r} is unknown; use one of {', '.join(PRESETS)}")
+        values.update(_canonical(fields, known, problems))
+        self.preset = preset
+        self.overrides = {
+            glob: _canonical(chosen, known, problems, where=f"overrides[{glob!r}].")
+            for glob, chosen in (overrides or {}).items()
+        }
+        self._values = values
+        for field, value in [*values.items(), *(i for chosen in self.overrides.values() for i in chosen.items())]:
+            problem = _value_problem(field, value, known.get(field, []))
+            if problem and problem not in problems:
+                problems.append(problem)
+        if problems:
+            count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
+            raise ConfigError(f"ops_implementation has {count}:\n" + "\n".join(f"- {p}" for p in problems))
+
+    @classmethod
+    def make(cls, value: OpsImplementationConfig | Mapping[str, Any] | str | None) -> OpsImplementationConfig:
+        """Read what users write: a config, a mapping of fields, "auto", "eager", a preset's name, or None (= "auto")."""
+        if isinstance(value, cls):
+            return value
+        if value is None or value == "auto":
+            return cls()
+        if isinstance(value, str):
+            return cls(preset=value)
+        if isinstance(value, Mapping):
+            return cls(**value)
+        raise ConfigError(f"ops must be an OpsImplementationConfig, a mapping, 'auto', 'eager' or a preset, got {type(value).__name__}")
+
+    def __getattr__(self, name: str) -> str:
+        values = self.__dict__.get("_values", {})
+        if name in values:
+            return values[name]
+        aliases = _aliases()
+        if name in aliases:
+            return values[aliases[name]]
+        raise AttributeError(f"{type(self).__name__} has no field {name!r}; it has {', '.join(values)}")
+
+    def choice(self, op_name: str, variant: str, path: str = "") -> str:
+        """Implementation wanted for an op at module `path`; the last matching override wins."""
+        field = KERNEL_REGISTRY.op(op_name).field_of(variant)
+        value = self._values[field]
+        for glob, chosen in self.overrides.items():
+            if field in chosen and fnmatch.fnmatchcase(path, glob):
+                value = chosen[field]
+        return value
+
+    def named_fields(self) -> Iterator[tuple[str, str]]:
+        """Fields with a value other than "auto"."""
+        return ((field, value) for field, value in self._values.items() if value != "auto")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data from which an equal config can be made."""
+        out: dict[str, Any] = dict(self._values)
+        if self.overrides:
+            out["overrides"] = {glob: dict(chosen) for glob, chosen in self.overrides.items()}
+        return out
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OpsImplementationConfig) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (self.to_dict(),)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{k}={v!r}" for k, v in self.named_fields()) or "all auto"
+        return f"OpsImplementationConfig({shown})"
+
+
+def _unpickle(data: dict[str, Any]) -> OpsImplementationConfig:
+    return OpsImplementationConfig(**data)
+
+
+def _aliases() -> dict[str, str]:
+    return {alias: op.config_field for op in KERNEL_REGISTRY.ops.values() for alias in op.aliases}
+
+
+def _canonical(
+    fields: Mapping[str, str], known: Mapping[str, Any], problems: list[str], where: str = ""
+) -> dict[str, str]:
+    """Resolve aliases; report unknown fields and a field given under two names."""
+    aliases = _aliases()
+    out: dict[str, str] = {}
+    for name, value in fields.items():
+        field = aliases.get(name, name)
+        if field not in known:
+            near = difflib.get_close_matches(name, [*known, *aliases, "preset", "overrides"], 1)
+            hint = f"; did you mean {near[0]}?" if near else f"; fields are {', '.join(sorted(known))}"
+            problems.append(f"{where}{name} is not a field{hint}")
+        elif field in out:
+            problems.append(f"{where}{name} and {where}{field} are the same field; set one of them")
+        else:
+            out[field] = value
+    return out
+
+
+def _value_problem(field: str, value: Any, targets: list[tuple[str, str]]) -> str | None:
+    """What is wrong with `field: value` on this machine, or None."""
+    if not isinstance(value, str):
+        return f"{field}={value!r} must be a string"
+    if value in ("auto", "eager") or not targets:
+        return None
+    specs = [spec for target in targets for spec in KERNEL_REGISTRY.specs(*target)]
+    reasons: dict[str, str | None] = {}
+    for spec in specs:
+        attempts = [
+            spec.unusable(KernelRequest(spec.op_name, spec.variant, device)) for device in machine_devices()
+        ]
+        reason = None if None in attempts else attempts[0]
+        if reasons.get(spec.name, reason) is not None or spec.name not in reasons:
+            reasons[spec.name] = reason
+    if value in reasons and reasons[value] is None:
+        return None
+    usable = ["auto", "eager", *(name for name, reason in reasons.items() if reason is None)]
+    others = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None and name != value]
+    found = reasons.get(value) or _unknown_value(value, [*reasons, "auto", "eager"])
+    text = f"{field}={value!r}: {found}\n    usable here: {', '.join(usable)}"
+    return text + (f"\n    not usable: {'; '.join(others)}" if others else "")
+
+
+def _unknown_value(value: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(value, names, 1)
+    return "no such implementation" + (f"; did you mean {near[0]!r}?" if near else "")

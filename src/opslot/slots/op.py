@@ -1,0 +1,132 @@
+"""What an op is: its contract, and what it takes to prove and to time a kernel for it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from opslot._base.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The least a kernel must do, forward plus backward: each input read once, each output written once.
+
+    Attributes:
+        bytes: bytes moved through device memory.
+        flops: floating-point operations of its matrix products (2 per multiply-add).
+    """
+
+    bytes: int
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class InputCase:
+    """One input of an op.
+
+    Attributes:
+        name: short and unique within the variant, e.g. "odd rows, strided".
+        make: `(dtype, device, generator) -> arguments by name`; floating tensors in `dtype` unless the contract says
+            otherwise, random, never all zero.
+        role: "check" for `opslot verify` and tests, "bench" for shapes worth timing (large; GPU).
+    """
+
+    name: str
+    make: Callable[[torch.dtype, torch.device, torch.Generator], dict[str, Any]]
+    role: str = "check"
+
+
+@dataclass(frozen=True)
+class OpVariant:
+    """One meaning of an op. A kernel is bound to exactly one.
+
+    Attributes:
+        name: e.g. "offset".
+        reference: plain torch code whose signature is the contract; it computes in the dtype it is given, so
+            float64 inputs give the truth that kernels are measured against.
+        cases: input cases for checks and benchmarks.
+        differentiable: names of the arguments that receive gradients.
+        cost: `arguments -> Cost`, for the floor beside a benchmark.
+        check_site: given the module that holds a slot, why this variant's kernels would be wrong there, or None.
+        config_field: configuration field that chooses this variant, when it is not the op's.
+        description: one line.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    cases: Sequence[InputCase]
+    differentiable: tuple[str, ...]
+    cost: Callable[[Mapping[str, Any]], Cost] | None = None
+    check_site: Callable[[Any], str | None] | None = None
+    config_field: str | None = None
+    description: str = ""
+
+    def signature_problem(self, kernel: Callable[..., Any]) -> str | None:
+        """How the kernel's parameters differ from the contract's (names, order, kinds, defaults), or None."""
+        wanted = _parameters(self.reference)
+        try:
+            found = _parameters(kernel)
+        except (TypeError, ValueError):
+            return "its signature cannot be read"
+        if wanted == found:
+            return None
+        return f"takes {_show(kernel)}, the contract is {_show(self.reference)}"
+
+
+def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+def _show(function: Callable[..., Any]) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    return str(inspect.Signature(bare))
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """An op: a name users know, and its variants.
+
+    Attributes:
+        name: e.g. "rms_norm".
+        variants: by name.
+        config_field: field of `OpsImplementationConfig`; `<name>_implementation` unless given.
+        aliases: other spellings of that field.
+        attach: for an op chosen per model rather than per slot (attention) or that must prepare the model (experts):
+            `(model, chosen name, kernel or None) -> state`, called when a model is bound; `state` is what `detach(model, state)` needs to undo it.
+        applies_to: whether a model has such a per-model op at all.
+    """
+
+    name: str
+    variants: Mapping[str, OpVariant]
+    config_field: str = ""
+    aliases: tuple[str, ...] = ()
+    attach: Callable[[Any, str, Callable[..., Any] | None], Any] | None = None
+    detach: Callable[[Any, Any], None] | None = None
+    applies_to: Callable[[Any], bool] | None = None
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.config_field:
+            object.__setattr__(self, "config_field", f"{self.name}_implementation")
+
+    @property
+    def per_model(self) -> bool:
+        """Whether one choice holds for the whole model instead of one per slot."""
+        return self.applies_to is not None
+
+    def variant(self, name: str) -> OpVariant:
+        """Variant `name`; ConfigError naming those that exist."""
+        if name not in self.variants:
+            raise ConfigError(f"op {self.name!r} has no variant {name!r}; it has {', '.join(self.variants)}")
+        return self.variants[name]
+
+    def field_of(self, variant: str) -> str:
+        """Configuration field that chooses `variant`."""
+        return self.variant(variant).config_field or self.config_field

@@ -1,0 +1,260 @@
+"""All ops and kernels that this process knows, and the choice among them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from opslot._base.device import machine_devices
+from opslot._base.errors import ConfigError, KernelError
+from opslot._base.logging import get_logger
+from opslot.slots.op import OpSpec
+from opslot.slots.spec import KernelRequest, KernelSpec
+
+logger = get_logger(__name__)
+
+ENTRY_POINT_GROUP = "opslot.kernels"
+# The built-in ops come through the same door as everybody's: a module that registers when imported.
+_BUILTIN_SOURCE = "opslot.ops"
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Which implementation serves a request, and why.
+
+    Attributes:
+        chosen: kernel name, or "eager" for upstream's own code.
+        why: one sentence.
+        rejected: (name, reason) of every other implementation.
+        explicit: a person named it, so it must never be replaced silently.
+    """
+
+    op_name: str
+    variant: str
+    chosen: str
+    why: str
+    rejected: tuple[tuple[str, str], ...]
+    explicit: bool
+
+
+class KernelRegistry:
+    """Ops and kernels by name. Thread-safe; kernels load when first asked for."""
+
+    def __init__(self, sources: Iterable[str] = (), entry_points: bool = False) -> None:
+        self._ops: dict[str, OpSpec] = {}
+        self._specs: dict[tuple[str, str, str], KernelSpec] = {}
+        self._loaded: dict[tuple[str, str, str], Callable[..., Any]] = {}
+        self._pending = list(sources)
+        self._entry_points = entry_points
+        self._lock = threading.RLock()
+        self._discovering = False
+
+    # ---- registration
+
+    def register_op(self, op: OpSpec) -> OpSpec:
+        """Add an op. ConfigError when the name is taken by another one."""
+        with self._lock:
+            if self._ops.setdefault(op.name, op) is not op:
+                raise ConfigError(f"op {op.name!r} is registered already; give the new one another name")
+            return op
+
+    def register(self, spec: KernelSpec, replace: bool = False) -> KernelSpec:
+        """Add a kernel.
+
+        Raises:
+            ConfigError: unknown op or variant, a taken (op, variant, name) without `replace`, or a kernel whose signature
+                differs from the op's contract. A kernel that cannot load on this machine is checked when it does.
+        """
+        self._discover()
+        with self._lock:
+            op = self.op(spec.op_name)
+            op.variant(spec.variant)
+            if spec.key in self._specs and not replace:
+                raise ConfigError(
+                    f"kernel {spec.name!r} for {spec.op_name}/{spec.variant} is registered already; "
+                    "choose another name or pass replace=True"
+                )
+            # Built-in and entry-point kernels stay lazy (their own tests load them); a kernel registered by hand is
+            # checked at once wherever it can run, so that the mistake shows where it is made.
+            kernel = None
+            if not self._discovering and callable(spec.factory) and self._usable_somewhere(spec):
+                kernel = self._make(spec)
+            self._specs[spec.key] = spec
+            self._loaded.pop(spec.key, None)
+            if kernel is not None:
+                self._loaded[spec.key] = kernel
+            return spec
+
+    def unregister(self, op_name: str, variant: str, name: str) -> None:
+        """Remove a kernel; models bound to it keep it."""
+        with self._lock:
+            self._specs.pop((op_name, variant, name), None)
+            self._loaded.pop((op_name, variant, name), None)
+
+    def _usable_somewhere(self, spec: KernelSpec) -> bool:
+        if spec.supports is not None:
+            return False
+        return any(
+            spec.unusable(KernelRequest(spec.op_name, spec.variant, device)) is None for device in machine_devices()
+        )
+
+    def _discover(self) -> None:
+        if not self._pending and not self._entry_points:
+            return
+        with self._lock:
+            if self._discovering:
+                return
+            self._discovering = True
+            try:
+                while self._pending:
+                    importlib.import_module(self._pending.pop(0))
+                if self._entry_points:
+                    self._entry_points = False
+                    self._load_entry_points()
+            finally:
+                self._discovering = False
+
+    def _load_entry_points(self) -> None:
+        for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+            try:
+                loaded = point.load()
+                if callable(loaded):
+                    loaded(self)
+            except Exception as error:
+                # Somebody else's broken plug-in must not take training down, nor go unnoticed.
+                logger.warning("kernels of entry point %r are left out: %s", point.value, error)
+
+    # ---- lookup
+
+    @property
+    def ops(self) -> dict[str, OpSpec]:
+        """Every op by name."""
+        self._discover()
+        return dict(self._ops)
+
+    def op(self, name: str) -> OpSpec:
+        """Op `name`; ConfigError with near names when there is none."""
+        self._discover()
+        if name not in self._ops:
+            near = difflib.get_close_matches(name, self._ops, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(self._ops))}"
+            raise ConfigError(f"unknown op {name!r}{hint}")
+        return self._ops[name]
+
+    def specs(self, op_name: str | None = None, variant: str | None = None) -> list[KernelSpec]:
+        """Registered kernels, in order of registration."""
+        self._discover()
+        return [
+            spec
+            for spec in self._specs.values()
+            if op_name in (None, spec.op_name) and variant in (None, spec.variant)
+        ]
+
+    def get(self, op_name: str, variant: str, name: str) -> KernelSpec:
+        """One kernel; ConfigError naming the alternatives when it does not exist."""
+        op = self.op(op_name)
+        op.variant(variant)
+        spec = self._specs.get((op_name, variant, name))
+        if spec is None:
+            served = sorted({s.variant for s in self.specs(op_name) if s.name == name})
+            others = ["eager", *(s.name for s in self.specs(op_name, variant))]
+            found = f"{name!r} serves only the variant{'s' if len(served) > 1 else ''} {', '.join(served)}" if served else "no such kernel"
+            raise ConfigError(
+                f"{op.field_of(variant)}={name!r} for {op_name}/{variant}: {found}; use one of {', '.join(others)} or auto"
+            )
+        return spec
+
+    def load(self, op_name: str, variant: str, name: str) -> Callable[..., Any]:
+        """The kernel itself, made on first use.
+
+        Raises:
+            KernelError: its factory failed, or its signature differs from the contract.
+        """
+        spec = self.get(op_name, variant, name)
+        with self._lock:
+            if spec.key not in self._loaded:
+                self._loaded[spec.key] = self._make(spec)
+            return self._loaded[spec.key]
+
+    def _make(self, spec: KernelSpec) -> Callable[..., Any]:
+        label = f"kernel {spec.name!r} for {spec.op_name}/{spec.variant}"
+        try:
+            if isinstance(spec.factory, str):
+                module, _, attribute = spec.factory.partition(":")
+                kernel = getattr(importlib.import_module(module), attribute)
+            else:
+                kernel = spec.factory()
+        except Exception as error:
+            raise KernelError(f"{label} could not be loaded: {type(error).__name__}: {error}") from error
+        problem = self.op(spec.op_name).variant(spec.variant).signature_problem(kernel)
+        if problem:
+            raise ConfigError(f"{label} {problem}")
+        return kernel
+
+    # ---- choice
+
+    def resolve(self, request: KernelRequest, wanted: str = "auto") -> Resolution:
+        """Choose an implementation for `request`.
+
+        Args:
+            wanted: "auto", "eager" or a kernel's name. A named kernel is taken or refused, never replaced.
+
+        Raises:
+            ConfigError: the named kernel does not exist for this variant or cannot run here; lists every alternative
+                and why the others cannot.
+        """
+        op = self.op(request.op_name)
+        specs = self.specs(request.op_name, request.variant)
+        reasons = {spec.name: spec.unusable(request) for spec in specs}
+        field = op.field_of(request.variant)
+        if wanted == "auto":
+            return self._resolve_auto(request, specs, reasons)
+        if wanted != "eager":
+            self.get(request.op_name, request.variant, wanted)
+            if reasons[wanted]:
+                usable = ["eager", *(name for name, reason in reasons.items() if reason is None)]
+                others = "".join(f"\n    {n}: {r}" for n, r in reasons.items() if r and n != wanted)
+                raise ConfigError(
+                    f"{field}={wanted!r} for {request.op_name}/{request.variant}: {reasons[wanted]}\n"
+                    f"  usable here: {', '.join(usable)} (or auto)"
+                    + (f"\n  not usable:{others}" if others else "")
+                )
+        rejected = [("eager", f"{field} names another")] if wanted != "eager" else []
+        rejected += [(n, r or f"{field} names another") for n, r in reasons.items() if n != wanted]
+        return Resolution(request.op_name, request.variant, wanted, f"named by {field}", tuple(rejected), True)
+
+    def _resolve_auto(
+        self, request: KernelRequest, specs: list[KernelSpec], reasons: dict[str, str | None]
+    ) -> Resolution:
+        ranks = {s.name: s.rank(request) for s in specs if reasons[s.name] is None}
+        ranked = sorted(((rank, name) for name, rank in ranks.items() if rank is not None and rank > 0), reverse=True)
+        device = request.device.type
+        if ranked:
+            best, chosen = ranked[0]
+            why = f"fastest measured on {device} (rank {best})"
+        else:
+            best, chosen = 0, "eager"
+            why = f"no kernel is usable and measured faster on {device}"
+        rejected = [] if chosen == "eager" else [("eager", f"slower on {device} (rank 0)")]
+        for spec in specs:
+            if spec.name == chosen:
+                continue
+            rank = ranks.get(spec.name)
+            if reasons[spec.name]:
+                reason = reasons[spec.name]
+            elif rank is None:
+                reason = f"usable, but not measured faster than eager on {device}"
+            else:
+                reason = f"slower on {device} (rank {rank})"
+            rejected.append((spec.name, str(reason)))
+        return Resolution(request.op_name, request.variant, chosen, why, tuple(rejected), False)
+
+
+KERNEL_REGISTRY = KernelRegistry(sources=[_BUILTIN_SOURCE], entry_points=True)
+
+__all__ = ["ENTRY_POINT_GROUP", "KERNEL_REGISTRY", "KernelRegistry", "Resolution"]

@@ -1,0 +1,77 @@
+"""The table that says which kernel stands where, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class BindingRow:
+    """One group of slots that share a class, a choice and its reasons.
+
+    Attributes:
+        site: class and slot, e.g. "Qwen3RMSNorm.rms_norm"; "model" for a choice that holds for a whole model.
+        modules: paths of the module instances.
+        chosen: kernel name, "eager", or "absent" for a field that names an op the architecture lacks.
+        rejected: (name, reason) of every other implementation.
+    """
+
+    site: str
+    op: str
+    variant: str
+    chosen: str
+    why: str
+    rejected: tuple[tuple[str, str], ...]
+    modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BindingReport:
+    """What `bind`, `apply` and `explain` return; prints as a table."""
+
+    rows: tuple[BindingRow, ...]
+    device: str = ""
+    note: str = ""
+
+    def __iter__(self) -> Iterator[BindingRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+    def chosen(self, op: str, variant: str | None = None) -> tuple[str, ...]:
+        """Distinct choices for an op."""
+        found = (row.chosen for row in self.rows if row.op == op and variant in (None, row.variant))
+        return tuple(dict.fromkeys(found))
+
+    def __str__(self) -> str:
+        header = ("site", "op", "chosen", "why", "rejected")
+        body = [
+            (
+                f"{row.site} x{len(row.modules)}" if len(row.modules) > 1 else row.site,
+                f"{row.op}/{row.variant}",
+                row.chosen,
+                row.why,
+                "; ".join(f"{name}: {reason}" for name, reason in row.rejected),
+            )
+            for row in self.rows
+        ]
+        title = f"kernels on {self.device}" if self.device else "kernels"
+        return "\n".join([title, *format_table(header, body), *([self.note] if self.note else [])])
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Left-aligned columns; the last one is left ragged so that long reasons stay on their line."""
+    widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header) - 1)]
+
+    def line(cells: Sequence[str]) -> str:
+        fixed = "  ".join(str(cell).ljust(width) for cell, width in zip(cells, widths, strict=False))
+        return f"{fixed}  {cells[-1]}".rstrip()
+
+    return [line(header), line(["-" * w for w in widths] + ["-" * len(header[-1])]), *(line(r) for r in rows)]

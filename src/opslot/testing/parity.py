@@ -1,0 +1,184 @@
+"""Proof of a kernel: forward and every gradient against an fp64 truth, beside the same-dtype eager code.
+
+A kernel passes where its largest error is at most twice the eager reference's plus one rounding of the largest value.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from opslot.slots import InputCase, OpVariant
+
+EAGER_FACTOR = 2.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor of one check: its name ("out", "out[1]", "grad weight"), the kernel's and eager's largest error, and the bound."""
+
+    name: str
+    error: float
+    eager_error: float
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.bound
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One kernel on one input case.
+
+    Attributes:
+        comparisons: one per output and gradient.
+        problem: why there are none: the kernel raised, or shape or dtype differ from the reference's.
+    """
+
+    op: str
+    variant: str
+    kernel: str
+    case: str
+    dtype: str
+    comparisons: tuple[Comparison, ...] = ()
+    problem: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problem and all(c.ok for c in self.comparisons)
+
+    @property
+    def worst(self) -> Comparison | None:
+        """The comparison nearest to its bound, or furthest over it."""
+        return max(self.comparisons, key=lambda c: c.error / c.bound if c.bound else float(c.error > 0), default=None)
+
+    def __str__(self) -> str:
+        head = f"{self.op}/{self.variant} {self.kernel} [{self.case}, {self.dtype}]"
+        if self.problem:
+            return f"{head}: {self.problem}"
+        worst = self.worst
+        if worst is None:
+            return f"{head}: ok"
+        verdict = "ok" if self.ok else "WRONG"
+        return f"{head}: {verdict}, {worst.name} error {worst.error:.2e}, eager {worst.eager_error:.2e}, bound {worst.bound:.2e}"
+
+
+def check_kernel(
+    kernel: Callable[..., Any],
+    op_name: str,
+    variant: OpVariant,
+    case: InputCase,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    name: str = "kernel",
+    seed: int = 0,
+) -> CheckResult:
+    """Compare `kernel` with `variant.reference` on `case`; never raises for what the kernel does.
+
+    Fresh memory is poisoned with NaN while the kernel runs, so that an element it does not write is seen.
+    """
+    device = torch.device(device)
+    label = (op_name, variant.name, name, case.name, str(dtype).removeprefix("torch."))
+    # Not hash(): it differs between processes, and a failure must be repeatable.
+    generator = torch.Generator().manual_seed(seed + zlib.crc32("/".join(label).encode()))
+    arguments = case.make(dtype, device, generator)
+    truth = _run(variant, variant.reference, _cast(arguments, torch.float64), seed)
+    eager = _run(variant, variant.reference, arguments, seed)
+    try:
+        with poisoned_memory():
+            got = _run(variant, kernel, arguments, seed)
+    except Exception as error:
+        return CheckResult(*label, problem=f"raised {type(error).__name__}: {error}")
+    comparisons = []
+    for key, expected in eager.items():
+        mismatch = _mismatch(got.get(key), expected)
+        if mismatch:
+            return CheckResult(*label, problem=f"{key}: {mismatch}")
+        comparisons.append(_compare(key, got[key], expected, truth[key]))
+    return CheckResult(*label, comparisons=tuple(comparisons))
+
+
+def _run(
+    variant: OpVariant, function: Callable[..., Any], arguments: Mapping[str, Any], seed: int
+) -> dict[str, Tensor]:
+    """Outputs and gradients by name; the incoming gradients are the same random ones for every function."""
+    wanted = [n for n in variant.differentiable if n in arguments]
+    leaves: list[tuple[str, Tensor]] = []
+
+    def leaf(name: str, value: Any) -> Any:
+        if name not in wanted:
+            return value
+
+        def one(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
+                return x
+            # A view of the leaf with the case's own strides: kernels see what models give them.
+            base = x.detach().requires_grad_()
+            leaves.append((name, base))
+            return base
+
+        return tree_map(one, value)
+
+    call = {n: leaf(n, v) for n, v in arguments.items()}
+    outputs = [o for o in tree_flatten(function(**call))[0] if isinstance(o, Tensor)]
+    named = {"out" if len(outputs) == 1 else f"out[{i}]": o for i, o in enumerate(outputs)}
+    rooted = [o for o in outputs if o.requires_grad]
+    if rooted:
+        generator = torch.Generator().manual_seed(seed + 1)
+        grads = [torch.randn(o.shape, generator=generator).to(o) for o in rooted]
+        found = torch.autograd.grad(rooted, [x for _, x in leaves], grads, allow_unused=True)
+        for i, ((name, x), grad) in enumerate(zip(leaves, found, strict=True)):
+            key = f"grad {name}" if [n for n, _ in leaves].count(name) == 1 else f"grad {name}[{i}]"
+            named[key] = torch.zeros_like(x) if grad is None else grad
+    return {n: t.detach() for n, t in named.items()}
+
+
+def _cast(arguments: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    def one(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.dtype.is_floating_point else x
+
+    return {name: tree_map(one, value) for name, value in arguments.items()}
+
+
+def _mismatch(got: Tensor | None, expected: Tensor) -> str | None:
+    if got is None:
+        return "missing"
+    if got.shape != expected.shape:
+        return f"shape {tuple(got.shape)}, the reference gives {tuple(expected.shape)}"
+    if got.dtype != expected.dtype:
+        return f"dtype {got.dtype}, the reference gives {expected.dtype}"
+    return None
+
+
+def _compare(name: str, got: Tensor, eager: Tensor, truth: Tensor) -> Comparison:
+    if truth.numel() == 0:
+        return Comparison(name, 0.0, 0.0, 0.0)
+    error = (got.double() - truth).abs().max().item()
+    eager_error = (eager.double() - truth).abs().max().item()
+    rounding = torch.finfo(got.dtype).eps * truth.abs().max().item() if got.dtype.is_floating_point else 0.0
+    if error != error:
+        error = float("inf")
+    return Comparison(name, error, eager_error, EAGER_FACTOR * eager_error + rounding)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill what torch.empty returns with NaN (the largest integer for integer dtypes) inside the block."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
