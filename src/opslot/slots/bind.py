@@ -61,7 +61,9 @@ def bind(
         if r.chosen != "eager":
             kernel = kernels[r.op_name, r.variant, r.chosen]
             module.__dict__[PREFIX + slot] = BoundKernel(r.op_name, r.variant, r.chosen, r.explicit, kernel)
-    report = BindingReport((*_rows(plan), *_model_rows(model_choices), *_absent_rows(config, plan, model_choices)), str(facts))
+    report = BindingReport(
+        (*_rows(plan), *_model_rows(model_choices), *_absent_rows(config, plan, model_choices)), str(facts)
+    )
     model.__dict__[_STATE] = {
         "report": report,
         "config": config,
@@ -97,7 +99,9 @@ def explain(model: Any) -> BindingReport:
         (path, module, slot, Resolution(op_name, variant, "eager", "not bound", (), False))
         for path, module, slot, op_name, variant in walk_slots(model)
     ]
-    note = "" if plan else f"{type(model).__name__} has no slots; opslot.apply(model) gives it those of its architecture"
+    note = (
+        "" if plan else f"{type(model).__name__} has no slots; opslot.apply(model) gives it those of its architecture"
+    )
     return BindingReport(tuple(_rows(plan)), note=note)
 
 
@@ -147,7 +151,11 @@ def _resolve(request: KernelRequest, wanted: str) -> Resolution:
 
 
 def _resolve_model_ops(
-    model: Any, config: OpsImplementationConfig, facts: DeviceFacts, dtype: torch.dtype | None, problems: list[str]
+    model: Any,
+    config: OpsImplementationConfig,
+    facts: DeviceFacts,
+    dtype: torch.dtype | None,
+    problems: list[str],
 ) -> list[Resolution]:
     found = []
     for op in KERNEL_REGISTRY.ops.values():
@@ -211,15 +219,23 @@ def _model_rows(choices: list[Resolution]) -> list[BindingRow]:
 
 
 def _absent_rows(
-    config: OpsImplementationConfig, plan: list[tuple[str, Any, str, Resolution]], model_choices: list[Resolution]
+    config: OpsImplementationConfig,
+    plan: list[tuple[str, Any, str, Resolution]],
+    model_choices: list[Resolution],
 ) -> list[BindingRow]:
     """Fields that name a kernel for an op that this architecture does not have."""
     present = {KERNEL_REGISTRY.op(r.op_name).field_of(r.variant) for r in [*(s[3] for s in plan), *model_choices]}
     rows = []
     for field, value in config.named_fields():
         if value != "eager" and field not in present:
-            op_name = next(o.name for o in KERNEL_REGISTRY.ops.values() if field in {o.config_field, *(o.field_of(v) for v in o.variants)})
-            rows.append(BindingRow("-", op_name, "-", "absent", f"{field}={value}, but this architecture has no such op", ()))
+            op_name = next(
+                o.name
+                for o in KERNEL_REGISTRY.ops.values()
+                if field in {o.config_field, *(o.field_of(v) for v in o.variants)}
+            )
+            rows.append(
+                BindingRow("-", op_name, "-", "absent", f"{field}={value}, but this architecture has no such op", ())
+            )
     return rows
 
 

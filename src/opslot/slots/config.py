@@ -74,7 +74,10 @@ class OpsImplementationConfig:
             for glob, chosen in (overrides or {}).items()
         }
         self._values = values
-        for field, value in [*values.items(), *(i for chosen in self.overrides.values() for i in chosen.items())]:
+        for field, value in [
+            *values.items(),
+            *(i for chosen in self.overrides.values() for i in chosen.items()),
+        ]:
             problem = _value_problem(field, value, known.get(field, []))
             if problem and problem not in problems:
                 problems.append(problem)
@@ -93,7 +96,9 @@ class OpsImplementationConfig:
             return cls(preset=value)
         if isinstance(value, Mapping):
             return cls(**value)
-        raise ConfigError(f"ops must be an OpsImplementationConfig, a mapping, 'auto', 'eager' or a preset, got {type(value).__name__}")
+        raise ConfigError(
+            f"ops must be an OpsImplementationConfig, a mapping, 'auto', 'eager' or a preset, got {type(value).__name__}"
+        )
 
     def __getattr__(self, name: str) -> str:
         values = self.__dict__.get("_values", {})
@@ -173,9 +178,7 @@ def _value_problem(field: str, value: Any, targets: list[tuple[str, str]]) -> st
     specs = [spec for target in targets for spec in KERNEL_REGISTRY.specs(*target)]
     reasons: dict[str, str | None] = {}
     for spec in specs:
-        attempts = [
-            spec.unusable(KernelRequest(spec.op_name, spec.variant, device)) for device in machine_devices()
-        ]
+        attempts = [spec.unusable(KernelRequest(spec.op_name, spec.variant, device)) for device in machine_devices()]
         reason = None if None in attempts else attempts[0]
         if reasons.get(spec.name, reason) is not None or spec.name not in reasons:
             reasons[spec.name] = reason

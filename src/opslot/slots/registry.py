@@ -150,9 +150,7 @@ class KernelRegistry:
         """Registered kernels, in order of registration."""
         self._discover()
         return [
-            spec
-            for spec in self._specs.values()
-            if op_name in (None, spec.op_name) and variant in (None, spec.variant)
+            spec for spec in self._specs.values() if op_name in (None, spec.op_name) and variant in (None, spec.variant)
         ]
 
     def get(self, op_name: str, variant: str, name: str) -> KernelSpec:
@@ -163,7 +161,11 @@ class KernelRegistry:
         if spec is None:
             served = sorted({s.variant for s in self.specs(op_name) if s.name == name})
             others = ["eager", *(s.name for s in self.specs(op_name, variant))]
-            found = f"{name!r} serves only the variant{'s' if len(served) > 1 else ''} {', '.join(served)}" if served else "no such kernel"
+            found = (
+                f"{name!r} serves only the variant{'s' if len(served) > 1 else ''} {', '.join(served)}"
+                if served
+                else "no such kernel"
+            )
             raise ConfigError(
                 f"{op.field_of(variant)}={name!r} for {op_name}/{variant}: {found}; use one of {', '.join(others)} or auto"
             )
@@ -221,8 +223,7 @@ class KernelRegistry:
                 others = "".join(f"\n    {n}: {r}" for n, r in reasons.items() if r and n != wanted)
                 raise ConfigError(
                     f"{field}={wanted!r} for {request.op_name}/{request.variant}: {reasons[wanted]}\n"
-                    f"  usable here: {', '.join(usable)} (or auto)"
-                    + (f"\n  not usable:{others}" if others else "")
+                    f"  usable here: {', '.join(usable)} (or auto)" + (f"\n  not usable:{others}" if others else "")
                 )
         rejected = [("eager", f"{field} names another")] if wanted != "eager" else []
         rejected += [(n, r or f"{field} names another") for n, r in reasons.items() if n != wanted]

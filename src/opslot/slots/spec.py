@@ -143,7 +143,11 @@ class KernelSpec:
         interpreted = self.interpretable and request.device.type == "cpu" and triton_interpreted()
         reason = None if interpreted else self.hardware.unmet_by(request.device)
         if reason:
-            hint = " (TRITON_INTERPRET=1 runs it here, slowly)" if self.interpretable and request.device.type == "cpu" else ""
+            hint = (
+                " (TRITON_INTERPRET=1 runs it here, slowly)"
+                if self.interpretable and request.device.type == "cpu"
+                else ""
+            )
             return reason + hint
         missing = [name for name in self.requires if not has_package(name)]
         if missing:

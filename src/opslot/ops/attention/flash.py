@@ -1,0 +1,136 @@
+"""FlashAttention 2, 3 and 4: one adapter over the three libraries' dense and variable-length functions."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import flash_attention_mask
+
+from opslot._base.errors import KernelError
+
+# version -> module with flash_attn_func and flash_attn_varlen_func
+_LIBRARIES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
+
+
+def make_flash(version: int) -> Callable[..., Any]:
+    """Attention through FlashAttention `version`; imports that library."""
+    library = importlib.import_module(_LIBRARIES[version])
+    dense, varlen = library.flash_attn_func, library.flash_attn_varlen_func
+
+    def flash(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Contract: see `op.reference`; `attention_mask` is a [B, S] padding mask or None."""
+        options = _options(version, module, query, dropout, scaling, kwargs)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
+        if cu_seqlens is not None:
+            out = _packed(varlen, q, k, v, kwargs, options)
+        elif attention_mask is not None:
+            out = _padded(varlen, q, k, v, attention_mask, options)
+        else:
+            out = _first(dense(q, k, v, **options))
+        return out, None
+
+    flash.mask_function = flash_attention_mask  # type: ignore[attr-defined]
+    return flash
+
+
+def _options(
+    version: int,
+    module: nn.Module,
+    query: Tensor,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> dict[str, Any]:
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        raise KernelError(
+            f"attn_implementation='flash_attention_{version}' takes float16 or bfloat16, query is {query.dtype}; "
+            "load the model in bfloat16, use autocast, or choose sdpa"
+        )
+    causal = kwargs.get("is_causal")
+    options: dict[str, Any] = {
+        "softmax_scale": scaling,
+        "causal": (getattr(module, "is_causal", True) if causal is None else causal) and query.shape[2] > 1,
+    }
+    window = kwargs.get("sliding_window")
+    if window is not None:
+        options["window_size"] = (window - 1, 0)
+    if kwargs.get("softcap") is not None:
+        options["softcap"] = kwargs["softcap"]
+    if dropout:
+        if version != 2:
+            raise KernelError(
+                f"flash_attention_{version} has no dropout; set attention_dropout to 0 or use flash_attention_2"
+            )
+        options["dropout_p"] = dropout
+    return options
+
+
+def _first(out: Any) -> Tensor:
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _packed(
+    varlen: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kwargs: dict[str, Any],
+    options: dict[str, Any],
+) -> Tensor:
+    cu_q = kwargs["cu_seq_lens_q"]
+    cu_k = kwargs.get("cu_seq_lens_k")
+    cu_k = cu_q if cu_k is None else cu_k
+    longest = {f"max_seqlen_{s}": kwargs.get(f"max_length_{s}") for s in "qk"}
+    for side, cu in (("q", cu_q), ("k", cu_k)):
+        if longest[f"max_seqlen_{side}"] is None:
+            longest[f"max_seqlen_{side}"] = int(cu.diff().max())
+    flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    out = _first(
+        varlen(*flat, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **{n: int(x) for n, x in longest.items()}, **options)
+    )
+    return out.view(q.shape)
+
+
+def _padded(
+    varlen: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Drop padding, attend over what is left as documents, and put zeros back where padding was."""
+    k_mask = mask[:, -k.shape[1] :].bool()
+    q_mask = k_mask[:, -q.shape[1] :]
+    packed_q, index_q, cu_q = _unpad(q, q_mask)
+    packed_k, _, cu_k = _unpad(k, k_mask)
+    packed_v, _, _ = _unpad(v, k_mask)
+    out = _first(
+        varlen(
+            packed_q,
+            packed_k,
+            packed_v,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_k,
+            max_seqlen_q=int(cu_q.diff().max()),
+            max_seqlen_k=int(cu_k.diff().max()),
+            **options,
+        )
+    )
+    full = out.new_zeros(q.shape[0] * q.shape[1], *out.shape[1:])
+    return full.index_copy(0, index_q, out).view(*q.shape[:2], *out.shape[1:])
+
+
+def _unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    index = mask.flatten().nonzero().flatten()
+    cu_seqlens = nn.functional.pad(mask.sum(-1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+    return x.reshape(-1, *x.shape[2:]).index_select(0, index), index, cu_seqlens
