@@ -1,1 +1,32 @@
+"""Architectures: each folder declares one; this room builds them and applies them to models that exist."""
 
+import importlib
+import pkgutil
+
+from opslot.models._apply import apply, restore
+from opslot.models._build import build_foundation_model, load_config
+from opslot.models._registry import (
+    ARCHITECTURES,
+    MODEL_CONFIG_REGISTRY,
+    MODEL_PROCESSOR_REGISTRY,
+    MODELING_REGISTRY,
+    Architecture,
+    register_architecture,
+)
+
+__all__ = [
+    "ARCHITECTURES",
+    "MODELING_REGISTRY",
+    "MODEL_CONFIG_REGISTRY",
+    "MODEL_PROCESSOR_REGISTRY",
+    "Architecture",
+    "apply",
+    "build_foundation_model",
+    "load_config",
+    "register_architecture",
+    "restore",
+]
+
+for _module in pkgutil.iter_modules(__path__):
+    if _module.ispkg and not _module.name.startswith("_"):
+        importlib.import_module(f"{__name__}.{_module.name}")

@@ -48,7 +48,6 @@ def bind(
         except ConfigError as error:
             problems.append(f"{path or type(model).__name__}: {error}")
     model_choices = _resolve_model_ops(model, config, facts, default_dtype, problems)
-    _check_unreached(model, config, plan, model_choices, problems)
     if problems:
         raise ConfigError(_collapse(problems))
     unbind(model)
@@ -140,7 +139,9 @@ def _dtype_of(module: Any) -> torch.dtype | None:
 def _resolve(request: KernelRequest, wanted: str) -> Resolution:
     """Like the registry's choice, but aware of what the module itself rules out."""
     variant = KERNEL_REGISTRY.op(request.op_name).variant(request.variant)
-    problem = variant.check_site(request.module) if variant.check_site else None
+    problem = request.module.__dict__.get("_opslot_unreached")
+    if problem is None and variant.check_site:
+        problem = variant.check_site(request.module)
     if problem is None:
         return KERNEL_REGISTRY.resolve(request, wanted)
     if wanted not in ("auto", "eager"):
@@ -168,25 +169,6 @@ def _resolve_model_ops(
         except ConfigError as error:
             problems.append(str(error))
     return found
-
-
-def _check_unreached(
-    model: Any,
-    config: OpsImplementationConfig,
-    plan: list[tuple[str, Any, str, Resolution]],
-    model_choices: list[Resolution],
-    problems: list[str],
-) -> None:
-    """A slot whose module's forward was replaced on the instance would silently never run its kernel."""
-    for path, module, slot, resolution in plan:
-        if resolution.chosen == "eager" or "forward" not in module.__dict__:
-            continue
-        message = (
-            f"{path}: slot {slot!r} is not reached, because forward was replaced on this instance (a hook of accelerate, or a "
-            "hub kernel); bind before that happens, or choose eager there"
-        )
-        if resolution.explicit:
-            problems.append(message)
 
 
 def _attach(

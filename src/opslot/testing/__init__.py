@@ -1,1 +1,6 @@
+"""The parity harness, for opslot's own kernels and for third parties'."""
 
+from opslot.testing.parity import CheckResult, Comparison, check_kernel, poisoned_memory
+from opslot.testing.verify import verify
+
+__all__ = ["CheckResult", "Comparison", "check_kernel", "poisoned_memory", "verify"]

@@ -1,0 +1,5 @@
+import sys
+
+from opslot.cli import main
+
+sys.exit(main())

@@ -1,0 +1,138 @@
+"""The `opslot` command. Each subcommand imports what it needs when it runs, so that help is instant."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+
+from opslot import __version__
+from opslot._base.errors import OpslotError
+
+_EPILOG = """examples:
+  opslot train config.yaml --train.lr 3e-4          train a model
+  opslot explain config.yaml                        which kernels it would train with, and why
+  opslot kernels --op rms_norm                      what can run here
+  opslot verify                                     prove every kernel that can run here
+  opslot patchgen --list                            the architectures and their patches
+
+exit codes: 0 done, 1 a check or a run failed, 2 wrong use or bad input
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code and prints one clear message for every expected error."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    show_traceback = "--traceback" in arguments
+    arguments = [a for a in arguments if a != "--traceback"]
+    try:
+        return _dispatch(arguments)
+    except OpslotError as error:
+        if show_traceback:
+            traceback.print_exc()
+        print(f"opslot: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (head, less) has gone; that is its right.
+        sys.stderr.close()
+        return 0
+
+
+def _dispatch(arguments: list[str]) -> int:
+    # These two own their whole command line, --help included.
+    if arguments[:1] == ["train"]:
+        from opslot.trainer import cli_train
+
+        return cli_train(arguments[1:])
+    if arguments[:1] == ["patchgen"]:
+        from opslot.patchgen.cli import main as patchgen
+
+        return patchgen(arguments[1:])
+    options = _parser().parse_args(arguments)
+    return int(options.run(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "opslot",
+        description="Choose, prove and train with the right kernel for each op of a Transformers model.",
+        epilog=_EPILOG,
+        formatter_class=form,
+    )
+    parser.add_argument("--version", action="version", version=f"opslot {__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    kernels = commands.add_parser(
+        "kernels",
+        help="list every kernel and whether it can run here",
+        epilog="examples:\n  opslot kernels\n  opslot kernels --op moe_experts --json",
+        formatter_class=form,
+    )
+    kernels.add_argument("--op", metavar="NAME", help="only this op")
+    kernels.add_argument("--json", action="store_true", help="print JSON")
+    kernels.set_defaults(run=_kernels)
+
+    explain = commands.add_parser(
+        "explain",
+        help="show which kernel stands where in a model, and why",
+        epilog=(
+            "examples:\n  opslot explain config.yaml                a training configuration\n"
+            "  opslot explain path/to/model              a folder with config.json\n"
+            "  opslot explain path/to/model --set rms_norm_implementation=eager --json"
+        ),
+        formatter_class=form,
+    )
+    explain.add_argument(
+        "model", metavar="MODEL_OR_YAML", help="a folder with config.json, that file, or a training YAML"
+    )
+    explain.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="a field of ops_implementation; may be repeated",
+    )
+    explain.add_argument("--dtype", default=None, help="compute dtype, e.g. bfloat16; default the model's")
+    explain.add_argument("--json", action="store_true", help="print JSON")
+    explain.set_defaults(run=_explain)
+
+    verify = commands.add_parser(
+        "verify",
+        help="prove every kernel that can run here: forward and gradients against fp64",
+        epilog=(
+            "examples:\n  opslot verify\n  opslot verify --op rms_norm --kernel triton --json\n"
+            "  TRITON_INTERPRET=1 opslot verify --op swiglu_mlp      Triton kernels without a GPU, slowly"
+        ),
+        formatter_class=form,
+    )
+    verify.add_argument("--op", metavar="NAME", help="only this op")
+    verify.add_argument("--kernel", metavar="NAME", help="only kernels of this name")
+    verify.add_argument("--device", default=None, help="cpu, cuda or npu; default the best that each kernel runs on")
+    verify.add_argument("--seed", type=int, default=0, help="of the random inputs")
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    verify.set_defaults(run=_verify)
+
+    commands.add_parser("train", help="train a model from a YAML file (opslot train --help)", add_help=False)
+    commands.add_parser("patchgen", help="generate and check patched modeling files", add_help=False)
+    return parser
+
+
+def _kernels(options: argparse.Namespace) -> int:
+    from opslot.cli.kernels import run
+
+    return run(options.op, options.json)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from opslot.cli.explain import run
+
+    return run(options.model, options.set, options.dtype, options.json)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from opslot.cli.verify import run
+
+    return run(options.op, options.kernel, options.device, options.seed, options.json)

@@ -1,0 +1,41 @@
+"""`opslot explain`: the kernel table of a model that need not be built."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import opslot
+from opslot._base.errors import ConfigError
+
+
+def run(model: str, assignments: list[str], dtype: str | None, as_json: bool) -> int:
+    """Print the table of the model that `model` names, built without memory; exit code 0."""
+    source, fields, default_dtype = _read(model)
+    for assignment in assignments:
+        name, separator, value = assignment.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {assignment!r} is not FIELD=VALUE, e.g. --set rms_norm_implementation=eager")
+        fields[name] = value
+    built = opslot.build_foundation_model(
+        source, torch_dtype=dtype or default_dtype, init_device="meta", ops_implementation=fields
+    )
+    report = opslot.explain(built)
+    print(json.dumps(report.to_dict(), indent=2) if as_json else report)
+    return 0
+
+
+def _read(model: str) -> tuple[Any, dict[str, Any], str | None]:
+    """Config source, ops_implementation and dtype of a model folder, a config.json or a training YAML."""
+    path = Path(model)
+    if path.suffix not in (".yaml", ".yml"):
+        return path, {}, None
+    from opslot.trainer import load_config
+
+    config = load_config(path)
+    return (
+        config.model.config_path or config.model.model_path,
+        dict(config.model.ops_implementation or {}),
+        config.model.torch_dtype,
+    )

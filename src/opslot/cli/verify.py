@@ -1,0 +1,54 @@
+"""`opslot verify`: prove the kernels of this machine, one line each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from opslot._base.errors import ConfigError
+from opslot.slots import KERNEL_REGISTRY, format_table
+from opslot.testing import CheckResult, verify
+
+
+def run(op: str | None, kernel: str | None, device: str | None, seed: int, as_json: bool) -> int:
+    """Print one row per kernel and dtype with its worst comparison; exit code 1 when any check fails."""
+    results = list(verify(op, kernel, device=device, seed=seed))
+    if not results:
+        raise ConfigError(_nothing(op, kernel))
+    failed = [r for r in results if not r.ok]
+    if as_json:
+        print(json.dumps([{**asdict(r), "ok": r.ok} for r in results], indent=2))
+        return 1 if failed else 0
+    header = ("op", "variant", "kernel", "dtype", "cases", "verdict", "worst of: error, eager's error, bound")
+    print("\n".join(format_table(header, _rows(results))))
+    for result in failed:
+        print(f"FAILED {result}")
+    print(f"{len(results) - len(failed)} of {len(results)} checks passed")
+    return 1 if failed else 0
+
+
+def _rows(results: list[CheckResult]) -> list[tuple[str, ...]]:
+    groups: dict[tuple[str, str, str, str], list[CheckResult]] = {}
+    for r in results:
+        groups.setdefault((r.op, r.variant, r.kernel, r.dtype), []).append(r)
+    return [
+        (*key, str(len(group)), "ok" if all(r.ok for r in group) else "WRONG", _worst(group))
+        for key, group in groups.items()
+    ]
+
+
+def _worst(group: list[CheckResult]) -> str:
+    problem = next((r for r in group if r.problem), None)
+    if problem is not None:
+        return f"{problem.case}: {problem.problem}"
+    found = [(w.error / w.bound if w.bound else 0.0, r.case, w) for r in group if (w := r.worst) is not None]
+    if not found:
+        return ""
+    _, case, worst = max(found, key=lambda f: f[0])
+    return f"{case}, {worst.name}: {worst.error:.1e}, {worst.eager_error:.1e}, {worst.bound:.1e}"
+
+
+def _nothing(op: str | None, kernel: str | None) -> str:
+    wanted = " ".join(x for x in (f"op {op!r}" if op else "", f"kernel {kernel!r}" if kernel else "") if x) or "any op"
+    names = sorted({s.name for s in KERNEL_REGISTRY.specs(op)}) or ["only eager"]
+    return f"no kernel of {wanted} can run on this machine; registered: {', '.join(names)} (opslot kernels says what each needs)"

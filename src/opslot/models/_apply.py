@@ -1,0 +1,138 @@
+"""Give a Transformers model that already exists opslot's slots, and take them away again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from opslot._base.errors import ConfigError
+from opslot._base.logging import get_logger
+from opslot.models._registry import ARCHITECTURES, Architecture
+from opslot.slots import BindingReport, OpsImplementationConfig, bind, own_config, unbind, walk_slots
+
+if TYPE_CHECKING:
+    import torch
+
+logger = get_logger(__name__)
+
+_UNREACHED = "_opslot_unreached"
+
+
+def apply(
+    model: Any,
+    ops: OpsImplementationConfig | dict[str, Any] | str | None = "auto",
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> BindingReport:
+    """Bind kernels to a model that Transformers, TRL, PEFT or Accelerate made.
+
+    Module instances move to the generated classes of their architecture; parameters, buffers, hooks and optimizer
+    references stay as they are. Either everything is bound or, on an error, nothing is changed.
+
+    Args:
+        model: any module that contains modules of an architecture in `opslot.models.ARCHITECTURES`.
+        ops: a config, a mapping of its fields, "auto", "eager" or a preset.
+        device, dtype: where and in what the model will compute, when that differs from where it is now.
+
+    Returns:
+        The table that `opslot.explain(model)` returns too.
+
+    Raises:
+        ConfigError: no architecture of opslot's inside `model`, or a named kernel that cannot be bound.
+    """
+    config = OpsImplementationConfig.make(ops)
+    moves = _plan_moves(model)
+    already = next(walk_slots(model), None) is not None
+    if not moves and not already:
+        raise ConfigError(
+            f"opslot.apply found nothing to bind in {type(model).__name__} ({type(model).__module__})\n"
+            f"  found: none of the architectures {', '.join(sorted(ARCHITECTURES))}\n"
+            "  to do: pass a model of one of these, or declare OpSlots in your own classes and call opslot.bind"
+        )
+    for module, _, new in moves:
+        module.__class__ = new
+        if "forward" in module.__dict__:
+            module.__dict__[_UNREACHED] = (
+                "forward was replaced on this instance before opslot.apply (a hook of accelerate, a hub kernel)"
+            )
+    try:
+        for holder in _config_holders(model):
+            own_config(holder)
+        return bind(model, config, device=device, dtype=dtype)
+    except Exception:
+        _undo(moves)
+        raise
+
+
+def restore(model: Any) -> Any:
+    """Undo `apply`: Transformers' own classes, attention and experts again; weights untouched. Returns `model`."""
+    for module in model.modules():
+        if "_opslot_state" in module.__dict__:
+            unbind(module)
+    moves = []
+    for module in model.modules():
+        architecture = _architecture_of(type(module), generated=True)
+        if architecture is not None:
+            original = architecture.upstream_class(type(module).__name__)
+            if original is not None:
+                moves.append((module, type(module), original))
+    for module, _, original in moves:
+        module.__class__ = original
+        module.__dict__.pop(_UNREACHED, None)
+    return model
+
+
+def _plan_moves(model: Any) -> list[tuple[Any, type, type]]:
+    """(module, class now, generated class) for every module of a known architecture."""
+    moves: list[tuple[Any, type, type]] = []
+    for path, module in model.named_modules():
+        cls = type(module)
+        architecture = _architecture_of(cls, generated=False)
+        if architecture is None:
+            _refuse_subclass(path, cls)
+            continue
+        new = architecture.generated_class(cls.__name__)
+        if new is not None:
+            moves.append((module, cls, new))
+    return moves
+
+
+def _architecture_of(cls: type, generated: bool) -> Architecture | None:
+    for architecture in ARCHITECTURES.values():
+        if cls.__module__ == (architecture.generated if generated else architecture.upstream):
+            return architecture
+    return None
+
+
+def _refuse_subclass(path: str, cls: type) -> None:
+    """A class made at run time from an upstream one (FSDP2, or yours) cannot be exchanged under its owner's feet."""
+    for base in cls.__mro__[1:]:
+        architecture = _architecture_of(base, generated=False)
+        if architecture is None:
+            continue
+        if cls.__name__.startswith("FSDP"):
+            raise ConfigError(
+                f"{path or 'the model'} is sharded already ({cls.__name__}); call opslot.apply before fully_shard"
+            )
+        raise ConfigError(
+            f"{path or 'the model'} is a {cls.__qualname__}, your own subclass of {base.__name__}\n"
+            f"  to do: derive it from {architecture.generated}.{base.__name__} instead; it is a drop-in class with slots"
+        )
+
+
+def _config_holders(model: Any) -> list[Any]:
+    """Outermost modules that hold a Transformers config: a PEFT or DDP wrapper is looked through."""
+    holders: list[Any] = []
+    prefixes: list[str] = []
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{p}." if p else "") for p in prefixes)
+        if not inside and module.__dict__.get("config") is not None and hasattr(module, "get_input_embeddings"):
+            holders.append(module)
+            prefixes.append(path)
+    return holders
+
+
+def _undo(moves: list[tuple[Any, type, type]]) -> None:
+    for module, old, _ in moves:
+        module.__class__ = old
+        module.__dict__.pop(_UNREACHED, None)

@@ -1,0 +1,190 @@
+"""`build_foundation_model`: a generated model from a config, with weights and kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opslot._base.errors import ConfigError
+from opslot._base.logging import get_logger
+from opslot.models._registry import ARCHITECTURES, MODEL_CONFIG_REGISTRY, MODELING_REGISTRY
+from opslot.slots import OpsImplementationConfig, bind, own_config
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+logger = get_logger(__name__)
+
+BACKEND_VARIABLE = "OPSLOT_BACKEND"
+
+
+def build_foundation_model(
+    config_path: str | Path | PreTrainedConfig,
+    weights_path: str | Path | None = None,
+    torch_dtype: torch.dtype | str | None = None,
+    init_device: str = "cpu",
+    ops_implementation: OpsImplementationConfig | Mapping[str, Any] | str | None = None,
+    *,
+    architecture: str | None = None,
+    config_kwargs: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Build a model of an architecture that opslot knows, with its kernels bound.
+
+    Args:
+        config_path: a folder with config.json, that file, or a config object (copied, never changed).
+        weights_path: folder of a Hugging Face checkpoint (safetensors, sharded or not); None leaves random weights, drawn
+            from torch's generator as Transformers draws them.
+        torch_dtype: parameters' dtype, e.g. "bfloat16"; default the config's, else float32.
+        init_device: "cpu", "cuda", "npu", or "meta" for parameters without memory (then without `weights_path`).
+        ops_implementation: kernels, as `OpsImplementationConfig` reads them; default "auto".
+        architecture: class name; default the first of the config's `architectures`, else <Model>ForCausalLM.
+        config_kwargs: values that override the config's.
+        trust_remote_code: allow a config class that ships with the checkpoint to run.
+
+    Returns:
+        The model, in training mode; `opslot.explain(model)` is its kernel table. With OPSLOT_BACKEND=hf it is Transformers' own
+        class, untouched and unbound.
+
+    Raises:
+        ConfigError: unreadable config, unknown architecture, or kernels that cannot be bound.
+        CheckpointError: weights that do not fit the model exactly.
+    """
+    ops = OpsImplementationConfig.make(
+        ops_implementation if not isinstance(ops_implementation, Mapping) else dict(ops_implementation)
+    )
+    config = load_config(config_path, trust_remote_code=trust_remote_code, **(config_kwargs or {}))
+    backend = os.environ.get(BACKEND_VARIABLE, "opslot")
+    if backend not in ("opslot", "hf"):
+        raise ConfigError(f"{BACKEND_VARIABLE}={backend!r} is unknown; use opslot or hf")
+    if init_device == "meta" and weights_path is not None:
+        raise ConfigError(
+            "init_device='meta' makes parameters without memory, so weights_path cannot be read into them\n"
+            "  to do: leave weights_path out and call opslot.checkpoint.load_weights(model, folder, device=...) once the model is sharded"
+        )
+    dtype = _dtype(torch_dtype, config)
+    cls = _model_class(config, architecture, backend)
+    model = _instantiate(cls, config, dtype, init_device, empty=weights_path is not None)
+    if weights_path is not None:
+        _load(model, Path(weights_path))
+    if backend == "hf":
+        logger.info("%s=hf: Transformers' own %s, without slots", BACKEND_VARIABLE, cls.__name__)
+    else:
+        own_config(model)
+        bind(model, ops, device=None if init_device == "meta" else init_device)
+    model.train()
+    return model
+
+
+def load_config(
+    source: str | Path | PreTrainedConfig, *, trust_remote_code: bool = False, **overrides: Any
+) -> PreTrainedConfig:
+    """Read a Transformers config from a folder, a config.json or an object (then a copy).
+
+    Raises:
+        ConfigError: the path or its model_type does not exist, or the JSON is broken.
+    """
+    import copy
+
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if isinstance(source, PreTrainedConfig):
+        config = copy.deepcopy(source)
+        for name, value in overrides.items():
+            setattr(config, name, value)
+        return config
+    path = Path(source)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        found = (
+            f"the folder holds {', '.join(sorted(p.name for p in path.iterdir())[:8]) or 'nothing'}"
+            if path.is_dir()
+            else "no such file or folder"
+        )
+        raise ConfigError(f"config_path={str(source)!r}: {found}; give a folder with config.json, or that file")
+    try:
+        data = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+    model_type = data.get("model_type") if isinstance(data, dict) else None
+    if model_type is None:
+        raise ConfigError(f'{file} names no model_type, so its architecture is unknown; add e.g. "model_type": "qwen3"')
+    if "auto_map" in data and trust_remote_code:
+        return AutoConfig.from_pretrained(file.parent, trust_remote_code=True, **overrides)
+    cls = (
+        MODEL_CONFIG_REGISTRY.get(model_type)()
+        if model_type in MODEL_CONFIG_REGISTRY
+        else _upstream_config(model_type, file)
+    )
+    try:
+        return cls.from_dict({**data, **overrides})
+    except Exception as error:
+        raise ConfigError(f"{file} is not a valid {model_type} config: {error}") from error
+
+
+def _upstream_config(model_type: str, file: Path) -> type:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if os.environ.get(BACKEND_VARIABLE) == "hf" and model_type in CONFIG_MAPPING:
+        return CONFIG_MAPPING[model_type]
+    return MODEL_CONFIG_REGISTRY.get(model_type)
+
+
+def _dtype(value: torch.dtype | str | None, config: PreTrainedConfig) -> torch.dtype:
+    import torch
+
+    if value is None:
+        value = getattr(config, "dtype", None) or torch.float32
+    if isinstance(value, str):
+        found = getattr(torch, value.removeprefix("torch."), None)
+        if not isinstance(found, torch.dtype) or not found.is_floating_point:
+            raise ConfigError(f"torch_dtype={value!r} is no floating dtype; use float32, bfloat16 or float16")
+        value = found
+    return value
+
+
+def _model_class(config: PreTrainedConfig, architecture: str | None, backend: str) -> type:
+    if backend == "hf":
+        import transformers
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        name = architecture or next(iter(config.architectures or ()), None)
+        found = getattr(transformers, name, None) if name else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        if found is None:
+            raise ConfigError(f"Transformers has no class {name!r} for model_type {config.model_type!r}")
+        return found
+    modeling = MODELING_REGISTRY.get(config.model_type)
+    name = architecture or next(iter(config.architectures or ()), None) or _causal_name(config)
+    return modeling(name)
+
+
+def _causal_name(config: PreTrainedConfig) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+
+
+def _instantiate(cls: Any, config: PreTrainedConfig, dtype: torch.dtype, device: str, empty: bool) -> PreTrainedModel:
+    """Make the model in `dtype` on `device`; `empty` skips the random draw that weights will overwrite."""
+    from contextlib import ExitStack
+
+    import torch
+    from transformers.initialization import no_init_weights
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.device(device))
+        if empty:
+            stack.enter_context(no_init_weights())
+        return cls._from_config(config, dtype=dtype)
+
+
+def _load(model: PreTrainedModel, folder: Path) -> None:
+    from opslot.checkpoint import load_weights
+
+    architecture = ARCHITECTURES.get(model.config.model_type)
+    converters = architecture.converters(model) if architecture and architecture.converters else []
+    load_weights(model, folder, converters=converters)
