@@ -1,0 +1,56 @@
+"""Patches that several architectures share, with the upstream bodies that each slot may stand for."""
+
+from __future__ import annotations
+
+from opslot.patchgen import OpSlot, PatchConfig
+
+# Fingerprints of upstream bodies (`opslot.patchgen.fingerprint`), each named for what it computes. A slot stands for
+# these and no others; a release with another body raises, and its fingerprint is added once it is read and checked.
+
+# weight * (x / rms(x)), normalised in fp32 and cast back before the weight.
+LLAMA_RMS_NORM = "74308f676262"
+# (x1, x2) -> (-x2, x1), on the two halves of the last dimension; it decides what the rotation below means.
+ROTATE_HALF = "3d488c0cec66"
+# x * cos + rotate_half(x) * sin, for queries and keys, over the full head dimension.
+ROTARY_FULL = "be80094eafa5"
+# Sum over the chosen experts of weight * down(act(gate) * up); from 5.18 an index equal to num_experts adds nothing.
+ROUTED_EXPERTS = ("d81e6d7d92e0", "eb94b9fca4df")
+# Switch Transformer's auxiliary loss over all layers; from 5.16 accumulated per layer in fp32, from 5.23 by histc.
+LOAD_BALANCING_LOSS = ("c0ad95f69738", "e8f309a98210", "6d1c7fe46791")
+
+
+def llama_like(arch: str, prefix: str) -> PatchConfig:
+    """The patch of a dense decoder built like Llama; `prefix` begins its classes' names."""
+    patch = PatchConfig(f"transformers.models.{arch}.modeling_{arch}", description=f"{prefix} with slots for kernels")
+    patch.slot_method(
+        f"{prefix}RMSNorm.forward",
+        OpSlot("rms_norm", "standard"),
+        args="hidden_states, self.weight, self.variance_epsilon",
+        expects=LLAMA_RMS_NORM,
+    )
+    patch.slot_expr(
+        f"{prefix}MLP.forward",
+        OpSlot("swiglu_mlp", "standard"),
+        "self.act_fn($gate) * $up",
+        args="$gate, $up",
+    )
+    patch.slot_calls(
+        "apply_rotary_pos_emb",
+        OpSlot("rotary_pos_emb", "full"),
+        expects={"apply_rotary_pos_emb": ROTARY_FULL, "rotate_half": ROTATE_HALF},
+    )
+    slot_heads(patch, prefix)
+    return patch
+
+
+def slot_heads(patch: PatchConfig, prefix: str) -> None:
+    """Slots for the losses of the language-model head and of the sequence-classification head."""
+    patch.slot_loss(f"{prefix}ForCausalLM.forward", OpSlot("cross_entropy_loss", "causal"))
+    classifier, layers = f"{prefix}ForSequenceClassification", "transformers.modeling_layers"
+    for method in ("__init__", "forward"):
+        patch.inherit_method(f"{classifier}.{method}", layers, f"GenericForSequenceClassification.{method}")
+    # Upstream's factory would build upstream's own backbone, which has no slots.
+    patch.replace(f"{classifier}.__init__", "AutoModel.from_config(config)", f"{prefix}Model(config)")
+    patch.slot_loss(f"{classifier}.forward", OpSlot("cross_entropy_loss", "sequence_classification"))
+    patch.depends_on("transformers.loss.loss_utils", "ForCausalLMLoss", "ForSequenceClassificationLoss")
+    patch.depends_on("transformers.loss.loss_utils", "fixed_cross_entropy")

@@ -1,0 +1,92 @@
+"""The cache of generated modules: checked when read, atomic when written, pruned when it grows."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+_SEAL = "# opslot cache, sha256 of all above: "
+_KEPT_PER_ARCH = 8
+_UNUSED_SECONDS = 30 * 24 * 3600
+
+
+def cache_root() -> Path:
+    """`$OPSLOT_CACHE`, else `$XDG_CACHE_HOME/opslot`, else `~/.cache/opslot`."""
+    if chosen := os.environ.get("OPSLOT_CACHE"):
+        return Path(chosen).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache").absolute() / "opslot"
+    except RuntimeError:
+        return private_root()
+
+
+def private_root() -> Path:
+    """A directory below the system's temporary one that only this user can write; for homes that are read-only."""
+    user = os.getuid() if hasattr(os, "getuid") else os.getpid()
+    path = Path(tempfile.gettempdir()) / f"opslot-{user}"
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    owned = not hasattr(os, "getuid") or found.st_uid == os.getuid()
+    if stat.S_ISDIR(found.st_mode) and owned and not found.st_mode & 0o022:
+        return path
+    return Path(tempfile.mkdtemp(prefix="opslot-"))
+
+
+def read_sealed(path: Path) -> str | None:
+    """The text that `write_sealed` wrote there; None when there is none, or when it is damaged."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    body, mark, seal = text.rpartition(_SEAL)
+    if not mark or seal.strip() != hashlib.sha256(body.encode()).hexdigest():
+        return None
+    return body
+
+
+def write_sealed(path: Path, text: str) -> None:
+    """Write `text` and its hash. A reader sees the old file or the new one, never a part."""
+    seal = f"{_SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n"
+    write_atomic(path, text + seal)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a file so that nobody sees it half-written, whoever else writes it at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def touch(entry: Path) -> None:
+    """Note that a cache entry was used, at most once a day."""
+    with contextlib.suppress(OSError):
+        if time.time() - entry.stat().st_mtime > 24 * 3600:
+            os.utime(entry)
+
+
+def prune(arch_root: Path) -> None:
+    """Remove entries of one architecture that are neither among the most recently used nor used this month.
+
+    A process whose entry is removed under it keeps running; the next one generates the entry again.
+    """
+    with contextlib.suppress(OSError):
+        entries = sorted(arch_root.iterdir(), key=lambda entry: entry.stat().st_mtime, reverse=True)
+        for entry in entries[_KEPT_PER_ARCH:]:
+            if time.time() - entry.stat().st_mtime > _UNUSED_SECONDS:
+                shutil.rmtree(entry, ignore_errors=True)

@@ -1,0 +1,161 @@
+"""The upstream module while it is being edited."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from opslot._base.errors import PatchError
+from opslot.patchgen.config import PatchConfig
+from opslot.patchgen.edits import Edit, OpSlot
+from opslot.patchgen.source import Release, UpstreamModule
+from opslot.patchgen.tree import block_of, comment, is_docstring, is_placeholder, splice, walk, with_lines_above
+
+
+@dataclass
+class ClassSlots:
+    """Slots that edits declared on one class, in order."""
+
+    slots: dict[str, OpSlot] = field(default_factory=dict)
+    numbers: list[int] = field(default_factory=list)
+
+
+class Document:
+    """A LibCST module with its definitions addressed by symbol, and a record of which edit wrote what."""
+
+    def __init__(self, patch: PatchConfig, release: Release) -> None:
+        self.patch = patch
+        self.release = release
+        self.upstream: UpstreamModule = release.module(patch.source_module)
+        self.module = cst.parse_module(self.upstream.text)
+        self.class_slots: dict[str, ClassSlots] = {}
+        self.imports: list[str] = []
+        self._author: dict[int, Edit] = {}
+        self._kept_alive: list[cst.CSTNode] = []
+
+    def fail(self, edit: Edit, problem: str, *, show: str | None = None) -> PatchError:
+        """An error that names the edit, the module and the release, and shows the symbol's present text."""
+        message = f"{edit.summary}\n  in {self.patch.source_module} of transformers {self.release.version}: {problem}"
+        symbol = self.upstream.symbol(show) if show else None
+        if symbol is not None:
+            message += f"\n  upstream's {show}, from line {symbol.first_line}:\n\n{symbol.text.rstrip()}\n"
+        return PatchError(message)
+
+    def get(self, symbol: str, edit: Edit) -> cst.FunctionDef | cst.ClassDef:
+        """The definition called `Class`, `Class.method` or `function`."""
+        found = self.find(symbol)
+        if found is None:
+            owner = symbol.split(".")[0]
+            raise self.fail(edit, str(self.upstream.missing(symbol)), show=owner if owner != symbol else None)
+        return found
+
+    def find(self, symbol: str) -> cst.FunctionDef | cst.ClassDef | None:
+        index = self.index(symbol.split(".")[0])
+        if index is None:
+            return None
+        found = self.module.body[index]
+        assert isinstance(found, cst.FunctionDef | cst.ClassDef)
+        if "." in symbol:
+            position = _position(found, symbol.split(".")[1])
+            if position is None:
+                return None
+            found = found.body.body[position]
+            assert isinstance(found, cst.FunctionDef | cst.ClassDef)
+        return found
+
+    def index(self, name: str) -> int | None:
+        """Position of a top-level definition in the module."""
+        for index in reversed(range(len(self.module.body))):
+            node = self.module.body[index]
+            if isinstance(node, cst.FunctionDef | cst.ClassDef) and node.name.value == name:
+                return index
+        return None
+
+    def put(self, symbol: str, new: cst.CSTNode) -> None:
+        """Put `new` in the place of a definition; a method that the class lacks goes to its end."""
+        owner, _, method = symbol.partition(".")
+        index = self.index(owner)
+        assert index is not None
+        if method:
+            holder = block_of(self.module.body[index])
+            assert isinstance(holder, cst.ClassDef)
+            body = list(holder.body.body)
+            position = _position(holder, method)
+            if position is None:
+                body = [statement for statement in body if not is_placeholder(statement)]
+                body.append(new)  # type: ignore[arg-type]
+            else:
+                body[position] = new  # type: ignore[call-overload]
+            new = holder.with_changes(body=holder.body.with_changes(body=body))
+        body = list(self.module.body)
+        body[index] = new  # type: ignore[call-overload]
+        self.module = self.module.with_changes(body=body)
+
+    def note(self, symbol: str, text: str) -> None:
+        """Write `# [PATCHED: text]` above a definition."""
+        node = self.find(symbol)
+        assert node is not None
+        self.put(symbol, with_lines_above(node, [comment(f"[PATCHED: {text}]")]))
+
+    def declare(self, class_name: str, slot: OpSlot, edit: Edit) -> None:
+        """Give a class a slot."""
+        declared = self.class_slots.setdefault(class_name, ClassSlots())
+        if declared.slots.setdefault(slot.suffix, slot) != slot:
+            raise self.fail(
+                edit,
+                f"{class_name} already has the slot {declared.slots[slot.suffix]} at {slot.attribute};"
+                f" give {slot} its own name: OpSlot({slot.op!r}, {slot.variant!r}, name=...)",
+            )
+        number = self.number(edit)
+        if number not in declared.numbers:
+            declared.numbers.append(number)
+
+    def number(self, edit: Edit) -> int:
+        return next(index for index, other in enumerate(self.patch.edits, 1) if other is edit)
+
+    def mark(self, edit: Edit) -> str:
+        return f"--- Patch.{self.number(edit)} ---"
+
+    def sign(self, edit: Edit, nodes: Sequence[cst.CSTNode], upstream: Sequence[cst.CSTNode] = ()) -> None:
+        """Record that `edit` wrote `nodes`, all but those below `upstream`."""
+        kept = {id(node) for root in upstream for node in walk(root)}
+        for root in nodes:
+            self._kept_alive.append(root)
+            self._author.update((id(node), edit) for node in walk(root) if id(node) not in kept)
+
+    def author(self, nodes: Sequence[cst.CSTNode]) -> Edit | None:
+        """An edit that wrote any of `nodes` or what is in them."""
+        for root in nodes:
+            for node in walk(root):
+                if id(node) in self._author:
+                    return self._author[id(node)]
+        return None
+
+    def write_slot_declarations(self) -> None:
+        """Write each class's `_opslot_slots` and the attributes' defaults at the top of its body."""
+        for name, declared in self.class_slots.items():
+            index = self.index(name)
+            assert index is not None
+            holder = block_of(self.module.body[index])
+            assert isinstance(holder, cst.ClassDef) and isinstance(holder.body, cst.IndentedBlock)
+            pairs = (f'"{suffix}": ("{slot.op}", "{slot.variant}")' for suffix, slot in declared.slots.items())
+            lines = [f"_opslot_slots = {{{', '.join(pairs)}}}"]
+            lines += [f"{slot.attribute} = None" for slot in declared.slots.values()]
+            mark = f"--- {', '.join(f'Patch.{number}' for number in sorted(declared.numbers))} ---"
+            start = 1 if is_docstring(holder.body.body[0]) else 0
+            stop = start + 1 if start < len(holder.body.body) and is_placeholder(holder.body.body[start]) else start
+            block = splice(holder.body, start, stop, cst.parse_module("\n".join(lines) + "\n").body, mark)
+            self.put(name, holder.with_changes(body=block))
+
+
+def _position(holder: cst.CSTNode, name: str) -> int | None:
+    """Position of a method in a class's body."""
+    if not isinstance(holder, cst.ClassDef):
+        return None
+    for index in reversed(range(len(holder.body.body))):
+        node = holder.body.body[index]
+        if isinstance(node, cst.FunctionDef | cst.ClassDef) and node.name.value == name:
+            return index
+    return None

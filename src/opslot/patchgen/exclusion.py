@@ -1,0 +1,147 @@
+"""Leaves classes and functions out, with everything that only they used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import libcst as cst
+
+from opslot.patchgen.document import Document
+from opslot.patchgen.edits import Exclude
+from opslot.patchgen.tree import replace_nodes, walk
+
+
+def apply_exclude(edit: Exclude, document: Document) -> None:
+    document.get(edit.target, edit)
+    before = _references(document.module)
+    _remove(document, edit.target)
+    _drop_isinstance_branches(document, edit.target)
+    left = _references(document.module)
+    while dead := [name for name in _definitions(document.module) if before.get(name) and not left.get(name)]:
+        exported = _exported(document.module)
+        dead = [name for name in dead if name not in exported]
+        if not dead:
+            break
+        for name in dead:
+            _remove(document, name)
+        left = _references(document.module)
+    users = left.get(edit.target)
+    if users:
+        raise document.fail(
+            edit,
+            f"{edit.target} is still used by {', '.join(sorted(users))}; patch or exclude these too",
+            show=min(users),
+        )
+
+
+def _remove(document: Document, name: str) -> None:
+    index = document.index(name)
+    if index is None:
+        return
+    body = list(document.module.body)
+    removed = body.pop(index)
+    if index < len(body) and not body[index].leading_lines:  # type: ignore[union-attr]
+        body[index] = body[index].with_changes(leading_lines=removed.leading_lines)  # type: ignore[union-attr]
+    document.module = document.module.with_changes(body=body)
+    _drop_from_all(document, name)
+
+
+def _definitions(module: cst.Module) -> list[str]:
+    return [node.name.value for node in module.body if isinstance(node, cst.FunctionDef | cst.ClassDef)]
+
+
+def _references(module: cst.Module) -> dict[str, set[str]]:
+    """For each name, the top-level definitions (or `the module`) that mention it."""
+    found: dict[str, set[str]] = {}
+    for node in module.body:
+        owner = node.name.value if isinstance(node, cst.FunctionDef | cst.ClassDef) else "the module"
+        if owner == "the module" and _is_all(node):
+            continue
+        for child in walk(node):
+            if isinstance(child, cst.Name) and child.value != owner:
+                found.setdefault(child.value, set()).add(owner)
+    return found
+
+
+def _drop_isinstance_branches(document: Document, name: str) -> None:
+    """Drop `if isinstance(x, name)` branches, and the name from tuples of classes."""
+    for index, node in enumerate(document.module.body):
+        swaps: dict[int, cst.CSTNode | Sequence[cst.CSTNode]] = {}
+        for child in walk(node):
+            if isinstance(child, cst.If) and _tested_class(child.test) == name:
+                swaps[id(child)] = _without_first_branch(child)
+            elif isinstance(child, cst.Call) and _is_isinstance(child):
+                classes = child.args[1].value
+                if isinstance(classes, cst.Tuple):
+                    kept = [e for e in classes.elements if not _is_name(e.value, name)]
+                    if len(kept) < len(classes.elements):
+                        swaps[id(classes)] = classes.with_changes(elements=kept) if len(kept) > 1 else kept[0].value
+        if swaps:
+            body = list(document.module.body)
+            body[index] = _filled(replace_nodes(node, swaps))
+            document.module = document.module.with_changes(body=body)
+
+
+def _without_first_branch(node: cst.If) -> cst.CSTNode | Sequence[cst.CSTNode]:
+    rest = node.orelse
+    if rest is None:
+        return []
+    if isinstance(rest, cst.If):
+        return rest.with_changes(leading_lines=node.leading_lines)
+    return list(rest.body.body)
+
+
+def _filled(node: cst.CSTNode) -> cst.CSTNode:
+    """Give blocks that lost every statement a `pass`."""
+    empty = {
+        id(child): child.with_changes(body=[cst.SimpleStatementLine([cst.Pass()])])
+        for child in walk(node)
+        if isinstance(child, cst.IndentedBlock) and not child.body
+    }
+    return replace_nodes(node, empty) if empty else node
+
+
+def _tested_class(test: cst.BaseExpression) -> str | None:
+    if isinstance(test, cst.Call) and _is_isinstance(test) and isinstance(test.args[1].value, cst.Name):
+        return test.args[1].value.value
+    return None
+
+
+def _is_isinstance(call: cst.Call) -> bool:
+    return _is_name(call.func, "isinstance") and len(call.args) == 2
+
+
+def _is_name(node: cst.CSTNode, value: str) -> bool:
+    return isinstance(node, cst.Name) and node.value == value
+
+
+def _is_all(statement: cst.CSTNode) -> bool:
+    if not isinstance(statement, cst.SimpleStatementLine) or not isinstance(statement.body[0], cst.Assign):
+        return False
+    return _is_name(statement.body[0].targets[0].target, "__all__")
+
+
+def _exported(module: cst.Module) -> set[str]:
+    return {
+        str(node.evaluated_value)
+        for statement in module.body
+        if _is_all(statement)
+        for node in walk(statement)
+        if isinstance(node, cst.SimpleString)
+    }
+
+
+def _drop_from_all(document: Document, name: str) -> None:
+    for index, statement in enumerate(document.module.body):
+        if _is_all(statement):
+            swaps: dict[int, cst.CSTNode | Sequence[cst.CSTNode]] = {
+                id(node): []
+                for node in walk(statement)
+                if isinstance(node, cst.Element)
+                and isinstance(node.value, cst.SimpleString)
+                and node.value.evaluated_value == name
+            }
+            if swaps:
+                body = list(document.module.body)
+                body[index] = replace_nodes(statement, swaps)
+                document.module = document.module.with_changes(body=body)

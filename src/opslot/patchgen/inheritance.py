@@ -1,0 +1,101 @@
+"""Brings an inherited method's upstream text into a generated class."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+
+import libcst as cst
+
+from opslot.patchgen.document import Document
+from opslot.patchgen.edits import InheritMethod
+from opslot.patchgen.source import UpstreamModule
+from opslot.patchgen.tree import replace_nodes, walk
+
+
+def apply_inherit_method(edit: InheritMethod, document: Document) -> None:
+    holder = document.get(edit.target.split(".")[0], edit)
+    assert isinstance(holder, cst.ClassDef)
+    owner = edit.from_symbol.split(".")[0]
+    bases = {base.value.value for base in holder.bases if isinstance(base.value, cst.Name)}
+    if owner not in bases:
+        raise document.fail(edit, f"{holder.name.value} does not inherit from {owner}", show=holder.name.value)
+    if document.find(edit.target) is not None:
+        raise document.fail(edit, f"{edit.target} is defined by the class itself", show=edit.target)
+    module = document.release.module(edit.from_module)
+    text = textwrap.dedent(module.require(edit.from_symbol).text)
+    (method,) = cst.parse_module(text).body
+    method = _super_kept(method, owner)
+    document.put(edit.target, method.with_changes(leading_lines=[cst.EmptyLine(indent=False)]))
+    document.note(edit.target, f"text of {edit.from_module}.{edit.from_symbol}")
+    _import_names(text, module, document, edit)
+
+
+def _super_kept(method: cst.CSTNode, owner: str) -> cst.CSTNode:
+    """A bare `super()` means the next class after its own; in another class it has to name its own."""
+    spelled = cst.parse_expression(f"super({owner}, self)")
+    return replace_nodes(
+        method,
+        {
+            id(node): spelled
+            for node in walk(method)
+            if isinstance(node, cst.Call)
+            and isinstance(node.func, cst.Name)
+            and node.func.value == "super"
+            and not node.args
+        },
+    )
+
+
+def _import_names(text: str, module: UpstreamModule, document: Document, edit: InheritMethod) -> None:
+    """Import what the method's text takes from its own module's globals."""
+    theirs = module_bindings(module)
+    ours = module_bindings(document.upstream)
+    used = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    for name in sorted(used & theirs.keys()):
+        statement = theirs[name]
+        if name not in ours:
+            document.imports.append(statement)
+        elif not _same_object(ours[name], statement):
+            raise document.fail(edit, f"{name} is `{ours[name]}` here and `{statement}` in {edit.from_module}")
+
+
+def module_bindings(module: UpstreamModule) -> dict[str, str]:
+    """For each global name of a module, an absolute import statement that binds it."""
+    bindings: dict[str, str] = {}
+    for node in module.tree.body:
+        if isinstance(node, ast.ImportFrom):
+            source = absolute_name(module.name, node.level, node.module)
+            for alias in node.names:
+                renamed = f" as {alias.asname}" if alias.asname else ""
+                bindings[alias.asname or alias.name] = f"from {source} import {alias.name}{renamed}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.asname:
+                    bindings[alias.asname] = f"import {alias.name} as {alias.asname}"
+                else:
+                    bindings[alias.name.split(".")[0]] = f"import {alias.name.split('.')[0]}"
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bindings[node.name] = f"from {module.name} import {node.name}"
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    bindings[target.id] = f"from {module.name} import {target.id}"
+    return bindings
+
+
+def absolute_name(module: str, level: int, name: str | None) -> str:
+    """The absolute name of `from {'.' * level}{name} import ...` written in `module`."""
+    if level == 0:
+        assert name is not None
+        return name
+    package = module.split(".")[:-level]
+    return ".".join([*package, name] if name else package)
+
+
+def _same_object(first: str, second: str) -> bool:
+    """Whether two import statements surely bind one object."""
+    interchangeable = {"import torch.nn as nn", "from torch import nn"}
+    loggers = first.endswith("import logger") and second.endswith("import logger")
+    return first == second or {first, second} <= interchangeable or loggers

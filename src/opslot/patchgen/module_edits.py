@@ -1,0 +1,138 @@
+"""What concerns the module as a whole: imports, helpers and the header."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+
+from opslot._base.errors import PatchError
+from opslot.patchgen.document import Document
+from opslot.patchgen.inheritance import absolute_name
+from opslot.patchgen.tree import comment, is_docstring, replace_nodes, walk
+
+
+def finish_module(document: Document) -> None:
+    """Make imports absolute, add and drop imports, add helpers, and write the header."""
+    _make_imports_absolute(document)
+    _drop_import_names(document)
+    _add_after_imports(document)
+    _write_header(document)
+
+
+def _make_imports_absolute(document: Document) -> None:
+    swaps: dict[int, cst.CSTNode] = {}
+    for node in walk(document.module):
+        if isinstance(node, cst.ImportFrom) and node.relative:
+            name = get_full_name_for_node(node.module) if node.module else None
+            absolute = absolute_name(document.patch.source_module, len(node.relative), name)
+            # `from ...` may be written without a space before `import`.
+            swaps[id(node)] = node.with_changes(relative=[], module=_dotted(absolute))
+    document.module = replace_nodes(document.module, swaps)
+
+
+def _dotted(name: str) -> cst.Name | cst.Attribute:
+    first, *rest = name.split(".")
+    node: cst.Name | cst.Attribute = cst.Name(first)
+    for part in rest:
+        node = cst.Attribute(node, cst.Name(part))
+    return node
+
+
+def _drop_import_names(document: Document) -> None:
+    wanted = set(document.patch.dropped_imports)
+    swaps: dict[int, cst.CSTNode | Sequence[cst.CSTNode]] = {}
+    dropped: set[str] = set()
+    for node in walk(document.module):
+        if not isinstance(node, cst.SimpleStatementLine):
+            continue
+        for small in node.body:
+            if isinstance(small, cst.Import | cst.ImportFrom) and not isinstance(small.names, cst.ImportStar):
+                bound = {id(alias): _bound_name(alias) for alias in small.names}
+                gone = {name for name in bound.values() if name in wanted}
+                kept = [alias for alias in small.names if bound[id(alias)] not in wanted]
+                dropped |= gone
+                if gone and kept:
+                    kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+                    swaps[id(small)] = small.with_changes(names=kept)
+                elif gone:
+                    swaps[id(node)] = []
+    if missing := wanted - dropped:
+        raise PatchError(
+            f"drop_import_names: {document.patch.source_module} of transformers {document.release.version}"
+            f" imports no {', '.join(sorted(missing))}"
+        )
+    document.module = replace_nodes(document.module, swaps)
+
+
+def _bound_name(alias: cst.ImportAlias) -> str:
+    if alias.asname is not None:
+        return str(get_full_name_for_node(alias.asname.name))
+    return str(get_full_name_for_node(alias.name)).split(".")[0]
+
+
+def _add_after_imports(document: Document) -> None:
+    patch = document.patch
+    statements = dict.fromkeys([spec.statement for spec in patch.additional_imports] + document.imports)
+    blocks = [text.strip("\n") for text in (*patch.post_import_blocks, *patch.helpers)]
+    if not statements and not blocks:
+        return
+    body = list(document.module.body)
+    at = _end_of_imports(body)
+    new: list[cst.SimpleStatementLine | cst.BaseCompoundStatement] = []
+    if statements:
+        lines = list(cst.parse_module("\n".join(statements) + "\n").body)
+        new += [lines[0].with_changes(leading_lines=[comment("[PATCHED: imports of the patches]")]), *lines[1:]]
+    for text in blocks:
+        module = cst.parse_module(text + "\n")
+        lines = list(module.body)
+        lines[0] = lines[0].with_changes(
+            leading_lines=[
+                cst.EmptyLine(indent=False),
+                cst.EmptyLine(indent=False),
+                comment("[PATCHED: added]"),
+                *module.header,
+                *lines[0].leading_lines,
+            ]
+        )
+        new += lines
+    body[at:at] = new
+    document.module = document.module.with_changes(body=body)
+
+
+def _end_of_imports(body: Sequence[cst.CSTNode]) -> int:
+    """Position after the last plain import above the first definition."""
+    end = 0
+    for index, node in enumerate(body):
+        if isinstance(node, cst.FunctionDef | cst.ClassDef):
+            break
+        if isinstance(node, cst.SimpleStatementLine) and isinstance(node.body[0], cst.Import | cst.ImportFrom):
+            end = index + 1
+        elif index == 0 and is_docstring(node):
+            end = 1
+    return end
+
+
+def _write_header(document: Document) -> None:
+    patch = document.patch
+    origin = f"{patch.source_module} of transformers {document.release.version}"
+    lines = [
+        f"Generated from {origin} by opslot patchgen; do not edit.",
+        "Upstream's licence, above, holds. Changes made to upstream's text:",
+        *(f"  Patch.{number}: {edit.summary}" for number, edit in enumerate(patch.edits, 1)),
+        *(f"  import: {spec.statement}" for spec in patch.additional_imports),
+        *(f"  import dropped: {name}" for name in patch.dropped_imports),
+        *(f"  added: {text.splitlines()[0]}" for text in (*patch.post_import_blocks, *patch.helpers)),
+    ]
+    header = [*document.module.header, *(comment(line) for line in lines)]
+    body = list(document.module.body)
+    if not body or not is_docstring(body[0]):
+        summary = patch.description or "Upstream's modeling code with slots for kernels"
+        docstring = f'"""{summary}; generated from transformers {document.release.version}, do not edit."""'
+        body[:0] = [
+            cst.SimpleStatementLine([cst.Expr(cst.SimpleString(docstring))]),
+        ]
+        if len(body) > 1:
+            body[1] = body[1].with_changes(leading_lines=[cst.EmptyLine(indent=False), *body[1].leading_lines])  # type: ignore[union-attr]
+    document.module = document.module.with_changes(header=header, body=body)

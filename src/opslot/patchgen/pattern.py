@@ -1,0 +1,215 @@
+"""Patterns: source text with `$names`, matched by structure against upstream's tree."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from opslot._base.errors import PatchError
+from opslot.patchgen.tree import fields, replace_nodes, walk
+
+_VARIABLE = re.compile(r"\$(\*?)([A-Za-z_]\w*)")
+_ONE = "__opslot_one_"
+_REST = "__opslot_rest_"
+
+Captured = cst.BaseExpression | Sequence[cst.Arg]
+
+# Fields that only lay out the code.
+_LAYOUT = {
+    "lpar",
+    "rpar",
+    "comma",
+    "semicolon",
+    "leading_lines",
+    "lines_after_decorators",
+    "header",
+    "footer",
+    "indent",
+    "trailing_whitespace",
+}
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A compiled pattern: one expression, or consecutive statements."""
+
+    text: str
+    expression: cst.BaseExpression | None
+    statements: tuple[cst.CSTNode, ...]
+
+
+@dataclass
+class Match:
+    """Where a pattern matched: statements `start:stop` of a block, and the expression inside if it was one."""
+
+    block: cst.IndentedBlock
+    start: int
+    stop: int
+    captures: dict[str, Captured] = field(default_factory=dict)
+    expression: cst.BaseExpression | None = None
+
+    @property
+    def nodes(self) -> Sequence[cst.CSTNode]:
+        return [self.expression] if self.expression is not None else self.block.body[self.start : self.stop]
+
+
+def compile_pattern(text: str) -> Pattern:
+    """Parse a pattern; text that is no Python raises."""
+    source = _encode(text)
+    try:
+        return Pattern(text, cst.parse_expression(source.strip()), ())
+    except cst.ParserSyntaxError:
+        pass
+    try:
+        return Pattern(text, None, tuple(cst.parse_module(source + "\n").body))
+    except cst.ParserSyntaxError as error:
+        raise PatchError(f"the pattern is neither an expression nor statements: {error.message}\n{text}") from None
+
+
+def find_matches(pattern: Pattern, scope: cst.CSTNode) -> list[Match]:
+    """Every match in the blocks of `scope`, outermost first; an expression is found in the statement around it."""
+    matches: list[Match] = []
+    for node in walk(scope):
+        if isinstance(node, cst.IndentedBlock):
+            if pattern.expression is not None:
+                matches.extend(_expression_matches(pattern.expression, node))
+            else:
+                matches.extend(_statement_matches(pattern.statements, node))
+    return matches
+
+
+def _statement_matches(pattern: Sequence[cst.CSTNode], block: cst.IndentedBlock) -> list[Match]:
+    found = []
+    for start in range(len(block.body) - len(pattern) + 1):
+        captures: dict[str, Captured] = {}
+        window = block.body[start : start + len(pattern)]
+        if all(_matches(want, have, captures) for want, have in zip(pattern, window)):
+            found.append(Match(block, start, start + len(pattern), captures))
+    return found
+
+
+def _expression_matches(pattern: cst.BaseExpression, block: cst.IndentedBlock) -> list[Match]:
+    found = []
+    for index, statement in enumerate(block.body):
+        for node in _outside_blocks(statement):
+            captures: dict[str, Captured] = {}
+            if isinstance(node, cst.BaseExpression) and _matches(pattern, node, captures):
+                found.append(Match(block, index, index + 1, captures, node))
+    return found
+
+
+def _outside_blocks(node: cst.CSTNode) -> list[cst.CSTNode]:
+    """Nodes of a statement that do not belong to the statements inside it."""
+    if isinstance(node, cst.IndentedBlock):
+        return []
+    nodes = [node]
+    for _, value in fields(node):
+        for child in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(child, cst.CSTNode):
+                nodes.extend(_outside_blocks(child))
+    return nodes
+
+
+def _matches(want: object, have: object, captures: dict[str, Captured]) -> bool:
+    if isinstance(want, cst.Name) and want.value.startswith(_ONE):
+        if not isinstance(have, cst.BaseExpression):
+            return False
+        name = want.value.removeprefix(_ONE)
+        bound = captures.setdefault(name, have)
+        return bound is have or (isinstance(bound, cst.CSTNode) and _matches(bound, have, {}))
+    if isinstance(want, list | tuple):
+        return isinstance(have, list | tuple) and _sequences_match(want, have, captures)
+    if not isinstance(want, cst.CSTNode):
+        return want == have
+    if type(want) is not type(have):
+        return False
+    if isinstance(want, cst.SimpleString) and isinstance(have, cst.SimpleString):
+        return want.evaluated_value == have.evaluated_value
+    assert isinstance(have, cst.CSTNode)
+    return all(
+        _matches(value, getattr(have, name), captures)
+        for name, value in fields(want)
+        if name not in _LAYOUT and "whitespace" not in name
+    )
+
+
+def _sequences_match(want: Sequence[object], have: Sequence[object], captures: dict[str, Captured]) -> bool:
+    rest = _rest_name(want[-1]) if want else None
+    if rest is None:
+        return len(want) == len(have) and all(_matches(w, h, captures) for w, h in zip(want, have))
+    fixed = len(want) - 1
+    if len(have) < fixed or not all(_matches(w, h, captures) for w, h in zip(want[:-1], have)):
+        return False
+    captures[rest] = [arg for arg in have[fixed:] if isinstance(arg, cst.Arg)]
+    return True
+
+
+def _rest_name(node: object) -> str | None:
+    if isinstance(node, cst.Arg) and node.star == "*" and isinstance(node.value, cst.Name):
+        name = node.value.value
+        return name.removeprefix(_REST) if name.startswith(_REST) else None
+    return None
+
+
+def fill_expression(
+    template: str, captures: Mapping[str, Captured], match: cst.BaseExpression | None = None
+) -> cst.BaseExpression:
+    """The template's expression with its `$names` filled in, `$match` by the very node that matched."""
+    parsed = cst.parse_expression(_encode(template))
+    return replace_nodes(parsed, _fillings(template, parsed, captures, match))
+
+
+def fill_statements(
+    template: str, captures: Mapping[str, Captured], match: Sequence[cst.CSTNode] = ()
+) -> list[cst.CSTNode]:
+    """The template's statements with its `$names` filled in, a line `$match` by the very statements that matched."""
+    parsed = cst.parse_module(_encode(template) + "\n")
+    return list(replace_nodes(parsed, _fillings(template, parsed, captures, match)).body)
+
+
+def _fillings(
+    template: str,
+    parsed: cst.CSTNode,
+    captures: Mapping[str, Captured],
+    match: cst.BaseExpression | Sequence[cst.CSTNode] | None,
+) -> dict[int, cst.CSTNode | Sequence[cst.CSTNode]]:
+    fillings: dict[int, cst.CSTNode | Sequence[cst.CSTNode]] = {}
+    for node in walk(parsed):
+        rest = _rest_name(node)
+        if rest is not None:
+            fillings[id(node)] = [arg.deep_clone() for arg in _captured(template, rest, captures)]
+        elif isinstance(node, cst.SimpleStatementLine) and _is_match_line(node) and isinstance(match, Sequence):
+            fillings[id(node)] = list(match)
+        elif isinstance(node, cst.Name) and node.value.startswith(_ONE):
+            name = node.value.removeprefix(_ONE)
+            if name == "match" and isinstance(match, cst.BaseExpression):
+                fillings[id(node)] = match
+            elif name != "match":
+                captured = _captured(template, name, captures)
+                assert isinstance(captured, cst.CSTNode)
+                fillings[id(node)] = captured.deep_clone()
+    return fillings
+
+
+def _is_match_line(line: cst.SimpleStatementLine) -> bool:
+    small = line.body[0]
+    return (
+        len(line.body) == 1
+        and isinstance(small, cst.Expr)
+        and isinstance(small.value, cst.Name)
+        and small.value.value == f"{_ONE}match"
+    )
+
+
+def _captured(template: str, name: str, captures: Mapping[str, Captured]) -> Captured:
+    if name not in captures:
+        known = ", ".join(f"${known}" for known in captures) or "none"
+        raise PatchError(f"the template uses ${name}, which its pattern does not bind (bound: {known})\n{template}")
+    return captures[name]
+
+
+def _encode(text: str) -> str:
+    return _VARIABLE.sub(lambda found: f"*{_REST}{found[2]}" if found[1] else f"{_ONE}{found[2]}", text)

@@ -1,0 +1,117 @@
+"""Edits that put a patch's own text in the place of upstream's."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from opslot._base.errors import PatchError
+from opslot.patchgen.document import Document
+from opslot.patchgen.edits import Edit, ExternalReplacement, ModifyInit, Replacement
+from opslot.patchgen.tree import block_of, is_docstring, replace_nodes, splice, walk
+
+
+def apply_replacement(edit: Replacement, document: Document) -> None:
+    new = _definition(edit, edit.text, edit.name_map)
+    owner, _, method = edit.target.partition(".")
+    new = new.with_changes(name=cst.Name(method or owner))
+    if edit.kind == "method":
+        document.get(owner, edit)
+        old = document.find(edit.target)
+        if isinstance(old, cst.FunctionDef):
+            comments = [line for line in new.leading_lines if line.comment]
+            new = new.with_changes(decorators=old.decorators, leading_lines=[*old.leading_lines, *comments])
+        else:
+            new = new.with_changes(leading_lines=[cst.EmptyLine(indent=False), *new.leading_lines])
+    else:
+        old = document.get(edit.target, edit)
+        comments = [line for line in new.leading_lines if line.comment]
+        new = new.with_changes(leading_lines=[*old.leading_lines, *comments])
+    document.sign(edit, [new])
+    document.put(edit.target, new)
+    document.note(edit.target, f"{edit.summary} (Patch.{document.number(edit)})")
+
+
+def apply_external(edit: ExternalReplacement, document: Document) -> None:
+    old = document.get(edit.target, edit)
+    renamed = "" if edit.source_name == edit.target else f" as {edit.target}"
+    (line,) = cst.parse_module(
+        f"# [PATCHED: {edit.summary}]\nfrom {edit.source_module} import {edit.source_name}{renamed}  # noqa: E402\n"
+    ).body
+    assert isinstance(line, cst.SimpleStatementLine)
+    line = line.with_changes(leading_lines=[*old.leading_lines, *line.leading_lines])
+    index = document.index(edit.target)
+    assert index is not None
+    document.module = splice(document.module, index, index + 1, [line], document.mark(edit))
+
+
+def apply_modify_init(edit: ModifyInit, document: Document) -> None:
+    target = f"{edit.target}.__init__"
+    init = document.get(target, edit)
+    assert isinstance(init, cst.FunctionDef) and isinstance(init.body, cst.IndentedBlock)
+    added = block_of(_definition(edit, edit.text, edit.name_map)).body
+    statements = [statement for statement in added.body if not is_docstring(statement)]
+    calls = [index for index, statement in enumerate(statements) if _calls(statement, "original_init")]
+    body = init.body
+    if calls:
+        before, after = statements[: calls[0]], statements[calls[0] + 1 :]
+    else:
+        before, after = [], statements
+    end = len(body.body)
+    if not calls and _calls(body.body[-1], "post_init"):
+        end -= 1
+    start = 1 if is_docstring(body.body[0]) else 0
+    document.sign(edit, statements)
+    if after:
+        body = splice(body, end, end, after, document.mark(edit))
+    if before:
+        body = splice(body, start, start, before, document.mark(edit))
+    document.put(target, init.with_changes(body=body))
+    document.note(target, edit.summary)
+
+
+def _definition(edit: Edit, text: str, name_map: tuple[tuple[str, str], ...]) -> cst.FunctionDef | cst.ClassDef:
+    """The replacement's definition, its comments above kept, with names mapped."""
+    module = cst.parse_module(text)
+    definitions = [node for node in module.body if isinstance(node, cst.FunctionDef | cst.ClassDef)]
+    if len(definitions) != 1:
+        raise PatchError(f"{edit.summary}: the replacement has to be one class or function, found {len(definitions)}")
+    definition = definitions[0].with_changes(
+        leading_lines=[*(line for line in module.header if line.comment), *definitions[0].leading_lines]
+    )
+    return map_names(definition, name_map) if name_map else definition
+
+
+def map_names(
+    root: cst.FunctionDef | cst.ClassDef, name_map: tuple[tuple[str, str], ...]
+) -> cst.FunctionDef | cst.ClassDef:
+    """Swap a prefix in every identifier, and in annotations written as strings."""
+    swaps: dict[int, cst.CSTNode] = {}
+    for node in walk(root):
+        if isinstance(node, cst.Name):
+            mapped = _mapped(node.value, name_map)
+            if mapped != node.value:
+                swaps[id(node)] = node.with_changes(value=mapped)
+        elif isinstance(node, cst.Annotation) and isinstance(node.annotation, cst.SimpleString):
+            text = node.annotation
+            swaps[id(text)] = text.with_changes(value=_mapped(text.value, name_map))
+    return replace_nodes(root, swaps)
+
+
+def _mapped(name: str, name_map: tuple[tuple[str, str], ...]) -> str:
+    for old, new in name_map:
+        already = f"(?!{re.escape(new[len(old) :])})" if new.startswith(old) and new != old else ""
+        name = re.sub(re.escape(old) + already, new, name)
+    return name
+
+
+def _calls(statement: cst.CSTNode, function: str) -> bool:
+    """Whether a statement is a lone call of `function` or `self.function`."""
+    if not isinstance(statement, cst.SimpleStatementLine) or not isinstance(statement.body[0], cst.Expr):
+        return False
+    call = statement.body[0].value
+    if not isinstance(call, cst.Call):
+        return False
+    name = call.func.attr if isinstance(call.func, cst.Attribute) else call.func
+    return isinstance(name, cst.Name) and name.value == function

@@ -1,0 +1,185 @@
+"""Upstream's text: where a Transformers release lies on disk, and the symbols of its modules."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import importlib.util
+import io
+import re
+import tokenize
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+from opslot._base.errors import PatchError
+
+PACKAGE = "transformers"
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True)
+class Release:
+    """One Transformers release; `root` is the directory of its `transformers` package."""
+
+    version: str
+    root: Path
+
+    def path(self, module: str) -> Path:
+        """File of a module below `transformers`."""
+        package, *rest = module.split(".")
+        if package != PACKAGE:
+            raise PatchError(f"{module} is not a module of {PACKAGE}")
+        path = self.root.joinpath(*rest)
+        return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+    def module(self, name: str) -> UpstreamModule:
+        """The module of that dotted name."""
+        return _load_module(self, name)
+
+
+@lru_cache(maxsize=64)
+def _load_module(release: Release, name: str) -> UpstreamModule:
+    path = release.path(name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise PatchError(f"{PACKAGE} {release.version} has no module {name} (looked at {path})") from None
+    return UpstreamModule(name, release.version, text)
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A definition's text, with decorators, and the number of its first line in the module."""
+
+    name: str
+    text: str
+    first_line: int
+
+    @property
+    def digest(self) -> str:
+        """Hash of the code alone: comments, docstring, blank lines and trailing spaces do not count."""
+        return _short_hash("\n".join(text for _, text in self.code_lines))
+
+    @cached_property
+    def code_lines(self) -> list[tuple[int, str]]:
+        """Line number in the module and code of each line that holds code."""
+        return [(self.first_line + index, line) for index, line in _code_lines(self.text)]
+
+    @cached_property
+    def line_digests(self) -> list[str]:
+        """A short hash of each line in `code_lines`, enough to tell which lines changed."""
+        return [_short_hash(text)[:6] for _, text in self.code_lines]
+
+
+@dataclass(frozen=True)
+class UpstreamModule:
+    """The text of one upstream module."""
+
+    name: str
+    version: str
+    text: str
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @cached_property
+    def _lines(self) -> list[str]:
+        return self.text.splitlines(keepends=True)
+
+    def find(self, name: str) -> Definition | None:
+        """The definition called `name`, `Class` or `Class.method`; the last one wins, as it does in Python."""
+        found: Definition | None = None
+        scope: list[ast.stmt] = self.tree.body
+        for part in name.split("."):
+            found = None
+            for statement in scope:
+                if isinstance(statement, Definition) and statement.name == part:
+                    found = statement
+            if found is None:
+                return None
+            scope = found.body
+        return found
+
+    def symbol(self, name: str) -> Symbol | None:
+        """The text of a definition, None when the module has none of that name."""
+        definition = self.find(name)
+        if definition is None:
+            return None
+        first = min([definition.lineno, *(decorator.lineno for decorator in definition.decorator_list)])
+        text = "".join(self._lines[first - 1 : definition.end_lineno])
+        return Symbol(name, text, first)
+
+    def require(self, name: str) -> Symbol:
+        """Like `symbol`, but a missing one raises and names what is close."""
+        found = self.symbol(name)
+        if found is None:
+            raise self.missing(name)
+        return found
+
+    def missing(self, name: str) -> PatchError:
+        close = difflib.get_close_matches(name, self.symbol_names, n=5, cutoff=0.4)
+        hint = f"; close to it: {', '.join(close)}" if close else ""
+        return PatchError(f"{self.name} of transformers {self.version} has no {name}{hint}")
+
+    @cached_property
+    def symbol_names(self) -> list[str]:
+        """Every class, method and function of the module."""
+        names = []
+        for statement in self.tree.body:
+            if isinstance(statement, Definition):
+                names.append(statement.name)
+                if isinstance(statement, ast.ClassDef):
+                    methods = (child for child in statement.body if isinstance(child, Definition))
+                    names.extend(f"{statement.name}.{method.name}" for method in methods)
+        return names
+
+
+def installed_release() -> Release:
+    """The release that `import transformers` would load, found without importing it."""
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise PatchError("transformers is not installed; install it with `pip install 'transformers>=5.9'`")
+    root = Path(spec.origin).parent
+    return Release(read_version(root), root)
+
+
+@lru_cache(maxsize=8)
+def read_version(root: Path) -> str:
+    """`__version__` of the package at `root`, read from its text."""
+    text = (root / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r"^__version__ = [\"']([^\"']+)[\"']", text, re.MULTILINE)
+    if found is None:
+        raise PatchError(f"{root / '__init__.py'} names no __version__")
+    return found.group(1)
+
+
+def _code_lines(text: str) -> list[tuple[int, str]]:
+    """Index and text of each line with code, docstrings and comments removed."""
+    lines = text.splitlines()
+    indent = re.match(r"\s*", text).group()  # type: ignore[union-attr]
+    dedented = "\n".join(line.removeprefix(indent) for line in lines) + "\n"
+    docstring_lines: set[int] = set()
+    for node in ast.walk(ast.parse(dedented)):
+        if isinstance(node, Definition) and ast.get_docstring(node, clean=False) is not None:
+            expression = node.body[0]
+            docstring_lines.update(range(expression.lineno, (expression.end_lineno or 0) + 1))
+    kept = dedented.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(dedented).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            kept[row - 1] = kept[row - 1][:column]
+    return [
+        (index, line.rstrip()) for index, line in enumerate(kept) if line.strip() and index + 1 not in docstring_lines
+    ]
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,166 @@
+"""Surgery on LibCST trees that leaves every untouched node as it is, by identity."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import libcst as cst
+
+Node = TypeVar("Node", bound=cst.CSTNode)
+
+Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
+
+_NEEDS_PARENTHESES = (
+    cst.BinaryOperation,
+    cst.BooleanOperation,
+    cst.Comparison,
+    cst.IfExp,
+    cst.Lambda,
+    cst.UnaryOperation,
+    cst.NamedExpr,
+    cst.Await,
+    cst.Yield,
+    cst.GeneratorExp,
+)
+
+_SELF_DELIMITED = (
+    cst.Arg,
+    cst.Assign,
+    cst.AnnAssign,
+    cst.AugAssign,
+    cst.Return,
+    cst.Index,
+    cst.Element,
+    cst.DictElement,
+    cst.Expr,
+)
+
+
+def fields(node: cst.CSTNode) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(node):
+        yield field.name, getattr(node, field.name)
+
+
+def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    for _, value in fields(node):
+        if isinstance(value, cst.CSTNode):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (item for item in value if isinstance(item, cst.CSTNode))
+
+
+def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    yield node
+    for child in children(node):
+        yield from walk(child)
+
+
+def replace_nodes(root: Node, replacements: Mapping[int, cst.CSTNode | Sequence[cst.CSTNode]]) -> Node:
+    """A tree in which each node whose `id` is a key gives way to its value: one node, or several in a sequence.
+
+    Nodes without a change below them are the same objects as before.
+    """
+
+    def rebuilt(node: cst.CSTNode) -> cst.CSTNode:
+        changes: dict[str, Any] = {}
+        for name, value in fields(node):
+            if isinstance(value, cst.CSTNode):
+                new = replaced(value, node)
+                assert isinstance(new, cst.CSTNode), "several nodes fit only into a sequence"
+                if new is not value:
+                    changes[name] = new
+            elif isinstance(value, list | tuple) and any(isinstance(item, cst.CSTNode) for item in value):
+                items: list[Any] = []
+                for item in value:
+                    new = replaced(item, node) if isinstance(item, cst.CSTNode) else item
+                    items.extend(new if isinstance(new, list | tuple) else [new])
+                if len(items) != len(value) or any(a is not b for a, b in zip(items, value)):
+                    changes[name] = items
+        return node.with_changes(**changes) if changes else node
+
+    def replaced(node: cst.CSTNode, parent: cst.CSTNode) -> cst.CSTNode | Sequence[cst.CSTNode]:
+        new = replacements.get(id(node))
+        if new is None:
+            return rebuilt(node)
+        if isinstance(new, cst.BaseExpression) and not isinstance(parent, _SELF_DELIMITED):
+            return parenthesized(new)
+        return new
+
+    result = replaced(root, cst.Expr(cst.Name("_")))
+    return result  # type: ignore[return-value]
+
+
+def parenthesized(expression: cst.BaseExpression) -> cst.BaseExpression:
+    """The expression in parentheses where its parts could otherwise bind to what stands beside it."""
+    if isinstance(expression, _NEEDS_PARENTHESES) and not expression.lpar:
+        return expression.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    return expression
+
+
+def block_of(node: Node) -> Node:
+    """The class, function or compound statement with its body as an indented block (not on the header's line)."""
+    body = getattr(node, "body", None)
+    if not isinstance(body, cst.SimpleStatementSuite):
+        return node
+    statements = [
+        small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)
+        for small in body.body
+        if not (isinstance(small, cst.Expr) and isinstance(small.value, cst.Ellipsis))
+    ]
+    lines = [cst.SimpleStatementLine([small]) for small in statements]
+    return node.with_changes(body=cst.IndentedBlock(body=lines or [cst.SimpleStatementLine([cst.Pass()])]))
+
+
+def is_docstring(statement: cst.CSTNode) -> bool:
+    return (
+        isinstance(statement, cst.SimpleStatementLine)
+        and len(statement.body) == 1
+        and isinstance(statement.body[0], cst.Expr)
+        and isinstance(statement.body[0].value, cst.SimpleString | cst.ConcatenatedString)
+    )
+
+
+def is_placeholder(statement: cst.CSTNode) -> bool:
+    """Whether a statement is a lone `pass` or `...`."""
+    if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
+        return False
+    small = statement.body[0]
+    return isinstance(small, cst.Pass) or (isinstance(small, cst.Expr) and isinstance(small.value, cst.Ellipsis))
+
+
+def comment(text: str) -> cst.EmptyLine:
+    return cst.EmptyLine(comment=cst.Comment(f"# {text}"))
+
+
+def with_lines_above(statement: Node, lines: Sequence[cst.EmptyLine]) -> Node:
+    """The statement with `lines` directly above it, under the blank lines and comments it already has."""
+    return statement.with_changes(leading_lines=[*statement.leading_lines, *lines])  # type: ignore[attr-defined]
+
+
+def splice(
+    block: cst.IndentedBlock | cst.Module,
+    start: int,
+    stop: int,
+    new: Sequence[cst.CSTNode],
+    mark: str | None,
+) -> Any:
+    """The block with `body[start:stop]` replaced by `new`, which is bracketed by comment lines saying `mark`."""
+    body: list[Any] = list(block.body)
+    new = list(new)
+    changes: dict[str, Any] = {}
+    if mark is not None and new:
+        above = body[start].leading_lines if start < stop else []
+        line = comment(mark)
+        rest = [node for node in new[0].leading_lines if all(node is not old for old in above)]  # type: ignore[attr-defined]
+        new[0] = new[0].with_changes(leading_lines=[*above, line, *rest])
+        if stop < len(body):
+            after = body[stop]
+            body[stop] = after.with_changes(leading_lines=[line, *after.leading_lines])
+        elif isinstance(block, cst.Module):
+            changes["footer"] = [line, *block.footer]
+        else:
+            changes["footer"] = [line, *block.footer]
+    body[start:stop] = new
+    return block.with_changes(body=body, **changes)
