@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
@@ -55,6 +55,8 @@ class OpVariant:
         cost: `arguments -> Cost`, for the floor beside a benchmark.
         check_site: given the module that holds a slot, why this variant's kernels would be wrong there, or None.
         config_field: configuration field that chooses this variant, when it is not the op's.
+        roundings: by dtype name ("float32"), how many roundings of the largest value a kernel may err beyond twice
+            eager's error, where one is not enough; the op says why.
         description: one line.
     """
 
@@ -65,6 +67,7 @@ class OpVariant:
     cost: Callable[[Mapping[str, Any]], Cost] | None = None
     check_site: Callable[[Any], str | None] | None = None
     config_field: str | None = None
+    roundings: Mapping[str, float] = field(default_factory=dict)
     description: str = ""
 
     def signature_problem(self, kernel: Callable[..., Any]) -> str | None:

@@ -101,12 +101,13 @@ def check_kernel(
     except Exception as error:
         return CheckResult(*label, problem=f"raised {type(error).__name__}: {error}")
     scales = {kind: _largest(t for key, t in truth.items() if key.startswith("grad") == kind) for kind in (True, False)}
+    allowed = variant.roundings.get(label[-1], 1.0)
     comparisons = []
     for key, expected in eager.items():
         mismatch = _mismatch(got.get(key), expected)
         if mismatch:
             return CheckResult(*label, problem=f"{key}: {mismatch}")
-        comparisons.append(_compare(key, got[key], expected, truth[key], scales[key.startswith("grad")]))
+        comparisons.append(_compare(key, got[key], expected, truth[key], allowed * scales[key.startswith("grad")]))
     return CheckResult(*label, comparisons=tuple(comparisons))
 
 

@@ -76,6 +76,7 @@ for _spec in (
         "attention",
         "causal",
         f"{_HERE}.flex:flex_attention",
+        HardwareRequirement("gpu", min_compute_capability=(8, 0)),
         description="torch FlexAttention with block masks",
     ),
 ):
