@@ -1,0 +1,265 @@
+"""grouped_mm: tokens sorted by expert, one product an expert and weight; `torch.nn.functional.grouped_mm` on GPUs, mm on CPUs.
+
+On CPU each expert's rows are taken through all their products while they are in cache, the products write straight into
+their places, and the weighted sum over a token's experts is one embedding_bag.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from opslot.ops.moe_experts._call import prepare
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+Grads = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def grouped_mm(
+    hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The contract of `op.standard`, on any device and in any floating dtype. Deterministic."""
+    x, gate_up, down = prepare("grouped_mm", hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
+    output = _grouped_mm(x, gate_up, down, top_k_index, top_k_weights)[0]
+    return output.to(hidden_states.dtype)
+
+
+@torch.library.custom_op("opslot::moe_grouped_mm", mutates_args=())
+def _grouped_mm(
+    hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Outputs:
+    """Returns the output [T, H], gate and up of the sorted rows [S, 2I], their slots [S] and the experts' ends [E]."""
+    forward = _forward_grouped if _has_grouped_mm(hidden_states, down_proj) else _forward_segments
+    return forward(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
+
+
+@_grouped_mm.register_fake
+def _(hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Outputs:
+    slots = top_k_index.numel()
+    return (
+        torch.empty_like(hidden_states, memory_format=torch.contiguous_format),
+        hidden_states.new_empty(slots, gate_up_proj.shape[1]),
+        top_k_index.new_empty(slots, dtype=torch.int64),
+        top_k_index.new_empty(gate_up_proj.shape[0], dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op("opslot::moe_grouped_mm_backward", mutates_args=())
+def _grouped_mm_backward(
+    grad: Tensor,
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_weights: Tensor,
+    projected: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    input_grad: bool,
+    weight_grad: bool,
+) -> Grads:
+    """Gradients of hidden_states, gate_up_proj, down_proj and top_k_weights; empty [0] where not wanted."""
+    backward = _backward_grouped if _has_grouped_mm(hidden_states, down_proj) else _backward_segments
+    return backward(
+        grad.contiguous(),
+        hidden_states,
+        gate_up_proj,
+        down_proj,
+        top_k_weights,
+        projected,
+        order,
+        ends,
+        input_grad,
+        weight_grad,
+    )
+
+
+@_grouped_mm_backward.register_fake
+def _(
+    grad: Tensor,
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_weights: Tensor,
+    projected: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    input_grad: bool,
+    weight_grad: bool,
+) -> Grads:
+    def like(t: Tensor, wanted: bool) -> Tensor:
+        return torch.empty_like(t, memory_format=torch.contiguous_format) if wanted else t.new_empty(0)
+
+    return (
+        like(hidden_states, input_grad),
+        like(gate_up_proj, weight_grad),
+        like(down_proj, weight_grad),
+        like(top_k_weights, True),
+    )
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    hidden_states, gate_up_proj, down_proj, _, top_k_weights = inputs
+    ctx.save_for_backward(hidden_states, gate_up_proj, down_proj, top_k_weights, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx, grad, *_):
+    needs = ctx.needs_input_grad
+    weight_grad = needs[1] or needs[2]
+    grads = torch.ops.opslot.moe_grouped_mm_backward(grad, *ctx.saved_tensors, needs[0], weight_grad)
+    x, gate_up, down, weights = (g if needed else None for g, needed in zip(grads, (*needs[:3], needs[4]), strict=True))
+    return x, gate_up, down, None, weights
+
+
+_grouped_mm.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _has_grouped_mm(hidden_states: Tensor, down_proj: Tensor) -> bool:
+    """torch's grouped product runs bf16 with 16-byte rows on SM80 and newer; elsewhere it falls to slower code of its own."""
+    if hidden_states.device.type != "cuda" or hidden_states.dtype != torch.bfloat16:
+        return False
+    aligned = all(width % 8 == 0 for width in down_proj.shape[1:])
+    return aligned and torch.cuda.get_device_capability(hidden_states.device) >= (8, 0)
+
+
+_group_product = getattr(F, "grouped_mm", None) or torch._grouped_mm
+
+
+def _sort(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots (token * K + choice) in order of their experts, each slot's place in that order, and each expert's end."""
+    by_expert, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.numel(), device=order.device)
+    edges = torch.arange(experts, device=order.device, dtype=by_expert.dtype)
+    return order, places, torch.searchsorted(by_expert, edges, right=True, out_int32=True)
+
+
+def _gather_sum(rows: Tensor, places: Tensor, weights: Tensor | None, ends: Tensor, shape: torch.Size) -> Tensor:
+    """Sum over K of (weights *) the rows at `places`; rows after the last expert's end count as zero."""
+    if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        rows[int(ends[-1]) :] = 0
+        scales = None if weights is None else weights.to(rows.dtype)
+        return F.embedding_bag(places.view(shape), rows, mode="sum", per_sample_weights=scales)
+    terms = rows[places].view(*shape, rows.shape[1])
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    if weights is not None:
+        terms = terms.to(wide) * weights.unsqueeze(-1)
+    terms = terms.masked_fill((places.view(shape) >= ends[-1]).unsqueeze(-1), 0)
+    return terms.sum(1, dtype=wide).to(rows.dtype)
+
+
+def _forward_grouped(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> Outputs:
+    order, places, ends = _sort(index, gate_up_proj.shape[0])
+    projected = _group_product(x[order // index.shape[1]], gate_up_proj.transpose(1, 2), offs=ends)
+    gate, up = projected.chunk(2, dim=-1)
+    rows = _group_product(F.silu(gate) * up, down_proj.transpose(1, 2), offs=ends)
+    return _gather_sum(rows, places, weights, ends, index.shape), projected, order, ends
+
+
+def _backward_grouped(
+    grad: Tensor,
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    weights: Tensor,
+    projected: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    input_grad: bool,
+    weight_grad: bool,
+) -> Grads:
+    token = order // weights.shape[1]
+    mine = (torch.arange(order.numel(), device=order.device) < ends[-1]).unsqueeze(-1)
+    row_grad = grad[token]
+    act_grad = _group_product(row_grad, down_proj, offs=ends)
+    gate, up = projected.chunk(2, dim=-1)
+    sigmoid = torch.sigmoid(gate.float())
+    silu = gate * sigmoid
+    act = silu * up
+    scale = weights.reshape(-1)[order].unsqueeze(-1)
+    weights_grad = torch.zeros_like(weights).view(-1)
+    slot_grad = torch.where(mine, (act * act_grad).sum(-1, keepdim=True), 0.0).squeeze(-1)
+    weights_grad[order] = slot_grad.to(weights.dtype)
+    act_grad = act_grad * scale
+    projected_grad = torch.cat([act_grad * up * (sigmoid + silu * (1 - sigmoid)), act_grad * silu], -1).to(x.dtype)
+    x_grad = gate_up_grad = down_grad = x.new_empty(0)
+    if input_grad:
+        rows = _group_product(projected_grad, gate_up_proj, offs=ends)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(order.numel(), device=order.device)
+        x_grad = _gather_sum(rows, places, None, ends, weights.shape)
+    if weight_grad:
+        gate_up_grad = _group_product(projected_grad.t(), x[token], offs=ends)
+        down_grad = _group_product(row_grad.t(), (act * scale).to(x.dtype), offs=ends)
+    return x_grad, gate_up_grad, down_grad, weights_grad.view_as(weights)
+
+
+def _segments(ends: Tensor) -> list[tuple[int, slice]]:
+    """(expert, its rows) of the experts that have any."""
+    found, start = [], 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            found.append((expert, slice(start, end)))
+        start = end
+    return found
+
+
+def _forward_segments(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> Outputs:
+    order, places, ends = _sort(index, gate_up_proj.shape[0])
+    token = order // index.shape[1]
+    projected = x.new_empty(order.numel(), gate_up_proj.shape[1])
+    rows = x.new_empty(order.numel(), x.shape[1])
+    for expert, part in _segments(ends):
+        torch.mm(x[token[part]], gate_up_proj[expert].t(), out=projected[part])
+        gate, up = projected[part].chunk(2, dim=-1)
+        torch.mm(F.silu(gate).mul_(up), down_proj[expert].t(), out=rows[part])
+    return _gather_sum(rows, places, weights, ends, index.shape), projected, order, ends
+
+
+def _backward_segments(
+    grad: Tensor,
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    weights: Tensor,
+    projected: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    input_grad: bool,
+    weight_grad: bool,
+) -> Grads:
+    intermediate = down_proj.shape[2]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    token = order // weights.shape[1]
+    scales = weights.reshape(-1)[order].unsqueeze(-1).to(x.dtype)
+    weights_grad = torch.zeros_like(weights).view(-1)
+    segments = _segments(ends)
+    whole = len(segments) == gate_up_proj.shape[0]
+    fresh = torch.empty_like if whole else torch.zeros_like
+    gate_up_grad = fresh(gate_up_proj) if weight_grad else x.new_empty(0)
+    down_grad = fresh(down_proj) if weight_grad else x.new_empty(0)
+    rows = x.new_empty(order.numel() if input_grad else 0, x.shape[1])
+    for expert, part in segments:
+        gate, up = projected[part].chunk(2, dim=-1)
+        silu = F.silu(gate)
+        act = silu * up
+        row_grad = grad[token[part]]
+        act_grad = torch.mm(row_grad, down_proj[expert])
+        weights_grad[order[part]] = torch.linalg.vecdot(act.to(wide), act_grad.to(wide)).to(weights.dtype)
+        act_grad.mul_(scales[part])
+        if weight_grad:
+            torch.mm(row_grad.t(), act.mul_(scales[part]), out=down_grad[expert])
+        projected_grad = torch.empty_like(projected[part])
+        torch.mul(act_grad, silu, out=projected_grad[:, intermediate:])
+        torch.ops.aten.silu_backward(act_grad.mul_(up), gate, grad_input=projected_grad[:, :intermediate])
+        if weight_grad:
+            torch.mm(projected_grad.t(), x[token[part]], out=gate_up_grad[expert])
+        if input_grad:
+            torch.mm(projected_grad, gate_up_proj[expert], out=rows[part])
+    x_grad = x.new_empty(0)
+    if input_grad:
+        places = torch.empty_like(order)
+        places[order] = torch.arange(order.numel(), device=order.device)
+        x_grad = _gather_sum(rows, places, None, ends, weights.shape)
+    return x_grad, gate_up_grad, down_grad, weights_grad.view_as(weights)
