@@ -25,7 +25,7 @@ from opslot.patchgen.edits import (
     SlotMethod,
 )
 
-T = TypeVar("T")
+T = TypeVar("T", bound="Callable[..., Any] | type | str")
 
 _DSL_DECORATORS = {"replace_class", "replace_function", "override_method", "modify_init", "add_helper"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import libcst as cst
 
@@ -32,6 +33,7 @@ class Document:
         self.module = cst.parse_module(self.upstream.text)
         self.class_slots: dict[str, ClassSlots] = {}
         self.imports: list[str] = []
+        self.touched: dict[str, None] = {}
         self._author: dict[int, Edit] = {}
         self._kept_alive: list[cst.CSTNode] = []
 
@@ -49,20 +51,20 @@ class Document:
         if found is None:
             owner = symbol.split(".")[0]
             raise self.fail(edit, str(self.upstream.missing(symbol)), show=owner if owner != symbol else None)
-        return found
+        return block_of(found)
 
     def find(self, symbol: str) -> cst.FunctionDef | cst.ClassDef | None:
         index = self.index(symbol.split(".")[0])
         if index is None:
             return None
-        found = self.module.body[index]
-        assert isinstance(found, cst.FunctionDef | cst.ClassDef)
+        found: cst.CSTNode = self.module.body[index]
         if "." in symbol:
             position = _position(found, symbol.split(".")[1])
             if position is None:
                 return None
+            assert isinstance(found, cst.ClassDef)
             found = found.body.body[position]
-            assert isinstance(found, cst.FunctionDef | cst.ClassDef)
+        assert isinstance(found, cst.FunctionDef | cst.ClassDef)
         return found
 
     def index(self, name: str) -> int | None:
@@ -81,22 +83,23 @@ class Document:
         if method:
             holder = block_of(self.module.body[index])
             assert isinstance(holder, cst.ClassDef)
-            body = list(holder.body.body)
+            methods: list[Any] = list(holder.body.body)
             position = _position(holder, method)
             if position is None:
-                body = [statement for statement in body if not is_placeholder(statement)]
-                body.append(new)  # type: ignore[arg-type]
+                methods = [statement for statement in methods if not is_placeholder(statement)]
+                methods.append(new)
             else:
-                body[position] = new  # type: ignore[call-overload]
-            new = holder.with_changes(body=holder.body.with_changes(body=body))
-        body = list(self.module.body)
-        body[index] = new  # type: ignore[call-overload]
+                methods[position] = new
+            new = holder.with_changes(body=holder.body.with_changes(body=methods))
+        body: list[Any] = list(self.module.body)
+        body[index] = new
         self.module = self.module.with_changes(body=body)
 
     def note(self, symbol: str, text: str) -> None:
         """Write `# [PATCHED: text]` above a definition."""
         node = self.find(symbol)
         assert node is not None
+        self.touched[symbol] = None
         self.put(symbol, with_lines_above(node, [comment(f"[PATCHED: {text}]")]))
 
     def declare(self, class_name: str, slot: OpSlot, edit: Edit) -> None:
@@ -139,15 +142,30 @@ class Document:
             index = self.index(name)
             assert index is not None
             holder = block_of(self.module.body[index])
-            assert isinstance(holder, cst.ClassDef) and isinstance(holder.body, cst.IndentedBlock)
+            assert isinstance(holder, cst.ClassDef)
+            assert isinstance(holder.body, cst.IndentedBlock)
             pairs = (f'"{suffix}": ("{slot.op}", "{slot.variant}")' for suffix, slot in declared.slots.items())
             lines = [f"_opslot_slots = {{{', '.join(pairs)}}}"]
             lines += [f"{slot.attribute} = None" for slot in declared.slots.values()]
             mark = f"--- {', '.join(f'Patch.{number}' for number in sorted(declared.numbers))} ---"
-            start = 1 if is_docstring(holder.body.body[0]) else 0
-            stop = start + 1 if start < len(holder.body.body) and is_placeholder(holder.body.body[start]) else start
-            block = splice(holder.body, start, stop, cst.parse_module("\n".join(lines) + "\n").body, mark)
-            self.put(name, holder.with_changes(body=block))
+            self.put(name, holder.with_changes(body=_with_declarations(holder.body, lines, mark)))
+
+
+def _with_declarations(block: cst.IndentedBlock, lines: Sequence[str], mark: str) -> cst.IndentedBlock:
+    """The class body with `lines` under its docstring, set off by blank lines."""
+    blank = cst.EmptyLine(indent=False)
+    body: list[Any] = list(block.body)
+    start = 1 if is_docstring(body[0]) else 0
+    rest = body[start:]
+    if len(rest) == 1 and is_placeholder(rest[0]):
+        rest = []
+    if rest and not (rest[0].leading_lines and rest[0].leading_lines[0].comment is None):
+        rest[0] = rest[0].with_changes(leading_lines=[blank, *rest[0].leading_lines])
+    first, *others = cst.parse_module("\n".join(lines) + "\n").body
+    if start:
+        first = first.with_changes(leading_lines=[blank])
+    block = block.with_changes(body=[*body[:start], *rest])
+    return splice(block, start, start, [first, *others], mark)
 
 
 def _position(holder: cst.CSTNode, name: str) -> int | None:

@@ -27,17 +27,17 @@ from opslot.patchgen.inheritance import apply_inherit_method
 from opslot.patchgen.module_edits import finish_module
 from opslot.patchgen.pattern import Match, compile_pattern, fill_expression, fill_statements, find_matches
 from opslot.patchgen.replacements import apply_external, apply_modify_init, apply_replacement
-from opslot.patchgen.source import Release
+from opslot.patchgen.source import Release, Symbol
 from opslot.patchgen.tree import is_docstring, replace_nodes, splice
 
 
 @dataclass(frozen=True)
 class GeneratedModule:
-    """A generated module: its text, and upstream's text that it was made from."""
+    """A generated module's text, upstream's text that it was made from, and the symbols that it relies on."""
 
     text: str
     upstream_text: str
-    upstream_path: str
+    symbols: dict[str, Symbol | None]
 
 
 def generate(patch: PatchConfig, release: Release) -> GeneratedModule:
@@ -47,14 +47,40 @@ def generate(patch: PatchConfig, release: Release) -> GeneratedModule:
         PatchError: a symbol or anchor is missing, matches another number of times, has another body than the
             patch expects, or two edits claim one place.
     """
-    check_conflicts(patch)
-    document = Document(patch, release)
-    for edit in patch.edits:
-        apply(edit, document)
+    document, problems = apply_all(patch, release)
+    if problems:
+        raise problems[0]
     document.write_slot_declarations()
     finish_module(document)
-    upstream = release.module(patch.source_module)
-    return GeneratedModule(document.module.code, upstream.text, patch.source_module.replace(".", "/") + ".py")
+    return GeneratedModule(document.module.code, document.upstream.text, watched_symbols(document))
+
+
+def apply_all(patch: PatchConfig, release: Release) -> tuple[Document, list[PatchError]]:
+    """Apply every edit that can be, and collect what stands against the others."""
+    check_conflicts(patch)
+    document = Document(patch, release)
+    problems = []
+    for edit in patch.edits:
+        try:
+            apply(edit, document)
+        except PatchError as problem:
+            problems.append(problem)
+    return document, problems
+
+
+def watched_symbols(document: Document) -> dict[str, Symbol | None]:
+    """Upstream's text of each symbol that the patch touches or depends on, as `module:symbol`; None where absent."""
+    patch = document.patch
+    inherited = {edit.target for edit in patch.edits if isinstance(edit, InheritMethod)}
+    names = {name for edit in patch.edits for name in edit.symbols}
+    names |= {*document.touched, *patch.dependencies}
+    watched: dict[str, Symbol | None] = {}
+    for name in names - inherited:
+        if "." not in name.rpartition(":")[2] or name.rpartition(".")[0] not in names:
+            module, _, symbol = name.rpartition(":")
+            module = module or patch.source_module
+            watched[f"{module}:{symbol}"] = document.release.module(module).symbol(symbol)
+    return dict(sorted(watched.items()))
 
 
 def check_conflicts(patch: PatchConfig) -> None:
@@ -121,11 +147,8 @@ def _slot_outside_decorators(edit: SlotMethod, document: Document, method: cst.F
         f"    return _opslot_dispatch_{class_name}({', '.join(['self', *names])})\n\n\n"
         f"{class_name}.{method_name} = _opslot_{method_name}_{class_name}\n"
     )
-    new = cst.parse_module(text).body
-    new = [
-        node.with_changes(leading_lines=[cst.EmptyLine(indent=False)] * 2) if i == 0 else node
-        for i, node in enumerate(new)
-    ]
+    first, *others = cst.parse_module(text).body
+    new = [first.with_changes(leading_lines=[cst.EmptyLine(indent=False)] * 2), *others]
     document.sign(edit, new)
     index = document.index(class_name)
     assert index is not None
@@ -153,7 +176,7 @@ def _(edit: SlotCalls, document: Document) -> None:
             continue
         total += len(found)
         document.declare(class_name, edit.slot, edit)
-        swaps = {}
+        swaps: dict[int, list[cst.CSTNode]] = {}
         for match in found:
             assert isinstance(match.expression, cst.Call)
             new = match.expression.with_changes(func=routed.deep_clone())
@@ -208,7 +231,12 @@ def _written(edit: Anchored, document: Document, match: Match) -> list[cst.CSTNo
         except cst.ParserSyntaxError:
             raise document.fail(edit, f"an expression cannot be replaced by statements:\n{edit.template}") from None
     else:
-        new = fill_statements(edit.template, match.captures, match.nodes)
+        # What stands above the first statement is put above the edit's mark by `splice`.
+        first, *others = match.nodes
+        upstream = [first.with_changes(leading_lines=[]) if match.expression is None else first, *others]
+        new = fill_statements(edit.template, match.captures, upstream)
+        document.sign(edit, new, upstream)
+        return new
     document.sign(edit, new, match.nodes)
     return new
 

@@ -8,7 +8,7 @@ import libcst as cst
 
 from opslot.patchgen.document import Document
 from opslot.patchgen.edits import Exclude
-from opslot.patchgen.tree import replace_nodes, walk
+from opslot.patchgen.tree import Node, replace_nodes, walk
 
 
 def apply_exclude(edit: Exclude, document: Document) -> None:
@@ -39,9 +39,7 @@ def _remove(document: Document, name: str) -> None:
     if index is None:
         return
     body = list(document.module.body)
-    removed = body.pop(index)
-    if index < len(body) and not body[index].leading_lines:  # type: ignore[union-attr]
-        body[index] = body[index].with_changes(leading_lines=removed.leading_lines)  # type: ignore[union-attr]
+    del body[index]
     document.module = document.module.with_changes(body=body)
     _drop_from_all(document, name)
 
@@ -91,7 +89,7 @@ def _without_first_branch(node: cst.If) -> cst.CSTNode | Sequence[cst.CSTNode]:
     return list(rest.body.body)
 
 
-def _filled(node: cst.CSTNode) -> cst.CSTNode:
+def _filled(node: Node) -> Node:
     """Give blocks that lost every statement a `pass`."""
     empty = {
         id(child): child.with_changes(body=[cst.SimpleStatementLine([cst.Pass()])])

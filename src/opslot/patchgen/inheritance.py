@@ -10,7 +10,7 @@ import libcst as cst
 from opslot.patchgen.document import Document
 from opslot.patchgen.edits import InheritMethod
 from opslot.patchgen.source import UpstreamModule
-from opslot.patchgen.tree import replace_nodes, walk
+from opslot.patchgen.tree import Node, replace_nodes, walk
 
 
 def apply_inherit_method(edit: InheritMethod, document: Document) -> None:
@@ -24,14 +24,13 @@ def apply_inherit_method(edit: InheritMethod, document: Document) -> None:
         raise document.fail(edit, f"{edit.target} is defined by the class itself", show=edit.target)
     module = document.release.module(edit.from_module)
     text = textwrap.dedent(module.require(edit.from_symbol).text)
-    (method,) = cst.parse_module(text).body
-    method = _super_kept(method, owner)
+    method = _super_kept(cst.parse_module(text).body[0], owner)
     document.put(edit.target, method.with_changes(leading_lines=[cst.EmptyLine(indent=False)]))
     document.note(edit.target, f"text of {edit.from_module}.{edit.from_symbol}")
     _import_names(text, module, document, edit)
 
 
-def _super_kept(method: cst.CSTNode, owner: str) -> cst.CSTNode:
+def _super_kept(method: Node, owner: str) -> Node:
     """A bare `super()` means the next class after its own; in another class it has to name its own."""
     spelled = cst.parse_expression(f"super({owner}, self)")
     return replace_nodes(

@@ -27,7 +27,6 @@ def _make_imports_absolute(document: Document) -> None:
         if isinstance(node, cst.ImportFrom) and node.relative:
             name = get_full_name_for_node(node.module) if node.module else None
             absolute = absolute_name(document.patch.source_module, len(node.relative), name)
-            # `from ...` may be written without a space before `import`.
             swaps[id(node)] = node.with_changes(relative=[], module=_dotted(absolute))
     document.module = replace_nodes(document.module, swaps)
 
@@ -74,7 +73,7 @@ def _bound_name(alias: cst.ImportAlias) -> str:
 
 def _add_after_imports(document: Document) -> None:
     patch = document.patch
-    statements = dict.fromkeys([spec.statement for spec in patch.additional_imports] + document.imports)
+    statements = [spec.statement for spec in patch.additional_imports] + _merged(document.imports)
     blocks = [text.strip("\n") for text in (*patch.post_import_blocks, *patch.helpers)]
     if not statements and not blocks:
         return
@@ -99,6 +98,17 @@ def _add_after_imports(document: Document) -> None:
         new += lines
     body[at:at] = new
     document.module = document.module.with_changes(body=body)
+
+
+def _merged(statements: Sequence[str]) -> list[str]:
+    """Import statements with the names from one module in one of them, sorted."""
+    plain = {statement for statement in statements if not statement.startswith("from ")}
+    names: dict[str, set[str]] = {}
+    for statement in set(statements) - plain:
+        module, _, imported = statement.removeprefix("from ").partition(" import ")
+        names.setdefault(module, set()).add(imported)
+    merged = [f"from {module} import {', '.join(sorted(names[module]))}" for module in sorted(names)]
+    return sorted(plain) + merged
 
 
 def _end_of_imports(body: Sequence[cst.CSTNode]) -> int:
@@ -130,9 +140,7 @@ def _write_header(document: Document) -> None:
     if not body or not is_docstring(body[0]):
         summary = patch.description or "Upstream's modeling code with slots for kernels"
         docstring = f'"""{summary}; generated from transformers {document.release.version}, do not edit."""'
-        body[:0] = [
-            cst.SimpleStatementLine([cst.Expr(cst.SimpleString(docstring))]),
-        ]
-        if len(body) > 1:
-            body[1] = body[1].with_changes(leading_lines=[cst.EmptyLine(indent=False), *body[1].leading_lines])  # type: ignore[union-attr]
+        if body:
+            body[0] = body[0].with_changes(leading_lines=[cst.EmptyLine(indent=False), *body[0].leading_lines])
+        body[:0] = [cst.SimpleStatementLine([cst.Expr(cst.SimpleString(docstring))])]
     document.module = document.module.with_changes(header=header, body=body)

@@ -180,7 +180,9 @@ def _fillings(
     for node in walk(parsed):
         rest = _rest_name(node)
         if rest is not None:
-            fillings[id(node)] = [arg.deep_clone() for arg in _captured(template, rest, captures)]
+            captured = _captured(template, rest, captures)
+            assert isinstance(captured, Sequence), f"${rest} was bound by a single expression"
+            fillings[id(node)] = [arg.deep_clone() for arg in captured]
         elif isinstance(node, cst.SimpleStatementLine) and _is_match_line(node) and isinstance(match, Sequence):
             fillings[id(node)] = list(match)
         elif isinstance(node, cst.Name) and node.value.startswith(_ONE):
@@ -188,9 +190,9 @@ def _fillings(
             if name == "match" and isinstance(match, cst.BaseExpression):
                 fillings[id(node)] = match
             elif name != "match":
-                captured = _captured(template, name, captures)
-                assert isinstance(captured, cst.CSTNode)
-                fillings[id(node)] = captured.deep_clone()
+                single = _captured(template, name, captures)
+                assert isinstance(single, cst.CSTNode), f"${name} was bound by a sequence of arguments"
+                fillings[id(node)] = single.deep_clone()
     return fillings
 
 

@@ -49,7 +49,8 @@ def apply_external(edit: ExternalReplacement, document: Document) -> None:
 def apply_modify_init(edit: ModifyInit, document: Document) -> None:
     target = f"{edit.target}.__init__"
     init = document.get(target, edit)
-    assert isinstance(init, cst.FunctionDef) and isinstance(init.body, cst.IndentedBlock)
+    assert isinstance(init, cst.FunctionDef)
+    assert isinstance(init.body, cst.IndentedBlock)
     added = block_of(_definition(edit, edit.text, edit.name_map)).body
     statements = [statement for statement in added.body if not is_docstring(statement)]
     calls = [index for index, statement in enumerate(statements) if _calls(statement, "original_init")]

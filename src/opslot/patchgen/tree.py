@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -10,7 +11,10 @@ import libcst as cst
 
 Node = TypeVar("Node", bound=cst.CSTNode)
 
-Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
+Block = TypeVar("Block", cst.IndentedBlock, cst.Module)
+
+Replacements = Mapping[int, cst.CSTNode | Sequence[cst.CSTNode]]
+"""New nodes by the `id` of the node that each replaces; several replace one in a sequence."""
 
 _NEEDS_PARENTHESES = (
     cst.BinaryOperation,
@@ -57,7 +61,7 @@ def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         yield from walk(child)
 
 
-def replace_nodes(root: Node, replacements: Mapping[int, cst.CSTNode | Sequence[cst.CSTNode]]) -> Node:
+def replace_nodes(root: Node, replacements: Replacements) -> Node:
     """A tree in which each node whose `id` is a key gives way to its value: one node, or several in a sequence.
 
     Nodes without a change below them are the same objects as before.
@@ -85,7 +89,8 @@ def replace_nodes(root: Node, replacements: Mapping[int, cst.CSTNode | Sequence[
         if new is None:
             return rebuilt(node)
         if isinstance(new, cst.BaseExpression) and not isinstance(parent, _SELF_DELIMITED):
-            return parenthesized(new)
+            arm = isinstance(parent, cst.IfExp) and isinstance(new, cst.BinaryOperation)
+            return new if arm else parenthesized(new)
         return new
 
     result = replaced(root, cst.Expr(cst.Name("_")))
@@ -139,28 +144,26 @@ def with_lines_above(statement: Node, lines: Sequence[cst.EmptyLine]) -> Node:
     return statement.with_changes(leading_lines=[*statement.leading_lines, *lines])  # type: ignore[attr-defined]
 
 
-def splice(
-    block: cst.IndentedBlock | cst.Module,
-    start: int,
-    stop: int,
-    new: Sequence[cst.CSTNode],
-    mark: str | None,
-) -> Any:
-    """The block with `body[start:stop]` replaced by `new`, which is bracketed by comment lines saying `mark`."""
+def splice(block: Block, start: int, stop: int, new: Sequence[cst.CSTNode], mark: str) -> Block:
+    """The block with `body[start:stop]` replaced by `new`, which is bracketed by comment lines saying `mark`.
+
+    Comments and blank lines above the replaced statements stay above the mark.
+    """
     body: list[Any] = list(block.body)
-    new = list(new)
+    first, *others = new
+    lines: list[cst.EmptyLine] = list(getattr(first, "leading_lines", ()))
+    if start < stop:
+        above: list[cst.EmptyLine] = list(body[start].leading_lines)
+        lines = [line for line in lines if all(line is not kept for kept in above)]
+    else:
+        above = list(itertools.takewhile(lambda line: line.comment is None, lines))
+        lines = lines[len(above) :]
+    line = comment(mark)
+    first = first.with_changes(leading_lines=[*above, line, *lines])
     changes: dict[str, Any] = {}
-    if mark is not None and new:
-        above = body[start].leading_lines if start < stop else []
-        line = comment(mark)
-        rest = [node for node in new[0].leading_lines if all(node is not old for old in above)]  # type: ignore[attr-defined]
-        new[0] = new[0].with_changes(leading_lines=[*above, line, *rest])
-        if stop < len(body):
-            after = body[stop]
-            body[stop] = after.with_changes(leading_lines=[line, *after.leading_lines])
-        elif isinstance(block, cst.Module):
-            changes["footer"] = [line, *block.footer]
-        else:
-            changes["footer"] = [line, *block.footer]
-    body[start:stop] = new
+    if stop < len(body):
+        body[stop] = body[stop].with_changes(leading_lines=[line, *body[stop].leading_lines])
+    else:
+        changes["footer"] = [line, *block.footer]
+    body[start:stop] = [first, *others]
     return block.with_changes(body=body, **changes)

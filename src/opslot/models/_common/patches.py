@@ -46,11 +46,14 @@ def llama_like(arch: str, prefix: str) -> PatchConfig:
 def slot_heads(patch: PatchConfig, prefix: str) -> None:
     """Slots for the losses of the language-model head and of the sequence-classification head."""
     patch.slot_loss(f"{prefix}ForCausalLM.forward", OpSlot("cross_entropy_loss", "causal"))
-    classifier, layers = f"{prefix}ForSequenceClassification", "transformers.modeling_layers"
-    for method in ("__init__", "forward"):
-        patch.inherit_method(f"{classifier}.{method}", layers, f"GenericForSequenceClassification.{method}")
-    # Upstream's factory would build upstream's own backbone, which has no slots.
-    patch.replace(f"{classifier}.__init__", "AutoModel.from_config(config)", f"{prefix}Model(config)")
-    patch.slot_loss(f"{classifier}.forward", OpSlot("cross_entropy_loss", "sequence_classification"))
+    layers = "transformers.modeling_layers"
+    for head in ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"):
+        init = f"{prefix}{head}.__init__"
+        patch.inherit_method(init, layers, f"Generic{head}.__init__")
+        # Upstream's factory would build upstream's own backbone, which has no slots.
+        patch.replace(init, "AutoModel.from_config(config)", f"{prefix}Model(config)")
+    classify = "ForSequenceClassification.forward"
+    patch.inherit_method(f"{prefix}{classify}", layers, f"Generic{classify}")
+    patch.slot_loss(f"{prefix}{classify}", OpSlot("cross_entropy_loss", "sequence_classification"))
     patch.depends_on("transformers.loss.loss_utils", "ForCausalLMLoss", "ForSequenceClassificationLoss")
     patch.depends_on("transformers.loss.loss_utils", "fixed_cross_entropy")
