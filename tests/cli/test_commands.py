@@ -1,0 +1,113 @@
+import json
+
+import pytest
+
+from opslot.cli import main
+
+TINY = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    return tmp_path
+
+
+def test_kernels_json_has_the_promised_keys(capsys):
+    assert main(["kernels", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {"op", "variant", "name", "usable", "reason"} == set(rows[0])
+    assert {r["op"] for r in rows} >= {"rms_norm", "attention", "moe_experts", "cross_entropy_loss"}
+    eager = [r for r in rows if r["name"] == "eager"]
+    assert all(r["usable"] for r in eager)
+    assert all(r["reason"] for r in rows if not r["usable"])
+
+
+def test_kernels_of_an_unknown_op(capsys):
+    assert main(["kernels", "--op", "rms_nrm"]) == 2
+    assert "did you mean 'rms_norm'" in capsys.readouterr().err
+
+
+def test_explain_a_folder(folder, capsys):
+    assert main(["explain", str(folder), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    by_op = {r["op"]: r for r in rows}
+    assert set(by_op) == {
+        "attention",
+        "cross_entropy_loss",
+        "load_balancing_loss",
+        "moe_experts",
+        "rms_norm",
+        "rotary_pos_emb",
+    }
+    assert all(r["why"] for r in rows)
+    assert by_op["rms_norm"]["modules"]
+
+
+def test_explain_names_what_was_set(folder, capsys):
+    assert main(["explain", str(folder), "--set", "rms_norm_implementation=eager"]) == 0
+    assert "named by rms_norm_implementation" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", "/no/such/place"], "no such file or folder"),
+        (["explain", "{folder}", "--set", "rms_norm_implementation"], "is not FIELD=VALUE"),
+        (["explain", "{folder}", "--set", "rms_norm_implementation=trition"], "did you mean 'triton'"),
+        (["explain", "{folder}", "--set", "moe_implementation=fused_npu"], "needs a NPU"),
+        (["verify", "--op", "nothing"], "unknown op 'nothing'"),
+        (["verify", "--kernel", "nothing"], "no kernel of kernel 'nothing'"),
+    ],
+)
+def test_wrong_use_is_one_message_and_exit_code_2(folder, capsys, arguments, message):
+    assert main([a.replace("{folder}", str(folder)) for a in arguments]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_traceback_on_request(capsys):
+    assert main(["kernels", "--op", "nope", "--traceback"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_unknown_command_exits_2():
+    with pytest.raises(SystemExit) as caught:
+        main(["trian"])
+    assert caught.value.code == 2
+
+
+def test_verify_passes_and_fails_by_exit_code(capsys):
+    from opslot import KERNEL_REGISTRY, KernelSpec
+
+    assert main(["verify", "--op", "attention", "--kernel", "sdpa"]) == 0
+    out = capsys.readouterr().out
+    assert "checks passed" in out
+    KERNEL_REGISTRY.register(KernelSpec("off_by_a_percent", "rms_norm", "unweighted", lambda: _wrong), replace=True)
+    try:
+        assert main(["verify", "--op", "rms_norm", "--kernel", "off_by_a_percent"]) == 1
+        out = capsys.readouterr().out
+        assert "WRONG" in out
+        assert "FAILED rms_norm/unweighted off_by_a_percent" in out
+    finally:
+        KERNEL_REGISTRY.unregister("rms_norm", "unweighted", "off_by_a_percent")
+
+
+def _wrong(hidden_states, eps):
+    reference = hidden_states.float() * (hidden_states.float().pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+    return (reference * 1.01).to(hidden_states.dtype)

@@ -1,0 +1,139 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from opslot import KERNEL_REGISTRY, bind, explain
+from opslot._base.errors import ConfigError
+from opslot.slots import BoundKernel, unbind
+
+from .conftest import Doubler, fast
+
+
+@pytest.fixture
+def model(toy):
+    return nn.Sequential(Doubler(), nn.Sequential(Doubler(), Doubler()))
+
+
+def test_binding_lives_on_instances(model):
+    other = copy.deepcopy(model)
+    bind(model, {"toy_double_implementation": "fast"})
+    bind(other, "eager")
+    assert model[0].toy.kernel is fast
+    assert other[0].toy is None
+    x = torch.randn(3)
+    torch.testing.assert_close(model(x), other(x), rtol=0, atol=0)
+
+
+def test_explain_groups_sites_and_says_why(model):
+    report = bind(model)
+    (row,) = report.rows
+    assert row.site == "Doubler.toy"
+    assert row.modules == ("0", "1.0", "1.1")
+    assert row.chosen == "fast"
+    assert explain(model) is report
+    assert "Doubler.toy x3" in str(report)
+    assert report.to_dict()["rows"][0]["rejected"]
+
+
+def test_glob_binds_one_layer_apart(model):
+    report = bind(model, {"overrides": {"1.0": {"toy_double_implementation": "eager"}}})
+    assert [m.toy is None for m in (model[0], model[1][0], model[1][1])] == [False, True, False]
+    assert {row.chosen: row.modules for row in report} == {"fast": ("0", "1.1"), "eager": ("1.0",)}
+
+
+def test_copies_pickles_and_state_dict_keep_the_binding(model):
+    bind(model, {"toy_double_implementation": "fast"})
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin[1][0].toy.name == "fast"
+        assert explain(twin).rows[0].chosen == "fast"
+    assert set(model.state_dict()) == {"0.weight", "1.0.weight", "1.1.weight"}
+    model.load_state_dict(copy.deepcopy(model).state_dict())
+    assert model[0].toy.name == "fast"
+
+
+def test_a_pickle_names_its_kernel_and_says_when_it_is_missing(model):
+    bind(model, {"toy_double_implementation": "fast"})
+    data = pickle.dumps(model)
+    KERNEL_REGISTRY.unregister("toy_double", "standard", "fast")
+    with pytest.raises(ConfigError, match="toy_double_implementation=.fast. .*serves only the variant other"):
+        pickle.loads(data)
+
+
+def test_compiles_without_a_graph_break(model):
+    bind(model)
+    x = torch.randn(3)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_an_error_binds_nothing_and_keeps_what_was_bound(model):
+    bind(model, {"toy_double_implementation": "fast"})
+    model[1][1].refuses = "this module is odd"
+    with pytest.raises(ConfigError, match=r"1\.1: toy_double_implementation='unranked': this module is odd"):
+        bind(model, {"toy_double_implementation": "unranked"})
+    assert model[0].toy.name == "fast"
+
+
+def test_auto_stays_eager_where_a_site_refuses(model):
+    model[1][1].refuses = "this module is odd"
+    report = bind(model)
+    assert model[1][1].toy is None
+    assert any(row.why == "this module is odd" and row.modules == ("1.1",) for row in report)
+
+
+def test_a_field_for_an_absent_op_is_listed_as_absent(model):
+    report = bind(model, {"moe_implementation": "grouped_mm"})
+    assert report.chosen("moe_experts") == ("absent",)
+
+
+def test_unbind_goes_back_to_eager(model):
+    bind(model)
+    unbind(model)
+    assert model[0].toy is None
+    assert explain(model).rows[0].why == "not bound"
+
+
+def test_an_unslotted_model_says_so():
+    assert "has no slots" in str(explain(nn.Linear(2, 2)))
+
+
+def test_reading_a_slot_is_cheap(toy):
+    """Far above the 150 ns goal, which benchmarks/cpu.py measures: this only catches a lookup that does real work."""
+    import timeit
+
+    module = Doubler()
+    bind(module)
+    best = min(timeit.repeat("module.toy", globals={"module": module}, number=20_000, repeat=5)) / 20_000
+    assert best < 2e-6
+
+
+def head_model(head, loss=None):
+    model = nn.Module()
+    model.lm_head = head
+    model._loss_function = loss
+    return model
+
+
+@pytest.mark.parametrize(
+    ("head", "loss", "reason"),
+    [
+        (nn.Linear(2, 3, bias=True), None, "has a bias"),
+        (nn.Sequential(nn.Linear(2, 3)), None, "Sequential"),
+        (nn.Linear(2, 3, bias=False), print, "loss_function was replaced"),
+    ],
+)
+def test_a_fused_loss_refuses_heads_it_would_get_wrong(head, loss, reason):
+    from opslot._base.errors import KernelError
+
+    model = head_model(head, loss)
+    assert not BoundKernel("cross_entropy_loss", "causal", "chunk_loss", False, print).serves_head(model, head)
+    with pytest.raises(KernelError, match=reason):
+        BoundKernel("cross_entropy_loss", "causal", "chunk_loss", True, print).serves_head(model, head)
+
+
+def test_a_plain_head_is_served():
+    head = nn.Linear(2, 3, bias=False)
+    assert BoundKernel("cross_entropy_loss", "causal", "chunk_loss", True, print).serves_head(head_model(head), head)

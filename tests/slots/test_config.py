@@ -1,0 +1,97 @@
+import pickle
+
+import pytest
+
+from opslot import OpsImplementationConfig
+from opslot._base.errors import ConfigError
+from opslot.slots import config_fields
+
+SPEC_FIELDS = {
+    "attn_implementation",
+    "cross_entropy_loss_implementation",
+    "rms_norm_implementation",
+    "swiglu_mlp_implementation",
+    "rotary_pos_emb_implementation",
+    "rotary_pos_emb_vision_implementation",
+    "load_balancing_loss_implementation",
+    "moe_implementation",
+    "rms_norm_gated_implementation",
+    "causal_conv1d_implementation",
+    "chunk_gated_delta_rule_implementation",
+}
+
+
+def test_has_every_field_of_the_specification_and_defaults_to_auto():
+    config = OpsImplementationConfig()
+    assert set(config_fields()) >= SPEC_FIELDS
+    assert {getattr(config, field) for field in SPEC_FIELDS} == {"auto"}
+
+
+def test_a_new_op_has_its_field_without_an_edit(toy):
+    assert OpsImplementationConfig(toy_double_implementation="fast").toy_double_implementation == "fast"
+
+
+def test_one_error_lists_every_problem(toy):
+    with pytest.raises(ConfigError) as caught:
+        OpsImplementationConfig(
+            rms_norm_implementaton="eager", toy_double_implementation="needs_package", moe_implementation="fused_tritn"
+        )
+    text = str(caught.value)
+    assert "3 problems" in text
+    assert "did you mean rms_norm_implementation" in text
+    assert "needs the package no_such_package_x" in text
+    assert "usable here: auto, eager, fast" in text
+    assert "gpu_only: needs a NPU" in text
+    assert "did you mean 'fused_triton'" in text
+
+
+def test_moe_alias_is_one_field():
+    assert OpsImplementationConfig(moe_experts_implementation="eager").moe_implementation == "eager"
+    assert OpsImplementationConfig(moe_implementation="eager").moe_experts_implementation == "eager"
+    with pytest.raises(ConfigError, match="the same field; set one"):
+        OpsImplementationConfig(moe_implementation="eager", moe_experts_implementation="eager")
+
+
+def test_presets():
+    eager = OpsImplementationConfig(preset="eager", rms_norm_implementation="auto")
+    assert eager.moe_implementation == "eager"
+    assert eager.rms_norm_implementation == "auto"
+    with pytest.raises(ConfigError, match="use one of veomni, eager"):
+        OpsImplementationConfig(preset="fast")
+
+
+def test_veomni_preset_names_gpu_kernels_or_says_why_not():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("a GPU may have them")
+    with pytest.raises(ConfigError) as caught:
+        OpsImplementationConfig(preset="veomni")
+    assert "attn_implementation='flash_attention_2': needs a GPU" in str(caught.value)
+    assert "moe_implementation='fused_triton': needs a GPU" in str(caught.value)
+
+
+def test_overrides_by_glob_last_match_wins(toy):
+    config = OpsImplementationConfig(
+        toy_double_implementation="fast",
+        overrides={"a.*": {"toy_double_implementation": "eager"}, "a.b": {"toy_double_implementation": "unranked"}},
+    )
+    assert [config.choice("toy_double", "standard", p) for p in ("x", "a.c", "a.b")] == ["fast", "eager", "unranked"]
+    with pytest.raises(ConfigError, match=r"overrides\['a'\]\.tou_implementation is not a field"):
+        OpsImplementationConfig(overrides={"a": {"tou_implementation": "x"}})
+
+
+def test_round_trips(toy):
+    config = OpsImplementationConfig(toy_double_implementation="fast", overrides={"a": {"moe_implementation": "eager"}})
+    assert OpsImplementationConfig(**config.to_dict()) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize("value", [None, "auto", {}, "eager", {"moe_implementation": "eager"}])
+def test_make_reads_what_users_write(value):
+    assert isinstance(OpsImplementationConfig.make(value), OpsImplementationConfig)
+
+
+def test_make_refuses_the_rest():
+    with pytest.raises(ConfigError, match="got int"):
+        OpsImplementationConfig.make(3)

@@ -1,0 +1,158 @@
+import pytest
+import torch
+
+from opslot import KERNEL_REGISTRY, HardwareRequirement, KernelSpec
+from opslot._base.device import CPU, DeviceFacts
+from opslot._base.errors import ConfigError, KernelError
+from opslot.slots import KernelRegistry, KernelRequest
+
+H200 = DeviceFacts("gpu", (9, 0), "NVIDIA H200")
+
+
+def right(x, scale=2.0):
+    return x * scale
+
+
+def test_duplicate_is_refused_and_replace_replaces(toy):
+    with pytest.raises(ConfigError, match="registered already"):
+        KERNEL_REGISTRY.register(KernelSpec("fast", toy.name, "standard", lambda: right))
+    KERNEL_REGISTRY.register(KernelSpec("fast", toy.name, "standard", lambda: right), replace=True)
+    assert KERNEL_REGISTRY.load(toy.name, "standard", "fast") is right
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda x: x, lambda y, scale=2.0: y, lambda x, scale=3.0: x, lambda x, *, scale=2.0: x], ids=str
+)
+def test_signature_must_equal_the_contract(toy, wrong):
+    with pytest.raises(ConfigError, match=r"the contract is \(x, scale=2.0\)"):
+        KERNEL_REGISTRY.register(KernelSpec("bad", toy.name, "standard", lambda: wrong))
+    with pytest.raises(ConfigError, match="no such kernel"):
+        KERNEL_REGISTRY.get(toy.name, "standard", "bad")
+
+
+def test_a_kernel_that_cannot_run_here_is_checked_when_loaded(toy):
+    spec = KernelSpec("elsewhere", toy.name, "standard", lambda: lambda x: x, HardwareRequirement("npu"))
+    KERNEL_REGISTRY.register(spec)
+    with pytest.raises(ConfigError, match="the contract is"):
+        KERNEL_REGISTRY.load(*spec.key)
+
+
+def test_a_failing_factory_is_one_clear_error(toy):
+    def factory():
+        raise ImportError("libfoo.so is missing")
+
+    with pytest.raises(KernelError, match=r"kernel 'broken' for toy_double/standard could not be loaded: .*libfoo"):
+        KERNEL_REGISTRY.register(KernelSpec("broken", toy.name, "standard", factory))
+
+
+def test_factory_is_called_once_and_late(toy):
+    calls = []
+
+    def factory():
+        calls.append(1)
+        return right
+
+    registry = KernelRegistry()
+    registry.register_op(toy)
+    registry.register(KernelSpec("lazy", toy.name, "standard", factory, HardwareRequirement("npu")))
+    assert not calls
+    registry.load(toy.name, "standard", "lazy")
+    registry.load(toy.name, "standard", "lazy")
+    assert len(calls) == 1
+
+
+def test_named_kernel_of_another_variant_says_which(toy):
+    with pytest.raises(ConfigError, match="serves only the variant other; use one of"):
+        KERNEL_REGISTRY.resolve(KernelRequest(toy.name, "standard", CPU), "only_other")
+
+
+def test_auto_takes_the_highest_usable_rank_and_says_why_not_the_others(toy):
+    r = KERNEL_REGISTRY.resolve(KernelRequest(toy.name, "standard", CPU))
+    assert r.chosen == "fast"
+    assert not r.explicit
+    reasons = dict(r.rejected)
+    assert "needs a NPU" in reasons["gpu_only"]
+    assert "no_such_package_x" in reasons["needs_package"]
+    assert "not measured faster" in reasons["unranked"]
+    assert "slower" in reasons["eager"]
+
+
+def test_explicit_unusable_kernel_lists_alternatives(toy):
+    with pytest.raises(ConfigError) as caught:
+        KERNEL_REGISTRY.resolve(KernelRequest(toy.name, "standard", CPU), "needs_package")
+    text = str(caught.value)
+    assert "needs the package no_such_package_x" in text
+    assert "usable here: eager, fast, unranked" in text
+    assert "gpu_only: needs a NPU" in text
+
+
+@pytest.mark.parametrize(
+    ("requirement", "device", "reason"),
+    [
+        (HardwareRequirement("gpu"), H200, None),
+        (HardwareRequirement("cuda"), H200, None),
+        (HardwareRequirement("gpu", 90), H200, None),
+        (HardwareRequirement("gpu", "10.0"), H200, "10.0 or higher"),
+        (HardwareRequirement("gpu", None, (8, 9)), H200, "8.9 or lower"),
+        (HardwareRequirement("gpu"), CPU, "needs a GPU"),
+        (HardwareRequirement("any"), CPU, None),
+    ],
+)
+def test_hardware(requirement, device, reason):
+    found = requirement.unmet_by(device)
+    assert (found is None) if reason is None else reason in found
+
+
+def test_bad_requirements_are_refused():
+    with pytest.raises(ConfigError, match="use one of"):
+        HardwareRequirement("tpu")
+    with pytest.raises(ConfigError, match="property of GPUs"):
+        HardwareRequirement("cpu", (8, 0))
+    with pytest.raises(ConfigError, match="own choice"):
+        KernelSpec("auto", "toy", "standard", lambda: right)
+
+
+def test_dtype_and_supports_come_after_hardware(toy):
+    spec = KernelSpec(
+        "half",
+        toy.name,
+        "standard",
+        lambda: right,
+        dtypes=frozenset({torch.bfloat16}),
+        supports=lambda request: "never",
+    )
+    assert "takes bfloat16, not float32" in spec.unusable(KernelRequest(toy.name, "standard", CPU, torch.float32))
+    assert spec.unusable(KernelRequest(toy.name, "standard", CPU, torch.bfloat16)) == "never"
+
+
+def test_priority_may_depend_on_the_request(toy):
+    spec = KernelSpec(
+        "wide", toy.name, "standard", lambda: right, priority=lambda r: 50 if r.dtype == torch.float16 else None
+    )
+    KERNEL_REGISTRY.register(spec)
+    assert KERNEL_REGISTRY.resolve(KernelRequest(toy.name, "standard", CPU, torch.float16)).chosen == "wide"
+    assert KERNEL_REGISTRY.resolve(KernelRequest(toy.name, "standard", CPU, torch.float32)).chosen == "fast"
+
+
+def test_entry_points_register_and_a_broken_one_only_warns(toy, monkeypatch, caplog):
+    class Point:
+        def __init__(self, value, load):
+            self.value, self.load = value, load
+
+    def plugin(registry):
+        registry.register_op(toy)
+        registry.register(KernelSpec("theirs", toy.name, "standard", lambda: right))
+
+    def broken():
+        raise ImportError("gone")
+
+    points = [Point("a:b", lambda: plugin), Point("c:d", broken)]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points if group == "opslot.kernels" else [])
+    registry = KernelRegistry(entry_points=True)
+    assert [s.name for s in registry.specs(toy.name)] == ["theirs"]
+    assert "'c:d' are left out: gone" in caplog.text
+
+
+def test_unknown_op_suggests(toy):
+    with pytest.raises(ConfigError, match="did you mean 'toy_double'"):
+        KERNEL_REGISTRY.op("toy_doubel")

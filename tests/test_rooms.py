@@ -1,0 +1,137 @@
+"""Importing changes nothing, and adding an op or an architecture touches one folder."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+
+def run(code: str, *, path: str = "", env: dict | None = None) -> subprocess.CompletedProcess:
+    import os
+
+    environment = {**os.environ, **(env or {})}
+    if path:
+        environment["PYTHONPATH"] = path
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment
+    )
+
+
+def test_import_brings_no_vendor_and_leaves_transformers_alone():
+    done = run("""
+        import sys, json
+        import transformers.models.qwen3.modeling_qwen3 as upstream
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        before = {n: id(v) for n, v in vars(upstream).items()}, list(ALL_ATTENTION_FUNCTIONS)
+        finders = list(map(id, sys.meta_path))
+        loaded = set(sys.modules)
+        import opslot
+        after = {n: id(v) for n, v in vars(upstream).items()}, list(ALL_ATTENTION_FUNCTIONS)
+        assert before == after
+        assert finders == list(map(id, sys.meta_path))
+        print(json.dumps(sorted(m for m in set(sys.modules) - loaded)))
+    """)
+    assert done.returncode == 0, done.stderr
+    new = json.loads(done.stdout)
+    assert all(m == "opslot" or m.startswith("opslot.") for m in new), new
+
+
+def test_listing_kernels_imports_no_vendor():
+    done = run("""
+        import sys
+        from opslot import KERNEL_REGISTRY, OpsImplementationConfig
+        from opslot._base.device import CPU
+        from opslot.slots import KernelRequest
+        OpsImplementationConfig()
+        for spec in KERNEL_REGISTRY.specs():
+            spec.unusable(KernelRequest(spec.op_name, spec.variant, CPU))
+        vendors = {"triton", "liger_kernel", "quack", "fla", "flash_attn", "kernels", "torch_npu"}
+        print(sorted(vendors & set(sys.modules)))
+    """)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_new_op_is_one_folder(tmp_path):
+    folder = tmp_path / "halve"
+    folder.mkdir()
+    (folder / "op.py").write_text(
+        textwrap.dedent("""
+        import torch
+        from opslot.slots import InputCase, OpSpec, OpVariant
+
+        def reference(x):
+            return x / 2
+
+        def make(dtype, device, generator):
+            return {"x": torch.randn(3, generator=generator).to(device, dtype)}
+
+        OP = OpSpec("halve", {"standard": OpVariant("standard", reference, [InputCase("three", make)], ("x",))})
+        """)
+    )
+    (folder / "quick.py").write_text("def halve(x):\n    return x * 0.5\n")
+    (folder / "__init__.py").write_text(
+        textwrap.dedent("""
+        from opslot.ops.halve.op import OP
+        from opslot.slots import KERNEL_REGISTRY, KernelSpec
+
+        KERNEL_REGISTRY.register_op(OP)
+        KERNEL_REGISTRY.register(KernelSpec("quick", "halve", "standard", "opslot.ops.halve.quick:halve", priority=1))
+        """)
+    )
+    done = run(f"""
+        import importlib.util, sys
+        # The folder stands beside the built-in ones.
+        spec = importlib.util.find_spec("opslot.ops")
+        spec.submodule_search_locations.append({str(tmp_path)!r})
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["opslot.ops"] = module
+        spec.loader.exec_module(module)
+        from opslot import KERNEL_REGISTRY, OpsImplementationConfig, verify
+        assert OpsImplementationConfig(halve_implementation="quick").halve_implementation == "quick"
+        from opslot.cli.kernels import kernel_rows
+        print([(r["name"], r["usable"]) for r in kernel_rows("halve")])
+        print(all(r.ok for r in verify("halve")))
+    """)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[('eager', True), ('quick', True)]", "True"]
+
+
+def test_a_new_architecture_is_one_folder(tmp_path):
+    folder = tmp_path / "mistral"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(
+        'from opslot.models._registry import register_architecture\n\nregister_architecture("mistral")\n'
+    )
+    from pathlib import Path
+
+    import opslot
+
+    pattern = Path(opslot.__file__).parent / "models" / "llama" / "patch.py"
+    (folder / "patch.py").write_text(pattern.read_text().replace("Llama", "Mistral").replace("llama", "mistral"))
+    done = run(f"""
+        import importlib.util, sys
+        spec = importlib.util.find_spec("opslot.models")
+        spec.submodule_search_locations.append({str(tmp_path)!r})
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["opslot.models"] = module
+        spec.loader.exec_module(module)
+        from transformers import MistralConfig
+        model = module.build_foundation_model(MistralConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=8), ops_implementation="eager")
+        print(type(model).__module__, type(model).__name__)
+    """)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "opslot.generated.mistral MistralForCausalLM"
+
+
+@pytest.mark.parametrize(
+    "command", [["--help"], ["kernels", "--help"], ["verify", "--help"], ["explain", "--help"], ["train", "--help"]]
+)
+def test_help_has_examples_and_succeeds(command):
+    done = subprocess.run([sys.executable, "-m", "opslot", *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "example" in done.stdout.lower()
