@@ -110,7 +110,7 @@ def test_a_new_architecture_is_one_folder(tmp_path):
     import opslot
 
     pattern = Path(opslot.__file__).parent / "models" / "llama" / "patch.py"
-    (folder / "patch.py").write_text(pattern.read_text().replace("Llama", "Mistral").replace("llama", "mistral"))
+    (folder / "patch.py").write_text(pattern.read_text().replace('"llama", "Llama"', '"mistral", "Mistral"'))
     done = run(f"""
         import importlib.util, sys
         spec = importlib.util.find_spec("opslot.models")

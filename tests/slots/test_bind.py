@@ -58,7 +58,7 @@ def test_a_pickle_names_its_kernel_and_says_when_it_is_missing(model):
     bind(model, {"toy_double_implementation": "fast"})
     data = pickle.dumps(model)
     KERNEL_REGISTRY.unregister("toy_double", "standard", "fast")
-    with pytest.raises(ConfigError, match="toy_double_implementation=.fast. .*serves only the variant other"):
+    with pytest.raises(ConfigError, match=r"toy_double_implementation=.fast. .*serves only the variant other"):
         pickle.loads(data)
 
 

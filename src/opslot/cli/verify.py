@@ -51,4 +51,7 @@ def _worst(group: list[CheckResult]) -> str:
 def _nothing(op: str | None, kernel: str | None) -> str:
     wanted = " ".join(x for x in (f"op {op!r}" if op else "", f"kernel {kernel!r}" if kernel else "") if x) or "any op"
     names = sorted({s.name for s in KERNEL_REGISTRY.specs(op)}) or ["only eager"]
-    return f"no kernel of {wanted} can run on this machine; registered: {', '.join(names)} (opslot kernels says what each needs)"
+    return (
+        f"no kernel of {wanted} can run on this machine; registered: {', '.join(names)} "
+        "(opslot kernels says what each needs)"
+    )

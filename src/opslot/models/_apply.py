@@ -116,7 +116,7 @@ def _refuse_subclass(path: str, cls: type) -> None:
             )
         raise ConfigError(
             f"{path or 'the model'} is a {cls.__qualname__}, your own subclass of {base.__name__}\n"
-            f"  to do: derive it from {architecture.generated}.{base.__name__} instead; it is a drop-in class with slots"
+            f"  to do: derive it from {architecture.generated}.{base.__name__} instead, a drop-in class with slots"
         )
 
 

@@ -37,8 +37,8 @@ def build_foundation_model(
 
     Args:
         config_path: a folder with config.json, that file, or a config object (copied, never changed).
-        weights_path: folder of a Hugging Face checkpoint (safetensors, sharded or not); None leaves random weights, drawn
-            from torch's generator as Transformers draws them.
+        weights_path: folder of a Hugging Face checkpoint (safetensors, sharded or not); None leaves random weights,
+            drawn from torch's generator as Transformers draws them.
         torch_dtype: parameters' dtype, e.g. "bfloat16"; default the config's, else float32.
         init_device: "cpu", "cuda", "npu", or "meta" for parameters without memory (then without `weights_path`).
         ops_implementation: kernels, as `OpsImplementationConfig` reads them; default "auto".
@@ -47,8 +47,8 @@ def build_foundation_model(
         trust_remote_code: allow a config class that ships with the checkpoint to run.
 
     Returns:
-        The model, in training mode; `opslot.explain(model)` is its kernel table. With OPSLOT_BACKEND=hf it is Transformers' own
-        class, untouched and unbound.
+        The model, in training mode; `opslot.explain(model)` is its kernel table. With OPSLOT_BACKEND=hf it is
+        Transformers' own class, untouched and unbound.
 
     Raises:
         ConfigError: unreadable config, unknown architecture, or kernels that cannot be bound.
@@ -64,7 +64,8 @@ def build_foundation_model(
     if init_device == "meta" and weights_path is not None:
         raise ConfigError(
             "init_device='meta' makes parameters without memory, so weights_path cannot be read into them\n"
-            "  to do: leave weights_path out and call opslot.checkpoint.load_weights(model, folder, device=...) once the model is sharded"
+            "  to do: leave weights_path out and call opslot.checkpoint.load_weights(model, folder, device=...) "
+            "once the model is sharded"
         )
     dtype = _dtype(torch_dtype, config)
     cls = _model_class(config, architecture, backend)

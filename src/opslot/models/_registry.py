@@ -58,7 +58,8 @@ class Architecture:
 
     Attributes:
         name: Transformers' folder and model_type, e.g. "qwen3_moe".
-        converters: `(model) -> checkpoint converters` for layouts that differ from the model's parameters; None when none do.
+        converters: `(model) -> checkpoint converters` for layouts that differ from the model's parameters; None when
+            none do.
         upstream: the Transformers module that the generated one stands for.
     """
 

@@ -41,11 +41,14 @@ class OpsImplementationConfig:
     """One implementation name per op; every field defaults to "auto".
 
     Fields are those of the registered ops (`<op>_implementation`; `attn_implementation` for attention,
-    `moe_implementation` for experts, also spelled `moe_experts_implementation`). Values: "auto", "eager" or a kernel's name.
+    `moe_implementation` for experts, also spelled `moe_experts_implementation`). Values: "auto", "eager" or the name of
+    a kernel.
 
     Args:
-        preset: "veomni" for that system's GPU defaults, "eager" for upstream's own code everywhere; single fields override it.
-        overrides: by module-path glob, fields that hold there only, e.g. `{"model.layers.0.*": {"rms_norm_implementation": "eager"}}`.
+        preset: "veomni" for that system's GPU defaults, "eager" for upstream's own code everywhere; single fields
+            override it.
+        overrides: by module-path glob, fields that hold there only, e.g.
+            `{"model.layers.0.*": {"rms_norm_implementation": "eager"}}`.
         **fields: implementation by field.
 
     Raises:
@@ -87,7 +90,7 @@ class OpsImplementationConfig:
 
     @classmethod
     def make(cls, value: OpsImplementationConfig | Mapping[str, Any] | str | None) -> OpsImplementationConfig:
-        """Read what users write: a config, a mapping of fields, "auto", "eager", a preset's name, or None (= "auto")."""
+        """Read what users write: a config, a mapping of fields, "auto", a preset's name, or None (= "auto")."""
         if isinstance(value, cls):
             return value
         if value is None or value == "auto":
@@ -97,7 +100,7 @@ class OpsImplementationConfig:
         if isinstance(value, Mapping):
             return cls(**value)
         raise ConfigError(
-            f"ops must be an OpsImplementationConfig, a mapping, 'auto', 'eager' or a preset, got {type(value).__name__}"
+            f"ops must be an OpsImplementationConfig, a mapping, 'auto' or a preset's name, got {type(value).__name__}"
         )
 
     def __getattr__(self, name: str) -> str:

@@ -102,7 +102,8 @@ class OpSpec:
         config_field: field of `OpsImplementationConfig`; `<name>_implementation` unless given.
         aliases: other spellings of that field.
         attach: for an op chosen per model rather than per slot (attention) or that must prepare the model (experts):
-            `(model, chosen name, kernel or None) -> state`, called when a model is bound; `state` is what `detach(model, state)` needs to undo it.
+            `(model, chosen name, kernel or None) -> state`, called when a model is bound; `state` is what
+                `detach(model, state)` needs to undo it.
         applies_to: whether a model has such a per-model op at all.
     """
 

@@ -67,8 +67,9 @@ class KernelRegistry:
         """Add a kernel.
 
         Raises:
-            ConfigError: unknown op or variant, a taken (op, variant, name) without `replace`, or a kernel whose signature
-                differs from the op's contract. A kernel that cannot load on this machine is checked when it does.
+            ConfigError: unknown op or variant, a taken (op, variant, name) without `replace`, or a kernel whose
+                signature differs from the op's contract. A kernel that cannot load on this machine is checked when it
+                does.
         """
         self._discover()
         with self._lock:
@@ -167,7 +168,8 @@ class KernelRegistry:
                 else "no such kernel"
             )
             raise ConfigError(
-                f"{op.field_of(variant)}={name!r} for {op_name}/{variant}: {found}; use one of {', '.join(others)} or auto"
+                f"{op.field_of(variant)}={name!r} for {op_name}/{variant}: {found}; "
+                f"use one of {', '.join(others)} or auto"
             )
         return spec
 

@@ -103,7 +103,8 @@ class KernelSpec:
         hardware: where it runs.
         requires: top-level packages that must be importable, e.g. ("triton",).
         dtypes: dtypes it accepts; None for every floating dtype.
-        supports: given a `KernelRequest`, why it does not serve that place, or None; asked after hardware, packages and dtype.
+        supports: given a `KernelRequest`, why it does not serve that place, or None; asked after hardware, packages and
+            dtype.
         priority: measured rank under `auto`, higher is faster: a number for every device, a mapping from device type,
             or a function of the request. None, or a device that is missing, keeps `auto` away. Eager code ranks 0.
         interpretable: a Triton kernel that also runs on CPU under TRITON_INTERPRET=1 (never under `auto`).
@@ -125,7 +126,8 @@ class KernelSpec:
     def __post_init__(self) -> None:
         if self.name in ("auto", "eager"):
             raise ConfigError(
-                f"{self.op_name}/{self.variant}: {self.name!r} names opslot's own choice and cannot be a kernel; pick another name"
+                f"{self.op_name}/{self.variant}: {self.name!r} names opslot's own choice and cannot be a kernel; "
+                "pick another name"
             )
         for label in ("name", "op_name", "variant"):
             value = getattr(self, label)

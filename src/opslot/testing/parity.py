@@ -1,8 +1,8 @@
 """Proof of a kernel: forward and every gradient against an fp64 truth, beside the same-dtype eager code.
 
-A kernel passes where its largest error is at most twice the eager reference's plus one rounding. The rounding is that of the
-largest output (or, for a gradient, of the largest gradient of the case): a gradient that cancels to nearly nothing is still made
-of terms of that size, and another order of summation may leave one rounding of them.
+A kernel passes where its largest error is at most twice the eager reference's plus one rounding. The rounding is that
+of the largest output (or, for a gradient, of the largest gradient of the case): a gradient that cancels to nearly
+nothing is still made of terms of that size, and another order of summation may leave one rounding of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EAGER_FACTOR = 2.0
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor of one check: its name ("out", "out[1]", "grad weight"), the kernel's and eager's largest error, and the bound."""
+    """One tensor of one check ("out", "out[1]", "grad weight"): the kernel's and eager's largest error, and the bound."""
 
     name: str
     error: float
@@ -70,7 +70,8 @@ class CheckResult:
         if worst is None:
             return f"{head}: ok"
         verdict = "ok" if self.ok else "WRONG"
-        return f"{head}: {verdict}, {worst.name} error {worst.error:.2e}, eager {worst.eager_error:.2e}, bound {worst.bound:.2e}"
+        figures = f"error {worst.error:.2e}, eager {worst.eager_error:.2e}, bound {worst.bound:.2e}"
+        return f"{head}: {verdict}, {worst.name} {figures}"
 
 
 def check_kernel(

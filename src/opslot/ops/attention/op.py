@@ -1,8 +1,9 @@
 """Attention: chosen once per model, through Transformers' attention interface under opslot's own names.
 
-The contract is that interface's: `query` [B, heads, S, D], `key` and `value` [B, kv_heads, S_kv, D], `attention_mask` as the
-implementation's mask function makes it, `scaling` the factor before softmax; returns ([B, S, heads, D], None). Packed documents come as
-`cu_seq_lens_q` / `cu_seq_lens_k` (int32, [documents + 1], over B * S tokens) with `max_length_q` / `max_length_k`.
+The contract is that interface's: `query` [B, heads, S, D], `key` and `value` [B, kv_heads, S_kv, D], `attention_mask`
+as the implementation's mask function makes it, `scaling` the factor before softmax; returns ([B, S, heads, D], None).
+Packed documents come as `cu_seq_lens_q` / `cu_seq_lens_k` (int32, [documents + 1], over B * S tokens) with
+`max_length_q` / `max_length_k`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def reference(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """softmax(scaling * q k^T + mask) v with grouped key/value heads; causal where the module says so and no mask is given.
+    """softmax(scaling * q k^T + mask) v with grouped key/value heads; causal where the module says so and no mask is
+    given.
 
     The softmax runs in fp32 (fp64 for fp64 input), as upstream's eager attention does.
     """

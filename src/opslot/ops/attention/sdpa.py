@@ -1,7 +1,8 @@
-"""torch's scaled_dot_product_attention, with packed documents kept apart by cu_seqlens and no math backend behind your back."""
+"""torch's scaled_dot_product_attention: packed documents kept apart by cu_seqlens, the math backend never behind it."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,7 @@ def cudnn(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Contract: see `op.reference`. cuDNN's fused attention; packed documents go through torch's varlen flash kernel."""
+    """Contract: see `op.reference`. cuDNN's fused attention; packed documents take torch's varlen flash kernel."""
     return _attend(
         "cudnn",
         [SDPBackend.CUDNN_ATTENTION],
@@ -129,8 +130,8 @@ def _on_cuda(
             if "No available kernel" not in str(error):
                 raise
             raise KernelError(
-                f"attn_implementation={name!r}: no fused backend of torch serves query {tuple(q.shape)} {q.dtype} with key "
-                f"{tuple(k.shape)} here, and the math backend is never used silently; use eager or flex_attention"
+                f"attn_implementation={name!r}: no fused backend of torch serves query {tuple(q.shape)} {q.dtype} "
+                f"with key {tuple(k.shape)} here, and the math backend is never used silently; use eager or flex_attention"
             ) from error
 
 
@@ -185,7 +186,7 @@ def _documents_loop(
             scale=scaling,
             enable_gqa=True,
         )
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        for a, b in itertools.pairwise(bounds)
         if b > a
     ]
     return torch.cat(parts, 2).transpose(1, 2).reshape(batch, length, heads, width)

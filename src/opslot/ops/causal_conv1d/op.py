@@ -1,11 +1,13 @@
 """Depthwise causal convolution: contract, reference, cases, cost.
 
-Shapes: `hidden_states` [B, D, S], `weight` [D, W], `bias` [D]; out[t] sums weight[j] * x[t - W + 1 + j]. `cu_seqlens` (int32 or int64,
+Shapes: `hidden_states` [B, D, S], `weight` [D, W], `bias` [D]; out[t] sums weight[j] * x[t - W + 1 + j]. `cu_seqlens`
+    (int32 or int64,
 [documents + 1], B = 1) keeps the window of a document's first tokens from reaching into the document before it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +37,7 @@ def reference(
     spans = [(0, hidden_states.shape[-1])]
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
-        spans = list(zip(bounds[:-1], bounds[1:], strict=True))
+        spans = list(itertools.pairwise(bounds))
     parts = [_convolve(hidden_states[..., a:b], weight, bias) for a, b in spans if b > a]
     return _ACTIVATIONS[activation](torch.cat(parts, -1)).to(hidden_states.dtype)
 

@@ -1,12 +1,14 @@
 """The gated delta rule (Yang et al. 2024, "Gated Delta Networks", equation 10): contract, reference, cases, cost.
 
-Shapes: `query`, `key` [B, S, K_heads, K]; `value` [B, S, V_heads, V] with V_heads a multiple of K_heads; `g` (log decay, <= 0) and `beta`
-[B, S, V_heads]; state [B, V_heads, K, V]. `cu_seqlens` (int32 or int64, [documents + 1], B = 1) starts every document from
-an empty state, so packed documents never see each other.
+Shapes: `query`, `key` [B, S, K_heads, K]; `value` [B, S, V_heads, V] with V_heads a multiple of K_heads; `g` (log
+    decay, <= 0) and `beta`
+[B, S, V_heads]; state [B, V_heads, K, V]. `cu_seqlens` (int32 or int64, [documents + 1], B = 1) starts every document
+from an empty state, so packed documents never see each other.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,8 +33,8 @@ def reference(
 ) -> tuple[Tensor, Tensor | None]:
     """Token by token: S = exp(g) S; S += k (beta (v - S^T k))^T; out = S^T q / sqrt(K).
 
-    Computes in fp32 (fp64 for fp64 input). Returns the output [B, S, V_heads, V] in `query`'s dtype and, if asked for, the
-    last state of each row (with `cu_seqlens`: of each document).
+    Computes in fp32 (fp64 for fp64 input). Returns the output [B, S, V_heads, V] in `query`'s dtype and, if asked for,
+    the last state of each row (with `cu_seqlens`: of each document).
     """
     groups = value.shape[2] // key.shape[2]
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -59,8 +61,7 @@ def reference(
 
 
 def _spans(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    bounds = cu_seqlens.tolist()
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(itertools.pairwise(cu_seqlens.tolist()))
 
 
 def _case(name: str, shape: tuple[int, ...], documents: list[int] | None = None, role: str = "check") -> InputCase:
@@ -104,8 +105,8 @@ OP = OpSpec(
             ],
             ("query", "key", "value", "g", "beta"),
             _cost,
-            # A chunked kernel reads keys and values rounded to the input's dtype into every product of a chunk, where the
-            # recurrence above rounds once at the end.
+            # A chunked kernel reads keys and values rounded to the input's dtype into every product of a chunk, where
+            # the recurrence above rounds once at the end.
             roundings={"bfloat16": 4, "float16": 4, "float32": 64},
         )
     },
