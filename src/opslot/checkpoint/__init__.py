@@ -1,1 +1,19 @@
+"""Checkpoints in Hugging Face layout: loaded into any model, sharded or not, saved and converted."""
 
+from opslot.checkpoint.converter import CheckpointTensorConverter, PlacingConverter
+from opslot.checkpoint.experts import LAYOUTS, ExpertTensorConverter
+from opslot.checkpoint.folder import read_folder
+from opslot.checkpoint.load import LoadReport, load_weights
+from opslot.checkpoint.placement import Placement, local_ranges
+
+__all__ = [
+    "LAYOUTS",
+    "CheckpointTensorConverter",
+    "ExpertTensorConverter",
+    "LoadReport",
+    "Placement",
+    "PlacingConverter",
+    "load_weights",
+    "local_ranges",
+    "read_folder",
+]

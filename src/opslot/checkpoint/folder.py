@@ -1,0 +1,153 @@
+"""A Hugging Face checkpoint folder: which tensors it holds and where, and replacing one as a whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from opslot._base.errors import CheckpointError
+from opslot.checkpoint._report import Problems
+from opslot.checkpoint.safetensors_file import TensorEntry, read_header
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
+    """Every tensor of the checkpoint in `folder`, by name, from the headers alone.
+
+    Reads model.safetensors.index.json and the shards it names, or model.safetensors.
+
+    Raises:
+        CheckpointError: no such folder; no safetensors in it; a shard that is missing, truncated or corrupt
+            (all are named); a tensor that the index places in a shard that lacks it, or that two shards hold.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r} is not a folder; give the one that holds {WEIGHTS} or {INDEX}"
+        )
+    if (folder / INDEX).is_file():
+        weight_map = _weight_map(folder / INDEX)
+    elif (folder / WEIGHTS).is_file():
+        weight_map = {}
+    else:
+        raise CheckpointError(_no_weights(folder))
+    return _read_shards(folder, weight_map)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        assert isinstance(weight_map, dict)
+        assert all(isinstance(shard, str) and Path(shard).name == shard for shard in weight_map.values())
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise CheckpointError(
+            f'{index} is no safetensors index; it should hold {{"weight_map": {{tensor name: file name}}}}. '
+            "Copy or download it again"
+        ) from error
+    return weight_map
+
+
+def _no_weights(folder: Path) -> str:
+    asked = f"checkpoint {str(folder)!r} holds neither {WEIGHTS} nor {INDEX}"
+    shards = sorted(folder.glob("model-*-of-*.safetensors"))
+    if shards:
+        return f"{asked}, but {len(shards)} shards, e.g. {shards[0].name}; add the index that came with them"
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        return (
+            f"{asked}, but {', '.join(pickles[:3])}; pickled weights can run code, so opslot does not open "
+            "them. Convert them once with Transformers: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    names = sorted(path.name for path in folder.iterdir())
+    return f"{asked}; it holds {', '.join(names[:8]) or 'nothing'}. Give the folder of a Hugging Face checkpoint"
+
+
+def _read_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, TensorEntry]:
+    problems = Problems(f"checkpoint {str(folder)!r} cannot be read")
+    entries: dict[str, TensorEntry] = {}
+    for shard in sorted(set(weight_map.values())) or [WEIGHTS]:
+        if not (folder / shard).is_file():
+            count = sum(value == shard for value in weight_map.values())
+            problems.add(
+                "shards that the index names and the folder lacks", f"{shard} ({count} tensors)", "download them"
+            )
+            continue
+        try:
+            found = read_header(folder / shard)
+        except CheckpointError as error:
+            problems.add("unreadable files", str(error), "replace them")
+            continue
+        for entry in found:
+            owner = weight_map.get(entry.name, shard)
+            if owner == shard and entry.name in entries:
+                both = f"{entry.name} ({entries[entry.name].file.name}, {shard})"
+                problems.add("tensors held twice", both, "keep the shards of one save only")
+            elif owner == shard:
+                entries[entry.name] = entry
+    problems.raise_if_any()
+    for name in weight_map.keys() - entries.keys():
+        problems.add(
+            "tensors missing from the shard that the index gives",
+            f"{name} ({weight_map[name]})",
+            "keep the files of one save",
+        )
+    problems.raise_if_any()
+    return entries
+
+
+@contextmanager
+def staged_folder(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder` to write a checkpoint in; it takes `folder`'s place when the block ends
+    well.
+
+    A kill at any time leaves either the old checkpoint, the new one, or (while an existing folder is
+    overwritten) one without an entry point, which is refused on reading; never a mixture. Other files of an
+    existing folder stay.
+
+    Raises:
+        CheckpointError: the place cannot be written or the disk is full; nothing is left behind.
+    """
+    stage: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        stage = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
+        yield stage
+        # mkdtemp makes folders that only their owner may enter.
+        umask = os.umask(0)
+        os.umask(umask)
+        stage.chmod(0o777 & ~umask)
+        _publish(stage, folder)
+    except OSError as error:
+        free = shutil.disk_usage(next(p for p in [folder, *folder.parents] if p.exists())).free
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r} cannot be written: {error.strerror or error} ({free / 1e9:.1f} GB free); "
+            "give a folder that can be written, with room for the weights"
+        ) from error
+    finally:
+        if stage is not None:
+            shutil.rmtree(stage, ignore_errors=True)
+
+
+def _publish(stage: Path, folder: Path) -> None:
+    if not folder.exists():
+        stage.rename(folder)
+        return
+    new = sorted(path.name for path in stage.iterdir())
+    stale = {path.name for path in folder.glob("model-*-of-*.safetensors")} | {WEIGHTS, INDEX}
+    if set(new) & stale != {WEIGHTS}:
+        # Without an entry point a reader refuses the folder, so a half-replaced set of shards is never read.
+        (folder / INDEX).unlink(missing_ok=True)
+        (folder / WEIGHTS).unlink(missing_ok=True)
+    for name in sorted(new, key=lambda name: name in (WEIGHTS, INDEX)):
+        os.replace(stage / name, folder / name)
+    for name in stale.difference(new):
+        (folder / name).unlink(missing_ok=True)

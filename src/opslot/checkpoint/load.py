@@ -1,0 +1,223 @@
+"""Streaming a Hugging Face checkpoint into a model, each rank reading only what it keeps."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from opslot._base.errors import CheckpointError
+from opslot._base.logging import get_logger
+from opslot.checkpoint._report import Problems
+from opslot.checkpoint.converter import CheckpointTensorConverter
+from opslot.checkpoint.experts import ExpertTensorConverter
+from opslot.checkpoint.folder import read_folder
+from opslot.checkpoint.materialize import initialize, materialize
+from opslot.checkpoint.placement import Placement, Region, copy_overlap, intersect, local_ranges, local_tensor, volume
+from opslot.checkpoint.plan import LoadPlan, ModelTensors, Piece, Stream, make_plan, plain_name, tensors_of
+from opslot.checkpoint.safetensors_file import MappedFile
+
+logger = get_logger(__name__)
+
+# Page faults of the mapped file and of fresh memory dominate; more threads than this gain nothing on any
+# machine measured.
+_MAX_THREADS = 8
+_TASK_BYTES = 32 << 20
+
+
+@dataclass
+class LoadReport:
+    """What `load_weights` did.
+
+    Attributes:
+        folder: the checkpoint.
+        tensors: checkpoint tensors that this rank read, at least in part.
+        bytes_read: bytes of them that it read.
+        seconds: wall time.
+        layouts: layout of each family of expert tensors, e.g. {"model.layers.*.mlp.experts": "per_expert"}.
+        missing: parameters that the checkpoint lacks, initialised anew.
+        extra: checkpoint tensors left out by `allow_extra` or `strict=False`.
+    """
+
+    folder: Path
+    tensors: int = 0
+    bytes_read: int = 0
+    seconds: float = 0.0
+    layouts: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        rate = self.bytes_read / 1e9 / max(self.seconds, 1e-9)
+        size = f"{self.tensors} tensors, {self.bytes_read / 1e9:.2f} GB"
+        text = f"{size} in {self.seconds:.1f} s ({rate:.1f} GB/s) from {self.folder}"
+        if self.missing:
+            text += f"; initialised anew: {', '.join(self.missing[:10])}{' ...' * (len(self.missing) > 10)}"
+        if self.extra:
+            text += f"; left out: {', '.join(self.extra[:10])}{' ...' * (len(self.extra) > 10)}"
+        return text
+
+
+def load_weights(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    converters: Sequence[CheckpointTensorConverter] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    strict: bool = True,
+    allow_missing: Collection[str] = (),
+    allow_extra: Collection[str] = (),
+) -> LoadReport:
+    """Load the Hugging Face checkpoint in `folder` (safetensors, sharded or not) into `model`.
+
+    Names, shapes, dtypes and sizes are checked from the headers of all shards before anything is written, so
+    an error leaves the model as it was. Then the shards are read one after the other, straight into the
+    parameters. Of a DTensor only this rank's part is read; under several processes every rank must call, and
+    all raise when one finds an error.
+
+    Args:
+        model: parameters may be real, on meta, or sharded (DTensor); tied ones are filled once.
+        folder: holds model.safetensors, or model.safetensors.index.json and its shards.
+        converters: for names and shapes that differ from the model's; None finds the experts' layout by
+            itself.
+        dtype: of the floating parameters after loading; None casts each tensor to its parameter's.
+        device: where meta parameters get memory; None is the CPU, or a DTensor's mesh device.
+        strict: False leaves out what no parameter takes and initialises what no tensor fills, and reports
+            both.
+        allow_missing: patterns (`fnmatch`) of parameters that may be absent, e.g. ["score.weight"]; they are
+            initialised anew.
+        allow_extra: patterns of checkpoint tensors that may be left out, e.g. ["lm_head.weight"].
+
+    Raises:
+        CheckpointError: the checkpoint is missing, corrupt or does not fit; the message lists everything that
+            is wrong.
+    """
+    start = time.perf_counter()
+    folder = Path(folder)
+    tensors = tensors_of(model)
+    plan, error = None, None
+    try:
+        plan = _check(model, folder, converters, dtype, strict, allow_missing, allow_extra)
+        regions = {name: local_ranges(tensor) for name, tensor in tensors.items()}
+    except CheckpointError as problem:
+        error = problem
+    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        _agree(error)
+    if error is not None:
+        raise error
+    assert plan is not None
+    present = set(tensors)
+    meta_buffers = [plain_name(name) for name, buffer in model.named_buffers() if buffer.is_meta]
+    materialize(model, device, dtype)
+    initialize(model, plan.missing, [name for name in meta_buffers if name not in present])
+    report = LoadReport(folder, layouts=plan.layouts, missing=plan.missing, extra=plan.extra)
+    with torch.no_grad():
+        _execute(plan, tensors_of(model), regions, report)
+    report.seconds = time.perf_counter() - start
+    logger.info("loaded %s", report)
+    return report
+
+
+def _check(
+    model: nn.Module,
+    folder: Path,
+    converters: Sequence[CheckpointTensorConverter] | None,
+    dtype: torch.dtype | None,
+    strict: bool,
+    allow_missing: Collection[str],
+    allow_extra: Collection[str],
+) -> LoadPlan:
+    """The plan; raises CheckpointError with everything that is wrong."""
+    entries = read_folder(folder)
+    problems = Problems(f"checkpoint {str(folder)!r} does not fit {type(model).__name__}")
+    plan = make_plan(
+        entries,
+        ModelTensors.of(model, dtype),
+        [ExpertTensorConverter.for_model(model)] if converters is None else converters,
+        problems,
+        allow_missing=allow_missing if strict else ["*"],
+        allow_extra=allow_extra if strict else ["*"],
+    )
+    problems.raise_if_any()
+    return plan
+
+
+def _agree(error: CheckpointError | None) -> None:
+    """Raise on every rank when any rank has an error, so that none waits for another in a later collective.
+
+    Raises:
+        CheckpointError: on the ranks that have none themselves, the first rank's error.
+    """
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, None if error is None else str(error))
+    for rank, message in enumerate(messages):
+        if message is not None and error is None:
+            raise CheckpointError(f"rank {rank}: {message}")
+
+
+def _execute(plan: LoadPlan, tensors: Mapping[str, Tensor], regions: Mapping[str, Region], report: LoadReport) -> None:
+    """Copy what the plan says into `tensors`, shard by shard, several tensors at a time."""
+    local = {name: local_tensor(tensor).detach() for name, tensor in tensors.items()}
+    by_file: dict[Path, list[Piece]] = defaultdict(list)
+    for piece in plan.pieces:
+        overlap = intersect(regions[piece.placement.target], piece.placement.region)
+        if overlap is not None:
+            by_file[piece.entry.file].append(piece)
+            report.tensors += 1
+            report.bytes_read += volume(overlap) * piece.entry.dtype.itemsize
+    threads = min(
+        _MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    with ThreadPoolExecutor(threads, thread_name_prefix="opslot-load") as pool:
+        for file, pieces in by_file.items():
+            mapped = MappedFile(file)
+
+            def copy(task: list[Piece], mapped: MappedFile = mapped) -> None:
+                for piece in task:
+                    name = piece.placement.target
+                    copy_overlap(local[name], regions[name], mapped.view(piece.entry), piece.placement)
+
+            list(pool.map(copy, _tasks(pieces)))
+    for stream in plan.streams:
+        _run_stream(stream, local, regions, report)
+
+
+def _tasks(pieces: list[Piece]) -> Iterator[list[Piece]]:
+    """Pieces in the order of their bytes, in runs large enough for one hand-over between threads not to count."""
+    task: list[Piece] = []
+    nbytes = 0
+    for piece in sorted(pieces, key=lambda piece: piece.entry.start):
+        task.append(piece)
+        nbytes += piece.entry.nbytes
+        if nbytes >= _TASK_BYTES:
+            yield task
+            task, nbytes = [], 0
+    if task:
+        yield task
+
+
+def _run_stream(stream: Stream, local: Mapping[str, Tensor], regions: Mapping[str, Region], report: LoadReport) -> None:
+    """Feed a collecting converter and write what it hands out; tensors are read whole."""
+    files: dict[Path, MappedFile] = {}
+
+    def write(handed: Sequence[tuple[str, Tensor]]) -> None:
+        for name, tensor in handed:
+            if name in local:
+                copy_overlap(local[name], regions[name], tensor, Placement.whole(name, tensor.shape))
+
+    for name, entry in stream.entries:
+        mapped = files.setdefault(entry.file, MappedFile(entry.file))
+        write(list(stream.converter.convert(name, mapped.view(entry)) or ()))
+        report.tensors += 1
+        report.bytes_read += entry.nbytes
+    write(stream.converter.finalize())

@@ -1,0 +1,317 @@
+"""What loading a checkpoint into a model will do, decided from headers before anything is written."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from opslot._base.errors import CheckpointError
+from opslot.checkpoint._report import Problems
+from opslot.checkpoint.converter import CheckpointTensorConverter, PlacingConverter
+from opslot.checkpoint.experts import ExpertTensorConverter
+from opslot.checkpoint.placement import Placement, is_numeric_cast, volume
+from opslot.checkpoint.safetensors_file import MappedFile, TensorEntry
+
+# Checkpoints of 2023 and before hold the rotary frequencies of every layer; models compute them.
+_ALWAYS_IGNORED = r"(^|\.)rotary_emb\.inv_freq$"
+_WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+def plain_name(name: str) -> str:
+    """`name` of a parameter without what torch.compile, activation checkpointing and the like put in it."""
+    return _WRAPPERS.sub("", name)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of `model` under their plain names; tied ones appear under each name."""
+    state = model.state_dict(keep_vars=True)
+    return {plain_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model's tensor that a checkpoint fills.
+
+    Attributes:
+        name: its first name in the model.
+        shape: its whole shape, over all ranks.
+        dtype: what it holds after loading.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """What a checkpoint must bring for a model.
+
+    Attributes:
+        targets: by name; each name of a tied tensor leads to the same target.
+        prefix: what a base model's names lack and its ForCausalLM's have, with the dot, e.g. "model."; ""
+            when unknown.
+        ignored: regular expressions of checkpoint names that the model has no use for.
+        optional: regular expressions of the model's names that checkpoints leave out.
+    """
+
+    targets: Mapping[str, Target]
+    prefix: str = ""
+    ignored: Sequence[str] = ()
+    optional: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, dtype: torch.dtype | None = None) -> ModelTensors:
+        """The tensors of `model`, whose floating parameters will be `dtype` (None: as they are)."""
+        targets: dict[str, Target] = {}
+        first: dict[int, Target] = {}
+        for name, tensor in tensors_of(model).items():
+            cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+            target = Target(name, tuple(tensor.shape), dtype if cast and dtype else tensor.dtype)
+            targets[name] = first.setdefault(id(tensor), target)
+        transient = {plain_name(name) for name, _ in model.named_buffers()} - targets.keys()
+        prefix = getattr(model, "base_model_prefix", "")
+        return cls(
+            targets,
+            f"{prefix}." if prefix else "",
+            [
+                _ALWAYS_IGNORED,
+                *(f"^{re.escape(name)}$" for name in transient),
+                *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+            ],
+            list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
+        )
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: target.shape for name, target in self.targets.items()}
+
+    def in_model_terms(self, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+        """The checkpoint's tensors under the names that this model would give them.
+
+        A base model's checkpoint gains the prefix and a head model's loses it, where the model differs.
+        """
+        prefix = self.prefix
+        model_has = any(name.startswith(prefix) for name in self.targets)
+        file_has = any(name.startswith(prefix) for name in entries)
+        if not prefix or model_has == file_has:
+            return dict(entries)
+        if file_has:
+            return {name.removeprefix(prefix): entry for name, entry in entries.items()}
+        return {name if name in self.targets else prefix + name: entry for name, entry in entries.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One checkpoint tensor and the place it goes to."""
+
+    entry: TensorEntry
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Checkpoint tensors that a collecting converter takes, in order, by the model's name for them."""
+
+    converter: CheckpointTensorConverter
+    entries: list[tuple[str, TensorEntry]]
+
+
+@dataclass
+class LoadPlan:
+    """What to copy where.
+
+    Attributes:
+        pieces: tensors copied to their place.
+        streams: tensors that go through a converter that collects.
+        missing: model tensors that nothing fills and that may stay so.
+        extra: checkpoint tensors that are left out.
+        layouts: layout of each family of expert tensors.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    streams: list[Stream] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    layouts: dict[str, str] = field(default_factory=dict)
+
+
+def make_plan(
+    entries: Mapping[str, TensorEntry],
+    model: ModelTensors,
+    converters: Sequence[CheckpointTensorConverter],
+    problems: Problems,
+    *,
+    allow_missing: Collection[str] = (),
+    allow_extra: Collection[str] = (),
+) -> LoadPlan:
+    """Give every tensor of the checkpoint its place and check that every tensor of the model is filled
+    exactly once.
+
+    Args:
+        entries: the checkpoint's tensors.
+        model: what the model needs.
+        converters: asked in order; the first that can handle a tensor gets it.
+        problems: what is found wrong is filed here; the plan must not be carried out when there is any.
+        allow_missing, allow_extra: name patterns (`fnmatch`) of the model's and the checkpoint's tensors that
+            may stay alone.
+    """
+    return _Planner(model, problems, allow_missing, allow_extra).plan(model.in_model_terms(entries), converters)
+
+
+class _Planner:
+    def __init__(
+        self, model: ModelTensors, problems: Problems, allow_missing: Collection[str], allow_extra: Collection[str]
+    ) -> None:
+        self.model = model
+        self.problems = problems
+        self.allow_missing, self.allow_extra = allow_missing, allow_extra
+        self.result = LoadPlan()
+        self.filled: dict[str, int] = defaultdict(int)
+        self.taken: dict[tuple[str, tuple[tuple[int, int], ...]], TensorEntry] = {}
+        self.damaged: set[str] = set()
+        self.explained = False
+
+    def plan(self, entries: dict[str, TensorEntry], converters: Sequence[CheckpointTensorConverter]) -> LoadPlan:
+        owned, plain = _share_out(entries, converters)
+        for converter, names in zip(converters, owned):
+            mine = {name: entries[name] for name in names}
+            if isinstance(converter, PlacingConverter):
+                self._place(converter, mine)
+            elif mine:
+                self._rehearse(converter, mine)
+        for name in plain:
+            entry, target = entries[name], self.model.targets.get(name)
+            if target is not None:
+                self._put(name, entry, Placement.whole(target.name, target.shape))
+            else:
+                self._leave_out(name)
+        self._check_filled()
+        return self.result
+
+    def _place(self, converter: PlacingConverter, mine: dict[str, TensorEntry]) -> None:
+        try:
+            converter.inspect({name: entry.shape for name, entry in mine.items()})
+        except CheckpointError as error:
+            self.problems.add("layout", str(error), "see above")
+            self.damaged.update(self.model.targets)
+            return
+        if isinstance(converter, ExpertTensorConverter):
+            self.result.layouts |= converter.layouts
+        for name, entry in mine.items():
+            try:
+                self._put(name, entry, converter.place(name, entry.shape))
+            except CheckpointError as error:
+                self.problems.add("tensors without a place", str(error), "give the checkpoint of this model's config")
+        for item in converter.missing(mine):
+            self.explained = True
+            self.problems.add("incomplete experts", item, "add the missing shards or tensors")
+
+    def _rehearse(self, converter: CheckpointTensorConverter, mine: dict[str, TensorEntry]) -> None:
+        """Run a copy of a collecting converter on tensors without memory, to learn what it will hand out."""
+        rehearsal = copy.deepcopy(converter)
+        handed: list[tuple[str, Tensor]] = []
+        try:
+            for name, entry in mine.items():
+                handed += rehearsal.convert(name, torch.empty(entry.shape, dtype=entry.dtype, device="meta")) or ()
+            handed += rehearsal.finalize()
+        except CheckpointError as error:
+            self.problems.add("tensors that a converter refuses", str(error), "see above")
+            return
+        source = next(iter(mine.values()))
+        for name, tensor in handed:
+            target = self.model.targets.get(name)
+            if target is None:
+                self._leave_out(name)
+                continue
+            entry = TensorEntry(name, source.file, tensor.dtype, tuple(tensor.shape), 0, 0)
+            self._account(name, entry, Placement.whole(target.name, target.shape))
+        self.result.streams.append(Stream(converter, list(mine.items())))
+
+    def _put(self, name: str, entry: TensorEntry, placement: Placement) -> None:
+        if self._account(name, entry, placement):
+            self.result.pieces.append(Piece(entry, placement))
+
+    def _account(self, name: str, entry: TensorEntry, placement: Placement) -> bool:
+        """Book the part of the target that `entry` fills; False if it does not fit or is filled already."""
+        target = self.model.targets[placement.target]
+        if entry.shape != placement.shape:
+            item = f"{name}: found {list(entry.shape)}, expected {list(placement.shape)}"
+            self.problems.add("misshapen tensors", item, "give the checkpoint of this model's config")
+            self.damaged.add(target.name)
+            return False
+        if not is_numeric_cast(entry.dtype, target.dtype):
+            item = f"{name}: found {entry.dtype}, the model holds {target.dtype}"
+            self.problems.add(
+                "dtypes that cannot be converted", item, "dequantise the checkpoint, or load it with its own library"
+            )
+            self.damaged.add(target.name)
+            return False
+        key = target.name, tuple((r.start, r.stop) for r in placement.region)
+        if key in self.taken:
+            self._check_same(name, self.taken[key], entry)
+            return False
+        self.taken[key] = entry
+        self.filled[target.name] += volume(placement.region)
+        return True
+
+    def _check_same(self, name: str, first: TensorEntry, second: TensorEntry) -> None:
+        """A tied tensor may be stored under each of its names, with one value."""
+        a, b = (MappedFile(entry.file).view(entry).reshape(-1) for entry in (first, second))
+        if first.dtype != second.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            self.problems.add(
+                "tied tensors with different values",
+                f"{first.name} and {name}",
+                "set tie_word_embeddings: false in the model's config, or remove one from the checkpoint",
+            )
+
+    def _leave_out(self, name: str) -> None:
+        if any(re.search(pattern, name) for pattern in self.model.ignored):
+            return
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow_extra):
+            self.result.extra.append(name)
+            return
+        todo = "give the checkpoint of this model's config, or name them in allow_extra"
+        self.problems.add("tensors that no parameter takes", name, todo)
+
+    def _check_filled(self) -> None:
+        names: dict[str, list[str]] = defaultdict(list)
+        for name, target in self.model.targets.items():
+            names[target.name].append(name)
+        for name, aliases in names.items():
+            target = self.model.targets[name]
+            if name in self.damaged:
+                continue
+            if name in self.filled:
+                part, whole = self.filled[name], math.prod(target.shape)
+                if part != whole and not self.explained:
+                    item = f"{name}: {part} of {whole} elements"
+                    self.problems.add("parameters filled in part", item, "give the whole checkpoint")
+                continue
+            if any(fnmatch.fnmatchcase(alias, pattern) for alias in aliases for pattern in self.allow_missing) or any(
+                re.search(pattern, name) for pattern in self.model.optional
+            ):
+                self.result.missing.append(name)
+                continue
+            todo = "give the whole checkpoint, or name them in allow_missing to initialise them anew"
+            self.problems.add("parameters that no tensor fills", f"{name} {list(target.shape)}", todo)
+
+
+def _share_out(
+    names: Iterable[str], converters: Sequence[CheckpointTensorConverter]
+) -> tuple[list[list[str]], list[str]]:
+    """The names that each converter handles, and those that none does."""
+    owned: list[list[str]] = [[] for _ in converters]
+    plain: list[str] = []
+    for name in names:
+        owner = next((i for i, converter in enumerate(converters) if converter.can_handle(name)), None)
+        (plain if owner is None else owned[owner]).append(name)
+    return owned, plain
