@@ -15,6 +15,7 @@ _EPILOG = """examples:
   opslot explain config.yaml                        which kernels it would train with, and why
   opslot kernels --op rms_norm                      what can run here
   opslot verify                                     prove every kernel that can run here
+  opslot bench --op moe_experts                     time them beside the floor
   opslot patchgen --list                            the architectures and their patches
 
 exit codes: 0 done, 1 a check or a run failed, 2 wrong use or bad input
@@ -115,6 +116,20 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(run=_verify)
 
+    bench = commands.add_parser(
+        "bench",
+        help="time every kernel that can run here, beside the floor and the check's verdict",
+        epilog="examples:\n  opslot bench --op rms_norm\n  opslot bench --output result.json --picture result.png",
+        formatter_class=form,
+    )
+    bench.add_argument("--op", metavar="NAME", help="only this op")
+    bench.add_argument("--dtype", default="bfloat16", help="default bfloat16")
+    bench.add_argument("--device", default=None, help="default the best of this machine")
+    bench.add_argument("--output", metavar="FILE", help="write the result as JSON, with machine, versions and commit")
+    bench.add_argument("--picture", metavar="FILE", help="draw who wins where (PNG or SVG)")
+    bench.add_argument("--json", action="store_true", help="print JSON")
+    bench.set_defaults(run=_bench)
+
     commands.add_parser("train", help="train a model from a YAML file (opslot train --help)", add_help=False)
     commands.add_parser("patchgen", help="generate and check patched modeling files", add_help=False)
     return parser
@@ -130,6 +145,12 @@ def _explain(options: argparse.Namespace) -> int:
     from opslot.cli.explain import run
 
     return run(options.model, options.set, options.dtype, options.json)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from opslot.cli.bench import run
+
+    return run(options.op, options.dtype, options.device, options.output, options.picture, options.json)
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ EAGER_FACTOR = 2.0
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor of one check ("out", "out[1]", "grad weight"): the kernel's and eager's largest error, and the bound."""
+    """One tensor of one check ("out[1]", "grad weight"): the kernel's and eager's largest error, and the bound."""
 
     name: str
     error: float
