@@ -3,7 +3,7 @@
 from opslot._base.errors import PatchError
 from opslot.patchgen.config import PatchConfig, create_patch_from_external
 from opslot.patchgen.edits import OpSlot
-from opslot.patchgen.materialize import materialize, register_patch
+from opslot.patchgen.materialization import materialize, register_patch
 
 __all__ = [
     "OpSlot",

@@ -13,7 +13,7 @@ from pathlib import Path
 from opslot._base.errors import OpslotError, PatchError
 from opslot.patchgen.cache import write_atomic
 from opslot.patchgen.config import PatchConfig
-from opslot.patchgen.materialize import find_patch, known_archs, materialize, require_patch
+from opslot.patchgen.materialization import find_patch, known_archs, materialize, require_patch
 from opslot.patchgen.releases import find_release
 from opslot.patchgen.source import Release, installed_release
 

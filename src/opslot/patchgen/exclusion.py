@@ -8,7 +8,7 @@ import libcst as cst
 
 from opslot.patchgen.document import Document
 from opslot.patchgen.edits import Exclude
-from opslot.patchgen.tree import Node, replace_nodes, walk
+from opslot.patchgen.tree import Node, Replacements, replace_nodes, walk
 
 
 def apply_exclude(edit: Exclude, document: Document) -> None:
@@ -63,21 +63,31 @@ def _references(module: cst.Module) -> dict[str, set[str]]:
 
 def _drop_isinstance_branches(document: Document, name: str) -> None:
     """Drop `if isinstance(x, name)` branches, and the name from tuples of classes."""
-    for index, node in enumerate(document.module.body):
-        swaps: dict[int, cst.CSTNode | Sequence[cst.CSTNode]] = {}
-        for child in walk(node):
-            if isinstance(child, cst.If) and _tested_class(child.test) == name:
-                swaps[id(child)] = _without_first_branch(child)
-            elif isinstance(child, cst.Call) and _is_isinstance(child):
-                classes = child.args[1].value
-                if isinstance(classes, cst.Tuple):
-                    kept = [e for e in classes.elements if not _is_name(e.value, name)]
-                    if len(kept) < len(classes.elements):
-                        swaps[id(classes)] = classes.with_changes(elements=kept) if len(kept) > 1 else kept[0].value
-        if swaps:
-            body = list(document.module.body)
-            body[index] = _filled(replace_nodes(node, swaps))
-            document.module = document.module.with_changes(body=body)
+    body = list(document.module.body)
+    for index, node in enumerate(body):
+        while swap := _next_swap(node, name):
+            node = replace_nodes(node, swap)
+        body[index] = _filled(node)
+    document.module = document.module.with_changes(body=body)
+
+
+def _next_swap(root: cst.CSTNode, name: str) -> Replacements | None:
+    """A change that takes one mention of the class out of the isinstance tests below `root`."""
+    nodes = list(walk(root))
+    elifs = {id(node.orelse) for node in nodes if isinstance(node, cst.If)}
+    for node in nodes:
+        if isinstance(node, cst.If):
+            below = node.orelse
+            if isinstance(below, cst.If) and _tested_class(below.test) == name:
+                return {id(node): node.with_changes(orelse=below.orelse)}
+            if _tested_class(node.test) == name and id(node) not in elifs:
+                return {id(node): _without_first_branch(node)}
+        elif isinstance(node, cst.Call) and _is_isinstance(node) and isinstance(node.args[1].value, cst.Tuple):
+            classes = node.args[1].value
+            kept = [element for element in classes.elements if not _is_name(element.value, name)]
+            if kept and len(kept) < len(classes.elements):
+                return {id(classes): classes.with_changes(elements=kept) if len(kept) > 1 else kept[0].value}
+    return None
 
 
 def _without_first_branch(node: cst.If) -> cst.CSTNode | Sequence[cst.CSTNode]:
@@ -132,7 +142,7 @@ def _exported(module: cst.Module) -> set[str]:
 def _drop_from_all(document: Document, name: str) -> None:
     for index, statement in enumerate(document.module.body):
         if _is_all(statement):
-            swaps: dict[int, cst.CSTNode | Sequence[cst.CSTNode]] = {
+            swaps: Replacements = {
                 id(node): []
                 for node in walk(statement)
                 if isinstance(node, cst.Element)

@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from types import ModuleType
 
-from opslot.patchgen.materialize import GENERATED_PACKAGE, find_patch, known_archs, materialize
+from opslot.patchgen.materialization import GENERATED_PACKAGE, find_patch, known_archs, materialize
 
 
 class GeneratedFinder(MetaPathFinder):

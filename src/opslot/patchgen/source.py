@@ -9,8 +9,8 @@ import importlib.util
 import io
 import re
 import tokenize
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from opslot._base.errors import PatchError
@@ -26,6 +26,7 @@ class Release:
 
     version: str
     root: Path
+    _modules: dict[str, UpstreamModule] = field(default_factory=dict, repr=False, compare=False)
 
     def path(self, module: str) -> Path:
         """File of a module below `transformers`."""
@@ -36,18 +37,15 @@ class Release:
         return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
     def module(self, name: str) -> UpstreamModule:
-        """The module of that dotted name."""
-        return _load_module(self, name)
-
-
-@lru_cache(maxsize=64)
-def _load_module(release: Release, name: str) -> UpstreamModule:
-    path = release.path(name)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise PatchError(f"{PACKAGE} {release.version} has no module {name} (looked at {path})") from None
-    return UpstreamModule(name, release.version, text)
+        """The module of that dotted name, read once."""
+        if name not in self._modules:
+            path = self.path(name)
+            try:
+                text = path.read_text(encoding="utf-8")
+            except FileNotFoundError:
+                raise PatchError(f"{PACKAGE} {self.version} has no module {name} (looked at {path})") from None
+            self._modules[name] = UpstreamModule(name, self.version, text)
+        return self._modules[name]
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,6 @@ def installed_release() -> Release:
     return Release(read_version(root), root)
 
 
-@lru_cache(maxsize=8)
 def read_version(root: Path) -> str:
     """`__version__` of the package at `root`, read from its text."""
     text = (root / "__init__.py").read_text(encoding="utf-8")

@@ -80,6 +80,8 @@ def replace_nodes(root: Node, replacements: Replacements) -> Node:
                 for item in value:
                     new = replaced(item, node) if isinstance(item, cst.CSTNode) else item
                     items.extend(new if isinstance(new, list | tuple) else [new])
+                if len(items) < len(value) and items and isinstance(items[-1], cst.Arg):
+                    items[-1] = items[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
                 if len(items) != len(value) or any(a is not b for a, b in zip(items, value)):
                     changes[name] = items
         return node.with_changes(**changes) if changes else node

@@ -1,0 +1,261 @@
+"""The cache and the import hook."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import pickle
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+
+import pytest
+
+import opslot.generated  # noqa: F401
+from opslot.patchgen import OpSlot, PatchConfig, PatchError, cache, materialize, register_patch
+from opslot.patchgen.materialization import cache_key, find_patch, known_archs, require_patch
+
+TOY = '''
+    class ToyNorm:
+        def forward(self, x):
+            """Doc."""
+            return self.weight * x
+
+
+    def fails():
+        raise RuntimeError("from the generated file")
+'''
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPSLOT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def toy(patch):
+    patch.slot_method("ToyNorm.forward", OpSlot("rms_norm"), args="x, self.weight")
+    return patch
+
+
+def run(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_path_and_reuse(make_release, toy, own_cache):
+    release = make_release(TOY)
+    path = materialize("toy", toy, release)
+    assert path.is_relative_to(own_cache)
+    assert path.as_posix().endswith("models/toy/modeling_toy.py")
+    written = path.stat().st_mtime_ns
+    assert materialize("toy", toy, release) == path
+    assert path.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("damage", ["", "garbage", "half", "edit"])
+def test_damaged_files_are_generated_again(make_release, toy, damage):
+    release = make_release(TOY)
+    path = materialize("toy", toy, release)
+    good = path.read_text()
+    bad = {"half": good[: len(good) // 2], "edit": good.replace("self.weight * x", "self.weight + x")}
+    path.write_text(bad.get(damage, damage))
+    assert materialize("toy", toy, release) == path
+    assert path.read_text() == good
+
+
+def test_key_follows_upstream_the_patch_and_the_release(make_release, toy, tmp_path):
+    release = make_release(TOY)
+    other = PatchConfig(toy.source_module)
+    keys = {
+        cache_key(toy, release),
+        cache_key(other, release),
+        cache_key(toy, make_release(TOY, version="9.0.1")),
+        cache_key(toy, make_release(TOY + "    # changed\n", root=tmp_path / "changed")),
+    }
+    assert len(keys) == 4
+    assert cache_key(toy, release) == cache_key(toy, make_release(TOY))
+
+
+def test_key_follows_modules_that_methods_are_inherited_from(make_release, patch):
+    patch.inherit_method("Head.forward", "transformers.layers", "Generic.forward")
+    source = "class Head(Generic): ..."
+    layers = "class Generic:\n    def forward(self): return {}\n"
+    keys = {cache_key(patch, make_release(source, **{"transformers.layers": layers.format(n)})) for n in (1, 2)}
+    assert len(keys) == 2
+
+
+def test_unwritable_cache_falls_back_to_a_private_directory(make_release, toy, tmp_path, monkeypatch):
+    blocker = tmp_path / "file"
+    blocker.write_text("not a directory")
+    monkeypatch.setenv("OPSLOT_CACHE", str(blocker / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = materialize("toy", toy, make_release(TOY))
+    assert path.is_relative_to(tmp_path / f"opslot-{os.getuid()}")
+    assert stat.S_IMODE((tmp_path / f"opslot-{os.getuid()}").stat().st_mode) == 0o700
+    assert materialize("toy", toy, make_release(TOY)) == path
+
+
+@pytest.mark.parametrize("trap", ["symlink", "writable", "file"])
+def test_a_private_directory_that_others_prepared_is_not_used(tmp_path, monkeypatch, trap):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    place = tmp_path / f"opslot-{os.getuid()}"
+    if trap == "symlink":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        place.symlink_to(tmp_path / "elsewhere")
+    elif trap == "writable":
+        place.mkdir()
+        place.chmod(0o777)
+    else:
+        place.write_text("")
+    assert cache.private_root() != place
+
+
+def test_xdg_cache_home(monkeypatch, tmp_path):
+    monkeypatch.delenv("OPSLOT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache.cache_root() == tmp_path / "opslot"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache.cache_root() == tmp_path / "home" / ".cache" / "opslot"
+
+
+def test_old_entries_are_pruned_and_recent_ones_kept(tmp_path):
+    month = 31 * 24 * 3600
+    for index in range(12):
+        entry = tmp_path / f"entry{index:02}"
+        entry.mkdir()
+        age = index * 60 + (month if index >= 6 else 0)
+        os.utime(entry, (time.time() - age,) * 2)
+    cache.prune(tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [f"entry{index:02}" for index in range(8)]
+
+
+def test_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
+    def broken(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", broken)
+    with pytest.raises(OSError, match="disk full"):
+        cache.write_atomic(tmp_path / "file", "text")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_many_processes_at_once_with_an_empty_cache(own_cache):
+    code = "from opslot.patchgen import materialize; print(materialize('qwen3'))"
+    running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    paths = {process.communicate(timeout=60)[0].strip() for process in running}
+    assert [process.returncode for process in running] == [0] * 6
+    assert len(paths) == 1
+    files = [path for path in own_cache.rglob("*") if path.is_file()]
+    assert [str(path) for path in files] == list(paths)
+
+
+@pytest.fixture
+def toy_module(toy, make_release, monkeypatch):
+    """`opslot.generated.toy`, imported from a made-up release."""
+    release = make_release(TOY)
+    monkeypatch.setattr("opslot.patchgen.materialization.installed_release", lambda: release)
+    monkeypatch.setattr("opslot.patchgen.materialization._registered", {})
+    register_patch("toy", toy)
+    yield importlib.import_module("opslot.generated.toy")
+    sys.modules.pop("opslot.generated.toy", None)
+
+
+def test_module_identity(toy_module):
+    assert toy_module.__name__ == "opslot.generated.toy"
+    assert toy_module.__file__.endswith("models/toy/modeling_toy.py")
+    assert "return self.weight * x" in inspect.getsource(toy_module.ToyNorm.forward)
+    assert pickle.loads(pickle.dumps(toy_module.ToyNorm)) is toy_module.ToyNorm
+
+
+def test_tracebacks_show_the_lines(toy_module):
+    try:
+        toy_module.fails()
+    except RuntimeError:
+        assert 'raise RuntimeError("from the generated file")' in traceback.format_exc()
+
+
+def test_slot_stands_in_front_of_the_body(toy_module):
+    norm = toy_module.ToyNorm()
+    norm.weight = 3
+    assert norm.forward(2) == 6
+    norm._opslot_rms_norm = lambda x, weight: ("kernel", x, weight)
+    assert norm.forward(2) == ("kernel", 2, 3)
+
+
+def test_registering_twice(toy_module, toy):
+    register_patch("toy", toy)
+    other = PatchConfig(toy.source_module)
+    with pytest.raises(PatchError, match="registered with another patch"):
+        register_patch("toy", other)
+    with pytest.raises(PatchError, match="imported already"):
+        register_patch("toy", other, replace=True)
+    with pytest.raises(PatchError, match="Python identifier"):
+        register_patch("a-b", other)
+
+
+def test_unknown_architecture_names_the_known_ones():
+    with pytest.raises(ModuleNotFoundError, match=r"no patch for 'nothing'; there are patches for llama, qwen2"):
+        importlib.import_module("opslot.generated.nothing")
+    with pytest.raises(PatchError, match="no patch for 'nothing'"):
+        require_patch("nothing")
+
+
+def test_known_architectures():
+    assert {"llama", "qwen2", "qwen3", "qwen3_moe", "seed_oss"} <= set(known_archs())
+    assert find_patch("qwen3").source_module == "transformers.models.qwen3.modeling_qwen3"
+    assert find_patch("nothing") is None
+
+
+def test_patchgen_reads_text_alone():
+    """Generating needs neither torch nor transformers, and finding a cached module not even a parser."""
+    heavy = "print(sorted({'torch', 'transformers', 'triton', 'libcst'} & set(sys.modules)))"
+    code = f"import sys; from opslot.patchgen import materialize; materialize('qwen3'); {heavy}"
+    assert run(code) == "['libcst']"
+    assert run(code) == "[]"
+
+
+def test_generating_is_quick(own_cache):
+    code = "import time; t = time.time(); from opslot.patchgen import materialize; {}; print(time.time() - t)"
+    cold = float(run(code.format("materialize('qwen3_moe')")))
+    warm = float(run(code.format("materialize('qwen3_moe')")))
+    assert cold < 3.0, "the goal is 1.5 s on a quiet machine"
+    assert warm < 0.5, "the goal is 0.1 s on a quiet machine"
+
+
+def test_spawned_worker_unpickles_a_generated_class(own_cache, tmp_path):
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import multiprocessing as mp, pickle\n"
+        "def name(cls):\n"
+        "    return cls.__module__ + '.' + cls.__qualname__, cls._opslot_slots\n"
+        "if __name__ == '__main__':\n"
+        "    from opslot.generated.llama import LlamaRMSNorm\n"
+        "    with mp.get_context('spawn').Pool(1) as pool:\n"
+        "        print(pool.apply(name, (LlamaRMSNorm,)))\n"
+    )
+    done = subprocess.run([sys.executable, str(worker)], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == ("('opslot.generated.llama.LlamaRMSNorm', {'rms_norm': ('rms_norm', 'standard')})"), (
+        done.stderr
+    )
+
+
+def test_config_class_is_upstreams():
+    code = (
+        "from opslot.generated.qwen3 import Qwen3Config as ours;"
+        "from transformers import Qwen3Config as theirs; print(ours is theirs)"
+    )
+    assert run(code) == "True"

@@ -1,0 +1,408 @@
+"""Replacements, imports, exclusions and the header: text before and after."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from opslot.patchgen import OpSlot, PatchConfig, PatchError, create_patch_from_external
+from opslot.patchgen.engine import generate
+
+
+def lines(text: str) -> str:
+    return textwrap.dedent(text).strip("\n") + "\n"
+
+
+BEFORE = """
+    # Licence of upstream.
+    import os
+    from ...activations import ACT, SILU
+    from .configuration_toy import ToyConfig
+
+    __all__ = ["ToyNorm", "ToyModel"]
+
+
+    def norm(x):
+        return x
+
+
+    # about the norm
+    @hub("norm")
+    class ToyNorm(Module):
+        def forward(self, x):
+            return norm(x)
+
+
+    class ToyModel(Base):
+        def __init__(self, config):
+            '''Builds.'''
+            super().__init__(config)
+            self.norm = ToyNorm()
+            self.post_init()
+
+        @can_return_tuple
+        def forward(self, x: ToyConfig):
+            return self.norm(x)
+"""
+
+
+def test_replace_class_by_decorator(rewrite, patch):
+    # --- the comment above travels along ---
+    @patch.replace_class("ToyNorm", description="our norm")
+    class OurNorm:
+        def forward(self, x):
+            return x  # ours
+
+    text = rewrite(BEFORE, patch)
+    assert (
+        lines(
+            """
+        # about the norm
+        # --- the comment above travels along ---
+        # [PATCHED: our norm (Patch.1)]
+        class ToyNorm:
+            def forward(self, x):
+                return x  # ours
+
+
+        class ToyModel(Base):
+        """
+        )
+        in text
+    )
+    assert "replace_class" not in text
+    assert OurNorm().forward(3) == 3
+
+
+def test_replace_function_by_call_and_name_map(rewrite, patch):
+    text = "def helper(x: 'OldThing') -> OldThing:\n    return OldThing(x, OldThingExtra)\n"
+    patch.replace_function("norm", replacement=text, name_map={"Old": "OldNew"})
+    assert lines(
+        """
+        # [PATCHED: replace function norm (Patch.1)]
+        def norm(x: 'OldNewThing') -> OldNewThing:
+            return OldNewThing(x, OldNewThingExtra)
+        """
+    ) in rewrite(BEFORE, patch)
+
+
+def test_name_map_leaves_mapped_names_alone(rewrite, patch):
+    patch.replace_function("norm", "def f(x):\n    return Toy(ToyMoe(x))\n", name_map={"Toy": "ToyMoe"})
+    assert "return ToyMoe(ToyMoe(x))" in rewrite(BEFORE, patch)
+
+
+def test_override_method_keeps_upstreams_decorators(rewrite, patch):
+    patch.override_method("ToyModel.forward", "def f(self, x, y=None):\n    return x\n", description="takes y")
+    assert rewrite(BEFORE, patch).endswith(
+        textwrap.indent(
+            lines(
+                """
+                # [PATCHED: takes y (Patch.1)]
+                @can_return_tuple
+                def forward(self, x, y=None):
+                    return x
+                """
+            ),
+            "    ",
+        )
+    )
+
+
+def test_override_method_adds_a_missing_one(rewrite, patch):
+    @patch.override_method("ToyModel.get_parallel_plan")
+    def get_parallel_plan(self):
+        return None
+
+    assert rewrite(BEFORE, patch).endswith(
+        textwrap.indent(
+            lines(
+                """
+                    return self.norm(x)
+
+                # [PATCHED: replace method ToyModel.get_parallel_plan (Patch.1)]
+                def get_parallel_plan(self):
+                    return None
+                """
+            ),
+            "    ",
+        )
+    )
+
+
+def test_modify_init_goes_before_post_init(rewrite, patch):
+    patch.modify_init("ToyModel", "def f(self, config):\n    self.extra = config.extra\n")
+    assert lines(
+        """
+        # [PATCHED: extend ToyModel.__init__]
+        def __init__(self, config):
+            '''Builds.'''
+            super().__init__(config)
+            self.norm = ToyNorm()
+            # --- Patch.1 ---
+            self.extra = config.extra
+            # --- Patch.1 ---
+            self.post_init()
+        """
+    ) in textwrap.dedent(rewrite(BEFORE, patch).split("class ToyModel(Base):\n")[1])
+
+
+def test_modify_init_around_original_init(rewrite, patch):
+    @patch.modify_init("ToyModel")
+    def init(original_init, self, config):
+        config.seen = True
+        original_init(self, config)
+        self.extra = 1
+
+    expected = lines(
+        """
+            '''Builds.'''
+            # --- Patch.1 ---
+            config.seen = True
+            # --- Patch.1 ---
+            super().__init__(config)
+            self.norm = ToyNorm()
+            self.post_init()
+            # --- Patch.1 ---
+            self.extra = 1
+            # --- Patch.1 ---
+        """
+    )
+    assert textwrap.indent(expected, " " * 8) in rewrite(BEFORE, patch)
+
+
+def test_external_replacement(rewrite, patch):
+    patch.edits.append(create_patch_from_external("ToyNorm", "kernels.norm", "FastNorm"))
+    text = rewrite(BEFORE, patch)
+    assert "from kernels.norm import FastNorm as ToyNorm  # noqa: E402\n" in text
+    assert "class ToyNorm" not in text
+
+
+def test_imports_blocks_and_helpers(rewrite, patch):
+    patch.add_import("numpy", alias="np")
+    patch.add_import("functools", names=["lru_cache"])
+    patch.drop_import_names("SILU", "os")
+    patch.add_post_import_block(
+        """
+        try:
+            import fast
+        except ImportError:
+            fast = None
+        """
+    )
+
+    @patch.add_helper
+    def half(x):
+        # halves
+        return x / 2
+
+    assert rewrite(BEFORE, patch).startswith(
+        lines(
+            """
+            from transformers.activations import ACT
+            from transformers.models.toy.configuration_toy import ToyConfig
+            # [PATCHED: imports of the patches]
+            import numpy as np
+            from functools import lru_cache
+
+
+            # [PATCHED: added]
+            try:
+                import fast
+            except ImportError:
+                fast = None
+
+
+            # [PATCHED: added]
+            def half(x):
+                # halves
+                return x / 2
+
+            __all__ =
+            """
+        ).rstrip("\n")
+    )
+    assert half(4) == 2
+
+
+def test_dropping_an_import_that_is_not_there(rewrite, patch):
+    patch.drop_import_names("ACT", "GELU")
+    with pytest.raises(PatchError, match="imports no GELU"):
+        rewrite(BEFORE, patch)
+
+
+def test_nested_relative_imports_become_absolute(rewrite, patch):
+    text = rewrite("def f():\n    from .. import auto\n    from . import x\n    return auto, x\n", patch)
+    assert "from transformers.models import auto\n" in text
+    assert "from transformers.models.toy import x\n" in text
+
+
+EXCLUDE = """
+    __all__ = ["Talker", "Thinker"]
+
+
+    def snake(x):
+        return x
+
+
+    def shared(x):
+        return x
+
+
+    class Talker(Module):
+        def forward(self, x):
+            return snake(shared(x))
+
+
+    class Thinker(Module):
+        def forward(self, x):
+            return shared(x)
+
+        def init(self, module):
+            if isinstance(module, Talker):
+                a(module)
+            elif isinstance(module, (Thinker, Talker)):
+                b(module)
+            else:
+                c(module)
+"""
+
+
+def test_exclude_takes_along_all_list_branches_and_dead_helpers(rewrite, patch):
+    patch.exclude_from_output("Talker")
+    assert rewrite(EXCLUDE, patch) == lines(
+        """
+        __all__ = ["Thinker"]
+
+
+        def shared(x):
+            return x
+
+
+        class Thinker(Module):
+            def forward(self, x):
+                return shared(x)
+
+            def init(self, module):
+                if isinstance(module, Thinker):
+                    b(module)
+                else:
+                    c(module)
+        """
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("if isinstance(m, Talker):\n    a()\n", "pass\n"),
+        ("if isinstance(m, Talker):\n    a()\nelse:\n    b()\n    c()\n", "b()\nc()\n"),
+        ("if isinstance(m, X):\n    x()\nelif isinstance(m, Talker):\n    a()\n", "if isinstance(m, X):\n    x()\n"),
+        (
+            "if isinstance(m, X):\n    x()\nelif isinstance(m, Talker):\n    a()\nelse:\n    b()\n",
+            "if isinstance(m, X):\n    x()\nelse:\n    b()\n",
+        ),
+    ],
+)
+def test_excluded_isinstance_branches(rewrite, patch, before, after):
+    patch.exclude_from_output("Talker")
+    source = "class Talker: ...\n\n\ndef init(m):\n" + textwrap.indent(before, "    ")
+    assert rewrite(source, patch) == "def init(m):\n" + textwrap.indent(after, "    ")
+
+
+def test_excluding_what_is_still_used(rewrite, patch):
+    patch.exclude_from_output("shared")
+    with pytest.raises(PatchError, match="shared is still used by Talker, Thinker"):
+        rewrite(EXCLUDE, patch)
+
+
+def test_header_lists_every_patch_under_the_licence(make_release, patch):
+    patch.slot_method("ToyNorm.forward", OpSlot("rms_norm"), args="x")
+    patch.add_import("numpy", alias="np")
+    patch.drop_import_names("os")
+    text = generate(patch, make_release(BEFORE)).text
+    assert text.startswith(
+        lines(
+            '''
+            # Licence of upstream.
+            # Generated from transformers.models.toy.modeling_toy of transformers 9.0.0 by opslot patchgen; do not edit.
+            # Upstream's licence, above, holds. Changes made to upstream's text:
+            #   Patch.1: slot rms_norm/standard in front of ToyNorm.forward
+            #   import: import numpy as np
+            #   import dropped: os
+            """Upstream's modeling code with slots for kernels; generated from transformers 9.0.0, do not edit."""
+            '''
+        )
+    )
+
+
+def test_same_input_same_bytes(make_release):
+    def patch() -> PatchConfig:
+        config = PatchConfig("transformers.models.toy.modeling_toy")
+        config.slot_method("ToyNorm.forward", OpSlot("rms_norm"), args="x")
+        config.override_method("ToyModel.forward", "def f(self, x):\n    return x\n")
+        return config
+
+    first, second = (generate(patch(), make_release(BEFORE)).text for _ in range(2))
+    assert first == second
+    assert patch().digest == patch().digest
+
+
+def test_text_without_edits_differs_by_header_and_imports_alone(rewrite, patch):
+    after = rewrite(BEFORE, patch)
+    before = textwrap.dedent(BEFORE).strip("\n").split("\n", 1)[1] + "\n"
+    assert after == before.replace("from ...", "from transformers.").replace(
+        "from .configuration", "from transformers.models.toy.configuration"
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("replace_class", "ToyNorm"), ("override_method", "ToyNorm.forward")),
+        (("override_method", "ToyModel.forward"), ("override_method", "ToyModel.forward")),
+    ],
+)
+def test_conflicts_name_both(rewrite, patch, first, second):
+    for (kind, target), note in ((first, "one"), (second, "two")):
+        text = "class A: ...\n" if kind == "replace_class" else "def f(self): ...\n"
+        getattr(patch, kind)(target, text, description=note)
+    with pytest.raises(PatchError, match=r"`one` \(.*\) and `two` \(.*\)"):
+        rewrite(BEFORE, patch)
+
+
+def test_extending_a_sibling(rewrite, patch):
+    sibling = PatchConfig("transformers.models.toy.modeling_toy")
+    sibling.add_import("numpy", alias="np")
+    sibling.add_post_import_block("A = 1")
+    sibling.slot_method("ToyNorm.forward", OpSlot("rms_norm"), args="x")
+    patch.extend(sibling)
+    patch.helpers.extend(sibling.helpers)
+    text = rewrite(BEFORE, patch)
+    assert "import numpy as np" in text
+    assert "A = 1" in text
+    assert "_opslot_rms_norm" in text
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda patch: patch.add_import("numpy", names=["x"], is_from_import=False), "a from-import needs names"),
+        (lambda patch: patch.replace_class("A", 3), "cannot be read"),
+        (lambda patch: PatchConfig("toy"), "dotted module name"),
+    ],
+)
+def test_wrong_use(patch, call, problem):
+    with pytest.raises(PatchError, match=problem):
+        call(patch)
+
+
+def test_a_replacement_is_one_definition(rewrite, patch):
+    patch.replace_function("norm", "def a(): ...\n\ndef b(): ...\n")
+    with pytest.raises(PatchError, match="one class or function, found 2"):
+        rewrite(BEFORE, patch)
+
+
+def test_unknown_upstream_module(make_release):
+    with pytest.raises(PatchError, match=r"has no module transformers\.models\.other\.modeling_other"):
+        generate(PatchConfig("transformers.models.other.modeling_other"), make_release(BEFORE))

@@ -1,0 +1,392 @@
+"""Slots: text before and after, and the bodies that a slot must not stand for."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from opslot.patchgen import OpSlot, PatchError
+from opslot.patchgen.fingerprint import fingerprint
+
+
+def lines(text: str) -> str:
+    return textwrap.dedent(text).strip("\n") + "\n"
+
+
+NORM = """
+    class Norm(Module):
+        def __init__(self, size):
+            self.weight = ones(size)
+
+        @hub("norm")
+        def forward(self, x: Tensor) -> Tensor:
+            '''Normalises.'''
+            return self.weight * x
+"""
+
+
+def test_slot_in_front_of_a_method(rewrite, patch):
+    patch.slot_method("Norm.forward", OpSlot("rms_norm"), args="x, self.weight")
+    assert rewrite(NORM, patch) == lines(
+        """
+        class Norm(Module):
+            # --- Patch.1 ---
+            _opslot_slots = {"rms_norm": ("rms_norm", "standard")}
+            _opslot_rms_norm = None
+            # --- Patch.1 ---
+
+            def __init__(self, size):
+                self.weight = ones(size)
+
+            # [PATCHED: slot rms_norm/standard in front of forward]
+            @hub("norm")
+            def forward(self, x: Tensor) -> Tensor:
+                '''Normalises.'''
+                # --- Patch.1 ---
+                if self._opslot_rms_norm is not None:
+                    return self._opslot_rms_norm(x, self.weight)
+                # --- Patch.1 ---
+                return self.weight * x
+        """
+    )
+
+
+def test_slot_outside_decorators(rewrite, patch):
+    before = """
+        @dispatched
+        class Experts(Module):
+            '''Experts.'''
+
+            def forward(self, x: Tensor, index, weights) -> Tensor:
+                return x
+
+
+        class After:
+            pass
+    """
+    patch.slot_method(
+        "Experts.forward", OpSlot("moe_experts"), args="x, self.w, index, weights", outside_decorators=True
+    )
+    assert rewrite(before, patch) == lines(
+        """
+        # [PATCHED: slot moe_experts/standard outside the decorators of forward, below the class]
+        @dispatched
+        class Experts(Module):
+            '''Experts.'''
+
+            # --- Patch.1 ---
+            _opslot_slots = {"moe_experts": ("moe_experts", "standard")}
+            _opslot_moe_experts = None
+            # --- Patch.1 ---
+
+            def forward(self, x: Tensor, index, weights) -> Tensor:
+                return x
+
+
+        # --- Patch.1 ---
+        _opslot_dispatch_Experts = Experts.forward
+
+
+        def _opslot_forward_Experts(self, x, index, weights):
+            if self._opslot_moe_experts is not None:
+                return self._opslot_moe_experts(x, self.w, index, weights)
+            return _opslot_dispatch_Experts(self, x, index, weights)
+
+
+        Experts.forward = _opslot_forward_Experts
+        # --- Patch.1 ---
+
+
+        class After:
+            pass
+        """
+    )
+
+
+CALLS = """
+    def rotate_half(x):
+        return cat(-x[1], x[0])
+
+
+    @hub("rotary")
+    def rotary(q, k, cos, sin, unsqueeze_dim=1):
+        return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+    @uses(rotary)
+    class Attention(Module):
+        def forward(self, q, k, cos, sin):
+            q, k = rotary(q, k, cos, sin)
+            return q, k
+
+
+    class Cross(Module):
+        def forward(self, q, k, cos, sin):
+            if cos is not None:
+                return rotary(
+                    q, k, cos, sin,
+                )
+"""
+
+
+def test_slot_calls_routes_calls_and_leaves_mentions(rewrite, patch):
+    patch.slot_calls("rotary", OpSlot("rotary_pos_emb", "full"), count=2)
+    text = rewrite(CALLS, patch)
+    assert text.split("@uses", 1)[1] == lines(
+        """
+        (rotary)
+        class Attention(Module):
+            # --- Patch.1 ---
+            _opslot_slots = {"rotary_pos_emb": ("rotary_pos_emb", "full")}
+            _opslot_rotary_pos_emb = None
+            # --- Patch.1 ---
+
+            # [PATCHED: slot rotary_pos_emb/full on the call of rotary]
+            def forward(self, q, k, cos, sin):
+                # --- Patch.1 ---
+                q, k = (self._opslot_rotary_pos_emb or rotary)(q, k, cos, sin)
+                # --- Patch.1 ---
+                return q, k
+
+
+        class Cross(Module):
+            # --- Patch.1 ---
+            _opslot_slots = {"rotary_pos_emb": ("rotary_pos_emb", "full")}
+            _opslot_rotary_pos_emb = None
+            # --- Patch.1 ---
+
+            # [PATCHED: slot rotary_pos_emb/full on the call of rotary]
+            def forward(self, q, k, cos, sin):
+                if cos is not None:
+                    # --- Patch.1 ---
+                    return (self._opslot_rotary_pos_emb or rotary)(
+                        q, k, cos, sin,
+                    )
+                    # --- Patch.1 ---
+        """
+    )
+
+
+@pytest.mark.parametrize(("count", "problem"), [(3, r"3 call\(s\) of rotary .* expected, 2 found")])
+def test_slot_calls_counts(rewrite, patch, count, problem):
+    patch.slot_calls("rotary", OpSlot("rotary_pos_emb", "full"), count=count)
+    with pytest.raises(PatchError, match=problem):
+        rewrite(CALLS, patch)
+
+
+def test_slot_calls_without_a_call(rewrite, patch):
+    patch.slot_calls("rotate_half", OpSlot("rotary_pos_emb", "full"))
+    with pytest.raises(PatchError, match=r"at least one call\(s\) of rotate_half .* 0 found"):
+        rewrite(CALLS, patch)
+
+
+def test_a_changed_helper_body_raises(rewrite, patch):
+    """The same rotary function means another rotation when `rotate_half` interleaves."""
+    known = fingerprint("def rotate_half(x):\n    return cat(-x[1], x[0])\n")
+    patch.slot_calls("rotary", OpSlot("rotary_pos_emb", "full"), expects={"rotate_half": known})
+    rewrite(CALLS, patch)
+    with pytest.raises(PatchError) as caught:
+        rewrite(CALLS.replace("cat(-x[1], x[0])", "cat(-x[0], x[1])"), patch)
+    assert "rotate_half computes something else" in str(caught.value)
+    assert f"expected {known}" in str(caught.value)
+    assert "return cat(-x[0], x[1])" in str(caught.value)
+
+
+def test_a_changed_method_body_raises(rewrite, patch):
+    known = fingerprint("def forward(self, y):\n    return self.weight * y\n")
+    patch.slot_method("Norm.forward", OpSlot("rms_norm"), args="x, self.weight", expects=known)
+    rewrite(NORM, patch)
+    with pytest.raises(PatchError, match=r"Norm\.forward computes something else"):
+        rewrite(NORM.replace("self.weight * x", "(1 + self.weight) * x"), patch)
+
+
+def test_slot_expression(rewrite, patch):
+    before = """
+        class MLP(Module):
+            def forward(self, x):
+                return self.down(self.act_fn(self.gate(x)) * self.up(x))
+    """
+    patch.slot_expr("MLP.forward", OpSlot("swiglu_mlp"), "self.act_fn($gate) * $up", args="$gate, $up")
+    assert (
+        "return self.down(self._opslot_swiglu_mlp(self.gate(x), self.up(x)) if self._opslot_swiglu_mlp is not None"
+        " else self.act_fn(self.gate(x)) * self.up(x))\n"
+    ) in rewrite(before, patch)
+
+
+HEAD = """
+    class Head(Model):
+        def forward(self, x, labels=None, **kwargs):
+            hidden_states = self.model(x)
+            {logits}
+
+            loss = None
+            if labels is not None:
+                loss = {call}
+
+            return loss, logits
+"""
+
+
+@pytest.mark.parametrize(
+    ("logits", "head_input"),
+    [
+        ("logits = self.lm_head(hidden_states[:, slice_indices, :])", "hidden_states[:, slice_indices, :]"),
+        ("logits = self.lm_head(hidden_states)", "hidden_states"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("call", "rest"),
+    [
+        ("self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)", ", **kwargs"),
+        ("self.loss_function(logits, labels, self.vocab_size, **kwargs)", ", **kwargs"),
+        ("self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size)", ""),
+    ],
+)
+def test_slot_loss_causal(rewrite, patch, logits, head_input, call, rest):
+    patch.slot_loss("Head.forward", OpSlot("cross_entropy_loss", "causal"))
+    text = rewrite(HEAD.format(logits=logits, call=call), patch)
+    expected = f"""
+        hidden_states = self.model(x)
+        # --- Patch.1 ---
+        loss_kernel = self._opslot_cross_entropy_loss if labels is not None else None
+        if loss_kernel is not None and loss_kernel.serves_head(self, self.lm_head):
+            logits = None
+            loss = loss_kernel({head_input}, self.lm_head.weight, labels{rest})
+        else:
+            {logits}
+
+            loss = None
+            if labels is not None:
+                loss = {call}
+        # --- Patch.1 ---
+
+        return loss, logits
+    """
+    assert text.split("**kwargs):\n", 1)[1] == textwrap.indent(lines(expected), " " * 8)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        "logits = self.lm_head(hidden_states)\n            logits = tanh(logits / 30) * 30",
+        "logits = self.lm_head(hidden_states) * self.scale",
+        "logits = self.lm_head(hidden_states)\n            logits = logits.float()",
+    ],
+)
+def test_slot_loss_refuses_a_head_that_does_more(rewrite, patch, between):
+    call = "self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)"
+    patch.slot_loss("Head.forward", OpSlot("cross_entropy_loss", "causal"))
+    with pytest.raises(PatchError) as caught:
+        rewrite(HEAD.format(logits=between, call=call), patch)
+    assert "1 match(es) expected, 0 found" in str(caught.value)
+    assert between.rpartition("\n")[2].strip() in str(caught.value)
+
+
+def test_slot_loss_of_an_unknown_form(patch):
+    with pytest.raises(PatchError, match="not 'regression'"):
+        patch.slot_loss("Head.forward", OpSlot("cross_entropy_loss", "regression"))
+
+
+def test_slots_of_one_class_share_one_table(rewrite, patch):
+    patch.slot_calls("rotary", OpSlot("rotary_pos_emb", "full"))
+    patch.slot_method("Attention.forward", OpSlot("attention"), args="q, k")
+    text = rewrite(CALLS, patch)
+    assert (
+        '_opslot_slots = {"rotary_pos_emb": ("rotary_pos_emb", "full"), "attention": ("attention", "standard")}' in text
+    )
+    assert "# --- Patch.1, Patch.2 ---" in text
+
+
+def test_two_variants_of_one_op_in_a_class_need_names(rewrite, patch):
+    patch.slot_calls("rotary", OpSlot("rotary_pos_emb", "full"))
+    patch.slot_method("Attention.forward", OpSlot("rotary_pos_emb", "partial"), args="q, k")
+    with pytest.raises(PatchError, match=r"already has the slot rotary_pos_emb/full .* give .* its own name"):
+        rewrite(CALLS, patch)
+
+
+def test_two_slots_in_front_of_one_method_conflict(rewrite, patch):
+    patch.slot_method("Norm.forward", OpSlot("rms_norm"), args="x")
+    patch.slot_method("Norm.forward", OpSlot("other"), args="x")
+    with pytest.raises(
+        PatchError, match=r"claim one place: `slot rms_norm/standard .*` .* and `slot other/standard .*`"
+    ):
+        rewrite(NORM, patch)
+
+
+LAYERS = """
+    from __future__ import annotations
+    import torch
+    from torch import nn
+    from .outputs import Output
+    from .utils import can_return_tuple, logging
+    from .models.auto import AutoModel
+
+    logger = logging.get_logger(__name__)
+
+
+    class GenericHead:
+        def __init__(self, config):
+            super().__init__(config)
+            self.model = AutoModel.from_config(config)
+
+        @can_return_tuple
+        def forward(self, x: torch.Tensor) -> Output:
+            logger.info("forward")
+            return Output(self.model(x))
+"""
+
+
+def test_inherit_method(rewrite, patch):
+    before = """
+        import torch
+        from ...layers import GenericHead
+
+
+        class Head(GenericHead, Base): ...
+    """
+    patch.inherit_method("Head.__init__", "transformers.layers", "GenericHead.__init__")
+    patch.inherit_method("Head.forward", "transformers.layers", "GenericHead.forward")
+    patch.replace("Head.__init__", "AutoModel.from_config(config)", "Model(config)")
+    assert rewrite(before, patch, **{"transformers.layers": LAYERS}) == lines(
+        """
+        import torch
+        from transformers.layers import GenericHead
+        # [PATCHED: imports of the patches]
+        from transformers.layers import logger
+        from transformers.models.auto import AutoModel
+        from transformers.outputs import Output
+        from transformers.utils import can_return_tuple
+
+
+        class Head(GenericHead, Base):
+
+            # [PATCHED: text of transformers.layers.GenericHead.__init__]
+            # [PATCHED: replace `AutoModel.from_config(config)` in Head.__init__]
+            def __init__(self, config):
+                super(GenericHead, self).__init__(config)
+                # --- Patch.3 ---
+                self.model = Model(config)
+                # --- Patch.3 ---
+
+            # [PATCHED: text of transformers.layers.GenericHead.forward]
+            @can_return_tuple
+            def forward(self, x: torch.Tensor) -> Output:
+                logger.info("forward")
+                return Output(self.model(x))
+        """
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "problem"),
+    [
+        ("class Head(Base): ...", "Head does not inherit from GenericHead"),
+        ("class Head(GenericHead):\n    def forward(self, x): ...", r"Head\.forward is defined by the class itself"),
+        ("from elsewhere import Output\nclass Head(GenericHead): ...", "Output is `from elsewhere import Output` here"),
+    ],
+)
+def test_inherit_method_refuses(rewrite, patch, before, problem):
+    patch.inherit_method("Head.forward", "transformers.layers", "GenericHead.forward")
+    with pytest.raises(PatchError, match=problem):
+        rewrite(before, patch, **{"transformers.layers": LAYERS})
