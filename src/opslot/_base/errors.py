@@ -27,6 +27,10 @@ class DataError(OpslotError, ValueError):
     """Training data is missing, empty or malformed."""
 
 
+class TrainingError(OpslotError, RuntimeError):
+    """A run cannot go on: its loss or gradients are not finite."""
+
+
 def explain_problem(asked: str, found: str, todo: str) -> str:
     """One message in the house form: what was asked, what was found, what to do."""
     return f"{asked}\n  found: {found}\n  to do: {todo}"

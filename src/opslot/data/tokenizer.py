@@ -1,0 +1,39 @@
+"""Load a tokenizer from a local folder or file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from opslot._base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Tokenizer from a folder that `save_pretrained` wrote, or from a tokenizer.json alone.
+
+    Raises:
+        ConfigError: the path holds no tokenizer that can be read.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = Path(path).expanduser()
+    if folder.is_file():
+        alone: Path | None = folder
+    else:
+        alone = folder / "tokenizer.json" if not (folder / "tokenizer_config.json").is_file() else None
+    try:
+        if alone is not None and alone.is_file():
+            return PreTrainedTokenizerFast(tokenizer_file=str(alone))
+        if folder.is_dir():
+            return AutoTokenizer.from_pretrained(
+                str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+            )
+    except Exception as error:
+        raise ConfigError(f"the tokenizer in {path} cannot be read: {error}") from error
+    raise ConfigError(
+        f"no tokenizer at {path}\n"
+        "  to do: set model.tokenizer_path to a folder with tokenizer.json (and tokenizer_config.json)"
+    )

@@ -1,0 +1,346 @@
+"""`BaseTrainer`: the loop that every kind of training shares."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import resource
+import signal
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from opslot._base.errors import TrainingError
+from opslot.data import count_targets
+from opslot.slots import explain
+from opslot.trainer import checkpointing
+from opslot.trainer.callbacks import (
+    Callback,
+    CheckpointCallback,
+    EvaluationCallback,
+    ExportCallback,
+    LossCurveCallback,
+    MetricsCallback,
+    ProgressCallback,
+    StepRecord,
+    TensorBoardCallback,
+    WandbCallback,
+)
+from opslot.trainer.config import RunConfig
+from opslot.trainer.kernels import hold_kernels, kernel_record
+from opslot.trainer.optimizer import build_optimizer, learning_rate
+from opslot.trainer.parse import to_yaml
+from opslot.trainer.validate import Inputs, micro_batch_size, validate
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedModel
+
+
+class BatchSource(Protocol):
+    """Endless micro batches with a place that can be saved; torchdata's StatefulDataLoader is one too."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        step: last step done.
+        completed: False when the run was asked to stop before its last step.
+        record: measurements of the last step; None when there was none left to do.
+    """
+
+    step: int
+    completed: bool
+    record: StepRecord | None
+
+
+class BaseTrainer(ABC):
+    """Builds model, data and optimizer, restores a checkpoint, and runs the steps with callbacks around them.
+
+    Nothing is written before everything is built; then the output folder receives the configuration, the kernel
+    table and what the callbacks write. Subclasses say what the data and the model are.
+
+    Args:
+        config: the run.
+        callbacks: called in this order; default `default_callbacks()`.
+        console: where messages go; default standard output.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: before the first step, each with everything that is wrong.
+    """
+
+    def __init__(
+        self, config: RunConfig, callbacks: Sequence[Callback] | None = None, console: Console | None = None
+    ) -> None:
+        from rich.console import Console
+
+        self.config = config
+        self.console = console or Console()
+        self.inputs: Inputs = validate(config)
+        self.output_dir = Path(config.train.output_dir).expanduser()
+        self.device = _device(config.model.device)
+        self.step = 0
+        self.tokens_seen = 0
+        self.batches: BatchSource = self.build_data()
+        _seed_everything(config.train.seed)
+        self.model: PreTrainedModel = self.build_model()
+        if config.train.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.optimizer = build_optimizer(self.model, config.train)
+        self.max_steps = self.count_steps()
+        self._restore()
+        self.callbacks = list(callbacks) if callbacks is not None else self.default_callbacks()
+        self._stop_signal: signal.Signals | None = None
+
+    @abstractmethod
+    def build_data(self) -> BatchSource:
+        """Open the training data."""
+
+    @abstractmethod
+    def build_model(self) -> PreTrainedModel:
+        """Build the model on `self.device`, its kernels bound."""
+
+    @abstractmethod
+    def count_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+
+    @abstractmethod
+    def evaluate(self) -> float:
+        """Cross entropy of held-out data, nats a predicted token."""
+
+    @abstractmethod
+    def export(self, folder: Path) -> None:
+        """Write the model as a Hugging Face checkpoint."""
+
+    @property
+    def title(self) -> str:
+        """One line that names the run in pictures."""
+        millions = sum(p.numel() for p in self.model.parameters()) / 1e6
+        return f"{self.model.config.model_type}, {millions:,.1f}M parameters"
+
+    @property
+    def reference_loss(self) -> float | None:
+        """A loss to compare with in pictures, nats a token."""
+        return None
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro batches that one process runs in an optimizer step."""
+        train = self.config.train
+        return train.global_batch_size // micro_batch_size(train)
+
+    def default_callbacks(self) -> list[Callback]:
+        """Evaluation comes before those who report it, metrics before the checkpoint that counts on them."""
+        logging = self.config.train.logging
+        chosen: list[Callback] = [EvaluationCallback(), MetricsCallback()]
+        if logging.tensorboard:
+            chosen.append(TensorBoardCallback())
+        if logging.wandb:
+            chosen.append(WandbCallback())
+        if logging.progress != "off":
+            chosen.append(ProgressCallback(self.console))
+        return [*chosen, CheckpointCallback(), LossCurveCallback(), ExportCallback()]
+
+    def train(self) -> TrainResult:
+        """Run the steps that are left.
+
+        SIGINT and SIGTERM end the run after the step they arrive in, with a checkpoint; a second one ends it at once.
+
+        Raises:
+            TrainingError: a loss or gradient that is not finite, before it reaches the weights.
+            CheckpointError: a checkpoint cannot be written.
+        """
+        self._write_description()
+        self.model.train()
+        record: StepRecord | None = None
+        with self._stoppable(), self._closing_callbacks():
+            for callback in self.callbacks:
+                callback.on_train_start(self)
+            batches = iter(self.batches)
+            while self.step < self.max_steps and self._stop_signal is None:
+                record = self._train_step(batches)
+                for callback in self.callbacks:
+                    callback.on_step_end(self, record)
+            completed = self.step >= self.max_steps
+            for callback in self.callbacks:
+                callback.on_train_end(self, completed)
+        return TrainResult(self.step, completed, record)
+
+    def forward(self, batch: dict[str, Any], num_items_in_batch: int) -> Any:
+        """Outputs of the model for one micro batch; its loss is the sum over tokens over `num_items_in_batch`."""
+        on_device = {
+            name: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+        }
+        items = torch.tensor(max(1, num_items_in_batch), device=self.device)
+        # A cache would also keep Transformers from seeing that position_ids hold several documents.
+        return self.model(**on_device, use_cache=False, num_items_in_batch=items)
+
+    def split_loss(self, outputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Cross entropy and the weighted router loss, which upstream has added to `outputs.loss`."""
+        aux = getattr(outputs, "aux_loss", None)
+        if not isinstance(aux, torch.Tensor):
+            return outputs.loss, None
+        weighted = self.model.config.router_aux_loss_coef * aux
+        return outputs.loss - weighted, weighted
+
+    def save_checkpoint(self) -> Path:
+        """Write a checkpoint of this moment."""
+        return checkpointing.save_checkpoint(
+            self.output_dir / checkpointing.CHECKPOINTS,
+            self.step,
+            self.model,
+            self.optimizer,
+            {"tokens_seen": self.tokens_seen, "data": self.batches.state_dict()},
+            kernel_record(self.model),
+            keep=self.config.train.save_total_limit,
+        )
+
+    def say(self, text: str) -> None:
+        """A line for the user."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _train_step(self, batches: Iterator[dict[str, Any]]) -> StepRecord:
+        started = time.perf_counter()
+        train = self.config.train
+        micro_batches = [next(batches) for _ in range(self.accumulation_steps)]
+        targets = sum(count_targets(batch["labels"]) for batch in micro_batches)
+        lr = learning_rate(train, self.step + 1, self.max_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        loss = torch.zeros((), device=self.device)
+        aux_loss: torch.Tensor | None = None
+        for batch in micro_batches:
+            outputs = self.forward(batch, targets)
+            cross_entropy, router = self.split_loss(outputs)
+            total = outputs.loss
+            if router is not None:
+                # Each micro batch brings a whole router loss; the step wants their mean.
+                share = router / len(micro_batches)
+                total = total if len(micro_batches) == 1 else cross_entropy + share
+                aux_loss = share.detach() + (0 if aux_loss is None else aux_loss)
+            total.backward()
+            loss += cross_entropy.detach()
+        grad_norm = self._clip_gradients()
+        self._check_finite(loss, grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        tokens = sum(batch["input_ids"].numel() for batch in micro_batches)
+        self.tokens_seen += tokens
+        return StepRecord(
+            step=self.step,
+            loss=loss.item(),
+            grad_norm=grad_norm.item(),
+            lr=lr,
+            tokens_per_s=tokens / (time.perf_counter() - started),
+            epoch=getattr(self.batches, "epoch", float("nan")),
+            tokens=self.tokens_seen,
+            memory_gib=_peak_memory(self.device),
+            extra={} if aux_loss is None else {"aux_loss": aux_loss.item()},
+        )
+
+    def _clip_gradients(self) -> torch.Tensor:
+        limit = self.config.train.max_grad_norm or math.inf
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+
+    def _check_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        if math.isfinite(loss.item()) and math.isfinite(grad_norm.item()):
+            return
+        kept = checkpointing.find_checkpoints(self.output_dir / checkpointing.CHECKPOINTS)
+        last = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
+        raise TrainingError(
+            f"step {self.step + 1}: the loss is {loss.item()} and the gradient norm {grad_norm.item()}\n"
+            f"  found: {last}; the weights have not been changed by this step\n"
+            "  to do: lower train.lr, raise train.warmup_steps, or look for the kernel with opslot verify; "
+            "go on with train.resume_from: latest"
+        )
+
+    def _restore(self) -> None:
+        checkpoint = self.inputs.checkpoint
+        if checkpoint is None:
+            if self.config.train.resume_from == "latest":
+                self.say(f"no checkpoint in {self.output_dir}, so this run starts from its first step")
+            return
+        state, kernels = checkpointing.read_state(checkpoint)
+        for line in hold_kernels(self.model, kernels):
+            self.say(line)
+        self.batches.load_state_dict(state["data"])
+        checkpointing.load_checkpoint(checkpoint, self.model, self.optimizer)
+        checkpointing.restore_random_states(state["random"])
+        self.step = state["step"]
+        self.tokens_seen = state["tokens_seen"]
+        done = ", which was the last: nothing is left to do" if self.step >= self.max_steps else ""
+        self.say(f"resumed from {checkpoint} after step {self.step}{done}")
+
+    def _write_description(self) -> None:
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        checkpointing.write_text(self.output_dir / "config.yaml", to_yaml(self.config))
+        checkpointing.write_text(self.output_dir / "kernels.txt", f"{explain(self.model)}\n")
+        checkpointing.write_json(self.output_dir / "kernels.json", kernel_record(self.model))
+
+    @contextlib.contextmanager
+    def _closing_callbacks(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for callback in self.callbacks:
+                callback.close(self)
+
+    @contextlib.contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        """Inside, the first SIGINT or SIGTERM only asks the loop to end; signals reach the main thread alone."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+        def ask_to_stop(number: int, _frame: Any) -> None:
+            self._stop_signal = signal.Signals(number)
+            self.say(
+                f"{self._stop_signal.name}: finishing step {self.step + 1}, then saving (once more to stop at once)"
+            )
+            signal.signal(number, previous[self._stop_signal])
+
+        try:
+            for number in previous:
+                signal.signal(number, ask_to_stop)
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  (users' code draws from it)
+    torch.manual_seed(seed)
+
+
+def _peak_memory(device: torch.device) -> float:
+    """GiB: of the GPU's allocator, else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,32 @@
+"""What happens around the steps of a run."""
+
+from opslot.trainer.callbacks.base import Callback, StepRecord
+from opslot.trainer.callbacks.progress import ProgressCallback
+from opslot.trainer.callbacks.writers import (
+    HF_FOLDER,
+    METRICS_FILE,
+    CheckpointCallback,
+    EvaluationCallback,
+    ExportCallback,
+    LossCurveCallback,
+    MetricsCallback,
+    TensorBoardCallback,
+    WandbCallback,
+    read_metrics,
+)
+
+__all__ = [
+    "HF_FOLDER",
+    "METRICS_FILE",
+    "Callback",
+    "CheckpointCallback",
+    "EvaluationCallback",
+    "ExportCallback",
+    "LossCurveCallback",
+    "MetricsCallback",
+    "ProgressCallback",
+    "StepRecord",
+    "TensorBoardCallback",
+    "WandbCallback",
+    "read_metrics",
+]

@@ -1,0 +1,57 @@
+"""What a callback sees and when it is called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from opslot.trainer.base import BaseTrainer
+
+
+@dataclass
+class StepRecord:
+    """Measurements of one optimizer step.
+
+    Attributes:
+        step: number of the step; the first is 1.
+        loss: cross entropy averaged over the predicted tokens of the global batch, nats.
+        grad_norm: norm of all gradients before clipping.
+        lr: learning rate of the step.
+        tokens_per_s: tokens of the global batch over the wall time of the step, without evaluation and saving.
+        epoch: passes over the data after the step.
+        tokens: tokens seen since the run's first step.
+        memory_gib: peak memory: of the GPU, else of this process.
+        extra: further measurements (aux_loss, eval_loss).
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    epoch: float
+    tokens: int
+    memory_gib: float
+    extra: dict[str, float] = field(default_factory=dict)
+
+    def flat(self) -> dict[str, float]:
+        """All measurements in one mapping."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "extra"}
+        return {**values, **self.extra}
+
+
+class Callback:
+    """Base of all callbacks; each method does nothing unless overridden. They are called in the trainer's order."""
+
+    def on_train_start(self, trainer: BaseTrainer) -> None:
+        """After everything is built and, on resume, restored; before the first step."""
+
+    def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
+        """After each optimizer step."""
+
+    def on_train_end(self, trainer: BaseTrainer, completed: bool) -> None:
+        """After the last step (`completed`), or after the step at which the run was asked to stop."""
+
+    def close(self, trainer: BaseTrainer) -> None:
+        """Always, also after an error; release what is open."""

@@ -1,0 +1,107 @@
+"""A live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from opslot.trainer.callbacks.base import Callback, StepRecord
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    from opslot.trainer.base import BaseTrainer
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class ProgressCallback(Callback):
+    """Loss, tokens/s, memory and time left.
+
+    Args:
+        console: where to write; its being a terminal decides between bar and lines under `progress: auto`.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._started = 0.0
+        self._clock_from: int | None = None
+        self._last_line = 0.0
+
+    def on_train_start(self, trainer: BaseTrainer) -> None:
+        wanted = trainer.config.train.logging.progress
+        if wanted == "bar" or (wanted == "auto" and self.console.is_terminal):
+            self._bar = _make_bar(self.console)
+            self._task = self._bar.add_task(
+                "training", total=trainer.max_steps, completed=trainer.step, loss=float("nan"), speed="", memory=""
+            )
+            self._bar.start()
+
+    def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(
+                self._task,
+                completed=record.step,
+                loss=record.loss,
+                speed=f"{record.tokens_per_s:,.0f} tok/s",
+                memory=f"{record.memory_gib:.1f} GiB",
+            )
+            if "eval_loss" in record.extra:
+                self._bar.console.print(f"step {record.step}: evaluation loss {record.extra['eval_loss']:.4f}")
+            return
+        now = time.monotonic()
+        if self._clock_from is None:
+            # The first step also pays for imports and caches, so it says nothing about the others.
+            self._started, self._clock_from = now, record.step
+        due = record.step in (self._clock_from, trainer.max_steps) or "eval_loss" in record.extra
+        if due or now - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            self.console.print(self._line(trainer, record), highlight=False, soft_wrap=True)
+
+    def close(self, trainer: BaseTrainer) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _line(self, trainer: BaseTrainer, record: StepRecord) -> str:
+        assert self._clock_from is not None
+        spent, done = time.monotonic() - self._started, record.step - self._clock_from
+        left = f"{_clock(spent / done * (trainer.max_steps - record.step))} left" if done else ""
+        extra = "".join(f"  {name} {value:.4f}" for name, value in record.extra.items())
+        return (
+            f"step {record.step}/{trainer.max_steps}  loss {record.loss:.4f}{extra}  grad_norm {record.grad_norm:.2f}  "
+            f"lr {record.lr:.2e}  {record.tokens_per_s:,.0f} tok/s  {record.memory_gib:.1f} GiB  {left}"
+        )
+
+
+def _make_bar(console: Console) -> Progress:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("loss [bold]{task.fields[loss]:.3f}"),
+        TextColumn("[cyan]{task.fields[speed]}"),
+        TextColumn("[magenta]{task.fields[memory]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        refresh_per_second=4,
+    )
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,0 +1,71 @@
+"""Keep a resumed run on the kernels it was started with, or say why that can't be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from opslot._base.errors import ConfigError
+from opslot.slots import KERNEL_REGISTRY, OpsImplementationConfig, bind, explain
+from opslot.slots.bind import bound_config
+
+
+def kernel_record(model: nn.Module) -> dict[str, Any]:
+    """The kernel table of `model` as plain data."""
+    return explain(model).to_dict()
+
+
+def hold_kernels(model: nn.Module, recorded: dict[str, Any]) -> list[str]:
+    """Bind `model` as `recorded` says wherever its config leaves the choice to "auto".
+
+    A field that names a kernel wins over the record.
+
+    Returns:
+        One line for each choice that differs from what the config alone would have given, or from the record.
+
+    Raises:
+        ConfigError: a recorded kernel can't be bound here; says why.
+    """
+    config = bound_config(model)
+    if config is None:
+        return []
+    now = _choices(kernel_record(model))
+    lines: list[str] = []
+    fields = config.to_dict()
+    overrides = fields.setdefault("overrides", {})
+    held = False
+    for key, chosen in _choices(recorded).items():
+        op, variant, path = key
+        if chosen == now.get(key, chosen):
+            continue
+        field = KERNEL_REGISTRY.op(op).field_of(variant)
+        if config.choice(op, variant, path) != "auto":
+            lines.append(f"{path or 'model'}: {op} was {chosen}, is {now[key]} because {field} names it")
+            continue
+        lines.append(f"{path or 'model'}: {op} stays {chosen} as recorded (auto would now take {now[key]})")
+        held = True
+        if path:
+            overrides.setdefault(path, {})[field] = chosen
+        else:
+            fields[field] = chosen
+    if held:
+        try:
+            bind(model, OpsImplementationConfig(**fields))
+        except ConfigError as error:
+            raise ConfigError(
+                f"the run cannot be resumed with the kernels it was started with\n  found: {error}\n"
+                "  to do: resume where they can run, or name others in model.ops_implementation "
+                "(the losses will then differ slightly)"
+            ) from error
+    return lines
+
+
+def _choices(record: dict[str, Any]) -> dict[tuple[str, str, str], str]:
+    """Kernel by (op, variant, module path); "" is the path of a choice for the whole model."""
+    return {
+        (row["op"], row["variant"], path): row["chosen"]
+        for row in record["rows"]
+        if row["chosen"] != "absent"
+        for path in (row["modules"] or [""])
+    }

@@ -1,0 +1,100 @@
+"""The loss curve as a picture."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_INK = "#1f2933"
+_FAINT = "#9aa5b1"
+_LOSS = "#2563eb"
+_EVALUATION = "#d9480f"
+
+
+def draw_loss_curve(rows: Sequence[dict[str, Any]], path: Path, title: str, reference: float | None = None) -> None:
+    """Draw the losses of metrics.jsonl, raw and smoothed, with evaluation losses where there are any.
+
+    Args:
+        rows: lines of metrics.jsonl, each with "step", "loss" and perhaps "eval_loss"; nats a token.
+        path: PNG to write; replaced whole.
+        reference: the text's unigram entropy in nats a token: the loss of a model that knows how often each token
+            occurs, and nothing else.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    steps = np.array([row["step"] for row in rows])
+    losses = np.array([row["loss"] for row in rows], dtype=float)
+    figure = Figure(figsize=(8, 4.6), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    many = len(rows) > 20
+    raw = {"linewidth": 0.8, "alpha": 0.35} if many else {"linewidth": 1.2, "marker": "o", "markersize": 3}
+    axes.plot(steps, losses, color=_LOSS, label="each step" if many else "loss", **raw)
+    smoothed = smooth(losses)
+    if many:
+        axes.plot(steps, smoothed, color=_LOSS, linewidth=2, label="smoothed")
+    evaluated = [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
+    if evaluated:
+        axes.plot(
+            *zip(*evaluated, strict=True),
+            color=_EVALUATION,
+            marker="o",
+            markersize=4,
+            linewidth=1.2,
+            label=f"held-out text ({evaluated[-1][1]:.3f})",
+        )
+    if reference is not None:
+        axes.axhline(
+            reference,
+            color=_FAINT,
+            linewidth=1.2,
+            linestyle=(0, (5, 3)),
+            label=f"unigram entropy of the text ({reference:.2f})",
+        )
+    axes.annotate(
+        f"{smoothed[-1]:.3f}",
+        (steps[-1], smoothed[-1]),
+        xytext=(6, 0),
+        textcoords="offset points",
+        va="center",
+        color=_LOSS,
+        fontweight="bold",
+    )
+    _dress(axes, title)
+    beside = path.with_name(f".{path.stem}.{os.getpid()}.png")
+    figure.savefig(beside)
+    beside.replace(path)
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Exponential moving average over about a twentieth of the curve, without the pull of its first value."""
+    keep = 1 - 1 / max(1.0, len(values) / 20)
+    out = np.empty_like(values)
+    total = weight = 0.0
+    for i, value in enumerate(values):
+        if math.isfinite(value):
+            total = keep * total + (1 - keep) * value
+            weight = keep * weight + (1 - keep)
+        out[i] = total / weight if weight else value
+    return out
+
+
+def _dress(axes: Any, title: str) -> None:
+    axes.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold")
+    axes.set_xlabel("step", color=_INK)
+    axes.set_ylabel("cross entropy (nats a token)", color=_INK)
+    axes.tick_params(colors=_INK)
+    axes.grid(axis="y", color=_FAINT, alpha=0.25, linewidth=0.6)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.margins(x=0.02)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(_FAINT)
+    axes.legend(frameon=False, labelcolor=_INK)

@@ -1,0 +1,92 @@
+"""`opslot train`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from opslot._base.errors import CheckpointError, OpslotError, TrainingError
+from opslot.trainer.parse import USAGE, build_parser, load_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from opslot.trainer.base import TrainResult
+    from opslot.trainer.config import RunConfig
+    from opslot.trainer.text import TextTrainer
+
+
+def cli_train(argv: Sequence[str]) -> int:
+    """Run `opslot train` with the arguments after that.
+
+    Returns:
+        0: done, or stopped by a signal with a checkpoint; 1: the run failed on the way; 2: wrong use or bad input.
+    """
+    arguments = [argument for argument in argv if argument != "--traceback"]
+    if not arguments or "-h" in arguments or "--help" in arguments:
+        build_parser().print_help(sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    if arguments[0].startswith("-"):
+        print(f"opslot: error: the first argument is the YAML file\n  usage: {USAGE}", file=sys.stderr)
+        return 2
+    try:
+        run(load_config(arguments))
+    except OpslotError as error:
+        if len(arguments) < len(argv):
+            traceback.print_exc()
+        print(f"opslot: error: {error}", file=sys.stderr)
+        return 1 if isinstance(error, TrainingError | CheckpointError) else 2
+    except KeyboardInterrupt:
+        print("opslot: interrupted; the last checkpoint is intact", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer, TrainResult]:
+    """Train as `config` says, and tell the user what is done and where everything is."""
+    from rich.console import Console
+
+    from opslot.slots import explain
+    from opslot.trainer.display import kernel_table
+    from opslot.trainer.text import TextTrainer
+
+    console = console or Console()
+    with _logging_to(console), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        trainer = TextTrainer(config, console=console)
+        trainer.console.print(kernel_table(explain(trainer.model)))
+        trainer.say(
+            f"{trainer.title} on {trainer.device}; {trainer.corpus.num_tokens:,} tokens in "
+            f"{len(trainer.corpus):,} documents; {trainer.max_steps - trainer.step:,} steps of "
+            f"{config.train.global_batch_size * config.data.max_seq_len:,} tokens"
+        )
+        result = trainer.train()
+    if result.completed:
+        trainer.say(f"done; everything is in {trainer.output_dir} (the model: {trainer.output_dir / 'hf'})")
+    else:
+        trainer.say(f"stopped after step {result.step} and saved; go on with --train.resume_from latest")
+    return trainer, result
+
+
+@contextlib.contextmanager
+def _logging_to(console: Console) -> Iterator[None]:
+    """opslot's log lines go where the trainer's messages go; nobody else's logging changes."""
+
+    class _ToConsole(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            console.print(self.format(record), highlight=False, markup=False, soft_wrap=True)
+
+    logger = logging.getLogger("opslot")
+    handler, level = _ToConsole(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -1,0 +1,214 @@
+"""From YAML and command line to `RunConfig`, with every mistake reported at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from opslot._base.errors import ConfigError
+from opslot.trainer.config import RunConfig
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+USAGE = "opslot train CONFIG.yaml [--section.field VALUE ...] [--traceback]"
+
+EXAMPLES = """examples:
+  opslot train configs/qwen3_moe_tiny.yaml
+  opslot train run.yaml --train.max_steps 200 --train.lr 1e-3
+  opslot train run.yaml --train.resume_from latest
+  opslot train run.yaml --model.ops_implementation eager
+  opslot train run.yaml --model.ops_implementation.rms_norm_implementation triton
+  opslot train run.yaml --data.train_path 'corpus/**/*.jsonl' --data.text_field content
+  torchrun --nproc-per-node 1 -m opslot train run.yaml
+"""
+
+
+def load_config(source: str | Path | Sequence[str]) -> RunConfig:
+    """Read a run's configuration.
+
+    Args:
+        source: a YAML file, or command-line arguments: the YAML file and `--section.field value` overrides, which win.
+
+    Raises:
+        ConfigError: the file cannot be read or is not YAML; or every unknown key, with the nearest known one, and
+            every value of a wrong type.
+    """
+    argv = [str(source)] if isinstance(source, str | Path) else [str(argument) for argument in source]
+    values: dict[str, Any] = {}
+    if argv and not argv[0].startswith("-"):
+        values = _read_yaml(Path(argv.pop(0)))
+    problems: list[str] = []
+    schema = _leaf_types(RunConfig)
+    parser = build_parser()
+    kept = _checked_values(values, schema, parser, problems)
+    overrides = _checked_overrides(argv, schema, parser, problems)
+    if problems:
+        count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
+        raise ConfigError(f"the configuration has {count}:\n" + "\n".join(f"- {problem}" for problem in problems))
+    namespace = parser.parse_object(kept)
+    namespace = parser.parse_args(overrides, namespace=namespace)
+    parsed = parser.instantiate_classes(namespace)
+    return RunConfig(model=parsed.model, data=parsed.data, train=parsed.train)
+
+
+def build_parser() -> ArgumentParser:
+    """The parser of `opslot train`; its help lists every field."""
+    from argparse import SUPPRESS, RawDescriptionHelpFormatter
+
+    from jsonargparse import ArgumentParser, DefaultHelpFormatter
+
+    class Formatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+        """Keeps the lines of the examples."""
+
+    schema = _leaf_types(RunConfig)
+    parser = ArgumentParser(
+        formatter_class=Formatter,
+        prog="opslot train",
+        usage=USAGE,
+        description="Train a model on text files. A YAML file says how; any field may be given on the command line.",
+        epilog=EXAMPLES,
+        exit_on_error=False,
+    )
+    for section in dataclasses.fields(RunConfig):
+        parser.add_class_arguments(typing.get_type_hints(RunConfig)[section.name], section.name)
+    for action in parser._actions:
+        if action.dest != "help" and action.dest not in schema:
+            # A whole section from another file: one way too many to say the same.
+            action.help = SUPPRESS
+    return parser
+
+
+def to_yaml(config: RunConfig) -> str:
+    """`config` as a YAML file that `load_config` reads back to an equal one."""
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no such file: {path}\n  usage: {USAGE}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML:\n  {error}".replace("\n", "\n  ")) from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds a {type(values).__name__}; it needs the sections model, data and train")
+    return values
+
+
+def _leaf_types(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Dotted name of every field with its type; sections themselves are left out."""
+    leaves: dict[str, Any] = {}
+    for name, kind in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(kind):
+            leaves.update(_leaf_types(typing.cast("type", kind), f"{prefix}{name}."))
+        else:
+            leaves[prefix + name] = kind
+    return leaves
+
+
+def _flatten(values: dict[str, Any], schema: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; goes into mappings only where the schema has sections."""
+    sections = {name.rsplit(".", depth)[0] for name in schema for depth in range(1, name.count(".") + 1)}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and name in sections:
+            yield from _flatten(value, schema, f"{name}.")
+        elif value is None and name in sections:
+            continue
+        else:
+            yield name, value
+
+
+def _checked_values(
+    values: dict[str, Any], schema: dict[str, Any], parser: ArgumentParser, problems: list[str]
+) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for name, value in _flatten(values, schema):
+        if name not in schema:
+            problems.append(_unknown(name, schema))
+            continue
+        nested: Any = value
+        for part in reversed(name.split(".")):
+            nested = {part: nested}
+        if _accepts(lambda nested=nested: parser.parse_object(nested)):
+            _merge(kept, nested)
+        else:
+            problems.append(_wrong_type(name, value, schema))
+    return kept
+
+
+def _checked_overrides(
+    argv: list[str], schema: dict[str, Any], parser: ArgumentParser, problems: list[str]
+) -> list[str]:
+    kept: list[str] = []
+    position = 0
+    while position < len(argv):
+        option = argv[position]
+        name, equals, value = option.removeprefix("--").partition("=")
+        position += 1
+        if not option.startswith("--"):
+            problems.append(f"{option!r} is not an option; fields are written --section.field VALUE")
+            continue
+        if not equals:
+            if position == len(argv) or argv[position].startswith("--"):
+                problems.append(f"{option} needs a value")
+                continue
+            value = argv[position]
+            position += 1
+        field = next((leaf for leaf in schema if name == leaf or name.startswith(f"{leaf}.")), None)
+        if field is None or (name != field and "dict" not in str(schema[field])):
+            problems.append(_unknown(name, schema))
+        elif _accepts(lambda name=name, value=value: parser.parse_args([f"--{name}={value}"])):
+            kept.append(f"--{name}={value}")
+        else:
+            problems.append(_wrong_type(name, value, schema))
+    return kept
+
+
+def _accepts(parse: Any) -> bool:
+    import argparse
+
+    try:
+        parse()
+    except (argparse.ArgumentError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _merge(into: dict[str, Any], nested: dict[str, Any]) -> None:
+    for key, value in nested.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _unknown(name: str, schema: dict[str, Any]) -> str:
+    near = difflib.get_close_matches(name, schema, 1, cutoff=0.75)
+    if not near:
+        last = name.rsplit(".", 1)[-1]
+        near = [leaf for leaf in schema if leaf.rsplit(".", 1)[-1] == last]
+        near = near or difflib.get_close_matches(name, schema, 1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else "; `opslot train --help` lists the fields"
+    return f"{name} is not a field{hint}"
+
+
+def _wrong_type(name: str, value: Any, schema: dict[str, Any]) -> str:
+    kind = schema.get(name)
+    options = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+    if options:
+        expected = "one of " + ", ".join(map(str, options))
+    else:
+        expected = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+    return f"{name}: expected {expected}, found {value!r}"

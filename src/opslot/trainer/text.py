@@ -1,0 +1,161 @@
+"""`TextTrainer`: a causal language model on text files."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from opslot._base.errors import ConfigError
+from opslot.data import (
+    PackedRows,
+    RowLoader,
+    TokenCorpus,
+    count_targets,
+    evaluation_batches,
+    load_tokenizer,
+    split_documents,
+    tokenize_files,
+)
+from opslot.models import build_foundation_model, load_config
+from opslot.trainer.base import BaseTrainer
+from opslot.trainer.validate import micro_batch_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Counting the tokens of more text than this would delay the first step.
+_COUNTED_TOKENS = 200_000_000
+
+
+class TextTrainer(BaseTrainer):
+    """Trains `opslot.build_foundation_model`'s model to predict the next token of packed documents."""
+
+    def build_data(self) -> RowLoader:
+        config = self.config
+        self.tokenizer = load_tokenizer(self.inputs.tokenizer_path, trust_remote_code=config.model.trust_remote_code)
+        self.model_config = load_config(self.inputs.config_path, trust_remote_code=config.model.trust_remote_code)
+        if self.tokenizer.eos_token_id is None:
+            self._take_eos_from_model()
+        self._check_vocabulary()
+        self.corpus = self._tokenize(self.inputs.train_files)
+        train_documents: np.ndarray | None = None
+        self.eval_rows: PackedRows | None = None
+        if self.inputs.eval_files:
+            self.eval_rows = self._rows(self._tokenize(self.inputs.eval_files), None, shuffle=False)
+        elif config.train.eval_steps:
+            train_documents, held_out = split_documents(self.corpus, config.data.eval_fraction, config.train.seed)
+            self.eval_rows = self._rows(self.corpus, held_out, shuffle=False)
+        self.train_rows = self._rows(self.corpus, train_documents, shuffle=config.data.shuffle)
+        return RowLoader(
+            self.train_rows,
+            micro_batch_size(config.train),
+            num_workers=config.data.num_workers,
+            pin_memory=self.device.type == "cuda",
+        )
+
+    def build_model(self) -> PreTrainedModel:
+        model = self.config.model
+        return build_foundation_model(
+            self.inputs.config_path,
+            weights_path=model.model_path,
+            torch_dtype=model.torch_dtype,
+            init_device=self.device.type,
+            ops_implementation=model.ops_implementation,
+            trust_remote_code=model.trust_remote_code,
+        )
+
+    def count_steps(self) -> int:
+        train = self.config.train
+        if train.max_steps is not None:
+            return train.max_steps
+        rows = self.train_rows.rows_per_epoch * train.num_epochs
+        return max(1, math.ceil(rows / train.global_batch_size))
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Cross entropy of the held-out documents, nats a predicted token."""
+        assert self.eval_rows is not None, "evaluation needs train.eval_steps or data.eval_path"
+        self.model.eval()
+        total, targets = 0.0, 0
+        for batch in evaluation_batches(self.eval_rows, micro_batch_size(self.config.train)):
+            count = count_targets(batch["labels"])
+            cross_entropy, _ = self.split_loss(self.forward(batch, count))
+            total += cross_entropy.item() * count
+            targets += count
+        self.model.train()
+        return total / max(1, targets)
+
+    def export(self, folder: Path) -> None:
+        """Write weights, config and tokenizer so that plain Transformers loads them."""
+        from transformers.utils import logging
+
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        try:
+            self.model.save_pretrained(folder)
+        finally:
+            if shown:
+                logging.enable_progress_bar()
+        self.tokenizer.save_pretrained(folder)
+
+    @functools.cached_property
+    def unigram_entropy(self) -> float:
+        """Entropy of the corpus' token frequencies, nats: the loss of a model that knows nothing else."""
+        counts = self.corpus.counts(len(self.tokenizer))
+        frequencies = counts[counts > 0] / counts.sum()
+        return float(-(frequencies * np.log(frequencies)).sum())
+
+    @property
+    def reference_loss(self) -> float | None:
+        return self.unigram_entropy if self.corpus.num_tokens <= _COUNTED_TOKENS else None
+
+    def _tokenize(self, files: list[Path]) -> TokenCorpus:
+        data = self.config.data
+        return tokenize_files(
+            files,
+            self.tokenizer,
+            text_field=data.text_field,
+            sample_by=data.sample_by,
+            append_eos=data.append_eos,
+            cache_dir=data.cache_dir,
+        )
+
+    def _rows(self, corpus: TokenCorpus, documents: np.ndarray | None, *, shuffle: bool) -> PackedRows:
+        data = self.config.data
+        pad = self.tokenizer.pad_token_id
+        return PackedRows(
+            corpus,
+            data.max_seq_len,
+            packing=data.packing,
+            shuffle=shuffle,
+            seed=self.config.train.seed,
+            documents=documents,
+            pad_token_id=pad if pad is not None else self.tokenizer.eos_token_id or 0,
+        )
+
+    def _take_eos_from_model(self) -> None:
+        """A bare tokenizer.json names no end-of-sequence token, but the model's config may."""
+        eos = getattr(self.model_config, "eos_token_id", None)
+        eos = eos[0] if isinstance(eos, list) and eos else eos
+        if isinstance(eos, int) and 0 <= eos < len(self.tokenizer):
+            self.tokenizer.eos_token = self.tokenizer.convert_ids_to_tokens(eos)
+
+    def _check_vocabulary(self) -> None:
+        wanted, offered = len(self.tokenizer), self.model_config.get_text_config().vocab_size
+        longest = getattr(self.model_config.get_text_config(), "max_position_embeddings", None)
+        if wanted > offered:
+            raise ConfigError(
+                f"the tokenizer in {self.inputs.tokenizer_path} has {wanted} tokens, "
+                f"the model's vocab_size is {offered}\n"
+                "  to do: take the tokenizer that belongs to the model, or raise vocab_size in config.json"
+            )
+        if longest is not None and self.config.data.max_seq_len > longest:
+            raise ConfigError(
+                f"data.max_seq_len={self.config.data.max_seq_len}, but the model has positions for {longest} tokens "
+                "(max_position_embeddings)\n  to do: lower the one or raise the other"
+            )
