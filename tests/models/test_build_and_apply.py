@@ -1,0 +1,343 @@
+"""Whole models against Transformers' own classes from the same weights."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig
+
+import opslot
+from opslot._base.errors import ConfigError, KernelError
+
+ARCHES = ("llama", "qwen2", "qwen3", "seed_oss", "qwen3_moe")
+PREFIX = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "seed_oss": "SeedOss", "qwen3_moe": "Qwen3Moe"}
+MOE = {"moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 3, "output_router_logits": True}
+
+
+def config_of(arch, **more):
+    return AutoConfig.for_model(
+        arch,
+        **{
+            "vocab_size": 97,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 64,
+            "pad_token_id": 0,
+            "residual_dropout": 0.0,
+            **(MOE if arch == "qwen3_moe" else {}),
+            **more,
+        },
+    )
+
+
+def upstream(arch, config=None, head="ForCausalLM"):
+    torch.manual_seed(0)
+    cls = getattr(transformers, PREFIX[arch] + head)
+    model = cls._from_config(config or config_of(arch), attn_implementation="eager", experts_implementation="eager")
+    return model.train()
+
+
+def ours(arch, reference, ops, head="ForCausalLM"):
+    model = opslot.build_foundation_model(config_of(arch), ops_implementation=ops, architecture=PREFIX[arch] + head)
+    model.load_state_dict(reference.state_dict())
+    return model
+
+
+def run(model, seed=1, **extra):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 97, (2, 17), generator=generator)
+    labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.2, -100, ids)
+    model.zero_grad()
+    out = model(input_ids=ids, labels=labels, **extra)
+    out.loss.backward()
+    return out, {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_all_eager_equals_transformers_bit_for_bit(arch):
+    reference = upstream(arch)
+    model = ours(arch, reference, "eager")
+    (a, ga), (b, gb) = run(reference), run(model)
+    assert torch.equal(a.loss, b.loss)
+    assert torch.equal(a.logits, b.logits)
+    assert_same(ga, gb)
+    if arch == "qwen3_moe":
+        assert torch.equal(a.aux_loss, b.aux_loss)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_auto_is_as_near_to_fp64_as_eager(arch):
+    reference = upstream(arch)
+    truth, true_grads = run(copy.deepcopy(reference).double())
+    eager, eager_grads = run(reference)
+    model = ours(arch, reference, "auto")
+    out, grads = run(model)
+    assert opslot.explain(model).chosen("cross_entropy_loss") != ("eager",)
+
+    def error(found, true):
+        return (found.double() - true).abs().max().item()
+
+    assert error(out.loss, truth.loss) <= 2 * error(eager.loss, truth.loss) + 2e-6
+    worst = max(error(eager_grads[n], g) for n, g in true_grads.items())
+    for name, true in true_grads.items():
+        assert error(grads[name], true) <= 2 * worst + 1e-7, name
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("ops", ["eager", "auto"])
+def test_sequence_classification(arch, ops):
+    config = config_of(arch, num_labels=5)
+    reference = upstream(arch, config, "ForSequenceClassification")
+    model = opslot.build_foundation_model(
+        config, ops_implementation=ops, architecture=f"{PREFIX[arch]}ForSequenceClassification"
+    )
+    model.load_state_dict(reference.state_dict())
+    ids = torch.randint(1, 97, (3, 9), generator=torch.Generator().manual_seed(3))
+    labels = torch.tensor([4, 0, 2])
+    a, b = reference(input_ids=ids, labels=labels), model(input_ids=ids, labels=labels)
+    torch.testing.assert_close(a.loss, b.loss, rtol=0 if ops == "eager" else 1e-5, atol=0 if ops == "eager" else 1e-6)
+    a.loss.backward()
+    b.loss.backward()
+    for (name, p), (_, q) in zip(reference.named_parameters(), model.named_parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0 if ops == "eager" else 1e-5, msg=name)
+
+
+@pytest.mark.parametrize("first", ["eager", "auto"])
+def test_two_models_in_one_process_run_what_each_was_given(first):
+    second = "auto" if first == "eager" else "eager"
+    config = config_of("qwen3_moe")
+    models = {ops: opslot.build_foundation_model(config, ops_implementation=ops) for ops in (first, second)}
+    models["auto"].load_state_dict(models["eager"].state_dict())
+    assert opslot.explain(models["eager"]).chosen("rms_norm") == ("eager",)
+    assert models["eager"].config._attn_implementation == "eager"
+    assert models["auto"].config._attn_implementation.startswith("opslot_")
+    reference = upstream("qwen3_moe")
+    reference.load_state_dict(models["eager"].state_dict())
+    assert_same(run(reference)[1], run(models["eager"])[1])
+    assert not torch.equal(run(models["auto"])[1]["lm_head.weight"], run(models["eager"])[1]["lm_head.weight"])
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_apply_and_restore_on_an_existing_model(arch):
+    model = upstream(arch)
+    before, grads = run(model)
+    storage = {n: p.data_ptr() for n, p in model.named_parameters()}
+    report = opslot.apply(model, "auto")
+    assert opslot.explain(model) is report
+    assert type(model).__module__ == f"opslot.generated.{arch}"
+    after, _ = run(model)
+    torch.testing.assert_close(after.loss, before.loss, rtol=1e-5, atol=1e-6)
+    assert {n: p.data_ptr() for n, p in model.named_parameters()} == storage
+    opslot.restore(model)
+    assert type(model) is getattr(transformers, f"{PREFIX[arch]}ForCausalLM")
+    again, again_grads = run(model)
+    assert torch.equal(again.loss, before.loss)
+    assert_same(again_grads, grads)
+
+
+def test_apply_leaves_a_sibling_of_the_same_config_alone():
+    config = config_of("qwen3")
+    cls = transformers.Qwen3ForCausalLM
+    one, two = cls(config), cls(config)
+    assert one.config is two.config
+    was = two.config._attn_implementation
+    opslot.apply(one)
+    assert two.config._attn_implementation == was
+    assert type(two) is cls
+
+
+def test_apply_is_all_or_nothing():
+    model = upstream("qwen3")
+    with pytest.raises(ConfigError, match="needs a NPU"):
+        opslot.apply(model, {"rms_norm_implementation": "npu"})
+    assert type(model) is transformers.Qwen3ForCausalLM
+    assert type(model.model.norm).__module__.startswith("transformers.")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.nn.Linear(2, 2), "found nothing to bind in Linear"),
+        (lambda: _subclass()(config_of("qwen3")), "your own subclass of Qwen3ForCausalLM"),
+    ],
+)
+def test_apply_says_what_it_cannot_do(make, message):
+    with pytest.raises(ConfigError, match=message):
+        opslot.apply(make())
+
+
+def _subclass():
+    class Mine(transformers.Qwen3ForCausalLM):
+        pass
+
+    return Mine
+
+
+def test_a_forward_replaced_on_the_instance_is_reported():
+    model = upstream("qwen3")
+    norm = model.model.norm
+    norm.forward = norm.forward
+    named = {"rms_norm_implementation": opslot.explain(_applied()).chosen("rms_norm")[0]}
+    if named["rms_norm_implementation"] == "eager":
+        pytest.skip("no norm kernel is faster than eager on this machine")
+    with pytest.raises(ConfigError, match=r"model\.norm: .*forward was replaced on this instance"):
+        opslot.apply(model, named)
+    report = opslot.apply(model, "auto")
+    assert any(row.chosen == "eager" and row.modules == ("model.norm",) for row in report)
+
+
+def _applied():
+    model = upstream("qwen3")
+    opslot.apply(model)
+    return model
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_bound_models_survive_copying_pickling_saving_and_compiling(arch, tmp_path):
+    model = opslot.build_foundation_model(config_of(arch))
+    expected, _ = run(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(run(twin)[0].loss, expected.loss)
+        assert opslot.explain(twin).rows == opslot.explain(model).rows
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(run(torch.load(file, weights_only=False))[0].loss, expected.loss)
+    model.save_pretrained(tmp_path)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(plain).__module__.startswith("transformers.")
+    torch.testing.assert_close(run(plain)[0].loss, expected.loss, rtol=1e-5, atol=1e-6)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(run(compiled)[0].loss, expected.loss, rtol=1e-5, atol=1e-6)
+
+
+def test_lora_on_top_of_a_bound_model_trains_and_matches_plain_peft():
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "gate_proj", "down_proj"], init_lora_weights=False)
+
+    def wrapped(bind_first):
+        model = upstream("qwen3")
+        if bind_first is True:
+            opslot.apply(model)
+        torch.manual_seed(5)
+        peft = get_peft_model(model, lora)
+        if bind_first is False:
+            opslot.apply(peft)
+        return peft
+
+    plain, before, after = wrapped(None), wrapped(True), wrapped(False)
+
+    def step(model):
+        ids = torch.randint(1, 97, (2, 11), generator=torch.Generator().manual_seed(2))
+        out = model(input_ids=ids, labels=ids)
+        out.loss.backward()
+        return out.loss, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+    (a, ga), (b, gb), (c, gc) = step(plain), step(before), step(after)
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-6)
+    for name in ga:
+        torch.testing.assert_close(ga[name], gb[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ga[name], gc[name], rtol=1e-4, atol=1e-5)
+
+
+def test_lora_on_the_head_is_not_bypassed():
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
+    ids = torch.randint(1, 97, (1, 7))
+    torch.manual_seed(5)
+    plain = get_peft_model(upstream("qwen3"), lora)
+    expected = plain(input_ids=ids, labels=ids).loss
+    opslot.apply(plain)
+    torch.testing.assert_close(plain(input_ids=ids, labels=ids).loss, expected, rtol=1e-5, atol=1e-6)
+    opslot.apply(plain, {"cross_entropy_loss_implementation": "chunk_loss"})
+    with pytest.raises(KernelError, match="cannot be used here"):
+        plain(input_ids=ids, labels=ids)
+
+
+def test_router_logits_are_captured_after_apply():
+    model = upstream("qwen3_moe")
+    opslot.apply(model)
+    out, _ = run(model)
+    assert len(out.router_logits) == 2
+    assert out.aux_loss is not None
+
+
+def test_generation_is_upstreams():
+    ids = torch.randint(1, 97, (1, 5), generator=torch.Generator().manual_seed(1))
+    model = upstream("qwen3").eval()
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+    opslot.apply(model)
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected)
+
+
+def test_packed_documents_do_not_see_each_other():
+    model = opslot.build_foundation_model(config_of("qwen3")).eval()
+    a, b = torch.randint(1, 97, (1, 6)), torch.randint(1, 97, (1, 9))
+    packed = torch.cat([a, b], 1)
+    positions = torch.cat([torch.arange(6), torch.arange(9)])[None]
+    cu = torch.tensor([0, 6, 15], dtype=torch.int32)
+    extra = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 9, "max_length_k": 9}
+    apart = torch.cat([model(a).logits, model(b).logits], 1)
+    together = model(packed, position_ids=positions, **extra).logits
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
+    by_positions = model(packed, position_ids=positions).logits
+    torch.testing.assert_close(by_positions, apart, rtol=1e-4, atol=1e-5)
+
+
+def test_the_hf_backend_builds_upstreams_class(monkeypatch):
+    monkeypatch.setenv("OPSLOT_BACKEND", "hf")
+    model = opslot.build_foundation_model(config_of("qwen3"))
+    assert type(model) is transformers.Qwen3ForCausalLM
+    monkeypatch.setenv("OPSLOT_BACKEND", "veomni")
+    with pytest.raises(ConfigError, match="use opslot or hf"):
+        opslot.build_foundation_model(config_of("qwen3"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such file or folder"),
+        ("{", "is not valid JSON"),
+        ("{}", "names no model_type"),
+        ('{"model_type": "qwen33"}', "did you mean 'qwen3'"),
+        ('{"model_type": "qwen3", "hidden_size": "wide"}', "not a valid qwen3 config"),
+    ],
+)
+def test_bad_configs(tmp_path, text, message):
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        opslot.build_foundation_model(path)
+
+
+def test_bad_arguments():
+    with pytest.raises(ConfigError, match="no floating dtype"):
+        opslot.build_foundation_model(config_of("qwen3"), torch_dtype="int8")
+    with pytest.raises(ConfigError, match="without memory"):
+        opslot.build_foundation_model(config_of("qwen3"), "somewhere", init_device="meta")
+    with pytest.raises(ConfigError, match="'Qwen3ForImages' is not in opslot"):
+        opslot.build_foundation_model(config_of("qwen3"), architecture="Qwen3ForImages")
+
+
+def test_meta_models_bind_for_this_machine():
+    model = opslot.build_foundation_model(config_of("qwen3_moe"), init_device="meta")
+    assert all(p.is_meta for p in model.parameters())
+    assert len(opslot.explain(model)) >= 5
