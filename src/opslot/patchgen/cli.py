@@ -194,3 +194,7 @@ def _check(targets: list[tuple[str, PatchConfig]], releases: list[Release], args
     versions = ", ".join(release.version for release in releases)
     print(f"{len(targets)} architecture(s), transformers {versions}: {found or 'no'} problem(s)")
     return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""Generated classes without a kernel bound compute what upstream's compute, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+ARCHS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "seed_oss": "SeedOss", "qwen3_moe": "Qwen3Moe"}
+SLOTS = {
+    "llama": {"rms_norm": 5, "swiglu_mlp": 2, "rotary_pos_emb": 2, "cross_entropy_loss": 1},
+    "qwen2": {"rms_norm": 5, "swiglu_mlp": 2, "rotary_pos_emb": 2, "cross_entropy_loss": 1},
+    "qwen3": {"rms_norm": 9, "swiglu_mlp": 2, "rotary_pos_emb": 2, "cross_entropy_loss": 1},
+    "seed_oss": {"rms_norm": 5, "swiglu_mlp": 2, "rotary_pos_emb": 2, "cross_entropy_loss": 1},
+    "qwen3_moe": {
+        "rms_norm": 9,
+        "moe_experts": 2,
+        "rotary_pos_emb": 2,
+        "cross_entropy_loss": 1,
+        "load_balancing_loss": 1,
+    },
+}
+HEADS = ["ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"]
+TINY = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MOE = {"moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+
+
+def pair(arch: str, head: str = "ForCausalLM", **options: Any) -> tuple[Any, Any]:
+    """Upstream's model and the generated one, with one set of weights."""
+    upstream = importlib.import_module(f"transformers.models.{arch}.modeling_{arch}")
+    generated = importlib.import_module(f"opslot.generated.{arch}")
+    settings = {**TINY, **(MOE if arch == "qwen3_moe" else {}), **options}
+    make_config = getattr(upstream, f"{ARCHS[arch]}Config")
+    torch.manual_seed(0)
+    reference = getattr(upstream, ARCHS[arch] + head)(make_config(**settings))
+    ours = getattr(generated, ARCHS[arch] + head)(make_config(**settings))
+    ours.load_state_dict(reference.state_dict(), strict=True)
+    return reference, ours
+
+
+def batch(head: str = "ForCausalLM") -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 67, (3, 11), generator=generator)
+    mask = torch.ones_like(ids)
+    ids[1, 8:], mask[1, 8:] = 0, 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if head == "ForCausalLM":
+        return {**inputs, "labels": ids.masked_fill(mask == 0, -100)}
+    if head == "ForSequenceClassification":
+        return {**inputs, "labels": torch.tensor([0, 2, 1])}
+    if head == "ForTokenClassification":
+        return {**inputs, "labels": ids % 3}
+    return {**inputs, "start_positions": torch.tensor([1, 2, 3]), "end_positions": torch.tensor([4, 5, 6])}
+
+
+def outputs_and_gradients(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(2)
+    output = model(**inputs)
+    output.loss.backward()
+    result = {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
+    result |= {f"{name}.{i}": v for name in ("router_logits",) for i, v in enumerate(output.get(name) or ())}
+    result |= {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return result
+
+
+def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert different == []
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_loss_logits_and_gradients_are_upstreams(arch, head):
+    options = {"num_labels": 3} if head in ("ForSequenceClassification", "ForTokenClassification") else {}
+    reference, ours = pair(arch, head, **options)
+    expected = outputs_and_gradients(reference, batch(head))
+    assert "loss" in expected
+    assert len(expected) > 15
+    assert_same(outputs_and_gradients(ours, batch(head)), expected)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_module_is_generated_and_declares_its_slots(arch):
+    reference, ours = pair(arch)
+    counted: dict[str, int] = {}
+    for module in ours.modules():
+        assert not type(module).__module__.startswith(f"transformers.models.{arch}")
+        for suffix, (op, _) in getattr(type(module), "_opslot_slots", {}).items():
+            counted[op] = counted.get(op, 0) + 1
+            assert getattr(module, f"_opslot_{suffix}") is None
+    assert counted == SLOTS[arch]
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in reference.named_parameters()]
+
+
+@pytest.mark.parametrize("head", HEADS[1:])
+def test_other_heads_hold_the_generated_backbone(head):
+    reference, ours = pair("llama", head)
+    assert type(ours.base_model).__module__ == "opslot.generated.llama"
+    assert ours.base_model_prefix == reference.base_model_prefix
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "options",
+    [{"logits_to_keep": 4}, {"output_hidden_states": True, "output_attentions": True}, {"return_dict": False}],
+)
+def test_call_options(arch, options):
+    reference, ours = pair(arch, attn_implementation="eager", output_router_logits=False)
+    inputs = {name: value for name, value in batch().items() if name != "labels"}
+    with torch.no_grad():
+        expected, found = reference(**inputs, **options), ours(**inputs, **options)
+    assert len(expected) == len(found)
+    torch.testing.assert_close(_flat(found), _flat(expected), rtol=0, atol=0)
+
+
+def _flat(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if hasattr(value, "values") else value
+    return [leaf for item in items if isinstance(item, torch.Tensor | tuple) for leaf in _flat(item)]
+
+
+def test_router_logits_are_captured():
+    _, ours = pair("qwen3_moe")
+    output = ours(**batch())
+    assert [logits.shape for logits in output.router_logits] == [(33, 4)] * 2
+    assert output.aux_loss.item() > 0
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_upstreams_experts_dispatcher_still_chooses(implementation):
+    reference, ours = pair("qwen3_moe")
+    assert ours._can_set_experts_implementation()
+    assert ours._can_set_attn_implementation()
+    for model in (reference, ours):
+        model.set_experts_implementation(implementation)
+    assert_same(outputs_and_gradients(ours, batch()), outputs_and_gradients(reference, batch()))
+
+
+def test_bound_experts_are_asked_before_the_dispatcher():
+    _, ours = pair("qwen3_moe")
+    seen = []
+
+    def kernel(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights):
+        seen.append((hidden_states.shape, gate_up_proj.shape, down_proj.shape, top_k_index.shape, top_k_weights.shape))
+        return torch.zeros_like(hidden_states)
+
+    ours.model.layers[0].mlp.experts._opslot_moe_experts = kernel
+    ours(**batch())
+    assert seen == [((33, 32), (4, 24, 32), (4, 32, 12), (33, 2), (33, 2))]
+
+
+class FusedLoss:
+    """Computes the loss from hidden states and the head's weight, as a fused kernel does."""
+
+    def __init__(self, serves: bool = True) -> None:
+        self.serves = serves
+        self.calls: list[dict[str, Any]] = []
+
+    def serves_head(self, model: Any, head: Any) -> bool:
+        return self.serves
+
+    def __call__(self, hidden_states, weight, labels, **kwargs):
+        self.calls.append(kwargs)
+        logits = hidden_states @ weight.T
+        if logits.ndim == 3:
+            logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return torch.nn.functional.cross_entropy(logits.float(), labels)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_fused_causal_loss_skips_the_logits(arch):
+    reference, ours = pair(arch, output_router_logits=False)
+    reference.eval(), ours.eval()
+    ours._opslot_cross_entropy_loss = kernel = FusedLoss()
+    expected, found = reference(**batch()), ours(**batch())
+    assert found.logits is None
+    torch.testing.assert_close(found.loss, expected.loss)
+    assert len(kernel.calls) == 1
+    without_labels = {name: value for name, value in batch().items() if name != "labels"}
+    assert torch.equal(ours(**without_labels).logits, reference(**without_labels).logits)
+    assert len(kernel.calls) == 1
+
+
+def test_fused_causal_loss_gets_the_callers_arguments():
+    _, ours = pair("qwen3")
+    ours._opslot_cross_entropy_loss = kernel = FusedLoss()
+    ours(**batch(), num_items_in_batch=7)
+    assert kernel.calls[0]["num_items_in_batch"] == 7
+
+
+def test_a_head_that_the_kernel_does_not_serve_stays_upstreams():
+    reference, ours = pair("qwen3")
+    ours._opslot_cross_entropy_loss = kernel = FusedLoss(serves=False)
+    assert_same(outputs_and_gradients(ours, batch()), outputs_and_gradients(reference, batch()))
+    assert kernel.calls == []
+
+
+def test_fused_classification_loss():
+    reference, ours = pair("qwen3", "ForSequenceClassification", num_labels=3)
+    ours._opslot_cross_entropy_loss = kernel = FusedLoss()
+    expected, found = reference(**batch("ForSequenceClassification")), ours(**batch("ForSequenceClassification"))
+    torch.testing.assert_close(found.loss, expected.loss)
+    assert torch.equal(found.logits, expected.logits)
+    assert len(kernel.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_labels", "labels"),
+    [(1, torch.tensor([0.5, 1.0, 2.0])), (3, torch.ones(3, 3))],
+    ids=["regression", "multi-label"],
+)
+def test_other_classification_problems_stay_upstreams(num_labels, labels):
+    reference, ours = pair("llama", "ForSequenceClassification", num_labels=num_labels)
+    ours._opslot_cross_entropy_loss = kernel = FusedLoss()
+    inputs = {**batch("ForSequenceClassification"), "labels": labels}
+    assert torch.equal(ours(**inputs).loss, reference(**inputs).loss)
+    assert kernel.calls == []
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_full_graph_compile(arch):
+    reference, ours = pair(arch)
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    inputs = batch()
+    # Upstream installs the hooks that capture router logits on the first call, under a lock that cannot be traced.
+    ours(**inputs)
+    expected = outputs_and_gradients(reference, inputs)
+    found = outputs_and_gradients(compiled, inputs)
+    assert_same({name.replace("_orig_mod.", ""): value for name, value in found.items()}, expected)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_copies(arch):
+    reference, ours = pair(arch)
+    expected = outputs_and_gradients(reference, batch())
+    ours.zero_grad()
+    saved = io.BytesIO()
+    torch.save(ours, saved)
+    saved.seek(0)
+    copies = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), torch.load(saved, weights_only=False)]
+    for copied in copies:
+        assert type(copied) is type(ours)
+        assert_same(outputs_and_gradients(copied, batch()), expected)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gradient_checkpointing(arch):
+    reference, ours = pair(arch)
+    for model in (reference, ours):
+        model.train()
+        model.gradient_checkpointing_enable()
+    assert_same(outputs_and_gradients(ours, batch()), outputs_and_gradients(reference, batch()))
