@@ -1,7 +1,7 @@
 """RMSNorm (Zhang and Sennrich 2019, equation 4): contract, references, input cases and costs.
 
-Shapes: `hidden_states` [..., H] with any strides, `weight` [H], `gate` like `hidden_states`; statistics in float32 (float64 for
-float64 input); `eps` is added to the mean of squares.
+Shapes: `hidden_states` [..., H] with any strides, `weight` [H], `gate` like `hidden_states`; statistics in float32
+(float64 for float64 input); `eps` is added to the mean of squares.
 """
 
 from __future__ import annotations
@@ -47,66 +47,104 @@ def unweighted(hidden_states: Tensor, eps: float) -> Tensor:
     return _normalize(hidden_states, eps).to(hidden_states.dtype)
 
 
-_SHAPES = {
-    "model width": (2, 33, 256),
-    "head width": (3, 5, 7, 128),
-    "odd width": (6, 42, 123),
-    "one row": (1, 64),
-    "no rows": (0, 64),
-}
+def _silu_gate(module: Any) -> str | None:
+    """Upstream's gated norms name their gate's activation; a class without the attribute is SiLU by definition."""
+    activation = getattr(module, "activation", "silu")
+    return None if activation in ("silu", "swish") else f"the gate's activation is {activation!r}, not silu"
 
 
-def _case(name: str, shape: tuple[int, ...], role: str = "check", strided: bool = False, **extra: str) -> InputCase:
+def _case(
+    name: str,
+    shape: tuple[int, ...],
+    roles: tuple[str, ...],
+    *,
+    role: str = "check",
+    view: str = "",
+    scale: float = 1.0,
+    weight_dtype: torch.dtype | None = None,
+) -> InputCase:
+    """`roles` name the tensors that the variant takes beside `hidden_states`; `view` says how those lie in memory."""
+
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-        width = shape[-1]
-        x = randn((*shape[:-1], width * (2 if strided else 1)), dtype, device, generator)
-        arguments: dict[str, Any] = {"hidden_states": x[..., :width], "eps": 1e-6}
-        if "weight" in extra:
-            arguments["weight"] = randn((width,), dtype, device, generator) * 0.2 + 1.0
-        if "gate" in extra:
-            arguments["gate"] = randn(shape, dtype, device, generator)
+        *lead, width = shape
+
+        def activation(factor: float) -> Tensor:
+            if view == "columns":
+                return randn((*lead, 2 * width), dtype, device, generator, factor)[..., :width]
+            if view == "transposed":
+                return randn((lead[1], lead[0], *lead[2:], width), dtype, device, generator, factor).transpose(0, 1)
+            return randn(shape, dtype, device, generator, factor)
+
+        arguments: dict[str, Any] = {"hidden_states": activation(scale), "eps": 1e-6}
+        if "weight" in roles:
+            arguments["weight"] = randn((width,), weight_dtype or dtype, device, generator) * 0.2 + 1.0
+        if "gate" in roles:
+            arguments["gate"] = activation(1.0)
         return arguments
 
     return InputCase(name, make, role)
 
 
-def _cases(**extra: str) -> list[InputCase]:
-    return [
-        *(_case(name, shape, **extra) for name, shape in _SHAPES.items()),
-        _case("strided view", (4, 9, 96), strided=True, **extra),
-        _case("16384x4096", (16384, 4096), role="bench", **extra),
-        _case("16384x2048", (16384, 2048), role="bench", **extra),
-        _case("524288x128", (524288, 128), role="bench", **extra),
+def _cases(*roles: str) -> list[InputCase]:
+    cases = [
+        _case("model width", (2, 33, 256), roles),
+        _case("head width", (3, 5, 7, 128), roles),
+        _case("odd width", (6, 42, 123), roles),
+        _case("one row", (1, 64), roles),
+        _case("width one", (5, 1), roles),
+        _case("no rows", (0, 64), roles),
+        _case("column slice", (4, 9, 96), roles, view="columns"),
+        _case("transposed rows", (4, 9, 96), roles, view="transposed"),
+        _case("tiny values", (31, 80), roles, scale=1e-3),
+        _case("large values", (31, 80), roles, scale=1e3),
+        _case("16384x4096", (16384, 4096), roles, role="bench"),
+        _case("16384x2048", (16384, 2048), roles, role="bench"),
+        _case("524288x128", (524288, 128), roles, role="bench"),
     ]
+    if "weight" in roles:
+        cases.insert(6, _case("fp32 weight", (3, 11, 64), roles, weight_dtype=torch.float32))
+    return cases
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
-    """x in and y out forward; x and dy in and dx out backward; a gate doubles its share."""
+    """Forward reads x and writes y, backward reads both x and dy and writes dx; a gate adds two reads and a write."""
     x = arguments["hidden_states"]
     passes = 5 + (3 if "gate" in arguments else 0)
     return Cost(bytes=passes * x.numel() * x.element_size())
 
 
+_VARIANTS = (
+    OpVariant(
+        "standard",
+        standard,
+        _cases("weight"),
+        ("hidden_states", "weight"),
+        _cost,
+        description="cast, then times weight",
+    ),
+    OpVariant(
+        "offset",
+        offset,
+        _cases("weight"),
+        ("hidden_states", "weight"),
+        _cost,
+        description="times (1 + weight) in fp32",
+    ),
+    OpVariant(
+        "gated",
+        gated,
+        _cases("weight", "gate"),
+        ("hidden_states", "weight", "gate"),
+        _cost,
+        check_site=_silu_gate,
+        config_field="rms_norm_gated_implementation",
+        description="standard, then times silu(gate)",
+    ),
+    OpVariant("unweighted", unweighted, _cases(), ("hidden_states",), _cost, description="no weight"),
+)
+
 OP = OpSpec(
     name="rms_norm",
     description="root mean square layer norm",
-    variants={
-        v.name: v
-        for v in (
-            OpVariant(
-                "standard", standard, _cases(weight="yes"), ("hidden_states", "weight"), _cost, description="cast, then times weight"
-            ),
-            OpVariant("offset", offset, _cases(weight="yes"), ("hidden_states", "weight"), _cost, description="times (1 + weight) in fp32"),
-            OpVariant(
-                "gated",
-                gated,
-                _cases(weight="yes", gate="yes"),
-                ("hidden_states", "weight", "gate"),
-                _cost,
-                config_field="rms_norm_gated_implementation",
-                description="standard, then times silu(gate)",
-            ),
-            OpVariant("unweighted", unweighted, _cases(), ("hidden_states",), _cost, description="no weight"),
-        )
-    },
+    variants={variant.name: variant for variant in _VARIANTS},
 )

@@ -1,0 +1,59 @@
+"""What the registrations of Triton and vendor kernels have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from opslot.slots import HardwareRequirement, KernelSpec
+
+FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+def triton_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
+    """A kernel `<variant>` of the op's triton.py, for GPUs from Ampere on and the interpreter."""
+    return KernelSpec(
+        "triton",
+        op_name,
+        variant,
+        f"opslot.ops.{op_name}.triton:{variant}",
+        HardwareRequirement("gpu", min_compute_capability=(8, 0)),
+        requires=("triton",),
+        dtypes=FLOATS,
+        interpretable=True,
+        **options,
+    )
+
+
+def liger_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
+    """A kernel `<variant>` of the op's liger.py."""
+    return KernelSpec(
+        "liger_kernel",
+        op_name,
+        variant,
+        f"opslot.ops.{op_name}.liger:{variant}",
+        HardwareRequirement("gpu", min_compute_capability=(8, 0)),
+        requires=("liger_kernel", "triton"),
+        dtypes=FLOATS,
+        **options,
+    )
+
+
+def npu_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
+    """A kernel `<variant>` of the op's npu.py."""
+    return KernelSpec(
+        "npu",
+        op_name,
+        variant,
+        f"opslot.ops.{op_name}.npu:{variant}",
+        HardwareRequirement("npu"),
+        requires=("torch_npu",),
+        dtypes=FLOATS,
+        **options,
+    )
+
+
+def torch_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
+    """A kernel `<variant>` of the op's torch_fused.py: plain torch, for any device."""
+    return KernelSpec("torch_fused", op_name, variant, f"opslot.ops.{op_name}.torch_fused:{variant}", **options)

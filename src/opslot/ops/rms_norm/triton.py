@@ -1,0 +1,337 @@
+"""RMSNorm in Triton: one pass over the rows forward, one persistent pass backward.
+
+Backward recomputes the row's statistics from the `x` it must load anyway, so forward saves nothing but its inputs.
+The weight's gradient is summed per program in registers, then over programs by a second kernel in a fixed order: no
+atomics, the same bits every run. A row's numbers depend on neither its place nor the number of rows.
+
+Time on an H200 and the share of the floor are in benchmarks/results/elementwise_h200.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from opslot.ops._common.library import as_rows, opaque_op, refuse
+from opslot.ops._common.triton import multiprocessor_count
+
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+MAX_WIDTH = 65536
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward_kernel(
+    x_ptr,
+    weight_ptr,
+    gate_ptr,
+    out_ptr,
+    rows,
+    x_stride,
+    gate_stride,
+    eps,
+    OFFSET: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    mask = (row < rows) & (column < WIDTH)
+    stored = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
+    x = stored.to(tl.float32)
+    normalized = x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / WIDTH + eps)
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        if OFFSET:
+            weight += 1.0
+        elif out_ptr.dtype.element_ty == stored.dtype:
+            # Upstream rounds here: so do we, to stay near its bits, where the result is as narrow.
+            normalized = normalized.to(stored.dtype).to(tl.float32)
+        normalized *= weight
+    if HAS_GATE:
+        gate = tl.load(gate_ptr + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+        normalized *= gate / (1.0 + tl.exp(-gate))
+    tl.store(out_ptr + row * WIDTH + column, normalized.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward_kernel(
+    dout_ptr,
+    x_ptr,
+    weight_ptr,
+    gate_ptr,
+    dx_ptr,
+    dgate_ptr,
+    partial_ptr,
+    rows,
+    dout_stride,
+    x_stride,
+    gate_stride,
+    eps,
+    OFFSET: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    NEED_X: tl.constexpr,
+    NEED_WEIGHT: tl.constexpr,
+    NEED_GATE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = column < WIDTH
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        if OFFSET:
+            weight += 1.0
+    if NEED_WEIGHT:
+        dweight = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = block * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        mask = (row < rows) & inside
+        x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+        dnormalized = tl.load(dout_ptr + row * dout_stride + column, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / WIDTH + eps)
+        normalized = x * rstd
+        if HAS_GATE:
+            gate = tl.load(gate_ptr + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+            decay = 1.0 + tl.exp(-gate)
+            silu = gate / decay
+            if NEED_GATE:
+                dgate = dnormalized * normalized * weight * ((1.0 + gate - silu) / decay)
+                tl.store(dgate_ptr + row * WIDTH + column, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+            dnormalized *= silu
+        if NEED_WEIGHT:
+            dweight += dnormalized * normalized
+        if NEED_X:
+            if HAS_WEIGHT:
+                dnormalized *= weight
+            along = tl.sum(dnormalized * normalized, axis=1, keep_dims=True) / WIDTH
+            dx = rstd * (dnormalized - normalized * along)
+            tl.store(dx_ptr + row * WIDTH + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if NEED_WEIGHT:
+        total = tl.sum(dweight, axis=0)
+        column = tl.arange(0, COLUMNS)
+        tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * WIDTH + column, total, mask=column < WIDTH)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _sum_partials_kernel(partial_ptr, out_ptr, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, count, ROWS):
+        row = start + tl.arange(0, ROWS)
+        mask = (row < count)[:, None] & (column < WIDTH)[None, :]
+        total += tl.load(partial_ptr + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
+    summed = tl.sum(total, axis=0)
+    tl.store(out_ptr + column, summed.to(out_ptr.dtype.element_ty), mask=column < WIDTH)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Tile and grid of one launch: rows of a tile, warps, and for a persistent grid its programs per multiprocessor."""
+
+    rows: int
+    warps: int
+    programs: int = 0
+    stages: int = 1
+
+
+def forward_launch(columns: int) -> Launch:
+    """Forward: tiles of 4096 elements at least, 16 to a thread."""
+    rows = max(1, 4096 // columns)
+    return Launch(rows, warps=min(32, max(4, rows * columns // 512)))
+
+
+def backward_launch(columns: int) -> Launch:
+    """Backward: three fp32 values an element live at once beside the weight's sum, so tiles are smaller."""
+    rows = max(1, 2048 // columns)
+    return Launch(rows, warps=min(32, max(4, rows * columns // 512)), programs=4 if columns <= 4096 else 2, stages=2)
+
+
+def _columns(width: int) -> int:
+    return triton.next_power_of_2(width)
+
+
+def _out_dtype(x: Tensor, weight: Tensor | None, gate: Tensor | None, offset: bool) -> torch.dtype:
+    if weight is None or offset or gate is not None:
+        return x.dtype
+    return torch.promote_types(x.dtype, weight.dtype)
+
+
+def _fake_forward(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool) -> Tensor:
+    return x.new_empty(x.shape, dtype=_out_dtype(x, weight, gate, offset))
+
+
+@opaque_op("rms_norm(Tensor x, Tensor? weight, Tensor? gate, float eps, bool offset) -> Tensor", fake=_fake_forward)
+def _forward(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool) -> Tensor:
+    out = torch.empty(x.shape, dtype=_out_dtype(x, weight, gate, offset), device=x.device)
+    if x.numel() == 0:
+        return out
+    x_rows = as_rows(x)
+    gate_rows = None if gate is None else as_rows(gate)
+    weight = None if weight is None else weight.contiguous()
+    rows, width = x_rows.shape
+    columns = _columns(width)
+    launch = forward_launch(columns)
+    _forward_kernel[(triton.cdiv(rows, launch.rows),)](
+        x_rows,
+        weight,
+        gate_rows,
+        out,
+        rows,
+        x_rows.stride(0),
+        0 if gate_rows is None else gate_rows.stride(0),
+        eps,
+        OFFSET=offset,
+        HAS_WEIGHT=weight is not None,
+        HAS_GATE=gate is not None,
+        WIDTH=width,
+        ROWS=launch.rows,
+        COLUMNS=columns,
+        num_warps=launch.warps,
+    )
+    return out
+
+
+def _backward_outputs(
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, needed: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and gate; empty ones stand for those that nobody needs."""
+
+    def one(source: Tensor | None, need: bool) -> Tensor:
+        if source is None or not need:
+            return x.new_empty(0)
+        return torch.empty(source.shape, dtype=source.dtype, device=x.device)
+
+    dx, dweight, dgate = (one(source, need) for source, need in zip((x, weight, gate), needed, strict=True))
+    return dx, dweight, dgate
+
+
+def _fake_backward(
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    gate: Tensor | None,
+    eps: float,
+    offset: bool,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _backward_outputs(x, weight, gate, needed)
+
+
+@opaque_op(
+    "rms_norm_backward(Tensor dout, Tensor x, Tensor? weight, Tensor? gate, float eps, bool offset, bool[] needed)"
+    " -> (Tensor, Tensor, Tensor)",
+    fake=_fake_backward,
+)
+def _backward(
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    gate: Tensor | None,
+    eps: float,
+    offset: bool,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    need_x, need_weight, need_gate = needed
+    dx, dweight, dgate = _backward_outputs(x, weight, gate, needed)
+    if x.numel() == 0:
+        return dx, dweight.zero_(), dgate
+    dout_rows, x_rows = as_rows(dout), as_rows(x)
+    gate_rows = None if gate is None else as_rows(gate)
+    weight = None if weight is None else weight.contiguous()
+    rows, width = x_rows.shape
+    columns = _columns(width)
+    launch = backward_launch(columns)
+    programs = min(triton.cdiv(rows, launch.rows), multiprocessor_count(x.device) * launch.programs)
+    partial = torch.empty((programs, width), dtype=torch.float32, device=x.device) if need_weight else None
+    _backward_kernel[(programs,)](
+        dout_rows,
+        x_rows,
+        weight,
+        gate_rows,
+        dx,
+        dgate,
+        partial,
+        rows,
+        dout_rows.stride(0),
+        x_rows.stride(0),
+        0 if gate_rows is None else gate_rows.stride(0),
+        eps,
+        OFFSET=offset,
+        HAS_WEIGHT=weight is not None,
+        HAS_GATE=gate is not None,
+        NEED_X=need_x,
+        NEED_WEIGHT=need_weight,
+        NEED_GATE=need_gate,
+        WIDTH=width,
+        ROWS=launch.rows,
+        COLUMNS=columns,
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+    )
+    if partial is not None:
+        _sum_partials_kernel[(triton.cdiv(width, 32),)](
+            partial, dweight, programs, WIDTH=width, ROWS=64, COLUMNS=32, num_warps=4
+        )
+    return dx, dweight, dgate
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool) -> Tensor:
+        ctx.save_for_backward(x, weight, gate)
+        ctx.eps, ctx.offset = eps, offset
+        return _forward(x, weight, gate, eps, offset)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, gate = ctx.saved_tensors
+        needed = list(ctx.needs_input_grad[:3])
+        grads = _backward(dout, x, weight, gate, ctx.eps, ctx.offset, needed)
+        return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), None, None
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool) -> Tensor:
+    label = f"rms_norm{'_gated' if gate is not None else ''}_implementation='triton'"
+    for name, tensor in (("hidden_states", x), ("weight", weight), ("gate", gate)):
+        if tensor is not None and tensor.dtype not in DTYPES:
+            refuse(label, name, f"its dtype is {tensor.dtype}, not float32, bfloat16 or float16", "use eager")
+    if x.shape[-1] > MAX_WIDTH:
+        refuse(label, "hidden_states", f"its rows are {x.shape[-1]} wide, the limit is {MAX_WIDTH}", "use eager")
+    if weight is not None and weight.shape != x.shape[-1:]:
+        refuse(label, "weight", f"its shape is {tuple(weight.shape)}, not ({x.shape[-1]},)", "use eager")
+    if gate is not None and gate.shape != x.shape:
+        refuse(label, "gate", f"its shape is {tuple(gate.shape)}, not {tuple(x.shape)}", "use eager")
+    return _RMSNorm.apply(x, weight, gate, eps, offset)
+
+
+def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`op.standard` for float32, bfloat16 and float16, mixed at will, rows up to 65536 wide."""
+    return _rms_norm(hidden_states, weight, None, eps, False)
+
+
+def offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`op.offset`, within the limits of `standard`."""
+    return _rms_norm(hidden_states, weight, None, eps, True)
+
+
+def gated(hidden_states: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
+    """`op.gated`, within the limits of `standard`."""
+    return _rms_norm(hidden_states, weight, gate, eps, False)
+
+
+def unweighted(hidden_states: Tensor, eps: float) -> Tensor:
+    """`op.unweighted`, within the limits of `standard`."""
+    return _rms_norm(hidden_states, None, None, eps, False)

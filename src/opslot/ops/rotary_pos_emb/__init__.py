@@ -1,0 +1,18 @@
+"""rotary_pos_emb: registration of the op and of its kernels."""
+
+from opslot.ops._common.specs import liger_kernel, npu_kernel, torch_kernel, triton_kernel
+from opslot.ops.rotary_pos_emb.op import OP
+from opslot.slots import KERNEL_REGISTRY
+
+KERNEL_REGISTRY.register_op(OP)
+for _variant in OP.variants:
+    KERNEL_REGISTRY.register(
+        triton_kernel(OP.name, _variant, priority={"gpu": 80}, description="q and k in one launch, no copies")
+    )
+for _variant in ("full", "partial"):
+    KERNEL_REGISTRY.register(
+        torch_kernel(OP.name, _variant, priority={"cpu": 60}, description="plain torch with its own backward")
+    )
+# Its copies, which keep the caller's q and k, leave it faster than eager and slower than triton.
+KERNEL_REGISTRY.register(liger_kernel(OP.name, "full", priority={"gpu": 40}, description="Liger-Kernel, on copies"))
+KERNEL_REGISTRY.register(npu_kernel(OP.name, "full", priority={"npu": 60}, description="torch_npu.npu_rotary_mul"))

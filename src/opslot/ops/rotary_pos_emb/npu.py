@@ -1,0 +1,12 @@
+"""torch_npu's rotary embedding for Ascend."""
+
+from __future__ import annotations
+
+import torch_npu
+from torch import Tensor
+
+
+def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`op.full` through `torch_npu.npu_rotary_mul`, whose default mode pairs halves."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return torch_npu.npu_rotary_mul(q, cos, sin), torch_npu.npu_rotary_mul(k, cos, sin)

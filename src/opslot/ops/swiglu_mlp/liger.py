@@ -1,0 +1,40 @@
+"""Liger-Kernel's SwiGLU activation; its backward runs on copies, since it writes the gradients over its arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from liger_kernel.ops.swiglu import swiglu_backward, swiglu_forward
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from opslot.ops._common.library import refuse
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up, out = swiglu_forward(gate.contiguous(), up.contiguous())
+        ctx.save_for_backward(gate, up)
+        ctx.shape = out.shape
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        dgate, dup = swiglu_backward(gate.clone(), up.clone(), dout.contiguous())
+        return dgate.view(ctx.shape), dup.view(ctx.shape)
+
+
+def standard(gate: Tensor, up: Tensor) -> Tensor:
+    """`op.standard` where `gate` and `up` share shape and dtype."""
+    if (gate.dtype, gate.shape) != (up.dtype, up.shape):
+        refuse(
+            "swiglu_mlp_implementation='liger_kernel'",
+            "up",
+            f"it is {up.dtype} {tuple(up.shape)} beside gate's {gate.dtype} {tuple(gate.shape)}",
+            "use triton or eager",
+        )
+    return _SwiGLU.apply(gate, up)
