@@ -27,6 +27,10 @@ class DataError(OpslotError, ValueError):
     """Training data is missing, empty or malformed."""
 
 
+class ParallelError(OpslotError, RuntimeError):
+    """Processes do not fit together: nobody set them up, or one of them failed."""
+
+
 class TrainingError(OpslotError, RuntimeError):
     """A run cannot go on: its loss or gradients are not finite."""
 

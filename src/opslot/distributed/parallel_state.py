@@ -1,0 +1,226 @@
+"""Which processes share what: built once a process, fetched where it is needed.
+
+The world is `dp_replicate * dp_shard * sp` ranks, the last axis fastest, so that ranks of one sequence are neighbours.
+Experts see the same ranks through a second mesh, `dp_replicate * ep_fsdp * ep`, where `ep_fsdp * ep = dp_shard * sp`:
+
+    axis          ranks along it
+    dp_replicate  hold the same shards (HSDP)
+    dp_shard      hold different shards and train on different rows
+    sp            hold different shards and parts of the same rows (Ulysses)
+    ep            hold different experts
+    ep_fsdp       hold different shards of the same experts
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from opslot._base.errors import ConfigError, ParallelError
+
+_FSDP_AXIS = "fsdp"
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelState:
+    """Sizes of the axes, and this process's place on them.
+
+    Attributes:
+        dp_replicate, dp_shard, sp, ep: sizes of the axes.
+        device: where this process computes.
+        mesh: axes (dp_replicate, dp_shard, sp); None in a single process without a process group.
+        expert_mesh: axes (dp_replicate, ep_fsdp, ep); None likewise.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    sp: int = 1
+    ep: int = 1
+    device: torch.device = torch.device("cpu")
+    mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.sp
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if self.mesh is not None else 0
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that train on different rows."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.sp
+
+    @property
+    def sp_rank(self) -> int:
+        return self.rank % self.sp
+
+    @property
+    def ep_rank(self) -> int:
+        return self.rank % self.ep
+
+    @property
+    def ep_fsdp(self) -> int:
+        """Ranks over which the experts of one rank are sharded."""
+        return self.dp_shard * self.sp // self.ep
+
+    @property
+    def sp_group(self) -> ProcessGroup | None:
+        """The ranks that share this rank's rows; None when it has them for itself."""
+        return self.mesh["sp"].get_group() if self.mesh is not None and self.sp > 1 else None
+
+    @property
+    def ep_group(self) -> ProcessGroup | None:
+        """The ranks that together hold all experts; None when each holds them all."""
+        return self.expert_mesh["ep"].get_group() if self.expert_mesh is not None and self.ep > 1 else None
+
+    @property
+    def ep_mesh(self) -> DeviceMesh | None:
+        return self.expert_mesh["ep"] if self.expert_mesh is not None and self.ep > 1 else None
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh | None:
+        """What dense parameters are sharded over: dp_shard and sp as one axis, below dp_replicate if there is one."""
+        if self.mesh is None:
+            return None
+        return self.mesh["dp_replicate", _FSDP_AXIS] if self.dp_replicate > 1 else self.mesh[_FSDP_AXIS]
+
+    @property
+    def expert_fsdp_mesh(self) -> DeviceMesh | None:
+        """What the parameters of this rank's experts are sharded over."""
+        if self.expert_mesh is None:
+            return None
+        return self.expert_mesh["dp_replicate", "ep_fsdp"] if self.dp_replicate > 1 else self.expert_mesh["ep_fsdp"]
+
+    def __str__(self) -> str:
+        sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "sp": self.sp, "ep": self.ep}
+        return " x ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+_state: ParallelState | None = None
+
+
+def init_parallel_state(
+    *,
+    dp_replicate: int = 1,
+    dp_shard: int | None = None,
+    sp: int = 1,
+    ep: int = 1,
+    device_type: str | None = None,
+    timeout: datetime.timedelta | None = None,
+) -> ParallelState:
+    """Build the process group, where there is none yet, and the meshes. Every rank calls it, with the same sizes.
+
+    Args:
+        dp_replicate: groups of ranks that hold the same shards.
+        dp_shard: ranks that shard the parameters and train on different rows; None takes what the others leave.
+        sp: ranks that share a sequence.
+        ep: ranks that share the experts; they are taken from dp_shard and sp.
+        device_type: "cuda" or "cpu"; None takes a GPU where there is one.
+        timeout: of collectives; None leaves torch's.
+
+    Returns:
+        The state, which `get_parallel_state` returns from now on. Calling it again with the same sizes returns it too.
+
+    Raises:
+        ConfigError: the sizes do not multiply to the world's, or the state was built with others.
+    """
+    global _state
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    dp_shard = _check_sizes(world, dp_replicate, dp_shard, sp, ep)
+    if _state is not None:
+        if (_state.dp_replicate, _state.dp_shard, _state.sp, _state.ep) != (dp_replicate, dp_shard, sp, ep):
+            raise ConfigError(
+                f"the parallel state is {_state} already, so it cannot become "
+                f"dp_replicate {dp_replicate} x dp_shard {dp_shard} x sp {sp} x ep {ep}\n"
+                "  to do: build it once, at the start; call destroy_parallel_state() first to build another"
+            )
+        return _state
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        if world == 1 and "MASTER_ADDR" not in os.environ:
+            _state = ParallelState(device=device)
+            return _state
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timeout, device_id=device if device_type == "cuda" else None)
+    mesh = init_device_mesh(
+        device_type, (dp_replicate, dp_shard, sp), mesh_dim_names=("dp_replicate", "dp_shard", "sp")
+    )
+    mesh["dp_shard", "sp"]._flatten(_FSDP_AXIS)
+    expert_mesh = init_device_mesh(
+        device_type, (dp_replicate, dp_shard * sp // ep, ep), mesh_dim_names=("dp_replicate", "ep_fsdp", "ep")
+    )
+    _state = ParallelState(dp_replicate, dp_shard, sp, ep, device, mesh, expert_mesh)
+    return _state
+
+
+def get_parallel_state() -> ParallelState:
+    """The state of this process. A single process that built none has the trivial one.
+
+    Raises:
+        ParallelError: there are several processes and `init_parallel_state` was not called.
+    """
+    if _state is not None:
+        return _state
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        raise ParallelError(
+            f"there are {world} processes, but nobody said how they share the work\n"
+            "  to do: call opslot.distributed.init_parallel_state(sp=..., ep=...) on every rank before building the model"
+        )
+    return ParallelState()
+
+
+def destroy_parallel_state() -> None:
+    """Forget the state and end the process group."""
+    global _state
+    _state = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _check_sizes(world: int, dp_replicate: int, dp_shard: int | None, sp: int, ep: int) -> int:
+    """dp_shard; ConfigError naming the sizes that would fit."""
+    for name, size in {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "sp": sp, "ep": ep}.items():
+        if size is not None and size < 1:
+            raise ConfigError(f"{name}={size} must be at least 1")
+    if world % sp:
+        raise ConfigError(f"sp={sp} does not divide the {world} processes; sizes that would: {_divisors(world)}")
+    if world // sp % dp_replicate:
+        raise ConfigError(
+            f"dp_replicate={dp_replicate} does not divide the {world // sp} ranks that sp={sp} leaves of {world} "
+            f"processes; sizes that would: {_divisors(world // sp)}"
+        )
+    rest = world // sp // dp_replicate
+    if dp_shard is not None and dp_shard != rest:
+        raise ConfigError(
+            f"dp_replicate={dp_replicate} x dp_shard={dp_shard} x sp={sp} is {dp_replicate * dp_shard * sp}, but there "
+            f"are {world} processes\n  to do: set dp_shard to {rest}, leave it out, or start "
+            f"{dp_replicate * dp_shard * sp} processes"
+        )
+    if rest * sp % ep:
+        raise ConfigError(
+            f"ep={ep} does not divide the {rest * sp} ranks of dp_shard={rest} x sp={sp}; "
+            f"sizes that would: {_divisors(rest * sp)}"
+        )
+    return rest
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)

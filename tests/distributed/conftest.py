@@ -1,0 +1,28 @@
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def _ranks_module():
+    name = "opslot_test_ranks"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("ranks.py"))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator:
+    """Two processes that run a test's functions as ranks."""
+    pool = _ranks_module().Ranks(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def rank_failed() -> type[Exception]:
+    return _ranks_module().RankFailed

@@ -1,0 +1,117 @@
+"""Processes that stand for ranks: started once, they run functions of the tests, each in a fresh gloo group.
+
+`Ranks(2).run(function, *arguments)` returns what `function` returned on each rank, or raises the first rank's error.
+As a script it is one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+_START_TIMEOUT = 120
+_RUN_TIMEOUT = 120
+
+
+class RankFailed(Exception):
+    """A function of a test failed on one rank; the message holds that rank's traceback."""
+
+
+class Ranks:
+    def __init__(self, size: int) -> None:
+        self.size = size
+        listener = Listener(("127.0.0.1", 0))
+        listener._listener._socket.settimeout(_START_TIMEOUT)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        address = f"127.0.0.1:{listener.address[1]}"
+        key = os.urandom(16)
+        listener._authkey = key
+        self._processes = [
+            subprocess.Popen([sys.executable, __file__, address, key.hex(), str(rank)], env=environment)
+            for rank in range(size)
+        ]
+        connections = [listener.accept() for _ in range(size)]
+        self._connections: dict[int, Connection] = {c.recv(): c for c in connections}
+        listener.close()
+
+    def run(self, function: Callable[..., Any], *arguments: Any, world: int | None = None) -> list[Any]:
+        """Call `function(*arguments)` on each rank; ranks beyond `world` sit out."""
+        world = world or self.size
+        port = free_port()
+        for rank in range(world):
+            task = (function.__code__.co_filename, function.__name__, arguments, world, port)
+            self._connections[rank].send(task)
+        answers = []
+        for rank in range(world):
+            if not self._connections[rank].poll(_RUN_TIMEOUT):
+                self.close()
+                raise RankFailed(f"rank {rank} did not answer within {_RUN_TIMEOUT} s")
+            answers.append(self._connections[rank].recv())
+        for rank, (error, _) in enumerate(answers):
+            if error is not None:
+                raise RankFailed(f"rank {rank}:\n{error}")
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _load(path: str) -> Any:
+    name = "ranks_" + os.path.basename(path).removesuffix(".py")
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def _serve(connection: Connection, rank: int) -> None:
+    import torch
+
+    from opslot.distributed import destroy_parallel_state
+
+    torch.set_num_threads(1)
+    connection.send(rank)
+    while True:
+        path, function, arguments, world, port = connection.recv()
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        error, value = None, None
+        try:
+            value = getattr(_load(path), function)(*arguments)
+        except Exception:
+            error = traceback.format_exc()
+        with contextlib.suppress(Exception):
+            destroy_parallel_state()
+        connection.send((error, value))
+
+
+if __name__ == "__main__":
+    host, port = sys.argv[1].split(":")
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        _serve(Client((host, int(port)), authkey=bytes.fromhex(sys.argv[2])), int(sys.argv[3]))

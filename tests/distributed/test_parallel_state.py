@@ -1,0 +1,109 @@
+"""The meshes, who is where on them, and sizes that do not fit."""
+
+import pytest
+import torch
+
+from opslot._base.errors import ConfigError, ParallelError
+from opslot.distributed import destroy_parallel_state, get_parallel_state, init_parallel_state
+from opslot.distributed.parallel_state import _check_sizes
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    destroy_parallel_state()
+
+
+def test_a_single_process_has_a_trivial_state():
+    state = get_parallel_state()
+    assert (state.world_size, state.rank, state.dp_rank, state.sp_rank, state.ep_rank) == (1, 0, 0, 0, 0)
+    assert state.sp_group is None
+    assert state.ep_group is None
+    assert state.fsdp_mesh is None
+
+
+def test_several_processes_need_a_state(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ParallelError, match=r"4 processes.*\n.*init_parallel_state"):
+        get_parallel_state()
+
+
+def test_one_process_is_built_without_a_group():
+    state = init_parallel_state(device_type="cpu")
+    assert state is get_parallel_state()
+    assert state.mesh is None
+    assert not torch.distributed.is_initialized()
+
+
+def test_sizes_that_fit():
+    assert _check_sizes(8, dp_replicate=1, dp_shard=None, sp=2, ep=8) == 4
+    assert _check_sizes(8, dp_replicate=2, dp_shard=None, sp=2, ep=4) == 2
+    assert _check_sizes(8, dp_replicate=2, dp_shard=4, sp=1, ep=1) == 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"sp": 3}, r"sp=3 does not divide the 8 processes; sizes that would: 1, 2, 4, 8"),
+        ({"sp": 2, "ep": 3}, r"ep=3 does not divide the 8 ranks of dp_shard=4 x sp=2; sizes that would: 1, 2, 4, 8"),
+        ({"dp_replicate": 2, "ep": 8}, r"ep=8 does not divide the 4 ranks"),
+        ({"dp_replicate": 3}, r"dp_replicate=3 does not divide the 8 ranks.*1, 2, 4, 8"),
+        ({"dp_shard": 3}, r"is 3, but there are 8 processes\n  to do: set dp_shard to 8, leave it out, or start 3"),
+        ({"sp": 0}, r"sp=0 must be at least 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_name_those_that_would(sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        _check_sizes(8, **{"dp_replicate": 1, "dp_shard": None, "sp": 1, "ep": 1, **sizes})
+
+
+def places(sizes):
+    state = init_parallel_state(device_type="cpu", **sizes)
+    again = init_parallel_state(device_type="cpu", **sizes)
+    groups = {
+        name: torch.distributed.get_process_group_ranks(group) if group else None
+        for name, group in (("sp", state.sp_group), ("ep", state.ep_group))
+    }
+    return {
+        "same": again is state is get_parallel_state(),
+        "place": (state.rank, state.dp_rank, state.sp_rank, state.ep_rank),
+        "fsdp": state.fsdp_mesh.mesh.tolist(),
+        "expert_fsdp": state.expert_fsdp_mesh.mesh.tolist(),
+        **groups,
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({}, ([(0, 0, 0, 0), (1, 1, 0, 0)], [0, 1], [[0, 1], [0, 1]], None, None)),
+        ({"sp": 2}, ([(0, 0, 0, 0), (1, 0, 1, 0)], [0, 1], [[0, 1], [0, 1]], [0, 1], None)),
+        ({"ep": 2}, ([(0, 0, 0, 0), (1, 1, 0, 1)], [0, 1], [[0], [1]], None, [0, 1])),
+        ({"sp": 2, "ep": 2}, ([(0, 0, 0, 0), (1, 0, 1, 1)], [0, 1], [[0], [1]], [0, 1], [0, 1])),
+        ({"dp_replicate": 2}, ([(0, 0, 0, 0), (1, 1, 0, 0)], None, None, None, None)),
+    ],
+)
+def test_places_on_two_ranks(ranks, sizes, expected):
+    places_expected, fsdp, expert_fsdp, sp, ep = expected
+    found = ranks.run(places, sizes)
+    assert [f["place"] for f in found] == places_expected
+    assert all(f["same"] for f in found)
+    for rank, f in enumerate(found):
+        assert (f["sp"], f["ep"]) == (sp, ep)
+        if fsdp is None:
+            assert f["fsdp"] == f["expert_fsdp"] == [[0], [1]]
+        else:
+            assert f["fsdp"] == fsdp
+            assert f["expert_fsdp"] == expert_fsdp[rank]
+
+
+def rebuild():
+    init_parallel_state(device_type="cpu")
+    init_parallel_state(device_type="cpu", sp=2)
+
+
+def test_another_size_is_refused_once_built(ranks, rank_failed):
+    with pytest.raises(rank_failed, match="the parallel state is dp_replicate 1 x dp_shard 2 x sp 1 x ep 1 already"):
+        ranks.run(rebuild)
