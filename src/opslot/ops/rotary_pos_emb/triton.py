@@ -186,15 +186,15 @@ def _fake_rotary(
     tensors: Sequence[Tensor],
     cos: Tensor,
     sin: Tensor,
-    dtypes: Sequence[torch.dtype],
+    dtype: torch.dtype,
     interleaved: bool,
     inverse: bool,
 ) -> list[Tensor]:
-    return [_empty_like(x, dtype) for x, dtype in zip(tensors, dtypes, strict=True)]
+    return [_empty_like(x, dtype) for x in tensors]
 
 
 @opaque_op(
-    "rotary_pos_emb(Tensor[] tensors, Tensor cos, Tensor sin, ScalarType[] dtypes, bool interleaved, bool inverse)"
+    "rotary_pos_emb(Tensor[] tensors, Tensor cos, Tensor sin, ScalarType dtype, bool interleaved, bool inverse)"
     " -> Tensor[]",
     fake=_fake_rotary,
 )
@@ -202,12 +202,12 @@ def _rotary(
     tensors: Sequence[Tensor],
     cos: Tensor,
     sin: Tensor,
-    dtypes: Sequence[torch.dtype],
+    dtype: torch.dtype,
     interleaved: bool,
     inverse: bool,
 ) -> list[Tensor]:
-    """Turn one or two tensors [B, heads, S, D] by angles [B or 1, S, R]; results in `dtypes`."""
-    outs = _fake_rotary(tensors, cos, sin, dtypes, interleaved, inverse)
+    """Turn one or two tensors [B, heads, S, D] by angles [B or 1, S, R]; results in `dtype`."""
+    outs = _fake_rotary(tensors, cos, sin, dtype, interleaved, inverse)
     tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
     if cos.stride(-1) != 1 or sin.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -272,9 +272,9 @@ class _Rotary(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)
-        ctx.interleaved, ctx.dtypes = interleaved, (q.dtype, k.dtype)
-        dtypes = [x.dtype if keep_dtype else torch.promote_types(x.dtype, cos.dtype) for x in (q, k)]
-        q_out, k_out = _rotary([q, k], cos, sin, dtypes, interleaved, False)
+        ctx.interleaved, ctx.dtype = interleaved, q.dtype
+        dtype = q.dtype if keep_dtype else torch.promote_types(q.dtype, cos.dtype)
+        q_out, k_out = _rotary([q, k], cos, sin, dtype, interleaved, False)
         return q_out, k_out
 
     @staticmethod
@@ -284,9 +284,7 @@ class _Rotary(torch.autograd.Function):
         wanted = [i for i in (0, 1) if ctx.needs_input_grad[i] and douts[i] is not None]
         grads: list[Tensor | None] = [None] * 6
         if wanted:
-            found = _rotary(
-                [douts[i] for i in wanted], cos, sin, [ctx.dtypes[i] for i in wanted], ctx.interleaved, True
-            )
+            found = _rotary([douts[i] for i in wanted], cos, sin, ctx.dtype, ctx.interleaved, True)
             for i, grad in zip(wanted, found, strict=True):
                 grads[i] = grad
         return tuple(grads)
@@ -299,6 +297,8 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
             refuse(_LABEL, name, f"its dtype is {x.dtype}, not float32, bfloat16 or float16", "use eager")
         if x.ndim != (4 if name in "qk" else 3):
             refuse(_LABEL, name, f"its shape is {tuple(x.shape)}", "use eager, or the layout of the op's contract")
+    if q.dtype != k.dtype:
+        refuse(_LABEL, "k", f"its dtype is {k.dtype} beside q's {q.dtype}", "use eager")
     batch, _, tokens, width = q.shape
     if (k.shape[0], k.shape[2], k.shape[3]) != (batch, tokens, width):
         refuse(_LABEL, "k", f"its shape is {tuple(k.shape)} beside q's {tuple(q.shape)}", "use eager")
