@@ -1,0 +1,221 @@
+"""Linear head and loss without the full logits: the loop over chunks that every fused kernel shares.
+
+The rows are cut into chunks whose logits fit a budget. For each chunk: logits by a matrix product, one step that turns them into
+losses and into their own gradient, and two products that add the gradients of hidden states and weight. The loss is a scalar, so
+its gradient is known in the forward up to one factor, which the backward applies. Per-token outputs have a factor per token:
+their logits are computed again in the backward.
+
+Shapes: N rows, H width, V vocabulary, R rows of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Rows of a chunk are a multiple of this, so that matrix products get whole tiles.
+_ROW_TILE = 128
+# Adding a chunk to a 16-bit gradient rounds it once; past this many chunks the sum is kept in float32.
+_MAX_ROUNDINGS = 8
+# Below this share of labels that count, the others' rows are left out (CPU, where counting them costs no synchronization).
+_WORTH_COMPACTING = 0.9
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """How a logit z enters the loss: x = scale * z, then cap * tanh(x / cap) unless `cap` is 0.
+
+    `smoothing` is the labels'; rows whose label is `ignore_index` give 0 and get a gradient of exactly 0.
+    """
+
+    ignore_index: int
+    smoothing: float
+    cap: float
+    scale: float
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The steps between the products, on one chunk: logits [R, V], everything else [R].
+
+    Attributes:
+        name: the kernel's name and part of its custom ops'.
+        loss_step: (logits, labels, losses, factor, shaping, grad) writes `losses` and returns `factor` times their gradient in the
+            logits' dtype (unused without `grad`); `factor` is a 0-d tensor, or None for 1. May overwrite `logits`.
+        token_step: (logits, labels, log_probs, entropy, shaping) writes the two.
+        token_grad_step: (logits, labels, entropy, grad_log_probs, grad_entropy, shaping) returns the logits' gradient.
+        rescale: (gradient, factor) multiplies in place by a 0-d tensor; free for 1.
+        rows: (vocabulary, dtype, device) -> rows whose logits fit the budget.
+        factor_last: apply the factor to the summed gradients, cheaper where these are smaller than the logits.
+    """
+
+    name: str
+    loss_step: Callable[[Tensor, Tensor, Tensor, Tensor | None, Shaping, bool], Tensor]
+    token_step: Callable[[Tensor, Tensor, Tensor, Tensor, Shaping], None]
+    token_grad_step: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Shaping], Tensor]
+    rescale: Callable[[Tensor, Tensor], None]
+    rows: Callable[[int, torch.dtype, torch.device], int]
+    factor_last: bool = False
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of softmax and loss: float32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which the forward hands gradients to the backward.
+
+    float16 cannot hold p / N, and its loss scale arrives with the backward: until then these gradients stay in float32.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def loss_and_gradients(
+    backend: Backend,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    divisor: Tensor,
+    shaping: Shaping,
+    want_hidden: bool,
+    want_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss / `divisor`, and its gradients by `hidden` [N, H] and `weight` [V, H] in `gradient_dtype`, or empty tensors.
+
+    `divisor` is 0-d in the wide dtype. Without a label that counts, the loss is 0 / divisor and the gradients are 0.
+    """
+    kept = _rows_that_count(labels, shaping.ignore_index)
+    if kept is not None:
+        loss, grad_kept, grad_weight = loss_and_gradients(
+            backend, hidden[kept], weight, labels[kept], divisor, shaping, want_hidden, want_weight
+        )
+        grad_hidden = grad_kept.new_zeros(hidden.shape if want_hidden else 0)
+        return loss, grad_hidden.index_copy_(0, kept, grad_kept) if want_hidden else grad_hidden, grad_weight
+
+    # Rows that count imply a divisor of 1 or more; without any, 0 instead of 1 / 0 keeps the gradients 0.
+    factor = torch.where(divisor == 0, 0.0, shaping.scale / divisor)
+    last = backend.factor_last or hidden.dtype == torch.float16
+    losses = torch.empty(hidden.shape[0], dtype=divisor.dtype, device=hidden.device)
+    sums = _GradientSums(backend, hidden, weight, want_hidden, want_weight, wide_sums=last)
+    for rows, logits in _logit_chunks(backend, hidden, weight):
+        grad = backend.loss_step(
+            logits, labels[rows], losses[rows], None if last else factor, shaping, want_hidden or want_weight
+        )
+        sums.add(rows, grad)
+    return losses.sum() / divisor, *sums.finish(factor if last else None, gradient_dtype(hidden.dtype))
+
+
+def tokens(backend: Backend, hidden: Tensor, weight: Tensor, labels: Tensor, shaping: Shaping) -> tuple[Tensor, Tensor]:
+    """Log-probability of each label and entropy of each row, [N] in the wide dtype."""
+    log_probs = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
+    entropy = torch.empty_like(log_probs)
+    for rows, logits in _logit_chunks(backend, hidden, weight):
+        backend.token_step(logits, labels[rows], log_probs[rows], entropy[rows], shaping)
+    return log_probs, entropy
+
+
+def token_gradients(
+    backend: Backend,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    entropy: Tensor,
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor,
+    shaping: Shaping,
+    want_hidden: bool,
+    want_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `tokens` by `hidden` and `weight`, empty where not wanted; `entropy` is its output."""
+    per_row = (labels, entropy, grad_log_probs.contiguous(), grad_entropy.contiguous())
+    sums = _GradientSums(backend, hidden, weight, want_hidden, want_weight)
+    for rows, logits in _logit_chunks(backend, hidden, weight):
+        sums.add(rows, backend.token_grad_step(logits, *(x[rows] for x in per_row), shaping))
+    return sums.finish(None, hidden.dtype)
+
+
+def _rows_that_count(labels: Tensor, ignore_index: int) -> Tensor | None:
+    """Indices of the rows worth computing, or None for all of them."""
+    if labels.device.type != "cpu":
+        return None
+    kept = (labels != ignore_index).nonzero().squeeze(1)
+    return kept if kept.numel() < _WORTH_COMPACTING * labels.numel() else None
+
+
+def _chunk_rows(backend: Backend, hidden: Tensor, vocab: int) -> int:
+    """Rows of each chunk but the last: within the budget, and even, so that the last one is no sliver."""
+    total = hidden.shape[0]
+    most = max(1, backend.rows(vocab, hidden.dtype, hidden.device))
+    chunks = max(1, -(-total // most))
+    even = -(-total // chunks)
+    return min(most, max(1, -(-even // _ROW_TILE)) * _ROW_TILE)
+
+
+def _logit_chunks(backend: Backend, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their logits [R, V]) chunk by chunk; every chunk uses the same memory."""
+    total, vocab = hidden.shape[0], weight.shape[0]
+    rows = _chunk_rows(backend, hidden, vocab)
+    # On a GPU, products and kernels are fastest when every row starts on 16 bytes.
+    pitch = -(-vocab // 16) * 16 if hidden.is_cuda else vocab
+    buffer = hidden.new_empty(min(rows, total), pitch)[:, :vocab]
+    for start in range(0, total, rows):
+        chunk = slice(start, min(start + rows, total))
+        logits = buffer[: chunk.stop - start]
+        torch.mm(hidden[chunk], weight.t(), out=logits)
+        yield chunk, logits
+
+
+class _GradientSums:
+    """Gradients of hidden states and weight, filled from chunks of the logits' gradient."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        hidden: Tensor,
+        weight: Tensor,
+        want_hidden: bool,
+        want_weight: bool,
+        wide_sums: bool = False,
+    ) -> None:
+        self.hidden, self.weight = hidden, weight
+        self.want_hidden, self.want_weight = want_hidden, want_weight
+        narrow, broad = hidden.dtype, wide(hidden.dtype)
+        chunks = -(-hidden.shape[0] // _chunk_rows(backend, hidden, weight.shape[0]))
+        sum_dtype = broad if wide_sums or chunks > _MAX_ROUNDINGS else narrow
+        self.grad_hidden = torch.empty(
+            hidden.shape if want_hidden else 0, dtype=broad if wide_sums else narrow, device=hidden.device
+        )
+        self.grad_weight = (
+            torch.empty_like(weight, dtype=sum_dtype) if want_weight else weight.new_empty(0, dtype=sum_dtype)
+        )
+        if not hidden.shape[0]:
+            self.grad_weight.zero_()
+
+    def add(self, rows: slice, grad_logits: Tensor) -> None:
+        if self.want_hidden:
+            _product(grad_logits, self.weight, self.grad_hidden[rows], add=False)
+        if self.want_weight:
+            _product(grad_logits.t(), self.hidden[rows], self.grad_weight, add=rows.start > 0)
+
+    def finish(self, factor: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if factor is not None:
+            self.grad_hidden.mul_(factor)
+            self.grad_weight.mul_(factor)
+        return self.grad_hidden.to(dtype), self.grad_weight.to(dtype)
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+    """out (+)= a @ b; a wider `out` gets the products' float32 sums unrounded."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        if add:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        _product(a.to(out.dtype), b.to(out.dtype), out, add)

@@ -1,0 +1,280 @@
+"""Linear head + cross entropy: contract, references, input cases and costs.
+
+Shapes: `hidden_states` [..., H] with any strides, `weight` [V, H] (the head's, which has no bias), `labels` [...] of integers in [0, V)
+or `ignore_index`. Logits are scaled and capped in the dtype of the inputs, as upstream does; softmax and loss in float32
+(float64 for float64 inputs). Label smoothing is Szegedy et al. 2016, section 7: targets (1 - e) onehot + e / V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from opslot.ops._common.cases import randn
+from opslot.slots import Cost, InputCase, OpSpec, OpVariant
+
+
+def causal(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    **kwargs: Any,
+) -> Tensor:
+    """Loss of a causal language model: position t predicts `labels[..., t + 1]`.
+
+    Args:
+        hidden_states: [B, S, H], or [N, H] beside `shift_labels`.
+        labels: [B, S], not shifted; the last position of a sequence predicts nothing.
+        num_items_in_batch: divisor of the summed loss, e.g. the labels of all accumulation steps; None divides by the number
+            of labels that are not ignored (NaN when there is none).
+        shift_labels: labels that are shifted already, used as they are.
+        softcap: logits become softcap * tanh(logits / softcap), after `logit_scale`.
+        logit_scale: factor of the logits.
+        kwargs: other arguments of a model's forward (position_ids, cu_seq_lens_q, ...); ignored.
+
+    Returns:
+        A scalar, float32 or wider.
+    """
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    logits = _logits(hidden_states, weight, softcap, logit_scale)
+    return _loss(logits, shift_labels, num_items_in_batch, ignore_index, label_smoothing)
+
+
+def sequence_classification(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    *,
+    label_smoothing: float = 0.0,
+    **kwargs: Any,
+) -> Tensor:
+    """Loss of a classifier: `hidden_states` [..., H] predict `labels` [...] in place. Returns a scalar, float32 or wider."""
+    return _loss(_logits(hidden_states, weight, None, 1.0), labels, num_items_in_batch, ignore_index, label_smoothing)
+
+
+def token_log_probs(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Per-token log-probabilities and entropies, as policy gradients need them; `logit_scale` is 1 / temperature.
+
+    Returns:
+        (log_probs, entropy), both shaped like `labels` and float32 or wider: at position t the log-probability of
+        `labels[..., t + 1]` (`shift_labels[..., t]`) and the entropy in nats of its distribution; 0 where the label is ignored.
+    """
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    shift_labels = shift_labels.to(hidden_states.device)
+    logits = _logits(hidden_states, weight, softcap, logit_scale)
+    everything = _wide(logits).view(*shift_labels.shape, weight.shape[0]).log_softmax(-1)
+    ignored = shift_labels == ignore_index
+    log_probs = everything.gather(-1, shift_labels.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
+    entropy = -(everything.exp() * everything).sum(-1)
+    return log_probs.masked_fill(ignored, 0.0), entropy.masked_fill(ignored, 0.0)
+
+
+def _logits(hidden_states: Tensor, weight: Tensor, softcap: float | None, logit_scale: float) -> Tensor:
+    logits = F.linear(hidden_states, weight)
+    if logit_scale != 1.0:
+        logits = logits * logit_scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _loss(
+    logits: Tensor, labels: Tensor, num_items: Tensor | int | None, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    logits = _wide(logits).reshape(-1, logits.shape[-1])
+    labels = labels.reshape(-1).to(logits.device)
+    reduction = "mean" if num_items is None else "sum"
+    loss = F.cross_entropy(
+        logits, labels, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )
+    if num_items is None:
+        return loss
+    return loss / (num_items.to(loss.device) if isinstance(num_items, Tensor) else num_items)
+
+
+def _head_site(module: Any) -> str | None:
+    """A fused head reads the head's weight and nothing else of it."""
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    head = head if head is not None else getattr(module, "score", None)
+    if head is None:
+        return None
+    if not isinstance(head, nn.Linear):
+        return f"the head is a {type(head).__name__}, whose output is more than hidden_states @ weight.T"
+    if head.bias is not None:
+        return "the head has a bias, which the fused loss leaves out"
+    if not head.weight.is_floating_point():
+        return f"the head's weight is stored as {head.weight.dtype}"
+    return None
+
+
+def _case(
+    name: str,
+    shape: tuple[int, ...],
+    vocab: int,
+    role: str = "check",
+    *,
+    ignored: float = 0.25,
+    spread: float = 1.0,
+    strided: bool = False,
+    exact: bool = False,
+    shifted: bool = False,
+    num_items: int | Tensor | None = None,
+    **options: Any,
+) -> InputCase:
+    """`spread` scales the logits' standard deviation: at 12 and more some labels have p near 1 or near 0.
+
+    `exact` takes inputs in quarters, whose logits are exact in every dtype: a loss is one number, and where eager code rounds
+    more often than a kernel its error may cancel by luck unless the rounding that both share is none.
+    """
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        *rows, width = shape
+        hidden = randn((*rows, width * (2 if strided else 1)), dtype, device, generator)[..., :width]
+        weight = randn((vocab, width), dtype, device, generator, scale=spread * width**-0.5)
+        if exact:
+            hidden, weight = ((x * 4).round().clamp(-4, 4) / 4 for x in (hidden, weight))
+        labels = torch.randint(vocab, rows, generator=generator, device=generator.device)
+        # Every other label is the likeliest token, as in a trained model.
+        likeliest = (hidden.float() @ weight.float().t()).argmax(-1).to(labels.device)
+        labels = torch.where(torch.rand(rows, generator=generator) < 0.5, labels, likeliest)
+        labels[torch.rand(rows, generator=generator) < ignored] = -100
+        labels = labels.to(device)
+        arguments: dict[str, Any] = {"hidden_states": hidden, "weight": weight, "labels": labels, **options}
+        if num_items is not None:
+            arguments["num_items_in_batch"] = num_items
+        if shifted:
+            arguments["shift_labels"] = labels
+        return arguments
+
+    return InputCase(name, make, role)
+
+
+_SHARED_CASES = [
+    _case("odd vocabulary", (2, 17, 64), 131),
+    _case("vocabulary in blocks", (1, 6, 32), 9001, ignored=0.0),
+    _case("sure and unsure", (3, 11, 48), 96, spread=15.0),
+    _case("strided view", (2, 9, 40), 77, strided=True),
+    _case("counted items", (2, 8, 32), 64, num_items=23),
+    _case("counted items, tensor", (2, 8, 32), 64, num_items=torch.tensor(23)),
+    _case("all ignored", (2, 5, 32), 50, ignored=1.1, num_items=7),
+    _case("no rows", (0, 5, 32), 50, num_items=7),
+    _case("smoothed", (2, 9, 32), 101, label_smoothing=0.1),
+]
+
+_CAUSAL_CASES = [
+    *_SHARED_CASES,
+    _case("shifted labels", (37, 32), 80, shifted=True),
+    _case("capped and scaled", (2, 9, 32), 101, spread=3.0, exact=True, softcap=5.0, logit_scale=0.5),
+    _case(
+        "capped, scaled and smoothed",
+        (2, 9, 32),
+        101,
+        spread=2.0,
+        exact=True,
+        softcap=30.0,
+        logit_scale=3.0,
+        label_smoothing=0.1,
+    ),
+    _case("8192x4096x151936", (1, 8192, 4096), 151936, "bench", ignored=0.0),
+    _case("8192x2048x151936", (1, 8192, 2048), 151936, "bench", ignored=0.0),
+    _case("8192x4096x128256", (1, 8192, 4096), 128256, "bench", ignored=0.0),
+]
+
+_CLASSIFICATION_CASES = [
+    *_SHARED_CASES,
+    _case("rows only", (37, 32), 5),
+    _case("16384x4096x32", (16384, 4096), 32, "bench", ignored=0.0),
+]
+
+_TOKEN_CASES = [
+    *(c for c in _SHARED_CASES if not c.name.startswith(("counted", "all", "no rows", "smoothed"))),
+    _case("shifted labels", (37, 32), 80, shifted=True),
+    _case("capped and scaled", (2, 9, 32), 101, spread=3.0, exact=True, softcap=5.0, logit_scale=0.5),
+    _case("all ignored", (2, 5, 32), 50, ignored=1.1),
+    _case("no rows", (0, 5, 32), 50),
+    _case("8192x4096x151936", (1, 8192, 4096), 151936, "bench", ignored=0.0),
+]
+
+
+def _cost(arguments: Mapping[str, Any], products: int = 3) -> Cost:
+    """Weight and hidden states in, their gradients out; the logits and the two gradients as products."""
+    hidden, weight = arguments["hidden_states"], arguments["weight"]
+    rows = hidden.numel() // hidden.shape[-1]
+    return Cost(
+        bytes=2 * (hidden.numel() + weight.numel()) * hidden.element_size(),
+        flops=2 * products * rows * weight.numel(),
+    )
+
+
+def _token_cost(arguments: Mapping[str, Any]) -> Cost:
+    """The gradient of a token is known after the forward only, so its logits are computed twice."""
+    return _cost(arguments, products=4)
+
+
+_DIFFERENTIABLE = ("hidden_states", "weight")
+
+OP = OpSpec(
+    name="cross_entropy_loss",
+    description="linear head and cross entropy",
+    variants={
+        v.name: v
+        for v in (
+            OpVariant(
+                "causal",
+                causal,
+                _CAUSAL_CASES,
+                _DIFFERENTIABLE,
+                _cost,
+                _head_site,
+                description="next-token loss, shifted inside",
+            ),
+            OpVariant(
+                "sequence_classification",
+                sequence_classification,
+                _CLASSIFICATION_CASES,
+                _DIFFERENTIABLE,
+                _cost,
+                _head_site,
+                description="labels in place",
+            ),
+            OpVariant(
+                "token_log_probs",
+                token_log_probs,
+                _TOKEN_CASES,
+                _DIFFERENTIABLE,
+                _token_cost,
+                _head_site,
+                description="log-probability and entropy per token",
+            ),
+        )
+    },
+)
