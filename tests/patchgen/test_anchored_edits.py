@@ -179,6 +179,29 @@ def test_unbound_name_in_a_template(rewrite, patch):
         rewrite(LAYER, patch)
 
 
+def test_statements_that_matched_cannot_stand_in_an_expression(rewrite, patch):
+    patch.replace("Layer.forward", "return z", "return twice($match)")
+    with pytest.raises(PatchError, match=r"uses \$match, which its pattern does not bind"):
+        rewrite(LAYER, patch)
+
+
+@pytest.mark.parametrize(
+    ("source", "pattern"),
+    [("def f(a):\n    return g(g(a))\n", "g($x)"), ("def f(a):\n    a()\n    a()\n    a()\n", "a()\na()\n")],
+)
+def test_overlapping_matches(rewrite, patch, source, pattern):
+    patch.replace("f", pattern, "h", count=2)
+    with pytest.raises(PatchError, match="its matches overlap"):
+        rewrite(source, patch)
+
+
+def test_all_problems_are_told_at_once(rewrite, patch):
+    patch.replace("Layer.forward", "nothing", "x")
+    patch.replace("Layer.backward", "y", "x")
+    with pytest.raises(PatchError, match=r"0 found(.|\n)*has no Layer\.backward"):
+        rewrite(LAYER, patch)
+
+
 def test_statements_cannot_replace_an_expression(rewrite, patch):
     patch.replace("Layer.forward", "self.up($x)", "return 1")
     with pytest.raises(PatchError, match="cannot be replaced by statements"):

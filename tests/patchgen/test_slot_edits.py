@@ -104,6 +104,13 @@ def test_slot_outside_decorators(rewrite, patch):
     )
 
 
+@pytest.mark.parametrize("parameters", ["self, x, **kwargs", "self, x, *, y", "self, x, y=1", "self, *x"])
+def test_slot_outside_decorators_needs_plain_parameters(rewrite, patch, parameters):
+    patch.slot_method("E.forward", OpSlot("moe_experts"), args="x", outside_decorators=True)
+    with pytest.raises(PatchError, match="only plain parameters"):
+        rewrite(f"class E:\n    def forward({parameters}): ...\n", patch)
+
+
 CALLS = """
     def rotate_half(x):
         return cat(-x[1], x[0])
@@ -173,6 +180,21 @@ def test_slot_calls_counts(rewrite, patch, count, problem):
     patch.slot_calls("rotary", OpSlot("rotary_pos_emb", "full"), count=count)
     with pytest.raises(PatchError, match=problem):
         rewrite(CALLS, patch)
+
+
+def test_slot_calls_need_an_instance(rewrite, patch):
+    patch.slot_calls("rotary", OpSlot("rotary_pos_emb", "full"))
+    source = "def rotary(x): ...\n\nclass A:\n    @staticmethod\n    def forward(x):\n        return rotary(x)\n"
+    with pytest.raises(PatchError, match=r"A\.forward has no `self` to hold the slot"):
+        rewrite(source, patch)
+
+
+def test_slots_sit_in_methods(patch):
+    slot = OpSlot("rms_norm")
+    with pytest.raises(PatchError, match=r"has to sit in a method, `Class\.method`; got 'norm'"):
+        patch.slot_method("norm", slot, args="x")
+    with pytest.raises(PatchError, match="has to sit in a method"):
+        patch.replace("norm", "x", "y", slot=slot)
 
 
 def test_slot_calls_without_a_call(rewrite, patch):

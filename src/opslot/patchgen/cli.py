@@ -50,10 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.check or args.fix:
             return _check(targets, releases, args)
         return max(_generate(arch, patch, release, args) for arch, patch in targets for release in releases)
-    except OpslotError as error:
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the reader has gone; nothing more can be printed
+        return 0
+    except Exception as error:
         if args.traceback:
             raise
-        print(f"patchgen: {error}", file=sys.stderr)
+        unforeseen = "" if isinstance(error, OpslotError) else f"{type(error).__name__} (see --traceback): "
+        print(f"patchgen: {unforeseen}{error}", file=sys.stderr)
         return 1
 
 

@@ -24,6 +24,7 @@ from opslot.patchgen.edits import (
     SlotCalls,
     SlotMethod,
 )
+from opslot.patchgen.losses import loss_form
 
 T = TypeVar("T", bound="Callable[..., Any] | type | str")
 
@@ -75,6 +76,7 @@ class PatchConfig:
             outside_decorators: test the slot before the class's decorators see the call. Needed where a decorator
                 swaps the method, as `use_experts_implementation` does.
         """
+        _require_method(target, slot)
         self.edits.append(
             SlotMethod(
                 target,
@@ -102,6 +104,7 @@ class PatchConfig:
 
     def slot_expr(self, scope: str, slot: OpSlot, pattern: str, *, args: str, count: int = 1) -> None:
         """Compute an expression with the slot's kernel while one is bound; `args` may use the pattern's `$names`."""
+        _require_method(scope, slot)
         bound = f"self.{slot.attribute}"
         template = f"{bound}({args}) if {bound} is not None else $match"
         self.edits.append(Anchored(scope, patterns=(pattern,), template=template, count=count, slot=slot))
@@ -112,8 +115,7 @@ class PatchConfig:
         The variant `causal` covers the statements from the logits to the loss, and skips the logits; the variant
         `sequence_classification` replaces the loss alone. Anything else between them, such as a soft cap, raises.
         """
-        from opslot.patchgen.losses import loss_form
-
+        _require_method(target, slot)
         patterns, template = loss_form(slot)
         self.edits.append(Anchored(target, patterns=patterns, template=template, slot=slot))
 
@@ -157,6 +159,8 @@ class PatchConfig:
         slot: OpSlot | None,
         note: str,
     ) -> None:
+        if slot is not None:
+            _require_method(scope, slot)
         patterns = (pattern,) if isinstance(pattern, str) else tuple(pattern)
         self.edits.append(
             Anchored(
@@ -288,6 +292,11 @@ def create_patch_from_external(
 ) -> ExternalReplacement:
     """An edit for `PatchConfig.edits`: take `target` from another package, under upstream's name."""
     return ExternalReplacement(target, description, source_module=source_module, source_name=source_name or target)
+
+
+def _require_method(target: str, slot: OpSlot) -> None:
+    if target.count(".") != 1:
+        raise PatchError(f"slot {slot} has to sit in a method, `Class.method`; got {target!r}")
 
 
 def _fingerprints(values: str | Iterable[str]) -> tuple[str, ...]:

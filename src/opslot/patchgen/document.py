@@ -140,7 +140,8 @@ class Document:
         """Write each class's `_opslot_slots` and the attributes' defaults at the top of its body."""
         for name, declared in self.class_slots.items():
             index = self.index(name)
-            assert index is not None
+            if index is None:
+                continue
             holder = block_of(self.module.body[index])
             assert isinstance(holder, cst.ClassDef)
             assert isinstance(holder.body, cst.IndentedBlock)

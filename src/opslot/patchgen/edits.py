@@ -100,17 +100,12 @@ class Anchored(Edit):
     mode: Literal["replace", "insert_before", "insert_after"] = "replace"
     count: int = 1
     slot: OpSlot | None = None
-    expects: Expectations = ()
 
     @property
     def action(self) -> str:
         if self.slot is not None:
             return f"slot {self.slot} in {self.target}"
         return f"{self.mode.replace('_', ' ')} `{_one_line(self.patterns[0])}` in {self.target}"
-
-    @property
-    def symbols(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((self.target, *(name for name, _ in self.expects))))
 
 
 @dataclass(frozen=True)

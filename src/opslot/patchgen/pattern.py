@@ -177,33 +177,34 @@ def _fillings(
     match: cst.BaseExpression | Sequence[cst.CSTNode] | None,
 ) -> dict[int, cst.CSTNode | Sequence[cst.CSTNode]]:
     fillings: dict[int, cst.CSTNode | Sequence[cst.CSTNode]] = {}
+    filled_lines: set[int] = set()
     for node in walk(parsed):
         rest = _rest_name(node)
         if rest is not None:
             captured = _captured(template, rest, captures)
             assert isinstance(captured, Sequence), f"${rest} was bound by a single expression"
             fillings[id(node)] = [arg.deep_clone() for arg in captured]
-        elif isinstance(node, cst.SimpleStatementLine) and _is_match_line(node) and isinstance(match, Sequence):
-            fillings[id(node)] = list(match)
-        elif isinstance(node, cst.Name) and node.value.startswith(_ONE):
+        elif isinstance(match, Sequence) and match and (line_name := _name_alone(node)) is not None:
+            if line_name.value == f"{_ONE}match":
+                fillings[id(node)] = list(match)
+                filled_lines.add(id(line_name))
+        elif isinstance(node, cst.Name) and node.value.startswith(_ONE) and id(node) not in filled_lines:
             name = node.value.removeprefix(_ONE)
             if name == "match" and isinstance(match, cst.BaseExpression):
                 fillings[id(node)] = match
-            elif name != "match":
+            else:
                 single = _captured(template, name, captures)
                 assert isinstance(single, cst.CSTNode), f"${name} was bound by a sequence of arguments"
                 fillings[id(node)] = single.deep_clone()
     return fillings
 
 
-def _is_match_line(line: cst.SimpleStatementLine) -> bool:
+def _name_alone(line: cst.CSTNode) -> cst.Name | None:
+    """The name that is all there is on a line."""
+    if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
+        return None
     small = line.body[0]
-    return (
-        len(line.body) == 1
-        and isinstance(small, cst.Expr)
-        and isinstance(small.value, cst.Name)
-        and small.value.value == f"{_ONE}match"
-    )
+    return small.value if isinstance(small, cst.Expr) and isinstance(small.value, cst.Name) else None
 
 
 def _captured(template: str, name: str, captures: Mapping[str, Captured]) -> Captured:

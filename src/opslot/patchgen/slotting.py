@@ -1,0 +1,115 @@
+"""Edits that put a slot in front of a method, or on the calls of a function."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from opslot.patchgen.anchoring import Swaps, rewrite
+from opslot.patchgen.document import Document
+from opslot.patchgen.edits import Edit, SlotCalls, SlotMethod
+from opslot.patchgen.fingerprint import fingerprint
+from opslot.patchgen.pattern import compile_pattern, find_matches
+from opslot.patchgen.tree import is_docstring, splice
+
+
+def apply_slot_method(edit: SlotMethod, document: Document) -> None:
+    method = document.get(edit.target, edit)
+    assert isinstance(method, cst.FunctionDef)
+    class_name, _, method_name = edit.target.partition(".")
+    expect_fingerprint(document, edit, edit.target, edit.expects)
+    document.declare(class_name, edit.slot, edit)
+    if edit.outside_decorators:
+        _slot_outside_decorators(edit, document, method)
+        return
+    call = f"if self.{edit.slot.attribute} is not None:\n    return self.{edit.slot.attribute}({edit.args})\n"
+    new = cst.parse_module(call).body
+    document.sign(edit, new)
+    block = method.body
+    assert isinstance(block, cst.IndentedBlock)
+    start = 1 if is_docstring(block.body[0]) else 0
+    document.put(edit.target, method.with_changes(body=splice(block, start, start, new, document.mark(edit))))
+    document.note(edit.target, f"slot {edit.slot} in front of {method_name}")
+
+
+def _slot_outside_decorators(edit: SlotMethod, document: Document, method: cst.FunctionDef) -> None:
+    """After the class, put a function around whatever the decorators left as the method."""
+    class_name, _, method_name = edit.target.partition(".")
+    params = method.params
+    names = [parameter.name.value for parameter in params.params[1:]]
+    plain = not (params.kwonly_params or params.star_kwarg or params.posonly_params)
+    if not plain or isinstance(params.star_arg, cst.Param) or any(param.default for param in params.params):
+        raise document.fail(edit, "only plain parameters can be passed on outside the decorators", show=edit.target)
+    text = (
+        f"_opslot_dispatch_{class_name} = {class_name}.{method_name}\n\n\n"
+        f"def _opslot_{method_name}_{class_name}({', '.join(['self', *names])}):\n"
+        f"    if self.{edit.slot.attribute} is not None:\n"
+        f"        return self.{edit.slot.attribute}({edit.args})\n"
+        f"    return _opslot_dispatch_{class_name}({', '.join(['self', *names])})\n\n\n"
+        f"{class_name}.{method_name} = _opslot_{method_name}_{class_name}\n"
+    )
+    first, *others = cst.parse_module(text).body
+    new = [first.with_changes(leading_lines=[cst.EmptyLine(indent=False)] * 2), *others]
+    document.sign(edit, new)
+    index = document.index(class_name)
+    assert index is not None
+    document.module = splice(document.module, index + 1, index + 1, new, document.mark(edit))
+    document.note(class_name, f"slot {edit.slot} outside the decorators of {method_name}, below the class")
+
+
+def apply_slot_calls(edit: SlotCalls, document: Document) -> None:
+    document.get(edit.target, edit)
+    for symbol, allowed in edit.expects:
+        expect_fingerprint(document, edit, symbol, allowed)
+    routed = cst.parse_expression(f"(self.{edit.slot.attribute} or {edit.target})")
+    call = compile_pattern(f"{edit.target}($*arguments)")
+    total = 0
+    for class_name, method_name in _methods(document.module):
+        symbol = f"{class_name}.{method_name}"
+        method = document.get(symbol, edit)
+        assert isinstance(method, cst.FunctionDef)
+        found = find_matches(call, method.body)
+        if not found:
+            continue
+        total += len(found)
+        document.declare(class_name, edit.slot, edit)
+        if not _has_self(method):
+            raise document.fail(edit, f"{symbol} has no `self` to hold the slot", show=symbol)
+        swaps: Swaps = {}
+        for match in found:
+            assert isinstance(match.expression, cst.Call)
+            new: cst.CSTNode = match.expression.with_changes(func=routed.deep_clone())
+            document.sign(edit, [new], list(match.expression.args))
+            swaps[id(match)] = [new]
+        document.put(symbol, rewrite(edit, document, method, found, swaps))
+        document.note(symbol, f"slot {edit.slot} on the call of {edit.target}")
+    if total == 0 or (edit.count is not None and total != edit.count):
+        expected = "at least one" if edit.count is None else edit.count
+        raise document.fail(edit, f"{expected} call(s) of {edit.target} in methods expected, {total} found")
+
+
+def _has_self(method: cst.FunctionDef) -> bool:
+    return bool(method.params.params) and method.params.params[0].name.value == "self"
+
+
+def _methods(module: cst.Module) -> list[tuple[str, str]]:
+    return [
+        (node.name.value, child.name.value)
+        for node in module.body
+        if isinstance(node, cst.ClassDef)
+        for child in node.body.body
+        if isinstance(child, cst.FunctionDef)
+    ]
+
+
+def expect_fingerprint(document: Document, edit: Edit, symbol: str, allowed: tuple[str, ...]) -> None:
+    """Raise unless upstream's `symbol` is one of the bodies that the slot may stand for."""
+    if not allowed:
+        return
+    found = fingerprint(document.upstream.require(symbol).text)
+    if found not in allowed:
+        raise document.fail(
+            edit,
+            f"{symbol} computes something else than the patch was written for: fingerprint {found}, expected"
+            f" {' or '.join(allowed)}; if the slot's op still means the same, add the new fingerprint",
+            show=symbol,
+        )
