@@ -16,11 +16,14 @@ def prepare(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     dtypes: frozenset[torch.dtype] | None = None,
+    contiguous: bool = False,
+    multiple: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`hidden_states`, `gate_up_proj` and `down_proj` as the kernel gets them: in autocast's dtype where that is on.
 
     Raises:
-        KernelError: shapes or dtypes that are not the contract's, or not in `dtypes`.
+        KernelError: shapes or dtypes that are not the contract's, a dtype not in `dtypes`, a width that is not a multiple of
+            `multiple`, or, if `contiguous`, weights with strides of their own.
     """
     device = hidden_states.device.type
     if torch.is_autocast_enabled(device):
@@ -28,6 +31,16 @@ def prepare(
         hidden_states, gate_up_proj, down_proj = (t.to(wanted) for t in (hidden_states, gate_up_proj, down_proj))
     problem = _shape_problem(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
     problem = problem or _dtype_problem(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, dtypes)
+    if not problem and contiguous and not (gate_up_proj.is_contiguous() and down_proj.is_contiguous()):
+        problem = (
+            f"gate_up_proj with strides {gate_up_proj.stride()} and down_proj with {down_proj.stride()}",
+            "store them contiguous as [E, 2I, H] and [E, H, I], or use moe_implementation=grouped_mm",
+        )
+    if not problem and any(width % multiple for width in down_proj.shape[1:]):
+        problem = (
+            f"hidden width {down_proj.shape[1]} and intermediate width {down_proj.shape[2]}, not multiples of {multiple}",
+            "use moe_implementation=fused_triton or grouped_mm",
+        )
     if problem:
         found, todo = problem
         raise KernelError(explain_problem(f"moe_implementation={kernel!r} cannot run this call", found, todo))

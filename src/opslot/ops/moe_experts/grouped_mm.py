@@ -6,14 +6,17 @@ their places, and the weighted sum over a token's experts is one embedding_bag.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from opslot.ops.moe_experts._autograd import Grads, differentiable
 from opslot.ops.moe_experts._call import prepare
 
+# The output [T, H]; gate and up of the sorted rows [S, 2I]; their slots [S], token * K + choice; each expert's end [E].
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
-Grads = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def grouped_mm(
@@ -21,98 +24,36 @@ def grouped_mm(
 ) -> Tensor:
     """The contract of `op.standard`, on any device and in any floating dtype. Deterministic."""
     x, gate_up, down = prepare("grouped_mm", hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
-    output = _grouped_mm(x, gate_up, down, top_k_index, top_k_weights)[0]
+    output = _experts(x, gate_up, down, top_k_index, top_k_weights)
     return output.to(hidden_states.dtype)
 
 
-@torch.library.custom_op("opslot::moe_grouped_mm", mutates_args=())
-def _grouped_mm(
-    hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Outputs:
-    """Returns the output [T, H], gate and up of the sorted rows [S, 2I], their slots [S] and the experts' ends [E]."""
-    forward = _forward_grouped if _has_grouped_mm(hidden_states, down_proj) else _forward_segments
-    return forward(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
+def _forward(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> Outputs:
+    forward = _forward_grouped if _has_grouped_mm(x, down_proj) else _forward_segments
+    return forward(x, gate_up_proj, down_proj, index, weights)
 
 
-@_grouped_mm.register_fake
-def _(hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Outputs:
-    slots = top_k_index.numel()
+def _fake(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> Outputs:
     return (
-        torch.empty_like(hidden_states, memory_format=torch.contiguous_format),
-        hidden_states.new_empty(slots, gate_up_proj.shape[1]),
-        top_k_index.new_empty(slots, dtype=torch.int64),
-        top_k_index.new_empty(gate_up_proj.shape[0], dtype=torch.int32),
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        x.new_empty(index.numel(), gate_up_proj.shape[1]),
+        index.new_empty(index.numel(), dtype=torch.int64),
+        index.new_empty(gate_up_proj.shape[0], dtype=torch.int32),
     )
 
 
-@torch.library.custom_op("opslot::moe_grouped_mm_backward", mutates_args=())
-def _grouped_mm_backward(
+def _backward(
     grad: Tensor,
-    hidden_states: Tensor,
+    x: Tensor,
     gate_up_proj: Tensor,
     down_proj: Tensor,
-    top_k_weights: Tensor,
-    projected: Tensor,
-    order: Tensor,
-    ends: Tensor,
+    weights: Tensor,
+    saved: Sequence[Tensor],
     input_grad: bool,
     weight_grad: bool,
 ) -> Grads:
-    """Gradients of hidden_states, gate_up_proj, down_proj and top_k_weights; empty [0] where not wanted."""
-    backward = _backward_grouped if _has_grouped_mm(hidden_states, down_proj) else _backward_segments
-    return backward(
-        grad.contiguous(),
-        hidden_states,
-        gate_up_proj,
-        down_proj,
-        top_k_weights,
-        projected,
-        order,
-        ends,
-        input_grad,
-        weight_grad,
-    )
-
-
-@_grouped_mm_backward.register_fake
-def _(
-    grad: Tensor,
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_weights: Tensor,
-    projected: Tensor,
-    order: Tensor,
-    ends: Tensor,
-    input_grad: bool,
-    weight_grad: bool,
-) -> Grads:
-    def like(t: Tensor, wanted: bool) -> Tensor:
-        return torch.empty_like(t, memory_format=torch.contiguous_format) if wanted else t.new_empty(0)
-
-    return (
-        like(hidden_states, input_grad),
-        like(gate_up_proj, weight_grad),
-        like(down_proj, weight_grad),
-        like(top_k_weights, True),
-    )
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    hidden_states, gate_up_proj, down_proj, _, top_k_weights = inputs
-    ctx.save_for_backward(hidden_states, gate_up_proj, down_proj, top_k_weights, *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _backward(ctx, grad, *_):
-    needs = ctx.needs_input_grad
-    weight_grad = needs[1] or needs[2]
-    grads = torch.ops.opslot.moe_grouped_mm_backward(grad, *ctx.saved_tensors, needs[0], weight_grad)
-    x, gate_up, down, weights = (g if needed else None for g, needed in zip(grads, (*needs[:3], needs[4]), strict=True))
-    return x, gate_up, down, None, weights
-
-
-_grouped_mm.register_autograd(_backward, setup_context=_setup_context)
+    backward = _backward_grouped if _has_grouped_mm(x, down_proj) else _backward_segments
+    return backward(grad.contiguous(), x, gate_up_proj, down_proj, weights, *saved, input_grad, weight_grad)
 
 
 def _has_grouped_mm(hidden_states: Tensor, down_proj: Tensor) -> bool:
@@ -263,3 +204,6 @@ def _backward_segments(
         places[order] = torch.arange(order.numel(), device=order.device)
         x_grad = _gather_sum(rows, places, None, ends, weights.shape)
     return x_grad, gate_up_grad, down_grad, weights_grad.view_as(weights)
+
+
+_experts = differentiable("moe_grouped_mm", _forward, _backward, _fake)

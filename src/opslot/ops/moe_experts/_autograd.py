@@ -1,0 +1,78 @@
+"""A forward and a backward function as one differentiable torch operator, opaque to torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Grads = tuple[Tensor, Tensor, Tensor, Tensor]
+Forward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], bool, bool], Grads]
+
+_INPUTS = "Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj"
+
+
+def differentiable(name: str, forward: Forward, backward: Backward, fake: Forward) -> Callable[..., Tensor]:
+    """Register opslot::<name> and its backward; returns a function of the contract's five tensors.
+
+    Args:
+        forward: (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights) -> output and what backward needs.
+        backward: (grad, hidden_states, gate_up_proj, down_proj, top_k_weights, saved, input_grad, weight_grad) ->
+            gradients of the four differentiable inputs, [0]-shaped where the two flags say that none is wanted.
+        fake: `forward` on fake tensors: empty tensors of the right shapes; the output's is like hidden_states.
+    """
+    outputs = len(fake(*(torch.empty(s, device="meta") for s in ((1, 1), (1, 2, 1), (1, 1, 1), (1, 1), (1, 1)))))
+    returned = ", ".join(["Tensor"] * outputs)
+    op = torch.library.custom_op(
+        f"opslot::{name}",
+        forward,
+        mutates_args=(),
+        schema=f"({_INPUTS}, Tensor top_k_index, Tensor top_k_weights) -> ({returned})",
+    )
+    backward_op = torch.library.custom_op(
+        f"opslot::{name}_backward",
+        backward,
+        mutates_args=(),
+        schema=f"(Tensor grad, {_INPUTS}, Tensor top_k_weights, Tensor[] saved, bool input_grad, bool weight_grad)"
+        " -> (Tensor, Tensor, Tensor, Tensor)",
+    )
+
+    def setup_context(ctx, inputs, output) -> None:
+        hidden_states, gate_up_proj, down_proj, _, top_k_weights = inputs
+        ctx.save_for_backward(hidden_states, gate_up_proj, down_proj, top_k_weights, *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+
+    def run_backward(ctx, grad, *_):
+        needs = ctx.needs_input_grad
+        inputs, saved = ctx.saved_tensors[:4], list(ctx.saved_tensors[4:])
+        grads = backward_op(grad, *inputs, saved, needs[0], needs[1] or needs[2])
+        kept = [g if needed else None for g, needed in zip(grads, (*needs[:3], needs[4]), strict=True)]
+        return *kept[:3], None, kept[3]
+
+    op.register_fake(fake)
+    backward_op.register_fake(_fake_backward)
+    op.register_autograd(run_backward, setup_context=setup_context)
+    return lambda *tensors: op(*tensors)[0]
+
+
+def _fake_backward(
+    grad: Tensor,
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_weights: Tensor,
+    saved: Sequence[Tensor],
+    input_grad: bool,
+    weight_grad: bool,
+) -> Grads:
+    def like(t: Tensor, wanted: bool) -> Tensor:
+        return torch.empty_like(t, memory_format=torch.contiguous_format) if wanted else t.new_empty(0)
+
+    return (
+        like(hidden_states, input_grad),
+        like(gate_up_proj, weight_grad),
+        like(down_proj, weight_grad),
+        like(top_k_weights, True),
+    )

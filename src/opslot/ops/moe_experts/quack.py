@@ -1,0 +1,138 @@
+"""fused_quack: routed experts on quack-kernels' grouped CuTe products (SM90 and newer, bf16 and fp16).
+
+The products gather tokens as they load them; SwiGLU, its backward, the routing weights and their gradients are in the
+products' epilogues. quack interleaves gate and up columns, so what is saved for backward is [S, 2I] interleaved, and
+`concat_layout` tells it that the parameter and its gradient hold gate and up one after the other. Routing and the sum over
+a token's rows are fused_triton's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from quack.gemm_config import GemmConfig
+from quack.gemm_interface import gemm_dgated_tuned, gemm_gated_tuned, gemm_tuned
+from torch import Tensor
+
+from opslot.ops.moe_experts._autograd import Grads, differentiable
+from opslot.ops.moe_experts._call import prepare
+from opslot.ops.moe_experts.routing import Routing, empty_routing, route
+from opslot.ops.moe_experts.triton import combine
+
+DTYPES = frozenset({torch.float16, torch.bfloat16})
+
+# quack's own search compiles dozens of kernels for each product; these cuts are its best on an H200, measured once.
+_GATE_UP = GemmConfig(tile_m=128, tile_n=192, cluster_m=2, cluster_n=1, pingpong=True, is_dynamic_persistent=False)
+_DOWN = GemmConfig(tile_m=128, tile_n=192, cluster_m=2, cluster_n=1, pingpong=True, is_dynamic_persistent=False)
+_ACT_GRAD = GemmConfig(tile_m=128, tile_n=128, cluster_m=2, cluster_n=1, pingpong=True, is_dynamic_persistent=False)
+_INPUT_GRAD = GemmConfig(tile_m=128, tile_n=192, cluster_m=2, cluster_n=1, pingpong=True, is_dynamic_persistent=False)
+_WEIGHT_GRAD = GemmConfig(tile_m=128, tile_n=192, cluster_m=2, cluster_n=1, pingpong=True, is_dynamic_persistent=False)
+
+
+def fused_quack(
+    hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The contract of `op.standard` for bf16 and fp16 with H and I multiples of 8. Deterministic.
+
+    Raises:
+        KernelError: shapes or dtypes that are not the contract's, or weights that are not contiguous.
+    """
+    tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
+    x, gate_up, down = prepare("fused_quack", *tensors, dtypes=DTYPES, contiguous=True, multiple=8)
+    return _experts(x, gate_up, down, top_k_index, top_k_weights).to(hidden_states.dtype)
+
+
+def _forward(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+    experts, hidden, intermediate = down_proj.shape
+    x, top_k = x.contiguous(), index.shape[1]
+    routing = route(index.contiguous(), experts, align=1)
+    rows = routing.slots.numel()
+    projected = x.new_empty(rows, 2 * intermediate)
+    if rows == 0:
+        return torch.zeros_like(x), projected, *routing
+    act = x.new_empty(rows, intermediate)
+    gemm_gated_tuned.fn(
+        x,
+        gate_up_proj.mT,
+        projected,
+        act,
+        activation="swiglu",
+        cu_seqlens_m=routing.starts,
+        A_idx=_tokens(routing, top_k),
+        config=_GATE_UP,
+        concat_layout=("B",),
+    )
+    outputs = x.new_empty(rows, hidden)
+    gemm_tuned.fn(act, down_proj.mT, outputs, cu_seqlens_m=routing.starts, config=_DOWN)
+    return combine(outputs, routing.places, weights.contiguous(), True), projected, *routing
+
+
+def _fake(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+    routing = empty_routing(index, gate_up_proj.shape[0], align=1)
+    projected = x.new_empty(index.numel(), gate_up_proj.shape[1])
+    return torch.empty_like(x, memory_format=torch.contiguous_format), projected, *routing
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    weights: Tensor,
+    saved: Sequence[Tensor],
+    input_grad: bool,
+    weight_grad: bool,
+) -> Grads:
+    projected, routing = saved[0], Routing(*saved[1:])
+    none = x.new_empty(0)
+    rows, hidden = routing.slots.numel(), x.shape[1]
+    if rows == 0:
+        wanted = (torch.zeros_like(gate_up_proj), torch.zeros_like(down_proj)) if weight_grad else (none, none)
+        return torch.zeros_like(x), *wanted, torch.zeros_like(weights)
+    x, grad, weights = x.contiguous(), grad.contiguous(), weights.contiguous()
+    tokens = _tokens(routing, weights.shape[1])
+    scale = weights.view(-1)[routing.slots.clamp(min=0)].float()
+    projected_grad = torch.empty_like(projected)
+    weighted_act = x.new_empty(rows, down_proj.shape[2])
+    dots = gemm_dgated_tuned.fn(
+        grad,
+        down_proj,
+        projected,
+        projected_grad,
+        weighted_act,
+        colvec_scale=scale,
+        activation="swiglu",
+        colvec_reduce=True,
+        cu_seqlens_m=routing.starts,
+        A_idx=tokens,
+        dynamic_scheduler=False,
+        config=_ACT_GRAD,
+    )
+    places = routing.places
+    weights_grad = torch.where(places >= 0, dots[places.clamp(min=0)], 0.0).to(weights.dtype).view_as(weights)
+    x_grad = gate_up_grad = down_grad = none
+    if weight_grad:
+        down_grad, gate_up_grad = torch.empty_like(down_proj), torch.empty_like(gate_up_proj)
+        by_expert = {"cu_seqlens_k": routing.starts, "A_idx": tokens, "config": _WEIGHT_GRAD}
+        gemm_tuned.fn(grad.mT, weighted_act, down_grad, **by_expert)
+        gemm_tuned.fn(x.mT, projected_grad, gate_up_grad.mT, concat_layout=("out",), **by_expert)
+    if input_grad:
+        terms = x.new_empty(rows, hidden)
+        gemm_tuned.fn(
+            projected_grad,
+            gate_up_proj,
+            terms,
+            cu_seqlens_m=routing.starts,
+            config=_INPUT_GRAD,
+            concat_layout=("B",),
+        )
+        x_grad = combine(terms, places, weights, False)
+    return x_grad, gate_up_grad, down_grad, weights_grad
+
+
+def _tokens(routing: Routing, top_k: int) -> Tensor:
+    return routing.slots.clamp(min=0) // top_k
+
+
+_experts = differentiable("moe_fused_quack", _forward, _backward, _fake)
