@@ -78,7 +78,7 @@ def _load(path: str) -> Any:
     name = "ranks_" + os.path.basename(path).removesuffix(".py")
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None, path
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)

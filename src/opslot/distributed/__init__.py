@@ -1,15 +1,35 @@
 """Several processes: who shares what, sequence and expert parallelism, FSDP2, gradient norms."""
 
+from opslot.distributed.expert_parallel import ExpertParallel
+from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import (
     ParallelState,
     destroy_parallel_state,
     get_parallel_state,
     init_parallel_state,
 )
+from opslot.distributed.ulysses import (
+    gather_heads_scatter_seq,
+    gather_outputs,
+    gather_seq_scatter_heads,
+    slice_input_tensor,
+    sp_pad_and_slice,
+    ulysses_attention,
+    unpad_tensor,
+)
 
 __all__ = [
+    "ExpertParallel",
+    "ParallelPlan",
     "ParallelState",
     "destroy_parallel_state",
+    "gather_heads_scatter_seq",
+    "gather_outputs",
+    "gather_seq_scatter_heads",
     "get_parallel_state",
     "init_parallel_state",
+    "slice_input_tensor",
+    "sp_pad_and_slice",
+    "ulysses_attention",
+    "unpad_tensor",
 ]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ class ParallelState:
     dp_shard: int = 1
     sp: int = 1
     ep: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
 
@@ -182,7 +182,7 @@ def get_parallel_state() -> ParallelState:
     if world > 1:
         raise ParallelError(
             f"there are {world} processes, but nobody said how they share the work\n"
-            "  to do: call opslot.distributed.init_parallel_state(sp=..., ep=...) on every rank before building the model"
+            "  to do: call opslot.distributed.init_parallel_state(sp=..., ep=...) on every rank, before the model"
         )
     return ParallelState()
 

@@ -1,0 +1,88 @@
+"""Which parameters of a model are divided over which axis, by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from opslot._base.errors import ConfigError
+from opslot.distributed.parallel_state import ParallelState, get_parallel_state
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """Parameters that are divided beyond what FSDP does.
+
+    Attributes:
+        extra_parallel_plan: axis ("ep") to {parameter name: placement}. A `*` in a name stands for one part of it, as
+            in "model.layers.*.mlp.experts.gate_up_proj".
+    """
+
+    extra_parallel_plan: Mapping[str, Mapping[str, Shard]]
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.extra_parallel_plan) - {"ep"})
+        if unknown:
+            raise ConfigError(f"a parallel plan names the axis {', '.join(unknown)}; the axis that it can name is ep")
+
+    def match(self, model: nn.Module) -> dict[str, Shard]:
+        """Placement of each parameter that the plan names.
+
+        Raises:
+            ConfigError: a name that matches no parameter, with the model's names that end like it.
+        """
+        names = [name for name, _ in model.named_parameters()]
+        placements: dict[str, Shard] = {}
+        problems = []
+        for pattern, placement in self.extra_parallel_plan.get("ep", {}).items():
+            regex = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
+            found = [name for name in names if regex.fullmatch(name)]
+            placements |= dict.fromkeys(found, placement)
+            if not found:
+                last = pattern.rsplit(".", 1)[-1]
+                alike = next((name for name in names if name.rsplit(".", 1)[-1] == last), None)
+                problems.append(
+                    f"{pattern}: " + (f"the model has e.g. {alike}" if alike else f"nothing ends in {last}")
+                )
+        if problems:
+            raise ConfigError(
+                f"the parallel plan of {type(model).__name__} names parameters that do not exist, so what it means "
+                "to divide would stay whole:\n" + "\n".join(f"- {problem}" for problem in problems)
+            )
+        return placements
+
+    def apply(self, model: nn.Module, state: ParallelState | None = None) -> list[str]:
+        """Keep this rank's part of every parameter that the plan names, as a DTensor over ep.
+
+        Every rank must hold the same values, or parameters on meta.
+
+        Returns:
+            Paths of the modules that own them.
+
+        Raises:
+            ConfigError: a name that matches nothing, or a dim that ep does not divide.
+        """
+        state = state or get_parallel_state()
+        placements = self.match(model)
+        if state.ep_mesh is None:
+            return sorted({name.rpartition(".")[0] for name in placements})
+        for name, placement in placements.items():
+            size = model.get_parameter(name).shape[placement.dim]
+            if size % state.ep:
+                fitting = [n for n in range(1, size + 1) if size % n == 0]
+                raise ConfigError(
+                    f"ep={state.ep} does not divide the {size} experts of {name}; "
+                    f"sizes that would: {', '.join(map(str, fitting))}"
+                )
+        for name, placement in placements.items():
+            path, _, key = name.rpartition(".")
+            whole = model.get_parameter(name)
+            part = whole.detach().chunk(state.ep, placement.dim)[state.ep_rank].clone()
+            shard = DTensor.from_local(part, state.ep_mesh, [placement], run_check=False)
+            owner = model.get_submodule(path)
+            owner.register_parameter(key, nn.Parameter(shard, requires_grad=whole.requires_grad))
+        return sorted({name.rpartition(".")[0] for name in placements})

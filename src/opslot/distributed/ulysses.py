@@ -1,0 +1,165 @@
+"""Ulysses sequence parallelism (Jacobs et al. 2023, arXiv 2309.14509): outside attention a rank holds a part of every
+sequence and all heads, inside it holds the whole sequence and a part of the heads.
+
+Every function takes the ranks from `group`, by default the sp group of `get_parallel_state()`, and returns its input
+when there is one rank alone. Gradients follow `_collectives`' rule: the loss is the sum of the ranks' losses.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from opslot._base.errors import ConfigError
+from opslot.distributed._collectives import Exchange, all_gather, all_to_all
+from opslot.distributed.parallel_state import get_parallel_state
+
+
+def gather_seq_scatter_heads(x: Tensor, seq_dim: int, head_dim: int, group: ProcessGroup | None = None) -> Tensor:
+    """[..., S / sp, ..., heads, ...] to [..., S, ..., heads / sp, ...].
+
+    `head_dim` may also be a flattened heads * width dim. Without copies beyond the one sent when `seq_dim` is the first
+    dim of more than one element.
+    """
+    return _transpose(x, gathered=seq_dim, scattered=head_dim, group=group)
+
+
+def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: ProcessGroup | None = None) -> Tensor:
+    """[..., S, ..., heads / sp, ...] to [..., S / sp, ..., heads, ...]: the inverse of `gather_seq_scatter_heads`."""
+    return _transpose(x, gathered=head_dim, scattered=seq_dim, group=group)
+
+
+def _transpose(x: Tensor, gathered: int, scattered: int, group: ProcessGroup | None) -> Tensor:
+    group = group or get_parallel_state().sp_group
+    if group is None:
+        return x
+    return _merge(all_to_all(_split(x, scattered, group), group), gathered)
+
+
+def _split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """[ranks, ...] with `dim` divided among them."""
+    ranks, dim = group.size(), dim % x.dim()
+    if x.shape[dim] % ranks:
+        raise ConfigError(
+            f"dim {dim} of a tensor of shape {tuple(x.shape)} cannot be divided among {ranks} sequence-parallel ranks\n"
+            "  to do: pad it (sp_pad_and_slice), or choose an sp size that divides it"
+        )
+    return x.unflatten(dim, (ranks, -1)).movedim(dim, 0)
+
+
+def _merge(x: Tensor, dim: int) -> Tensor:
+    """[ranks, ...] with the parts joined along `dim` of the rest."""
+    dim = dim % (x.dim() - 1)
+    return x.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def gather_outputs(x: Tensor, dim: int, group: ProcessGroup | None = None, unpadded_size: int | None = None) -> Tensor:
+    """All ranks' parts, equal in shape, joined along `dim`; with gradient.
+
+    Args:
+        unpadded_size: size of `dim` before `sp_pad_and_slice`; what was padded is cut off.
+    """
+    group = group or get_parallel_state().sp_group
+    if group is not None:
+        x = _merge(all_gather(x, group), dim)
+    return x if unpadded_size is None else unpad_tensor(x, dim, unpadded_size)
+
+
+def slice_input_tensor(x: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
+    """This rank's part of a tensor that all ranks hold; ConfigError when `dim` does not divide."""
+    group = group or get_parallel_state().sp_group
+    return x if group is None else _split(x, dim, group)[dist.get_rank(group)]
+
+
+def sp_pad_and_slice(
+    x: Tensor, dim: int, pad_value: float = 0, pad_scale: int = 1, group: ProcessGroup | None = None
+) -> Tensor:
+    """This rank's part of `x` after padding `dim` at its end to a multiple of `pad_scale` * ranks.
+
+    Args:
+        pad_scale: tokens that must stay together, e.g. 4 patches that a vision model merges.
+    """
+    group = group or get_parallel_state().sp_group
+    if group is None:
+        return x
+    return slice_input_tensor(_pad(x, dim, pad_value, pad_scale * group.size()), dim, group)
+
+
+def _pad(x: Tensor, dim: int, value: float, multiple: int) -> Tensor:
+    missing = -x.shape[dim] % multiple
+    after = x.dim() - 1 - dim % x.dim()
+    return F.pad(x, (0, 0) * after + (0, missing), value=value) if missing else x
+
+
+def unpad_tensor(x: Tensor, dim: int, size: int) -> Tensor:
+    """The first `size` elements of `dim`."""
+    return x.narrow(dim, 0, size)
+
+
+def kv_repeats(heads: int, kv_heads: int, sp: int) -> int:
+    """How often each key/value head is repeated so that `sp` ranks get equally many, and those of their query heads.
+
+    Raises:
+        ConfigError: the query heads cannot be divided among `sp` ranks.
+    """
+    repeats = math.lcm(kv_heads, sp) // kv_heads
+    if heads % sp or heads % (kv_heads * repeats):
+        fitting = [
+            n
+            for n in range(1, heads + 1)
+            if heads % n == 0 and heads % (math.lcm(kv_heads, n) // kv_heads * kv_heads) == 0
+        ]
+        raise ConfigError(
+            f"sp={sp} does not divide {heads} query heads (with {kv_heads} key/value heads); "
+            f"sizes that would: {', '.join(map(str, fitting))}"
+        )
+    return repeats
+
+
+def ulysses_attention(attention: Callable[..., Any], group: ProcessGroup | None = None) -> Callable[..., Any]:
+    """`attention` for ranks that hold parts of sequences.
+
+    Args:
+        attention: `(module, query, key, value, attention_mask, dropout, scaling, **kwargs) -> (output, weights)` with
+            query [B, heads, S, D], key and value [B, kv_heads, S, D], output [B, S, heads, D].
+        group: the ranks; None asks `get_parallel_state()` at each call.
+
+    Returns:
+        The same function of query [B, heads, S / sp, D], key and value [B, kv_heads, S / sp, D], whose output is
+        [B, S / sp, heads, D] and whose weights are None. `attention_mask`, `cu_seq_lens_*` and `max_length_*` are
+        those of the whole sequence.
+    """
+
+    @functools.wraps(attention)
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        ranks = group or get_parallel_state().sp_group
+        if ranks is None:
+            return attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        repeats = kv_repeats(query.shape[1], key.shape[1], ranks.size())
+        # Begun together, so that the transfer of one covers the copies around the next.
+        exchanges = [
+            Exchange(_split(x.repeat_interleave(n, 1) if n > 1 else x, 1, ranks).transpose(2, 3), ranks)
+            for x, n in ((query, 1), (key, repeats), (value, repeats))
+        ]
+        # [sp, B, S / sp, heads / sp, D] to [B, heads / sp, S, D]
+        query, key, value = (_merge(exchange.finish(), 1).transpose(1, 2) for exchange in exchanges)
+        output, _ = attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        return gather_heads_scatter_seq(output, head_dim=2, seq_dim=1, group=ranks), None
+
+    return attend
