@@ -376,7 +376,6 @@ def test_inherit_method(rewrite, patch):
         from transformers.layers import GenericHead
         # [PATCHED: imports of the patches]
         from transformers.layers import logger
-        from transformers.models.auto import AutoModel
         from transformers.outputs import Output
         from transformers.utils import can_return_tuple
 

@@ -27,6 +27,16 @@ def cache_root() -> Path:
         return private_root()
 
 
+def cache_homes() -> list[Path]:
+    """Where entries are looked for; new ones go to the last, which is private when the first cannot be written."""
+    root = cache_root()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return [root, private_root()]
+    return [root] if os.access(root, os.W_OK) else [root, private_root()]
+
+
 def private_root() -> Path:
     """A directory below the system's temporary one that only this user can write; for homes that are read-only."""
     user = os.getuid() if hasattr(os, "getuid") else os.getpid()

@@ -32,7 +32,7 @@ class Document:
         self.upstream: UpstreamModule = release.module(patch.source_module)
         self.module = cst.parse_module(self.upstream.text)
         self.class_slots: dict[str, ClassSlots] = {}
-        self.imports: list[str] = []
+        self.imports: dict[str, str] = {}
         self.touched: dict[str, None] = {}
         self._author: dict[int, Edit] = {}
         self._kept_alive: list[cst.CSTNode] = []

@@ -54,7 +54,7 @@ def _import_names(text: str, module: UpstreamModule, document: Document, edit: I
     for name in sorted(used & theirs.keys()):
         statement = theirs[name]
         if name not in ours:
-            document.imports.append(statement)
+            document.imports[name] = statement
         elif not _same_object(ours[name], statement):
             raise document.fail(edit, f"{name} is `{ours[name]}` here and `{statement}` in {edit.from_module}")
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from opslot._base.errors import PatchError
-from opslot.patchgen.cache import cache_root, private_root, prune, read_sealed, touch, write_sealed
+from opslot.patchgen.cache import cache_homes, prune, read_sealed, touch, write_sealed
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.source import Release, installed_release
 
@@ -89,21 +89,21 @@ def materialize(arch: str, patch: PatchConfig | None = None, release: Release | 
     patch = patch or require_patch(arch)
     release = release or installed_release()
     relative = Path("generated", arch, cache_key(patch, release), "models", arch, patch.target_file)
-    home = cache_root()
-    if read_sealed(home / relative) is not None:
-        touch(home / relative.parents[2])
-        return home / relative
+    homes = cache_homes()
+    for home in homes:
+        if read_sealed(home / relative) is not None:
+            touch(home / relative.parents[2])
+            return home / relative
     from opslot.patchgen.engine import generate
 
     text = generate(patch, release).text
+    path = homes[-1] / relative
     try:
-        write_sealed(home / relative, text)
-    except OSError:
-        home = private_root()
-        if read_sealed(home / relative) != text:
-            write_sealed(home / relative, text)
-    prune(home / relative.parents[3])
-    return home / relative
+        write_sealed(path, text)
+    except OSError as error:
+        raise PatchError(f"cannot write {path}: {error.strerror}; set OPSLOT_CACHE to another place") from error
+    prune(path.parents[3])
+    return path
 
 
 def cache_key(patch: PatchConfig, release: Release) -> str:

@@ -73,7 +73,9 @@ def _bound_name(alias: cst.ImportAlias) -> str:
 
 def _add_after_imports(document: Document) -> None:
     patch = document.patch
-    statements = [spec.statement for spec in patch.additional_imports] + _merged(document.imports)
+    used = {node.value for node in walk(document.module) if isinstance(node, cst.Name)}
+    inherited = [statement for name, statement in document.imports.items() if name in used]
+    statements = [spec.statement for spec in patch.additional_imports] + _merged(inherited)
     blocks = [text.strip("\n") for text in (*patch.post_import_blocks, *patch.helpers)]
     if not statements and not blocks:
         return

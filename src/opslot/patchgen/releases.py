@@ -34,7 +34,10 @@ def find_release(version: str, *, download: bool = True) -> Release:
     if not (folder / PACKAGE / "__init__.py").is_file():
         if not download:
             raise PatchError(f"transformers {version} is neither installed nor in {folder.parent}")
-        _download(version, folder)
+        try:
+            _download(version, folder)
+        except OSError as error:
+            raise PatchError(f"cannot keep transformers {version} in {folder}: {error}; set OPSLOT_CACHE") from error
     return Release(version, folder / PACKAGE)
 
 
