@@ -40,14 +40,14 @@ class _RMSNorm(torch.autograd.Function):
         x, dy, scale = _wide(hidden_states), _wide(dout), _wide(weight)
         if ctx.offset:
             scale = scale + 1.0
-        product = (dy * x).view(-1, width)
+        product = dy * x
         dx = dweight = None
-        along = torch.mv(product, scale).view(rstd.shape).mul_(rstd.pow(3)).div_(-width)
+        along = torch.matmul(product, scale).unsqueeze(-1).mul_(rstd.pow(3)).div_(-width)
         if ctx.needs_input_grad[1]:
             # Not a matrix-vector product: its running sums over rows lose twice what torch.sum's tree does.
-            dweight = product.mul_(rstd.view(-1, 1)).sum(0).to(weight.dtype)
+            dweight = product.mul_(rstd).sum_to_size(width).to(weight.dtype)
         if ctx.needs_input_grad[0]:
-            wide_dx = torch.mul(dy, scale, out=product.view(dy.shape)).mul_(rstd).addcmul_(x, along)
+            wide_dx = torch.mul(dy, scale, out=product).mul_(rstd).addcmul_(x, along)
             dx = wide_dx.to(hidden_states.dtype)
         return dx, dweight, None, None
 

@@ -1,0 +1,220 @@
+"""rotary_pos_emb: what the parity harness does not ask."""
+
+import sys
+import types
+
+import pytest
+import torch
+
+from opslot import KERNEL_REGISTRY
+from opslot._base.device import CPU, DeviceFacts
+from opslot._base.errors import ConfigError, KernelError
+from opslot.ops.rotary_pos_emb import op
+from opslot.slots import KernelRequest
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS = [(variant, "triton") for variant in ("full", "partial", "interleaved")]
+KERNELS += [("full", "torch_fused"), ("partial", "torch_fused")]
+
+
+def load(variant, name):
+    return KERNEL_REGISTRY.load("rotary_pos_emb", variant, name)
+
+
+def inputs(variant="full", dtype=torch.float32, batch=2, tokens=5, heads=4, kv_heads=2, width=16, device=DEVICE):
+    generator = torch.Generator().manual_seed(0)
+    rotary = width // 2 if variant == "partial" else width
+    angles = torch.randn(1, tokens, rotary // 2, generator=generator).repeat(1, 1, 2)
+    q, k = (
+        torch.randn(batch, tokens, h, width, generator=generator).transpose(1, 2).to(device, dtype).requires_grad_()
+        for h in (heads, kv_heads)
+    )
+    return q, k, angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "variant"),
+    [
+        ("llama", "apply_rotary_pos_emb", "full"),
+        ("qwen3_moe", "apply_rotary_pos_emb", "full"),
+        ("qwen3_5", "apply_rotary_pos_emb", "partial"),
+        ("glm4_moe", "apply_rotary_pos_emb", "partial"),
+        ("deepseek_v3", "apply_rotary_pos_emb_interleave", "interleaved"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_references_are_upstream_bit_for_bit(module, function, variant, dtype):
+    upstream = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
+    arguments = inputs(variant, dtype, device="cpu")
+    expected = getattr(upstream, function)(*arguments)
+    found = getattr(op, variant)(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vision_reference_is_upstream_bit_for_bit(dtype):
+    upstream = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
+    q, k, cos, sin = inputs(dtype=dtype, batch=1, device="cpu")
+    arguments = (q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0].float(), sin[0].float())
+    expected = upstream.apply_rotary_pos_emb_vision(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(op.vision(*arguments), expected, strict=True))
+
+
+def test_multimodal_takes_each_section_from_its_axis():
+    axes = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 1, 2, 8)
+    merged = op.merge_sections(axes, [1, 2, 1])
+    assert merged[0, 0].tolist() == [0, 1, 1, 2, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(("variant", "name"), KERNELS)
+def test_scores_depend_on_distance_alone(variant, name):
+    """What the embedding is for: q at m and k at n score by m - n."""
+    width, rotary = 16, 8 if variant == "partial" else 16
+    frequencies = 1.0 / 100 ** (torch.arange(0, rotary, 2) / rotary)
+    angles = (torch.arange(12)[:, None] * frequencies).repeat(1, 2)[None]
+    q, k = (torch.randn(1, 1, 1, width).expand(1, 1, 12, width).to(DEVICE) for _ in range(2))
+    q, k = load(variant, name)(q, k, angles.cos().to(DEVICE), angles.sin().to(DEVICE))
+    scores = (q @ k.transpose(2, 3))[0, 0]
+    for distance in range(-3, 4):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("variant", "name"), KERNELS)
+def test_backward_undoes_the_turn(variant, name):
+    """The matrix is orthogonal, so the gradient of the result along itself is the input."""
+    q, k, cos, sin = inputs(variant)
+    outs = load(variant, name)(q, k, cos, sin)
+    for x, grad in zip((q, k), torch.autograd.grad(outs, (q, k), [o.detach() for o in outs]), strict=True):
+        torch.testing.assert_close(grad, x.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("variant", "name"), KERNELS)
+def test_inputs_are_left_alone_and_memory_order_is_kept(variant, name):
+    q, k, cos, sin = inputs(variant)
+    before = q.detach().clone(), k.detach().clone()
+    q_out, k_out = load(variant, name)(q, k, cos, sin)
+    assert torch.equal(q, before[0])
+    assert torch.equal(k, before[1])
+    assert q_out.transpose(1, 2).is_contiguous()
+    assert k_out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(("variant", "name"), KERNELS)
+def test_only_the_wanted_gradients_are_made(variant, name):
+    kernel = load(variant, name)
+    q, k, cos, sin = inputs(variant)
+    dq, dk = torch.autograd.grad([o.square().sum() for o in kernel(q, k, cos, sin)], (q, k))
+    # k frozen, then q frozen, then a result that nobody uses.
+    (only_q,) = torch.autograd.grad([kernel(q, k.detach(), cos, sin)[0].square().sum()], q)
+    (only_k,) = torch.autograd.grad([kernel(q.detach(), k, cos, sin)[1].square().sum()], k)
+    (half_used,) = torch.autograd.grad(kernel(q, k, cos, sin)[0].square().sum(), q)
+    assert torch.equal(only_q, dq)
+    assert torch.equal(only_k, dk)
+    assert torch.equal(half_used, dq)
+
+
+@pytest.mark.parametrize(("variant", "name"), KERNELS)
+def test_gradients_of_any_layout(variant, name):
+    q, k, cos, sin = inputs(variant)
+    for douts in (
+        [torch.ones((), device=DEVICE).expand(x.shape) for x in (q, k)],
+        [torch.randn(*x.shape[:-1], 2 * x.shape[-1], device=DEVICE)[..., ::2] for x in (q, k)],
+        [torch.randn(x.shape, device=DEVICE) for x in (q, k)],
+    ):
+        found = torch.autograd.grad(load(variant, name)(q, k, cos, sin), (q, k), douts)
+        expected = torch.autograd.grad(getattr(op, variant)(q, k, cos, sin), (q, k), douts)
+        for got, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_triton_splits_many_heads_over_programs():
+    q, k, cos, sin = inputs(batch=1, tokens=2, heads=300, kv_heads=5, width=32)
+    found = load("full", "triton")(q, k, cos, sin)
+    for got, want in zip(found, op.full(q, k, cos, sin), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_triton_halves_may_turn_by_different_angles():
+    q, k, cos, sin = inputs()
+    cos, sin = torch.randn_like(cos), torch.randn_like(sin)
+    found = torch.autograd.grad([o.square().sum() for o in load("full", "triton")(q, k, cos, sin)], (q, k))
+    expected = torch.autograd.grad([o.square().sum() for o in op.full(q, k, cos, sin)], (q, k))
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("variant", "name"), KERNELS)
+def test_compiles_as_one_graph(variant, name):
+    kernel = load(variant, name)
+    q, k, cos, sin = inputs(variant)
+    compiled = torch.compile(kernel, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad([o.square().sum() for o in kernel(q, k, cos, sin)], (q, k))
+    found = torch.autograd.grad([o.square().sum() for o in compiled(q, k, cos, sin)], (q, k))
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_opcheck():
+    load("full", "triton")
+    q, k, cos, sin = (x.detach() for x in inputs())
+    arguments = ([q, k], cos, sin, torch.float32, False, False)
+    torch.library.opcheck(torch.ops.opslot.rotary_pos_emb.default, arguments)
+
+
+def _bad(name):
+    q, k, cos, sin = (x.detach() for x in inputs())
+    return {
+        "float64": (q.double(), k, cos, sin),
+        "k of another dtype": (q, k.to(torch.bfloat16), cos, sin),
+        "k of another length": (q, k[:, :, 1:], cos, sin),
+        "another batch": (q, k, cos.expand(3, -1, -1), sin.expand(3, -1, -1)),
+        "angles with a gradient": (q, k, cos.clone().requires_grad_(), sin),
+        "narrow angles": (q, k, cos[..., :8], sin[..., :8]),
+        "unsqueeze_dim": (q, k, cos, sin, 0),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("float64", "cannot take q: its dtype is torch.float64"),
+        ("k of another dtype", "cannot take k: its dtype is torch.bfloat16 beside q's"),
+        ("k of another length", "cannot take k: its shape is"),
+        ("another batch", "cannot take cos: its shape is"),
+        ("angles with a gradient", "cannot take cos: it requires a gradient"),
+        ("narrow angles", "use eager, or the partial variant"),
+        ("unsqueeze_dim", "cannot take unsqueeze_dim: it is 0"),
+    ],
+)
+def test_triton_refuses_what_it_does_not_serve(name, said):
+    with pytest.raises(KernelError, match=said) as caught:
+        load("full", "triton")(*_bad(name))
+    assert "rotary_pos_emb_implementation='triton'" in str(caught.value)
+
+
+@pytest.mark.parametrize("variant", ["partial", "interleaved", "multimodal", "vision"])
+def test_liger_cannot_be_bound_where_it_would_be_wrong(variant):
+    request = KernelRequest("rotary_pos_emb", variant, DeviceFacts("gpu", (9, 0)), torch.bfloat16)
+    with pytest.raises(ConfigError, match="'liger_kernel' serves only the variant full"):
+        KERNEL_REGISTRY.resolve(request, "liger_kernel")
+
+
+def test_naming_the_npu_kernel_here_tells_everything():
+    with pytest.raises(ConfigError, match="needs a NPU, this is CPU") as caught:
+        KERNEL_REGISTRY.resolve(KernelRequest("rotary_pos_emb", "full", CPU, torch.float32), "npu")
+    assert "torch_fused" in str(caught.value).partition("usable here:")[2]
+
+
+def test_npu_calls_the_vendor_with_broadcast_angles(monkeypatch):
+    def npu_rotary_mul(x, cos, sin):
+        assert cos.ndim == sin.ndim == 4
+        return op._rotate(x, cos, sin)
+
+    monkeypatch.setitem(sys.modules, "torch_npu", types.SimpleNamespace(npu_rotary_mul=npu_rotary_mul))
+    monkeypatch.delitem(sys.modules, "opslot.ops.rotary_pos_emb.npu", raising=False)
+    from opslot.ops.rotary_pos_emb import npu
+
+    monkeypatch.delitem(sys.modules, "opslot.ops.rotary_pos_emb.npu")
+    arguments = inputs(device="cpu")
+    assert all(torch.equal(a, b) for a, b in zip(npu.full(*arguments), op.full(*arguments), strict=True))

@@ -1,0 +1,175 @@
+"""swiglu_mlp: what the parity harness does not ask."""
+
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from opslot import KERNEL_REGISTRY
+from opslot._base.device import CPU, DeviceFacts
+from opslot._base.errors import ConfigError, KernelError
+from opslot.ops.swiglu_mlp import op
+from opslot.slots import KernelRequest
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load(variant):
+    return KERNEL_REGISTRY.load("swiglu_mlp", variant, "triton")
+
+
+def pair(shape=(4, 24), dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for _ in range(2)]
+
+
+def test_reference_is_upstream_bit_for_bit():
+    activations = pytest.importorskip("transformers.activations")
+    gate, up = (torch.randn(3, 40, dtype=torch.bfloat16) for _ in range(2))
+    expected = activations.ACT2FN["silu"](gate) * up
+    assert torch.equal(op.standard(gate, up), expected)
+    assert torch.equal(op.fused_gate_up(torch.cat((gate, up), dim=-1)), expected)
+
+
+def test_fused_gate_up_is_standard_on_the_halves():
+    gate, up = pair()
+    gate_up = torch.cat((gate, up), dim=-1).detach().requires_grad_()
+    out = load("fused_gate_up")(gate_up)
+    assert torch.equal(out, load("standard")(gate, up))
+    (found,) = torch.autograd.grad(out.square().sum(), gate_up)
+    expected = torch.autograd.grad(load("standard")(gate, up).square().sum(), (gate, up))
+    assert torch.equal(found, torch.cat(expected, dim=-1))
+
+
+def test_only_the_wanted_gradients_are_made():
+    gate, up = pair()
+    kernel = load("standard")
+    dgate, dup = torch.autograd.grad(kernel(gate, up).square().sum(), (gate, up))
+    (only_gate,) = torch.autograd.grad(kernel(gate, up.detach()).square().sum(), gate)
+    (only_up,) = torch.autograd.grad(kernel(gate.detach(), up).square().sum(), up)
+    assert torch.equal(only_gate, dgate)
+    assert torch.equal(only_up, dup)
+    empty, whole = torch.ops.opslot.swiglu_backward(gate, gate, up, False, True)
+    assert (empty.numel(), whole.shape) == (0, up.shape)
+
+
+@pytest.mark.parametrize("variant", ["standard", "fused_gate_up"])
+@pytest.mark.parametrize("layout", ["expanded", "transposed", "every second column"])
+def test_gradients_of_any_layout(variant, layout):
+    gate, up = pair((4, 6, 24))
+    inputs = (gate, up) if variant == "standard" else (torch.cat((gate, up), dim=-1).detach().requires_grad_(),)
+    dout = {
+        "expanded": torch.ones((), device=DEVICE).expand(4, 6, 24),
+        "transposed": torch.randn(6, 4, 24, device=DEVICE).transpose(0, 1),
+        "every second column": torch.randn(4, 6, 48, device=DEVICE)[..., ::2],
+    }[layout]
+    found = torch.autograd.grad(load(variant)(*inputs), inputs, dout)
+    expected = torch.autograd.grad(getattr(op, variant)(*inputs), inputs, dout)
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_backward_leaves_the_inputs_alone_and_runs_twice():
+    gate, up = pair()
+    before = gate.detach().clone(), up.detach().clone()
+    out = load("standard")(gate, up).square().sum()
+    first = torch.autograd.grad(out, (gate, up), retain_graph=True)
+    second = torch.autograd.grad(out, (gate, up))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.equal(gate, before[0])
+    assert torch.equal(up, before[1])
+
+
+@pytest.mark.parametrize("value", [-200.0, 200.0, 0.0])
+def test_extreme_gates(value):
+    gate = torch.full((1, 8), value, device=DEVICE, requires_grad=True)
+    up = torch.full((1, 8), 3.0, device=DEVICE, requires_grad=True)
+    # The interpreter's exp is numpy's, which warns where a GPU quietly gives infinity.
+    with np.errstate(over="ignore"):
+        out = load("standard")(gate, up)
+        dgate, dup = torch.autograd.grad(out.sum(), (gate, up))
+    slope = {-200.0: 0.0, 200.0: 1.0, 0.0: 0.5}[value]
+    assert torch.equal(out, torch.full_like(out, 3.0 * max(value, 0.0)))
+    assert torch.equal(dgate, torch.full_like(out, 3.0 * slope))
+    assert torch.equal(dup, torch.full_like(out, max(value, 0.0)))
+
+
+def test_one_input_for_gate_and_up():
+    (x, _) = pair()
+    (found,) = torch.autograd.grad(load("standard")(x, x).sum(), x)
+    (expected,) = torch.autograd.grad(op.standard(x, x).sum(), x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_mixed_dtypes_promote():
+    gate, up = pair()
+    gate = gate.detach().to(torch.bfloat16).requires_grad_()
+    out = load("standard")(gate, up)
+    assert out.dtype == torch.float32
+    dgate, dup = torch.autograd.grad(out.sum(), (gate, up))
+    assert (dgate.dtype, dup.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("variant", ["standard", "fused_gate_up"])
+def test_compiles_as_one_graph(variant):
+    inputs = tuple(pair()) if variant == "standard" else tuple(pair()[:1])
+    kernel = load(variant)
+    compiled = torch.compile(kernel, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(kernel(*inputs).square().sum(), inputs)
+    found = torch.autograd.grad(compiled(*inputs).square().sum(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_opcheck():
+    load("standard")
+    gate, up = (x.detach() for x in pair())
+    ops = torch.ops.opslot
+    torch.library.opcheck(ops.swiglu.default, (gate, up))
+    torch.library.opcheck(ops.swiglu_backward.default, (up, gate, up, True, True))
+    torch.library.opcheck(ops.swiglu_fused.default, (gate,))
+    torch.library.opcheck(ops.swiglu_fused_backward.default, (gate[:, :12], gate))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((torch.zeros(2, 4, dtype=torch.float64), torch.zeros(2, 4)), "gate: its dtype is torch.float64"),
+        ((torch.zeros(2, 4), torch.zeros(1, 4)), "use eager, which broadcasts"),
+    ],
+)
+def test_triton_refuses_what_it_does_not_serve(arguments, said):
+    with pytest.raises(KernelError, match=said) as caught:
+        load("standard")(*arguments)
+    assert "swiglu_mlp_implementation='triton'" in str(caught.value)
+
+
+def test_triton_refuses_an_odd_fused_width():
+    with pytest.raises(KernelError, match="its width 5 is odd"):
+        load("fused_gate_up")(torch.zeros(2, 5))
+
+
+def test_sites_need_silu():
+    check_site = op.OP.variant("standard").check_site
+    activations = pytest.importorskip("transformers.activations")
+    for name in ("silu", "swish"):
+        assert check_site(types.SimpleNamespace(act_fn=activations.ACT2FN[name])) is None
+    assert check_site(types.SimpleNamespace(act_fn=nn.SiLU())) is None
+    assert check_site(types.SimpleNamespace(activation_fn=nn.functional.silu)) is None
+    assert "not SiLU" in check_site(types.SimpleNamespace(act_fn=activations.ACT2FN["gelu_pytorch_tanh"]))
+    assert "activation is unknown" in check_site(nn.Linear(1, 1))
+
+
+def test_auto_keeps_eager_on_cpu_and_takes_triton_on_a_gpu():
+    def chosen(device):
+        return KERNEL_REGISTRY.resolve(KernelRequest("swiglu_mlp", "standard", device, torch.bfloat16)).chosen
+
+    assert chosen(CPU) == "eager"
+    assert chosen(DeviceFacts("gpu", (9, 0))) == "triton"
+
+
+def test_liger_cannot_be_bound_to_the_fused_variant():
+    request = KernelRequest("swiglu_mlp", "fused_gate_up", DeviceFacts("gpu", (9, 0)), torch.bfloat16)
+    with pytest.raises(ConfigError, match="'liger_kernel' serves only the variant standard"):
+        KERNEL_REGISTRY.resolve(request, "liger_kernel")
