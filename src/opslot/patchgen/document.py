@@ -50,7 +50,7 @@ class Document:
         found = self.find(symbol)
         if found is None:
             owner = symbol.split(".")[0]
-            raise self.fail(edit, str(self.upstream.missing(symbol)), show=owner if owner != symbol else None)
+            raise self.fail(edit, self.upstream.missing(symbol), show=owner if owner != symbol else None)
         return block_of(found)
 
     def find(self, symbol: str) -> cst.FunctionDef | cst.ClassDef | None:

@@ -119,13 +119,14 @@ class UpstreamModule:
         """Like `symbol`, but a missing one raises and names what is close."""
         found = self.symbol(name)
         if found is None:
-            raise self.missing(name)
+            raise PatchError(f"{self.name} of transformers {self.version}: {self.missing(name)}")
         return found
 
-    def missing(self, name: str) -> PatchError:
+    def missing(self, name: str) -> str:
+        """Says that there is no such symbol, and which come close."""
         close = difflib.get_close_matches(name, self.symbol_names, n=5, cutoff=0.4)
         hint = f"; close to it: {', '.join(close)}" if close else ""
-        return PatchError(f"{self.name} of transformers {self.version} has no {name}{hint}")
+        return f"it has no {name}{hint}"
 
     @cached_property
     def symbol_names(self) -> list[str]:
