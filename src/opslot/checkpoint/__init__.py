@@ -1,10 +1,12 @@
 """Checkpoints in Hugging Face layout: loaded into any model, sharded or not, saved and converted."""
 
+from opslot.checkpoint.convert import convert_folder
 from opslot.checkpoint.converter import CheckpointTensorConverter, PlacingConverter
 from opslot.checkpoint.experts import LAYOUTS, ExpertTensorConverter
 from opslot.checkpoint.folder import read_folder
 from opslot.checkpoint.load import LoadReport, load_weights
 from opslot.checkpoint.placement import Placement, local_ranges
+from opslot.checkpoint.save import export_hf, save_weights
 
 __all__ = [
     "LAYOUTS",
@@ -13,7 +15,10 @@ __all__ = [
     "LoadReport",
     "Placement",
     "PlacingConverter",
+    "convert_folder",
+    "export_hf",
     "load_weights",
     "local_ranges",
     "read_folder",
+    "save_weights",
 ]

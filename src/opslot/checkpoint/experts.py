@@ -21,6 +21,7 @@ from torch import Tensor
 from opslot._base.errors import CheckpointError, ConfigError
 from opslot.checkpoint._report import Problems, listed
 from opslot.checkpoint.converter import Shapes
+from opslot.checkpoint.model_tensors import tensors_of
 from opslot.checkpoint.placement import Placement, copy_overlap, full_region, volume
 
 LAYOUTS = ("per_expert", "fused", "transposed")
@@ -131,16 +132,17 @@ class ExpertTensorConverter:
     @classmethod
     def for_model(cls, model: torch.nn.Module, layout: str | None = None) -> ExpertTensorConverter:
         """The converter of every expert tensor that `model` has; for a model without experts it handles nothing."""
-        return cls(expert_targets({name: p.shape for name, p in model.named_parameters()}), layout)
+        return cls(expert_targets({name: tensor.shape for name, tensor in tensors_of(model).items()}), layout)
 
-    def _target(self, name: str) -> str | None:
+    def target_of(self, name: str) -> str | None:
+        """The model's tensor that checkpoint tensor `name` belongs to; None when it is not an expert tensor."""
         match = _SPLIT.fullmatch(name)
         target = f"{match['experts']}.{_FUSED_OF[match['projection']]}" if match else name
         return target if target in self.targets else None
 
     def can_handle(self, name: str) -> bool:
         """Whether `name` is an expert's, or all experts', tensor of this model."""
-        return self._target(name) is not None
+        return self.target_of(name) is not None
 
     def inspect(self, shapes: Shapes) -> None:
         """Find the layout of each family of expert tensors, here `layouts`.
@@ -152,7 +154,7 @@ class ExpertTensorConverter:
         seen: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         square: dict[str, list[str]] = defaultdict(list)
         for name, shape in shapes.items():
-            target = self._target(name)
+            target = self.target_of(name)
             if target is None:
                 continue
             family = _family(target.rpartition(".")[0])
@@ -197,7 +199,7 @@ class ExpertTensorConverter:
             CheckpointError: an expert that the model lacks, or a lone square tensor whose direction nothing
                 tells.
         """
-        target = self._target(name)
+        target = self.target_of(name)
         assert target is not None, f"{name} is not an expert tensor of this model"
         wanted, split = self.targets[target], _SPLIT.fullmatch(name)
         if split:
@@ -218,14 +220,16 @@ class ExpertTensorConverter:
         """The experts' projections that are absent although others of their target are there, by layer and expert."""
         present = set(names)
         lacks: dict[tuple[str, int], list[str]] = defaultdict(list)
-        touched = {target for name in present if _SPLIT.fullmatch(name) and (target := self._target(name))}
+        touched = {target for name in present if _SPLIT.fullmatch(name) and (target := self.target_of(name))}
         for target in sorted(touched):
             for name, _ in split_target(target, self.targets[target], "per_expert"):
                 split = _SPLIT.fullmatch(name)
                 if name not in present and split:
                     lacks[split["experts"], int(split["expert"])].append(split["projection"])
+        order = list(_FUSED_OF).index
         return [
-            f"{experts}: expert {expert} lacks {', '.join(lacks[experts, expert])}" for experts, expert in sorted(lacks)
+            f"{experts}: expert {expert} lacks {', '.join(sorted(projections, key=order))}"
+            for (experts, expert), projections in sorted(lacks.items())
         ]
 
     def convert(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -105,7 +106,7 @@ def _read_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, TensorEn
 
 
 @contextmanager
-def staged_folder(folder: Path) -> Iterator[Path]:
+def staged_folder(folder: Path, nbytes: int) -> Iterator[Path]:
     """A new folder beside `folder` to write a checkpoint in; it takes `folder`'s place when the block ends
     well.
 
@@ -113,12 +114,18 @@ def staged_folder(folder: Path) -> Iterator[Path]:
     overwritten) one without an entry point, which is refused on reading; never a mixture. Other files of an
     existing folder stay.
 
+    Args:
+        folder: the checkpoint's place.
+        nbytes: what the weights will take; less room than that on the disk is an error at once.
+
     Raises:
         CheckpointError: the place cannot be written or the disk is full; nothing is left behind.
     """
     stage: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(folder.parent).free < nbytes:
+            raise OSError(errno.ENOSPC, f"the weights take {nbytes / 1e9:.1f} GB, more than the disk has left")
         stage = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
         yield stage
         # mkdtemp makes folders that only their owner may enter.

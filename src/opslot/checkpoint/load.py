@@ -22,8 +22,9 @@ from opslot.checkpoint.converter import CheckpointTensorConverter
 from opslot.checkpoint.experts import ExpertTensorConverter
 from opslot.checkpoint.folder import read_folder
 from opslot.checkpoint.materialize import initialize, materialize
+from opslot.checkpoint.model_tensors import ModelTensors, plain_name, tensors_of
 from opslot.checkpoint.placement import Placement, Region, copy_overlap, intersect, local_ranges, local_tensor, volume
-from opslot.checkpoint.plan import LoadPlan, ModelTensors, Piece, Stream, make_plan, plain_name, tensors_of
+from opslot.checkpoint.plan import LoadPlan, Piece, Stream, make_plan
 from opslot.checkpoint.safetensors_file import MappedFile
 
 logger = get_logger(__name__)

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint._report import listed
+from opslot.checkpoint.model_tensors import plain_name
 from opslot.checkpoint.placement import local_tensor
-from opslot.checkpoint.plan import plain_name
 
 
 def materialize(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> None:

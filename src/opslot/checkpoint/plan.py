@@ -11,102 +11,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint._report import Problems
 from opslot.checkpoint.converter import CheckpointTensorConverter, PlacingConverter
 from opslot.checkpoint.experts import ExpertTensorConverter
+from opslot.checkpoint.model_tensors import ModelTensors
 from opslot.checkpoint.placement import Placement, is_numeric_cast, volume
 from opslot.checkpoint.safetensors_file import MappedFile, TensorEntry
-
-# Checkpoints of 2023 and before hold the rotary frequencies of every layer; models compute them.
-_ALWAYS_IGNORED = r"(^|\.)rotary_emb\.inv_freq$"
-_WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-
-
-def plain_name(name: str) -> str:
-    """`name` of a parameter without what torch.compile, activation checkpointing and the like put in it."""
-    return _WRAPPERS.sub("", name)
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers of `model` under their plain names; tied ones appear under each name."""
-    state = model.state_dict(keep_vars=True)
-    return {plain_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A model's tensor that a checkpoint fills.
-
-    Attributes:
-        name: its first name in the model.
-        shape: its whole shape, over all ranks.
-        dtype: what it holds after loading.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class ModelTensors:
-    """What a checkpoint must bring for a model.
-
-    Attributes:
-        targets: by name; each name of a tied tensor leads to the same target.
-        prefix: what a base model's names lack and its ForCausalLM's have, with the dot, e.g. "model."; ""
-            when unknown.
-        ignored: regular expressions of checkpoint names that the model has no use for.
-        optional: regular expressions of the model's names that checkpoints leave out.
-    """
-
-    targets: Mapping[str, Target]
-    prefix: str = ""
-    ignored: Sequence[str] = ()
-    optional: Sequence[str] = ()
-
-    @classmethod
-    def of(cls, model: nn.Module, dtype: torch.dtype | None = None) -> ModelTensors:
-        """The tensors of `model`, whose floating parameters will be `dtype` (None: as they are)."""
-        targets: dict[str, Target] = {}
-        first: dict[int, Target] = {}
-        for name, tensor in tensors_of(model).items():
-            cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-            target = Target(name, tuple(tensor.shape), dtype if cast and dtype else tensor.dtype)
-            targets[name] = first.setdefault(id(tensor), target)
-        transient = {plain_name(name) for name, _ in model.named_buffers()} - targets.keys()
-        prefix = getattr(model, "base_model_prefix", "")
-        return cls(
-            targets,
-            f"{prefix}." if prefix else "",
-            [
-                _ALWAYS_IGNORED,
-                *(f"^{re.escape(name)}$" for name in transient),
-                *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
-            ],
-            list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
-        )
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: target.shape for name, target in self.targets.items()}
-
-    def in_model_terms(self, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-        """The checkpoint's tensors under the names that this model would give them.
-
-        A base model's checkpoint gains the prefix and a head model's loses it, where the model differs.
-        """
-        prefix = self.prefix
-        model_has = any(name.startswith(prefix) for name in self.targets)
-        file_has = any(name.startswith(prefix) for name in entries)
-        if not prefix or model_has == file_has:
-            return dict(entries)
-        if file_has:
-            return {name.removeprefix(prefix): entry for name, entry in entries.items()}
-        return {name if name in self.targets else prefix + name: entry for name, entry in entries.items()}
 
 
 @dataclass(frozen=True, slots=True)

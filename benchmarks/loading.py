@@ -1,0 +1,201 @@
+"""Loading a sharded per-expert MoE checkpoint: opslot beside Transformers' from_pretrained.
+
+    python benchmarks/loading.py --size-gb 4 --shards 4 --output benchmarks/results/loading.json
+
+Every load runs in a process of its own, the two alternating; imports are not timed, building the model is.
+"cold" drops the files from the page cache first (posix_fadvise, so what the disk's own or the host's cache
+holds stays). Peak memory is the process's high-water mark, mapped file pages included, less what it was after
+the imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+EXPERTS, HIDDEN, INTERMEDIATE, VOCAB = 128, 2048, 768, 32768
+LAYER_BYTES = 2 * EXPERTS * 3 * HIDDEN * INTERMEDIATE
+GOAL_TIME_RATIO = 0.7
+
+
+def make_config(size_gb: float) -> Any:
+    """Qwen3-30B-A3B's widths with as many layers as make about `size_gb` in bf16."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=4 * HIDDEN,
+        moe_intermediate_size=INTERMEDIATE,
+        num_hidden_layers=max(1, round((size_gb * 1e9 - 4 * VOCAB * HIDDEN) / LAYER_BYTES)),
+        num_experts=EXPERTS,
+        num_experts_per_tok=8,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+
+
+def write_checkpoint(folder: Path, size_gb: float, shards: int) -> None:
+    """A checkpoint of random values in the hub's per-expert layout."""
+    import torch
+    from transformers import Qwen3MoeForCausalLM
+
+    from opslot.checkpoint import save_weights
+
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM._from_config(make_config(size_gb), dtype=torch.bfloat16)
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        values = torch.randint(0x3C00, 0x3E00, (1 << 20,), dtype=torch.int16, generator=generator).view(torch.bfloat16)
+        flat = parameter.data.view(-1)
+        for start in range(0, flat.numel(), len(values)):
+            flat[start : start + len(values)] = values[: flat.numel() - start]
+    save_weights(model, folder, layout="per_expert", max_shard_size=-(-nbytes // shards) + (8 << 20))
+
+
+def status_bytes(field: str) -> int:
+    """A memory field of this process, e.g. VmHWM for the peak resident set."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}; this benchmark needs Linux")
+
+
+def load_once(loader: str, folder: Path) -> dict[str, float]:
+    """Load in this process; seconds, peak bytes above the imports', and a checksum of the experts."""
+    import torch
+    from transformers import AutoConfig, Qwen3MoeForCausalLM
+
+    from opslot.checkpoint import load_weights
+
+    config = AutoConfig.from_pretrained(folder)
+    gc.collect()
+    before = status_bytes("VmRSS")
+    start = time.perf_counter()
+    if loader == "opslot":
+        with torch.device("meta"):
+            model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16)
+        load_weights(model, folder)
+    else:
+        model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    seconds = time.perf_counter() - start
+    peak = status_bytes("VmHWM") - before
+    checksum = sum(float(p.detach().view(torch.int16).sum()) for p in model.parameters())
+    return {"seconds": seconds, "peak_bytes": peak, "checksum": checksum}
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    for file in folder.glob("*.safetensors"):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def measure(folder: Path, repeats: int) -> dict[str, Any]:
+    """Median seconds and largest peak of each loader, cold and warm."""
+    runs: dict[str, dict[str, list[dict[str, float]]]] = {
+        c: {"opslot": [], "transformers": []} for c in ("cold", "warm")
+    }
+    for cache, loaders in runs.items():
+        for repeat in range(repeats):
+            # Who goes first alternates, so that neither has the quieter half of a shared machine.
+            for loader in sorted(loaders, reverse=repeat % 2 == 1):
+                if cache == "cold":
+                    drop_from_page_cache(folder)
+                command = [sys.executable, __file__, "--one", loader, "--folder", str(folder)]
+                answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                loaders[loader].append(json.loads(answer.splitlines()[-1]))
+                print(f"{cache:5} {loader:13} {loaders[loader][-1]['seconds']:6.2f} s", file=sys.stderr)
+    if len({run["checksum"] for loaders in runs.values() for each in loaders.values() for run in each}) != 1:
+        raise SystemExit("the loaders gave different weights; no time is reported")
+    return {cache: summary(loaders) for cache, loaders in runs.items()}
+
+
+def summary(loaders: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    rows: dict[str, Any] = {
+        name: {
+            "seconds_median": round(statistics.median(run["seconds"] for run in each), 3),
+            "seconds": [round(run["seconds"], 3) for run in each],
+            "peak_gb": round(max(run["peak_bytes"] for run in each) / 1e9, 3),
+        }
+        for name, each in loaders.items()
+    }
+    rows["time_ratio"] = round(rows["opslot"]["seconds_median"] / rows["transformers"]["seconds_median"], 3)
+    return rows
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    shards = [file.stat().st_size for file in folder.glob("*.safetensors")]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    cpu = next(
+        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), ""
+    )
+    return {
+        "machine": {
+            "cpu": cpu or platform.processor(),
+            "cores": len(os.sched_getaffinity(0)),
+            "system": platform.system(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers", "safetensors")},
+        },
+        "commit": commit,
+        "model_gb": round(sum(shards) / 1e9, 3),
+        "shards": len(shards),
+        "largest_shard_gb": round(max(shards) / 1e9, 3),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size-gb", type=float, default=4.0, help="size of the checkpoint in bf16 (default 4)")
+    parser.add_argument("--shards", type=int, default=4, help="number of files (default 4)")
+    parser.add_argument("--repeats", type=int, default=3, help="loads of each kind (default 3)")
+    parser.add_argument(
+        "--folder", type=Path, help="where to put the checkpoint, reused when there (default: temporary)"
+    )
+    parser.add_argument("--output", type=Path, help="file for the result as JSON")
+    parser.add_argument("--one", choices=("opslot", "transformers"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(load_once(args.one, args.folder)))
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.folder or Path(scratch) / "checkpoint"
+        if not folder.exists():
+            write_checkpoint(folder, args.size_gb, args.shards)
+        result = {**facts(folder), **measure(folder, args.repeats)}
+    budget = result["model_gb"] + result["largest_shard_gb"]
+    result["goals"] = {
+        "time_ratio": GOAL_TIME_RATIO,
+        "time_met": all(result[cache]["time_ratio"] <= GOAL_TIME_RATIO for cache in ("cold", "warm")),
+        "peak_gb": round(budget, 3),
+        "peak_met": all(result[cache]["opslot"]["peak_gb"] <= budget for cache in ("cold", "warm")),
+    }
+    text = json.dumps(result, indent=2) + "\n"
+    if args.output:
+        args.output.write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""Saving a model in Hugging Face layout, from one process or from any mesh."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from opslot._base.errors import CheckpointError, ConfigError
+from opslot._base.logging import get_logger
+from opslot.checkpoint.experts import check_layout, expert_targets, split_target
+from opslot.checkpoint.folder import INDEX, WEIGHTS, staged_folder
+from opslot.checkpoint.model_tensors import plain_name, tensors_of
+from opslot.checkpoint.placement import Placement, local_tensor
+from opslot.checkpoint.safetensors_file import NAMES, TensorSpec, write_safetensors
+
+logger = get_logger(__name__)
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of a size such as "5GB", "512MiB" or a number.
+
+    Raises:
+        ConfigError: it cannot be read, or is not positive.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", str(size).upper())
+    nbytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if nbytes <= 0:
+        raise ConfigError(f'max_shard_size={size!r} is no size; use a number of bytes or e.g. "5GB" or "512MiB"')
+    return nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A tensor of the checkpoint to be written, and the part of a model's tensor that it is."""
+
+    spec: TensorSpec
+    placement: Placement
+
+
+def outputs_for(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    experts: Mapping[str, tuple[int, ...]],
+    layout: str,
+) -> list[Output]:
+    """The checkpoint's tensors for a model's, with experts split or turned into `layout`.
+
+    Args:
+        tensors: dtype and whole shape of each model's tensor.
+        experts: those of them that are [E, 2I, H] or [E, H, I] expert tensors.
+        layout: one of `LAYOUTS`.
+    """
+    outputs: list[Output] = []
+    for name, (dtype, shape) in tensors.items():
+        parts = split_target(name, shape, layout) if name in experts else [(name, Placement.whole(name, shape))]
+        outputs += [Output(TensorSpec(part, dtype, place.shape), place) for part, place in parts]
+    return outputs
+
+
+def shard_outputs(outputs: Sequence[Output], max_bytes: int) -> dict[str, list[Output]]:
+    """Outputs by file name, in order, each file at most `max_bytes` of tensors (more only for one larger tensor)."""
+    shards: list[list[Output]] = [[]]
+    used = 0
+    for output in outputs:
+        if shards[-1] and used + output.spec.nbytes > max_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(output)
+        used += output.spec.nbytes
+    if len(shards) == 1:
+        return {WEIGHTS: shards[0]}
+    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def write_shards(folder: Path, shards: Mapping[str, Sequence[Output]], produce: Callable[[Placement], Tensor]) -> None:
+    """Write the files of `shards` into `folder`, and the index when there are several.
+
+    Args:
+        produce: gives the tensor that a placement describes, with the placement's shape.
+    """
+    for file, outputs in shards.items():
+        places = {output.spec.name: output.placement for output in outputs}
+
+        def tensor_of(spec: TensorSpec, places: Mapping[str, Placement] = places) -> Tensor:
+            return produce(places[spec.name])
+
+        write_safetensors(folder / file, [output.spec for output in outputs], tensor_of)
+    if len(shards) > 1:
+        specs = [output.spec for outputs in shards.values() for output in outputs]
+        metadata = {
+            "total_parameters": sum(math.prod(spec.shape) for spec in specs),
+            "total_size": sum(spec.nbytes for spec in specs),
+        }
+        weight_map = {output.spec.name: file for file, outputs in shards.items() for output in outputs}
+        text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
+        (folder / INDEX).write_text(text + "\n")
+
+
+def save_weights(
+    model_or_state_dict: nn.Module | Mapping[str, Tensor],
+    folder: str | Path,
+    *,
+    layout: str = "per_expert",
+    max_shard_size: int | str = "5GB",
+    config: Any = None,
+) -> Path:
+    """Save a model as a Hugging Face checkpoint: safetensors, an index if sharded, config.json,
+    generation_config.json.
+
+    The folder appears whole or not at all. Memory beyond the model is one tensor. With sharded parameters
+    (DTensor) every rank must call; tensors are gathered one at a time and rank 0 writes.
+
+    Args:
+        model_or_state_dict: a model, or its tensors by name.
+        folder: made if absent; in an existing one older weights are replaced and other files stay.
+        layout: of experts: "per_expert" as the hub has most architectures, "fused" as the model, or
+            "transposed".
+        max_shard_size: bytes of a file, or e.g. "5GB".
+        config: Transformers config to save; None takes the model's.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: the folder cannot be written or the disk is full, or a tensor has no memory (meta).
+        ConfigError: unknown layout or size.
+    """
+    check_layout(layout)
+    max_bytes, folder = parse_size(max_shard_size), Path(folder)
+    if isinstance(model_or_state_dict, nn.Module):
+        model, tensors = model_or_state_dict, tensors_of(model_or_state_dict)
+    else:
+        model, tensors = None, {plain_name(name): tensor for name, tensor in model_or_state_dict.items()}
+    tensors = _untied(tensors)
+    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    experts = expert_targets({name: shape for name, (_, shape) in described.items()})
+    shards = shard_outputs(outputs_for(described, experts, layout), max_bytes)
+    gather = _Gatherer(tensors)
+    error: Exception | None = None
+    if gather.rank == 0:
+        try:
+            with staged_folder(folder, sum(o.spec.nbytes for shard in shards.values() for o in shard)) as stage:
+                write_shards(stage, shards, gather)
+                _save_configs(model, config, stage)
+        except Exception as problem:  # other ranks wait in the gathers below, so they go on first
+            error = problem
+    if gather.collective:
+        for placement in _remaining(shards, gather.served):
+            gather(placement)
+        error = _error_of_rank_zero(error)
+    if error is not None:
+        raise error
+    logger.info("saved %d files of weights in %s", len(shards), folder)
+    return folder
+
+
+def export_hf(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    layout: str = "per_expert",
+    max_shard_size: int | str = "5GB",
+    processors: Iterable[Any] = (),
+) -> Path:
+    """`save_weights`, and beside the weights what else the model's users load: tokenizer, processor.
+
+    Args:
+        processors: objects with `save_pretrained(folder)`, saved by rank 0; None among them is skipped.
+        model, folder, layout, max_shard_size: as in `save_weights`, which also tells the errors.
+    """
+    saved = save_weights(model, folder, layout=layout, max_shard_size=max_shard_size)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for processor in processors:
+            if processor is not None:
+                processor.save_pretrained(saved)
+    return saved
+
+
+def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`tensors` with those that share memory under their first name only, as the hub stores tied weights.
+
+    Raises:
+        CheckpointError: tensors without memory, or of a dtype that safetensors lacks.
+    """
+    kept: dict[tuple[Any, ...], str] = {}
+    for name, tensor in tensors.items():
+        local = local_tensor(tensor)
+        if local.is_meta:
+            raise CheckpointError(f"{name} is on the meta device, so there is nothing to save; load weights first")
+        if tensor.dtype not in NAMES:
+            raise CheckpointError(f"{name} is {tensor.dtype}, which safetensors cannot hold; cast it first")
+        where = (local.device, local.data_ptr(), tuple(tensor.shape), local.stride())
+        kept.setdefault(where if local.numel() else (name,), name)
+    return {name: tensors[name] for name in kept.values()}
+
+
+class _Gatherer:
+    """Gives the checkpoint tensors of placements, holding one gathered tensor at a time.
+
+    Every rank must ask for the placements in the same order, since gathering a DTensor is collective.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._current: tuple[str, Tensor] | None = None
+        self.collective = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.served = 0
+
+    def __call__(self, placement: Placement) -> Tensor:
+        if self._current is None or self._current[0] != placement.target:
+            self._current = None
+            tensor = self._tensors[placement.target].detach()
+            self._current = placement.target, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        self.served += 1
+        return placement.as_stored(self._current[1][placement.region])
+
+
+def _remaining(shards: Mapping[str, Sequence[Output]], served: int) -> Iterator[Placement]:
+    """What has not been asked for yet: everything on ranks that do not write, the rest after an error on rank 0."""
+    placements = [output.placement for outputs in shards.values() for output in outputs]
+    return iter(placements[served:])
+
+
+def _error_of_rank_zero(error: Exception | None) -> Exception | None:
+    message = [None if error is None else str(error)]
+    dist.broadcast_object_list(message, src=0)
+    return error or (CheckpointError(f"rank 0: {message[0]}") if message[0] is not None else None)
+
+
+def _save_configs(model: nn.Module | None, config: Any, folder: Path) -> None:
+    """config.json with the class that the weights are of, and generation_config.json when the model generates."""
+    config = copy.deepcopy(config if config is not None else getattr(model, "config", None))
+    if config is None:
+        return
+    if model is not None:
+        # Sharding by FSDP derives a class of its own from the model's.
+        own = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+        config.architectures = [own.__name__]
+        config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), config.dtype)
+    config.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and getattr(model, "can_generate", lambda: False)():
+        generation.save_pretrained(folder)

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from opslot._base.errors import CheckpointError
+from opslot.checkpoint import convert_folder, load_weights, save_weights
+from opslot.checkpoint.experts import LAYOUTS
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(LAYOUTS, LAYOUTS)))
+def test_every_layout_to_every_other(tmp_path, make_model, same_tensors, first: str, second: str) -> None:
+    model = make_model("qwen3_moe")
+    save_weights(model, tmp_path / "a", layout=first, max_shard_size="10KB")
+    convert_folder(tmp_path / "a", tmp_path / "b", layout=second, max_shard_size="10KB")
+    other = make_model("qwen3_moe", device="meta")
+    assert set(load_weights(other, tmp_path / "b").layouts.values()) == {second}
+    same_tensors(other, model)
+    assert (tmp_path / "a" / "config.json").read_bytes() == (tmp_path / "b" / "config.json").read_bytes()
+
+
+def test_there_and_back_is_the_same_folder(tmp_path, make_model) -> None:
+    save_weights(make_model("qwen3_moe"), tmp_path / "a")
+    (tmp_path / "a" / "tokenizer.json").write_text("{}")
+    convert_folder(tmp_path / "a", tmp_path / "b", layout="transposed")
+    convert_folder(tmp_path / "b", tmp_path / "c", layout="per_expert")
+    assert contents(tmp_path / "c") == contents(tmp_path / "a")
+
+
+def test_a_checkpoint_that_transformers_saved(tmp_path, moe_folder, make_model, same_tensors) -> None:
+    convert_folder(moe_folder, tmp_path / "fused", layout="fused")
+    tensors = safetensors.torch.load_file(tmp_path / "fused" / "model.safetensors")
+    wanted = make_model("qwen3_moe").state_dict()
+    assert tensors.keys() == wanted.keys()
+    assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+
+
+def test_bad_sources_and_destinations(tmp_path, moe_folder, make_model) -> None:
+    with pytest.raises(CheckpointError, match="is not an empty folder"):
+        convert_folder(moe_folder, moe_folder, layout="fused")
+    save_weights(make_model("qwen3"), tmp_path / "dense")
+    with pytest.raises(CheckpointError, match="holds no experts"):
+        convert_folder(tmp_path / "dense", tmp_path / "x", layout="fused")
+    state = make_model("qwen3_moe").state_dict()
+    save_weights(state, tmp_path / "part")
+    tensors = safetensors.torch.load_file(tmp_path / "part" / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    tensors["model.layers.0.mlp.experts.0.up_proj.weight"] = torch.zeros(12, 16, dtype=torch.bfloat16)
+    safetensors.torch.save_file(tensors, tmp_path / "part" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"expert 2 lacks up_proj") as caught:
+        convert_folder(tmp_path / "part", tmp_path / "x", layout="fused")
+    assert "experts of several dtypes" in str(caught.value)
+    assert not (tmp_path / "x").exists()

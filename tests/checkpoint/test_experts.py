@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opslot._base.errors import CheckpointError, ConfigError
+from opslot.checkpoint import CheckpointTensorConverter, ExpertTensorConverter, PlacingConverter
+from opslot.checkpoint.experts import LAYOUTS, expert_targets, expert_targets_of_checkpoint, split_target
+from opslot.checkpoint.placement import copy_overlap, full_region
+
+EXPERTS = "model.layers.0.mlp.experts"
+SIZES = st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 5))
+
+
+def targets(experts: int, inner: int, hidden: int, layers: int = 1) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(layers):
+        shapes[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = (experts, 2 * inner, hidden)
+        shapes[f"model.layers.{layer}.mlp.experts.down_proj"] = (experts, hidden, inner)
+    return shapes
+
+
+def stored(shapes: dict[str, tuple[int, ...]], layout: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Random values of the targets, and the same as a checkpoint holds them, made with plain torch."""
+    values = {name: torch.randn(shape) for name, shape in shapes.items()}
+    checkpoint: dict[str, torch.Tensor] = {}
+    for name, value in values.items():
+        prefix, _, tensor = name.rpartition(".")
+        if layout == "fused":
+            checkpoint[name] = value
+        elif layout == "transposed":
+            checkpoint[name] = value.transpose(1, 2).contiguous()
+        elif tensor == "gate_up_proj":
+            gates, ups = value.chunk(2, dim=1)
+            for expert in range(len(value)):
+                checkpoint[f"{prefix}.{expert}.gate_proj.weight"] = gates[expert].contiguous()
+                checkpoint[f"{prefix}.{expert}.up_proj.weight"] = ups[expert].contiguous()
+        else:
+            for expert in range(len(value)):
+                checkpoint[f"{prefix}.{expert}.down_proj.weight"] = value[expert]
+    return values, checkpoint
+
+
+def shapes_of(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, st.sampled_from(LAYOUTS), st.randoms())
+def test_every_layout_is_found_and_placed(sizes: tuple[int, int, int], layout: str, random) -> None:
+    """Whatever the sizes (square ones too) and the order of arrival, the pair of tensors tells the layout."""
+    shapes = targets(*sizes, layers=2)
+    values, checkpoint = stored(shapes, layout)
+    converter = ExpertTensorConverter(shapes)
+    converter.inspect(shapes_of(checkpoint))
+    assert converter.layouts == {"model.layers.*.mlp.experts": layout}
+    result = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+    names = list(checkpoint)
+    random.shuffle(names)
+    for name in names:
+        assert converter.can_handle(name)
+        place = converter.place(name, tuple(checkpoint[name].shape))
+        assert place.shape == tuple(checkpoint[name].shape)
+        copy_overlap(result[place.target], full_region(shapes[place.target]), checkpoint[name], place)
+    assert all(torch.equal(result[name], values[name]) for name in shapes)
+    assert converter.missing(names) == []
+
+
+@settings(max_examples=30, deadline=None)
+@given(SIZES, st.sampled_from(LAYOUTS))
+def test_splitting_is_the_inverse_of_placing(sizes: tuple[int, int, int], layout: str) -> None:
+    shapes = targets(*sizes)
+    values, checkpoint = stored(shapes, layout)
+    for name, shape in shapes.items():
+        for part, place in split_target(name, shape, layout):
+            found = place.as_stored(values[name][place.region])
+            assert torch.equal(found, checkpoint.pop(part))
+    assert not checkpoint
+
+
+@settings(max_examples=30, deadline=None)
+@given(SIZES, st.sampled_from(LAYOUTS))
+def test_a_checkpoint_alone_tells_its_targets(sizes: tuple[int, int, int], layout: str) -> None:
+    shapes = targets(*sizes)
+    assert expert_targets_of_checkpoint(shapes_of(stored(shapes, layout)[1])) == shapes
+    assert expert_targets(shapes) == shapes
+
+
+def test_it_serves_both_protocols() -> None:
+    converter = ExpertTensorConverter(targets(2, 3, 5))
+    assert isinstance(converter, CheckpointTensorConverter)
+    assert isinstance(converter, PlacingConverter)
+
+
+def test_can_handle_knows_the_models_own_tensors_only() -> None:
+    converter = ExpertTensorConverter(targets(2, 3, 5))
+    assert converter.can_handle(f"{EXPERTS}.1.up_proj.weight")
+    assert converter.can_handle(f"{EXPERTS}.down_proj")
+    for name in (
+        "model.layers.7.mlp.experts.1.up_proj.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.0.mlp.shared_experts.up_proj.weight",
+        f"{EXPERTS}.1.up_proj.bias",
+        f"{EXPERTS}.gate_up_proj_bias",
+        "model.layers.0.mlp.gate.weight",
+    ):
+        assert not converter.can_handle(name), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_convert_hands_out_each_target_once(layout: str) -> None:
+    shapes = targets(3, 4, 5)
+    values, checkpoint = stored(shapes, layout)
+    converter = ExpertTensorConverter(shapes)
+    handed = [pair for name, tensor in checkpoint.items() for pair in converter.convert(name, tensor) or ()]
+    assert sorted(name for name, _ in handed) == sorted(shapes)
+    assert all(torch.equal(tensor, values[name]) for name, tensor in handed)
+    assert converter.finalize() == []
+
+
+def test_finalize_names_the_incomplete_experts() -> None:
+    shapes = targets(4, 3, 5)
+    _, checkpoint = stored(shapes, "per_expert")
+    converter = ExpertTensorConverter(shapes)
+    for name, tensor in checkpoint.items():
+        if name not in (
+            f"{EXPERTS}.2.up_proj.weight",
+            f"{EXPERTS}.3.gate_proj.weight",
+            f"{EXPERTS}.3.down_proj.weight",
+        ):
+            converter.convert(name, tensor)
+    with pytest.raises(CheckpointError) as caught:
+        converter.finalize()
+    assert f"{EXPERTS}: expert 2 lacks up_proj\n" in str(caught.value)
+    assert f"{EXPERTS}: expert 3 lacks gate_proj, down_proj\n" in str(caught.value)
+
+
+def test_convert_refuses_what_does_not_fit() -> None:
+    converter = ExpertTensorConverter(targets(2, 3, 5))
+    converter.convert(f"{EXPERTS}.0.up_proj.weight", torch.zeros(3, 5))
+    with pytest.raises(CheckpointError, match="came twice"):
+        converter.convert(f"{EXPERTS}.0.up_proj.weight", torch.zeros(3, 5))
+    with pytest.raises(CheckpointError, match=r"has shape \[5, 3\].*needs \[3, 5\]"):
+        converter.convert(f"{EXPERTS}.0.gate_proj.weight", torch.zeros(5, 3))
+    with pytest.raises(CheckpointError, match=r"\[2, 6, 7\].*needs \[2, 6, 5\]"):
+        converter.convert(f"{EXPERTS}.gate_up_proj", torch.zeros(2, 6, 7))
+    with pytest.raises(CheckpointError, match="the model has 2 experts"):
+        converter.convert(f"{EXPERTS}.2.up_proj.weight", torch.zeros(3, 5))
+
+
+def test_a_lone_square_tensor_is_refused_until_told() -> None:
+    shapes = targets(2, 3, 6)
+    name, value = f"{EXPERTS}.gate_up_proj", torch.randn(2, 6, 6)
+    with pytest.raises(CheckpointError, match=r'is square.*layout="fused" or "transposed"'):
+        ExpertTensorConverter(shapes).convert(name, value)
+    with pytest.raises(CheckpointError, match=r'fit both directions(?s:.*)layout="fused" or "transposed"'):
+        ExpertTensorConverter(shapes).inspect({name: (2, 6, 6)})
+    for layout, wanted in (("fused", value), ("transposed", value.mT)):
+        ((_, found),) = ExpertTensorConverter(shapes, layout).convert(name, value) or ()
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(LAYOUTS, 2)))
+def test_mixed_layouts_are_refused(first: str, second: str) -> None:
+    shapes = targets(2, 3, 5, layers=2)
+    mixed = {}
+    for layer, layout in enumerate((first, second)):
+        own = {name: shape for name, shape in shapes.items() if f"layers.{layer}." in name}
+        mixed |= shapes_of(stored(own, layout)[1])
+    with pytest.raises(CheckpointError, match="mixed layouts") as caught:
+        ExpertTensorConverter(shapes).inspect(mixed)
+    assert first in str(caught.value)
+    assert second in str(caught.value)
+
+
+def test_a_wrong_explicit_layout_is_refused() -> None:
+    shapes = targets(2, 3, 5)
+    with pytest.raises(CheckpointError, match="fused, not transposed"):
+        ExpertTensorConverter(shapes, "transposed").inspect(shapes)
+    with pytest.raises(ConfigError, match="'stacked' is unknown; use one of per_expert, fused, transposed"):
+        ExpertTensorConverter(shapes, "stacked")
+
+
+def test_experts_that_are_transposed_in_the_model_need_no_converter() -> None:
+    """gpt_oss keeps [E, H, 2I] and [E, I, H] itself."""
+    own = {f"{EXPERTS}.gate_up_proj": (2, 5, 6), f"{EXPERTS}.down_proj": (2, 3, 5)}
+    assert expert_targets(own) == {}

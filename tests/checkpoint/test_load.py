@@ -1,0 +1,392 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor, nn
+
+from opslot._base.errors import CheckpointError
+from opslot.checkpoint import ExpertTensorConverter, load_weights
+
+INDEX = "model.safetensors.index.json"
+
+
+def read_all(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= safetensors.torch.load_file(file)
+    return tensors
+
+
+def rewrite(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """A copy of a checkpoint in one file, with its tensors changed by `change`."""
+    tensors = read_all(source)
+    change(tensors)
+    folder.mkdir()
+    safetensors.torch.save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    return folder
+
+
+def fuse(tensors: dict[str, Tensor], *, transposed: bool = False) -> None:
+    """Per-expert tensors to fused ones, written with plain torch."""
+    for prefix in sorted({name.split(".experts.")[0] + ".experts" for name in tensors if ".experts." in name}):
+
+        def pop(projection: str, prefix: str = prefix) -> Tensor:
+            return torch.stack([tensors.pop(f"{prefix}.{e}.{projection}.weight") for e in range(4)])
+
+        gate_up = torch.cat([pop("gate_proj"), pop("up_proj")], dim=1)
+        down = pop("down_proj")
+        tensors[f"{prefix}.gate_up_proj"] = gate_up.mT if transposed else gate_up
+        tensors[f"{prefix}.down_proj"] = down.mT if transposed else down
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "seed_oss", "qwen3_moe"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_loads_what_from_pretrained_loads(
+    tmp_path, make_model, same_tensors, architecture: str, tied: bool, device: str
+) -> None:
+    make_model(architecture, tie_word_embeddings=tied).save_pretrained(tmp_path, max_shard_size="8KB")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    ours = make_model(architecture, seed=1, device=device, tie_word_embeddings=tied)
+    report = load_weights(ours, tmp_path)
+    same_tensors(ours, theirs)
+    assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == tied
+    assert report.tensors == len(json.loads((tmp_path / INDEX).read_text())["weight_map"])
+    assert report.bytes_read == sum(p.nbytes for p in ours.parameters())
+    assert (report.missing, report.extra) == ([], [])
+    tokens = torch.arange(12).view(2, 6)
+    assert torch.equal(ours.eval()(tokens).logits, theirs.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize("layout", ["per_expert", "fused", "transposed"])
+def test_loads_experts_of_each_layout(tmp_path, moe_folder, make_model, same_tensors, layout: str) -> None:
+    folder = moe_folder
+    if layout != "per_expert":
+        folder = rewrite(moe_folder, tmp_path / layout, lambda t: fuse(t, transposed=layout == "transposed"))
+    model = make_model("qwen3_moe", seed=1)
+    report = load_weights(model, folder)
+    same_tensors(model, make_model("qwen3_moe"))
+    assert report.layouts == {"model.layers.*.mlp.experts": layout}
+
+
+def test_loads_the_fused_folder_that_transformers_saves(tmp_path, make_model, same_tensors) -> None:
+    make_model("qwen3_moe").save_pretrained(tmp_path, save_original_format=False)
+    model = make_model("qwen3_moe", device="meta")
+    assert load_weights(model, tmp_path).layouts == {"model.layers.*.mlp.experts": "fused"}
+    same_tensors(model, make_model("qwen3_moe"))
+
+
+def test_square_fused_tensors_are_told_apart_by_their_pair(tmp_path, make_model, same_tensors) -> None:
+    """H = 2I: gate_up_proj looks the same both ways, down_proj does not."""
+    sizes = {"moe_intermediate_size": 8, "hidden_size": 16}
+    make_model("qwen3_moe", **sizes).save_pretrained(tmp_path / "a")
+    for transposed in (False, True):
+        folder = rewrite(tmp_path / "a", tmp_path / str(transposed), lambda t: fuse(t, transposed=transposed))  # noqa: B023
+        model = make_model("qwen3_moe", seed=1, **sizes)
+        load_weights(model, folder)
+        same_tensors(model, make_model("qwen3_moe", **sizes))
+
+
+def test_casts_to_the_parameters_dtype_or_the_one_asked_for(moe_folder, make_model) -> None:
+    wanted = make_model("qwen3_moe")
+    for model, dtype in (
+        (make_model("qwen3_moe").to(torch.bfloat16), None),
+        (make_model("qwen3_moe", seed=1), torch.bfloat16),
+        (make_model("qwen3_moe", device="meta"), torch.bfloat16),
+    ):
+        load_weights(model, moe_folder, dtype=dtype)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, wanted.get_parameter(name).to(torch.bfloat16)), name
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_keeps_parameter_objects_that_have_memory(moe_folder, make_model) -> None:
+    """An optimizer made before loading goes on owning the parameters."""
+    model = make_model("qwen3_moe", seed=1)
+    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+    load_weights(model, moe_folder)
+    assert before == {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+
+
+def test_head_and_base_model_checkpoints(tmp_path, moe_folder, make_model, same_tensors) -> None:
+    base = make_model("qwen3_moe", "Model", seed=1)
+    with pytest.raises(CheckpointError, match=r"tensors that no parameter takes \(1\):\n    lm_head.weight"):
+        load_weights(base, moe_folder)
+    report = load_weights(base, moe_folder, allow_extra=["lm_head.weight"])
+    assert report.extra == ["lm_head.weight"]
+    same_tensors(base, make_model("qwen3_moe").model)
+
+    make_model("qwen3_moe", tie_word_embeddings=True).model.save_pretrained(tmp_path / "base")
+    head = make_model("qwen3_moe", seed=1, tie_word_embeddings=True)
+    load_weights(head, tmp_path / "base")
+    same_tensors(head, make_model("qwen3_moe", tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_new_head_is_initialised_only_if_allowed(moe_folder, make_model, device: str) -> None:
+    model = make_model("qwen3_moe", "ForSequenceClassification", seed=1, device=device)
+    with pytest.raises(CheckpointError, match=r"no tensor fills \(1\):\n    score.weight \[2, 16\]"):
+        load_weights(model, moe_folder, allow_extra=["lm_head.weight"])
+    torch.manual_seed(3)
+    report = load_weights(model, moe_folder, allow_missing=["score.*"], allow_extra=["lm_head.weight"])
+    assert report.missing == ["score.weight"]
+    assert "initialised anew: score.weight" in str(report)
+    weight = model.score.weight.detach()
+    assert 0 < weight.abs().max() < 0.2, "normal with std 0.02"
+    assert torch.equal(model.model.norm.weight, make_model("qwen3_moe").model.norm.weight)
+
+
+def test_not_strict_reports_instead(tmp_path, moe_folder, make_model) -> None:
+    folder = rewrite(moe_folder, tmp_path / "x", lambda t: t.update(stray=t.pop("model.norm.weight")))
+    model = make_model("qwen3_moe", seed=1)
+    report = load_weights(model, folder, strict=False)
+    assert (report.missing, report.extra) == (["model.norm.weight"], ["stray"])
+    assert torch.equal(model.model.norm.weight.detach(), torch.ones(16))
+
+
+def test_old_rotary_buffers_are_ignored(tmp_path, moe_folder, make_model) -> None:
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        tensors["model.rotary_emb.inv_freq"] = torch.ones(4)
+
+    model = make_model("qwen3_moe", device="meta")
+    load_weights(model, rewrite(moe_folder, tmp_path / "x", add))
+    assert torch.equal(model.model.rotary_emb.inv_freq, make_model("qwen3_moe").model.rotary_emb.inv_freq)
+
+
+def test_a_tied_tensor_may_be_stored_twice_with_one_value(tmp_path, make_model, same_tensors) -> None:
+    make_model("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path / "a")
+    model = make_model("qwen3", seed=1, tie_word_embeddings=True)
+    twice = rewrite(
+        tmp_path / "a", tmp_path / "b", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
+    )
+    load_weights(model, twice)
+    same_tensors(model, make_model("qwen3", tie_word_embeddings=True))
+    differing = rewrite(twice, tmp_path / "c", lambda t: t["lm_head.weight"][0].add_(1))
+    with pytest.raises(CheckpointError, match=r"tied tensors with different values(?s:.*)tie_word_embeddings: false"):
+        load_weights(model, differing)
+
+
+def test_wrapped_modules_keep_the_hubs_names(moe_folder, make_model, same_tensors) -> None:
+    model = make_model("qwen3_moe", seed=1)
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    load_weights(model, moe_folder)
+    model.model.layers[0] = model.model.layers[0]._orig_mod
+    same_tensors(model, make_model("qwen3_moe"))
+
+
+class Doubling:
+    """A converter of the collecting kind: pairs `a`, `b` become `joined`."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Tensor] = {}
+
+    def can_handle(self, name: str) -> bool:
+        return name in ("a", "b")
+
+    def convert(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]] | None:
+        self.held[name] = tensor
+        if len(self.held) < 2:
+            return None
+        return [("joined", torch.cat([self.held.pop("a"), self.held.pop("b")]))]
+
+    def finalize(self) -> list[tuple[str, Tensor]]:
+        if self.held:
+            raise CheckpointError(f"unpaired: {', '.join(self.held)}")
+        return []
+
+
+class Joined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined = nn.Parameter(torch.zeros(5, 2))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+
+def save(folder: Path, **tensors: Tensor) -> Path:
+    folder.mkdir(exist_ok=True)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_collecting_converter(tmp_path: Path) -> None:
+    model, converter = Joined(), Doubling()
+    a, b, count = torch.randn(2, 2), torch.randn(3, 2), torch.tensor(7)
+    load_weights(model, save(tmp_path / "x", a=a, b=b, count=count), converters=[converter])
+    assert torch.equal(model.joined, torch.cat([a, b]))
+    assert model.count == 7
+    assert converter.held == {}
+
+    untouched = Joined()
+    for tensors, message in (
+        ({"a": a}, "unpaired: a"),
+        ({"a": a, "b": b[:2].clone()}, r"joined: found \[4, 2\], expected \[5, 2\]"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load_weights(untouched, save(tmp_path / "x", count=count, **tensors), converters=[Doubling()])
+        assert not untouched.joined.any()
+
+
+def test_meta_buffers_that_nothing_sets_are_an_error(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Joined()
+    folder = save(tmp_path / "x", joined=torch.ones(5, 2), count=torch.tensor(1))
+    with pytest.raises(CheckpointError, match=r"cannot initialise by itself \(1\):\n    cache"):
+        load_weights(model, folder)
+
+
+def cut(folder: Path) -> str:
+    file = sorted(folder.glob("*.safetensors"))[1]
+    size = file.stat().st_size
+    with file.open("r+b") as stream:
+        stream.truncate(size - 100)
+    return (
+        rf"{file.name} is not a whole safetensors file: its header accounts for {size} bytes, the file has {size - 100}"
+    )
+
+
+def remove_shard(folder: Path) -> str:
+    file = sorted(folder.glob("*.safetensors"))[0]
+    file.unlink()
+    return rf"shards that the index names and the folder lacks \(1\):\n    {file.name}"
+
+
+def break_index(folder: Path) -> str:
+    (folder / INDEX).write_text('{"weight_map": {"x": "../../etc/passwd"}}')
+    return "is no safetensors index"
+
+
+def drop_index(folder: Path) -> str:
+    (folder / INDEX).unlink()
+    return r"but \d+ shards, e.g. model-00001-of-\d+.safetensors; add the index"
+
+
+def misplace(folder: Path) -> str:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["phantom"] = sorted(index["weight_map"].values())[0]
+    (folder / INDEX).write_text(json.dumps(index))
+    return r"missing from the shard that the index gives \(1\):\n    phantom"
+
+
+def only_pickles(folder: Path) -> str:
+    for file in [*folder.glob("*.safetensors"), folder / INDEX]:
+        file.unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+    return "but pytorch_model.bin; pickled weights can run code"
+
+
+def empty(folder: Path) -> str:
+    for file in folder.iterdir():
+        file.unlink()
+    return "it holds nothing"
+
+
+def absent(folder: Path) -> str:
+    empty(folder)
+    folder.rmdir()
+    return "is not a folder"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [cut, remove_shard, break_index, drop_index, misplace, only_pickles, empty, absent],
+    ids=lambda f: f.__name__,
+)
+def test_damaged_folders_leave_the_model_alone(moe_folder, make_model, same_tensors, damage) -> None:
+    message = damage(moe_folder)
+    model = make_model("qwen3_moe", seed=1)
+    with pytest.raises(CheckpointError, match=message):
+        load_weights(model, moe_folder)
+    same_tensors(model, make_model("qwen3_moe", seed=1))
+
+
+def expert(number: int, projection: str, layer: int = 1) -> str:
+    return f"model.layers.{layer}.mlp.experts.{number}.{projection}.weight"
+
+
+def half_fused(tensors: dict[str, Tensor]) -> None:
+    other = dict(tensors)
+    fuse(other)
+    for name in [name for name in tensors if ".layers.0.mlp.experts" in name]:
+        del tensors[name]
+    tensors |= {name: tensor for name, tensor in other.items() if ".layers.0.mlp.experts" in name}
+
+
+MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "missing": (
+        lambda t: t.pop("model.layers.1.self_attn.q_norm.weight"),
+        r"parameters that no tensor fills \(1\):\n    model.layers.1.self_attn.q_norm.weight \[8\]",
+    ),
+    "extra": (lambda t: t.update(stray=torch.ones(2)), r"tensors that no parameter takes \(1\):\n    stray"),
+    "misshapen": (
+        lambda t: t.update({"model.norm.weight": torch.ones(17)}),
+        r"misshapen tensors \(1\):\n    model.norm.weight: found \[17\], expected \[16\]",
+    ),
+    "misshapen expert": (
+        lambda t: t.update({expert(2, "up_proj"): torch.ones(16, 12)}),
+        r"experts.2.up_proj.weight: found \[16, 12\], expected \[12, 16\]",
+    ),
+    "partial expert": (
+        lambda t: (t.pop(expert(3, "up_proj")), t.pop(expert(0, "down_proj"))),
+        r"incomplete experts \(2\):\n.*\.1\.mlp\.experts: expert 0 lacks down_proj\n.*expert 3 lacks up_proj",
+    ),
+    "layer without experts": (
+        lambda t: [t.pop(name) for name in list(t) if "layers.1.mlp.experts" in name],
+        r"no tensor fills \(2\):\n    model.layers.1.mlp.experts.gate_up_proj",
+    ),
+    "too many experts": (
+        lambda t: t.update({expert(4, "up_proj"): torch.ones(12, 16)}),
+        "experts.4.up_proj.weight: the model has 4 experts",
+    ),
+    "mixed": (half_fused, "mixed layouts"),
+    "quantised": (
+        lambda t: t.update({"model.norm.weight": torch.ones(16, dtype=torch.int8)}),
+        r"cannot be converted \(1\):\n    model.norm.weight: found torch.int8, the model holds torch.float32",
+    ),
+    "eight-bit float": (
+        lambda t: t.update({"model.norm.weight": torch.ones(16).to(torch.float8_e4m3fn)}),
+        "found torch.float8_e4m3fn, the model holds torch.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_misfits_leave_the_model_alone(tmp_path, moe_folder, make_model, same_tensors, misfit: str) -> None:
+    change, message = MISFITS[misfit]
+    folder = rewrite(moe_folder, tmp_path / "x", change)
+    model = make_model("qwen3_moe", seed=1)
+    with pytest.raises(CheckpointError, match=message):
+        load_weights(model, folder)
+    same_tensors(model, make_model("qwen3_moe", seed=1))
+
+
+def test_one_error_tells_everything_and_stays_short(tmp_path, moe_folder, make_model) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        del tensors["model.norm.weight"]
+        tensors |= {f"stray.{i:02}": torch.ones(1) for i in range(25)}
+        tensors["lm_head.weight"] = torch.ones(3)
+
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(make_model("qwen3_moe"), rewrite(moe_folder, tmp_path / "x", change))
+    text = str(caught.value)
+    assert "does not fit Qwen3MoeForCausalLM" in text
+    for part in ("model.norm.weight [16]", "(25)", "... and 15 more", "lm_head.weight: found [3], expected [40, 16]"):
+        assert part in text
+    assert text.count("stray.") == 10
+
+
+def test_converters_can_be_left_out_or_told_the_layout(moe_folder, make_model) -> None:
+    model = make_model("qwen3_moe", seed=1)
+    with pytest.raises(CheckpointError, match=r"no parameter takes \(24\)"):
+        load_weights(model, moe_folder, converters=[])
+    with pytest.raises(CheckpointError, match="per_expert, not fused"):
+        load_weights(model, moe_folder, converters=[ExpertTensorConverter.for_model(model, "fused")])
+    load_weights(model, moe_folder, converters=[ExpertTensorConverter.for_model(model, "per_expert")])

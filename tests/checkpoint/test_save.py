@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from transformers.utils import logging as transformers_logging
+
+from opslot._base.errors import CheckpointError, ConfigError
+from opslot.checkpoint import export_hf, load_weights, save_weights
+from opslot.checkpoint.save import parse_size
+
+
+def names_in(folder: Path) -> set[str]:
+    return {name for file in folder.glob("*.safetensors") for name in safetensors.torch.load_file(file)}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "seed_oss", "qwen3_moe"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_loads_what_we_save(tmp_path, make_model, same_tensors, architecture: str, tied: bool) -> None:
+    model = make_model(architecture, tie_word_embeddings=tied)
+    save_weights(model, tmp_path / "ours", max_shard_size=6000)
+    model.save_pretrained(tmp_path / "theirs")
+    assert names_in(tmp_path / "ours") == names_in(tmp_path / "theirs")
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert type(loaded) is type(model)
+    assert not any(info.values()), info
+    same_tensors(loaded, model)
+    ours, theirs = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("ours", "theirs"))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("layout", ["per_expert", "fused", "transposed"])
+def test_each_layout_comes_back(tmp_path, make_model, same_tensors, layout: str) -> None:
+    save_weights(make_model("qwen3_moe"), tmp_path / "x", layout=layout)
+    model = make_model("qwen3_moe", device="meta")
+    assert set(load_weights(model, tmp_path / "x").layouts.values()) == {layout}
+    same_tensors(model, make_model("qwen3_moe"))
+
+
+def test_transformers_loads_our_fused_layout(tmp_path, make_model, same_tensors) -> None:
+    save_weights(make_model("qwen3_moe"), tmp_path / "x", layout="fused")
+    same_tensors(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x"), make_model("qwen3_moe"))
+
+
+def test_the_dtype_is_kept_and_told(tmp_path, make_model) -> None:
+    save_weights(make_model("qwen3").to(torch.bfloat16), tmp_path / "x")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x")
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(loaded.lm_head.weight, make_model("qwen3").lm_head.weight.to(torch.bfloat16))
+
+
+def test_shards_hold_at_most_what_was_asked(tmp_path, make_model) -> None:
+    model = make_model("qwen3_moe")
+    save_weights(model, tmp_path, max_shard_size="5KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    total = sum(p.nbytes for p in model.parameters())
+    assert index["metadata"] == {"total_parameters": total // 4, "total_size": total}
+    assert set(index["weight_map"].values()) == {file.name for file in tmp_path.glob("*.safetensors")}
+    for file in tmp_path.glob("*.safetensors"):
+        tensors = safetensors.torch.load_file(file)
+        assert sum(t.nbytes for t in tensors.values()) <= 5000 or len(tensors) == 1
+
+
+def test_a_state_dict_with_strided_and_shared_tensors(tmp_path: Path) -> None:
+    base = torch.arange(12.0).view(3, 4)
+    save_weights({"a": base.T, "b": base[:, 1:3], "c": base, "tied": base, "scalar": torch.tensor(3)}, tmp_path)
+    found = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert found.keys() == {"a", "b", "c", "scalar"}
+    assert torch.equal(found["a"], base.T)
+    assert torch.equal(found["b"], base[:, 1:3])
+    assert found["scalar"].shape == ()
+
+
+def test_replacing_an_older_checkpoint_leaves_no_stale_shard(tmp_path, make_model, same_tensors) -> None:
+    folder = tmp_path / "x"
+    save_weights(make_model("qwen3_moe", seed=1), folder, max_shard_size="5KB")
+    (folder / "notes.txt").write_text("mine")
+    save_weights(make_model("qwen3_moe"), folder, max_shard_size="15KB")
+    shards = {file.name for file in folder.glob("*.safetensors")}
+    assert len(shards) == 3
+    assert all(name.endswith("-of-00003.safetensors") for name in shards)
+    model = make_model("qwen3_moe", device="meta")
+    load_weights(model, folder)
+    same_tensors(model, make_model("qwen3_moe"))
+    save_weights(model, folder)
+    assert {file.name for file in folder.glob("*.safetensors*")} == {"model.safetensors"}
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_full_disk_midway_leaves_the_old_checkpoint(tmp_path, make_model, same_tensors, monkeypatch) -> None:
+    folder = tmp_path / "x"
+    save_weights(make_model("qwen3_moe", seed=1), folder, max_shard_size="10KB")
+    synced = []
+
+    def fsync(descriptor: int) -> None:
+        synced.append(descriptor)
+        if len(synced) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(CheckpointError, match=r"cannot be written: No space left on device \(.* GB free\)"):
+        save_weights(make_model("qwen3_moe"), folder, max_shard_size="10KB")
+    assert list(tmp_path.iterdir()) == [folder], "nothing half-written is left behind"
+    model = make_model("qwen3_moe", device="meta")
+    load_weights(model, folder)
+    same_tensors(model, make_model("qwen3_moe", seed=1))
+
+
+def test_too_little_room_is_found_before_writing(tmp_path, make_model, monkeypatch) -> None:
+    usage = namedtuple("usage", "total used free")(10**9, 10**9 - 1000, 1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    with pytest.raises(CheckpointError, match="more than the disk has left"):
+        save_weights(make_model("qwen3_moe"), tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kill_while_replacing_shards_leaves_a_folder_that_is_refused(tmp_path, make_model, monkeypatch) -> None:
+    folder = tmp_path / "x"
+    save_weights(make_model("qwen3_moe", seed=1), folder, max_shard_size="10KB")
+    replace, count = os.replace, []
+
+    def killed(source: Path, destination: Path) -> None:
+        count.append(source)
+        if len(count) == 3:
+            raise KeyboardInterrupt
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_weights(make_model("qwen3_moe"), folder, max_shard_size="10KB")
+    with pytest.raises(CheckpointError, match="holds neither"):
+        load_weights(make_model("qwen3_moe"), folder)
+
+
+def test_a_place_that_cannot_be_written(tmp_path, make_model) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file/x' cannot be written: (File exists|Not a directory)"):
+        save_weights(make_model("qwen3"), tmp_path / "file" / "x")
+
+
+def test_meta_models_and_wrong_arguments(tmp_path, make_model) -> None:
+    with pytest.raises(CheckpointError, match=r"model.embed_tokens.weight is on the meta device"):
+        save_weights(make_model("qwen3", device="meta"), tmp_path / "x")
+    with pytest.raises(ConfigError, match="'experts' is unknown"):
+        save_weights(make_model("qwen3"), tmp_path / "x", layout="experts")
+    with pytest.raises(ConfigError, match="'5 apples' is no size"):
+        save_weights(make_model("qwen3"), tmp_path / "x", max_shard_size="5 apples")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [(7, 7), ("7", 7), ("1.5GB", 1_500_000_000), ("2 MiB", 2 << 20), ("3kb", 3000)]
+)
+def test_sizes(text: int | str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+def test_export_saves_processors_beside_the_weights(tmp_path, make_model) -> None:
+    class Tokenizer:
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "tokenizer.json").write_text("{}")
+
+    export_hf(make_model("qwen3"), tmp_path / "x", processors=[Tokenizer(), None])
+    found = {path.name for path in (tmp_path / "x").iterdir()}
+    assert found == {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"}
+    assert transformers_logging.get_verbosity() >= transformers_logging.ERROR
