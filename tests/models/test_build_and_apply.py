@@ -31,6 +31,7 @@ def config_of(arch, **more):
             "max_position_embeddings": 64,
             "pad_token_id": 0,
             "residual_dropout": 0.0,
+            "attention_dropout": 0.0,
             **(MOE if arch == "qwen3_moe" else {}),
             **more,
         },
@@ -208,14 +209,15 @@ def _applied():
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 def test_bound_models_survive_copying_pickling_saving_and_compiling(arch, tmp_path):
     model = opslot.build_foundation_model(config_of(arch))
-    expected, _ = run(model)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(run(twin)[0].loss, expected.loss)
-        assert opslot.explain(twin).rows == opslot.explain(model).rows
+    # Before the first forward: upstream's hooks that record router logits are local functions, which no pickle takes.
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    assert torch.equal(run(torch.load(file, weights_only=False))[0].loss, expected.loss)
+    twins = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False))
+    expected, _ = run(model)
+    for twin in twins:
+        assert torch.equal(run(twin)[0].loss, expected.loss)
+        assert opslot.explain(twin).rows == opslot.explain(model).rows
     model.save_pretrained(tmp_path)
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(plain).__module__.startswith("transformers.")
@@ -266,9 +268,23 @@ def test_lora_on_the_head_is_not_bypassed():
     expected = plain(input_ids=ids, labels=ids).loss
     opslot.apply(plain)
     torch.testing.assert_close(plain(input_ids=ids, labels=ids).loss, expected, rtol=1e-5, atol=1e-6)
-    opslot.apply(plain, {"cross_entropy_loss_implementation": "chunk_loss"})
-    with pytest.raises(KernelError, match="cannot be used here"):
-        plain(input_ids=ids, labels=ids)
+    with pytest.raises(ConfigError, match="cross_entropy_loss_implementation='chunk_loss': the head is a"):
+        opslot.apply(plain, {"cross_entropy_loss_implementation": "chunk_loss"})
+
+
+def test_a_head_wrapped_after_binding_is_refused_when_named_and_served_under_auto():
+    from peft import LoraConfig, get_peft_model
+
+    ids = torch.randint(1, 97, (1, 7))
+    for ops, served in (("auto", True), ({"cross_entropy_loss_implementation": "chunk_loss"}, False)):
+        model = upstream("qwen3")
+        opslot.apply(model, ops)
+        peft = get_peft_model(model, LoraConfig(r=4, target_modules=["lm_head"]))
+        if served:
+            assert peft(input_ids=ids, labels=ids).logits is not None
+        else:
+            with pytest.raises(KernelError, match="more than a product with its weight"):
+                peft(input_ids=ids, labels=ids)
 
 
 def test_router_logits_are_captured_after_apply():
@@ -297,7 +313,7 @@ def test_packed_documents_do_not_see_each_other():
     apart = torch.cat([model(a).logits, model(b).logits], 1)
     together = model(packed, position_ids=positions, **extra).logits
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
-    by_positions = model(packed, position_ids=positions).logits
+    by_positions = model(packed, position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(by_positions, apart, rtol=1e-4, atol=1e-5)
 
 

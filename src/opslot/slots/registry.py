@@ -113,7 +113,8 @@ class KernelRegistry:
             self._discovering = True
             try:
                 while self._pending:
-                    importlib.import_module(self._pending.pop(0))
+                    importlib.import_module(self._pending[0])
+                    del self._pending[0]
                 if self._entry_points:
                     self._entry_points = False
                     self._load_entry_points()

@@ -51,19 +51,29 @@ class BindingReport:
         return tuple(dict.fromkeys(found))
 
     def __str__(self) -> str:
-        header = ("site", "op", "chosen", "why", "rejected")
-        body = [
-            (
-                f"{row.site} x{len(row.modules)}" if len(row.modules) > 1 else row.site,
-                f"{row.op}/{row.variant}",
-                row.chosen,
-                row.why,
-                "; ".join(f"{name}: {reason}" for name, reason in row.rejected),
-            )
-            for row in self.rows
-        ]
         title = f"kernels on {self.device}" if self.device else "kernels"
-        return "\n".join([title, *format_table(header, body), *([self.note] if self.note else [])])
+        chosen = format_table(
+            ("site", "op", "chosen", "why"),
+            [(_site(row), f"{row.op}/{row.variant}", row.chosen, row.why) for row in self.rows],
+        )
+        rejected = format_table(("op", "rejected", "why"), self._rejections())
+        return "\n".join(
+            [title, *chosen, *(["", *rejected] if len(rejected) > 2 else []), *([self.note] if self.note else [])]
+        )
+
+    def _rejections(self) -> list[tuple[str, str, str]]:
+        """One line per op and reason; implementations that share the reason share the line."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for row in self.rows:
+            for name, reason in row.rejected:
+                names = groups.setdefault((f"{row.op}/{row.variant}", reason), [])
+                if name not in names:
+                    names.append(name)
+        return [(op, ", ".join(names), reason) for (op, reason), names in groups.items()]
+
+
+def _site(row: BindingRow) -> str:
+    return f"{row.site} x{len(row.modules)}" if len(row.modules) > 1 else row.site
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
