@@ -10,8 +10,8 @@ from torch import Tensor
 from opslot.ops.cross_entropy_loss.chunked import Backend, Shaping, wide
 from opslot.ops.cross_entropy_loss.fused import make_kernels
 
-# Measured on 2 cores of an EPYC with H=256: 8 MiB is fastest for V=4096 and 8192 (4 and 32 MiB are 3 to 6% slower). Fewer rows
-# than 128 read the weight and its gradient too often.
+# Measured on 2 cores of an EPYC with H=256: 8 MiB is fastest for V=4096 and 8192 (4 and 32 MiB are 3 to 6% slower).
+# Fewer rows than 128 read the weight and its gradient too often.
 _CPU_LOGITS_BYTES = 8 << 20
 _CPU_MIN_ROWS = 128
 # Elsewhere: few enough chunks that the products stay large; counts all copies of a logit alive at once.

@@ -1,9 +1,9 @@
 """Linear head and loss without the full logits: the loop over chunks that every fused kernel shares.
 
-The rows are cut into chunks whose logits fit a budget. For each chunk: logits by a matrix product, one step that turns them into
-losses and into their own gradient, and two products that add the gradients of hidden states and weight. The loss is a scalar, so
-its gradient is known in the forward up to one factor, which the backward applies. Per-token outputs have a factor per token:
-their logits are computed again in the backward.
+The rows are cut into chunks whose logits fit a budget. For each chunk: logits by a matrix product, one step that
+turns them into losses and into their own gradient, and two products that add the gradients of hidden states and
+weight. The loss is a scalar, so its gradient is known in the forward up to one factor, which the backward applies.
+Per-token outputs have a factor per token: their logits are computed again in the backward.
 
 Shapes: N rows, H width, V vocabulary, R rows of a chunk.
 """
@@ -20,7 +20,8 @@ from torch import Tensor
 _ROW_TILE = 128
 # Adding a chunk to a 16-bit gradient rounds it once; past this many chunks the sum is kept in float32.
 _MAX_ROUNDINGS = 8
-# Below this share of labels that count, the others' rows are left out (CPU, where counting them costs no synchronization).
+# Below this share of labels that count, the others' rows are left out (CPU, where counting them costs no
+# synchronization).
 _WORTH_COMPACTING = 0.9
 
 
@@ -43,8 +44,9 @@ class Backend:
 
     Attributes:
         name: the kernel's name and part of its custom ops'.
-        loss_step: (logits, labels, losses, factor, shaping, grad) writes `losses` and returns `factor` times their gradient in the
-            logits' dtype (unused without `grad`); `factor` is a 0-d tensor, or None for 1. May overwrite `logits`.
+        loss_step: (logits, labels, losses, factor, shaping, grad) writes `losses` and returns `factor` times their
+            gradient in the logits' dtype (unused without `grad`); `factor` is a 0-d tensor, or None for 1. May
+            overwrite `logits`.
         token_step: (logits, labels, log_probs, entropy, shaping) writes the two.
         token_grad_step: (logits, labels, entropy, grad_log_probs, grad_entropy, shaping) returns the logits' gradient.
         rescale: (gradient, factor) multiplies in place by a 0-d tensor; free for 1.
@@ -84,9 +86,10 @@ def loss_and_gradients(
     want_hidden: bool,
     want_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss / `divisor`, and its gradients by `hidden` [N, H] and `weight` [V, H] in `gradient_dtype`, or empty tensors.
+    """Summed loss / `divisor`, and its gradients by `hidden` [N, H] and `weight` [V, H] in `gradient_dtype`.
 
-    `divisor` is 0-d in the wide dtype. Without a label that counts, the loss is 0 / divisor and the gradients are 0.
+    A gradient that is not wanted is an empty tensor. `divisor` is 0-d in the wide dtype. Without a label that counts,
+    the loss is 0 / divisor and the gradients are 0.
     """
     kept = _rows_that_count(labels, shaping.ignore_index)
     if kept is not None:

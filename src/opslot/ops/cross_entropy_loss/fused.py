@@ -1,4 +1,4 @@
-"""The fused kernels as functions with the contract's signatures: argument checks, custom ops and autograd around `chunked`."""
+"""The fused kernels with the contract's signatures: argument checks, custom ops and autograd around `chunked`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Linear head + cross entropy: contract, references, input cases and costs.
 
-Shapes: `hidden_states` [..., H] with any strides, `weight` [V, H] (the head's, which has no bias), `labels` [...] of integers in [0, V)
-or `ignore_index`. Logits are scaled and capped in the dtype of the inputs, as upstream does; softmax and loss in float32
-(float64 for float64 inputs). Label smoothing is Szegedy et al. 2016, section 7: targets (1 - e) onehot + e / V.
+Shapes: `hidden_states` [..., H] with any strides, `weight` [V, H] (the head's, which has no bias), `labels` [...] of
+integers in [0, V) or `ignore_index`. Logits are scaled and capped in the dtype of the inputs, as upstream does; softmax
+and loss in float32 (float64 for float64 inputs). Label smoothing is Szegedy et al. 2016, section 7: targets
+(1 - e) onehot + e / V.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def causal(
     Args:
         hidden_states: [B, S, H], or [N, H] beside `shift_labels`.
         labels: [B, S], not shifted; the last position of a sequence predicts nothing.
-        num_items_in_batch: divisor of the summed loss, e.g. the labels of all accumulation steps; None divides by the number
-            of labels that are not ignored (NaN when there is none).
+        num_items_in_batch: divisor of the summed loss, e.g. the labels of all accumulation steps; None divides by the
+            number of labels that are not ignored (NaN when there is none).
         shift_labels: labels that are shifted already, used as they are.
         softcap: logits become softcap * tanh(logits / softcap), after `logit_scale`.
         logit_scale: factor of the logits.
@@ -62,8 +63,13 @@ def sequence_classification(
     label_smoothing: float = 0.0,
     **kwargs: Any,
 ) -> Tensor:
-    """Loss of a classifier: `hidden_states` [..., H] predict `labels` [...] in place. Returns a scalar, float32 or wider."""
-    return _loss(_logits(hidden_states, weight, None, 1.0), labels, num_items_in_batch, ignore_index, label_smoothing)
+    """Loss of a classifier: `hidden_states` [..., H] predict `labels` [...] in place.
+
+    Returns:
+        A scalar, float32 or wider.
+    """
+    logits = _logits(hidden_states, weight, None, 1.0)
+    return _loss(logits, labels, num_items_in_batch, ignore_index, label_smoothing)
 
 
 def token_log_probs(
@@ -81,7 +87,8 @@ def token_log_probs(
 
     Returns:
         (log_probs, entropy), both shaped like `labels` and float32 or wider: at position t the log-probability of
-        `labels[..., t + 1]` (`shift_labels[..., t]`) and the entropy in nats of its distribution; 0 where the label is ignored.
+        `labels[..., t + 1]` (`shift_labels[..., t]`) and the entropy in nats of its distribution; 0 where the label
+        is ignored.
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -152,8 +159,8 @@ def _case(
 ) -> InputCase:
     """`spread` scales the logits' standard deviation: at 12 and more some labels have p near 1 or near 0.
 
-    `exact` takes inputs in quarters, whose logits are exact in every dtype: a loss is one number, and where eager code rounds
-    more often than a kernel its error may cancel by luck unless the rounding that both share is none.
+    `exact` takes inputs in quarters, whose logits are exact in every dtype: a loss is one number, and where eager
+    code rounds more often than a kernel its error may cancel by luck unless the rounding that both share is none.
     """
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:

@@ -1,0 +1,125 @@
+"""Load-balancing loss of a mixture of experts: contract, reference, input cases and cost.
+
+Switch Transformer (Fedus et al. 2021), equations 4 to 6, over all layers at once: with f_e the share of (row, choice)
+pairs that chose expert e times the top-k, and P_e the mean router probability of e, both over the rows of all layers,
+the loss is E * sum(f_e * P_e). Choices carry no gradient.
+
+Shapes: `gate_logits` is a tuple of [T, E], one per layer; `attention_mask` [B, S] with B * S = T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opslot.ops._common.cases import randn
+from opslot.slots import Cost, InputCase, OpSpec, OpVariant
+
+
+def standard(
+    gate_logits: tuple[Tensor, ...] | None,
+    num_experts: int | None = None,
+    top_k: int = 2,
+    attention_mask: Tensor | None = None,
+) -> Tensor | int:
+    """The loss as Transformers defines it from 5.16 on; earlier releases differ by rounding only.
+
+    Among experts of equal probability in a row, any choice of the top-k is right: which one is taken may differ
+    between devices, releases and kernels, and the loss with it.
+
+    Args:
+        gate_logits: router logits of each layer, before the softmax; anything but a tuple (a dense model's None)
+            gives 0.
+        num_experts: E.
+        top_k: experts chosen per row.
+        attention_mask: weight of each row, the same for every layer: 1 counts, 0 is padding.
+
+    Returns:
+        A scalar, float32 or wider, or the integer 0.
+    """
+    if gate_logits is None or not isinstance(gate_logits, tuple):
+        return 0
+    device = gate_logits[0].device
+    wide = torch.promote_types(gate_logits[0].dtype, torch.float32)
+    rows = torch.zeros((), dtype=wide, device=device)
+    chosen = torch.zeros(num_experts, dtype=wide, device=device)
+    probability = torch.zeros(num_experts, dtype=wide, device=device)
+    mask = None if attention_mask is None else attention_mask.reshape(-1, 1).to(device=device, dtype=wide)
+    for logits in gate_logits:
+        weights = logits.to(device).softmax(dim=-1)
+        _, experts = weights.topk(top_k, dim=-1)
+        choice = torch.zeros_like(weights, dtype=wide).scatter(1, experts, 1.0)
+        share = weights.to(wide)
+        if mask is not None:
+            choice, share = choice * mask, share * mask
+        chosen = chosen + choice.sum(0)
+        probability = probability + share.sum(0)
+        rows = rows + (weights.shape[0] if mask is None else mask.sum())
+    return (chosen / rows * (probability / rows)).sum() * num_experts
+
+
+def _case(
+    name: str,
+    layers: int,
+    tokens: tuple[int, int],
+    experts: int,
+    top_k: int,
+    role: str = "check",
+    *,
+    masked: bool = False,
+    strided: bool = False,
+) -> InputCase:
+    """Logits of a row are distinct, also in 16 bits and after the softmax: equal ones leave the choice open."""
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        rows = tokens[0] * tokens[1]
+        home = torch.device("cpu") if role == "check" else device
+        steps = torch.linspace(-3.0, 3.0, experts, device=home)
+        # Experts differ in popularity, so that the loss is away from its minimum.
+        popularity = torch.linspace(0.0, 1.5, experts, device=home)
+        logits = []
+        for _ in range(layers):
+            order = (randn((rows, experts), torch.float32, home, generator) + popularity).argsort(-1).argsort(-1)
+            padded = experts + (8 if strided else 0)
+            layer = torch.empty(rows, padded, dtype=dtype, device=device)[:, :experts]
+            # Rows of their own scale: the same values in every row would round the same way in every row.
+            sharpness = 1.0 + 0.2 * randn((rows, 1), torch.float32, home, generator).abs()
+            logits.append(layer.copy_(steps[order] * sharpness))
+        arguments: dict[str, Any] = {"gate_logits": tuple(logits), "num_experts": experts, "top_k": top_k}
+        if masked:
+            lengths = torch.randint(1, tokens[1] + 1, (tokens[0], 1), generator=generator)
+            arguments["attention_mask"] = (torch.arange(tokens[1]) < lengths).long().to(device)
+        return arguments
+
+    return InputCase(name, make, role)
+
+
+_CASES = [
+    _case("three layers", 3, (2, 37), 8, 2),
+    _case("masked", 3, (3, 29), 16, 4, masked=True),
+    _case("odd number of experts", 2, (1, 70), 13, 3, masked=True),
+    _case("one layer, one choice", 1, (1, 33), 4, 1),
+    _case("all experts chosen", 2, (2, 9), 4, 4),
+    _case("strided view", 2, (2, 25), 16, 2, strided=True),
+    _case("many experts", 2, (1, 65), 128, 8),
+    _case("48 layers x 16384 x 128, top 8", 48, (2, 8192), 128, 8, "bench"),
+    _case("48 layers x 16384 x 128, top 8, masked", 48, (2, 8192), 128, 8, "bench", masked=True),
+    _case("58 layers x 8192 x 256, top 8", 58, (1, 8192), 256, 8, "bench"),
+]
+
+
+def _cost(arguments: Mapping[str, Any]) -> Cost:
+    """Logits in for the forward, in again for the backward, gradients out."""
+    return Cost(bytes=3 * sum(x.numel() * x.element_size() for x in arguments["gate_logits"]))
+
+
+OP = OpSpec(
+    name="load_balancing_loss",
+    description="auxiliary loss that spreads tokens over experts",
+    variants={
+        "standard": OpVariant("standard", standard, _CASES, ("gate_logits",), _cost, description="all layers at once")
+    },
+)
