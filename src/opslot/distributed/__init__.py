@@ -1,6 +1,7 @@
 """Several processes: who shares what, sequence and expert parallelism, FSDP2, gradient norms."""
 
 from opslot.distributed.expert_parallel import ExpertParallel
+from opslot.distributed.fsdp import clip_grad_norm, gradient_sync, parallelize
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import (
     ParallelState,
@@ -8,6 +9,7 @@ from opslot.distributed.parallel_state import (
     get_parallel_state,
     init_parallel_state,
 )
+from opslot.distributed.sequence import shard_sequence
 from opslot.distributed.ulysses import (
     gather_heads_scatter_seq,
     gather_outputs,
@@ -22,12 +24,16 @@ __all__ = [
     "ExpertParallel",
     "ParallelPlan",
     "ParallelState",
+    "clip_grad_norm",
     "destroy_parallel_state",
     "gather_heads_scatter_seq",
     "gather_outputs",
     "gather_seq_scatter_heads",
     "get_parallel_state",
+    "gradient_sync",
     "init_parallel_state",
+    "parallelize",
+    "shard_sequence",
     "slice_input_tensor",
     "sp_pad_and_slice",
     "ulysses_attention",

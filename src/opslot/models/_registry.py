@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,13 @@ class Architecture:
     @property
     def generated(self) -> str:
         return f"opslot.generated.{self.name}"
+
+    def parallel_plan(self, model: Any) -> Any:
+        """What `parallel_plan.py` in the architecture's folder divides in `model`; None where there is no such file."""
+        module = f"opslot.models.{self.name}.parallel_plan"
+        if importlib.util.find_spec(module) is None:
+            return None
+        return importlib.import_module(module).get_parallel_plan(model)
 
     def generated_class(self, class_name: str) -> type | None:
         """The generated class of that name, or None."""

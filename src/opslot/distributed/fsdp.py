@@ -1,0 +1,215 @@
+"""FSDP2 around a model: layer by layer, experts inside their ep rank, gradients summed over the ranks.
+
+Losses are shares: each rank's is the sum over its tokens divided by the token count of the whole step, and FSDP adds gradients
+up instead of averaging them. So a step equals one process's on the whole batch, under any mix of axes, for dense parameters
+and experts alike, and also when ranks hold different numbers of tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from opslot._base.errors import ConfigError
+from opslot.distributed.parallel_plan import ParallelPlan
+from opslot.distributed.parallel_state import ParallelState, get_parallel_state
+
+
+def parallelize(
+    model: nn.Module,
+    state: ParallelState | None = None,
+    *,
+    plan: ParallelPlan | None = None,
+    layers: Collection[str] | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    activation_checkpointing: bool = False,
+    cpu_offload: bool = False,
+    reshard_after_forward: bool = True,
+    prefetch: int = 1,
+    load: Callable[[nn.Module], Any] | None = None,
+) -> nn.Module:
+    """Shard `model` over the ranks, in place. Slots keep their kernels: bind before or after.
+
+    Each layer is one group of parameters, the experts that `plan` names are one of their own, sharded on dim 1 over the ranks
+    that hold the same experts. Embeddings, final norm and head belong to the root's group, so the head's weight can be read,
+    whole, anywhere in the model's forward.
+
+    Args:
+        model: on any device, with the same values on every rank; or on meta, then give `load`.
+        state: default `get_parallel_state()`.
+        plan: parameters that ep divides.
+        layers: class names of the layers; default what Transformers' `_no_split_modules` says.
+        param_dtype: dtype of the computation; None is the parameters' own. The optimizer sees the parameters' own.
+        reduce_dtype: dtype in which gradients are added up.
+        activation_checkpointing: recompute each layer's activations in the backward pass.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory.
+        reshard_after_forward: gather a layer's parameters again for the backward pass instead of keeping them.
+        prefetch: layers whose parameters are gathered ahead of the one that runs.
+        load: called with the sharded model; gives meta parameters memory and values,
+            e.g. `lambda model: load_weights(model, folder)`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ConfigError: no layers, a plan that does not fit, or options that need several processes.
+    """
+    state = state or get_parallel_state()
+    if activation_checkpointing:
+        _enable_checkpointing(model)
+    experts = plan.apply(model, state) if plan is not None else []
+    if state.mesh is not None:
+        options = {
+            "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=True),
+            "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+        }
+        blocks = _find_layers(model, layers)
+        groups = _shard(model, state, blocks, experts if state.ep > 1 else [], reshard_after_forward, options)
+        _set_prefetch(model, groups, prefetch)
+    elif param_dtype is not None or cpu_offload:
+        raise ConfigError(
+            "param_dtype and cpu_offload are FSDP's, which needs a process group\n"
+            "  to do: start with torchrun (one process will do), or use torch.autocast"
+        )
+    if load is not None:
+        load(model)
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta:
+        raise ConfigError(
+            f"{len(on_meta)} parameters have no memory, e.g. {on_meta[0]}\n"
+            "  to do: pass load=..., a function that gives them values, or build the model on a real device"
+        )
+    return model
+
+
+def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale the gradients down to `max_norm`, and return the norm they had over all ranks.
+
+    It is the norm of one process's gradients whatever each parameter is sharded over.
+
+    Args:
+        parameters: tensors or DTensors of any meshes; those without a gradient are left out.
+        max_norm: infinity only measures.
+    """
+    owners: defaultdict[Any, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None:
+            owners[(grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None].append(parameter)
+    if not owners:
+        return torch.tensor(0.0)
+    norms = [get_total_norm([p.grad for p in group if p.grad is not None], norm_type) for group in owners.values()]
+    whole = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
+    total = torch.linalg.vector_norm(whole, norm_type)
+    if math.isfinite(max_norm):
+        for group in owners.values():
+            clip_grads_with_norm_(group, max_norm, total)
+    return total
+
+
+@contextlib.contextmanager
+def gradient_sync(model: nn.Module, enabled: bool) -> Iterator[None]:
+    """Inside, backward passes reduce gradients over the ranks only if `enabled`; else they add up locally.
+
+    Accumulation disables it for all micro batches but the last, so a step reduces once.
+    """
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.set_requires_gradient_sync(enabled)
+    model.set_is_last_backward(enabled)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+        model.set_is_last_backward(True)
+
+
+def _enable_checkpointing(model: nn.Module) -> None:
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise ConfigError(
+            f"activation_checkpointing needs a Transformers model, {type(model).__name__} is none\n"
+            "  to do: wrap its layers in torch's checkpoint_wrapper before parallelize"
+        )
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _find_layers(model: nn.Module, names: Collection[str] | None) -> list[nn.Module]:
+    """The modules of the given classes, in the model's order."""
+    if names is None:
+        names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    found = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} has no layers to shard one by one\n"
+            f"  found: no module of a class named {', '.join(sorted(names)) or '(its _no_split_modules is empty)'}\n"
+            "  to do: pass layers=[...] with the class names of its blocks"
+        )
+    return found
+
+
+def _shard(
+    model: nn.Module,
+    state: ParallelState,
+    layers: list[nn.Module],
+    experts: list[str],
+    reshard_after_forward: bool,
+    options: dict[str, Any],
+) -> list[list[FSDPModule]]:
+    """Bottom-up `fully_shard`; returns, layer by layer, the modules whose parameters a layer needs."""
+    owners = [model.get_submodule(path) for path in experts]
+    for path, owner in zip(experts, owners, strict=True):
+        _check_expert_shapes(path, owner, state)
+        fully_shard(
+            owner,
+            mesh=state.expert_fsdp_mesh,
+            shard_placement_fn=lambda _: Shard(1),
+            reshard_after_forward=reshard_after_forward,
+            **options,
+        )
+    # Innermost first: a layer may hold layers, and a group takes what no group below it has.
+    for layer in reversed(layers):
+        fully_shard(layer, mesh=state.fsdp_mesh, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, mesh=state.fsdp_mesh, **options)
+    for module in model.modules():
+        # A group of one rank has nothing to add up; a divisor would only cost it a copy.
+        if isinstance(module, FSDPModule) and not (module in owners and state.ep_fsdp * state.dp_replicate == 1):
+            module.set_gradient_divide_factor(1.0)
+            # PREMUL_SUM, which a divisor would select, is NCCL's alone.
+            module.set_force_sum_reduction_for_comms(True)
+    inside = {id(module): layer for layer in layers for module in layer.modules() if module in owners}
+    return [[layer, *(owner for owner in owners if inside.get(id(owner)) is layer)] for layer in layers]
+
+
+def _check_expert_shapes(path: str, owner: nn.Module, state: ParallelState) -> None:
+    for name, parameter in owner.named_parameters():
+        if parameter.dim() < 2 or parameter.shape[1] % state.ep_fsdp:
+            raise ConfigError(
+                f"{path}.{name} of shape {tuple(parameter.shape)} cannot be sharded on dim 1 over the {state.ep_fsdp} "
+                f"ranks that ep={state.ep} leaves\n  to do: choose an ep size that leaves a divisor of that dim"
+            )
+
+
+def _set_prefetch(model: nn.Module, groups: list[list[FSDPModule]], depth: int) -> None:
+    """Name the groups to gather ahead. FSDP does so by itself only as long as the host runs ahead of the device, which the
+    experts' exchange of sizes stops."""
+    if depth < 1:
+        return
+    for i, group in enumerate(groups):
+        ahead = [module for following in groups[i + 1 : i + 1 + depth] for module in following]
+        behind = [module for preceding in reversed(groups[max(0, i - depth) : i]) for module in preceding]
+        group[0].set_modules_to_forward_prefetch(ahead)
+        group[0].set_modules_to_backward_prefetch(behind)
+    model.set_modules_to_forward_prefetch(groups[0])
+    model.set_modules_to_backward_prefetch(groups[-1])

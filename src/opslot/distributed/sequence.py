@@ -1,0 +1,97 @@
+"""A batch of whole rows, cut into the parts that sequence-parallel ranks work on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from opslot._base.errors import ConfigError
+from opslot.distributed.parallel_state import ParallelState, get_parallel_state
+
+IGNORE_INDEX = -100
+
+
+def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) -> dict[str, Any]:
+    """This rank's part of a causal model's inputs; the batch itself when there is no sequence parallelism.
+
+    Rows are padded at their end to a multiple of the ranks; padding is a document of its own and predicts nothing.
+
+    Args:
+        batch: the same on all ranks of a sequence. input_ids int64 [B, S]; labels [B, S]; position_ids [B, S], which restart
+            with each document; attention_mask [B, S], 1 for tokens; cu_seq_lens_q int [documents + 1] over B * S tokens. All
+            but input_ids may be absent. Other entries are passed on.
+
+    Returns:
+        input_ids, position_ids, labels and shift_labels [B, S / sp] of this rank's positions, the last two both shifted over
+        the whole row, so that a part's last token knows its successor; cu_seq_lens_q, cu_seq_lens_k, max_length_q and
+        max_length_k of the whole rows. There is no attention_mask: documents say the same.
+
+    Raises:
+        ConfigError: an attention mask that is more than padding.
+    """
+    state = state or get_parallel_state()
+    if state.sp == 1:
+        return batch
+    rest = {name: value for name, value in batch.items() if name not in _REPLACED}
+    input_ids = batch["input_ids"]
+    starts = _document_starts(batch)
+    positions = _or_default(batch.get("position_ids"), _positions(starts))
+    padding = -input_ids.shape[1] % state.sp
+    whole = {"input_ids": F.pad(input_ids, (0, padding))}
+    if batch.get("labels") is not None:
+        shifted = F.pad(batch["labels"], (0, 1 + padding), value=IGNORE_INDEX)[:, 1:]
+        whole |= {"labels": shifted, "shift_labels": shifted}
+    if padding:
+        positions = torch.cat([positions, torch.arange(padding, device=positions.device).expand(len(positions), -1)], 1)
+        starts = F.pad(starts, (0, padding))
+        starts[:, -padding] = True
+    whole["position_ids"] = positions
+    first = F.pad(starts.flatten().nonzero().flatten(), (0, 1), value=starts.numel()).to(torch.int32)
+    longest = int(first.diff().max())
+    parts = {name: value.chunk(state.sp, 1)[state.sp_rank].contiguous() for name, value in whole.items()}
+    documents = {"cu_seq_lens_q": first, "cu_seq_lens_k": first, "max_length_q": longest, "max_length_k": longest}
+    return {**rest, **parts, **documents}
+
+
+_REPLACED = (
+    "input_ids",
+    "labels",
+    "position_ids",
+    "attention_mask",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+)
+
+
+def _or_default(value: Tensor | None, default: Tensor) -> Tensor:
+    return default if value is None else value.expand_as(default)
+
+
+def _document_starts(batch: dict[str, Any]) -> Tensor:
+    """[B, S] bool: the first token of each row, document, and run of padding."""
+    input_ids, mask = batch["input_ids"], batch.get("attention_mask")
+    starts = torch.zeros_like(input_ids, dtype=torch.bool)
+    starts[:, 0] = True
+    cu_seqlens, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
+    if cu_seqlens is not None:
+        starts.view(-1)[cu_seqlens[:-1].long()] = True
+    elif positions is not None:
+        starts[:, 1:] |= positions.expand_as(input_ids).diff(dim=1) != 1
+    if mask is not None:
+        if mask.shape != input_ids.shape:
+            raise ConfigError(
+                f"sequence parallelism got an attention_mask of shape {tuple(mask.shape)} for input_ids of shape "
+                f"{tuple(input_ids.shape)}\n  to do: give a [B, S] padding mask, or documents as cu_seq_lens_q"
+            )
+        starts[:, 1:] |= mask[:, 1:].bool() != mask[:, :-1].bool()
+    return starts
+
+
+def _positions(starts: Tensor) -> Tensor:
+    """Positions as Transformers counts them without position_ids: along the row, whatever the documents."""
+    return torch.arange(starts.shape[1], device=starts.device).expand(starts.shape)

@@ -1,0 +1,155 @@
+"""A model's kernels for several processes: attention over whole sequences, experts of all ranks; then FSDP2 around it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opslot._base.errors import ConfigError, KernelError
+from opslot.distributed import (
+    ExpertParallel,
+    ParallelPlan,
+    ParallelState,
+    gather_outputs,
+    get_parallel_state,
+    parallelize,
+    ulysses_attention,
+)
+from opslot.distributed.ulysses import kv_repeats
+from opslot.models._registry import ARCHITECTURES
+from opslot.ops.attention.op import PREFIX as ATTENTION_PREFIX
+from opslot.slots import KERNEL_REGISTRY, own_config, walk_slots
+
+_SUFFIX = "_ulysses"
+
+
+def parallelize_model(model: Any, state: ParallelState | None = None, **options: Any) -> Any:
+    """Make `model`, whose kernels are bound, compute the same over the ranks of `state`; in place.
+
+    Args:
+        model: built by `build_foundation_model`, or prepared by `opslot.apply`.
+        state: default `get_parallel_state()`.
+        options: of `opslot.distributed.parallelize`: param_dtype, activation_checkpointing, load, ...
+
+    Raises:
+        ConfigError: heads or experts that the sizes do not divide, experts that the architecture does not have.
+    """
+    state = state or get_parallel_state()
+    plan = parallel_plan(model)
+    if state.ep > 1:
+        if plan is None:
+            raise ConfigError(
+                f"ep={state.ep}, but {model.config.model_type} has no parallel plan for experts\n"
+                "  to do: set ep to 1, or add parallel_plan.py to the architecture's folder"
+            )
+        _spread_experts(model)
+    if state.sp > 1:
+        _spread_sequences(model, state)
+    return parallelize(model, state, plan=plan, **options)
+
+
+def parallel_plan(model: Any) -> ParallelPlan | None:
+    """The parallel plan of the model's architecture, or None when it has nothing to divide."""
+    architecture = ARCHITECTURES.get(model.config.model_type)
+    return architecture.parallel_plan(model) if architecture is not None else None
+
+
+def _slot(name: str) -> str:
+    return f"_opslot_{name}"
+
+
+def _kernel_of(module: nn.Module, slot: str, op_name: str, variant: str) -> Callable[..., Any]:
+    """What is bound; for eager the op's reference, a function of the arguments alone."""
+    bound = module.__dict__.get(_slot(slot))
+    return bound if bound is not None else KERNEL_REGISTRY.op(op_name).variant(variant).reference
+
+
+def _spread_experts(model: Any) -> None:
+    for path, module, slot, op_name, variant in walk_slots(model):
+        if op_name != "moe_experts":
+            continue
+        check_site = KERNEL_REGISTRY.op(op_name).variant(variant).check_site
+        problem = check_site(module) if check_site else None
+        if problem:
+            raise ConfigError(f"{path} cannot be divided among ep ranks: {problem}\n  to do: set ep to 1")
+        if not isinstance(module.__dict__.get(_slot(slot)), ExpertParallel):
+            module.__dict__[_slot(slot)] = ExpertParallel(_kernel_of(module, slot, op_name, variant))
+
+
+def _spread_sequences(model: Any, state: ParallelState) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    own_config(model)
+    config = model.config.get_text_config()
+    kv_repeats(config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads), state.sp)
+    name = model.config._attn_implementation
+    if name.endswith(_SUFFIX):
+        return
+    if name == "eager":
+        kernel = KERNEL_REGISTRY.op("attention").variant("causal").reference
+    elif name.startswith(ATTENTION_PREFIX):
+        kernel = ALL_ATTENTION_FUNCTIONS[name]
+    else:
+        raise ConfigError(
+            f"sequence parallelism needs one of opslot's attention kernels, the model uses Transformers' {name!r}\n"
+            "  to do: build it with opslot, or call opslot.apply first"
+        )
+    AttentionInterface.register(name + _SUFFIX, ulysses_attention(_over_documents(kernel)))
+    # Masks are made from the part of the sequence that a rank holds; documents of the whole come as cu_seq_lens.
+    AttentionMaskInterface.register(name + _SUFFIX, _no_mask)
+    model.config._attn_implementation = name + _SUFFIX
+    for _, module, slot, op_name, variant in walk_slots(model):
+        if op_name == "load_balancing_loss":
+            module.__dict__[_slot(slot)] = _OverWholeSequences(_kernel_of(module, slot, op_name, variant))
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+class _OverWholeSequences:
+    """A load-balancing loss of all tokens of the rows, each rank's router knowing a part of them."""
+
+    def __init__(self, kernel: Callable[..., Tensor]) -> None:
+        self.kernel = kernel
+
+    def __call__(self, gate_logits: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(gate_logits, tuple):
+            gate_logits = tuple(gather_outputs(logits, 0) for logits in gate_logits)
+        return self.kernel(gate_logits, *args, **kwargs)
+
+
+def _over_documents(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel` with documents and sliding windows from cu_seq_lens alone."""
+    mask_function = getattr(getattr(kernel, "mask_function", None), "__name__", "")
+    knows_windows = mask_function == "flash_attention_mask"
+
+    @functools.wraps(kernel)
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        window = kwargs.get("sliding_window")
+        if window is not None and not knows_windows:
+            if mask_function == "flex_attention_mask":
+                raise KernelError(
+                    "attn_implementation='flex_attention' has no sliding windows under sequence parallelism; use sdpa"
+                )
+            attention_mask = _window_mask(query, kwargs, window)
+            kwargs = {name: value for name, value in kwargs.items() if not name.startswith("cu_seq_lens")}
+        return kernel(module, query, key, value, attention_mask, **kwargs)
+
+    return attend
+
+
+def _window_mask(query: Tensor, kwargs: dict[str, Any], window: int) -> Tensor:
+    """[B, 1, S, S] bool: same document, not later, at most `window` - 1 tokens earlier."""
+    batch, _, length, _ = query.shape
+    position = torch.arange(batch * length, device=query.device)
+    document = torch.searchsorted(kwargs["cu_seq_lens_q"][1:].long(), position, right=True).view(batch, 1, length)
+    distance = position[:length, None] - position[:length]
+    return (document[..., :, None] == document[..., None, :]) & (distance >= 0) & (distance < window)

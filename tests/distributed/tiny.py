@@ -1,0 +1,106 @@
+"""Tiny models and batches for the ranks, and training steps that one process and several can take."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+COMMON = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+    "residual_dropout": 0.0,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+
+
+def build(name: str, ops: Any = "eager", **changes: Any) -> Any:
+    """A model of the architecture, the same on every rank."""
+    import opslot
+
+    config = config_of(name, **changes)
+    torch.manual_seed(7)
+    model = opslot.build_foundation_model(config, ops_implementation=ops)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter == 1))
+    return model
+
+
+def config_of(name: str, **changes: Any) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    options = {**COMMON, **(MOE if "moe" in name else {}), **changes}
+    return CONFIG_MAPPING[name](**options)
+
+
+@functools.cache
+def rows(step: int, count: int = 4, length: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input ids and unevenly masked labels, [count, length]."""
+    g = torch.Generator().manual_seed(100 + step)
+    ids = torch.randint(COMMON["vocab_size"], (count, length), generator=g)
+    labels = ids.masked_fill(torch.rand(count, length, generator=g) < torch.linspace(0.1, 0.6, count)[:, None], -100)
+    return ids, labels
+
+
+def train(
+    name: str,
+    sizes: dict[str, int] | None = None,
+    *,
+    steps: int = 5,
+    micro_batches: int = 1,
+    ops: Any = "eager",
+    aux_loss: bool = False,
+    max_norm: float = 1.0,
+    options: dict[str, Any] | None = None,
+    changes: dict[str, Any] | None = None,
+) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step.
+
+    Args:
+        sizes: of the parallel state; None trains in this process alone.
+        micro_batches: into which a step's rows are cut, over all ranks.
+    """
+    from opslot.distributed import clip_grad_norm, get_parallel_state, gradient_sync, init_parallel_state, shard_sequence
+    from opslot.models._parallel import parallelize_model
+
+    if sizes is not None:
+        init_parallel_state(device_type="cpu", **sizes)
+    state = get_parallel_state()
+    model = build(name, ops, **({"output_router_logits": True} if aux_loss else {}), **(changes or {}))
+    model.train()
+    parallelize_model(model, state, **(options or {}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    own = micro_batches // state.dp_size
+    history = []
+    for step in range(steps):
+        ids, labels = rows(step)
+        targets = int((labels[:, 1:] != -100).sum())
+        loss = torch.zeros(())
+        for i in range(own):
+            piece = slice((i * state.dp_size + state.dp_rank), None, micro_batches)
+            batch = shard_sequence({"input_ids": ids[piece], "labels": labels[piece]}, state)
+            with gradient_sync(model, i == own - 1):
+                out = model(**batch, use_cache=False, num_items_in_batch=torch.tensor(targets))
+                share = out.loss
+                if aux_loss:
+                    router = model.config.router_aux_loss_coef * out.aux_loss
+                    share = out.loss - router + router / (micro_batches * state.sp)
+                share.backward()
+            loss += share.detach()
+        norm = clip_grad_norm(model.parameters(), max_norm)
+        if state.mesh is not None:
+            torch.distributed.all_reduce(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append((loss.item(), norm.item()))
+    return history
