@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code and prints one clear message for every expected error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in arguments
-    arguments = [a for a in arguments if a != "--traceback"]
+    if arguments[:1] != ["train"]:
+        arguments = [a for a in arguments if a != "--traceback"]
     try:
         return _dispatch(arguments)
     except OpslotError as error:

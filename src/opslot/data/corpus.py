@@ -99,14 +99,15 @@ def tokenize_files(
                 fingerprint=fingerprint,
                 cache_dir=cache_dir,
             )
-    except datasets.exceptions.DatasetGenerationError as error:
-        if isinstance(error.__cause__, DataError):
-            raise error.__cause__ from None
-        raise
-    except OSError as error:
+    except (datasets.exceptions.DatasetGenerationError, OSError) as error:
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+        if isinstance(cause, DataError):
+            raise cause from None
+        if not isinstance(cause, OSError):
+            raise
         folder = cache_dir or datasets.config.HF_DATASETS_CACHE
         raise DataError(
-            f"tokenized text cannot be kept in {folder}: {error}\n  to do: set data.cache_dir to a folder with room"
+            f"tokenized text cannot be kept in {folder}: {cause}\n  to do: set data.cache_dir to a folder with room"
         ) from error
     corpus = TokenCorpus(dataset, fingerprint)
     logger.info("%s documents, %s tokens from %s files", f"{len(corpus):,}", f"{corpus.num_tokens:,}", len(files))

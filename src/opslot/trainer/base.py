@@ -35,6 +35,7 @@ from opslot.trainer.callbacks import (
     WandbCallback,
 )
 from opslot.trainer.config import RunConfig
+from opslot.trainer.display import make_console
 from opslot.trainer.kernels import hold_kernels, kernel_record
 from opslot.trainer.optimizer import build_optimizer, learning_rate
 from opslot.trainer.parse import to_yaml
@@ -88,10 +89,8 @@ class BaseTrainer(ABC):
     def __init__(
         self, config: RunConfig, callbacks: Sequence[Callback] | None = None, console: Console | None = None
     ) -> None:
-        from rich.console import Console
-
         self.config = config
-        self.console = console or Console()
+        self.console = console or make_console()
         self.inputs: Inputs = validate(config)
         self.output_dir = Path(config.train.output_dir).expanduser()
         self.device = _device(config.model.device)

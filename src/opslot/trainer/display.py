@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from opslot.slots import BindingReport
+
+
+def make_console() -> Console:
+    """Standard output; where it is a file or a pipe, wide enough for tables."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, 120))
 
 
 def kernel_table(report: BindingReport) -> Table:
@@ -16,9 +25,10 @@ def kernel_table(report: BindingReport) -> Table:
     from rich.table import Table
 
     table = Table(title=f"kernels on {report.device or 'this machine'}", box=box.SIMPLE_HEAD, title_justify="left")
-    for name, style in {"site": "", "op": "dim", "kernel": "bold cyan", "why": ""}.items():
+    for name, style in {"op": "", "kernel": "bold cyan", "where": "dim", "why": ""}.items():
         table.add_column(name, style=style, overflow="fold")
     for row in report:
-        site = f"{row.site} x{len(row.modules)}" if len(row.modules) > 1 else row.site
-        table.add_row(site, f"{row.op}/{row.variant}", row.chosen, row.why)
+        owner = row.site.split(".")[0]
+        where = f"{owner} x{len(row.modules)}" if len(row.modules) > 1 else owner
+        table.add_row(f"{row.op}/{row.variant}", row.chosen, where, row.why)
     return table

@@ -49,13 +49,11 @@ def cli_train(argv: Sequence[str]) -> int:
 
 def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer, TrainResult]:
     """Train as `config` says, and tell the user what is done and where everything is."""
-    from rich.console import Console
-
     from opslot.slots import explain
-    from opslot.trainer.display import kernel_table
+    from opslot.trainer.display import kernel_table, make_console
     from opslot.trainer.text import TextTrainer
 
-    console = console or Console()
+    console = console or make_console()
     with _logging_to(console), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         trainer = TextTrainer(config, console=console)

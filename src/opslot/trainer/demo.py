@@ -1,0 +1,269 @@
+"""The main job on one page: a tokenizer and a Qwen3-MoE of 10M parameters learn Python from the standard library.
+
+    python -m opslot.trainer.demo [--output outputs/demo] [--steps N]
+
+Needs no network, no GPU and no data beyond the running Python's own sources; takes less than five minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opslot._base.errors import ConfigError, OpslotError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from opslot.trainer.base import TrainResult
+    from opslot.trainer.text import TextTrainer
+
+VOCABULARY = 4096
+END_OF_TEXT = "<|endoftext|>"
+PROMPT = "def read_lines(path, encoding=None):\n"
+
+# A shape whose step is quick on a CPU: a quarter of the work is the vocabulary's, most of the rest the experts'.
+MODEL: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 160,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.01,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+# What a step may cost in all; a slow machine takes fewer steps rather than more minutes.
+TRAINING_SECONDS = 190
+STEPS = 400
+
+# Sources that are not prose of a programmer: tests, tables, generated data, other people's packages.
+_LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "lib2to3",
+    "pydoc_data",
+    "encodings",
+    "ensurepip",
+}
+_HELD_OUT = {"json", "bisect.py", "contextlib.py", "shelve.py", "tarfile.py", "textwrap.py"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; returns its exit code."""
+    from opslot.trainer.display import make_console
+
+    parser = argparse.ArgumentParser("python -m opslot.trainer.demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("outputs/demo"), help="folder for everything (%(default)s)")
+    parser.add_argument("--steps", type=int, default=None, help="optimizer steps; default what fits in three minutes")
+    options = parser.parse_args(argv)
+    console = make_console()
+    try:
+        return _demo(options.output, options.steps, console)
+    except OpslotError as error:
+        print(f"demo: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _demo(output: Path, steps: int | None, console: Console) -> int:
+    from opslot.trainer.main import run
+    from opslot.trainer.parse import load_config
+
+    started = time.monotonic()
+    _start_afresh(output)
+    console.rule("[bold]1. text and tokenizer")
+    documents = write_sources(output / "data")
+    train_tokenizer([text for text, _ in documents], output / "model")
+    (output / "model" / "config.json").write_text(json.dumps(MODEL, indent=2) + "\n")
+    characters = sum(len(text) for text, _ in documents)
+    console.print(
+        f"{len(documents)} modules of {sys.implementation.name} {sys.version.split()[0]}, "
+        f"{characters / 1e6:.1f}M characters; "
+        f"a byte-level BPE tokenizer of {VOCABULARY} tokens in {time.monotonic() - started:.0f} s",
+        highlight=False,
+    )
+    config_file = write_config(output)
+    if steps is None:
+        steps = affordable_steps([str(config_file)])
+    console.rule(f"[bold]2. opslot train {config_file} --train.max_steps {steps}")
+    trainer, result = run(load_config([str(config_file), f"--train.max_steps={steps}"]), console)
+    if not result.completed:
+        return 0
+    console.rule("[bold]3. what it learned")
+    report(trainer, result, console)
+    console.print(f"\n{time.monotonic() - started:.0f} s in all", highlight=False)
+    return 0
+
+
+def write_sources(folder: Path) -> list[tuple[str, bool]]:
+    """Write the standard library as train.jsonl and eval.jsonl; returns (text, held out) of each module."""
+    root = Path(sysconfig.get_path("stdlib"))
+    folder.mkdir(parents=True, exist_ok=True)
+    documents: list[tuple[str, bool]] = []
+    with (folder / "train.jsonl").open("w") as train, (folder / "eval.jsonl").open("w") as held_out:
+        for file in sorted(root.rglob("*.py")):
+            parts = file.relative_to(root).parts
+            if _LEFT_OUT & set(parts):
+                continue
+            try:
+                text = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+            if text.strip():
+                hidden = parts[0] in _HELD_OUT
+                line = json.dumps({"path": "/".join(parts), "text": text})
+                (held_out if hidden else train).write(line + "\n")
+                documents.append((text, hidden))
+    if not documents:
+        raise ConfigError(f"no Python sources in {root}; the demo needs a Python whose standard library is not zipped")
+    return documents
+
+
+def train_tokenizer(texts: list[str], folder: Path) -> None:
+    """Train a byte-level BPE tokenizer of `VOCABULARY` tokens and save it as Transformers reads it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer, length=len(texts))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    ).save_pretrained(folder)
+
+
+def write_config(output: Path) -> Path:
+    """Write the run's YAML, the same that anybody would write for `opslot train`."""
+    import yaml
+
+    config = {
+        "model": {"config_path": str(output / "model")},
+        "data": {
+            "train_path": str(output / "data" / "train.jsonl"),
+            "eval_path": str(output / "data" / "eval.jsonl"),
+            "max_seq_len": 512,
+            "cache_dir": str(output / "cache"),
+        },
+        "train": {
+            "output_dir": str(output / "run"),
+            "max_steps": STEPS,
+            "global_batch_size": 8,
+            "lr": 4e-3,
+            "lr_scheduler": "cosine",
+            "warmup_steps": 20,
+            "weight_decay": 0.1,
+            "save_steps": 100,
+            "eval_steps": 100,
+        },
+    }
+    path = output / "demo.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    return path
+
+
+def affordable_steps(argv: list[str]) -> int:
+    """Steps of this configuration that fit in `TRAINING_SECONDS` here, at most `STEPS`; from three trial steps."""
+    from rich.console import Console
+
+    from opslot.trainer.parse import load_config
+    from opslot.trainer.text import TextTrainer
+
+    trainer = TextTrainer(load_config(argv), callbacks=[], console=Console(quiet=True))
+    batches = iter(trainer.batches)
+    seconds = []
+    for _ in range(4):
+        begun = time.perf_counter()
+        trainer.forward(next(batches), num_items_in_batch=1).loss.backward()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        seconds.append(time.perf_counter() - begun)
+    return max(20, min(STEPS, int(TRAINING_SECONDS / min(seconds[1:]))))
+
+
+def report(trainer: TextTrainer, result: TrainResult, console: Console) -> None:
+    """The loss beside the text's entropy, a sample from plain Transformers, and where everything is."""
+    from rich.markup import escape
+    from rich.syntax import Syntax
+    from rich.table import Table
+
+    assert result.record is not None
+    table = Table.grid(padding=(0, 2))
+    table.add_row("unigram entropy of the text", f"[bold]{trainer.unigram_entropy:.3f}[/] nats a token")
+    table.add_row("loss of the last step", f"[bold]{result.record.loss:.3f}[/]")
+    table.add_row("loss on held-out modules", f"[bold]{result.record.extra['eval_loss']:.3f}[/]")
+    console.print(table)
+    console.print("\na sample, by plain Transformers from the exported checkpoint:", highlight=False)
+    console.print(Syntax(sample(trainer.output_dir / "hf"), "python", background_color="default", word_wrap=True))
+    places = {
+        "model": "hf",
+        "loss curve": "loss.png",
+        "metrics": "metrics.jsonl",
+        "kernels": "kernels.txt",
+        "configuration": "config.yaml",
+        "checkpoints": "checkpoints",
+        "TensorBoard": "tensorboard",
+    }
+    where = Table.grid(padding=(0, 2))
+    for name, place in places.items():
+        where.add_row(name, escape(str(trainer.output_dir / place)))
+    console.print("where everything is:", highlight=False)
+    console.print(where)
+
+
+def sample(folder: Path, tokens: int = 120, seed: int = 0) -> str:
+    """Continue `PROMPT` with the checkpoint in `folder`, without any of opslot's code."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    torch.manual_seed(seed)
+    inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    output = model.generate(**inputs, max_new_tokens=tokens, do_sample=True, temperature=0.6, top_k=40, pad_token_id=0)
+    return tokenizer.decode(output[0], skip_special_tokens=True)
+
+
+def _start_afresh(output: Path) -> None:
+    """Remove what an earlier demo left; a folder that is not a demo's is not touched."""
+    if not output.exists():
+        return
+    if (
+        any(output.iterdir())
+        and not (output / "demo.yaml").is_file()
+        and not (output / "data" / "train.jsonl").is_file()
+    ):
+        raise ConfigError(f"{output} holds something else than an earlier demo; choose another folder with --output")
+    shutil.rmtree(output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
