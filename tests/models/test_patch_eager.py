@@ -6,6 +6,8 @@ import copy
 import importlib
 import io
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -144,6 +146,28 @@ def test_router_logits_are_captured():
     output = ours(**batch())
     assert [logits.shape for logits in output.router_logits] == [(33, 4)] * 2
     assert output.aux_loss.item() > 0
+
+
+def test_router_logits_are_captured_without_init(tmp_path):
+    """In a process that never built the class: an instance moved to it, and one unpickled from elsewhere."""
+    _, ours = pair("qwen3_moe")
+    expected = ours(**batch()).loss.item()
+    torch.save(pair("qwen3_moe")[1], tmp_path / "model.pt")
+    torch.save(pair("qwen3_moe")[0], tmp_path / "upstream.pt")
+    torch.save(batch(), tmp_path / "batch.pt")
+    code = f"""
+import sys, torch
+import opslot.generated.qwen3_moe as generated
+batch = torch.load("{tmp_path}/batch.pt")
+unpickled = torch.load("{tmp_path}/model.pt", weights_only=False)
+moved = torch.load("{tmp_path}/upstream.pt", weights_only=False)
+for module in moved.modules():
+    if type(module).__module__.startswith("transformers.models.qwen3_moe"):
+        module.__class__ = getattr(generated, type(module).__name__)
+print(*(model(**batch).loss.item() for model in (unpickled, moved)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert [float(loss) for loss in done.stdout.split()] == [expected] * 2, done.stderr
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])

@@ -225,6 +225,11 @@ def test_imports_blocks_and_helpers(rewrite, patch):
     assert half(4) == 2
 
 
+def test_final_block(rewrite, patch):
+    patch.add_final_block("print(1)\n")
+    assert rewrite(BEFORE, patch).endswith("return self.norm(x)\n\n\n# [PATCHED: added]\nprint(1)\n")
+
+
 def test_dropping_an_import_that_is_not_there(rewrite, patch):
     patch.drop_import_names("ACT", "GELU")
     with pytest.raises(PatchError, match="imports no GELU"):

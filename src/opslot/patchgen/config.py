@@ -52,6 +52,7 @@ class PatchConfig:
         self.edits: list[Edit] = []
         self.additional_imports: list[ImportSpec] = []
         self.post_import_blocks: list[str] = []
+        self.final_blocks: list[str] = []
         self.helpers: list[str] = []
         self.dropped_imports: list[str] = []
         self.dependencies: list[str] = []
@@ -251,6 +252,10 @@ class PatchConfig:
         """Add source text after the imports."""
         self.post_import_blocks.append(textwrap.dedent(text).strip("\n"))
 
+    def add_final_block(self, text: str) -> None:
+        """Add source text at the module's end."""
+        self.final_blocks.append(textwrap.dedent(text).strip("\n"))
+
     def add_helper(self, obj: T) -> T:
         """Add a function or class after the imports; usable as a decorator."""
         self.helpers.append(obj if isinstance(obj, str) else _text_of(obj))
@@ -261,6 +266,7 @@ class PatchConfig:
         self.edits.extend(sibling.edits)
         self.additional_imports.extend(sibling.additional_imports)
         self.post_import_blocks.extend(sibling.post_import_blocks)
+        self.final_blocks.extend(sibling.final_blocks)
         self.helpers.extend(sibling.helpers)
         self.dropped_imports.extend(sibling.dropped_imports)
         self.dependencies.extend(sibling.dependencies)
@@ -281,6 +287,7 @@ class PatchConfig:
             self.edits,
             self.additional_imports,
             self.post_import_blocks,
+            self.final_blocks,
             self.helpers,
             self.dropped_imports,
         )

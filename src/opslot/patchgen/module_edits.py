@@ -18,6 +18,7 @@ def finish_module(document: Document) -> None:
     _make_imports_absolute(document)
     _drop_import_names(document)
     _add_after_imports(document)
+    _add_at_the_end(document)
     _write_header(document)
 
 
@@ -86,20 +87,22 @@ def _add_after_imports(document: Document) -> None:
         lines = list(cst.parse_module("\n".join(statements) + "\n").body)
         new += [lines[0].with_changes(leading_lines=[comment("[PATCHED: imports of the patches]")]), *lines[1:]]
     for text in blocks:
-        module = cst.parse_module(text + "\n")
-        lines = list(module.body)
-        lines[0] = lines[0].with_changes(
-            leading_lines=[
-                cst.EmptyLine(indent=False),
-                cst.EmptyLine(indent=False),
-                comment("[PATCHED: added]"),
-                *module.header,
-                *lines[0].leading_lines,
-            ]
-        )
-        new += lines
+        new += _added_block(text)
     body[at:at] = new
     document.module = document.module.with_changes(body=body)
+
+
+def _add_at_the_end(document: Document) -> None:
+    added = [line for text in document.patch.final_blocks for line in _added_block(text)]
+    document.module = document.module.with_changes(body=[*document.module.body, *added])
+
+
+def _added_block(text: str) -> list[cst.SimpleStatementLine | cst.BaseCompoundStatement]:
+    """The statements of `text`, set off from what is above and marked as the patch's."""
+    module = cst.parse_module(text + "\n")
+    first, *others = module.body
+    above = [cst.EmptyLine(indent=False), cst.EmptyLine(indent=False), comment("[PATCHED: added]"), *module.header]
+    return [first.with_changes(leading_lines=[*above, *first.leading_lines]), *others]
 
 
 def _merged(statements: Sequence[str]) -> list[str]:
@@ -136,6 +139,7 @@ def _write_header(document: Document) -> None:
         *(f"  import: {spec.statement}" for spec in patch.additional_imports),
         *(f"  import dropped: {name}" for name in patch.dropped_imports),
         *(f"  added: {text.splitlines()[0]}" for text in (*patch.post_import_blocks, *patch.helpers)),
+        *(f"  added at the end: {text.splitlines()[0]}" for text in patch.final_blocks),
     ]
     header = [*document.module.header, *(comment(line) for line in lines)]
     body = list(document.module.body)

@@ -40,6 +40,7 @@ def llama_like(arch: str, prefix: str) -> PatchConfig:
         expects={"apply_rotary_pos_emb": ROTARY_FULL, "rotate_half": ROTATE_HALF},
     )
     slot_heads(patch, prefix)
+    record_outputs(patch)
     return patch
 
 
@@ -57,3 +58,21 @@ def slot_heads(patch: PatchConfig, prefix: str) -> None:
     patch.slot_loss(f"{prefix}{classify}", OpSlot("cross_entropy_loss", "sequence_classification"))
     patch.depends_on("transformers.loss.loss_utils", "ForCausalLMLoss", "ForSequenceClassificationLoss")
     patch.depends_on("transformers.loss.loss_utils", "fixed_cross_entropy")
+
+
+def record_outputs(patch: PatchConfig) -> None:
+    """Let upstream capture router logits and hidden states of instances that never ran `__init__` of their class.
+
+    Upstream notes in `__init__` what a class can record. An instance that moved here from upstream's class, or was
+    unpickled in another process, would silently record nothing, and a load-balancing loss would be zero.
+    """
+    patch.add_import("transformers.utils.output_capturing", names=["_CAN_RECORD_REGISTRY"])
+    patch.add_final_block(
+        """
+        # Keys are the classes' names, as upstream writes them on the first instance.
+        for _model_class in [value for value in globals().values() if isinstance(value, type)]:
+            if issubclass(_model_class, PreTrainedModel) and _model_class.__module__ == __name__:
+                dict.__setitem__(_CAN_RECORD_REGISTRY, str(_model_class), _model_class._can_record_outputs)
+        """
+    )
+    patch.depends_on("transformers.utils.output_capturing", "capture_outputs")
