@@ -75,4 +75,4 @@ def record_outputs(patch: PatchConfig) -> None:
                 dict.__setitem__(_CAN_RECORD_REGISTRY, str(_model_class), _model_class._can_record_outputs)
         """
     )
-    patch.depends_on("transformers.utils.output_capturing", "capture_outputs")
+    patch.depends_on("transformers.utils.output_capturing", "install_all_output_capturing_hooks")
