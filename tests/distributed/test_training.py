@@ -42,3 +42,57 @@ def test_dense(ranks, name, axis):
 @pytest.mark.parametrize("ops", ["eager", "auto"])
 def test_experts(ranks, axis, ops):
     check(ranks, "qwen3_moe", SIZES[axis], micro_batches=2, ops=ops, aux_loss=ops == "eager")
+
+
+ATTENTION = ["eager", "sdpa"]
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_documents_that_cross_the_ranks_border(ranks, attention):
+    ops = {"preset": "eager", "attn_implementation": attention}
+    check(ranks, "qwen3", SIZES["sp"], steps=2, micro_batches=2, ops=ops, documents=(2, 7, 3))
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_a_length_that_is_padded(ranks, attention):
+    ops = {"preset": "eager", "attn_implementation": attention}
+    check(ranks, "qwen3", SIZES["sp"], steps=2, ops=ops, length=11)
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_a_sliding_window(ranks, attention):
+    changes = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    ops = {"preset": "eager", "attn_implementation": attention}
+    check(ranks, "qwen2", SIZES["sp"], steps=2, ops=ops, changes=changes)
+
+
+def test_fewer_key_value_heads_than_ranks(ranks):
+    check(ranks, "qwen3", SIZES["sp"], steps=2, changes={"num_key_value_heads": 1})
+
+
+@pytest.mark.parametrize("axis", ["fsdp", "sp", "ep", "sp and ep"])
+def test_accumulation_and_recomputed_activations(ranks, axis):
+    check(
+        ranks,
+        "qwen3_moe",
+        SIZES[axis],
+        steps=2,
+        micro_batches=4,
+        ops="auto",
+        aux_loss=True,
+        options={"activation_checkpointing": True},
+    )
+
+
+@pytest.mark.parametrize("ops", ["eager", "auto"])
+def test_a_rank_whose_experts_get_no_token(ranks, ops):
+    changes = {"num_experts_per_tok": 1}
+    check(ranks, "qwen3_moe", SIZES["ep"], micro_batches=2, ops=ops, one_expert_for_all=True, changes=changes)
+
+
+def test_tied_embeddings(ranks):
+    check(ranks, "qwen3", SIZES["fsdp"], micro_batches=2, ops="auto", changes={"tie_word_embeddings": True})
+
+
+def test_offloading_to_host_memory(ranks):
+    check(ranks, "qwen3_moe", SIZES["ep"], steps=2, micro_batches=2, options={"cpu_offload": True})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -43,13 +42,23 @@ def config_of(name: str, **changes: Any) -> Any:
     return CONFIG_MAPPING[name](**options)
 
 
-@functools.cache
-def rows(step: int, count: int = 4, length: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input ids and unevenly masked labels, [count, length]."""
+def rows(step: int, count: int = 4, length: int = 12, documents: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
+    """Input ids and unevenly masked labels, [count, length]; each row holds documents of the given lengths."""
     g = torch.Generator().manual_seed(100 + step)
     ids = torch.randint(COMMON["vocab_size"], (count, length), generator=g)
     labels = ids.masked_fill(torch.rand(count, length, generator=g) < torch.linspace(0.1, 0.6, count)[:, None], -100)
-    return ids, labels
+    batch = {"input_ids": ids, "labels": labels}
+    if documents:
+        assert sum(documents) == length
+        positions = torch.cat([torch.arange(n) for n in documents]).expand(count, -1)
+        batch |= {"position_ids": positions, "labels": labels.masked_fill(positions == 0, -100)}
+    return batch
+
+
+def borders(position_ids: torch.Tensor) -> torch.Tensor:
+    """cu_seq_lens of rows whose positions restart with each document."""
+    starts = (position_ids == 0).flatten().nonzero().flatten()
+    return torch.cat([starts, torch.tensor([position_ids.numel()])]).to(torch.int32)
 
 
 def train(
@@ -61,6 +70,9 @@ def train(
     ops: Any = "eager",
     aux_loss: bool = False,
     max_norm: float = 1.0,
+    length: int = 12,
+    documents: tuple[int, ...] = (),
+    one_expert_for_all: bool = False,
     options: dict[str, Any] | None = None,
     changes: dict[str, Any] | None = None,
 ) -> list[tuple[float, float]]:
@@ -69,8 +81,15 @@ def train(
     Args:
         sizes: of the parallel state; None trains in this process alone.
         micro_batches: into which a step's rows are cut, over all ranks.
+        one_expert_for_all: routers are frozen at zero, so all tokens go to the same experts.
     """
-    from opslot.distributed import clip_grad_norm, get_parallel_state, gradient_sync, init_parallel_state, shard_sequence
+    from opslot.distributed import (
+        clip_grad_norm,
+        get_parallel_state,
+        gradient_sync,
+        init_parallel_state,
+        shard_sequence,
+    )
     from opslot.models._parallel import parallelize_model
 
     if sizes is not None:
@@ -78,17 +97,25 @@ def train(
     state = get_parallel_state()
     model = build(name, ops, **({"output_router_logits": True} if aux_loss else {}), **(changes or {}))
     model.train()
+    if one_expert_for_all:
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.requires_grad_(False).zero_()
     parallelize_model(model, state, **(options or {}))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     own = micro_batches // state.dp_size
     history = []
     for step in range(steps):
-        ids, labels = rows(step)
-        targets = int((labels[:, 1:] != -100).sum())
+        whole = rows(step, length=length, documents=documents)
+        targets = int((whole["labels"][:, 1:] != -100).sum())
         loss = torch.zeros(())
         for i in range(own):
             piece = slice((i * state.dp_size + state.dp_rank), None, micro_batches)
-            batch = shard_sequence({"input_ids": ids[piece], "labels": labels[piece]}, state)
+            batch: dict[str, Any] = {key: value[piece] for key, value in whole.items()}
+            if documents:
+                cu_seqlens, longest = borders(batch["position_ids"]), max(documents)
+                batch |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+                batch |= {"max_length_q": longest, "max_length_k": longest}
+            batch = shard_sequence(batch, state)
             with gradient_sync(model, i == own - 1):
                 out = model(**batch, use_cache=False, num_items_in_batch=torch.tensor(targets))
                 share = out.loss

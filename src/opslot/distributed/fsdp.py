@@ -1,8 +1,8 @@
 """FSDP2 around a model: layer by layer, experts inside their ep rank, gradients summed over the ranks.
 
-Losses are shares: each rank's is the sum over its tokens divided by the token count of the whole step, and FSDP adds gradients
-up instead of averaging them. So a step equals one process's on the whole batch, under any mix of axes, for dense parameters
-and experts alike, and also when ranks hold different numbers of tokens.
+Losses are shares: each rank's is the sum over its tokens divided by the token count of the whole step, and FSDP adds
+gradients up instead of averaging them. So a step equals one process's on the whole batch, under any mix of axes, for
+dense parameters and experts alike, and also when ranks hold different numbers of tokens.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def parallelize(
 ) -> nn.Module:
     """Shard `model` over the ranks, in place. Slots keep their kernels: bind before or after.
 
-    Each layer is one group of parameters, the experts that `plan` names are one of their own, sharded on dim 1 over the ranks
-    that hold the same experts. Embeddings, final norm and head belong to the root's group, so the head's weight can be read,
-    whole, anywhere in the model's forward.
+    Each layer is one group of parameters; the experts that `plan` names are one of their own, sharded on dim 1 over the
+    ranks that hold the same experts. Embeddings, final norm and head belong to the root's group, so the head's weight
+    can be read, whole, anywhere in the model's forward.
 
     Args:
         model: on any device, with the same values on every rank; or on meta, then give `load`.
@@ -71,7 +71,9 @@ def parallelize(
     if state.mesh is not None:
         options = {
             "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=True),
-            "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy(pin_memory=state.device.type == "cuda")
+            if cpu_offload
+            else OffloadPolicy(),
         }
         blocks = _find_layers(model, layers)
         groups = _shard(model, state, blocks, experts if state.ep > 1 else [], reshard_after_forward, options)
@@ -202,8 +204,10 @@ def _check_expert_shapes(path: str, owner: nn.Module, state: ParallelState) -> N
 
 
 def _set_prefetch(model: nn.Module, groups: list[list[FSDPModule]], depth: int) -> None:
-    """Name the groups to gather ahead. FSDP does so by itself only as long as the host runs ahead of the device, which the
-    experts' exchange of sizes stops."""
+    """Name the groups to gather ahead.
+
+    FSDP does so by itself only while the host runs ahead of the device, which the experts' exchange of sizes stops.
+    """
     if depth < 1:
         return
     for i, group in enumerate(groups):

@@ -20,14 +20,14 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
     Rows are padded at their end to a multiple of the ranks; padding is a document of its own and predicts nothing.
 
     Args:
-        batch: the same on all ranks of a sequence. input_ids int64 [B, S]; labels [B, S]; position_ids [B, S], which restart
-            with each document; attention_mask [B, S], 1 for tokens; cu_seq_lens_q int [documents + 1] over B * S tokens. All
-            but input_ids may be absent. Other entries are passed on.
+        batch: the same on all ranks of a sequence. input_ids int64 [B, S]; labels [B, S]; position_ids [B, S], which
+            restart with each document; attention_mask [B, S], 1 for tokens; cu_seq_lens_q int [documents + 1] over
+            B * S tokens. All but input_ids may be absent. Other entries are passed on.
 
     Returns:
-        input_ids, position_ids, labels and shift_labels [B, S / sp] of this rank's positions, the last two both shifted over
-        the whole row, so that a part's last token knows its successor; cu_seq_lens_q, cu_seq_lens_k, max_length_q and
-        max_length_k of the whole rows. There is no attention_mask: documents say the same.
+        input_ids, position_ids, labels and shift_labels [B, S / sp] of this rank's positions, the last two both shifted
+        over the whole row, so that a part's last token knows its successor; cu_seq_lens_q, cu_seq_lens_k, max_length_q
+        and max_length_k of the whole rows. There is no attention_mask: documents say the same.
 
     Raises:
         ConfigError: an attention mask that is more than padding.

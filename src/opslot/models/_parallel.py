@@ -1,4 +1,4 @@
-"""A model's kernels for several processes: attention over whole sequences, experts of all ranks; then FSDP2 around it."""
+"""A model on several processes: attention over whole sequences, experts of all ranks, FSDP2 around them."""
 
 from __future__ import annotations
 

@@ -46,8 +46,9 @@ def differentiable(name: str, forward: Forward, backward: Backward, fake: Forwar
 
     def run_backward(ctx, grad, *_):
         needs = ctx.needs_input_grad
-        inputs, saved = ctx.saved_tensors[:4], list(ctx.saved_tensors[4:])
-        grads = backward_op(grad, *inputs, saved, needs[0], needs[1] or needs[2])
+        # Read once: activation checkpointing recomputes at the first read and refuses a second.
+        x, gate_up, down, weights, *saved = ctx.saved_tensors
+        grads = backward_op(grad, x, gate_up, down, weights, saved, needs[0], needs[1] or needs[2])
         kept = [g if needed else None for g, needed in zip(grads, (*needs[:3], needs[4]), strict=True)]
         return *kept[:3], None, kept[3]
 
