@@ -1,0 +1,213 @@
+"""What parallelize does to a model, and what it refuses."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+import opslot
+from opslot._base.errors import ConfigError
+from opslot.distributed import clip_grad_norm, gradient_sync, init_parallel_state, parallelize, shard_sequence
+from opslot.models._parallel import parallelize_model
+
+_spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
+tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
+if not hasattr(tiny, "train"):
+    _spec.loader.exec_module(tiny)
+
+
+def loss_of(model, state):
+    batch = {name: value[state.dp_rank :: state.dp_size] for name, value in tiny.rows(0).items()}
+    targets = int((tiny.rows(0)["labels"][:, 1:] != -100).sum())
+    return model(**shard_sequence(batch, state), use_cache=False, num_items_in_batch=torch.tensor(targets)).loss
+
+
+def structure():
+    state = init_parallel_state(device_type="cpu", ep=2)
+    model = tiny.build(
+        "qwen3_moe", {"preset": "eager", "moe_implementation": "grouped_mm", "attn_implementation": "sdpa"}
+    )
+    before = str(opslot.explain(model))
+    parallelize_model(model, state)
+    layer = model.model.layers[1]
+    return {
+        "same report": before == str(opslot.explain(model)),
+        "slot": repr(layer.mlp.experts._opslot_moe_experts),
+        "classes": [type(m).__name__ for m in (model, layer, layer.mlp.experts, layer.mlp.gate, model.lm_head)],
+        "experts": layer.mlp.experts.down_proj.placements,
+        "experts here": tuple(layer.mlp.experts.down_proj.to_local().shape),
+        "dense here": tuple(layer.self_attn.q_proj.weight.to_local().shape),
+    }
+
+
+def test_layers_and_experts_become_groups_and_slots_stay(ranks):
+    for found in ranks.run(structure):
+        assert found["same report"]
+        assert found["slot"] == "<expert parallel <moe_experts/standard: grouped_mm>>"
+        names = ["FSDPQwen3MoeForCausalLM", "FSDPQwen3MoeDecoderLayer", "FSDPQwen3MoeExperts"]
+        assert found["classes"] == [*names, "Qwen3MoeTopKRouter", "Linear"]
+        assert found["experts"] == (Shard(1), Shard(0))
+        assert found["experts here"] == (2, 32, 16)
+        assert found["dense here"] == (16, 32)
+
+
+def clipped(sizes, max_norm):
+    """The norm that clip_grad_norm found, and the norm of the whole gradients afterwards."""
+    state = init_parallel_state(device_type="cpu", **sizes)
+    model = parallelize_model(tiny.build("qwen3_moe", "auto"), state)
+    loss_of(model, state).backward()
+    found = clip_grad_norm(model.parameters(), max_norm)
+    grads = [p.grad.full_tensor() for p in model.parameters()]
+    return found.item(), torch.stack([g.norm() for g in grads]).norm().item()
+
+
+@pytest.mark.parametrize("sizes", [{}, {"ep": 2}, {"sp": 2, "ep": 2}, {"dp_replicate": 2}])
+def test_gradients_are_scaled_to_the_norm_over_all_ranks(ranks, sizes):
+    model = tiny.build("qwen3_moe", "auto")
+    loss_of(model, opslot.distributed.ParallelState()).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    assert expected > 1
+    for found, after in ranks.run(clipped, sizes, 0.5):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert after == pytest.approx(0.5, rel=1e-5)
+    for found, after in ranks.run(clipped, sizes, float("inf")):
+        assert after == pytest.approx(found, rel=1e-6)
+
+
+def test_the_norm_of_plain_tensors_and_of_none():
+    parameter = nn.Parameter(torch.zeros(2))
+    assert clip_grad_norm([parameter], 1.0) == 0
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert clip_grad_norm([parameter], 1.0) == 5
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
+
+
+def communication():
+    """Reductions of a micro batch in the middle of a step and of its last one."""
+    state = init_parallel_state(device_type="cpu", ep=2)
+    model = parallelize_model(tiny.build("qwen3_moe", "auto"), state)
+    counts = []
+    for last in (False, True):
+        with CommDebugMode() as comm, gradient_sync(model, last):
+            loss_of(model, state).backward()
+        counts.append({str(op).rpartition(".")[2]: n for op, n in comm.get_comm_counts().items()})
+    return counts
+
+
+def test_accumulation_reduces_once_a_step(ranks):
+    for middle, last in ranks.run(communication):
+        reductions = [sum(n for op, n in counts.items() if "reduce_scatter" in op) for counts in (middle, last)]
+        # Two layers and the root; experts are whole on their ep rank and have nothing to reduce.
+        assert reductions == [0, 3]
+
+
+def mixed():
+    state = init_parallel_state(device_type="cpu")
+    model = tiny.build("qwen3")
+    seen = {}
+    model.model.layers[1].mlp.register_forward_hook(lambda m, a, out: seen.update(out=out.dtype))
+    parallelize_model(model, state, param_dtype=torch.bfloat16)
+    loss = loss_of(model, state)
+    loss.backward()
+    torch.distributed.all_reduce(whole := loss.detach().clone())
+    return whole.item(), seen["out"], {p.dtype for p in model.parameters()}, {p.grad.dtype for p in model.parameters()}
+
+
+def test_computation_in_bfloat16_keeps_parameters_and_gradients_wide(ranks):
+    expected = loss_of(tiny.build("qwen3"), opslot.distributed.ParallelState()).item()
+    for loss, computed, stored, gradients in ranks.run(mixed):
+        assert loss == pytest.approx(expected, rel=2e-2)
+        assert loss != pytest.approx(expected, rel=1e-6)
+        assert computed is torch.bfloat16
+        assert stored == gradients == {torch.float32}
+
+
+def streamed(folder, sizes):
+    from opslot.checkpoint import load_weights
+
+    state = init_parallel_state(device_type="cpu", **sizes)
+    model = opslot.build_foundation_model(folder, init_device="meta", ops_implementation="eager")
+    reports = []
+    parallelize_model(model, state, load=lambda m: reports.append(load_weights(m, folder)))
+    loss = loss_of(model, state).detach()
+    torch.distributed.all_reduce(loss)
+    return loss.item(), reports[0].bytes_read
+
+
+@pytest.mark.parametrize("sizes", [{}, {"ep": 2}])
+def test_a_meta_model_streams_what_each_rank_keeps(ranks, tmp_path, sizes):
+    model = tiny.build("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    expected = loss_of(model, opslot.distributed.ParallelState()).item()
+    found = ranks.run(streamed, str(tmp_path), sizes)
+    assert [loss for loss, _ in found] == [pytest.approx(expected, rel=1e-6)] * 2
+    assert sum(size for _, size in found) == pytest.approx(4 * sum(p.numel() for p in model.parameters()), rel=0.02)
+
+
+class Block(nn.Linear):
+    pass
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(Block(4, 4), Block(4, 4))
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+def any_module():
+    state = init_parallel_state(device_type="cpu")
+    model = parallelize(Stack(), state, layers=["Block"])
+    model(torch.full((1, 4), 1.0 + state.rank)).sum().backward()
+    weight = model.blocks[0].weight
+    return isinstance(weight, DTensor), weight.grad.full_tensor().tolist()
+
+
+def test_any_module_shards_by_named_classes(ranks):
+    model = Stack()
+    model(torch.tensor([[1.0] * 4, [2.0] * 4])).sum().backward()
+    for sharded, grad in ranks.run(any_module):
+        assert sharded
+        torch.testing.assert_close(torch.tensor(grad), model.blocks[0].weight.grad)
+
+
+def refused(case):
+    state = init_parallel_state(device_type="cpu", **({"sp": 2} if case == "heads" else {"ep": 2}))
+    if case == "layers":
+        parallelize(Stack(), state)
+    elif case == "meta":
+        parallelize_model(opslot.build_foundation_model(tiny.config_of("qwen3_moe"), init_device="meta"), state)
+    elif case == "experts":
+        parallelize_model(tiny.build("qwen3"), state)
+    elif case == "heads":
+        parallelize_model(tiny.build("qwen3", num_attention_heads=3, num_key_value_heads=3), state)
+    elif case == "checkpointing":
+        parallelize(Stack(), state, layers=["Block"], activation_checkpointing=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("layers", r"Stack has no layers.*\n.*_no_split_modules is empty.*\n  to do: pass layers="),
+        ("meta", r"parameters have no memory, e.g. model.embed_tokens.weight\n  to do: pass load="),
+        ("experts", r"ep=2, but qwen3 has no parallel plan"),
+        ("heads", r"sp=2 does not divide 3 query heads.*would: 1, 3"),
+        ("checkpointing", r"activation_checkpointing needs a Transformers model, Stack is none"),
+    ],
+)
+def test_what_cannot_work_is_refused(ranks, rank_failed, case, message):
+    with pytest.raises(rank_failed, match=message):
+        ranks.run(refused, case)
+
+
+def test_mixed_precision_in_one_process_needs_a_group():
+    with pytest.raises(ConfigError, match="start with torchrun"):
+        parallelize(Stack(), layers=["Block"], param_dtype=torch.bfloat16)
