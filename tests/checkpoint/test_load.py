@@ -283,6 +283,11 @@ def only_pickles(folder: Path) -> str:
     return "but pytorch_model.bin; pickled weights can run code"
 
 
+def two_saves(folder: Path) -> str:
+    safetensors.torch.save_file({"x": torch.ones(1)}, folder / "model.safetensors")
+    return "holds both model.safetensors and an index of other files"
+
+
 def empty(folder: Path) -> str:
     for file in folder.iterdir():
         file.unlink()
@@ -297,7 +302,7 @@ def absent(folder: Path) -> str:
 
 @pytest.mark.parametrize(
     "damage",
-    [cut, remove_shard, break_index, drop_index, misplace, only_pickles, empty, absent],
+    [cut, remove_shard, break_index, drop_index, misplace, only_pickles, two_saves, empty, absent],
     ids=lambda f: f.__name__,
 )
 def test_damaged_folders_leave_the_model_alone(moe_folder, make_model, same_tensors, damage) -> None:

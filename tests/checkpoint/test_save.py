@@ -140,6 +140,13 @@ def test_a_kill_while_replacing_shards_leaves_a_folder_that_is_refused(tmp_path,
         load_weights(make_model("qwen3_moe"), folder)
 
 
+def test_what_a_killed_save_left_goes_with_the_next(tmp_path, make_model) -> None:
+    (tmp_path / ".x.k1ll3d.tmp").mkdir()
+    (tmp_path / ".x.k1ll3d.tmp" / "model.safetensors").write_bytes(b"half")
+    save_weights(make_model("qwen3"), tmp_path / "x")
+    assert list(tmp_path.iterdir()) == [tmp_path / "x"]
+
+
 def test_a_place_that_cannot_be_written(tmp_path, make_model) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file/x' cannot be written: (File exists|Not a directory)"):

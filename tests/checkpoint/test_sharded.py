@@ -115,6 +115,23 @@ def test_every_rank_reads_only_what_it_keeps(ranks, folders, way: str, layout: s
         assert [answer["tensors"] for answer in answers] == [3 * 3 + 3, 2 * 3 + 3]
 
 
+def load_without_head(folder: str) -> tuple[list[str], float]:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN, bias=False), nn.Linear(HIDDEN, 2, bias=False))
+    fully_shard(model)
+    report = load_weights(model, folder, allow_missing=["1.*"])
+    return report.missing, float(model[1].weight.full_tensor().detach().abs().max())
+
+
+def test_a_sharded_parameter_that_is_missing_is_initialised(ranks, tmp_path) -> None:
+    save_weights({"0.weight": torch.randn(HIDDEN, HIDDEN)}, tmp_path / "x")
+    first, second = ranks.run(load_without_head, str(tmp_path / "x"))
+    assert first == second
+    missing, largest = first
+    assert missing == ["1.weight"]
+    assert 0 < largest <= HIDDEN**-0.5
+
+
 def load_from_own_folder(folders: list[str]) -> str:
     try:
         load_weights(sharded_toy("ep"), folders[dist.get_rank()])

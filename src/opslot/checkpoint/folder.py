@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
 import shutil
@@ -36,6 +37,11 @@ def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
         )
     if (folder / INDEX).is_file():
         weight_map = _weight_map(folder / INDEX)
+        if (folder / WEIGHTS).is_file() and WEIGHTS not in weight_map.values():
+            raise CheckpointError(
+                f"checkpoint {str(folder)!r} holds both {WEIGHTS} and an index of other files, from two saves; "
+                "remove the older"
+            )
     elif (folder / WEIGHTS).is_file():
         weight_map = {}
     else:
@@ -111,8 +117,8 @@ def staged_folder(folder: Path, nbytes: int) -> Iterator[Path]:
     well.
 
     A kill at any time leaves either the old checkpoint, the new one, or (while an existing folder is
-    overwritten) one without an entry point, which is refused on reading; never a mixture. Other files of an
-    existing folder stay.
+    overwritten) one without an entry point, which is refused on reading; never a mixture. What a killed save
+    left behind goes with the next one. Other files of an existing folder stay.
 
     Args:
         folder: the checkpoint's place.
@@ -126,6 +132,8 @@ def staged_folder(folder: Path, nbytes: int) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(folder.parent).free < nbytes:
             raise OSError(errno.ENOSPC, f"the weights take {nbytes / 1e9:.1f} GB, more than the disk has left")
+        for leftover in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
         stage = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
         yield stage
         # mkdtemp makes folders that only their owner may enter.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import defaultdict
@@ -125,7 +126,7 @@ def load_weights(
     with torch.no_grad():
         _execute(plan, tensors_of(model), regions, report)
     report.seconds = time.perf_counter() - start
-    logger.info("loaded %s", report)
+    logger.log(logging.WARNING if report.missing else logging.INFO, "loaded %s", report)
     return report
 
 

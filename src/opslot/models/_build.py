@@ -187,5 +187,5 @@ def _load(model: PreTrainedModel, folder: Path) -> None:
     from opslot.checkpoint import load_weights
 
     architecture = ARCHITECTURES.get(model.config.model_type)
-    converters = architecture.converters(model) if architecture and architecture.converters else []
+    converters = architecture.converters(model) if architecture and architecture.converters else None
     load_weights(model, folder, converters=converters)
