@@ -147,15 +147,21 @@ class Launch:
 
 
 def forward_launch(columns: int) -> Launch:
-    """Forward: tiles of 4096 elements at least, 16 to a thread."""
-    rows = max(1, 4096 // columns)
-    return Launch(rows, warps=min(32, max(4, rows * columns // 512)))
-
-
-def backward_launch(columns: int) -> Launch:
-    """Backward: three fp32 values an element live at once beside the weight's sum, so tiles are smaller."""
+    """Forward: tiles of 2048 elements, more for wider rows, at 32 elements a thread."""
     rows = max(1, 2048 // columns)
-    return Launch(rows, warps=min(32, max(4, rows * columns // 512)), programs=4 if columns <= 4096 else 2, stages=2)
+    return Launch(rows, warps=min(32, max(2 if rows == 1 else 4, rows * columns // 1024)))
+
+
+def backward_launch(columns: int, row_bytes: int) -> Launch:
+    """Backward: tiles of 4096 elements, two programs a multiprocessor, each loading up to two tiles ahead.
+
+    Args:
+        row_bytes: of all tensors that a row is loaded from. Tiles in flight stay within 64 KiB of shared memory, which
+            two programs find on every supported GPU.
+    """
+    rows = max(1, 4096 // columns)
+    stages = min(3, max(1, 2**16 // (rows * row_bytes)))
+    return Launch(rows, warps=min(32, max(8, rows * columns // 512)), programs=2, stages=stages)
 
 
 def _columns(width: int) -> int:
@@ -252,7 +258,8 @@ def _backward(
     weight = None if weight is None else weight.contiguous()
     rows, width = x_rows.shape
     columns = _columns(width)
-    launch = backward_launch(columns)
+    tensors = (x, dout) if gate is None else (x, dout, gate)
+    launch = backward_launch(columns, columns * sum(t.element_size() for t in tensors))
     programs = min(triton.cdiv(rows, launch.rows), multiprocessor_count(x.device) * launch.programs)
     partial = torch.empty((programs, width), dtype=torch.float32, device=x.device) if need_weight else None
     _backward_kernel[(programs,)](

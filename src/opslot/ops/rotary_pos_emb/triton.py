@@ -256,7 +256,7 @@ def _rotary(
         PASS_TILE=triton.next_power_of_2(max(spare, 1)),
         Q_HEADS=q_tile,
         K_HEADS=k_tile,
-        num_warps=min(8, max(1, (q_tile + k_tile) * half_tile // 512)),
+        num_warps=min(8, max(1, q_tile * half_tile // 1024)),
     )
     return outs
 

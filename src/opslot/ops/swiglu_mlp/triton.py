@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from opslot.ops._common.library import as_rows, opaque_op, refuse
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-_BLOCK = 2048
+_BLOCK = 1024
 _WARPS = 4
 
 
