@@ -167,6 +167,12 @@ def test_another_number_of_matches_shows_upstream_text(rewrite, patch):
     assert "z = self.act(self.gate(x)) * self.up(x)  # and me" in message
 
 
+def test_more_matches_than_expected(rewrite, patch):
+    patch.replace("f", "g($x)", "h($x)")
+    with pytest.raises(PatchError, match=r"1 match\(es\) expected, 2 found"):
+        rewrite("def f(a):\n    return g(a), g(1)\n", patch)
+
+
 def test_missing_scope_names_what_is_close(rewrite, patch):
     patch.replace("Layer.fwd", "x", "y")
     with pytest.raises(PatchError, match=r"has no Layer\.fwd; close to it: Layer\.forward"):

@@ -221,6 +221,10 @@ def test_lock_holds_no_upstream_text():
     assert "self." not in text
 
 
+def test_the_installed_release_is_never_fetched():
+    assert find_release(installed_release().version, download=False) == installed_release()
+
+
 def test_versions_are_checked_before_anything_is_fetched():
     with pytest.raises(PatchError, match="is no Transformers version"):
         find_release("../5.9.0")

@@ -315,6 +315,13 @@ def test_excluded_isinstance_branches(rewrite, patch, before, after):
     assert rewrite(source, patch) == "def init(m):\n" + textwrap.indent(after, "    ")
 
 
+def test_exported_helpers_stay(rewrite, patch):
+    patch.exclude_from_output("Talker")
+    text = rewrite(EXCLUDE.replace('["Talker", "Thinker"]', '["Talker", "Thinker", "snake"]'), patch)
+    assert '__all__ = ["Thinker", "snake"]' in text
+    assert "def snake(x):" in text
+
+
 def test_excluding_what_is_still_used(rewrite, patch):
     patch.exclude_from_output("shared")
     with pytest.raises(PatchError, match="shared is still used by Talker, Thinker"):
