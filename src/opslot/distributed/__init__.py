@@ -1,5 +1,6 @@
 """Several processes: who shares what, sequence and expert parallelism, FSDP2, gradient norms."""
 
+from opslot.distributed.errors import failing_together
 from opslot.distributed.expert_parallel import ExpertParallel
 from opslot.distributed.fsdp import clip_grad_norm, gradient_sync, parallelize
 from opslot.distributed.parallel_plan import ParallelPlan
@@ -26,6 +27,7 @@ __all__ = [
     "ParallelState",
     "clip_grad_norm",
     "destroy_parallel_state",
+    "failing_together",
     "gather_heads_scatter_seq",
     "gather_outputs",
     "gather_seq_scatter_heads",

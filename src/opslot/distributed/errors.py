@@ -1,0 +1,110 @@
+"""When one rank fails, all do, at once, and each says which one failed and why."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from opslot._base.errors import OpslotError, ParallelError
+
+_ERROR = "opslot/error"
+_SEEN = "opslot/error/seen"
+_DONE = "opslot/done"
+_LEFT = "opslot/left"
+_GRACE_SECONDS = 5.0
+
+
+@contextlib.contextmanager
+def failing_together(poll_seconds: float = 0.5) -> Iterator[None]:
+    """Inside, an exception on one rank ends every rank within seconds, whatever collective it waits in.
+
+    The rank that fails first raises its own exception on, and records it for torchrun. The others print it and exit
+    with code 1, or, when they have an exception of their own by then, raise ParallelError with the first one. Without
+    an exception, ranks leave together. A single process, or one without a process group, is left alone.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    # A connection of its own: the default one may be busy with a rendezvous.
+    store = dist.distributed_c10d._get_default_store().clone()
+    done = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(store, done, poll_seconds), name="opslot-errors", daemon=True)
+    watcher.start()
+    try:
+        yield
+        _leave(store, done)
+    except Exception as error:
+        done.set()
+        watcher.join()
+        first = _publish(store, error)
+        if first is None:
+            get_error_handler().record_exception(error)
+            raise
+        raise ParallelError(first) from error
+    finally:
+        done.set()
+
+
+def _publish(store: dist.Store, error: Exception) -> str | None:
+    """File `error` as the run's; None, or the message of the rank that was first."""
+    message = f"rank {dist.get_rank()} failed: {_describe(error)}"
+    try:
+        first = store.compare_set(_ERROR, "", message).decode()
+        if first != message:
+            store.add(_SEEN, 1)
+            return first
+        # The store may live in this process, so it must stay until the others have read the message.
+        _await_count(store, _SEEN, dist.get_world_size() - 1, _GRACE_SECONDS)
+    except dist.DistError:
+        # The store went with the rank that kept it; this rank's own error is the best there is to tell.
+        return None
+    return None
+
+
+def _leave(store: dist.Store, done: threading.Event) -> None:
+    """Wait for the others to get here; rank 0, which may keep the store, goes last."""
+    world = dist.get_world_size()
+    store.add(_DONE, 1)
+    _await_count(store, _DONE, world)
+    done.set()
+    store.add(_LEFT, 1)
+    if dist.get_rank() == 0:
+        _await_count(store, _LEFT, world, _GRACE_SECONDS)
+
+
+def _await_count(store: dist.Store, key: str, count: int, seconds: float = float("inf")) -> None:
+    deadline = time.monotonic() + seconds
+    while store.add(key, 0) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _describe(error: Exception) -> str:
+    """A user's error by its message; a defect with its traceback."""
+    if isinstance(error, OpslotError):
+        return f"{type(error).__name__}: {error}"
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _watch(store: dist.Store, done: threading.Event, poll_seconds: float) -> None:
+    """End this process when another rank files an error; its main thread may be in a collective, deaf to signals."""
+    while not done.wait(poll_seconds):
+        try:
+            if not store.check([_ERROR]):
+                continue
+            message = store.get(_ERROR).decode()
+            store.add(_SEEN, 1)
+        except dist.DistError:
+            message = "the rank that keeps the store is gone without a word (killed, or out of memory)"
+        if done.is_set():
+            return
+        sys.stdout.flush()
+        print(f"opslot: rank {dist.get_rank()} stops: {message}", file=sys.stderr, flush=True)
+        os._exit(1)

@@ -1,0 +1,102 @@
+"""A rank that fails takes the others along, and its own error reaches the user."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from opslot.distributed import failing_together
+
+SCRIPT = """
+import os, sys, time
+import torch.distributed as dist
+from opslot._base.errors import ConfigError
+from opslot.distributed import failing_together, init_parallel_state
+
+case, culprit = sys.argv[1], int(sys.argv[2])
+rank = init_parallel_state(device_type="cpu").rank
+with failing_together():
+    dist.barrier()
+    if case == "fine":
+        time.sleep(2 * rank)
+    elif case == "all":
+        raise ConfigError("the same mistake everywhere")
+    elif rank == culprit:
+        if case == "killed":
+            os.kill(os.getpid(), 9)
+        time.sleep(0.2)
+        raise {"user": ConfigError, "defect": IndexError}[case](f"only rank {rank} sees this")
+    else:
+        time.sleep(60)
+print("done", rank, flush=True)
+"""
+
+
+def run(tmp_path, case, culprit=0):
+    """[(exit code, stderr)] of two ranks, and the seconds that the later one took."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    sys.path.insert(0, str(Path(__file__).parent))
+    try:
+        from ranks import free_port
+    finally:
+        sys.path.pop(0)
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), case, str(culprit)],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    started = time.monotonic()
+    outputs = [process.communicate(timeout=50) for process in processes]
+    return [
+        (p.returncode, out + err) for p, (out, err) in zip(processes, outputs, strict=True)
+    ], time.monotonic() - started
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize(("case", "kind"), [("user", "ConfigError"), ("defect", "IndexError")])
+def test_the_others_stop_and_name_the_rank(tmp_path, case, kind, culprit):
+    results, seconds = run(tmp_path, case, culprit)
+    assert all(code != 0 for code, _ in results)
+    message = f"{kind}: only rank {culprit} sees this"
+    assert message in results[culprit][1]
+    other = results[1 - culprit][1]
+    assert f"opslot: rank {1 - culprit} stops: rank {culprit} failed: " in other
+    assert message in other
+    assert ("Traceback" in other) == (case == "defect")
+    assert seconds < 30
+
+
+def test_an_error_of_all_ranks_is_told_once_in_full(tmp_path):
+    results, _ = run(tmp_path, "all")
+    assert all(code != 0 for code, _ in results)
+    assert all("the same mistake everywhere" in text for _, text in results)
+
+
+def test_the_end_of_the_rank_with_the_store_is_noticed(tmp_path):
+    results, seconds = run(tmp_path, "killed", 0)
+    assert results[0][0] == -9
+    assert results[1][0] == 1
+    assert "is gone without a word" in results[1][1]
+    assert seconds < 30
+
+
+def test_nothing_happens_when_all_goes_well(tmp_path):
+    results, _ = run(tmp_path, "fine")
+    assert [code for code, _ in results] == [0, 0]
+    assert "done 1" in results[1][1]
+
+
+def test_a_single_process_is_left_alone():
+    with pytest.raises(KeyError, match="mine"), failing_together():
+        raise KeyError("mine")
