@@ -295,6 +295,23 @@ def test_router_logits_are_captured_after_apply():
     assert out.aux_loss is not None
 
 
+def test_router_logits_are_captured_after_restore_in_a_process_that_never_built_upstreams_class():
+    import subprocess
+    import sys
+
+    code = """
+import torch, opslot
+from transformers import Qwen3MoeConfig
+config = Qwen3MoeConfig(vocab_size=97, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=1, head_dim=8,
+    num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, output_router_logits=True)
+model = opslot.restore(opslot.build_foundation_model(config))
+assert type(model).__module__.startswith("transformers."), type(model)
+print(len(model(input_ids=torch.ones(1, 4, dtype=torch.long)).router_logits))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "1", done.stderr
+
+
 def test_generation_is_upstreams():
     ids = torch.randint(1, 97, (1, 5), generator=torch.Generator().manual_seed(1))
     model = upstream("qwen3").eval()

@@ -79,7 +79,17 @@ def restore(model: Any) -> Any:
     for module, _, original in moves:
         module.__class__ = original
         module.__dict__.pop(_UNREACHED, None)
+        _record_outputs_of(module)
     return model
+
+
+def _record_outputs_of(module: Any) -> None:
+    """Upstream registers what a class can record (router logits) when one is constructed; here none was, perhaps."""
+    recorded = getattr(module, "_can_record_outputs", None)
+    if recorded is not None:
+        from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+        dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(module)), recorded)
 
 
 def _plan_moves(model: Any) -> list[tuple[Any, type, type]]:
