@@ -75,6 +75,8 @@ def train(
     one_expert_for_all: bool = False,
     options: dict[str, Any] | None = None,
     changes: dict[str, Any] | None = None,
+    load: str | None = None,
+    save: str | None = None,
 ) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step.
 
@@ -82,6 +84,8 @@ def train(
         sizes: of the parallel state; None trains in this process alone.
         micro_batches: into which a step's rows are cut, over all ranks.
         one_expert_for_all: routers are frozen at zero, so all tokens go to the same experts.
+        load: folder of a checkpoint to go on from; its steps are not repeated, `steps` counts from the first.
+        save: folder for a checkpoint at the end.
     """
     from opslot.distributed import (
         clip_grad_norm,
@@ -103,8 +107,9 @@ def train(
     parallelize_model(model, state, **(options or {}))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     own = micro_batches // state.dp_size
+    start = _restore(load, model, optimizer) if load else 0
     history = []
-    for step in range(steps):
+    for step in range(start, steps):
         whole = rows(step, length=length, documents=documents)
         targets = int((whole["labels"][:, 1:] != -100).sum())
         loss = torch.zeros(())
@@ -130,4 +135,26 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         history.append((loss.item(), norm.item()))
+    if save:
+        _save(save, model, optimizer, steps)
     return history
+
+
+def _save(folder: str, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    tensors = {"model": model_state, "optimizer": optimizer_state, "step": torch.tensor(step)}
+    dcp.save(tensors, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
+
+
+def _restore(folder: str, model: Any, optimizer: torch.optim.Optimizer) -> int:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    tensors = {"model": model_state, "optimizer": optimizer_state, "step": torch.tensor(0)}
+    dcp.load(tensors, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return int(tensors["step"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import threading
@@ -15,11 +16,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from opslot._base.errors import OpslotError, ParallelError
 
-_ERROR = "opslot/error"
-_SEEN = "opslot/error/seen"
-_DONE = "opslot/done"
-_LEFT = "opslot/left"
+_ERROR, _SEEN, _DONE, _LEFT = "error", "seen", "done", "left"
 _GRACE_SECONDS = 5.0
+# Every rank enters as often, so the number keeps one use's keys from the next one's.
+_runs = itertools.count()
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def failing_together(poll_seconds: float = 0.5) -> Iterator[None]:
         yield
         return
     # A connection of its own: the default one may be busy with a rendezvous.
-    store = dist.distributed_c10d._get_default_store().clone()
+    store = dist.PrefixStore(f"opslot/{next(_runs)}", dist.distributed_c10d._get_default_store().clone())
     done = threading.Event()
     watcher = threading.Thread(target=_watch, args=(store, done, poll_seconds), name="opslot-errors", daemon=True)
     watcher.start()

@@ -1,0 +1,45 @@
+"""A checkpoint of one mesh, gone on from on another: the losses are those of the run that never stopped."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+_spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
+tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
+if not hasattr(tiny, "train"):
+    _spec.loader.exec_module(tiny)
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+MESHES = {"one": None, "fsdp": {}, "ep": {"ep": 2}, "sp and ep": {"sp": 2, "ep": 2}, "hsdp": {"dp_replicate": 2}}
+
+
+def on_ranks(sizes, kwargs):
+    return tiny.train("qwen3_moe", sizes, micro_batches=2, ops="auto", **kwargs)
+
+
+def train(ranks, mesh, **kwargs):
+    sizes = MESHES[mesh]
+    return on_ranks(None, kwargs) if sizes is None else ranks.run(on_ranks, sizes, kwargs)[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("fsdp", "one"),
+        ("one", "fsdp"),
+        ("ep", "one"),
+        ("one", "ep"),
+        ("ep", "fsdp"),
+        ("sp and ep", "hsdp"),
+        ("hsdp", "ep"),
+    ],
+)
+def test_another_mesh_goes_on_with_the_same_losses(ranks, tmp_path, before, after):
+    whole = train(ranks, "one", steps=5)
+    first = train(ranks, before, steps=3, save=str(tmp_path))
+    rest = train(ranks, after, steps=5, load=str(tmp_path))
+    torch.testing.assert_close(torch.tensor(first + rest), torch.tensor(whole), rtol=1e-5, atol=0)
