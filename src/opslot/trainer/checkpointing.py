@@ -116,7 +116,7 @@ def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim
     try:
         with _one_process_is_fine():
             dcp.load(tensors, checkpoint_id=folder, no_dist=not torch_distributed())
-    except Exception as error:
+    except (Exception, dcp.api.CheckpointException) as error:
         raise CheckpointError(f"{_damaged(folder)}: {_root_cause(error)}") from error
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
@@ -210,5 +210,5 @@ def _root_cause(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if failures:
         first = next(iter(failures.values()))
-        return str(first[0] if isinstance(first, tuple) else first)
-    return str(error)
+        return _root_cause(first[0] if isinstance(first, tuple) else first)
+    return str(error) or type(error).__name__

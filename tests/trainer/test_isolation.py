@@ -1,0 +1,54 @@
+"""Documents of a packed row do not see each other: numbers are those of each document alone."""
+
+import json
+
+import pytest
+import torch
+
+import opslot
+from opslot.data import collate
+
+DOCUMENTS = [[5, 9, 12, 7, 200, 31, 8], [44, 3, 9], [17], [5, 9, 12, 99, 100, 101, 102, 103, 104]]
+SIZE = 10
+
+
+def rows():
+    """Three rows of ten tokens: documents 0 and 1, then 2 and 3, then padding behind the start of document 0."""
+    layout = [[0, 1], [2, 3]]
+    packed = []
+    for indices in layout:
+        tokens = [t for i in indices for t in DOCUMENTS[i]]
+        packed.append(
+            {"input_ids": torch.tensor(tokens), "lengths": [len(DOCUMENTS[i]) for i in indices], "padding": 0}
+        )
+    padded = DOCUMENTS[0] + [0] * 3
+    packed.append({"input_ids": torch.tensor(padded), "lengths": [7, 3], "padding": 3})
+    return packed
+
+
+@pytest.mark.parametrize("ops", ["auto", "eager", {"attn_implementation": "sdpa", "preset": "eager"}])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "llama"])
+def test_logits_and_loss_in_a_packed_batch_are_those_of_each_document_alone(model_folder, ops, model_type):
+    config = json.loads((model_folder / "config.json").read_text()) | {"model_type": model_type}
+    file = model_folder / f"{model_type}.json"
+    file.write_text(json.dumps(config))
+    torch.manual_seed(0)
+    model = opslot.build_foundation_model(file, torch_dtype="float64", ops_implementation=ops).eval()
+    batch = collate(rows())
+    labels = batch.pop("labels")
+    with torch.no_grad():
+        together = model(**batch, use_cache=False).logits.flatten(0, 1)
+        packed_loss = model(**batch, labels=labels, use_cache=False, num_items_in_batch=torch.tensor(1)).loss
+        alone = [model(input_ids=torch.tensor([document]), use_cache=False).logits[0] for document in DOCUMENTS]
+    borders = batch["cu_seq_lens_q"].tolist()
+    for place, document in enumerate([0, 1, 2, 3, 0]):
+        got = together[borders[place] : borders[place + 1]]
+        torch.testing.assert_close(got, alone[document], rtol=1e-9, atol=1e-9)
+    loss = sum(
+        torch.nn.functional.cross_entropy(
+            alone[i][:-1], torch.tensor(DOCUMENTS[i][1:], dtype=torch.long), reduction="sum"
+        )
+        for i in (0, 1, 2, 3, 0)
+    )
+    # Upstream takes the loss in fp32.
+    assert packed_loss.item() == pytest.approx(loss.item(), rel=1e-6)

@@ -1,0 +1,45 @@
+import pytest
+import torch
+
+import opslot
+from opslot._base.errors import ConfigError
+from opslot.trainer.kernels import hold_kernels, kernel_record
+
+
+def build(model_folder, ops):
+    torch.manual_seed(0)
+    return opslot.build_foundation_model(model_folder, ops_implementation=ops)
+
+
+def test_auto_follows_the_record(model_folder):
+    model = build(model_folder, "auto")
+    before = kernel_record(model)
+    recorded = kernel_record(build(model_folder, "eager"))
+    lines = hold_kernels(model, recorded)
+    assert any("rms_norm stays eager as recorded" in line for line in lines)
+    assert {row["chosen"] for row in kernel_record(model)["rows"]} == {"eager"}
+    assert hold_kernels(model, recorded) == []
+    assert any("rms_norm stays" in line for line in hold_kernels(build(model_folder, "auto"), recorded))
+    assert hold_kernels(build(model_folder, "auto"), before) == []
+
+
+def test_a_named_kernel_wins_over_the_record_and_says_so(model_folder):
+    recorded = kernel_record(build(model_folder, "auto"))
+    model = build(model_folder, {"rms_norm_implementation": "eager"})
+    lines = hold_kernels(model, recorded)
+    assert len(lines) == sum(len(row["modules"]) for row in recorded["rows"] if row["op"] == "rms_norm")
+    assert all(line.endswith("is eager because rms_norm_implementation names it") for line in lines)
+
+
+def test_a_recorded_kernel_that_cannot_run_here_is_an_error(model_folder):
+    model = build(model_folder, "auto")
+    recorded = kernel_record(model)
+    for row in recorded["rows"]:
+        if row["op"] == "rms_norm":
+            row["chosen"] = "npu"
+    with pytest.raises(ConfigError) as caught:
+        hold_kernels(model, recorded)
+    message = str(caught.value)
+    assert "cannot be resumed with the kernels it was started with" in message
+    assert "rms_norm_implementation='npu'" in message
+    assert "name others in model.ops_implementation" in message

@@ -1,0 +1,24 @@
+import numpy as np
+import pytest
+from PIL import Image
+
+from opslot.trainer.loss_curve import draw_loss_curve, smooth
+
+
+def test_smoothing_has_no_lag_at_the_start_and_bridges_what_is_not_finite():
+    assert smooth(np.array([3.0, 1.0])).tolist() == [3.0, 1.0]
+    assert smooth(np.full(100, 2.5)) == pytest.approx(2.5)
+    noisy = smooth(np.where(np.arange(200) % 2, 1.0, 3.0))
+    assert noisy[0] == 3.0
+    assert noisy[50:] == pytest.approx(2.0, abs=0.15)
+    assert np.isfinite(smooth(np.array([1.0, np.nan] * 50))).all()
+
+
+def test_pictures_of_short_and_long_runs(tmp_path):
+    for count in (1, 200):
+        rows = [{"step": i + 1, "loss": 8 / (i + 1) ** 0.2} for i in range(count)]
+        rows[-1]["eval_loss"] = 4.0
+        draw_loss_curve(rows, tmp_path / "loss.png", title="a run", reference=6.5)
+        with Image.open(tmp_path / "loss.png") as picture:
+            assert picture.size == (1280, 736)
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]

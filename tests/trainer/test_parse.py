@@ -1,0 +1,170 @@
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+from opslot._base.errors import ConfigError
+from opslot.trainer import RunConfig, load_config
+from opslot.trainer.parse import to_yaml
+
+REPOSITORY = Path(__file__).parents[2]
+
+ISSUE = """
+model:
+  config_path: m
+  model_path: w
+  tokenizer_path: t
+  ops_implementation:
+    rms_norm_implementation: eager
+    moe_implementation: auto
+    overrides: {"model.layers.0.*": {rms_norm_implementation: auto}}
+data:
+  train_path: [a.jsonl, "b/*.parquet"]
+  max_seq_len: 1024
+  packing: true
+train:
+  output_dir: out
+  max_steps: 100
+  global_batch_size: 16
+  micro_batch_size: 4
+  lr: 3e-4
+  lr_scheduler: linear
+  warmup_steps: 10
+  weight_decay: 0
+  max_grad_norm: 1
+  seed: 7
+  gradient_checkpointing: true
+  save_steps: 50
+  eval_steps: null
+  resume_from: latest
+  sp_size: 1
+  ep_size: 1
+"""
+
+
+def write(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_every_documented_field_is_read(tmp_path):
+    config = load_config(write(tmp_path, ISSUE))
+    assert config.train.lr == 3e-4
+    assert config.train.max_grad_norm == 1.0
+    assert config.train.eval_steps is None
+    assert config.data.train_path == ["a.jsonl", "b/*.parquet"]
+    assert config.model.ops_implementation["overrides"]["model.layers.0.*"] == {"rms_norm_implementation": "auto"}
+
+
+def test_command_line_wins_over_the_file(tmp_path):
+    config = load_config(
+        [
+            str(write(tmp_path, ISSUE)),
+            "--train.lr",
+            "1e-3",
+            "--train.save_steps=null",
+            "--train.optimizer.beta2",
+            "0.99",
+            "--model.ops_implementation.rms_norm_implementation",
+            "auto",
+            "--data.train_path",
+            "c.txt",
+        ]
+    )
+    assert config.train.lr == 1e-3
+    assert config.train.save_steps is None
+    assert config.train.optimizer.beta2 == 0.99
+    assert config.model.ops_implementation["rms_norm_implementation"] == "auto"
+    assert config.model.ops_implementation["moe_implementation"] == "auto"
+    assert config.data.train_path == "c.txt"
+
+
+def test_the_saved_configuration_reads_back_equal(tmp_path):
+    config = load_config(write(tmp_path, ISSUE))
+    assert load_config(write(tmp_path, to_yaml(config))) == config
+    assert load_config(write(tmp_path, "")) == RunConfig()
+
+
+def test_every_mistake_is_in_one_message(tmp_path):
+    text = """
+    model: {config_pth: m, torch_dtype: int8}
+    data: {max_seq_len: many, packing: true}
+    trian: {lr: 1}
+    train: {learning_rate: 1, lr_scheduler: cosin, optimizer: {betas: 1}, sp_size: 1.5}
+    """
+    with pytest.raises(ConfigError) as caught:
+        load_config([str(write(tmp_path, text)), "--train.max_step", "3", "--train.seed", "x"])
+    message = str(caught.value)
+    assert "10 problems" in message
+    for line in (
+        "model.config_pth is not a field; did you mean model.config_path?",
+        "model.torch_dtype: expected one of float32, bfloat16, float16, found 'int8'",
+        "data.max_seq_len: expected int, found 'many'",
+        "trian is not a field",
+        "train.learning_rate is not a field",
+        "train.lr_scheduler: expected one of constant, linear, cosine, found 'cosin'",
+        "train.optimizer.betas is not a field; did you mean train.optimizer.beta",
+        "train.sp_size: expected int, found 1.5",
+        "train.max_step is not a field; did you mean train.max_steps?",
+        "train.seed: expected int, found 'x'",
+    ):
+        assert line in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {lr: 1", "is not valid YAML"),
+        ("- a\n- b\n", "holds a list; it needs the sections model, data and train"),
+        ("train: 3\n", "train is not a field"),
+    ],
+)
+def test_files_that_are_no_configuration(tmp_path, text, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--train.lr"], "--train.lr needs a value"),
+        (["lr=3"], "is not an option"),
+        (["--lr", "3"], "did you mean train.lr?"),
+    ],
+)
+def test_overrides_that_cannot_be_read(tmp_path, arguments, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config([str(write(tmp_path, "")), *arguments])
+    assert message in str(caught.value)
+
+
+def test_sections_are_small_and_every_field_is_described():
+    def check(cls):
+        assert len(fields(cls)) <= 20
+        for field in fields(cls):
+            assert f"{field.name}:" in cls.__doc__
+            default = field.default_factory() if callable(field.default_factory) else None
+            if is_dataclass(default):
+                check(type(default))
+
+    check(RunConfig)
+
+
+def test_help_is_quick_and_lists_examples():
+    code = (
+        "import sys; from opslot.trainer import cli_train; code = cli_train(['--help']); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--train.resume_from" in done.stdout
+    assert "opslot train run.yaml --train.max_steps 200 --train.lr 1e-3" in done.stdout
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configurations_are_valid(file):
+    load_config(file)

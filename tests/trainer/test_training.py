@@ -1,0 +1,300 @@
+"""Whole runs through `opslot train`: what they write, and that stopping and going on changes no number."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from opslot.trainer import TextTrainer, load_config
+from opslot.trainer.callbacks import Callback, read_metrics
+from opslot.trainer.checkpointing import find_checkpoints
+
+TIMELESS = ("step", "loss", "grad_norm", "lr", "epoch", "tokens", "eval_loss")
+
+
+def curve(folder):
+    return [{name: row[name] for name in TIMELESS if name in row} for row in read_metrics(folder)]
+
+
+def trainer_of(settings, tmp_path, **keywords):
+    file = tmp_path / "trainer.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    return TextTrainer(load_config([str(file), "--train.logging.progress", "off"]), **keywords)
+
+
+def test_the_output_folder_holds_what_is_promised(train, settings, tmp_path):
+    settings["train"] |= {"max_steps": 30, "save_steps": 10, "eval_steps": 10, "save_total_limit": 2, "lr": 3e-2}
+    settings["train"]["logging"] = {"tensorboard": True}
+    code, out, err = train()
+    assert (code, err) == (0, "")
+    folder = tmp_path / "out"
+    assert {path.name for path in folder.iterdir()} == {
+        "checkpoints",
+        "config.yaml",
+        "hf",
+        "kernels.json",
+        "kernels.txt",
+        "loss.png",
+        "metrics.jsonl",
+        "tensorboard",
+    }
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert all({"loss", "grad_norm", "lr", "tokens_per_s"} <= row.keys() for row in rows)
+    assert [row["step"] for row in rows if "eval_loss" in row] == [10, 20, 30]
+    assert rows[0]["loss"] == pytest.approx(5.56, abs=0.05)  # log(260), the loss of a model that knows nothing
+    assert rows[-1]["loss"] < 3.0
+    assert rows[-1]["tokens"] == 30 * 4 * 32
+    assert [path.name for path in find_checkpoints(folder / "checkpoints")] == ["step_00000020", "step_00000030"]
+    with Image.open(folder / "loss.png") as picture:
+        assert picture.size[0] > 1000
+    assert list((folder / "tensorboard").glob("events.*"))
+    chosen = {row["op"]: row["chosen"] for row in json.loads((folder / "kernels.json").read_text())["rows"]}
+    assert {"rms_norm", "rotary_pos_emb", "moe_experts", "cross_entropy_loss", "attention"} <= chosen.keys()
+    table = (folder / "kernels.txt").read_text()
+    assert all(f"{op}/" in table and name in table for op, name in chosen.items())
+    assert "step 30/30" in out
+    assert load_config(folder / "config.yaml").train.max_steps == 30
+
+
+def test_plain_transformers_loads_the_exported_model(settings, tmp_path):
+    trainer = trainer_of(settings, tmp_path)
+    trainer.train()
+    folder = tmp_path / "out" / "hf"
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3MoeForCausalLM"]
+    reloaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert type(reloaded).__module__.startswith("transformers.")
+    inputs = AutoTokenizer.from_pretrained(folder)("12 and 13, ", return_tensors="pt", return_token_type_ids=False)
+    trainer.model.eval()
+    with torch.no_grad():
+        ours, plain = trainer.model(**inputs).logits, reloaded(**inputs).logits
+    # The same weights through other kernels.
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+    exported = reloaded.state_dict()
+    assert all(torch.equal(value, exported[name]) for name, value in trainer.model.state_dict().items())
+
+
+def test_a_stopped_and_resumed_run_gives_the_same_numbers(train, settings, tmp_path):
+    settings["train"] |= {"max_steps": 9, "save_steps": 3, "eval_steps": 4}
+    assert train()[0] == 0
+    straight = curve(tmp_path / "out")
+    settings["train"]["output_dir"] = str(tmp_path / "again")
+    settings["train"]["resume_from"] = "latest"
+
+    class Kill(Callback):
+        def on_step_end(self, trainer, record):
+            if record.step == 5:
+                raise KeyboardInterrupt
+
+    killed = trainer_of(settings, tmp_path)
+    killed.callbacks.append(Kill())
+    with pytest.raises(KeyboardInterrupt):
+        killed.train()
+    assert [row["step"] for row in curve(tmp_path / "again")] == [1, 2, 3, 4, 5]
+    code, out, _ = train("--data.num_workers", "1")
+    assert code == 0
+    assert "step_00000003 after step 3" in out
+    assert curve(tmp_path / "again") == straight
+    first, second = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / "hf").state_dict() for name in ("out", "again")
+    )
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+# Kills itself when a file of a checkpoint is due, or within the forward pass of a step.
+KILLED = """
+import os, signal, sys
+from opslot.trainer import TextTrainer, checkpointing, cli_train
+
+file, step = sys.argv[1:3]
+write_json, split_loss = checkpointing.write_json, TextTrainer.split_loss
+
+def write_or_die(path, value):
+    if path.name == file and path.parent.name.endswith(checkpointing.checkpoint_name(int(step))):
+        os.kill(os.getpid(), signal.SIGKILL)
+    write_json(path, value)
+
+def split_or_die(self, outputs):
+    if file == "forward" and self.step + 1 == int(step):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return split_loss(self, outputs)
+
+checkpointing.write_json, TextTrainer.split_loss = write_or_die, split_or_die
+sys.exit(cli_train(sys.argv[3:]))
+"""
+
+
+@pytest.mark.slow
+def test_kill_9_during_a_save_and_during_a_step_changes_no_number(train, settings, tmp_path):
+    settings["train"] |= {"max_steps": 8, "save_steps": 2, "save_total_limit": 2}
+    assert train()[0] == 0
+    straight = curve(tmp_path / "out")
+    settings["train"] |= {"output_dir": str(tmp_path / "killed"), "resume_from": "latest"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    for moment, step, complete in [("trainer_state.json", 4, [2]), ("forward", 6, [2, 4])]:
+        command = [sys.executable, "-c", KILLED, moment, str(step), str(tmp_path / "run.yaml")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert [path.name for path in find_checkpoints(checkpoints)] == [f"step_{n:08d}" for n in complete]
+    code, out, err = train()
+    assert code == 0, err
+    assert "step_00000004 after step 4" in out
+    assert curve(tmp_path / "killed") == straight
+    assert not [path for path in checkpoints.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(settings, tmp_path, capsys, number):
+    class Signal(Callback):
+        def on_step_end(self, trainer, record):
+            if record.step == 2:
+                os.kill(os.getpid(), number)
+
+    previous = signal.getsignal(number)
+    trainer = trainer_of(settings, tmp_path)
+    trainer.callbacks.insert(0, Signal())
+    result = trainer.train()
+    assert (result.step, result.completed) == (2, False)
+    assert [path.name for path in find_checkpoints(tmp_path / "out" / "checkpoints")] == ["step_00000002"]
+    assert not (tmp_path / "out" / "hf").exists()
+    assert f"{signal.Signals(number).name}: finishing step" in capsys.readouterr().out
+    assert signal.getsignal(number) is previous
+
+
+def test_latest_starts_anew_where_there_is_none_and_stops_where_all_is_done(train, settings):
+    settings["train"]["resume_from"] = "latest"
+    code, out, _ = train()
+    assert code == 0
+    assert "so this run starts from its first step" in out
+    code, out, _ = train()
+    assert code == 0
+    assert "after step 4, which was the last: nothing is left to do" in out
+
+
+def test_the_checkpoints_of_another_run_are_not_overwritten(train, tmp_path):
+    assert train()[0] == 0
+    before = (tmp_path / "out" / "metrics.jsonl").read_text()
+    code, _, err = train()
+    assert code == 2
+    assert "holds checkpoints of another run (newest step_00000004)" in err
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == before
+
+
+def test_going_back_past_later_checkpoints_is_refused_elsewhere_it_works(train, settings, tmp_path):
+    settings["train"]["save_steps"] = 2
+    assert train()[0] == 0
+    middle = tmp_path / "out" / "checkpoints" / "step_00000002"
+    code, _, err = train("--train.resume_from", str(middle))
+    assert code == 2
+    assert "step_00000004" in err
+    code, _, _ = train("--train.resume_from", str(middle), "--train.output_dir", str(tmp_path / "branch"))
+    assert code == 0
+    assert curve(tmp_path / "branch") == curve(tmp_path / "out")[2:]
+
+
+def test_a_run_on_other_data_cannot_be_resumed(train, settings, tmp_path):
+    assert train()[0] == 0
+    code, _, err = train("--train.resume_from", "latest", "--data.max_seq_len", "64", "--train.max_steps", "6")
+    assert code == 2
+    assert "data.max_seq_len: 32 then, 64 now" in err
+
+
+@pytest.mark.parametrize("damaged", ["__0_0.distcp", "trainer_state.json"])
+def test_a_damaged_checkpoint_is_named(train, tmp_path, damaged):
+    assert train()[0] == 0
+    file = tmp_path / "out" / "checkpoints" / "step_00000004" / damaged
+    file.write_bytes(file.read_bytes()[:1000])
+    code, _, err = train("--train.resume_from", "latest", "--train.max_steps", "6")
+    assert code == 1
+    assert "step_00000004 cannot be read; move it away and resume from the one before" in err
+
+
+@pytest.mark.parametrize("extra", [{}, {"output_router_logits": True}])
+def test_accumulated_micro_batches_equal_one_batch(settings, tmp_path, model_folder, extra):
+    config = json.loads((model_folder / "config.json").read_text())
+    settings["model"] = {
+        "config_path": str(tmp_path / "config.json"),
+        "tokenizer_path": str(model_folder),
+        "ops_implementation": "eager",
+    }
+    # The router loss of a batch is no sum over its rows, so the losses are compared without its gradient.
+    (tmp_path / "config.json").write_text(json.dumps({**config, **extra, "router_aux_loss_coef": 0.0}))
+    curves = []
+    for micro in (4, 1, 2):
+        settings["train"] |= {"micro_batch_size": micro, "output_dir": str(tmp_path / f"out{micro}")}
+        trainer_of(settings, tmp_path).train()
+        curves.append([(row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / f"out{micro}")])
+    for other in curves[1:]:
+        torch.testing.assert_close(torch.tensor(other), torch.tensor(curves[0]), rtol=1e-5, atol=1e-6)
+
+
+def test_the_router_loss_of_a_step_is_the_mean_of_its_micro_batches(settings, tmp_path, model_folder):
+    config = json.loads((model_folder / "config.json").read_text()) | {"output_router_logits": True}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "router_aux_loss_coef": 0.5}))
+    settings["model"] = {"config_path": str(tmp_path / "config.json"), "tokenizer_path": str(model_folder)}
+    settings["train"] |= {"max_steps": 1, "micro_batch_size": 1}
+    trainer = trainer_of(settings, tmp_path)
+    batches = iter(trainer.batches)
+    micro = [next(batches) for _ in range(4)]
+    with torch.no_grad():
+        expected = sum(0.5 * trainer.forward(batch, 1).aux_loss.item() for batch in micro) / 4
+        cross_entropy = sum(trainer.split_loss(trainer.forward(batch, 31 * 4))[0].item() for batch in micro)
+    trainer.batches.consumed = 0
+    record = trainer.train().record
+    assert record.extra["aux_loss"] == pytest.approx(expected, rel=1e-5)
+    assert record.loss == pytest.approx(cross_entropy, rel=0.1)
+    assert record.loss == pytest.approx(5.56, abs=0.05)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(train, settings, tmp_path, monkeypatch):
+    settings["train"] |= {"save_steps": 1, "max_steps": 5}
+    original = TextTrainer.split_loss
+
+    def broken(self, outputs):
+        loss, router = original(self, outputs)
+        return (loss * float("nan") if self.step == 2 else loss), router
+
+    monkeypatch.setattr(TextTrainer, "split_loss", broken)
+    code, _, err = train()
+    assert code == 1
+    assert "step 3: the loss is nan" in err
+    assert "the last good checkpoint is" in err
+    assert [path.name for path in find_checkpoints(tmp_path / "out" / "checkpoints")][-1] == "step_00000002"
+    monkeypatch.undo()
+    assert train("--train.resume_from", "latest")[0] == 0
+    assert [row["step"] for row in read_metrics(tmp_path / "out")] == [1, 2, 3, 4, 5]
+
+
+def test_gradient_checkpointing_changes_no_loss(settings, tmp_path):
+    curves = []
+    for on in (False, True):
+        settings["train"] |= {"gradient_checkpointing": on, "output_dir": str(tmp_path / f"out{on}")}
+        trainer_of(settings, tmp_path).train()
+        curves.append([row["loss"] for row in read_metrics(tmp_path / f"out{on}")])
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+
+
+def test_steps_from_epochs(settings, tmp_path):
+    del settings["train"]["max_steps"]
+    settings["train"]["num_epochs"] = 2.5
+    trainer = trainer_of(settings, tmp_path)
+    assert trainer.max_steps == -(-2.5 * trainer.train_rows.rows_per_epoch // 4)
+
+
+@pytest.mark.slow
+def test_torchrun_with_one_process(settings, tmp_path):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    done = subprocess.run(
+        [*command, "-m", "opslot", "train", str(tmp_path / "run.yaml")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in read_metrics(tmp_path / "out")] == [1, 2, 3, 4]
