@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--kernels", default="")
     parser.add_argument("--dtypes", default="bfloat16,float16,float32")
     parser.add_argument("--skip-check", action="store_true")
+    parser.add_argument("--skip-bench", action="store_true")
     options = parser.parse_args()
     variant = KERNEL_REGISTRY.op("moe_experts").variant("standard")
     reasons = usable(torch.bfloat16)
@@ -111,7 +112,7 @@ def main() -> None:
     failed = {} if options.skip_check else check(variant, names, dtypes)
     rows = []
     for case in variant.cases:
-        if case.role != "bench":
+        if case.role != "bench" or options.skip_bench:
             continue
         generator = torch.Generator("cuda").manual_seed(0)
         arguments = case.make(torch.bfloat16, torch.device("cuda"), generator)

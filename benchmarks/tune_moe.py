@@ -1,6 +1,6 @@
-"""Time each product of fused_triton under many cuts, to choose the plans that `triton.py` commits.
+"""Time each product of fused_triton or fused_quack under many cuts, to choose those that are committed.
 
-python benchmarks/tune_moe.py [--case NAME] [--products gate_up,down,...]
+python benchmarks/tune_moe.py KERNEL [--cases N,N] [--products gate_up,down,...]
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import triton
@@ -17,90 +18,119 @@ from opslot.ops.moe_experts import triton as fused
 from opslot.ops.moe_experts.op import OP
 from opslot.ops.moe_experts.routing import route
 
-Tiles = fused.Tiles
+PRODUCTS = ("gate_up", "down", "act_grad", "input_grad", "gate_up_grad", "down_grad")
+CASES = [c for c in OP.variant("standard").cases if c.role == "bench"]
 
 
-def cuts(product: str) -> list[Tiles]:
-    base = {
-        "gate_up": [(128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 64, 64, 4, 4), (128, 128, 32, 8, 5)],
-        "act_grad": [(128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (128, 128, 64, 8, 3)],
-        "down": [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 64, 8, 4)],
-        "input_grad": [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 64, 8, 4)],
-        "gate_up_grad": [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 64, 8, 4)],
-        "down_grad": [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 64, 8, 4)],
-    }[product]
-    found = []
-    for (bm, bn, bk, warps, stages), flatten in itertools.product(base, (False, True)):
-        for per_sm in (1, 2, 10_000):
-            if per_sm == 2 and warps == 8 and bn == 256:
+def bench(function: Callable[[], Any]) -> float:
+    return triton.testing.do_bench(function, warmup=10, rep=60, return_mode="median")
+
+
+def triton_cuts(product: str) -> Iterator[fused.Tiles]:
+    shapes = {
+        "gate_up": [(128, 128, 64, 8, 3), (128, 128, 64, 8, 4)],
+        "gate_up_grad": [(128, 256, 64, 8, 3), (256, 128, 64, 8, 3)],
+        "down_grad": [(128, 256, 64, 8, 3), (256, 128, 64, 8, 3)],
+    }.get(product, [(128, 256, 64, 8, 3)])
+    for shape, flatten, group in itertools.product(shapes, (False, True), (4, 8, 16)):
+        yield fused.Tiles(*shape, group=group, flatten=flatten)
+
+
+def tune_triton(arguments: dict[str, torch.Tensor], products: list[str]) -> None:
+    x, gate_up, down, index, weights = arguments.values()
+    experts, hidden, intermediate = down.shape
+    top_k = index.shape[1]
+    plan = fused.plan_for(down)
+    routing = route(index, experts, plan.align)
+    rows_x = fused.gather(x, top_k, routing)
+    rows_grad = fused.gather(torch.randn_like(x), top_k, routing)
+    projected, act = fused.gate_up(plan, x, gate_up, top_k, routing)
+    act_grad = fused.rows_product(plan, plan.act_grad, rows_grad, down, intermediate, False, routing)
+    projected_grad, weighted_act, _ = fused.swiglu_grad(act_grad, projected, weights, routing)
+    outputs = fused.rows_product(plan, plan.down, act, down, hidden, True, routing)
+    weight = gate_up.view(2 * experts, intermediate, hidden)
+    for name, glue in {
+        "route": lambda: route(index, experts, plan.align),
+        "gather": lambda: fused.gather(x, top_k, routing),
+        "swiglu_grad": lambda: fused.swiglu_grad(act_grad, projected, weights, routing),
+        "combine": lambda: fused.combine(outputs, routing.places, weights, True),
+    }.items():
+        print(f"{name:13} {bench(glue):7.3f} ms")
+
+    def run(product: str, tiles: fused.Tiles, gather: bool) -> Any:
+        trial = dataclasses.replace(plan, gather=gather, **{product: tiles})
+        if product == "gate_up":
+            return fused.gate_up(trial, x, gate_up, top_k, routing, rows_x)
+        if product == "down":
+            return fused.rows_product(trial, tiles, act, down, hidden, True, routing)
+        if product == "act_grad":
+            return fused.rows_product(trial, tiles, rows_grad, down, intermediate, False, routing)
+        if product == "input_grad":
+            return fused.rows_product(trial, tiles, projected_grad, weight, hidden, False, routing)
+        if product == "gate_up_grad":
+            return fused.weight_grad_product(trial, tiles, projected_grad, rows_x, routing)
+        return fused.weight_grad_product(trial, tiles, rows_grad, weighted_act, routing)
+
+    for product in products:
+        results = []
+        for tiles, gather in itertools.product(triton_cuts(product), (False, True)):
+            if gather and product != "gate_up":
                 continue
-            if per_sm == 10_000 and flatten:
-                continue
-            for gather in (True, False) if product not in ("down", "input_grad") else (False,):
-                found.append(Tiles(bm, bn, bk, warps, stages, 8, per_sm, flatten, gather))
-    return found
+            try:
+                ms = bench(lambda p=product, t=tiles, g=gather: run(p, t, g))
+                results.append((ms, (*dataclasses.astuple(tiles), gather)))
+            except Exception as error:
+                print(f"{product} {tiles}: {type(error).__name__} {str(error)[:80]}")
+        flops = 2 * index.numel() * hidden * intermediate
+        flops *= 2 if product in ("gate_up", "input_grad", "gate_up_grad") else 1
+        for ms, cut in sorted(results)[: 10 if product == "gate_up" else 4]:
+            print(f"{product:13} {ms:7.3f} ms {flops / ms / 1e9:5.0f} TFLOP/s {cut}", flush=True)
+
+
+def tune_quack(arguments: dict[str, torch.Tensor], products: list[str]) -> None:
+    """Every cut by the time of the whole forward or backward."""
+    from opslot.ops.moe_experts import quack
+
+    x, gate_up, down, index, weights = arguments.values()
+    grad = torch.randn_like(x)
+    _, *saved = quack._forward(x, gate_up, down, index, weights)
+    runs = {
+        True: lambda: quack._forward(x, gate_up, down, index, weights),
+        False: lambda: quack._backward(grad, x, gate_up, down, weights, saved, True, True),
+    }
+    print(f"forward {bench(runs[True]):.3f} backward {bench(runs[False]):.3f}", flush=True)
+    for product in products:
+        kept = quack.CUTS[product]
+        results = []
+        for m, n, pingpong in (
+            (128, 128, True),
+            (128, 192, True),
+            (128, 256, False),
+            (256, 128, False),
+            (256, 192, False),
+        ):
+            quack.CUTS[product] = quack._cut(m, n, pingpong)
+            try:
+                results.append((bench(runs[product in ("gate_up", "down")]), (m, n, pingpong)))
+            except Exception as error:
+                print(f"{product} {(m, n, pingpong)}: {type(error).__name__} {str(error)[:80]}")
+        quack.CUTS[product] = quack._cut(*min(results)[1]) if results else kept
+        print(product, " ".join(f"{cut}:{ms:.3f}" for ms, cut in sorted(results)), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--case", default="Qwen3-30B-A3B layer, T=16384")
-    parser.add_argument("--products", default="gate_up,down,act_grad,input_grad,gate_up_grad,down_grad")
-    parser.add_argument("--seconds", type=float, default=400)
+    parser.add_argument("kernel", choices=("fused_triton", "fused_quack"))
+    parser.add_argument("--cases", default="0")
+    parser.add_argument("--products", default=",".join(PRODUCTS))
     options = parser.parse_args()
-    deadline = time.time() + options.seconds
-    case = next(c for c in OP.variant("standard").cases if c.name == options.case)
-    a = case.make(torch.bfloat16, torch.device("cuda"), torch.Generator("cuda").manual_seed(0))
-    x, gate_up, down, index, weights = a.values()
-    experts, hidden, intermediate = down.shape
-    top_k = index.shape[1]
-    plan = fused.plan_for(x, down, index)
-    routing = route(index, experts, plan.align)
-    slots = index.numel()
-    grad = torch.randn_like(x)
-    unit = 2 * slots * hidden * intermediate
-    rows_x = fused.gather(x, top_k, routing)
-    projected, act = fused.gate_up(plan, x, gate_up, top_k, routing)
-    projected_grad, weighted_act, _ = fused.act_grad(
-        plan, grad if plan.act_grad.gather else fused.gather(grad, top_k, routing), down, projected, weights, routing
-    )
-    rows_grad = fused.gather(grad, top_k, routing)
-    outputs = fused.rows_product(plan, plan.down, act, down, hidden, True, routing)
-
-    def bench(function) -> float:
-        return triton.testing.do_bench(function, warmup=10, rep=40, return_mode="median")
-
-    print(f"route {bench(lambda: route(index, experts, plan.align)):.3f} ms")
-    print(f"gather {bench(lambda: fused.gather(x, top_k, routing)):.3f} ms")
-    print(f"combine {bench(lambda: fused.combine(outputs, routing.places, weights, True)):.3f} ms", flush=True)
-    weight = gate_up.view(2 * experts, intermediate, hidden)
-    for product in options.products.split(","):
-        results = []
-        for tiles in cuts(product):
-            if time.time() > deadline:
-                break
-            trial = dataclasses.replace(plan, **{product: tiles})
-            source_x, source_grad = (x, grad) if tiles.gather else (rows_x, rows_grad)
-            run = {
-                "gate_up": lambda: fused.gate_up(trial, x, gate_up, top_k, routing, rows_x),
-                "down": lambda: fused.rows_product(trial, tiles, act, down, hidden, True, routing),
-                "act_grad": lambda: fused.act_grad(trial, source_grad, down, projected, weights, routing),
-                "input_grad": lambda: fused.rows_product(trial, tiles, projected_grad, weight, hidden, False, routing),
-                "gate_up_grad": lambda: fused.weight_grad_product(
-                    trial, tiles, projected_grad, source_x, 2, top_k, routing
-                ),
-                "down_grad": lambda: fused.weight_grad_product(
-                    trial, tiles, source_grad, weighted_act, 1, top_k, routing
-                ),
-            }[product]
-            try:
-                results.append((bench(run), tiles))
-            except Exception as error:
-                print(f"{product} {tiles}: {type(error).__name__} {str(error)[:80]}")
-        flops = unit * (2 if product in ("gate_up", "input_grad", "gate_up_grad") else 1)
-        for ms, tiles in sorted(results, key=lambda r: r[0])[:7]:
-            print(
-                f"{product:13} {ms:7.3f} ms {flops / ms / 1e9:5.0f} TFLOP/s {tuple(vars(tiles).values())}", flush=True
-            )
+    for number in options.cases.split(","):
+        case = CASES[int(number)]
+        print(case.name)
+        arguments = case.make(torch.bfloat16, torch.device("cuda"), torch.Generator("cuda").manual_seed(0))
+        (tune_triton if options.kernel == "fused_triton" else tune_quack)(arguments, options.products.split(","))
+        del arguments
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

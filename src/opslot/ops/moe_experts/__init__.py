@@ -43,6 +43,17 @@ for _spec in (
         description="grouped Triton products with SwiGLU and routing weights in their epilogues",
     ),
     KernelSpec(
+        "fused_npu",
+        "moe_experts",
+        "standard",
+        f"{_HERE}.npu:fused_npu",
+        HardwareRequirement("npu"),
+        requires=("torch_npu",),
+        dtypes=_HALF,
+        priority={"npu": 80},
+        description="grouped_mm on Ascend's grouped products",
+    ),
+    KernelSpec(
         "fused_quack",
         "moe_experts",
         "standard",

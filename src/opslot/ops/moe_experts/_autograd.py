@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-Grads = tuple[Tensor, Tensor, Tensor, Tensor]
+# Of hidden_states, gate_up_proj, down_proj and top_k_weights; None where not wanted.
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], bool, bool], Grads]
 
@@ -20,7 +21,7 @@ def differentiable(name: str, forward: Forward, backward: Backward, fake: Forwar
     Args:
         forward: (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights) -> output and what backward needs.
         backward: (grad, hidden_states, gate_up_proj, down_proj, top_k_weights, saved, input_grad, weight_grad) ->
-            gradients of the four differentiable inputs, [0]-shaped where the two flags say that none is wanted.
+            `Grads`, None where the two flags say that none is wanted.
         fake: `forward` on fake tensors: empty tensors of the right shapes; the output's is like hidden_states.
     """
     outputs = len(fake(*(torch.empty(s, device="meta") for s in ((1, 1), (1, 2, 1), (1, 1, 1), (1, 1), (1, 1)))))
@@ -31,9 +32,16 @@ def differentiable(name: str, forward: Forward, backward: Backward, fake: Forwar
         mutates_args=(),
         schema=f"({_INPUTS}, Tensor top_k_index, Tensor top_k_weights) -> ({returned})",
     )
+
+    def run_wanted(grad, *rest):
+        """An operator returns tensors, and no tensor twice: unwanted gradients become empty ones."""
+        input_grad, weight_grad = rest[-2:]
+        wanted = (input_grad, weight_grad, weight_grad, True)
+        return tuple(g if w else grad.new_empty(0) for g, w in zip(backward(grad, *rest), wanted, strict=True))
+
     backward_op = torch.library.custom_op(
         f"opslot::{name}_backward",
-        backward,
+        run_wanted,
         mutates_args=(),
         schema=f"(Tensor grad, {_INPUTS}, Tensor top_k_weights, Tensor[] saved, bool input_grad, bool weight_grad)"
         " -> (Tensor, Tensor, Tensor, Tensor)",
@@ -67,7 +75,7 @@ def _fake_backward(
     saved: Sequence[Tensor],
     input_grad: bool,
     weight_grad: bool,
-) -> Grads:
+) -> tuple[Tensor, ...]:
     def like(t: Tensor, wanted: bool) -> Tensor:
         return torch.empty_like(t, memory_format=torch.contiguous_format) if wanted else t.new_empty(0)
 

@@ -22,14 +22,17 @@ def prepare(
     """`hidden_states`, `gate_up_proj` and `down_proj` as the kernel gets them: in autocast's dtype where that is on.
 
     Raises:
-        KernelError: shapes or dtypes that are not the contract's, a dtype not in `dtypes`, a width that is not a multiple of
-            `multiple`, or, if `contiguous`, weights with strides of their own.
+        KernelError: shapes, dtypes or devices that are not the contract's, a dtype not in `dtypes`, a width that is
+            not a multiple of `multiple`, or, if `contiguous`, weights with strides of their own.
     """
     device = hidden_states.device.type
     if torch.is_autocast_enabled(device):
         wanted = torch.get_autocast_dtype(device)
         hidden_states, gate_up_proj, down_proj = (t.to(wanted) for t in (hidden_states, gate_up_proj, down_proj))
     problem = _shape_problem(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
+    devices = {str(t.device) for t in (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)}
+    if not problem and len(devices) > 1:
+        problem = f"tensors on {' and '.join(sorted(devices))}", "move all five to one device"
     problem = problem or _dtype_problem(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, dtypes)
     if not problem and contiguous and not (gate_up_proj.is_contiguous() and down_proj.is_contiguous()):
         problem = (
@@ -38,7 +41,7 @@ def prepare(
         )
     if not problem and any(width % multiple for width in down_proj.shape[1:]):
         problem = (
-            f"hidden width {down_proj.shape[1]} and intermediate width {down_proj.shape[2]}, not multiples of {multiple}",
+            f"hidden and intermediate widths {tuple(down_proj.shape[1:])}, not multiples of {multiple}",
             "use moe_implementation=fused_triton or grouped_mm",
         )
     if problem:

@@ -1,4 +1,4 @@
-"""grouped_mm: tokens sorted by expert, one product an expert and weight; `torch.nn.functional.grouped_mm` on GPUs, mm on CPUs.
+"""grouped_mm: tokens sorted by expert, then one product an expert and weight: torch's grouped_mm on GPUs, mm on CPUs.
 
 On CPU each expert's rows are taken through all their products while they are in cache, the products write straight into
 their places, and the weighted sum over a token's experts is one embedding_bag.
@@ -6,7 +6,7 @@ their places, and the weighted sum over a token's experts is one embedding_bag.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from opslot.ops.moe_experts._call import prepare
 
 # The output [T, H]; gate and up of the sorted rows [S, 2I]; their slots [S], token * K + choice; each expert's end [E].
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+# (rows [S, M], weights [E, M, N], ends) -> [S, N], or (rows [M, S], rows [S, N], ends) -> [E, M, N]
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def grouped_mm(
@@ -29,11 +31,12 @@ def grouped_mm(
 
 
 def _forward(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> Outputs:
-    forward = _forward_grouped if _has_grouped_mm(x, down_proj) else _forward_segments
-    return forward(x, gate_up_proj, down_proj, index, weights)
+    if _has_grouped_mm(x, down_proj):
+        return forward_grouped(_torch_product, x, gate_up_proj, down_proj, index, weights)
+    return _forward_segments(x, gate_up_proj, down_proj, index, weights)
 
 
-def _fake(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> Outputs:
+def fake(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> Outputs:
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
         x.new_empty(index.numel(), gate_up_proj.shape[1]),
@@ -52,19 +55,25 @@ def _backward(
     input_grad: bool,
     weight_grad: bool,
 ) -> Grads:
-    backward = _backward_grouped if _has_grouped_mm(x, down_proj) else _backward_segments
-    return backward(grad.contiguous(), x, gate_up_proj, down_proj, weights, *saved, input_grad, weight_grad)
+    arguments = (grad.contiguous(), x, gate_up_proj, down_proj, weights, *saved, input_grad, weight_grad)
+    if _has_grouped_mm(x, down_proj):
+        return backward_grouped(_torch_product, *arguments)
+    return _backward_segments(*arguments)
 
 
 def _has_grouped_mm(hidden_states: Tensor, down_proj: Tensor) -> bool:
-    """torch's grouped product runs bf16 with 16-byte rows on SM80 and newer; elsewhere it falls to slower code of its own."""
+    """torch's grouped product runs bf16 with 16-byte rows on SM80 and newer, and slower code of its own elsewhere."""
     if hidden_states.device.type != "cuda" or hidden_states.dtype != torch.bfloat16:
         return False
     aligned = all(width % 8 == 0 for width in down_proj.shape[1:])
     return aligned and torch.cuda.get_device_capability(hidden_states.device) >= (8, 0)
 
 
-_group_product = getattr(F, "grouped_mm", None) or torch._grouped_mm
+_grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm
+
+
+def _torch_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return _grouped(left, right, offs=ends)
 
 
 def _sort(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,15 +99,18 @@ def _gather_sum(rows: Tensor, places: Tensor, weights: Tensor | None, ends: Tens
     return terms.sum(1, dtype=wide).to(rows.dtype)
 
 
-def _forward_grouped(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> Outputs:
+def forward_grouped(
+    product: Product, x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor
+) -> Outputs:
     order, places, ends = _sort(index, gate_up_proj.shape[0])
-    projected = _group_product(x[order // index.shape[1]], gate_up_proj.transpose(1, 2), offs=ends)
+    projected = product(x[order // index.shape[1]], gate_up_proj.transpose(1, 2), ends)
     gate, up = projected.chunk(2, dim=-1)
-    rows = _group_product(F.silu(gate) * up, down_proj.transpose(1, 2), offs=ends)
+    rows = product(F.silu(gate) * up, down_proj.transpose(1, 2), ends)
     return _gather_sum(rows, places, weights, ends, index.shape), projected, order, ends
 
 
-def _backward_grouped(
+def backward_grouped(
+    product: Product,
     grad: Tensor,
     x: Tensor,
     gate_up_proj: Tensor,
@@ -113,7 +125,7 @@ def _backward_grouped(
     token = order // weights.shape[1]
     mine = (torch.arange(order.numel(), device=order.device) < ends[-1]).unsqueeze(-1)
     row_grad = grad[token]
-    act_grad = _group_product(row_grad, down_proj, offs=ends)
+    act_grad = product(row_grad, down_proj, ends)
     gate, up = projected.chunk(2, dim=-1)
     sigmoid = torch.sigmoid(gate.float())
     silu = gate * sigmoid
@@ -124,15 +136,15 @@ def _backward_grouped(
     weights_grad[order] = slot_grad.to(weights.dtype)
     act_grad = act_grad * scale
     projected_grad = torch.cat([act_grad * up * (sigmoid + silu * (1 - sigmoid)), act_grad * silu], -1).to(x.dtype)
-    x_grad = gate_up_grad = down_grad = x.new_empty(0)
+    x_grad = gate_up_grad = down_grad = None
     if input_grad:
-        rows = _group_product(projected_grad, gate_up_proj, offs=ends)
+        rows = product(projected_grad, gate_up_proj, ends)
         places = torch.empty_like(order)
         places[order] = torch.arange(order.numel(), device=order.device)
         x_grad = _gather_sum(rows, places, None, ends, weights.shape)
     if weight_grad:
-        gate_up_grad = _group_product(projected_grad.t(), x[token], offs=ends)
-        down_grad = _group_product(row_grad.t(), (act * scale).to(x.dtype), offs=ends)
+        gate_up_grad = product(projected_grad.t(), x[token], ends)
+        down_grad = product(row_grad.t(), (act * scale).to(x.dtype), ends)
     return x_grad, gate_up_grad, down_grad, weights_grad.view_as(weights)
 
 
@@ -178,8 +190,8 @@ def _backward_segments(
     segments = _segments(ends)
     whole = len(segments) == gate_up_proj.shape[0]
     fresh = torch.empty_like if whole else torch.zeros_like
-    gate_up_grad = fresh(gate_up_proj) if weight_grad else x.new_empty(0)
-    down_grad = fresh(down_proj) if weight_grad else x.new_empty(0)
+    gate_up_grad = fresh(gate_up_proj) if weight_grad else None
+    down_grad = fresh(down_proj) if weight_grad else None
     rows = x.new_empty(order.numel() if input_grad else 0, x.shape[1])
     for expert, part in segments:
         gate, up = projected[part].chunk(2, dim=-1)
@@ -198,7 +210,7 @@ def _backward_segments(
             torch.mm(projected_grad.t(), x[token[part]], out=gate_up_grad[expert])
         if input_grad:
             torch.mm(projected_grad, gate_up_proj[expert], out=rows[part])
-    x_grad = x.new_empty(0)
+    x_grad = None
     if input_grad:
         places = torch.empty_like(order)
         places[order] = torch.arange(order.numel(), device=order.device)
@@ -206,4 +218,4 @@ def _backward_segments(
     return x_grad, gate_up_grad, down_grad, weights_grad.view_as(weights)
 
 
-_experts = differentiable("moe_grouped_mm", _forward, _backward, _fake)
+_experts = differentiable("moe_grouped_mm", _forward, _backward, fake)

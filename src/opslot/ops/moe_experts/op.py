@@ -1,8 +1,9 @@
 """Experts of a mixture of experts: contract, reference, input cases, cost and what a model must be for it.
 
 Shapes: T tokens, K experts a token, E experts held here, H hidden and I intermediate width. `hidden_states` [T, H];
-`gate_up_proj` [E, 2I, H], the first I rows of an expert being its gate; `down_proj` [E, H, I]; `top_k_index` [T, K] integer;
-`top_k_weights` [T, K] in the activations' dtype or in float32. An index equal to E marks an expert held by another rank.
+`gate_up_proj` [E, 2I, H], the first I rows of an expert being its gate; `down_proj` [E, H, I]; `top_k_index` [T, K]
+integer; `top_k_weights` [T, K] in the activations' dtype or in float32. An index equal to E marks an expert of another
+rank.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def standard(
     """
     output = torch.zeros_like(hidden_states)
     for expert in range(gate_up_proj.shape[0]):
-        token, choice = torch.where(top_k_index == expert)
+        choice, token = torch.where(top_k_index.t() == expert)
         if token.numel() == 0:
             continue
         gate, up = nn.functional.linear(hidden_states[token], gate_up_proj[expert]).chunk(2, dim=-1)
@@ -96,7 +97,10 @@ _CASES = [
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
-    """Three products of 2*I*H a chosen expert, each once forward and twice backward; weights read twice, their gradients written."""
+    """Three products of 2*I*H a chosen expert, each once forward and twice backward.
+
+    Tokens, their output and both their gradients pass once; weights are read twice and their gradients written.
+    """
     x, gate_up, down = arguments["hidden_states"], arguments["gate_up_proj"], arguments["down_proj"]
     chosen = int((arguments["top_k_index"] < gate_up.shape[0]).sum())
     parameters = gate_up.numel() + down.numel()
@@ -117,9 +121,9 @@ def check_site(module: Any) -> str | None:
     shapes = [tuple(w.shape) if isinstance(w, Tensor) else None for w in (gate_up, down)]
     if any(s is None or len(s) != 3 for s in shapes):
         return f"gate_up_proj and down_proj must be 3-D tensors, found shapes {shapes[0]} and {shapes[1]}"
-    (experts, gate_up_rows, hidden), (_, down_rows, intermediate) = shapes  # type: ignore[misc]
-    if getattr(module, "is_transposed", False) or shapes[1] != (experts, hidden, gate_up_rows // 2):
-        return f"weights must be [E, 2I, H] and [E, H, I], found {list(shapes[0])} and {list(shapes[1])}"  # type: ignore[arg-type]
+    experts, double, hidden = shapes[0]  # type: ignore[misc]
+    if getattr(module, "is_transposed", False) or shapes[1] != (experts, hidden, double // 2):
+        return f"weights must be [E, 2I, H] and [E, H, I], found shapes {shapes[0]} and {shapes[1]}"
     if getattr(module, "has_bias", False) or getattr(module, "gate_up_proj_bias", None) is not None:
         return "the experts have biases"
     if not getattr(module, "is_concatenated", True):

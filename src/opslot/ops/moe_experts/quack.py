@@ -2,8 +2,8 @@
 
 The products gather tokens as they load them; SwiGLU, its backward, the routing weights and their gradients are in the
 products' epilogues. quack interleaves gate and up columns, so what is saved for backward is [S, 2I] interleaved, and
-`concat_layout` tells it that the parameter and its gradient hold gate and up one after the other. Routing and the sum over
-a token's rows are fused_triton's.
+`concat_layout` tells it that the parameter and its gradient hold gate and up one after the other. Routing and the sum
+over a token's rows are fused_triton's.
 """
 
 from __future__ import annotations
@@ -18,16 +18,22 @@ from torch import Tensor
 from opslot.ops.moe_experts._autograd import Grads, differentiable
 from opslot.ops.moe_experts._call import prepare
 from opslot.ops.moe_experts.routing import Routing, empty_routing, route
-from opslot.ops.moe_experts.triton import combine
+from opslot.ops.moe_experts.triton import combine, slot_sum
 
 DTYPES = frozenset({torch.float16, torch.bfloat16})
 
-# quack's own search compiles dozens of kernels for each product; these cuts are its best on an H200, measured once.
-_GATE_UP = GemmConfig(tile_m=128, tile_n=192, cluster_m=2, cluster_n=1, pingpong=True, is_dynamic_persistent=False)
-_DOWN = GemmConfig(tile_m=128, tile_n=192, cluster_m=2, cluster_n=1, pingpong=True, is_dynamic_persistent=False)
-_ACT_GRAD = GemmConfig(tile_m=128, tile_n=128, cluster_m=2, cluster_n=1, pingpong=True, is_dynamic_persistent=False)
-_INPUT_GRAD = GemmConfig(tile_m=128, tile_n=192, cluster_m=2, cluster_n=1, pingpong=True, is_dynamic_persistent=False)
-_WEIGHT_GRAD = GemmConfig(tile_m=128, tile_n=192, cluster_m=2, cluster_n=1, pingpong=True, is_dynamic_persistent=False)
+
+def _cut(tile_m: int, tile_n: int, pingpong: bool) -> GemmConfig:
+    return GemmConfig(
+        tile_m=tile_m, tile_n=tile_n, cluster_m=2, cluster_n=1, pingpong=pingpong, is_dynamic_persistent=False
+    )
+
+
+# quack's own search compiles dozens of kernels for each product. On an H200 this one was the best, or within 2% of it,
+# for every product at the widths of Qwen3-30B-A3B and DeepSeek-V3 (benchmarks/tune_moe.py).
+CUTS = dict.fromkeys(
+    ("gate_up", "down", "act_grad", "input_grad", "gate_up_grad", "down_grad"), _cut(128, 256, pingpong=False)
+)
 
 
 def fused_quack(
@@ -60,11 +66,11 @@ def _forward(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, 
         activation="swiglu",
         cu_seqlens_m=routing.starts,
         A_idx=_tokens(routing, top_k),
-        config=_GATE_UP,
+        config=CUTS["gate_up"],
         concat_layout=("B",),
     )
     outputs = x.new_empty(rows, hidden)
-    gemm_tuned.fn(act, down_proj.mT, outputs, cu_seqlens_m=routing.starts, config=_DOWN)
+    gemm_tuned.fn(act, down_proj.mT, outputs, cu_seqlens_m=routing.starts, config=CUTS["down"])
     return combine(outputs, routing.places, weights.contiguous(), True), projected, *routing
 
 
@@ -85,11 +91,9 @@ def _backward(
     weight_grad: bool,
 ) -> Grads:
     projected, routing = saved[0], Routing(*saved[1:])
-    none = x.new_empty(0)
     rows, hidden = routing.slots.numel(), x.shape[1]
     if rows == 0:
-        wanted = (torch.zeros_like(gate_up_proj), torch.zeros_like(down_proj)) if weight_grad else (none, none)
-        return torch.zeros_like(x), *wanted, torch.zeros_like(weights)
+        return (*(torch.zeros_like(t) for t in (x, gate_up_proj, down_proj, weights)),)
     x, grad, weights = x.contiguous(), grad.contiguous(), weights.contiguous()
     tokens = _tokens(routing, weights.shape[1])
     scale = weights.view(-1)[routing.slots.clamp(min=0)].float()
@@ -107,16 +111,17 @@ def _backward(
         cu_seqlens_m=routing.starts,
         A_idx=tokens,
         dynamic_scheduler=False,
-        config=_ACT_GRAD,
+        config=CUTS["act_grad"],
     )
-    places = routing.places
-    weights_grad = torch.where(places >= 0, dots[places.clamp(min=0)], 0.0).to(weights.dtype).view_as(weights)
-    x_grad = gate_up_grad = down_grad = none
+    weights_grad = slot_sum(dots.view(1, rows), routing.places, weights)
+    x_grad = gate_up_grad = down_grad = None
     if weight_grad:
         down_grad, gate_up_grad = torch.empty_like(down_proj), torch.empty_like(gate_up_proj)
-        by_expert = {"cu_seqlens_k": routing.starts, "A_idx": tokens, "config": _WEIGHT_GRAD}
-        gemm_tuned.fn(grad.mT, weighted_act, down_grad, **by_expert)
-        gemm_tuned.fn(x.mT, projected_grad, gate_up_grad.mT, concat_layout=("out",), **by_expert)
+        by_expert = {"cu_seqlens_k": routing.starts, "A_idx": tokens}
+        gemm_tuned.fn(grad.mT, weighted_act, down_grad, config=CUTS["down_grad"], **by_expert)
+        gemm_tuned.fn(
+            x.mT, projected_grad, gate_up_grad.mT, config=CUTS["gate_up_grad"], concat_layout=("out",), **by_expert
+        )
     if input_grad:
         terms = x.new_empty(rows, hidden)
         gemm_tuned.fn(
@@ -124,10 +129,10 @@ def _backward(
             gate_up_proj,
             terms,
             cu_seqlens_m=routing.starts,
-            config=_INPUT_GRAD,
+            config=CUTS["input_grad"],
             concat_layout=("B",),
         )
-        x_grad = combine(terms, places, weights, False)
+        x_grad = combine(terms, routing.places, weights, False)
     return x_grad, gate_up_grad, down_grad, weights_grad
 
 

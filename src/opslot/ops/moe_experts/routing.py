@@ -1,6 +1,6 @@
 """Where each chosen expert's input row goes: a stable counting sort on the GPU, without a synchronization.
 
-A slot is one choice of one token, numbered token * K + choice. Slots become rows in order of expert, then of slot; every
+A slot is one choice of one token, numbered token * K + choice. Slots become rows in order of expert, then of slot. An
 expert's rows start at a multiple of `align`, so that a tile of rows never holds two experts.
 """
 
@@ -48,7 +48,7 @@ def empty_routing(top_k_index: Tensor, experts: int, align: int) -> Routing:
 
 
 def route(top_k_index: Tensor, experts: int, align: int) -> Routing:
-    """Sort the slots of `top_k_index` [T, K] (any integer dtype, contiguous) by expert; an index outside 0..E-1 gets no row."""
+    """Sort the slots of `top_k_index` [T, K] (integer, contiguous) by expert; an index outside 0..E-1 gets no row."""
     routing = empty_routing(top_k_index, experts, align)
     slots = top_k_index.numel()
     blocks = triton.cdiv(slots, _BLOCK)
@@ -117,7 +117,7 @@ def _scatter_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Give one block of slots its rows; the programs share out the experts' last tiles and the map from tile to expert."""
+    """Give one block of slots its rows; programs share out the experts' last tiles and the map from tile to expert."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     column = tl.arange(0, WIDTH)

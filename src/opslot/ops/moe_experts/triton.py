@@ -1,10 +1,13 @@
-"""fused_triton: routed experts as grouped Triton products with SwiGLU and the routing weights in their epilogues.
+"""fused_triton: routed experts as grouped Triton products with SwiGLU in the first one's epilogue.
 
-Forward: sort slots by expert (`routing.py`); one product makes gate, up and silu(gate) * up; one makes each row's output; a
-weighted sum over a token's rows follows, without atomics. Saved for backward: gate and up [2, R, I] and the routing.
-Backward: the down product's input gradient with SwiGLU's backward in its epilogue, which also gives the routing weights'
-gradient as row dots; then the input gradient and both weight gradients, the latter over each expert's rows.
-The idea of keeping only gate and up, and of gathering where rows are used, is SonicMoE's (arXiv 2512.14080).
+Forward: sort slots by expert (`routing.py`); one product makes gate, up and silu(gate) * up; one makes each row's
+output; a weighted sum over a token's rows follows, without atomics. Saved for backward: gate and up [2, R, I] and the
+routing. Backward: the down product's input gradient; one pass back through SwiGLU, which recomputes act and also gives
+the routing weights' gradient as row dots; then the input gradient and both weight gradients, over each expert's rows.
+
+Measured on an H200: with SwiGLU's backward in the product's epilogue, that product runs out of registers and is slower
+than the two kernels; gathering tokens inside the weight gradients keeps their loads from being pipelined and is slower
+than gathering first. Keeping only gate and up for backward is SonicMoE's idea (arXiv 2512.14080).
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from opslot._base.device import triton_interpreted
+from opslot._base.errors import KernelError, explain_problem
 from opslot.ops.moe_experts import triton_kernels as kernels
 from opslot.ops.moe_experts._autograd import Grads, differentiable
 from opslot.ops.moe_experts._call import prepare
@@ -27,7 +32,7 @@ DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
 @dataclass(frozen=True)
 class Tiles:
-    """How one product is cut: BM x BN outputs, BK deep; `group` row tiles walked together; `per_sm` persistent programs."""
+    """How one product is cut: BM x BN outputs, BK deep; `group` row tiles walked together; `per_sm` programs."""
 
     bm: int
     bn: int
@@ -37,12 +42,18 @@ class Tiles:
     group: int = 8
     per_sm: int = 1
     flatten: bool = False
-    gather: bool = True
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The cuts of all six products. Rows of an expert start at multiples of `align`, which every row product's bm divides."""
+    """How all six products are cut.
+
+    Attributes:
+        align: rows of an expert start at its multiples; every row product's bm divides it.
+        tma: operands are tensor descriptors: SM90 and newer, rows and bases at multiples of 16 bytes.
+        programs: multiprocessors of the device.
+        gather: the first product gathers tokens as it loads them, instead of reading rows gathered before.
+    """
 
     align: int
     gate_up: Tiles
@@ -53,34 +64,41 @@ class Plan:
     down_grad: Tiles
     tma: bool = False
     programs: int = 1
+    gather: bool = True
+
+
+def _hopper(programs: int) -> Plan:
+    """The best on an H200 at Qwen3-30B-A3B's and DeepSeek-V3's widths (benchmarks/tune_moe.py)."""
+    rows = Tiles(128, 256, 64, 8, 3, group=16, flatten=True)
+    return Plan(
+        align=128,
+        gate_up=Tiles(128, 128, 64, 8, 3, group=16, flatten=True),
+        down=rows,
+        act_grad=rows,
+        input_grad=rows,
+        gate_up_grad=Tiles(128, 256, 64, 8, 3, group=8, flatten=True),
+        down_grad=Tiles(128, 256, 64, 8, 3, group=8, flatten=True),
+        tma=True,
+        programs=programs,
+    )
 
 
 def _uniform(align: int, tiles: Tiles, tma: bool, programs: int) -> Plan:
     return Plan(align, tiles, tiles, tiles, tiles, tiles, tiles, tma, programs)
 
 
-def plan_for(hidden_states: Tensor, down_proj: Tensor, top_k_index: Tensor) -> Plan:
-    """The plan for these shapes on this device."""
-    if not hidden_states.is_cuda:
+def plan_for(down_proj: Tensor, weights: Sequence[Tensor] = ()) -> Plan:
+    """The plan for experts like `down_proj`; `weights`, where memory is real, may rule out TMA, not move `align`."""
+    if not down_proj.is_cuda:
         return _uniform(64, Tiles(64, 64, 64, 4, 1), tma=False, programs=3)
-    properties = torch.cuda.get_device_properties(hidden_states.device)
+    properties = torch.cuda.get_device_properties(down_proj.device)
     programs = properties.multi_processor_count
-    if hidden_states.element_size() > 2:
+    if down_proj.element_size() > 2:
         return _uniform(64, Tiles(64, 64, 32, 4, 2, per_sm=2), tma=False, programs=programs)
-    aligned = all(width % 8 == 0 for width in down_proj.shape[1:])
+    aligned = all(n % 8 == 0 for n in down_proj.shape[1:]) and all(w.data_ptr() % 16 == 0 for w in weights)
     if properties.major < 9 or not aligned:
         return _uniform(128, Tiles(128, 128, 32, 8, 3), tma=False, programs=programs)
-    return Plan(
-        align=128,
-        gate_up=Tiles(128, 128, 64, 8, 3),
-        down=Tiles(128, 256, 64, 8, 3),
-        act_grad=Tiles(128, 128, 64, 8, 3),
-        input_grad=Tiles(128, 256, 64, 8, 3),
-        gate_up_grad=Tiles(128, 256, 64, 8, 3),
-        down_grad=Tiles(128, 256, 64, 8, 3),
-        tma=True,
-        programs=programs,
-    )
+    return _hopper(programs)
 
 
 def fused_triton(
@@ -91,6 +109,10 @@ def fused_triton(
     Raises:
         KernelError: shapes or dtypes that are not the contract's, or weights that are not contiguous.
     """
+    if hidden_states.device.type == "cpu" and not triton_interpreted():
+        found = "tensors on the CPU"
+        todo = "move them to a GPU, set TRITON_INTERPRET=1, or use moe_implementation=grouped_mm"
+        raise KernelError(explain_problem("moe_implementation='fused_triton' cannot run this call", found, todo))
     x, gate_up, down = prepare(
         "fused_triton", hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, DTYPES, contiguous=True
     )
@@ -98,11 +120,13 @@ def fused_triton(
     return output.to(hidden_states.dtype)
 
 
-def _operand(plan: Plan, tensor: Tensor, block_rows: int, block_columns: int) -> Tensor | TensorDescriptor:
+def _operand(
+    plan: Plan, tensor: Tensor, block_rows: int, block_columns: int, planes: int = 1
+) -> Tensor | TensorDescriptor:
     """`tensor` [planes, rows, columns] as the kernels take it."""
     if not plan.tma:
         return tensor
-    return TensorDescriptor.from_tensor(tensor, [1, block_rows, block_columns])
+    return TensorDescriptor.from_tensor(tensor, [planes, block_rows, block_columns])
 
 
 def _grid(plan: Plan, tiles: Tiles, count: int) -> tuple[int]:
@@ -145,6 +169,16 @@ def combine(rows: Tensor, places: Tensor, top_k_weights: Tensor, weighted: bool)
     return out
 
 
+def slot_sum(parts: Tensor, places: Tensor, like: Tensor) -> Tensor:
+    """Each slot's sum over `parts` [P, R] at its row, shaped and typed as `like` [T, K]; zero for one without a row."""
+    out = torch.empty_like(like)
+    count, rows = parts.shape
+    kernels.slot_sum_kernel[(triton.cdiv(out.numel(), 256),)](
+        parts, places, out, out.numel(), rows, count, BLOCK=256, num_warps=4
+    )
+    return out
+
+
 def rows_product(
     plan: Plan, tiles: Tiles, a: Tensor, weight: Tensor, columns: int, weight_nk: bool, routing: Routing
 ) -> Tensor:
@@ -170,29 +204,22 @@ def rows_product(
     return out
 
 
-def weight_grad_product(
-    plan: Plan, tiles: Tiles, left: Tensor, right: Tensor, planes: int, top_k: int, routing: Routing
-) -> Tensor:
-    """[E * planes, M, N]; `left` [planes, R, M] and `right` [1, R, N], of which one may be [T, .] to be gathered."""
-    groups = routing.counts.numel() * planes
-    m, n = left.shape[-1], right.shape[-1]
+def weight_grad_product(plan: Plan, tiles: Tiles, left: Tensor, right: Tensor, routing: Routing) -> Tensor:
+    """[E * PLANES, M, N]: left^T right over each expert's rows of `left` [PLANES, R, M] and `right` [1, R, N]."""
+    planes, rows, m = left.shape
+    n, groups = right.shape[2], routing.counts.numel() * planes
     out = left.new_empty(groups, m, n)
-    gather_left, gather_right = left.dim() == 2, right.dim() == 2
     kernels.weight_grad_kernel[_grid(plan, tiles, groups * triton.cdiv(m, tiles.bm) * triton.cdiv(n, tiles.bn))](
-        left if gather_left else _operand(plan, left, tiles.bk, tiles.bm),
-        right if gather_right else _operand(plan, right, tiles.bk, tiles.bn),
-        routing.slots,
+        _operand(plan, left, tiles.bk, tiles.bm),
+        _operand(plan, right, tiles.bk, tiles.bn),
         _operand(plan, out, tiles.bm, tiles.bn),
         routing.starts,
         routing.counts,
         groups,
-        routing.slots.numel(),
+        rows,
         m,
         n,
         PLANES=planes,
-        TOP_K=top_k,
-        GATHER_LEFT=gather_left,
-        GATHER_RIGHT=gather_right,
         TMA=plan.tma,
         **_cut(tiles),
     )
@@ -230,27 +257,22 @@ def backward(
     input_grad: bool,
     weight_grad: bool,
 ) -> Grads:
-    """Gradients of hidden_states, gate_up_proj, down_proj and top_k_weights; empty [0] where not wanted."""
+    """The gradients that are wanted."""
     experts, hidden, intermediate = down_proj.shape
     top_k = top_k_weights.shape[1]
-    none = grad.new_empty(0)
     if routing.slots.numel() == 0:
-        wanted = (torch.zeros_like(gate_up_proj), torch.zeros_like(down_proj)) if weight_grad else (none, none)
-        return torch.zeros_like(hidden_states), *wanted, torch.zeros_like(top_k_weights)
+        return (*(torch.zeros_like(t) for t in (hidden_states, gate_up_proj, down_proj, top_k_weights)),)
     x, grad, top_k_weights = hidden_states.contiguous(), grad.contiguous(), top_k_weights.contiguous()
-    row_grad = None if plan.act_grad.gather and plan.down_grad.gather else gather(grad, top_k, routing)
-    source = grad if plan.act_grad.gather else row_grad
-    projected_grad, weighted_act, weights_grad = act_grad(plan, source, down_proj, projected, top_k_weights, routing)
-    x_grad = gate_up_grad = down_grad = none
+    row_grad = gather(grad, top_k, routing)
+    act_grad = rows_product(plan, plan.act_grad, row_grad, down_proj, intermediate, False, routing)
+    projected_grad, weighted_act, weights_grad = swiglu_grad(act_grad, projected, top_k_weights, routing)
+    x_grad = gate_up_grad = down_grad = None
     if weight_grad:
-        source = grad if plan.down_grad.gather else row_grad
-        down_grad = weight_grad_product(plan, plan.down_grad, source, weighted_act, 1, top_k, routing)
-        del row_grad, weighted_act
-        source = x if plan.gate_up_grad.gather else gather(x, top_k, routing)
-        gate_up_grad = weight_grad_product(plan, plan.gate_up_grad, projected_grad, source, 2, top_k, routing)
+        down_grad = weight_grad_product(plan, plan.down_grad, row_grad, weighted_act, routing)
+        del row_grad, act_grad, weighted_act
+        gate_up_grad = weight_grad_product(plan, plan.gate_up_grad, projected_grad, gather(x, top_k, routing), routing)
         gate_up_grad = gate_up_grad.view_as(gate_up_proj)
     if input_grad:
-        del source
         weight = gate_up_proj.view(2 * experts, intermediate, hidden)
         terms = rows_product(plan, plan.input_grad, projected_grad, weight, hidden, False, routing)
         x_grad = combine(terms, routing.places, top_k_weights, False)
@@ -266,12 +288,12 @@ def gate_up(
     projected = x.new_empty(2, rows, intermediate)
     act = x.new_empty(1, rows, intermediate)
     source = x
-    if not tiles.gather:
+    if not plan.gather:
         source = _operand(plan, gather(x, top_k, routing) if row_tokens is None else row_tokens, tiles.bm, tiles.bk)
     kernels.gate_up_kernel[_grid(plan, tiles, rows // tiles.bm * triton.cdiv(intermediate, tiles.bn))](
         source,
         routing.slots,
-        _operand(plan, gate_up_proj.view(2 * experts, intermediate, hidden), tiles.bn, tiles.bk),
+        _operand(plan, gate_up_proj.view(2 * experts, intermediate, hidden), tiles.bn, tiles.bk, planes=2),
         _operand(plan, projected, tiles.bm, tiles.bn),
         _operand(plan, act, tiles.bm, tiles.bn),
         routing.starts,
@@ -281,7 +303,7 @@ def gate_up(
         hidden,
         intermediate,
         TOP_K=top_k,
-        GATHER=tiles.gather,
+        GATHER=plan.gather,
         TMA=plan.tma,
         ALIGN=plan.align,
         **_cut(tiles),
@@ -289,53 +311,40 @@ def gate_up(
     return projected, act
 
 
-def act_grad(
-    plan: Plan, source: Tensor, down_proj: Tensor, projected: Tensor, top_k_weights: Tensor, routing: Routing
+def swiglu_grad(
+    act_grad: Tensor, projected: Tensor, top_k_weights: Tensor, routing: Routing
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of gate and up [2, R, I]; weight * act [1, R, I]; and the gradient of `top_k_weights`."""
-    experts, hidden, intermediate = down_proj.shape
-    rows = routing.slots.numel()
-    tiles = plan.act_grad
-    columns = triton.cdiv(intermediate, tiles.bn)
-    projected_grad = torch.empty_like(projected)
-    weighted_act = projected.new_empty(1, rows, intermediate)
-    slot_grad = projected.new_empty((columns, rows), dtype=torch.float32)
-    kernels.act_grad_kernel[_grid(plan, tiles, rows // tiles.bm * columns)](
-        source if tiles.gather else _operand(plan, source, tiles.bm, tiles.bk),
+    _, rows, intermediate = act_grad.shape
+    projected_grad, weighted_act = torch.empty_like(projected), torch.empty_like(act_grad)
+    # Slots of other ranks have no row that writes theirs.
+    weights_grad = torch.zeros_like(top_k_weights)
+    kernels.swiglu_grad_kernel[(rows // 8,)](
+        act_grad,
+        projected,
         routing.slots,
         top_k_weights,
-        _operand(plan, down_proj, tiles.bk, tiles.bn),
-        _operand(plan, projected, tiles.bm, tiles.bn // 2),
-        _operand(plan, projected_grad, tiles.bm, tiles.bn // 2),
-        _operand(plan, weighted_act, tiles.bm, tiles.bn // 2),
-        slot_grad,
+        projected_grad,
+        weighted_act,
+        weights_grad,
         routing.starts,
-        routing.tile_expert,
-        experts,
+        routing.counts.numel(),
         rows,
-        hidden,
         intermediate,
-        TOP_K=top_k_weights.shape[1],
-        GATHER=tiles.gather,
-        TMA=plan.tma,
-        ALIGN=plan.align,
-        **_cut(tiles),
-    )
-    weights_grad = torch.empty_like(top_k_weights)
-    slots = weights_grad.numel()
-    kernels.slot_sum_kernel[(triton.cdiv(slots, 256),)](
-        slot_grad, routing.places, weights_grad, slots, rows, columns, BLOCK=256, num_warps=4
+        BM=8,
+        BC=min(triton.next_power_of_2(intermediate), 256),
+        num_warps=4,
     )
     return projected_grad, weighted_act, weights_grad
 
 
 def _forward(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-    return forward(plan_for(x, down_proj, index), x, gate_up_proj, down_proj, index, weights)
+    return forward(plan_for(down_proj, (gate_up_proj, down_proj)), x, gate_up_proj, down_proj, index, weights)
 
 
 def _fake(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
     experts, _, intermediate = down_proj.shape
-    routing = empty_routing(index, experts, plan_for(x, down_proj, index).align)
+    routing = empty_routing(index, experts, plan_for(down_proj).align)
     projected = x.new_empty(2, routing.slots.numel(), intermediate)
     return torch.empty_like(x, memory_format=torch.contiguous_format), projected, *routing
 
@@ -351,7 +360,7 @@ def _backward(
     weight_grad: bool,
 ) -> Grads:
     projected, *routing = saved
-    plan = plan_for(x, down_proj, weights)
+    plan = plan_for(down_proj, (gate_up_proj, down_proj))
     arguments = (grad, x, gate_up_proj, down_proj, weights, projected, Routing(*routing))
     return backward(plan, *arguments, input_grad, weight_grad)
 

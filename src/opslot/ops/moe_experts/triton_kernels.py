@@ -4,8 +4,8 @@ Every operand is seen as [planes, rows, columns], contiguous: weights [E, N, K] 
 activations [1, R, C], and gate and up [2, R, I]. Planes keep a tile inside its own half and its own expert: what lies
 outside reads as zero and is not written. `TMA` tells whether an operand is a tensor descriptor or a pointer.
 
-A program takes tiles with a stride of the grid, so that a grid of the machine's size is persistent. Rows that fill up an
-expert's last tile have slot -1; they read as zero, and so everything computed from them is zero.
+A program takes tiles with a stride of the grid, so that a grid of the machine's size is persistent. Rows that fill up
+an expert's last tile have slot -1; they read as zero, and so everything computed from them is zero.
 """
 
 from __future__ import annotations
@@ -15,17 +15,26 @@ import triton.language as tl
 
 from opslot._base.device import triton_interpreted
 
-# Triton's interpreter multiplies the bit patterns of bf16 operands; there they are widened first.
-_WIDEN = tl.constexpr(triton_interpreted())
+# Triton's interpreter multiplies the bit patterns of bf16 operands, and cuts bf16 off where GPUs round it.
+_INTERPRETED = tl.constexpr(triton_interpreted())
 
 
 @triton.jit
 def _dot(a, b, acc):
-    if _WIDEN:
+    if _INTERPRETED:
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
         acc = tl.dot(a, b, acc, input_precision="ieee")
     return acc
+
+
+@triton.jit
+def _narrow(x, dtype: tl.constexpr):
+    """float32 `x` rounded to `dtype`."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -41,14 +50,28 @@ def _load_tile(src, plane, row, col, rows, cols, BR: tl.constexpr, BC: tl.conste
 
 
 @triton.jit
+def _load_pair(src, plane, row, col, rows, cols, BR: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr):
+    """The same tile of planes `plane` and `plane + 1`, one below the other: [2 * BR, BC]."""
+    if TMA:
+        tile = src.load([plane, row, col]).reshape(2 * BR, BC)
+    else:
+        i = tl.arange(0, 2 * BR)
+        r = row + i % BR
+        c = col + tl.arange(0, BC)
+        offset = ((plane + i // BR).to(tl.int64) * rows + r)[:, None] * cols + c[None, :]
+        tile = tl.load(src + offset, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
 def _store_tile(dst, plane, row, col, tile, rows, cols, BR: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr):
     if TMA:
-        dst.store([plane, row, col], tile.to(dst.dtype).reshape(1, BR, BC))
+        dst.store([plane, row, col], _narrow(tile, dst.dtype).reshape(1, BR, BC))
     else:
         r = row + tl.arange(0, BR)
         c = col + tl.arange(0, BC)
         offset = (tl.cast(plane, tl.int64) * rows + r[:, None]) * cols + c[None, :]
-        tl.store(dst + offset, tile.to(dst.dtype.element_ty), mask=(r < rows)[:, None] & (c < cols)[None, :])
+        tl.store(dst + offset, _narrow(tile, dst.dtype.element_ty), mask=(r < rows)[:, None] & (c < cols)[None, :])
 
 
 @triton.jit
@@ -102,20 +125,18 @@ def gate_up_kernel(
         col = tn * BN
         if GATHER:
             slot = tl.load(slots + row + tl.arange(0, BM))
-        gate_acc = tl.zeros((BM, BN), tl.float32)
-        up_acc = tl.zeros((BM, BN), tl.float32)
+        acc = tl.zeros((BM, 2 * BN), tl.float32)
         for k in range(0, hidden, BK):
             if GATHER:
                 a = _load_tokens(x, slot, k, hidden, TOP_K, BK)
             else:
                 a = _load_tile(x, 0, row, k, rows, hidden, BM, BK, TMA)
-            g = _load_tile(gate_up, 2 * expert, col, k, intermediate, hidden, BN, BK, TMA)
-            u = _load_tile(gate_up, 2 * expert + 1, col, k, intermediate, hidden, BN, BK, TMA)
-            gate_acc = _dot(a, g.T, gate_acc)
-            up_acc = _dot(a, u.T, up_acc)
-        _store_tile(projected, 0, row, col, gate_acc, rows, intermediate, BM, BN, TMA)
-        _store_tile(projected, 1, row, col, up_acc, rows, intermediate, BM, BN, TMA)
-        h = gate_acc * tl.sigmoid(gate_acc) * up_acc
+            b = _load_pair(gate_up, 2 * expert, col, k, intermediate, hidden, BN, BK, TMA)
+            acc = _dot(a, b.T, acc)
+        gate, up = tl.split(acc.reshape(BM, 2, BN).permute(0, 2, 1))
+        _store_tile(projected, 0, row, col, gate, rows, intermediate, BM, BN, TMA)
+        _store_tile(projected, 1, row, col, up, rows, intermediate, BM, BN, TMA)
+        h = gate * tl.sigmoid(gate) * up
         _store_tile(act, 0, row, col, h, rows, intermediate, BM, BN, TMA)
 
 
@@ -163,110 +184,59 @@ def rows_kernel(
 
 
 @triton.jit
-def _swiglu_grad(
+def swiglu_grad_kernel(
     act_grad,
-    weight,
     projected,
-    projected_grad,
-    weighted_act,
-    row,
-    col,
-    rows,
-    intermediate,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """One tile's share of `act_grad_kernel`'s outputs; returns the row dots of act and its gradient."""
-    gate = _load_tile(projected, 0, row, col, rows, intermediate, BM, BN, TMA).to(tl.float32)
-    up = _load_tile(projected, 1, row, col, rows, intermediate, BM, BN, TMA).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    act = silu * up
-    _store_tile(weighted_act, 0, row, col, act * weight, rows, intermediate, BM, BN, TMA)
-    dots = tl.sum(act * act_grad, 1)
-    act_grad = act_grad * weight
-    _store_tile(projected_grad, 1, row, col, act_grad * silu, rows, intermediate, BM, BN, TMA)
-    gate_grad = act_grad * up * (sigmoid + silu * (1.0 - sigmoid))
-    _store_tile(projected_grad, 0, row, col, gate_grad, rows, intermediate, BM, BN, TMA)
-    return dots
-
-
-@triton.jit
-def act_grad_kernel(
-    grad,
     slots,
     top_k_weights,
-    down,
-    projected,
     projected_grad,
     weighted_act,
-    slot_grad,
+    weights_grad,
     starts,
-    tile_expert,
     experts,
     rows,
-    hidden,
     intermediate,
-    TOP_K: tl.constexpr,
-    GATHER: tl.constexpr,
-    TMA: tl.constexpr,
-    ALIGN: tl.constexpr,
     BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    FLATTEN: tl.constexpr,
+    BC: tl.constexpr,
 ):
-    """Back through the down product and SwiGLU.
+    """Back through SwiGLU, from the gradient `act_grad` [1, R, I] of each row's unweighted output.
 
-    Writes projected_grad [2, R, I]; weighted_act [1, R, I] = weight * act, for down's gradient; and, for each column tile,
-    the part of a routing weight's gradient that it sees: slot_grad [column tiles, R].
+    Writes projected_grad [2, R, I]; weighted_act [1, R, I] = weight * act, which down's gradient needs; and, at each
+    row's slot, the gradient of its weight: the dot of act and act_grad.
     """
-    row_tiles = tl.load(starts + experts) // BM
-    col_tiles = tl.cdiv(intermediate, BN)
-    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
-        tm, tn = _tile_at(tile, row_tiles, col_tiles, GROUP)
-        expert = tl.load(tile_expert + tm * BM // ALIGN)
-        row = tm * BM
-        col = tn * BN
-        slot = tl.load(slots + row + tl.arange(0, BM))
-        acc = tl.zeros((BM, BN), tl.float32)
-        for k in range(0, hidden, BK):
-            if GATHER:
-                a = _load_tokens(grad, slot, k, hidden, TOP_K, BK)
-            else:
-                a = _load_tile(grad, 0, row, k, rows, hidden, BM, BK, TMA)
-            b = _load_tile(down, expert, k, col, hidden, intermediate, BK, BN, TMA)
-            acc = _dot(a, b, acc)
+    row = tl.program_id(0) * BM
+    if row < tl.load(starts + experts):
+        r = row + tl.arange(0, BM)
+        slot = tl.load(slots + r)
         weight = tl.load(top_k_weights + slot, mask=slot >= 0, other=0.0).to(tl.float32)[:, None]
-        # In halves: the whole tile with its five companions would not fit into registers.
-        left, right = tl.split(acc.reshape(BM, 2, BN // 2).permute(0, 2, 1))
-        part = _swiglu_grad(
-            left, weight, projected, projected_grad, weighted_act, row, col, rows, intermediate, BM, BN // 2, TMA
-        )
-        part += _swiglu_grad(
-            right,
-            weight,
-            projected,
-            projected_grad,
-            weighted_act,
-            row,
-            col + BN // 2,
-            rows,
-            intermediate,
-            BM,
-            BN // 2,
-            TMA,
-        )
-        tl.store(slot_grad + tl.cast(tn, tl.int64) * rows + row + tl.arange(0, BM), part)
+        dots = tl.zeros((BM,), tl.float32)
+        for col in range(0, intermediate, BC):
+            c = col + tl.arange(0, BC)
+            offset = r.to(tl.int64)[:, None] * intermediate + c[None, :]
+            other = offset + tl.cast(rows, tl.int64) * intermediate
+            live = (c < intermediate)[None, :]
+            gate = tl.load(projected + offset, mask=live, other=0.0).to(tl.float32)
+            up = tl.load(projected + other, mask=live, other=0.0).to(tl.float32)
+            grad = tl.load(act_grad + offset, mask=live, other=0.0).to(tl.float32)
+            sigmoid = tl.sigmoid(gate)
+            silu = gate * sigmoid
+            act = silu * up
+            dots += tl.sum(act * grad, 1)
+            grad = grad * weight
+            tl.store(weighted_act + offset, _narrow(act * weight, projected_grad.dtype.element_ty), mask=live)
+            tl.store(
+                projected_grad + offset,
+                _narrow(grad * up * (sigmoid + silu * (1.0 - sigmoid)), projected_grad.dtype.element_ty),
+                mask=live,
+            )
+            tl.store(projected_grad + other, _narrow(grad * silu, projected_grad.dtype.element_ty), mask=live)
+        tl.store(weights_grad + slot, _narrow(dots, weights_grad.dtype.element_ty), mask=slot >= 0)
 
 
 @triton.jit
 def weight_grad_kernel(
     left,
     right,
-    slots,
     out,
     starts,
     counts,
@@ -275,9 +245,6 @@ def weight_grad_kernel(
     left_columns,
     right_columns,
     PLANES: tl.constexpr,
-    TOP_K: tl.constexpr,
-    GATHER_LEFT: tl.constexpr,
-    GATHER_RIGHT: tl.constexpr,
     TMA: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -285,7 +252,7 @@ def weight_grad_kernel(
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    """out [E * PLANES, M, N] = left^T right over an expert's rows; left [PLANES, R, M], right [1, R, N], or gathered [T, .]."""
+    """out [E * PLANES, M, N] = left^T right over an expert's rows; left [PLANES, R, M], right [1, R, N]."""
     row_tiles = tl.cdiv(left_columns, BM)
     col_tiles = tl.cdiv(right_columns, BN)
     each = row_tiles * col_tiles
@@ -298,16 +265,8 @@ def weight_grad_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(0, count, BK):
             row = start + k
-            if GATHER_LEFT or GATHER_RIGHT:
-                slot = tl.load(slots + row + tl.arange(0, BK))
-            if GATHER_LEFT:
-                a = _load_tokens(left, slot, tm * BM, left_columns, TOP_K, BM)
-            else:
-                a = _load_tile(left, group - expert * PLANES, row, tm * BM, rows, left_columns, BK, BM, TMA)
-            if GATHER_RIGHT:
-                b = _load_tokens(right, slot, tn * BN, right_columns, TOP_K, BN)
-            else:
-                b = _load_tile(right, 0, row, tn * BN, rows, right_columns, BK, BN, TMA)
+            a = _load_tile(left, group - expert * PLANES, row, tm * BM, rows, left_columns, BK, BM, TMA)
+            b = _load_tile(right, 0, row, tn * BN, rows, right_columns, BK, BN, TMA)
             acc = _dot(a.T, b, acc)
         _store_tile(out, group, tm * BM, tn * BN, acc, left_columns, right_columns, BM, BN, TMA)
 
@@ -338,7 +297,7 @@ def combine_kernel(
         if WEIGHTED:
             term *= tl.load(top_k_weights + token * TOP_K + choice).to(tl.float32)
         acc += tl.where(live, term, 0.0)
-    tl.store(out + token * hidden + c, acc.to(out.dtype.element_ty), mask=c < hidden)
+    tl.store(out + token * hidden + c, _narrow(acc, out.dtype.element_ty), mask=c < hidden)
 
 
 @triton.jit
@@ -349,4 +308,4 @@ def slot_sum_kernel(parts, places, out, slots, rows, tiles, BLOCK: tl.constexpr)
     acc = tl.zeros((BLOCK,), tl.float32)
     for tile in range(tiles):
         acc += tl.load(parts + tl.cast(tile, tl.int64) * rows + place, mask=place >= 0, other=0.0)
-    tl.store(out + slot, acc.to(out.dtype.element_ty), mask=slot < slots)
+    tl.store(out + slot, _narrow(acc, out.dtype.element_ty), mask=slot < slots)

@@ -1,0 +1,308 @@
+"""moe_experts: what the parity harness does not ask."""
+
+import pytest
+import torch
+from torch import nn
+
+from opslot import KERNEL_REGISTRY
+from opslot._base.device import CPU, DeviceFacts
+from opslot._base.errors import ConfigError, KernelError
+from opslot.ops.moe_experts import op
+from opslot.slots import KernelRequest, OpSlot, bind, explain, unbind
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS = ["grouped_mm", "fused_triton"]
+NAMES = ("hidden_states", "gate_up_proj", "down_proj", "top_k_index", "top_k_weights")
+DIFFERENTIABLE = (0, 1, 2, 4)
+
+
+def load(name):
+    return KERNEL_REGISTRY.load("moe_experts", "standard", name)
+
+
+def inputs(tokens=11, experts=4, top_k=2, hidden=32, intermediate=16, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(DEVICE, dtype).requires_grad_()
+
+    index = torch.rand((tokens, experts), generator=generator).topk(top_k).indices.to(DEVICE)
+    weights = torch.rand((tokens, top_k), generator=generator).to(DEVICE, dtype).requires_grad_()
+    x = randn(tokens, hidden)
+    return [x, randn(experts, 2 * intermediate, hidden), randn(experts, hidden, intermediate), index, weights]
+
+
+def gradients(kernel, tensors, grad=None):
+    out = kernel(*tensors)
+    leaves = [tensors[i] for i in DIFFERENTIABLE if tensors[i].requires_grad]
+    return out, torch.autograd.grad(out, leaves, torch.ones_like(out) if grad is None else grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reference_is_upstreams_loop_bit_for_bit(dtype):
+    qwen = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    config = qwen.Qwen3MoeConfig(hidden_size=32, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = "eager"
+    experts = qwen.Qwen3MoeExperts(config).to(DEVICE)
+    tensors = inputs(dtype=dtype)
+    experts.gate_up_proj, experts.down_proj = nn.Parameter(tensors[1]), nn.Parameter(tensors[2])
+    upstream = [tensors[0], experts.gate_up_proj, experts.down_proj, tensors[3], tensors[4]]
+    expected, expected_grads = gradients(lambda x, _, __, index, w: experts(x, index, w), upstream)
+    out, grads = gradients(op.standard, tensors)
+    assert torch.equal(out, expected)
+    for got, wanted in zip(grads, expected_grads, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_twice_the_same_bits(name):
+    tensors = inputs(tokens=70)
+    first, second = (gradients(load(name), tensors) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+    assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("frozen", [(0,), (1, 2), (4,), (0, 1, 2), (1, 2, 4)])
+def test_frozen_inputs_leave_the_other_gradients_alone(name, frozen):
+    tensors = inputs()
+    _, every = gradients(load(name), tensors)
+    for i in frozen:
+        tensors[i] = tensors[i].detach()
+    _, some = gradients(load(name), tensors)
+    kept = [grad for i, grad in zip(DIFFERENTIABLE, every, strict=True) if i not in frozen]
+    assert all(torch.equal(a, b) for a, b in zip(kept, some, strict=True))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_incoming_gradient_without_strides_of_its_own(name):
+    tensors = inputs()
+    spread = torch.randn(1, 32, device=DEVICE).expand(11, 32)
+    _, got = gradients(load(name), tensors, spread)
+    _, wanted = gradients(load(name), tensors, spread.contiguous())
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_extreme_gates_stay_finite(name):
+    tensors = inputs()
+    with torch.no_grad():
+        tensors[1].mul_(1e4)
+    out, grads = gradients(load(name), tensors)
+    expected, expected_grads = gradients(op.standard, tensors)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-2)
+    for got, wanted in zip(grads, expected_grads, strict=True):
+        assert torch.isfinite(got).all()
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_without_a_graph_break(name):
+    tensors = inputs()
+    compiled = torch.compile(load(name), fullgraph=True, backend="aot_eager")
+    out, grads = gradients(compiled, tensors)
+    expected, expected_grads = gradients(load(name), tensors)
+    assert torch.equal(out, expected)
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected_grads, strict=True))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_opcheck(name):
+    load(name)
+    operator = getattr(torch.ops.opslot, f"moe_{name}").default
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(operator, inputs(tokens=5), test_utils=checks)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_autocast_computes_in_its_dtype(name):
+    tensors = inputs()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out, grads = gradients(load(name), tensors)
+        expected, _ = gradients(op.standard, tensors)
+    assert out.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    assert {g.dtype for g in grads} == {torch.float32}
+
+
+def changed(**other):
+    tensors = dict(zip(NAMES, inputs(), strict=True))
+    return {n: other[n](t) if n in other else t for n, t in tensors.items()}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (changed(hidden_states=lambda t: t[None]), "of [3, 3, 3, 2] dimensions"),
+        (changed(gate_up_proj=lambda t: t[:, :-2]), "gate_up_proj [4, 30, 32] with down_proj [4, 32, 16]"),
+        (changed(hidden_states=lambda t: t[:-1]), "hidden_states [10, 32] with top_k_index [11, 2]"),
+        (changed(top_k_weights=lambda t: t[:, :1]), "top_k_weights [11, 1] with top_k_index [11, 2]"),
+        (
+            changed(hidden_states=lambda t: t.bfloat16()),
+            "hidden_states in torch.bfloat16, gate_up_proj in torch.float32",
+        ),
+        (changed(top_k_index=lambda t: t.float()), "top_k_index in torch.float32"),
+        (changed(top_k_weights=lambda t: t.to("meta")), "tensors on"),
+    ],
+)
+def test_a_call_that_is_not_the_contracts_is_refused(name, arguments, found):
+    with pytest.raises(KernelError, match="to do:") as caught:
+        load(name)(**arguments)
+    assert f"moe_implementation='{name}'" in str(caught.value)
+    assert found in str(caught.value)
+
+
+def test_triton_refuses_strided_weights_and_float64():
+    strided = changed(down_proj=lambda t: t.transpose(1, 2).contiguous().transpose(1, 2))
+    with pytest.raises(KernelError, match=r"down_proj with \(512, 1, 32\)"):
+        load("fused_triton")(**strided)
+    wide = changed(**{n: (lambda t: t.double()) for n in NAMES if n != "top_k_index"})
+    with pytest.raises(
+        KernelError, match=r"hidden_states in torch.float64; this kernel takes bfloat16, float16, float32"
+    ):
+        load("fused_triton")(**wide)
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_triton_with_tensor_descriptors(gather):
+    """The kernels' Hopper form; on a CPU through the interpreter."""
+    from opslot.ops.moe_experts import triton as fused
+    from opslot.ops.moe_experts.routing import Routing
+
+    if DEVICE == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    tiles = fused.Tiles(32, 32, 32, 4, 2, group=2)
+    plan = fused.Plan(32, tiles, tiles, tiles, tiles, tiles, tiles, tma=True, programs=3, gather=gather)
+    x, gate_up, down, _, weights = tensors = inputs(tokens=45, experts=3, hidden=72, intermediate=40)
+    with torch.no_grad():
+        out, projected, *routing = fused.forward(plan, *tensors)
+        grads = fused.backward(
+            plan, torch.ones_like(x), x, gate_up, down, weights, projected, Routing(*routing), True, True
+        )
+    expected, expected_grads = gradients(op.standard, tensors)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    for got, wanted in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("align", [1, 16])
+@pytest.mark.parametrize("shape", [(300, 3, 5), (1, 1, 1), (64, 2, 40), (0, 2, 4)])
+def test_routing_is_a_stable_sort(shape, align):
+    from opslot.ops.moe_experts.routing import route
+
+    tokens, top_k, experts = shape
+    index = torch.randint(0, experts + 1, (tokens, top_k), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    places, slots, starts, counts, tile_expert = (t.cpu().tolist() for t in route(index, experts, align))
+    chosen = index.cpu().flatten().tolist()
+    expected_start, used = 0, set()
+    for expert in range(experts):
+        mine = [slot for slot, e in enumerate(chosen) if e == expert]
+        assert starts[expert] == expected_start
+        assert counts[expert] == len(mine)
+        assert slots[expected_start : expected_start + len(mine)] == mine
+        padded = -(-len(mine) // align) * align
+        assert tile_expert[expected_start // align : (expected_start + padded) // align] == [expert] * (padded // align)
+        used |= set(range(expected_start, expected_start + len(mine)))
+        expected_start += padded
+    assert starts[experts] == expected_start <= len(slots)
+    assert all(slot == -1 for row, slot in enumerate(slots) if row not in used)
+    assert all(places[s] == -1 if e == experts else slots[places[s]] == s for s, e in enumerate(chosen))
+
+
+class Experts(nn.Module):
+    moe_experts = OpSlot("moe_experts", "standard")
+
+    def __init__(self, config, act_fn=None):
+        super().__init__()
+        self.config = config
+        self.act_fn = nn.SiLU() if act_fn is None else act_fn
+        self.gate_up_proj = nn.Parameter(torch.zeros(2, 8, 4))
+        self.down_proj = nn.Parameter(torch.zeros(2, 4, 4))
+
+
+class Model(nn.Module):
+    def __init__(self, config, act_fn=None):
+        super().__init__()
+        self.config = config
+        self.experts = Experts(config, act_fn)
+
+
+class Config:
+    _experts_implementation = "grouped_mm"
+
+
+def test_eager_means_upstreams_loop_for_this_model_alone():
+    config = Config()
+    eager, fused = Model(config), Model(config)
+    bind(eager, {"moe_implementation": "eager"})
+    bind(fused, {"moe_experts_implementation": "grouped_mm"})
+    assert eager.experts.config._experts_implementation == "eager"
+    assert fused.experts.config._experts_implementation == config._experts_implementation == "grouped_mm"
+    unbind(eager)
+    assert eager.experts.config._experts_implementation == "grouped_mm"
+
+
+def test_auto_never_falls_to_the_loop():
+    model = Model(Config())
+    bind(model, "auto")
+    assert {row.op: row.chosen for row in explain(model).rows}["moe_experts"] == "grouped_mm"
+    other = Model(Config(), act_fn=nn.GELU())
+    bind(other, "auto")
+    assert {row.op: row.chosen for row in explain(other).rows}["moe_experts"] == "eager"
+    assert other.experts.config._experts_implementation == "grouped_mm"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"act_fn": nn.GELU()}, "activation is GELU"),
+        ({"is_transposed": True}, r"must be \[E, 2I, H\]"),
+        ({"has_bias": True}, "have biases"),
+        ({"is_concatenated": False}, "interleaved"),
+        ({"has_post_expert_norm": True}, "normalized"),
+        ({"gate_up_proj": nn.Parameter(torch.zeros(2, 9, 4)[:, 0])}, "3-D"),
+    ],
+)
+def test_sites_that_compute_something_else(change, reason):
+    module = Experts(Config())
+    assert op.check_site(module) is None
+    for name, value in change.items():
+        setattr(module, name, value)
+    assert op.check_site(module) is not None
+    with pytest.raises(ConfigError, match=reason):
+        bind(module, {"moe_implementation": "grouped_mm"}, device="cpu")
+
+
+def test_gating_of_its_own_is_refused():
+    class Clamped(Experts):
+        def _apply_gate(self, gate_up):
+            return gate_up
+
+    assert "_apply_gate" in op.check_site(Clamped(Config()))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "chosen"),
+    [
+        (CPU, torch.float32, "grouped_mm"),
+        (DeviceFacts("gpu", (9, 0)), torch.float32, "grouped_mm"),
+        (DeviceFacts("gpu", (8, 0)), torch.bfloat16, "fused_triton"),
+        (DeviceFacts("gpu", (7, 5)), torch.float16, "grouped_mm"),
+    ],
+)
+def test_auto_takes_what_was_measured_fastest(device, dtype, chosen):
+    pytest.importorskip("triton")
+    request = KernelRequest("moe_experts", "standard", device, dtype)
+    assert KERNEL_REGISTRY.resolve(request).chosen == chosen
+
+
+def test_npu_elsewhere_tells_every_alternative():
+    request = KernelRequest("moe_experts", "standard", CPU, torch.float32)
+    with pytest.raises(ConfigError) as caught:
+        KERNEL_REGISTRY.resolve(request, "fused_npu")
+    message = str(caught.value)
+    assert "moe_implementation='fused_npu'" in message
+    assert "needs a NPU" in message
+    assert "usable here: eager, grouped_mm" in message
