@@ -17,7 +17,7 @@ IGNORE_INDEX = -100
 def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) -> dict[str, Any]:
     """This rank's part of a causal model's inputs; the batch itself when there is no sequence parallelism.
 
-    Rows are padded at their end to a multiple of the ranks; padding is a document of its own and predicts nothing.
+    Rows are padded at their end to a multiple of the ranks; padding predicts nothing and nothing before it sees it.
 
     Args:
         batch: the same on all ranks of a sequence. input_ids int64 [B, S]; labels [B, S]; position_ids [B, S], which
@@ -26,8 +26,9 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
 
     Returns:
         input_ids, position_ids, labels and shift_labels [B, S / sp] of this rank's positions, the last two both shifted
-        over the whole row, so that a part's last token knows its successor; cu_seq_lens_q, cu_seq_lens_k, max_length_q
-        and max_length_k of the whole rows. There is no attention_mask: documents say the same.
+        over the whole row, so that a part's last token knows its successor; where a row holds several documents, also
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of the whole rows. There is no attention_mask:
+        documents say the same.
 
     Raises:
         ConfigError: an attention mask that is more than padding.
@@ -35,25 +36,20 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
     state = state or get_parallel_state()
     if state.sp == 1:
         return batch
-    rest = {name: value for name, value in batch.items() if name not in _REPLACED}
-    input_ids = batch["input_ids"]
-    starts = _document_starts(batch)
-    positions = _or_default(batch.get("position_ids"), _positions(starts))
+    input_ids, labels, positions = (batch.get(name) for name in ("input_ids", "labels", "position_ids"))
     padding = -input_ids.shape[1] % state.sp
-    whole = {"input_ids": F.pad(input_ids, (0, padding))}
-    if batch.get("labels") is not None:
-        shifted = F.pad(batch["labels"], (0, 1 + padding), value=IGNORE_INDEX)[:, 1:]
+    if positions is None:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+    whole = {
+        "input_ids": F.pad(input_ids, (0, padding)),
+        "position_ids": F.pad(positions.expand_as(input_ids), (0, padding)),
+    }
+    if labels is not None:
+        shifted = F.pad(labels, (0, 1 + padding), value=IGNORE_INDEX)[:, 1:]
         whole |= {"labels": shifted, "shift_labels": shifted}
-    if padding:
-        positions = torch.cat([positions, torch.arange(padding, device=positions.device).expand(len(positions), -1)], 1)
-        starts = F.pad(starts, (0, padding))
-        starts[:, -padding] = True
-    whole["position_ids"] = positions
-    first = F.pad(starts.flatten().nonzero().flatten(), (0, 1), value=starts.numel()).to(torch.int32)
-    longest = int(first.diff().max())
     parts = {name: value.chunk(state.sp, 1)[state.sp_rank].contiguous() for name, value in whole.items()}
-    documents = {"cu_seq_lens_q": first, "cu_seq_lens_k": first, "max_length_q": longest, "max_length_k": longest}
-    return {**rest, **parts, **documents}
+    rest = {name: value for name, value in batch.items() if name not in _REPLACED}
+    return {**rest, **parts, **_documents(F.pad(_document_starts(batch), (0, padding)))}
 
 
 _REPLACED = (
@@ -68,8 +64,20 @@ _REPLACED = (
 )
 
 
-def _or_default(value: Tensor | None, default: Tensor) -> Tensor:
-    return default if value is None else value.expand_as(default)
+def _documents(starts: Tensor) -> dict[str, Any]:
+    """What attention kernels want to know of documents that begin where `starts` [B, S] is True; nothing of whole rows,
+    which causal attention keeps apart by itself, and faster."""
+    first = starts.flatten().nonzero().flatten()
+    if len(first) == len(starts):
+        return {}
+    cu_seqlens = F.pad(first, (0, 1), value=starts.numel()).to(torch.int32)
+    longest = int(cu_seqlens.diff().max())
+    return {
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 def _document_starts(batch: dict[str, Any]) -> Tensor:
@@ -90,8 +98,3 @@ def _document_starts(batch: dict[str, Any]) -> Tensor:
             )
         starts[:, 1:] |= mask[:, 1:].bool() != mask[:, :-1].bool()
     return starts
-
-
-def _positions(starts: Tensor) -> Tensor:
-    """Positions as Transformers counts them without position_ids: along the row, whatever the documents."""
-    return torch.arange(starts.shape[1], device=starts.device).expand(starts.shape)

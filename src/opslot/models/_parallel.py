@@ -150,6 +150,10 @@ def _window_mask(query: Tensor, kwargs: dict[str, Any], window: int) -> Tensor:
     """[B, 1, S, S] bool: same document, not later, at most `window` - 1 tokens earlier."""
     batch, _, length, _ = query.shape
     position = torch.arange(batch * length, device=query.device)
-    document = torch.searchsorted(kwargs["cu_seq_lens_q"][1:].long(), position, right=True).view(batch, 1, length)
     distance = position[:length, None] - position[:length]
-    return (document[..., :, None] == document[..., None, :]) & (distance >= 0) & (distance < window)
+    mask = (distance >= 0) & (distance < window)
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    if cu_seqlens is None:
+        return mask.expand(batch, 1, -1, -1)
+    document = torch.searchsorted(cu_seqlens[1:].long(), position, right=True).view(batch, 1, length)
+    return mask & (document[..., :, None] == document[..., None, :])

@@ -1,0 +1,72 @@
+"""Rows cut into the parts of two sequence-parallel ranks."""
+
+import pytest
+import torch
+
+from opslot._base.errors import ConfigError
+from opslot.distributed import ParallelState, shard_sequence
+
+
+class _Ranked(ParallelState):
+    """A state that says which part of a sequence it is, without processes."""
+
+    sp_rank = 0
+
+
+def parts(batch):
+    states = []
+    for rank in range(2):
+        state = type("State", (_Ranked,), {"sp_rank": rank})(sp=2)
+        states.append(shard_sequence(batch, state))
+    return states
+
+
+def joined(found, name):
+    return torch.cat([part[name] for part in found], 1).tolist()
+
+
+def test_labels_are_shifted_over_the_whole_row():
+    found = parts({"input_ids": torch.tensor([[1, 2, 3, 4]]), "labels": torch.tensor([[-100, 2, 3, 4]])})
+    assert joined(found, "input_ids") == [[1, 2, 3, 4]]
+    assert joined(found, "position_ids") == [[0, 1, 2, 3]]
+    assert joined(found, "shift_labels") == joined(found, "labels") == [[2, 3, 4, -100]]
+    assert "cu_seq_lens_q" not in found[0]
+
+
+def test_rows_are_padded():
+    found = parts({"input_ids": torch.tensor([[1, 2, 3], [4, 5, 6]]), "labels": torch.tensor([[1, 2, 3], [4, 5, 6]])})
+    assert joined(found, "input_ids") == [[1, 2, 3, 0], [4, 5, 6, 0]]
+    assert joined(found, "shift_labels") == [[2, 3, -100, -100], [5, 6, -100, -100]]
+    assert found[0]["input_ids"].is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"position_ids": torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]])},
+        {"cu_seq_lens_q": torch.tensor([0, 2, 5, 10], dtype=torch.int32)},
+        {"attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])},
+    ],
+)
+def test_documents_are_those_of_the_whole_rows(extra):
+    found = parts({"input_ids": torch.ones(2, 5, dtype=torch.long), **extra})
+    for part in found:
+        assert part["cu_seq_lens_q"].tolist() == part["cu_seq_lens_k"].tolist() == [0, 2, 6, 12]
+        assert part["cu_seq_lens_q"].dtype == torch.int32
+        assert part["max_length_q"] == part["max_length_k"] == 6
+        assert "attention_mask" not in part
+
+
+def test_other_inputs_are_passed_on():
+    found = parts({"input_ids": torch.ones(1, 2, dtype=torch.long), "use_cache": False})
+    assert all(part["use_cache"] is False for part in found)
+
+
+def test_without_sequence_parallelism_the_batch_is_returned():
+    batch = {"input_ids": torch.ones(1, 3)}
+    assert shard_sequence(batch, ParallelState()) is batch
+
+
+def test_a_mask_that_is_more_than_padding_is_refused():
+    with pytest.raises(ConfigError, match=r"shape \(1, 1, 2, 2\)"):
+        parts({"input_ids": torch.ones(1, 2, dtype=torch.long), "attention_mask": torch.ones(1, 1, 2, 2)})
