@@ -209,15 +209,14 @@ def _absent_rows(
     present = {KERNEL_REGISTRY.op(r.op_name).field_of(r.variant) for r in [*(s[3] for s in plan), *model_choices]}
     rows = []
     for field, value in config.named_fields():
-        if value != "eager" and field not in present:
-            op_name = next(
-                o.name
-                for o in KERNEL_REGISTRY.ops.values()
-                if field in {o.config_field, *(o.field_of(v) for v in o.variants)}
-            )
-            rows.append(
-                BindingRow("-", op_name, "-", "absent", f"{field}={value}, but this architecture has no such op", ())
-            )
+        if value == "eager" or field in present:
+            continue
+        op = next(
+            o for o in KERNEL_REGISTRY.ops.values() if field in {o.config_field, *(o.field_of(v) for v in o.variants)}
+        )
+        if op.in_model:
+            why = f"{field}={value}, but this architecture has no such op"
+            rows.append(BindingRow("-", op.name, "-", "absent", why, ()))
     return rows
 
 

@@ -105,6 +105,7 @@ class OpSpec:
             `(model, chosen name, kernel or None) -> state`, called when a model is bound; `state` is what
                 `detach(model, state)` needs to undo it.
         applies_to: whether a model has such a per-model op at all.
+        in_model: False for an op that the trainer chooses for itself and no model is bound to (the optimizer).
     """
 
     name: str
@@ -114,6 +115,7 @@ class OpSpec:
     attach: Callable[[Any, str, Callable[..., Any] | None], Any] | None = None
     detach: Callable[[Any, Any], None] | None = None
     applies_to: Callable[[Any], bool] | None = None
+    in_model: bool = True
     description: str = ""
 
     def __post_init__(self) -> None:

@@ -65,7 +65,7 @@ class BoundKernel:
         if self.explicit:
             raise KernelError(
                 f"cross_entropy_loss_implementation={self.name!r} cannot be used here: {problem}\n"
-                "  to do: set cross_entropy_loss_implementation to eager or auto, or keep the head a bias-free nn.Linear"
+                "  to do: set cross_entropy_loss_implementation to eager or auto, or keep the head a plain nn.Linear"
             )
         return False
 
