@@ -12,3 +12,9 @@ def randn(
     """Normal numbers, drawn in fp32 on the generator's device so that every dtype sees the same values."""
     x = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
     return (x * scale).to(device=device, dtype=dtype)
+
+
+def on_device(generator: torch.Generator, device: torch.device) -> torch.Generator:
+    """A generator on `device`, seeded from `generator`: large cases are drawn where they are used."""
+    seed = int(torch.randint(2**31, (1,), generator=generator, device=generator.device))
+    return torch.Generator(device).manual_seed(seed)

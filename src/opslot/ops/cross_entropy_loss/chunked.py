@@ -109,7 +109,7 @@ def loss_and_gradients(
             logits, labels[rows], losses[rows], None if last else factor, shaping, want_hidden or want_weight
         )
         sums.add(rows, grad)
-    return losses.sum() / divisor, *sums.finish(factor if last else None, gradient_dtype(hidden.dtype))
+    return _mean(losses, divisor), *sums.finish(factor if last else None, gradient_dtype(hidden.dtype))
 
 
 def tokens(backend: Backend, hidden: Tensor, weight: Tensor, labels: Tensor, shaping: Shaping) -> tuple[Tensor, Tensor]:
@@ -139,6 +139,12 @@ def token_gradients(
     for rows, logits in _logit_chunks(backend, hidden, weight):
         sums.add(rows, backend.token_grad_step(logits, *(x[rows] for x in per_row), shaping))
     return sums.finish(None, hidden.dtype)
+
+
+def _mean(losses: Tensor, divisor: Tensor) -> Tensor:
+    """Their sum / divisor, rounded once where float64 is at hand."""
+    precise = torch.float64 if losses.device.type in ("cpu", "cuda") else losses.dtype
+    return (losses.sum(dtype=precise) / divisor).to(losses.dtype)
 
 
 def _rows_that_count(labels: Tensor, ignore_index: int) -> Tensor | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opslot.ops._common.cases import randn
+from opslot.ops._common.cases import on_device, randn
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant
 
 
@@ -164,16 +164,19 @@ def _case(
     """
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        if role == "bench":
+            generator = on_device(generator, device)
         *rows, width = shape
         hidden = randn((*rows, width * (2 if strided else 1)), dtype, device, generator)[..., :width]
         weight = randn((vocab, width), dtype, device, generator, scale=spread * width**-0.5)
         if exact:
             hidden, weight = ((x * 4).round().clamp(-4, 4) / 4 for x in (hidden, weight))
-        labels = torch.randint(vocab, rows, generator=generator, device=generator.device)
+        home = generator.device
+        labels = torch.randint(vocab, rows, generator=generator, device=home)
         # Every other label is the likeliest token, as in a trained model.
-        likeliest = (hidden.float() @ weight.float().t()).argmax(-1).to(labels.device)
-        labels = torch.where(torch.rand(rows, generator=generator) < 0.5, labels, likeliest)
-        labels[torch.rand(rows, generator=generator) < ignored] = -100
+        likeliest = (hidden.float() @ weight.float().t()).argmax(-1).to(home)
+        labels = torch.where(torch.rand(rows, generator=generator, device=home) < 0.5, labels, likeliest)
+        labels[torch.rand(rows, generator=generator, device=home) < ignored] = -100
         labels = labels.to(device)
         arguments: dict[str, Any] = {"hidden_states": hidden, "weight": weight, "labels": labels, **options}
         if num_items is not None:

@@ -12,30 +12,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from opslot._base.errors import KernelError, explain_problem
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The two passes over the logits; L layers of [T, E], weights of rows [T] in the wide dtype or None.
+    """The two passes over the logits: L layers of [T, E], weights of rows [T] in the wide dtype or None.
 
     Attributes:
         name: the kernel's name and part of its custom ops'.
-        sums: (layers, row_weights, top_k) -> [2, E] float64: choices and probabilities of each expert, summed over
-            all rows.
-        gradients: (layers, row_weights, coefficients [E]) -> [L, T, E] in the layers' dtype: p_e (c_e - sum_j p_j
-            c_j), weighted.
+        forward: (layers, weights, top_k) -> (loss, coefficients c [E]), in the wide dtype.
+        backward: (layers, weights, coefficients, grad_loss) -> gradients [L, T, E] in the layers' dtype.
     """
 
     name: str
-    sums: Callable[[Sequence[Tensor], Tensor | None, int], Tensor]
-    gradients: Callable[[Sequence[Tensor], Tensor | None, Tensor], Tensor]
+    forward: Callable[[Sequence[Tensor], Tensor | None, int], tuple[Tensor, Tensor]]
+    backward: Callable[[Sequence[Tensor], Tensor | None, Tensor, Tensor], Tensor]
+
+
+_BACKENDS: dict[str, Backend] = {}
 
 
 def make_kernel(backend: Backend) -> Callable[..., Tensor | int]:
-    """The backend's kernel; defines its custom op, so it is called once per backend."""
-    op = _define_op(backend)
+    """The backend's kernel; defines its custom ops, so it is called once per backend."""
+    name = backend.name
+    _BACKENDS[name] = backend
+    _define_ops(backend)
 
     def standard(
         gate_logits: tuple[Tensor, ...] | None,
@@ -45,18 +49,51 @@ def make_kernel(backend: Backend) -> Callable[..., Tensor | int]:
     ) -> Tensor | int:
         if gate_logits is None or not isinstance(gate_logits, tuple):
             return 0
-        _check(backend.name, gate_logits, num_experts, top_k, attention_mask)
+        _check(name, gate_logits, num_experts, top_k, attention_mask)
         first = gate_logits[0]
-        layers = [layer.to(first.device) for layer in gate_logits]
         weights = None
         if attention_mask is not None:
-            weights = attention_mask.reshape(-1).to(device=first.device, dtype=_wide(first.dtype))
-        return op(layers, weights, top_k)[0]
+            weights = attention_mask.reshape(-1).to(device=first.device, dtype=wide(first.dtype))
+        if any(layer.device != first.device for layer in gate_logits):
+            gate_logits = tuple(layer.to(first.device) for layer in gate_logits)
+        return _LoadBalancingLoss.apply(name, weights, top_k, *gate_logits)
 
     return standard
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+class _LoadBalancingLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, weights: Tensor | None, top_k: int, *layers: Tensor) -> Tensor:
+        if _traced(layers):
+            loss, coefficients = _op("load_balancing_loss", name)(layers, weights, top_k)
+        else:
+            loss, coefficients = _BACKENDS[name].forward(layers, weights, top_k)
+        ctx.save_for_backward(coefficients, weights, *layers)
+        ctx.name = name
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> Any:
+        coefficients, weights, *layers = ctx.saved_tensors
+        if _traced(layers):
+            grads = _op("load_balancing_loss_backward", ctx.name)(layers, weights, coefficients, grad_loss)
+        else:
+            grads = _BACKENDS[ctx.name].backward(layers, weights, coefficients, grad_loss)
+        return None, None, None, *grads.unbind()
+
+
+def _traced(layers: Sequence[Tensor]) -> bool:
+    """Whether a graph is being recorded. Otherwise the dispatcher, which is slow with many tensors, is left out."""
+    return torch.compiler.is_compiling() or type(layers[0]) is not Tensor
+
+
+def _op(op: str, name: str) -> Callable[..., Any]:
+    return getattr(torch.ops.opslot, f"{op}_{name}")
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of softmax and loss: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -88,49 +125,26 @@ def _refuse(name: str, found: str, wanted: str) -> None:
     )
 
 
-def _define_op(backend: Backend) -> Callable[..., tuple[Tensor, Tensor]]:
-    def forward(layers: list[Tensor], weights: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
-        """(loss, coefficients of the gradient [E])."""
-        wide = _wide(layers[0].dtype)
-        rows = len(layers) * (layers[0].shape[0] if weights is None else weights.sum(dtype=torch.float64))
-        # The few numbers left are worth float64: the loss is then rounded once.
-        chosen, probability = (backend.sums(layers, weights, top_k) / rows).unbind()
-        loss = (chosen * probability).sum() * len(chosen)
-        return loss.to(wide), (chosen * (len(chosen) / rows)).to(wide)
+def _define_ops(backend: Backend) -> None:
+    def forward_fake(layers: Sequence[Tensor], weights: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
+        first = layers[0]
+        dtype = wide(first.dtype)
+        return first.new_empty((), dtype=dtype), first.new_empty(first.shape[1], dtype=dtype)
 
-    def forward_fake(layers: list[Tensor], weights: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
-        wide = _wide(layers[0].dtype)
-        return layers[0].new_empty((), dtype=wide), layers[0].new_empty(layers[0].shape[1], dtype=wide)
-
-    def backward(layers: list[Tensor], weights: Tensor | None, coefficients: Tensor) -> Tensor:
-        return backend.gradients(layers, weights, coefficients)
-
-    def backward_fake(layers: list[Tensor], weights: Tensor | None, coefficients: Tensor) -> Tensor:
+    def backward_fake(
+        layers: Sequence[Tensor], weights: Tensor | None, coefficients: Tensor, grad_loss: Tensor
+    ) -> Tensor:
         return layers[0].new_empty(len(layers), *layers[0].shape)
 
-    def setup(ctx: Any, inputs: Any, output: Any) -> None:
-        layers, weights, _ = inputs
-        ctx.masked = weights is not None
-        ctx.save_for_backward(output[1], *([weights] if ctx.masked else []), *layers)
-
-    def gradient(ctx: Any, grad_loss: Tensor, _: Tensor) -> Any:
-        coefficients, *layers = ctx.saved_tensors
-        weights = layers.pop(0) if ctx.masked else None
-        return list(backward_op(layers, weights, coefficients * grad_loss).unbind()), None, None
-
-    op = torch.library.custom_op(
+    torch.library.custom_op(
         f"opslot::load_balancing_loss_{backend.name}",
-        forward,
+        backend.forward,
         mutates_args=(),
         schema="(Tensor[] layers, Tensor? weights, int top_k) -> (Tensor, Tensor)",
-    )
-    backward_op = torch.library.custom_op(
+    ).register_fake(forward_fake)
+    torch.library.custom_op(
         f"opslot::load_balancing_loss_backward_{backend.name}",
-        backward,
+        backend.backward,
         mutates_args=(),
-        schema="(Tensor[] layers, Tensor? weights, Tensor coefficients) -> Tensor",
-    )
-    op.register_fake(forward_fake)
-    op.register_autograd(gradient, setup_context=setup)
-    backward_op.register_fake(backward_fake)
-    return op
+        schema="(Tensor[] layers, Tensor? weights, Tensor coefficients, Tensor grad_loss) -> Tensor",
+    ).register_fake(backward_fake)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.cases import randn
+from opslot.ops._common.cases import on_device, randn
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant
 
 
@@ -76,7 +76,9 @@ def _case(
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         rows = tokens[0] * tokens[1]
-        home = torch.device("cpu") if role == "check" else device
+        if role == "bench":
+            generator = on_device(generator, device)
+        home = generator.device
         steps = torch.linspace(-3.0, 3.0, experts, device=home)
         # Experts differ in popularity, so that the loss is away from its minimum.
         popularity = torch.linspace(0.0, 1.5, experts, device=home)
@@ -90,8 +92,8 @@ def _case(
             logits.append(layer.copy_(steps[order] * sharpness))
         arguments: dict[str, Any] = {"gate_logits": tuple(logits), "num_experts": experts, "top_k": top_k}
         if masked:
-            lengths = torch.randint(1, tokens[1] + 1, (tokens[0], 1), generator=generator)
-            arguments["attention_mask"] = (torch.arange(tokens[1]) < lengths).long().to(device)
+            lengths = torch.randint(1, tokens[1] + 1, (tokens[0], 1), generator=generator, device=home)
+            arguments["attention_mask"] = (torch.arange(tokens[1], device=home) < lengths).long().to(device)
         return arguments
 
     return InputCase(name, make, role)

@@ -93,10 +93,24 @@ def _sums_kernel(
 
 
 @triton.jit
+def _finish_kernel(sums_ptr, loss_ptr, coefficients_ptr, experts, TOP_K: tl.constexpr, WIDTH: tl.constexpr):
+    """Loss and coefficients from the sums [2, WIDTH] in float64, so that the loss is rounded once."""
+    column = tl.arange(0, WIDTH)
+    inside = column < experts
+    chosen = tl.load(sums_ptr + column, mask=inside, other=0.0)
+    probability = tl.load(sums_ptr + WIDTH + column, mask=inside, other=0.0)
+    rows = tl.sum(chosen) / TOP_K
+    coefficients = chosen * (experts / (rows * rows))
+    tl.store(loss_ptr, tl.sum(coefficients * probability).to(tl.float32))
+    tl.store(coefficients_ptr + column, coefficients.to(tl.float32), mask=inside)
+
+
+@triton.jit
 def _gradients_kernel(
     layer_ptrs,
     weights_ptr,
     coefficients_ptr,
+    grad_loss_ptr,
     grads_ptr,
     rows,
     pitch,
@@ -122,9 +136,10 @@ def _gradients_kernel(
     e = tl.exp(x - highest[:, None])
     p = e / tl.where(valid, tl.sum(e, 1), 1.0)[:, None]
     mean = tl.sum(p * c[None, :], 1)
-    grad = p * (c[None, :] - mean[:, None])
+    factor = tl.load(grad_loss_ptr) + tl.zeros((BLOCK,), tl.float32)
     if WEIGHTED:
-        grad *= tl.load(weights_ptr + row, mask=valid, other=0.0)[:, None]
+        factor *= tl.load(weights_ptr + row, mask=valid, other=0.0)
+    grad = p * (c[None, :] - mean[:, None]) * factor[:, None]
     out = (layer.to(tl.int64) * rows + row)[:, None] * experts + column[None, :]
     tl.store(grads_ptr + out, grad.to(grads_ptr.dtype.element_ty), mask=mask)
 
@@ -142,8 +157,8 @@ def _aligned(layers: Sequence[Tensor]) -> list[Tensor]:
     return list(layers) if fits else [x.contiguous() for x in layers]
 
 
-def sums(layers: Sequence[Tensor], weights: Tensor | None, top_k: int) -> Tensor:
-    """See `Backend.sums`."""
+def forward(layers: Sequence[Tensor], weights: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
+    """See `Backend.forward`."""
     layers = _aligned(layers)
     rows, experts = layers[0].shape
     width = triton.next_power_of_2(experts)
@@ -167,11 +182,15 @@ def sums(layers: Sequence[Tensor], weights: Tensor | None, top_k: int) -> Tensor
         BLOCK=block,
         num_warps=4,
     )
-    return partial.sum(0, dtype=torch.float64)[:, :experts]
+    loss = torch.empty((), dtype=torch.float32, device=partial.device)
+    coefficients = torch.empty(experts, dtype=torch.float32, device=partial.device)
+    sums = partial.sum(0, dtype=torch.float64)
+    _finish_kernel[(1,)](sums, loss, coefficients, experts, TOP_K=top_k, WIDTH=width, num_warps=1)
+    return loss, coefficients
 
 
-def gradients(layers: Sequence[Tensor], weights: Tensor | None, coefficients: Tensor) -> Tensor:
-    """See `Backend.gradients`."""
+def backward(layers: Sequence[Tensor], weights: Tensor | None, coefficients: Tensor, grad_loss: Tensor) -> Tensor:
+    """See `Backend.backward`."""
     layers = _aligned(layers)
     rows, experts = layers[0].shape
     width = triton.next_power_of_2(experts)
@@ -182,6 +201,7 @@ def gradients(layers: Sequence[Tensor], weights: Tensor | None, coefficients: Te
             tuple(layers),
             weights,
             coefficients,
+            grad_loss,
             grads,
             rows,
             layers[0].stride(0),
@@ -195,4 +215,4 @@ def gradients(layers: Sequence[Tensor], weights: Tensor | None, coefficients: Te
     return grads
 
 
-standard = make_kernel(Backend("triton", sums, gradients))
+standard = make_kernel(Backend("triton", forward, backward))

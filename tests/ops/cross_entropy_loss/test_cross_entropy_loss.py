@@ -1,0 +1,387 @@
+"""What is special about the fused losses: extremes, chunks, memory, autograd contexts, compile, refusals."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from opslot import KERNEL_REGISTRY
+from opslot._base.device import CPU, DeviceFacts
+from opslot._base.errors import ConfigError, KernelError
+from opslot.ops.cross_entropy_loss import chunked
+from opslot.ops.cross_entropy_loss.op import OP
+from opslot.slots import KernelRequest
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS = ("chunk_loss", "triton")
+
+
+def load(name, variant="causal"):
+    return KERNEL_REGISTRY.load("cross_entropy_loss", variant, name)
+
+
+def reference(variant="causal"):
+    return OP.variant(variant).reference
+
+
+def inputs(rows=(2, 9), width=16, vocab=37, dtype=torch.float32, grad=True, seed=0):
+    torch.manual_seed(seed)
+    hidden = torch.randn(*rows, width).to(DEVICE, dtype)
+    weight = (torch.randn(vocab, width) * width**-0.5).to(DEVICE, dtype)
+    labels = torch.randint(vocab, rows, device=DEVICE)
+    labels[..., :2] = -100
+    return hidden.requires_grad_(grad), weight.requires_grad_(grad), labels
+
+
+def gradients(kernel, hidden, weight, labels, factor=1.0, **options):
+    loss = kernel(hidden, weight, labels, **options)
+    return loss.detach(), *torch.autograd.grad(loss * factor, (hidden, weight))
+
+
+def assert_same(found, expected, rtol=2e-5, atol=2e-6):
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=rtol, atol=atol)
+
+
+@pytest.fixture(params=KERNELS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of four rows, the last one shorter."""
+    monkeypatch.setattr(chunked, "_ROW_TILE", 1)
+    monkeypatch.setattr(chunked, "_chunk_rows", lambda backend, hidden, vocab: 4)
+
+
+# ---- numbers
+
+
+def test_loss_is_upstreams(name):
+    loss_utils = pytest.importorskip("transformers.loss.loss_utils")
+    hidden, weight, labels = inputs(grad=False)
+    for options in ({}, {"num_items_in_batch": 11}, {"num_items_in_batch": torch.tensor(11)}, {"ignore_index": 3}):
+        expected = loss_utils.ForCausalLMLoss(F.linear(hidden, weight), labels.clamp_min(0), 37, **options)
+        found = load(name)(hidden, weight, labels.clamp_min(0), position_ids=None, **options)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_chunks_add_up(name, dtype, small_chunks):
+    """19 rows in chunks of 4 are five chunks; with 8 chunks and more the 16-bit sum is kept in float32."""
+    tolerance = {torch.float32: (2e-5, 2e-6), torch.bfloat16: (3e-2, 2e-3), torch.float16: (3e-3, 2e-4)}[dtype]
+    for rows in ((1, 19), (3, 13)):
+        arguments = inputs(rows, dtype=dtype)
+        assert_same(gradients(load(name), *arguments), gradients(reference(), *arguments), *tolerance)
+
+
+def test_many_chunks_do_not_drift(name, small_chunks):
+    """One direction repeated: a bfloat16 sum stops growing at 256 times the addend, a float32 sum does not."""
+    rows = 4 * 300
+    hidden = torch.full((rows, 8), 1.0, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    weight = torch.zeros(16, 8, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    labels = torch.zeros(rows, dtype=torch.long, device=DEVICE)
+    _, _, found = gradients(load(name, "sequence_classification"), hidden, weight, labels)
+    expected = torch.full((16, 8), 1 / 16, device=DEVICE)
+    expected[0] = 1 / 16 - 1
+    # Two roundings to 8 bits: each logit's gradient, and the sum.
+    torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=0)
+
+
+def test_float64_is_float64():
+    hidden, weight, labels = inputs(dtype=torch.float64)
+    found, expected = (gradients(k, hidden, weight, labels) for k in (load("chunk_loss"), reference()))
+    assert_same(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_gradcheck():
+    hidden, weight, labels = inputs((2, 4), width=5, vocab=7, dtype=torch.float64)
+    options = {"label_smoothing": 0.2, "softcap": 2.0, "logit_scale": 1.5}
+    assert torch.autograd.gradcheck(lambda h, w: load("chunk_loss")(h, w, labels, **options), (hidden, weight))
+    tokens = load("chunk_loss", "token_log_probs")
+    assert torch.autograd.gradcheck(lambda h, w: tokens(h, w, labels, softcap=2.0, logit_scale=1.5), (hidden, weight))
+
+
+def test_sure_predictions_keep_their_digits(name):
+    """p = 1 - 3e-12 in float32: p - 1 by subtraction would be 0, and so would the loss."""
+    weight = torch.tensor([[26.5], [0.0]], device=DEVICE, requires_grad=True)
+    hidden = torch.ones(1, 1, device=DEVICE, requires_grad=True)
+    labels = torch.zeros(1, dtype=torch.long, device=DEVICE)
+    loss, _, grad = gradients(load(name, "sequence_classification"), hidden, weight, labels)
+    rest = torch.tensor(-26.5, dtype=torch.float64).exp()
+    torch.testing.assert_close(loss.double().cpu(), torch.log1p(rest), rtol=1e-5, atol=0)
+    torch.testing.assert_close(grad.double().cpu(), torch.stack((-rest, rest)).unsqueeze(1), rtol=1e-5, atol=0)
+
+
+def test_hopeless_predictions_have_a_finite_loss(name):
+    """p = exp(-200) is 0 in float32; its logarithm is not."""
+    weight = torch.tensor([[-100.0], [100.0]], device=DEVICE, requires_grad=True)
+    hidden = torch.ones(1, 1, device=DEVICE, requires_grad=True)
+    labels = torch.zeros(1, dtype=torch.long, device=DEVICE)
+    loss, _, grad = gradients(load(name, "sequence_classification"), hidden, weight, labels)
+    assert loss.item() == 200.0
+    assert grad.flatten().tolist() == [-1.0, 1.0]
+
+
+def test_ignored_rows_get_exactly_nothing(name):
+    hidden, weight, labels = inputs((2, 30))
+    labels[0] = -100
+    _, grad, _ = gradients(load(name), hidden, weight, labels)
+    assert grad[0].count_nonzero() == 0
+    assert grad[1, -1].count_nonzero() == 0
+    assert grad[1, 3].count_nonzero() > 0
+
+
+def test_nothing_counts(name):
+    """Upstream's mean over no label is NaN, and its gradients are 0."""
+    hidden, weight, labels = inputs()
+    labels.fill_(-100)
+    found, expected = (gradients(k, hidden, weight, labels) for k in (load(name), reference()))
+    assert found[0].isnan()
+    assert expected[0].isnan()
+    for grad in (*found[1:], *expected[1:]):
+        assert grad.count_nonzero() == 0
+
+
+def test_label_outside_the_vocabulary_is_seen(name):
+    hidden, weight, labels = inputs(grad=False)
+    labels[1, 5] = 37
+    if name == "triton":
+        assert load(name)(hidden, weight, labels).isnan()
+    elif DEVICE == "cpu":
+        with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+            load(name)(hidden, weight, labels)
+
+
+def test_same_inputs_same_bits(name, small_chunks):
+    arguments = inputs((4, 11))
+    first, second = (gradients(load(name), *arguments) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+# ---- token_log_probs
+
+
+def test_policy_gradient_equals_the_loss(name):
+    """Minus the mean log-probability is the causal loss, value and gradients."""
+    hidden, weight, labels = inputs()
+    tokens = load(name, "token_log_probs")
+
+    def loss(h, w, y):
+        log_probs, entropy = tokens(h, w, y)
+        assert log_probs.shape == entropy.shape == y.shape
+        return -log_probs.sum() / (y[:, 1:] != -100).sum()
+
+    assert_same(gradients(loss, hidden, weight, labels), gradients(load(name), hidden, weight, labels))
+
+
+def test_entropy_of_a_uniform_distribution(name, small_chunks):
+    hidden, weight, labels = inputs()
+    log_probs, entropy = load(name, "token_log_probs")(hidden, weight.detach() * 0, labels)
+    counts = F.pad(labels, (0, 1), value=-100)[:, 1:] != -100
+    log_vocab = torch.tensor(37.0).log().item()
+    torch.testing.assert_close(entropy, counts * log_vocab)
+    torch.testing.assert_close(log_probs, counts * -log_vocab)
+
+
+# ---- autograd
+
+
+def test_backward_scales(name):
+    arguments = inputs()
+    for factor in (0.0, 1.0, -3.0):
+        found, expected = (gradients(k, *arguments, factor=factor) for k in (load(name), reference()))
+        assert_same(found, expected)
+
+
+def test_float16_survives_a_small_factor(name):
+    """The loss scale arrives with the backward; p / N alone is below float16's smallest number."""
+    hidden, weight, labels = inputs((2, 32), width=32, vocab=2000, dtype=torch.float16)
+    options = {"num_items_in_batch": 10_000_000}
+    found = gradients(load(name), hidden, weight, labels, factor=2.0**24, **options)
+    wide = [x.detach().float().requires_grad_() for x in (hidden, weight)]
+    expected = gradients(reference(), *wide, labels, factor=2.0**24, **options)
+    for x, y in zip(found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(x.float(), y, rtol=2e-2, atol=2e-3 * y.abs().max().item())
+
+
+def test_backward_twice_over_a_kept_graph(name):
+    hidden, weight, labels = inputs()
+    loss = load(name)(hidden, weight, labels) * 2.0
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    kept = [g.clone() for g in first]
+    second = torch.autograd.grad(loss, (hidden, weight))
+    assert_same(first, kept, 0, 0)
+    assert_same(second, kept, 1e-6, 1e-9)
+
+
+def test_second_derivative_is_refused(name):
+    hidden, weight, labels = inputs()
+    loss = load(name)(hidden, weight, labels)
+    (grad,) = torch.autograd.grad(loss * hidden.sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize(("by_hidden", "by_weight"), [(True, False), (False, True), (False, False)])
+def test_frozen_inputs_cost_nothing(name, by_hidden, by_weight, monkeypatch):
+    hidden, weight, labels = inputs()
+    expected = gradients(reference(), hidden, weight, labels)
+    hidden, weight = hidden.detach().requires_grad_(by_hidden), weight.detach().requires_grad_(by_weight)
+    products = []
+    real = chunked._product
+    monkeypatch.setattr(chunked, "_product", lambda *a, **k: (products.append(1), real(*a, **k)))
+    loss = load(name)(hidden, weight, labels)
+    assert len(products) == by_hidden + by_weight
+    assert loss.requires_grad == (by_hidden or by_weight)
+    if loss.requires_grad:
+        loss.backward()
+    for x, y in ((hidden, expected[1]), (weight, expected[2])):
+        assert (x.grad is not None) == x.requires_grad
+        if x.requires_grad:
+            assert_same((x.grad,), (y,))
+
+
+def test_no_gradients_without_recording(name, monkeypatch):
+    arguments = inputs()
+    monkeypatch.setattr(chunked, "_product", lambda *a, **k: pytest.fail("a gradient was computed"))
+    with torch.no_grad():
+        assert not load(name)(*arguments).requires_grad
+
+
+def test_autocast(name):
+    """float32 weights, bfloat16 products, float32 gradients: as an eager head under autocast."""
+    hidden, weight, labels = inputs()
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        found, expected = (gradients(k, hidden, weight, labels) for k in (load(name), reference()))
+    assert {x.dtype for x in found} == {torch.float32}
+    assert_same(found, expected, 3e-2, 2e-3)
+
+
+def test_transposed_weight(name):
+    hidden, weight, labels = inputs()
+    turned = weight.detach().t().contiguous().t().requires_grad_()
+    assert_same(gradients(load(name), hidden, turned, labels, 2.0), gradients(reference(), hidden, weight, labels, 2.0))
+
+
+# ---- torch.compile and custom ops
+
+
+def test_compiled_whole(name):
+    if name == "triton" and DEVICE == "cpu":
+        pytest.skip("the interpreter is no target of torch.compile")
+    for variant in ("causal", "token_log_probs"):
+        kernel = load(name, variant)
+
+        def loss(h, w, y, kernel=kernel):
+            out = kernel(h, w, y)
+            return (out[0].sum() + 0.3 * out[1].sum()) if isinstance(out, tuple) else out
+
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        for rows in ((2, 9), (3, 12)):
+            arguments = inputs(rows)
+            assert_same(gradients(compiled, *arguments, 1.5), gradients(loss, *arguments, 1.5))
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*arguments), loss(*arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_opcheck(name, dtype):
+    load(name)
+    hidden, weight, labels = inputs(dtype=dtype, grad=False)
+    hidden, labels = hidden.flatten(0, 1), labels.flatten()
+    shaping = (-100, 0.0, 0.0, 1.0)
+    tests = ("test_schema", "test_faketensor")
+    for wanted in ((True, True), (False, True), (False, False)):
+        arguments = (hidden, weight, labels, torch.tensor(7.0, device=DEVICE), *shaping, *wanted)
+        op = getattr(torch.ops.opslot, f"linear_cross_entropy_{name}")
+        torch.library.opcheck(op.default, arguments, test_utils=tests)
+    rows = torch.rand(3, hidden.shape[0], device=DEVICE).unbind()
+    op = getattr(torch.ops.opslot, f"token_log_probs_{name}")
+    torch.library.opcheck(op.default, (hidden, weight, labels, *shaping), test_utils=tests)
+    op = getattr(torch.ops.opslot, f"token_log_probs_backward_{name}")
+    torch.library.opcheck(op.default, (hidden, weight, labels, *rows, *shaping, True, True), test_utils=tests)
+
+
+# ---- memory
+
+
+def test_the_logits_fit_the_budget():
+    """On CPU a chunk takes 8 MiB, or 128 rows; on a GPU 640 MiB at most, in even chunks."""
+    chunk_loss, triton = (pytest.importorskip(f"opslot.ops.cross_entropy_loss.{n}") for n in KERNELS)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert chunk_loss.rows(8192, torch.float32, cpu) * 8192 * 4 == 8 << 20
+    assert chunk_loss.rows(151936, torch.float32, cpu) == 128
+    assert triton.rows(151936, torch.bfloat16, gpu) == 2048
+    backend = chunked.Backend("x", *[None] * 4, rows=lambda *_: 2048)
+    for total, expected in ((8192, 2048), (8190, 2048), (2049, 1152), (100, 128), (0, 128)):
+        assert chunked._chunk_rows(backend, torch.empty(total, 1), 9) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
+def test_peak_memory_of_a_large_vocabulary():
+    hidden, weight, labels = inputs((1, 8192), width=1024, vocab=151936, dtype=torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients(load("triton"), hidden, weight, labels)
+    extra = torch.cuda.max_memory_allocated() - before
+    assert extra < (640 << 20) + 2 * (weight.numel() + hidden.numel()) + (64 << 20)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"weight": torch.zeros(37, 8)}, r"weight of shape \(37, 8\)"),
+        ({"weight": torch.zeros(37, 16, dtype=torch.float64)}, "weight of torch.float64"),
+        ({"labels": torch.zeros(2, 4, dtype=torch.long)}, r"labels of shape \(2, 4\)"),
+        ({"labels": torch.zeros(2, 9)}, "labels of torch.float32"),
+        ({"num_items_in_batch": torch.ones(2)}, r"num_items_in_batch of shape \(2,\)"),
+    ],
+)
+def test_misfits_are_one_error(name, change, words):
+    hidden, weight, labels = inputs(grad=False)
+    arguments = {"hidden_states": hidden, "weight": weight, "labels": labels}
+    arguments |= {k: v.to(DEVICE) for k, v in change.items()}
+    with pytest.raises(KernelError, match=words) as caught:
+        load(name)(**arguments)
+    assert f"'{name}'" in str(caught.value)
+    assert "cross_entropy_loss_implementation" in str(caught.value)
+
+
+class Model(nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def test_heads_that_are_more_than_a_weight():
+    check = OP.variant("causal").check_site
+    assert check(Model(nn.Linear(4, 8, bias=False))) is None
+    assert check(nn.Linear(4, 8)) is None
+    assert "bias" in check(Model(nn.Linear(4, 8)))
+    assert "Sequential" in check(Model(nn.Sequential(nn.Linear(4, 8, bias=False))))
+
+
+def test_npu_is_refused_here_with_every_reason():
+    with pytest.raises(ConfigError, match=r"npu.*needs a NPU") as caught:
+        KERNEL_REGISTRY.resolve(KernelRequest("cross_entropy_loss", "causal", CPU, torch.float32), "npu")
+    assert "usable here: eager" in str(caught.value)
+    facts = DeviceFacts("npu", name="Ascend NPU")
+    reason = KERNEL_REGISTRY.get("cross_entropy_loss", "causal", "npu").unusable(
+        KernelRequest("cross_entropy_loss", "causal", facts, torch.bfloat16)
+    )
+    assert reason == "needs the package torch_npu, not installed"
+
+
+def test_auto_takes_the_chunked_loss_on_cpu():
+    for variant in ("causal", "sequence_classification", "token_log_probs"):
+        request = KernelRequest("cross_entropy_loss", variant, CPU, torch.float32)
+        assert KERNEL_REGISTRY.resolve(request).chosen == "chunk_loss"
