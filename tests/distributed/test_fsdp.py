@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import opslot
 from opslot._base.errors import ConfigError
 from opslot.distributed import clip_grad_norm, gradient_sync, init_parallel_state, parallelize, shard_sequence
-from opslot.models._parallel import parallelize_model
+from opslot.models.parallel import parallelize_model
 
 _spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
 tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))

@@ -94,7 +94,7 @@ def train(
         init_parallel_state,
         shard_sequence,
     )
-    from opslot.models._parallel import parallelize_model
+    from opslot.models.parallel import parallelize_model
 
     if sizes is not None:
         init_parallel_state(device_type="cpu", **sizes)

@@ -1,12 +1,14 @@
 """Which processes share what: built once a process, fetched where it is needed.
 
 The world is `dp_replicate * dp_shard * sp` ranks, the last axis fastest, so that ranks of one sequence are neighbours.
-Experts see the same ranks through a second mesh, `dp_replicate * ep_fsdp * ep`, where `ep_fsdp * ep = dp_shard * sp`:
+Parameters see the same ranks as `dp_replicate * fsdp`, experts as `dp_replicate * ep_fsdp * ep`, where
+`fsdp = ep_fsdp * ep = dp_shard * sp`:
 
     axis          ranks along it
     dp_replicate  hold the same shards (HSDP)
     dp_shard      hold different shards and train on different rows
     sp            hold different shards and parts of the same rows (Ulysses)
+    fsdp          hold different shards of the parameters that are no experts
     ep            hold different experts
     ep_fsdp       hold different shards of the same experts
 """
@@ -24,8 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from opslot._base.errors import ConfigError, ParallelError
 
-_FSDP_AXIS = "fsdp"
-
 
 @dataclass(frozen=True, eq=False)
 class ParallelState:
@@ -34,8 +34,9 @@ class ParallelState:
     Attributes:
         dp_replicate, dp_shard, sp, ep: sizes of the axes.
         device: where this process computes.
-        mesh: axes (dp_replicate, dp_shard, sp); None in a single process without a process group.
-        expert_mesh: axes (dp_replicate, ep_fsdp, ep); None likewise.
+        mesh: axes (dp_replicate, dp_shard, sp); None in a single process without a process group, as the others are.
+        dense_mesh: axes (dp_replicate, fsdp).
+        expert_mesh: axes (dp_replicate, ep_fsdp, ep).
     """
 
     dp_replicate: int = 1
@@ -44,6 +45,7 @@ class ParallelState:
     ep: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: DeviceMesh | None = None
+    dense_mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
 
     @property
@@ -92,10 +94,8 @@ class ParallelState:
 
     @property
     def fsdp_mesh(self) -> DeviceMesh | None:
-        """What dense parameters are sharded over: dp_shard and sp as one axis, below dp_replicate if there is one."""
-        if self.mesh is None:
-            return None
-        return self.mesh["dp_replicate", _FSDP_AXIS] if self.dp_replicate > 1 else self.mesh[_FSDP_AXIS]
+        """What parameters other than experts are sharded over; with a replicating axis above where there is one."""
+        return self.dense_mesh if self.dense_mesh is None or self.dp_replicate > 1 else self.dense_mesh["fsdp"]
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh | None:
@@ -159,14 +159,18 @@ def init_parallel_state(
             return _state
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timeout, device_id=device if device_type == "cuda" else None)
-    mesh = init_device_mesh(
-        device_type, (dp_replicate, dp_shard, sp), mesh_dim_names=("dp_replicate", "dp_shard", "sp")
+    fsdp = dp_shard * sp
+    meshes = (
+        init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        for axes in (
+            {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "sp": sp},
+            {"dp_replicate": dp_replicate, "fsdp": fsdp},
+            {"dp_replicate": dp_replicate, "ep_fsdp": fsdp // ep, "ep": ep},
+        )
     )
-    mesh["dp_shard", "sp"]._flatten(_FSDP_AXIS)
-    expert_mesh = init_device_mesh(
-        device_type, (dp_replicate, dp_shard * sp // ep, ep), mesh_dim_names=("dp_replicate", "ep_fsdp", "ep")
-    )
-    _state = ParallelState(dp_replicate, dp_shard, sp, ep, device, mesh, expert_mesh)
+    _state = ParallelState(dp_replicate, dp_shard, sp, ep, device, *meshes)
+    # Lets a norm over both of these axes be reduced at once.
+    _state.expert_mesh["ep_fsdp", "ep"]._flatten("experts")
     return _state
 
 
@@ -187,11 +191,11 @@ def get_parallel_state() -> ParallelState:
     return ParallelState()
 
 
-def destroy_parallel_state() -> None:
-    """Forget the state and end the process group."""
+def destroy_parallel_state(*, keep_group: bool = False) -> None:
+    """Forget the state and end the process group, or keep the group for other meshes over the same processes."""
     global _state
     _state = None
-    if dist.is_initialized():
+    if dist.is_initialized() and not keep_group:
         dist.destroy_process_group()
 
 

@@ -22,13 +22,15 @@ from opslot.distributed import (
 from opslot.distributed.ulysses import kv_repeats
 from opslot.models._registry import ARCHITECTURES
 from opslot.ops.attention.op import PREFIX as ATTENTION_PREFIX
-from opslot.slots import KERNEL_REGISTRY, own_config, walk_slots
+from opslot.slots import KERNEL_REGISTRY, bind, bound_config, own_config, walk_slots
 
 _SUFFIX = "_ulysses"
 
 
 def parallelize_model(model: Any, state: ParallelState | None = None, **options: Any) -> Any:
     """Make `model`, whose kernels are bound, compute the same over the ranks of `state`; in place.
+
+    Its kernels are bound anew for the dtype and device that it will compute in, where those are not its parameters'.
 
     Args:
         model: built by `build_foundation_model`, or prepared by `opslot.apply`.
@@ -39,6 +41,9 @@ def parallelize_model(model: Any, state: ParallelState | None = None, **options:
         ConfigError: heads or experts that the sizes do not divide, experts that the architecture does not have.
     """
     state = state or get_parallel_state()
+    config, dtype = bound_config(model), options.get("param_dtype")
+    if config is not None and dtype is not None:
+        bind(model, config, device=state.device, dtype=dtype)
     plan = parallel_plan(model)
     if state.ep > 1:
         if plan is None:
