@@ -300,7 +300,7 @@ def test_opcheck(name, dtype):
     rows = torch.rand(3, hidden.shape[0], device=DEVICE).unbind()
     op = getattr(torch.ops.opslot, f"token_log_probs_{name}")
     torch.library.opcheck(op.default, (hidden, weight, labels, *shaping), test_utils=tests)
-    op = getattr(torch.ops.opslot, f"token_log_probs_backward_{name}")
+    op = getattr(torch.ops.opslot, f"token_log_probs_{name}_backward")
     torch.library.opcheck(op.default, (hidden, weight, labels, *rows, *shaping, True, True), test_utils=tests)
 
 
@@ -336,11 +336,11 @@ def test_peak_memory_of_a_large_vocabulary():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"weight": torch.zeros(37, 8)}, r"weight of shape \(37, 8\)"),
-        ({"weight": torch.zeros(37, 16, dtype=torch.float64)}, "weight of torch.float64"),
-        ({"labels": torch.zeros(2, 4, dtype=torch.long)}, r"labels of shape \(2, 4\)"),
-        ({"labels": torch.zeros(2, 9)}, "labels of torch.float32"),
-        ({"num_items_in_batch": torch.ones(2)}, r"num_items_in_batch of shape \(2,\)"),
+        ({"weight": torch.zeros(37, 8)}, r"weight: shape \(37, 8\)"),
+        ({"weight": torch.zeros(37, 16, dtype=torch.float64)}, "weight: torch.float64"),
+        ({"labels": torch.zeros(2, 4, dtype=torch.long)}, r"labels: shape \(2, 4\)"),
+        ({"labels": torch.zeros(2, 9)}, "labels: torch.float32"),
+        ({"num_items_in_batch": torch.ones(2)}, r"num_items_in_batch: shape \(2,\)"),
     ],
 )
 def test_misfits_are_one_error(name, change, words):

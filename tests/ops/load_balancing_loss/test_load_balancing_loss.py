@@ -132,11 +132,11 @@ def test_opcheck(name, masked):
     ("arguments", "words"),
     [
         (((), 8, 2), "an empty tuple"),
-        ((logits(1), 7, 2), "num_experts=7"),
-        ((logits(1), None, 2), "num_experts=None"),
-        ((logits(1), 8, 9), "top_k=9 of 8"),
+        ((logits(1), 7, 2), "num_experts: 7 beside"),
+        ((logits(1), None, 2), "num_experts: None"),
+        ((logits(1), 8, 9), "top_k: 9 of 8"),
         (((*logits(1), *logits(1, rows=3)), 8, 2), r"\(24, 8\).*\(3, 8\)"),
-        ((logits(1), 8, 2, torch.ones(2, 3)), r"attention_mask of shape \(2, 3\)"),
+        ((logits(1), 8, 2, torch.ones(2, 3)), r"attention_mask: shape \(2, 3\)"),
     ],
 )
 def test_misfits_are_one_error(name, arguments, words):

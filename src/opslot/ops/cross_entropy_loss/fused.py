@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from opslot._base.errors import KernelError, explain_problem
+from opslot.ops._common.library import opaque_op, refuse
 from opslot.ops.cross_entropy_loss.chunked import (
     Backend,
     Shaping,
@@ -22,7 +22,6 @@ from opslot.ops.cross_entropy_loss.chunked import (
     wide,
 )
 
-_BACKENDS: dict[str, Backend] = {}
 _SHAPING = "int ignore_index, float smoothing, float cap, float scale"
 _WANTED = "bool want_hidden, bool want_weight"
 
@@ -38,12 +37,24 @@ class Kernels:
     token_log_probs: Callable[..., tuple[Tensor, Tensor]]
 
 
+@dataclass(frozen=True)
+class _Ops:
+    """One backend's custom ops, and its `rescale`."""
+
+    loss: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    tokens: Callable[..., tuple[Tensor, Tensor]]
+    token_gradients: Callable[..., tuple[Tensor, Tensor]]
+    rescale: Callable[[Tensor, Tensor], None]
+
+
+# By backend: autograd functions are given the name, since torch.compile can pass strings through them.
+_OPS: dict[str, _Ops] = {}
+
+
 def make_kernels(backend: Backend) -> Kernels:
     """The backend's kernels; defines its custom ops, so it is called once per backend."""
     name = backend.name
-    _BACKENDS[name] = backend
-    _define_loss_op(backend)
-    _define_token_ops(backend)
+    _OPS[name] = _Ops(_loss_op(backend), *_token_ops(backend), backend.rescale)
 
     def causal(
         hidden_states: Tensor,
@@ -114,21 +125,17 @@ def flat_inputs(name: str, hidden_states: Tensor, weight: Tensor, labels: Tensor
         hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
     width = hidden_states.shape[-1]
     if weight.dim() != 2 or weight.shape[1] != width:
-        shapes = f"hidden_states of shape {tuple(hidden_states.shape)}, weight of shape {tuple(weight.shape)}"
-        _refuse(name, shapes, "hidden_states [..., H] and weight [V, H]")
-    if hidden_states.shape[:-1].numel() != labels.numel():
-        shapes = f"hidden_states of shape {tuple(hidden_states.shape)}, labels of shape {tuple(labels.shape)}"
-        _refuse(name, shapes, "one label for each row of hidden_states")
-    if hidden_states.dtype != weight.dtype:
         _refuse(
-            name,
-            f"hidden_states of {hidden_states.dtype}, weight of {weight.dtype}",
-            "one dtype, or use torch.autocast",
+            name, "weight", f"shape {tuple(weight.shape)} beside hidden_states {tuple(hidden_states.shape)}, not [V, H]"
         )
+    if hidden_states.shape[:-1].numel() != labels.numel():
+        _refuse(name, "labels", f"shape {tuple(labels.shape)} beside hidden_states {tuple(hidden_states.shape)}")
+    if hidden_states.dtype != weight.dtype:
+        _refuse(name, "weight", f"{weight.dtype} beside hidden_states of {hidden_states.dtype} without torch.autocast")
     if device != weight.device:
-        _refuse(name, f"hidden_states on {device}, weight on {weight.device}", "both on one device")
+        _refuse(name, "weight", f"it is on {weight.device}, hidden_states on {device}")
     if labels.is_floating_point():
-        _refuse(name, f"labels of {labels.dtype}", "class indices, an integer tensor")
+        _refuse(name, "labels", f"{labels.dtype}, not integer class indices")
     return hidden_states.reshape(-1, width), weight, labels.reshape(-1).to(device=device, dtype=torch.int64)
 
 
@@ -141,18 +148,13 @@ def loss_divisor(
     if not isinstance(num_items, Tensor):
         return torch.full((), num_items, dtype=dtype, device=labels.device)
     if num_items.numel() != 1:
-        _refuse(name, f"num_items_in_batch of shape {tuple(num_items.shape)}", "a number or a tensor of one element")
+        _refuse(name, "num_items_in_batch", f"shape {tuple(num_items.shape)}, not one number")
     return num_items.reshape(()).to(device=labels.device, dtype=dtype)
 
 
-def _refuse(name: str, found: str, wanted: str) -> NoReturn:
-    raise KernelError(
-        explain_problem(
-            f"cross_entropy_loss kernel {name!r} does not serve these arguments",
-            found,
-            f"pass {wanted}; or set cross_entropy_loss_implementation to 'eager'",
-        )
-    )
+def _refuse(name: str, argument: str, found: str) -> NoReturn:
+    field = "cross_entropy_loss_implementation"
+    refuse(f"{field}={name!r}", argument, found, f"fix the argument, or set {field} to 'eager'")
 
 
 def _loss(
@@ -169,13 +171,13 @@ def _loss(
     wanted = (recording and hidden.requires_grad, recording and weight.requires_grad)
     if any(wanted):
         return _LinearCrossEntropy.apply(name, hidden, weight, labels, divisor, *shaping, *wanted)
-    return _op("linear_cross_entropy", name)(hidden, weight, labels, divisor, *shaping, *wanted)[0]
+    return _OPS[name].loss(hidden, weight, labels, divisor, *shaping, *wanted)[0]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str, hidden: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
-        loss, grad_hidden, grad_weight = _op("linear_cross_entropy", name)(hidden, weight, *arguments)
+        loss, grad_hidden, grad_weight = _OPS[name].loss(hidden, weight, *arguments)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.name, ctx.dtype, ctx.wanted = name, hidden.dtype, arguments[-2:]
         return loss
@@ -194,7 +196,7 @@ def _times(name: str, grad: Tensor, factor: Tensor) -> Tensor:
     """`grad * factor`, in place where nobody reads `grad` again: the weight's gradient is the largest tensor of all."""
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
         return grad * factor
-    _BACKENDS[name].rescale(grad, factor)
+    _OPS[name].rescale(grad, factor)
     return grad
 
 
@@ -203,7 +205,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, name: str, hidden: Tensor, weight: Tensor, labels: Tensor, *shaping: Any
     ) -> tuple[Tensor, Tensor]:
-        log_probs, entropy = _op("token_log_probs", name)(hidden, weight, labels, *shaping)
+        log_probs, entropy = _OPS[name].tokens(hidden, weight, labels, *shaping)
         ctx.save_for_backward(hidden, weight, labels, entropy)
         ctx.name, ctx.shaping = name, shaping
         return log_probs, entropy
@@ -212,13 +214,9 @@ class _TokenLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> Any:
         wanted = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
-        op = _op("token_log_probs_backward", ctx.name)
+        op = _OPS[ctx.name].token_gradients
         hidden, weight = op(*ctx.saved_tensors, grad_log_probs, grad_entropy, *ctx.shaping, *wanted)
         return None, hidden if wanted[0] else None, weight if wanted[1] else None, *[None] * 5
-
-
-def _op(op: str, name: str) -> Callable[..., Any]:
-    return getattr(torch.ops.opslot, f"{op}_{name}")
 
 
 def _empty_grads(
@@ -230,7 +228,7 @@ def _empty_grads(
     )
 
 
-def _define_loss_op(backend: Backend) -> None:
+def _loss_op(backend: Backend) -> Callable[..., Any]:
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor, divisor: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         *shaping, want_hidden, want_weight = rest
         with torch.autocast(hidden.device.type, enabled=False):
@@ -241,16 +239,12 @@ def _define_loss_op(backend: Backend) -> None:
     def fake(hidden: Tensor, weight: Tensor, labels: Tensor, divisor: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         return divisor.new_empty(()), *_empty_grads(hidden, weight, gradient_dtype(hidden.dtype), *rest[-2:])
 
-    torch.library.custom_op(
-        f"opslot::linear_cross_entropy_{backend.name}",
-        loss,
-        mutates_args=(),
-        schema=f"(Tensor hidden, Tensor weight, Tensor labels, Tensor divisor, {_SHAPING}, {_WANTED})"
-        " -> (Tensor, Tensor, Tensor)",
-    ).register_fake(fake)
+    arguments = f"Tensor hidden, Tensor weight, Tensor labels, Tensor divisor, {_SHAPING}, {_WANTED}"
+    schema = f"linear_cross_entropy_{backend.name}({arguments}) -> (Tensor, Tensor, Tensor)"
+    return opaque_op(schema, fake)(loss)
 
 
-def _define_token_ops(backend: Backend) -> None:
+def _token_ops(backend: Backend) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def forward(hidden: Tensor, weight: Tensor, labels: Tensor, *shaping: Any) -> tuple[Tensor, Tensor]:
         with torch.autocast(hidden.device.type, enabled=False):
             return tokens(backend, hidden, weight, labels, Shaping(*shaping))
@@ -270,16 +264,9 @@ def _define_token_ops(backend: Backend) -> None:
         return _empty_grads(hidden, weight, hidden.dtype, *rest[-2:])
 
     inputs = "Tensor hidden, Tensor weight, Tensor labels"
-    torch.library.custom_op(
-        f"opslot::token_log_probs_{backend.name}",
-        forward,
-        mutates_args=(),
-        schema=f"({inputs}, {_SHAPING}) -> (Tensor, Tensor)",
-    ).register_fake(forward_fake)
-    torch.library.custom_op(
-        f"opslot::token_log_probs_backward_{backend.name}",
-        backward,
-        mutates_args=(),
-        schema=f"({inputs}, Tensor entropy, Tensor grad_log_probs, Tensor grad_entropy,"
-        f" {_SHAPING}, {_WANTED}) -> (Tensor, Tensor)",
-    ).register_fake(backward_fake)
+    per_row = "Tensor entropy, Tensor grad_log_probs, Tensor grad_entropy"
+    name, outputs = f"token_log_probs_{backend.name}", "(Tensor, Tensor)"
+    return (
+        opaque_op(f"{name}({inputs}, {_SHAPING}) -> {outputs}", forward_fake)(forward),
+        opaque_op(f"{name}_backward({inputs}, {per_row}, {_SHAPING}, {_WANTED}) -> {outputs}", backward_fake)(backward),
+    )

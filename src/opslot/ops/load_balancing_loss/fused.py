@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from opslot._base.errors import KernelError, explain_problem
+from opslot.ops._common.library import refuse
 
 
 @dataclass(frozen=True)
@@ -101,28 +101,23 @@ def _check(
     name: str, gate_logits: tuple[Tensor, ...], num_experts: int | None, top_k: int, attention_mask: Tensor | None
 ) -> None:
     if not gate_logits:
-        _refuse(name, "gate_logits is an empty tuple", "the router logits of at least one layer")
+        _refuse(name, "gate_logits", "an empty tuple")
     first = gate_logits[0]
     if any(x.dim() != 2 or x.shape != first.shape or x.dtype != first.dtype for x in gate_logits):
         kinds = ", ".join(sorted({f"{tuple(x.shape)} {x.dtype}" for x in gate_logits}))
-        _refuse(name, f"gate_logits of {kinds}", "[T, E] logits of one shape and dtype")
+        _refuse(name, "gate_logits", f"{kinds}, not one shape [T, E] and dtype")
     if num_experts != first.shape[1]:
-        _refuse(name, f"num_experts={num_experts}, gate_logits of shape {tuple(first.shape)}", "num_experts = E")
+        _refuse(name, "num_experts", f"{num_experts} beside gate_logits of shape {tuple(first.shape)}")
     if not 1 <= top_k <= first.shape[1]:
-        _refuse(name, f"top_k={top_k} of {first.shape[1]} experts", "top_k from 1 to E")
+        _refuse(name, "top_k", f"{top_k} of {first.shape[1]} experts")
     if attention_mask is not None and attention_mask.numel() != first.shape[0]:
-        shapes = f"attention_mask of shape {tuple(attention_mask.shape)}, gate_logits of shape {tuple(first.shape)}"
-        _refuse(name, shapes, "one mask entry per row of the logits")
+        found = f"shape {tuple(attention_mask.shape)} beside gate_logits of shape {tuple(first.shape)}"
+        _refuse(name, "attention_mask", found)
 
 
-def _refuse(name: str, found: str, wanted: str) -> None:
-    raise KernelError(
-        explain_problem(
-            f"load_balancing_loss kernel {name!r} does not serve these arguments",
-            found,
-            f"pass {wanted}; or set load_balancing_loss_implementation to 'eager'",
-        )
-    )
+def _refuse(name: str, argument: str, found: str) -> NoReturn:
+    field = "load_balancing_loss_implementation"
+    refuse(f"{field}={name!r}", argument, found, f"fix the argument, or set {field} to 'eager'")
 
 
 def _define_ops(backend: Backend) -> None:
