@@ -17,8 +17,8 @@ def _ranks_module():
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator:
-    """Two processes that run a test's functions as ranks."""
-    pool = _ranks_module().Ranks(2)
+    """Four processes that run a test's functions as ranks, two of them unless the test says more."""
+    pool = _ranks_module().Ranks(4)
     yield pool
     pool.close()
 

@@ -1,6 +1,6 @@
 """Processes that stand for ranks: started once, they run functions of the tests, each in a fresh gloo group.
 
-`Ranks(2).run(function, *arguments)` returns what `function` returned on each rank, or raises the first rank's error.
+`Ranks(4).run(function, *arguments)` returns what `function` returned on each of two ranks, or raises the first error.
 As a script it is one rank.
 """
 
@@ -42,9 +42,8 @@ class Ranks:
         self._connections: dict[int, Connection] = {c.recv(): c for c in connections}
         listener.close()
 
-    def run(self, function: Callable[..., Any], *arguments: Any, world: int | None = None) -> list[Any]:
-        """Call `function(*arguments)` on each rank; ranks beyond `world` sit out."""
-        world = world or self.size
+    def run(self, function: Callable[..., Any], *arguments: Any, world: int = 2) -> list[Any]:
+        """Call `function(*arguments)` on each rank; processes beyond `world` sit out."""
         port = free_port()
         for rank in range(world):
             task = (function.__code__.co_filename, function.__name__, arguments, world, port)

@@ -24,11 +24,11 @@ def on_ranks(name, sizes, kwargs):
     return tiny.train(name, sizes, **kwargs)
 
 
-def check(ranks, name, sizes, **kwargs):
+def check(ranks, name, sizes, world=2, **kwargs):
     here = {k: v for k, v in kwargs.items() if k != "options"}
     expected = torch.tensor(train(name, **here))
     assert expected[0, 1] > 1e-2
-    for found in ranks.run(on_ranks, name, sizes, kwargs):
+    for found in ranks.run(on_ranks, name, sizes, kwargs, world=world):
         torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0)
 
 
@@ -96,3 +96,13 @@ def test_tied_embeddings(ranks):
 
 def test_offloading_to_host_memory(ranks):
     check(ranks, "qwen3_moe", SIZES["ep"], steps=2, micro_batches=2, options={"cpu_offload": True})
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"ep": 2}, {"dp_replicate": 2, "ep": 2}, {"sp": 2, "ep": 2}, {"sp": 2, "ep": 4}, {"dp_replicate": 2, "sp": 2}],
+    ids=str,
+)
+def test_four_ranks(ranks, sizes):
+    """Experts that are sharded inside their ep rank, replicas, and axes that cross."""
+    check(ranks, "qwen3_moe", sizes, world=4, steps=3, micro_batches=4, ops="auto", aux_loss=True)
