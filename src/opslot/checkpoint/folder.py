@@ -54,9 +54,9 @@ def _weight_map(index: Path) -> dict[str, str]:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         assert isinstance(weight_map, dict)
         assert all(isinstance(shard, str) and Path(shard).name == shard for shard in weight_map.values())
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         raise CheckpointError(
-            f'{index} is no safetensors index; it should hold {{"weight_map": {{tensor name: file name}}}}. '
+            f'{index} is no readable safetensors index; it should hold {{"weight_map": {{tensor name: file name}}}}. '
             "Copy or download it again"
         ) from error
     return weight_map

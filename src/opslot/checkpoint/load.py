@@ -107,11 +107,12 @@ def load_weights(
     start = time.perf_counter()
     folder = Path(folder)
     tensors = tensors_of(model)
-    plan, error = None, None
+    plan: LoadPlan | None = None
+    error: Exception | None = None
     try:
         plan = _check(model, folder, converters, dtype, strict, allow_missing, allow_extra)
         regions = {name: local_ranges(tensor) for name, tensor in tensors.items()}
-    except CheckpointError as problem:
+    except Exception as problem:  # other ranks wait in the exchange below
         error = problem
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         _agree(error)
@@ -154,7 +155,7 @@ def _check(
     return plan
 
 
-def _agree(error: CheckpointError | None) -> None:
+def _agree(error: Exception | None) -> None:
     """Raise on every rank when any rank has an error, so that none waits for another in a later collective.
 
     Raises:
