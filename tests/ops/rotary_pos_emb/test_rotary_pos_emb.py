@@ -158,8 +158,9 @@ def test_compiles_as_one_graph(variant, name):
 def test_opcheck():
     load("full", "triton")
     q, k, cos, sin = (x.detach() for x in inputs())
-    arguments = ([q, k], cos, sin, torch.float32, False, False)
-    torch.library.opcheck(torch.ops.opslot.rotary_pos_emb.default, arguments)
+    arguments = (cos, sin, torch.float32, False, False)
+    torch.library.opcheck(torch.ops.opslot.rotary_pos_emb.default, (q, k, *arguments))
+    torch.library.opcheck(torch.ops.opslot.rotary_pos_emb.default, (q, None, *arguments))
 
 
 def _bad(name):

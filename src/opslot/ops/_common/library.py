@@ -1,8 +1,8 @@
 """Registration of kernels as `torch.ops.opslot.*` and the refusals that they share.
 
 A kernel's launch is an opaque op with a fake implementation, and an autograd.Function around two such ops makes it
-differentiable: torch.compile keeps the graph whole, and eager code pays one dispatch instead of custom_op's layers
-of Python.
+differentiable: torch.compile keeps the graph whole. Eager code calls the op's Python function itself, since at common
+sizes the dispatcher's way to it costs a good part of what the kernel does.
 """
 
 from __future__ import annotations
@@ -11,28 +11,43 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
 
 # Registrations live as long as the library object.
 _LIBRARY = torch.library.Library("opslot", "FRAGMENT")
+# Other tensors (fake, distributed, functional) have no memory of their own for a kernel to read.
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def opaque_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Define `opslot::<schema>`, implemented on every device by the decorated function; returns the op's overload.
+    """Define `opslot::<schema>`, implemented on every device by the decorated function.
 
     Args:
-        schema: e.g. "swiglu(Tensor gate, Tensor up) -> Tensor".
+        schema: e.g. "swiglu(Tensor gate, Tensor up) -> Tensor"; no lists of tensors.
         fake: the same signature; returns empty outputs of the right shape, dtype and strides.
+
+    Returns:
+        A function that calls the op under torch.compile and for tensor subclasses, else the decorated function.
     """
     name = schema.partition("(")[0]
 
-    def register(function: Callable[..., Any]) -> Any:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
         _LIBRARY.define(schema)
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"opslot::{name}", fake, lib=_LIBRARY)
-        return getattr(torch.ops.opslot, name).default
+        overload = getattr(torch.ops.opslot, name).default
+
+        def call(*args: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return overload(*args)
+            for arg in args:
+                if isinstance(arg, Tensor) and type(arg) not in _PLAIN:
+                    return overload(*args)
+            return function(*args)
+
+        return call
 
     return register
 
@@ -49,7 +64,11 @@ def refuse(kernel: str, argument: str, found: str, instead: str) -> NoReturn:
     raise KernelError(f"{kernel} cannot take {argument}: {found}\n  to do: {instead}")
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """`x` as [rows, width] with adjacent columns: a view unless its leading dimensions have no common stride."""
-    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+def as_rows(x: Tensor) -> tuple[Tensor, int]:
+    """`x` as rows with adjacent columns, and their stride: `x` itself if contiguous, else a view or, last, a copy."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.stride(1) != 1 and rows.shape[1] != 1:
+        rows = rows.contiguous()
+    return rows, rows.stride(0)

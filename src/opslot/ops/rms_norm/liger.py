@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 from torch import Tensor
 
-from opslot.ops._common.library import refuse
-
 
 def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`op.standard` where both tensors share a dtype: Liger returns that of `hidden_states`, upstream the wider one."""
+    """`op.standard`; mixed dtypes are promoted first, since Liger returns that of `hidden_states`."""
     if weight.dtype != hidden_states.dtype:
-        refuse(
-            "rms_norm_implementation='liger_kernel'",
-            "weight",
-            f"its dtype is {weight.dtype} beside hidden_states' {hidden_states.dtype}",
-            "use triton, which serves mixed dtypes, or eager",
-        )
+        dtype = torch.promote_types(weight.dtype, hidden_states.dtype)
+        hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
     return LigerRMSNormFunction.apply(hidden_states, weight, eps, 0.0, "llama", False)
 
 

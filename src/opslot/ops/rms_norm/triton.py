@@ -9,6 +9,7 @@ Time on an H200 and the share of the floor are in benchmarks/results/elementwise
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from opslot.ops._common.library import as_rows, opaque_op, refuse
-from opslot.ops._common.triton import multiprocessor_count
+from opslot.ops._common.triton import Launcher, cdiv, multiprocessor_count
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 MAX_WIDTH = 65536
@@ -31,9 +32,9 @@ def _forward_kernel(
     weight_ptr,
     gate_ptr,
     out_ptr,
-    rows,
     x_stride,
     gate_stride,
+    rows,
     eps,
     OFFSET: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -71,10 +72,10 @@ def _backward_kernel(
     dx_ptr,
     dgate_ptr,
     partial_ptr,
-    rows,
     dout_stride,
     x_stride,
     gate_stride,
+    rows,
     eps,
     OFFSET: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -136,36 +137,42 @@ def _sum_partials_kernel(partial_ptr, out_ptr, count, WIDTH: tl.constexpr, ROWS:
     tl.store(out_ptr + column, summed.to(out_ptr.dtype.element_ty), mask=column < WIDTH)
 
 
+_launch_forward = Launcher(_forward_kernel)
+_launch_backward = Launcher(_backward_kernel)
+_launch_sum_partials = Launcher(_sum_partials_kernel)
+
+
 @dataclass(frozen=True)
-class Launch:
-    """Tile and grid of one launch: rows of a tile, warps, and for a persistent grid its programs per multiprocessor."""
+class Plan:
+    """Tile and grid of one launch: `rows` x `columns` elements, and for a persistent grid programs a multiprocessor."""
 
     rows: int
+    columns: int
     warps: int
     programs: int = 0
     stages: int = 1
 
 
-def forward_launch(columns: int) -> Launch:
+@functools.cache
+def forward_plan(width: int) -> Plan:
     """Forward: tiles of 2048 elements, more for wider rows, at 32 elements a thread."""
+    columns = triton.next_power_of_2(width)
     rows = max(1, 2048 // columns)
-    return Launch(rows, warps=min(32, max(2 if rows == 1 else 4, rows * columns // 1024)))
+    return Plan(rows, columns, warps=min(32, max(2 if rows == 1 else 4, rows * columns // 1024)))
 
 
-def backward_launch(columns: int, row_bytes: int) -> Launch:
+@functools.cache
+def backward_plan(width: int, element_bytes: int) -> Plan:
     """Backward: tiles of 4096 elements, two programs a multiprocessor, each loading up to two tiles ahead.
 
     Args:
-        row_bytes: of all tensors that a row is loaded from. Tiles in flight stay within 64 KiB of shared memory, which
-            two programs find on every supported GPU.
+        element_bytes: summed over the tensors that a tile is loaded from. Tiles in flight stay within 64 KiB of shared
+            memory, which two programs find on every supported GPU.
     """
+    columns = triton.next_power_of_2(width)
     rows = max(1, 4096 // columns)
-    stages = min(3, max(1, 2**16 // (rows * row_bytes)))
-    return Launch(rows, warps=min(32, max(8, rows * columns // 512)), programs=2, stages=stages)
-
-
-def _columns(width: int) -> int:
-    return triton.next_power_of_2(width)
+    stages = min(3, max(1, 2**16 // (rows * columns * element_bytes)))
+    return Plan(rows, columns, warps=min(32, max(8, rows * columns // 512)), programs=2, stages=stages)
 
 
 def _out_dtype(x: Tensor, weight: Tensor | None, gate: Tensor | None, offset: bool) -> torch.dtype:
@@ -180,47 +187,36 @@ def _fake_forward(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: fl
 
 @opaque_op("rms_norm(Tensor x, Tensor? weight, Tensor? gate, float eps, bool offset) -> Tensor", fake=_fake_forward)
 def _forward(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool) -> Tensor:
-    out = torch.empty(x.shape, dtype=_out_dtype(x, weight, gate, offset), device=x.device)
+    out = torch.empty_like(x, dtype=_out_dtype(x, weight, gate, offset), memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return out
-    x_rows = as_rows(x)
-    gate_rows = None if gate is None else as_rows(gate)
-    weight = None if weight is None else weight.contiguous()
-    rows, width = x_rows.shape
-    columns = _columns(width)
-    launch = forward_launch(columns)
-    _forward_kernel[(triton.cdiv(rows, launch.rows),)](
-        x_rows,
-        weight,
-        gate_rows,
-        out,
-        rows,
-        x_rows.stride(0),
-        0 if gate_rows is None else gate_rows.stride(0),
-        eps,
-        OFFSET=offset,
-        HAS_WEIGHT=weight is not None,
-        HAS_GATE=gate is not None,
-        WIDTH=width,
-        ROWS=launch.rows,
-        COLUMNS=columns,
-        num_warps=launch.warps,
+    width = x.shape[-1]
+    rows = x.numel() // width
+    x, x_stride = as_rows(x)
+    gate, gate_stride = (None, 0) if gate is None else as_rows(gate)
+    plan = forward_plan(width)
+    _launch_forward(
+        (cdiv(rows, plan.rows), 1, 1),
+        (x, None if weight is None else weight.contiguous(), gate, out),
+        (x_stride, gate_stride),
+        (rows, eps),
+        (offset, weight is not None, gate is not None, width, plan.rows, plan.columns),
+        plan.warps,
     )
     return out
 
 
-def _backward_outputs(
-    x: Tensor, weight: Tensor | None, gate: Tensor | None, needed: list[bool]
+def _gradients(
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, need_x: bool, need_weight: bool, need_gate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and gate; empty ones stand for those that nobody needs."""
+    """Uninitialized gradients; empty tensors stand for those that nobody needs."""
 
     def one(source: Tensor | None, need: bool) -> Tensor:
         if source is None or not need:
             return x.new_empty(0)
-        return torch.empty(source.shape, dtype=source.dtype, device=x.device)
+        return torch.empty_like(source, memory_format=torch.contiguous_format)
 
-    dx, dweight, dgate = (one(source, need) for source, need in zip((x, weight, gate), needed, strict=True))
-    return dx, dweight, dgate
+    return one(x, need_x), one(weight, need_weight), one(gate, need_gate)
 
 
 def _fake_backward(
@@ -230,14 +226,16 @@ def _fake_backward(
     gate: Tensor | None,
     eps: float,
     offset: bool,
-    needed: list[bool],
+    need_x: bool,
+    need_weight: bool,
+    need_gate: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward_outputs(x, weight, gate, needed)
+    return _gradients(x, weight, gate, need_x, need_weight, need_gate)
 
 
 @opaque_op(
-    "rms_norm_backward(Tensor dout, Tensor x, Tensor? weight, Tensor? gate, float eps, bool offset, bool[] needed)"
-    " -> (Tensor, Tensor, Tensor)",
+    "rms_norm_backward(Tensor dout, Tensor x, Tensor? weight, Tensor? gate, float eps, bool offset,"
+    " bool need_x, bool need_weight, bool need_gate) -> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
 )
 def _backward(
@@ -247,50 +245,43 @@ def _backward(
     gate: Tensor | None,
     eps: float,
     offset: bool,
-    needed: list[bool],
+    need_x: bool,
+    need_weight: bool,
+    need_gate: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    need_x, need_weight, need_gate = needed
-    dx, dweight, dgate = _backward_outputs(x, weight, gate, needed)
+    dx, dweight, dgate = _gradients(x, weight, gate, need_x, need_weight, need_gate)
     if x.numel() == 0:
         return dx, dweight.zero_(), dgate
-    dout_rows, x_rows = as_rows(dout), as_rows(x)
-    gate_rows = None if gate is None else as_rows(gate)
-    weight = None if weight is None else weight.contiguous()
-    rows, width = x_rows.shape
-    columns = _columns(width)
-    tensors = (x, dout) if gate is None else (x, dout, gate)
-    launch = backward_launch(columns, columns * sum(t.element_size() for t in tensors))
-    programs = min(triton.cdiv(rows, launch.rows), multiprocessor_count(x.device) * launch.programs)
-    partial = torch.empty((programs, width), dtype=torch.float32, device=x.device) if need_weight else None
-    _backward_kernel[(programs,)](
-        dout_rows,
-        x_rows,
-        weight,
-        gate_rows,
-        dx,
-        dgate,
-        partial,
-        rows,
-        dout_rows.stride(0),
-        x_rows.stride(0),
-        0 if gate_rows is None else gate_rows.stride(0),
-        eps,
-        OFFSET=offset,
-        HAS_WEIGHT=weight is not None,
-        HAS_GATE=gate is not None,
-        NEED_X=need_x,
-        NEED_WEIGHT=need_weight,
-        NEED_GATE=need_gate,
-        WIDTH=width,
-        ROWS=launch.rows,
-        COLUMNS=columns,
-        STAGES=launch.stages,
-        num_warps=launch.warps,
+    width = x.shape[-1]
+    rows = x.numel() // width
+    element_bytes = x.element_size() + dout.element_size() + (0 if gate is None else gate.element_size())
+    plan = backward_plan(width, element_bytes)
+    programs = min(cdiv(rows, plan.rows), multiprocessor_count(x.device) * plan.programs)
+    partial = x.new_empty((programs, width), dtype=torch.float32) if need_weight else None
+    dout, dout_stride = as_rows(dout)
+    x, x_stride = as_rows(x)
+    gate, gate_stride = (None, 0) if gate is None else as_rows(gate)
+    _launch_backward(
+        (programs, 1, 1),
+        (dout, x, None if weight is None else weight.contiguous(), gate, dx, dgate, partial),
+        (dout_stride, x_stride, gate_stride),
+        (rows, eps),
+        (
+            offset,
+            weight is not None,
+            gate is not None,
+            need_x,
+            need_weight,
+            need_gate,
+            width,
+            plan.rows,
+            plan.columns,
+            plan.stages,
+        ),
+        plan.warps,
     )
     if partial is not None:
-        _sum_partials_kernel[(triton.cdiv(width, 32),)](
-            partial, dweight, programs, WIDTH=width, ROWS=64, COLUMNS=32, num_warps=4
-        )
+        _launch_sum_partials((cdiv(width, 8), 1, 1), (partial, dweight), (), (programs,), (width, 256, 8), 4)
     return dx, dweight, dgate
 
 
@@ -305,9 +296,9 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, gate = ctx.saved_tensors
-        needed = list(ctx.needs_input_grad[:3])
-        grads = _backward(dout, x, weight, gate, ctx.eps, ctx.offset, needed)
-        return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), None, None
+        need_x, need_weight, need_gate, _, _ = ctx.needs_input_grad
+        dx, dweight, dgate = _backward(dout, x, weight, gate, ctx.eps, ctx.offset, need_x, need_weight, need_gate)
+        return dx if need_x else None, dweight if need_weight else None, dgate if need_gate else None, None, None
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool) -> Tensor:
@@ -321,7 +312,7 @@ def _rms_norm(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float,
         refuse(label, "weight", f"its shape is {tuple(weight.shape)}, not ({x.shape[-1]},)", "use eager")
     if gate is not None and gate.shape != x.shape:
         refuse(label, "gate", f"its shape is {tuple(gate.shape)}, not {tuple(x.shape)}", "use eager")
-    return _RMSNorm.apply(x, weight, gate, eps, offset)
+    return _RMSNorm.apply(x, weight, gate, float(eps), offset)
 
 
 def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -34,15 +34,15 @@ class _Rotary(torch.autograd.Function):
 
 
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`op.full` where `q`, `k` and `cos` share a dtype."""
+    """`op.full`; mixed dtypes are promoted first, since Liger returns those of `q` and `k`."""
     if unsqueeze_dim not in (1, 2):
         refuse(_LABEL, "unsqueeze_dim", f"it is {unsqueeze_dim}, not 1 or 2", "use eager")
-    if not q.dtype == k.dtype == cos.dtype:
-        found = f"q is {q.dtype}, k {k.dtype}, cos {cos.dtype}: upstream promotes, Liger does not"
-        refuse(_LABEL, "mixed dtypes", found, "use triton or eager")
     if cos.shape[-1] != q.shape[-1]:
         found = f"it has {cos.shape[-1]} channels for heads of {q.shape[-1]}"
         refuse(_LABEL, "cos", found, "use the partial variant")
+    if not q.dtype == k.dtype == cos.dtype:
+        q, k = (x.to(torch.promote_types(x.dtype, cos.dtype)) for x in (q, k))
+        cos, sin = cos.to(q.dtype), sin.to(q.dtype)
     if unsqueeze_dim == 1:
         return _Rotary.apply(q, k, cos, sin)
     q_out, k_out = _Rotary.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)

@@ -3,13 +3,16 @@
 A program turns all heads of one token, so the token's angles are loaded once; tensors are addressed by their own
 strides, so transposed views cost no copy. Backward is the same kernel turning the other way.
 
-How pairs lie in memory is two numbers on each side of the kernel: the members of pair i are at i * STEP and at
-i * STEP + GAP; halves have STEP 1 and GAP R/2, interleaved pairs STEP 2 and GAP 1.
+Strides reach the kernel in units of UNIT elements, a constant that divides all of them: heads of 72 channels, whose
+strides Triton's own test for multiples of 16 would send to two-byte loads, still load 16 bytes at once.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +22,51 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from opslot.ops._common.library import opaque_op, refuse
+from opslot.ops._common.triton import Launcher, cdiv
 from opslot.ops.rotary_pos_emb.op import merge_sections
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _LABEL = "rotary_pos_emb_implementation='triton'"
 # Elements of the tile of one half of a program's heads; more heads go to further programs of the same token.
 _TILE = 4096
+
+
+@triton.jit
+def _load_pairs(row_ptr, inside, PAIRS: tl.constexpr, HALF: tl.constexpr, HALF_TILE: tl.constexpr, HEADS: tl.constexpr):
+    """First and second members [HEADS, HALF_TILE] of the pairs of heads at `row_ptr` [HEADS, 1], in fp32."""
+    if PAIRS:
+        channel = tl.arange(0, 2 * HALF_TILE)[None, :]
+        both = tl.load(row_ptr + channel, mask=inside & (channel < 2 * HALF), other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(both, (HEADS, HALF_TILE, 2)))
+    else:
+        channel = tl.arange(0, HALF_TILE)[None, :]
+        mask = inside & (channel < HALF)
+        first = tl.load(row_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(row_ptr + HALF + channel, mask=mask, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _store_pairs(
+    row_ptr,
+    first,
+    second,
+    inside,
+    PAIRS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    dtype: tl.constexpr = row_ptr.dtype.element_ty
+    if PAIRS:
+        channel = tl.arange(0, 2 * HALF_TILE)[None, :]
+        both = tl.reshape(tl.join(first, second), (HEADS, 2 * HALF_TILE))
+        tl.store(row_ptr + channel, both.to(dtype), mask=inside & (channel < 2 * HALF))
+    else:
+        channel = tl.arange(0, HALF_TILE)[None, :]
+        mask = inside & (channel < HALF)
+        tl.store(row_ptr + channel, first.to(dtype), mask=mask)
+        tl.store(row_ptr + HALF + channel, second.to(dtype), mask=mask)
 
 
 @triton.jit
@@ -40,41 +82,44 @@ def _turn(
     sin_first,
     sin_second,
     INVERSE: tl.constexpr,
-    IN_STEP: tl.constexpr,
-    IN_GAP: tl.constexpr,
-    OUT_STEP: tl.constexpr,
-    OUT_GAP: tl.constexpr,
+    PAIRS_IN: tl.constexpr,
+    PAIRS_OUT: tl.constexpr,
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
     PASS: tl.constexpr,
     PASS_TILE: tl.constexpr,
+    UNIT: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """Turn heads [first_head, first_head + HEADS) of one token; channels from 2 HALF on are copied."""
-    head = first_head + tl.arange(0, HEADS)[:, None]
-    pair = tl.arange(0, HALF_TILE)[None, :]
-    mask = (head < heads) & (pair < HALF)
-    source = x_ptr + head.to(tl.int64) * x_head_stride + pair * IN_STEP
-    target = out_ptr + head.to(tl.int64) * out_head_stride + pair * OUT_STEP
-    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(source + IN_GAP, mask=mask, other=0.0).to(tl.float32)
+    head = first_head + tl.arange(0, HEADS)[:, None].to(tl.int64)
+    inside = head < heads
+    source = x_ptr + head * x_head_stride * UNIT
+    target = out_ptr + head * out_head_stride * UNIT
+    first, second = _load_pairs(source, inside, PAIRS_IN, HALF, HALF_TILE, HEADS)
     if INVERSE:
         turned_first = first * cos_first + second * sin_second
         turned_second = second * cos_second - first * sin_first
     else:
         turned_first = first * cos_first - second * sin_first
         turned_second = second * cos_second + first * sin_second
-    tl.store(target, turned_first.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(target + OUT_GAP, turned_second.to(out_ptr.dtype.element_ty), mask=mask)
+    _store_pairs(target, turned_first, turned_second, inside, PAIRS_OUT, HALF, HALF_TILE, HEADS)
     if PASS > 0:
         channel = 2 * HALF + tl.arange(0, PASS_TILE)[None, :]
-        mask = (head < heads) & (channel < 2 * HALF + PASS)
-        passed = tl.load(x_ptr + head.to(tl.int64) * x_head_stride + channel, mask=mask, other=0.0)
-        target = out_ptr + head.to(tl.int64) * out_head_stride + channel
-        tl.store(target, passed.to(out_ptr.dtype.element_ty), mask=mask)
+        mask = inside & (channel < 2 * HALF + PASS)
+        passed = tl.load(source + channel, mask=mask, other=0.0)
+        tl.store(target + channel, passed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens", "q_heads", "k_heads"])
+_STRIDES = [
+    f"{tensor}_{axis}_stride"
+    for tensor in ("q", "k", "q_out", "k_out", "cos", "sin")
+    for axis in ("batch", "token", "head")
+    if axis != "head" or tensor not in ("cos", "sin")
+]
+
+
+@triton.jit(do_not_specialize=[*_STRIDES, "tokens", "q_heads", "k_heads"])
 def _rotary_kernel(
     q_ptr,
     k_ptr,
@@ -82,9 +127,6 @@ def _rotary_kernel(
     sin_ptr,
     q_out_ptr,
     k_out_ptr,
-    tokens,
-    q_heads,
-    k_heads,
     q_batch_stride,
     q_token_stride,
     q_head_stride,
@@ -101,16 +143,17 @@ def _rotary_kernel(
     cos_token_stride,
     sin_batch_stride,
     sin_token_stride,
+    tokens,
+    q_heads,
+    k_heads,
     INVERSE: tl.constexpr,
-    SHARED_ANGLES: tl.constexpr,
-    IN_STEP: tl.constexpr,
-    IN_GAP: tl.constexpr,
-    OUT_STEP: tl.constexpr,
-    OUT_GAP: tl.constexpr,
+    PAIRS_IN: tl.constexpr,
+    PAIRS_OUT: tl.constexpr,
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
     PASS: tl.constexpr,
     PASS_TILE: tl.constexpr,
+    UNIT: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
 ):
@@ -119,18 +162,18 @@ def _rotary_kernel(
     group = tl.program_id(1)
     pair = tl.arange(0, HALF_TILE)[None, :]
     inside = pair < HALF
-    cos_ptr += batch * cos_batch_stride + token * cos_token_stride
-    sin_ptr += batch * sin_batch_stride + token * sin_token_stride
+    cos_ptr += (batch * cos_batch_stride + token * cos_token_stride) * UNIT
+    sin_ptr += (batch * sin_batch_stride + token * sin_token_stride) * UNIT
     cos_first = tl.load(cos_ptr + pair, mask=inside, other=0.0).to(tl.float32)
     sin_first = tl.load(sin_ptr + pair, mask=inside, other=0.0).to(tl.float32)
-    if SHARED_ANGLES:
+    if PAIRS_IN or PAIRS_OUT:
         cos_second, sin_second = cos_first, sin_first
     else:
         cos_second = tl.load(cos_ptr + HALF + pair, mask=inside, other=0.0).to(tl.float32)
         sin_second = tl.load(sin_ptr + HALF + pair, mask=inside, other=0.0).to(tl.float32)
     _turn(
-        q_ptr + batch * q_batch_stride + token * q_token_stride,
-        q_out_ptr + batch * q_out_batch_stride + token * q_out_token_stride,
+        q_ptr + (batch * q_batch_stride + token * q_token_stride) * UNIT,
+        q_out_ptr + (batch * q_out_batch_stride + token * q_out_token_stride) * UNIT,
         q_head_stride,
         q_out_head_stride,
         group * Q_HEADS,
@@ -140,20 +183,19 @@ def _rotary_kernel(
         sin_first,
         sin_second,
         INVERSE,
-        IN_STEP,
-        IN_GAP,
-        OUT_STEP,
-        OUT_GAP,
+        PAIRS_IN,
+        PAIRS_OUT,
         HALF,
         HALF_TILE,
         PASS,
         PASS_TILE,
+        UNIT,
         Q_HEADS,
     )
     if K_HEADS > 0:
         _turn(
-            k_ptr + batch * k_batch_stride + token * k_token_stride,
-            k_out_ptr + batch * k_out_batch_stride + token * k_out_token_stride,
+            k_ptr + (batch * k_batch_stride + token * k_token_stride) * UNIT,
+            k_out_ptr + (batch * k_out_batch_stride + token * k_out_token_stride) * UNIT,
             k_head_stride,
             k_out_head_stride,
             group * K_HEADS,
@@ -163,106 +205,118 @@ def _rotary_kernel(
             sin_first,
             sin_second,
             INVERSE,
-            IN_STEP,
-            IN_GAP,
-            OUT_STEP,
-            OUT_GAP,
+            PAIRS_IN,
+            PAIRS_OUT,
             HALF,
             HALF_TILE,
             PASS,
             PASS_TILE,
+            UNIT,
             K_HEADS,
         )
+
+
+_launch = Launcher(_rotary_kernel)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a launch covers heads and channels: programs a token, tile sizes, channels that pass, warps."""
+
+    groups: int
+    q_tile: int
+    k_tile: int
+    half: int
+    half_tile: int
+    spare: int
+    spare_tile: int
+    warps: int
+
+
+@functools.cache
+def _plan(q_heads: int, k_heads: int, rotary: int, width: int) -> Plan:
+    half, spare = rotary // 2, width - rotary
+    half_tile = triton.next_power_of_2(half)
+    groups = cdiv(max(q_heads, k_heads), max(1, _TILE // half_tile))
+    q_tile = triton.next_power_of_2(cdiv(q_heads, groups))
+    k_tile = triton.next_power_of_2(cdiv(k_heads, groups)) if k_heads else 0
+    warps = min(8, max(1, q_tile * half_tile // 1024))
+    return Plan(groups, q_tile, k_tile, half, half_tile, spare, triton.next_power_of_2(max(spare, 1)), warps)
 
 
 def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Like `x` in its order of dimensions, with adjacent channels and no gaps."""
     if x.stride(1) < x.stride(2):
-        return torch.empty_like(x.transpose(1, 2), dtype=dtype, memory_format=torch.contiguous_format).transpose(1, 2)
+        x = x.transpose(1, 2)
+        return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format).transpose(1, 2)
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _fake_rotary(
-    tensors: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    dtype: torch.dtype,
-    interleaved: bool,
-    inverse: bool,
-) -> list[Tensor]:
-    return [_empty_like(x, dtype) for x in tensors]
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, dtype: torch.dtype, interleaved: bool, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    return _empty_like(q, dtype), q.new_empty(0) if k is None else _empty_like(k, dtype)
 
 
 @opaque_op(
-    "rotary_pos_emb(Tensor[] tensors, Tensor cos, Tensor sin, ScalarType dtype, bool interleaved, bool inverse)"
-    " -> Tensor[]",
+    "rotary_pos_emb(Tensor q, Tensor? k, Tensor cos, Tensor sin, ScalarType dtype, bool interleaved, bool inverse)"
+    " -> (Tensor, Tensor)",
     fake=_fake_rotary,
 )
 def _rotary(
-    tensors: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    dtype: torch.dtype,
-    interleaved: bool,
-    inverse: bool,
-) -> list[Tensor]:
-    """Turn one or two tensors [B, heads, S, D] by angles [B or 1, S, R]; results in `dtype`."""
-    outs = _fake_rotary(tensors, cos, sin, dtype, interleaved, inverse)
-    tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-    if cos.stride(-1) != 1 or sin.stride(-1) != 1:
-        cos, sin = cos.contiguous(), sin.contiguous()
-    q, k = tensors[0], tensors[-1]
-    q_out, k_out = outs[0], outs[-1]
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, dtype: torch.dtype, interleaved: bool, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Turn one or two tensors [B, heads, S, D] by angles [B or 1, S, R]; results in `dtype`, none's is empty."""
+    q_out, k_out = _fake_rotary(q, k, cos, sin, dtype, interleaved, inverse)
     batch, q_heads, tokens, width = q.shape
-    k_heads = k.shape[1] if len(tensors) == 2 else 0
-    half = cos.shape[-1] // 2
-    half_tile = triton.next_power_of_2(half)
-    groups = triton.cdiv(max(q_heads, k_heads), max(1, _TILE // half_tile))
-    q_tile = triton.next_power_of_2(triton.cdiv(q_heads, groups))
-    k_tile = triton.next_power_of_2(triton.cdiv(k_heads, groups)) if k_heads else 0
-    halves, pairs = (1, half), (2, 1)
-    step_in, gap_in = pairs if interleaved and not inverse else halves
-    step_out, gap_out = pairs if interleaved and inverse else halves
-    spare = width - 2 * half
     if batch * tokens == 0:
-        return outs
-    _rotary_kernel[(batch * tokens, groups)](
-        q,
-        k,
-        cos,
-        sin,
-        q_out,
-        k_out,
-        tokens,
-        q_heads,
-        k_heads,
+        return q_out, k_out
+    q, cos, sin = _adjacent(q), _adjacent(cos), _adjacent(sin)
+    k = None if k is None else _adjacent(k)
+    plan = _plan(q_heads, 0 if k is None else k.shape[1], cos.shape[-1], width)
+    strides = (
         *_strides(q),
         *_strides(k),
         *_strides(q_out),
-        *_strides(k_out),
+        *_strides(None if k is None else k_out),
         cos.stride(0) if cos.shape[0] > 1 else 0,
         cos.stride(1),
         sin.stride(0) if sin.shape[0] > 1 else 0,
         sin.stride(1),
-        INVERSE=inverse,
-        SHARED_ANGLES=interleaved,
-        IN_STEP=step_in,
-        IN_GAP=gap_in,
-        OUT_STEP=step_out,
-        OUT_GAP=gap_out,
-        HALF=half,
-        HALF_TILE=half_tile,
-        PASS=spare,
-        PASS_TILE=triton.next_power_of_2(max(spare, 1)),
-        Q_HEADS=q_tile,
-        K_HEADS=k_tile,
-        num_warps=min(8, max(1, q_tile * half_tile // 1024)),
     )
-    return outs
+    unit = math.gcd(16, *strides)
+    _launch(
+        (batch * tokens, plan.groups, 1),
+        (q, k, cos, sin, q_out, None if k is None else k_out),
+        (),
+        (*(stride // unit for stride in strides), tokens, q_heads, 0 if k is None else k.shape[1]),
+        (
+            inverse,
+            interleaved and not inverse,
+            interleaved and inverse,
+            plan.half,
+            plan.half_tile,
+            plan.spare,
+            plan.spare_tile,
+            unit,
+            plan.q_tile,
+            plan.k_tile,
+        ),
+        plan.warps,
+    )
+    return q_out, k_out
 
 
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    return x.stride(0), x.stride(2), x.stride(1)
+def _adjacent(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(x: Tensor | None) -> tuple[int, int, int]:
+    """Of batch, token and head in [B, heads, S, D]."""
+    if x is None:
+        return 0, 0, 0
+    batch, head, token, _ = x.stride()
+    return batch, token, head
 
 
 class _Rotary(torch.autograd.Function):
@@ -274,20 +328,19 @@ class _Rotary(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.interleaved, ctx.dtype = interleaved, q.dtype
         dtype = q.dtype if keep_dtype else torch.promote_types(q.dtype, cos.dtype)
-        q_out, k_out = _rotary([q, k], cos, sin, dtype, interleaved, False)
-        return q_out, k_out
+        return _rotary(q, k, cos, sin, dtype, interleaved, False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        wanted = [i for i in (0, 1) if ctx.needs_input_grad[i] and douts[i] is not None]
-        grads: list[Tensor | None] = [None] * 6
-        if wanted:
-            found = _rotary([douts[i] for i in wanted], cos, sin, ctx.dtype, ctx.interleaved, True)
-            for i, grad in zip(wanted, found, strict=True):
-                grads[i] = grad
-        return tuple(grads)
+        need_q = ctx.needs_input_grad[0] and dq is not None
+        need_k = ctx.needs_input_grad[1] and dk is not None
+        if need_q:
+            dq, dk = _rotary(dq, dk if need_k else None, cos, sin, ctx.dtype, ctx.interleaved, True)
+        elif need_k:
+            dk, _ = _rotary(dk, None, cos, sin, ctx.dtype, ctx.interleaved, True)
+        return dq if need_q else None, dk if need_k else None, None, None, None, None
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

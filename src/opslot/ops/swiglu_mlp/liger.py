@@ -29,12 +29,11 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def standard(gate: Tensor, up: Tensor) -> Tensor:
-    """`op.standard` where `gate` and `up` share shape and dtype."""
-    if (gate.dtype, gate.shape) != (up.dtype, up.shape):
-        refuse(
-            "swiglu_mlp_implementation='liger_kernel'",
-            "up",
-            f"it is {up.dtype} {tuple(up.shape)} beside gate's {gate.dtype} {tuple(gate.shape)}",
-            "use triton or eager",
-        )
+    """`op.standard` where `gate` and `up` share a shape; mixed dtypes are promoted first."""
+    if gate.shape != up.shape:
+        found = f"its shape is {tuple(up.shape)} beside gate's {tuple(gate.shape)}"
+        refuse("swiglu_mlp_implementation='liger_kernel'", "up", found, "use eager, which broadcasts")
+    if gate.dtype != up.dtype:
+        dtype = torch.promote_types(gate.dtype, up.dtype)
+        gate, up = gate.to(dtype), up.to(dtype)
     return _SwiGLU.apply(gate, up)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from opslot.ops._common.library import as_rows, opaque_op, refuse
+from opslot.ops._common.triton import Launcher, cdiv
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _BLOCK = 1024
@@ -67,70 +68,40 @@ def _backward_kernel(
         tl.store(dgate_ptr + row * dgate_stride + column, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
 
 
-def _flat(*tensors: Tensor) -> list[Tensor]:
-    """The tensors as rows with adjacent columns; as one row when all of them are contiguous."""
+_forward_launcher = Launcher(_forward_kernel)
+_backward_launcher = Launcher(_backward_kernel)
+
+
+def _layout(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, int, int], int]:
+    """(tensors as rows, columns and row strides, grid, blocks of a row); contiguous tensors are one long row."""
     if all(x.is_contiguous() for x in tensors):
-        return [x.view(1, -1) for x in tensors]
-    return [as_rows(x) for x in tensors]
-
-
-def _grid(columns: int, rows: int) -> tuple[int, int]:
-    """(programs, blocks of a row)."""
-    blocks = triton.cdiv(columns, _BLOCK)
-    return rows * blocks, blocks
+        columns, rows, strides = tensors[0].numel(), 1, (0,) * len(tensors)
+    else:
+        columns = tensors[0].shape[-1]
+        rows = tensors[0].numel() // columns
+        tensors, strides = zip(*(as_rows(x) for x in tensors), strict=True)
+    blocks = cdiv(columns, _BLOCK)
+    return tensors, (columns, *strides), (rows * blocks, 1, 1), blocks
 
 
 def _launch_forward(gate: Tensor, up: Tensor, out: Tensor) -> None:
-    if out.numel() == 0:
-        return
-    gate, up, out = _flat(gate, up, out)
-    rows, columns = out.shape
-    programs, blocks = _grid(columns, rows)
-    _forward_kernel[(programs,)](
-        gate,
-        up,
-        out,
-        columns,
-        gate.stride(0),
-        up.stride(0),
-        out.stride(0),
-        blocks,
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
-    )
+    if out.numel():
+        tensors, strides, grid, blocks = _layout(gate, up, out)
+        _forward_launcher(grid, tensors, strides, (blocks,), (_BLOCK,), _WARPS)
 
 
 def _launch_backward(
     dout: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, need_gate: bool, need_up: bool
 ) -> None:
-    """Write the gradients into `dgate` and `dup`, which must be viewable as rows; one not needed is any tensor."""
-    if gate.numel() == 0:
-        return
-    dout, gate, up, dgate, dup = _flat(dout, gate, up, dgate, dup)
-    rows, columns = gate.shape
-    programs, blocks = _grid(columns, rows)
-    _backward_kernel[(programs,)](
-        dout,
-        gate,
-        up,
-        dgate,
-        dup,
-        columns,
-        dout.stride(0),
-        gate.stride(0),
-        up.stride(0),
-        dgate.stride(0),
-        dup.stride(0),
-        blocks,
-        NEED_GATE=need_gate,
-        NEED_UP=need_up,
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
-    )
+    """Write the gradients into `dgate` and `dup`, whose rows must have one stride; one not needed is any tensor."""
+    if dout.numel():
+        tensors, strides, grid, blocks = _layout(dout, gate, up, dgate, dup)
+        _backward_launcher(grid, tensors, strides, (blocks,), (need_gate, need_up, _BLOCK), _WARPS)
 
 
 def _fake_forward(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+    dtype = torch.promote_types(gate.dtype, up.dtype)
+    return torch.empty_like(gate, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 @opaque_op("swiglu(Tensor gate, Tensor up) -> Tensor", fake=_fake_forward)
@@ -142,7 +113,9 @@ def _forward(gate: Tensor, up: Tensor) -> Tensor:
 
 def _fake_backward(dout: Tensor, gate: Tensor, up: Tensor, need_gate: bool, need_up: bool) -> tuple[Tensor, Tensor]:
     def one(source: Tensor, need: bool) -> Tensor:
-        return source.new_empty(source.shape if need else (0,))
+        if not need:
+            return source.new_empty(0)
+        return torch.empty_like(source, memory_format=torch.contiguous_format)
 
     return one(gate, need_gate), one(up, need_up)
 
