@@ -28,6 +28,7 @@ def problem(total, tokens, hit, top_k=2):
     scores = torch.rand(tokens, total, generator=g, dtype=torch.float64)
     scores[:, hit:] = 0
     weights, index = scores.topk(top_k, -1)
+    index[1::4, 0] = total  # no expert at all
     return {
         "x": torch.randn(tokens, HIDDEN, generator=g, dtype=torch.float64),
         "gate_up": torch.randn(total, 2 * WIDTH, HIDDEN, generator=g, dtype=torch.float64),
@@ -73,6 +74,8 @@ def parity(total, tokens_of_rank, hit, top_k=2, as_dtensor=False):
         pytest.param(4, (11, 0), 4, 2, id="second rank brings nothing"),
         pytest.param(4, (6, 0), 2, 1, id="second rank idle"),
         pytest.param(2, (5, 8), 2, 2, id="every expert"),
+        pytest.param(16, (20, 11), 16, 5, id="several rows to a rank"),
+        pytest.param(16, (20, 11), 8, 6, id="all to one rank, three rows a token"),
     ],
 )
 def test_two_ranks_compute_what_one_does(ranks, total, tokens_of_rank, hit, top_k):

@@ -1,13 +1,17 @@
 """Experts that live on different ranks: tokens travel to them and their outputs back.
 
-A token goes once to each rank that holds some of its experts, not once to each expert, and comes back as that rank's
-weighted sum: at 8 experts a token on 4 ranks this moves less than half as many rows.
+A token does not travel once to each of its experts: one row carries it to up to `width` experts of one rank, and comes
+back as their weighted sum. Kernels make room for `width` experts a row, so it is what a rank has of a token's experts
+on average: at 8 experts a token on 4 ranks, 2 a row, which moves 0.6 of the rows and needs room for 1.2 times the
+experts chosen.
 
-Shapes: T tokens here, K experts a token, H hidden width, M rows sent, N rows received.
+Shapes: T tokens here, K experts a token, H hidden width, M rows sent, N rows received, R ranks, G rows of a token to
+one rank at most.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 from opslot.distributed._collectives import all_to_all
 from opslot.distributed.parallel_state import get_parallel_state
@@ -50,17 +55,17 @@ class ExpertParallel:
         gate_up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (gate_up_proj, down_proj))
         if group is None:
             return self.kernel(hidden_states, gate_up, down, top_k_index, top_k_weights)
-        experts = gate_up.shape[0]
-        route = plan_route(top_k_index, experts, group)
-        x, weights = (_TakeRows.apply(t, route.token, route.sent) for t in (hidden_states, top_k_weights))
-        x, weights = (all_to_all(t, group, route.received, route.sent) for t in (x, weights))
+        route = plan_route(top_k_index, gate_up.shape[0], group)
+        x = all_to_all(_TakeRows.apply(hidden_states, route.token, route.parts), group, route.received, route.sent)
+        weights = _Permute.apply(top_k_weights, route.source, route.place).view(-1, route.index.shape[1])
+        weights = all_to_all(weights, group, route.received, route.sent)
         if len(x):
             x = self.kernel(x, gate_up, down, route.index, weights)
         else:
             # Experts without tokens still owe the other ranks their part of every collective of the backward pass.
             x = x + (gate_up[:0].sum() + down[:0].sum() + weights.sum()).to(x.dtype)
         x = all_to_all(x, group, route.sent, route.received)
-        return _AddRows.apply(x, route.token, route.sent, len(hidden_states))
+        return _AddRows.apply(x, route.token, route.parts, len(hidden_states))
 
     def __repr__(self) -> str:
         return f"<expert parallel {self.kernel!r}>"
@@ -70,14 +75,20 @@ class Route(NamedTuple):
     """Which rows go where.
 
     Attributes:
-        token: [M] int64, the token of each row sent, in order of the rank it goes to, then of token.
+        token: [M] int64, the token of each row sent, in order of the rank it goes to.
+        parts: row counts whose parts hold no token twice, R * G.
         sent, received: rows to and from each rank.
-        index: [N, K] int32, local experts of each row received; the number of local experts where it is another rank's.
+        source: [M * width] int64, the choice (token * K + k) at each place of the rows sent; T * K where there is none.
+        place: [T * K] int64, the inverse; M * width for a choice that goes nowhere.
+        index: [N, width] int32, local experts of each row received; their number where there is none.
     """
 
     token: Tensor
+    parts: list[int]
     sent: list[int]
     received: list[int]
+    source: Tensor
+    place: Tensor
     index: Tensor
 
 
@@ -88,17 +99,49 @@ def plan_route(top_k_index: Tensor, experts: int, group: ProcessGroup) -> Route:
         top_k_index: [T, K] over all experts; one that is none of them goes nowhere.
         experts: how many each rank holds.
     """
-    ranks = group.size()
+    ranks, (tokens, choices) = group.size(), top_k_index.shape
+    width = math.ceil(choices / ranks)
     owner = (top_k_index // experts).clamp(max=ranks)
-    goes = owner.new_zeros(len(owner), ranks + 1, dtype=torch.bool).scatter_(1, owner, True)[:, :ranks]
-    counts = goes.sum(0)
-    incoming = torch.empty_like(counts)
-    dist.all_to_all_single(incoming, counts, group=group)
-    sent, received = torch.stack([counts, incoming]).tolist()
-    rank, token = goes.t().nonzero(as_tuple=True)
-    index = top_k_index[token] - rank[:, None] * experts
-    index = index.masked_fill((index < 0) | (index >= experts), experts).to(torch.int32)
-    return Route(token, sent, received, all_to_all(index, group, received, sent))
+    # How many of the token's earlier choices go to the same rank.
+    nth = (owner[:, :, None] == owner[:, None, :]).tril(-1).sum(-1)
+    token = torch.arange(tokens, device=owner.device)[:, None].expand_as(owner)
+    rows = owner.new_zeros(ranks + 1, math.ceil(choices / width), tokens)
+    rows[owner, nth // width, token] = 1
+    counts = rows[:ranks].sum(-1)
+    leaving = counts.sum(-1)
+    coming = torch.empty_like(leaving)
+    dist.all_to_all_single(coming, leaving, group=group)
+    sizes = torch.cat([counts.flatten(), leaving, coming]).tolist()
+    parts, sent, received = sizes[: -2 * ranks], sizes[-2 * ranks : -ranks], sizes[-ranks:]
+    total = sum(sent)
+    number = (rows.flatten().cumsum(0) - 1).view_as(rows).clamp(max=total)
+    row = torch.where(owner < ranks, number[owner, nth // width, token], total).flatten()
+    place = torch.where(row < total, row * width + nth.flatten() % width, total * width)
+
+    def placed(size: int, at: Tensor, value: Tensor, default: int) -> Tensor:
+        """[size] with `value` at the places `at`; one beyond the end is dropped."""
+        return value.new_full((size + 1,), default).scatter_(0, at, value.flatten())[:-1]
+
+    source = placed(total * width, place, torch.arange(place.numel(), device=place.device), place.numel())
+    index = placed(total * width, place, (top_k_index - owner * experts).to(torch.int32), experts).view(-1, width)
+    return Route(
+        placed(total, row, token, 0), parts, sent, received, source, place, all_to_all(index, group, received, sent)
+    )
+
+
+class _Permute(torch.autograd.Function):
+    """x.flatten()[source], 0 where `source` is x's size; `place` is the inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.shape = x.shape
+        return F.pad(x.flatten(), (0, 1))[source]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return F.pad(grad, (0, 1))[ctx.saved_tensors[0]].view(ctx.shape), None, None
 
 
 class _TakeRows(torch.autograd.Function):
@@ -135,7 +178,7 @@ class _AddRows(torch.autograd.Function):
 
 
 def _add_rows(rows: Tensor, token: Tensor, counts: list[int], tokens: int) -> Tensor:
-    """A token has one row a rank at most, so adding rank by rank has one order, also where adding is atomic."""
+    """A part holds no token twice, so adding part by part has one order, also where adding is atomic."""
     out = rows.new_zeros(tokens, *rows.shape[1:])
     for part, index in zip(rows.split(counts), token.split(counts), strict=True):
         out.index_add_(0, index, part)
