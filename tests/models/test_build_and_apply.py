@@ -116,6 +116,24 @@ def test_sequence_classification(arch, ops):
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0 if ops == "eager" else 1e-5, msg=name)
 
 
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_weights_come_from_a_folder(arch, tmp_path):
+    reference = upstream(arch)
+    reference.save_pretrained(tmp_path, max_shard_size="20KB")
+    model = opslot.build_foundation_model(tmp_path, tmp_path, ops_implementation="eager")
+    assert_same(run(reference)[1], run(model)[1])
+
+
+def test_a_classifier_starts_from_a_language_models_checkpoint(tmp_path):
+    upstream("qwen3").save_pretrained(tmp_path)
+    model = opslot.build_foundation_model(
+        tmp_path, tmp_path, architecture="Qwen3ForSequenceClassification", config_kwargs={"num_labels": 3}
+    )
+    assert model.score.weight.shape == (3, 32)
+    assert 0 < model.score.weight.std() < 0.1
+    assert torch.equal(model.model.norm.weight, torch.ones(32))
+
+
 @pytest.mark.parametrize("first", ["eager", "auto"])
 def test_two_models_in_one_process_run_what_each_was_given(first):
     second = "auto" if first == "eager" else "eager"

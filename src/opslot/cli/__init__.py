@@ -16,6 +16,7 @@ _EPILOG = """examples:
   opslot kernels --op rms_norm                      what can run here
   opslot verify                                     prove every kernel that can run here
   opslot bench --op moe_experts                     time them beside the floor
+  opslot convert SRC DST --layout fused             rewrite an MoE checkpoint's experts
   opslot patchgen --list                            the architectures and their patches
 
 exit codes: 0 done, 1 a check or a run failed, 2 wrong use or bad input
@@ -131,6 +132,21 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", action="store_true", help="print JSON")
     bench.set_defaults(run=_bench)
 
+    convert = commands.add_parser(
+        "convert",
+        help="rewrite an MoE checkpoint with its experts in another layout",
+        epilog=(
+            "examples:\n  opslot convert hub/Qwen3-30B-A3B fused/ --layout fused       one tensor for all experts\n"
+            "  opslot convert fused/ hub/ --layout per_expert              back to the hub's layout"
+        ),
+        formatter_class=form,
+    )
+    convert.add_argument("source", help="a Hugging Face folder with safetensors")
+    convert.add_argument("destination", help="a folder that does not exist yet or is empty")
+    convert.add_argument("--layout", required=True, help="per_expert, fused or transposed")
+    convert.add_argument("--max-shard-size", default="5GB", help="of a file; default 5GB")
+    convert.set_defaults(run=_convert)
+
     commands.add_parser("train", help="train a model from a YAML file (opslot train --help)", add_help=False)
     commands.add_parser("patchgen", help="generate and check patched modeling files", add_help=False)
     return parser
@@ -152,6 +168,16 @@ def _bench(options: argparse.Namespace) -> int:
     from opslot.cli.bench import run
 
     return run(options.op, options.dtype, options.device, options.output, options.picture, options.json)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from opslot.checkpoint import convert_folder
+
+    written = convert_folder(
+        options.source, options.destination, layout=options.layout, max_shard_size=options.max_shard_size
+    )
+    print(f"wrote {written}")
+    return 0
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -188,4 +188,12 @@ def _load(model: PreTrainedModel, folder: Path) -> None:
 
     architecture = ARCHITECTURES.get(model.config.model_type)
     converters = architecture.converters(model) if architecture and architecture.converters else None
-    load_weights(model, folder, converters=converters)
+    # A classifier starts from a language model's checkpoint: its own head is new, and theirs has no place in it.
+    classifier = hasattr(model, "score")
+    load_weights(
+        model,
+        folder,
+        converters=converters,
+        allow_missing=["score.weight"] if classifier else (),
+        allow_extra=["lm_head.weight"] if classifier else (),
+    )
