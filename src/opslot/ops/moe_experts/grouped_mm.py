@@ -79,10 +79,14 @@ def _torch_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 def _sort(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Slots (token * K + choice) in order of their experts, each slot's place in that order, and each expert's end."""
     by_expert, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    edges = torch.arange(experts, device=order.device, dtype=by_expert.dtype)
+    return order, _inverse(order), torch.searchsorted(by_expert, edges, right=True, out_int32=True)
+
+
+def _inverse(order: Tensor) -> Tensor:
     places = torch.empty_like(order)
     places[order] = torch.arange(order.numel(), device=order.device)
-    edges = torch.arange(experts, device=order.device, dtype=by_expert.dtype)
-    return order, places, torch.searchsorted(by_expert, edges, right=True, out_int32=True)
+    return places
 
 
 def _gather_sum(rows: Tensor, places: Tensor, weights: Tensor | None, ends: Tensor, shape: torch.Size) -> Tensor:
@@ -123,29 +127,35 @@ def backward_grouped(
     weight_grad: bool,
 ) -> Grads:
     token = order // weights.shape[1]
-    mine = (torch.arange(order.numel(), device=order.device) < ends[-1]).unsqueeze(-1)
+    mine = torch.arange(order.numel(), device=order.device) < ends[-1]
     row_grad = grad[token]
     act_grad = product(row_grad, down_proj, ends)
-    gate, up = projected.chunk(2, dim=-1)
-    sigmoid = torch.sigmoid(gate.float())
-    silu = gate * sigmoid
-    act = silu * up
-    scale = weights.reshape(-1)[order].unsqueeze(-1)
+    scales = weights.reshape(-1)[order].unsqueeze(-1).to(x.dtype)
+    projected_grad, weighted_act, dots = _swiglu_grad(projected, act_grad, scales)
     weights_grad = torch.zeros_like(weights).view(-1)
-    slot_grad = torch.where(mine, (act * act_grad).sum(-1, keepdim=True), 0.0).squeeze(-1)
-    weights_grad[order] = slot_grad.to(weights.dtype)
-    act_grad = act_grad * scale
-    projected_grad = torch.cat([act_grad * up * (sigmoid + silu * (1 - sigmoid)), act_grad * silu], -1).to(x.dtype)
+    weights_grad[order] = torch.where(mine, dots, 0.0).to(weights.dtype)
     x_grad = gate_up_grad = down_grad = None
     if input_grad:
         rows = product(projected_grad, gate_up_proj, ends)
-        places = torch.empty_like(order)
-        places[order] = torch.arange(order.numel(), device=order.device)
-        x_grad = _gather_sum(rows, places, None, ends, weights.shape)
+        x_grad = _gather_sum(rows, _inverse(order), None, ends, weights.shape)
     if weight_grad:
         gate_up_grad = product(projected_grad.t(), x[token], ends)
-        down_grad = product(row_grad.t(), (act * scale).to(x.dtype), ends)
+        down_grad = product(row_grad.t(), weighted_act, ends)
     return x_grad, gate_up_grad, down_grad, weights_grad.view_as(weights)
+
+
+def _swiglu_grad(projected: Tensor, act_grad: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of gate and up [S, 2I], scale * act [S, I], row dots of act and `act_grad`; overwrites `act_grad`."""
+    intermediate = act_grad.shape[1]
+    gate, up = projected.chunk(2, dim=-1)
+    silu = F.silu(gate)
+    act = silu * up
+    dots = (act * act_grad).sum(-1, dtype=torch.promote_types(act.dtype, torch.float32))
+    act_grad.mul_(scales)
+    projected_grad = torch.empty_like(projected)
+    torch.mul(act_grad, silu, out=projected_grad[:, intermediate:])
+    torch.ops.aten.silu_backward(act_grad.mul_(up), gate, grad_input=projected_grad[:, :intermediate])
+    return projected_grad, act.mul_(scales), dots
 
 
 def _segments(ends: Tensor) -> list[tuple[int, slice]]:
@@ -182,8 +192,6 @@ def _backward_segments(
     input_grad: bool,
     weight_grad: bool,
 ) -> Grads:
-    intermediate = down_proj.shape[2]
-    wide = torch.promote_types(x.dtype, torch.float32)
     token = order // weights.shape[1]
     scales = weights.reshape(-1)[order].unsqueeze(-1).to(x.dtype)
     weights_grad = torch.zeros_like(weights).view(-1)
@@ -194,27 +202,18 @@ def _backward_segments(
     down_grad = fresh(down_proj) if weight_grad else None
     rows = x.new_empty(order.numel() if input_grad else 0, x.shape[1])
     for expert, part in segments:
-        gate, up = projected[part].chunk(2, dim=-1)
-        silu = F.silu(gate)
-        act = silu * up
         row_grad = grad[token[part]]
         act_grad = torch.mm(row_grad, down_proj[expert])
-        weights_grad[order[part]] = torch.linalg.vecdot(act.to(wide), act_grad.to(wide)).to(weights.dtype)
-        act_grad.mul_(scales[part])
+        projected_grad, weighted_act, dots = _swiglu_grad(projected[part], act_grad, scales[part])
+        weights_grad[order[part]] = dots.to(weights.dtype)
         if weight_grad:
-            torch.mm(row_grad.t(), act.mul_(scales[part]), out=down_grad[expert])
-        projected_grad = torch.empty_like(projected[part])
-        torch.mul(act_grad, silu, out=projected_grad[:, intermediate:])
-        torch.ops.aten.silu_backward(act_grad.mul_(up), gate, grad_input=projected_grad[:, :intermediate])
-        if weight_grad:
+            torch.mm(row_grad.t(), weighted_act, out=down_grad[expert])
             torch.mm(projected_grad.t(), x[token[part]], out=gate_up_grad[expert])
         if input_grad:
             torch.mm(projected_grad, gate_up_proj[expert], out=rows[part])
     x_grad = None
     if input_grad:
-        places = torch.empty_like(order)
-        places[order] = torch.arange(order.numel(), device=order.device)
-        x_grad = _gather_sum(rows, places, None, ends, weights.shape)
+        x_grad = _gather_sum(rows, _inverse(order), None, ends, weights.shape)
     return x_grad, gate_up_grad, down_grad, weights_grad.view_as(weights)
 
 
