@@ -120,8 +120,10 @@ def _loss_kernel(
             factor = tl.load(factor_ptr)
         # Factors that all of a row shares are applied to its normalizer.
         norm = factor / total
-        for start in range(0, vocab, BLOCK):
-            column = start + columns
+        # Backwards: the end of the row is what the caches still hold.
+        blocks = tl.cdiv(vocab, BLOCK)
+        for i in range(blocks):
+            column = (blocks - 1 - i) * BLOCK + columns
             z = tl.load(row_ptr + column, mask=column < vocab, other=0.0)
             x = _shape(z, scale, cap, SCALED, CAPPED)
             grad = tl.where(column == label, -others, tl.exp(x - highest)) * norm
@@ -192,8 +194,9 @@ def _token_kernel(
         a = tl.load(grad_log_probs_ptr + row)
         b = tl.load(grad_entropy_ptr + row)
         shift = tl.load(entropy_ptr + row) - log_total
-        for start in range(0, vocab, BLOCK):
-            column = start + columns
+        blocks = tl.cdiv(vocab, BLOCK)
+        for i in range(blocks):
+            column = (blocks - 1 - i) * BLOCK + columns
             z = tl.load(row_ptr + column, mask=column < vocab, other=0.0)
             x = _shape(z, scale, cap, SCALED, CAPPED)
             p = tl.exp(x - highest) / total
@@ -225,8 +228,9 @@ def rows(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
 
 
 def _launch(vocab: int) -> dict[str, int]:
-    block = min(8192, triton.next_power_of_2(vocab))
-    return {"BLOCK": block, "num_warps": max(1, min(16, block // 512))}
+    # Fastest of 2048 to 32768 with 4 to 32 warps at V=151936 on an H200.
+    block = min(4096, triton.next_power_of_2(vocab))
+    return {"BLOCK": block, "num_warps": max(1, block // 512)}
 
 
 def loss_step(

@@ -60,8 +60,9 @@ def _sums_kernel(
     logits_ptr = _layer(layer_ptrs, layer, LAYERS)
     column = tl.arange(0, WIDTH)
     inside = column < experts
-    chosen = tl.zeros((WIDTH,), tl.float32)
-    probability = tl.zeros((WIDTH,), tl.float32)
+    # Summed over rows once, at the end: within the loop that would need all warps to meet.
+    chosen = tl.zeros((BLOCK, WIDTH), tl.float32)
+    probability = tl.zeros((BLOCK, WIDTH), tl.float32)
     first = tl.program_id(0) * rows_per_program
     last = tl.minimum(first + rows_per_program, rows)
     for start in range(first, last, BLOCK):
@@ -79,17 +80,17 @@ def _sums_kernel(
         highest = tl.where(valid, tl.max(x, 1), 0.0)
         e = tl.exp(x - highest[:, None])
         total = tl.where(valid, tl.sum(e, 1), 1.0)
-        probability += tl.sum(e * (weight / total)[:, None], 0)
+        probability += e * (weight / total)[:, None]
 
         key = _choice_key(raw, column[None, :], WIDTH, NARROW)
         lowest = tl.max(key, 1)
         for _ in tl.static_range(TOP_K - 1):
             lowest = tl.max(tl.where(key < lowest[:, None], key, -(1 << 31) if NARROW else -(1 << 62)), 1)
         picked = (key >= lowest[:, None]) & inside[None, :]
-        chosen += tl.sum(tl.where(picked, weight[:, None], 0.0), 0)
+        chosen += tl.where(picked, weight[:, None], 0.0)
     program = layer * tl.num_programs(0) + tl.program_id(0)
-    tl.store(partial_ptr + program * 2 * WIDTH + column, chosen)
-    tl.store(partial_ptr + program * 2 * WIDTH + WIDTH + column, probability)
+    tl.store(partial_ptr + program * 2 * WIDTH + column, tl.sum(chosen, 0))
+    tl.store(partial_ptr + program * 2 * WIDTH + WIDTH + column, tl.sum(probability, 0))
 
 
 @triton.jit
@@ -144,8 +145,9 @@ def _gradients_kernel(
     tl.store(grads_ptr + out, grad.to(grads_ptr.dtype.element_ty), mask=mask)
 
 
-# Elements of a tile: 4 warps hold 32 rows of 128 experts in registers.
-_TILE = 4096
+# Elements of a tile, held in the registers of 4 warps: the sums' with two accumulators, the gradients' without.
+_SUMS_TILE = 2048
+_GRADIENTS_TILE = 4096
 # Enough programs to fill the largest GPU a few times over, few enough that their partial sums stay small.
 _PROGRAMS = 2048
 
@@ -162,7 +164,7 @@ def forward(layers: Sequence[Tensor], weights: Tensor | None, top_k: int) -> tup
     layers = _aligned(layers)
     rows, experts = layers[0].shape
     width = triton.next_power_of_2(experts)
-    block = max(1, min(_TILE // width, triton.next_power_of_2(max(rows, 1))))
+    block = max(1, min(_SUMS_TILE // width, triton.next_power_of_2(max(rows, 1))))
     blocks = triton.cdiv(rows, block)
     per_layer = max(1, min(blocks, triton.cdiv(_PROGRAMS, len(layers))))
     partial = torch.empty(len(layers) * per_layer, 2, width, dtype=torch.float32, device=layers[0].device)
@@ -194,7 +196,7 @@ def backward(layers: Sequence[Tensor], weights: Tensor | None, coefficients: Ten
     layers = _aligned(layers)
     rows, experts = layers[0].shape
     width = triton.next_power_of_2(experts)
-    block = max(1, min(_TILE // width, triton.next_power_of_2(max(rows, 1))))
+    block = max(1, min(_GRADIENTS_TILE // width, triton.next_power_of_2(max(rows, 1))))
     grads = torch.empty(len(layers), rows, experts, dtype=layers[0].dtype, device=layers[0].device)
     if rows:
         _gradients_kernel[(triton.cdiv(rows, block), len(layers))](
