@@ -154,7 +154,8 @@ def main() -> None:
             torch.cuda.empty_cache()
         del arguments, wanted
     print(
-        f"{'case':36} {'kernel':14} {'ms':>8} {'forward':>8} {'floor':>7} {'share':>6} {'TFLOP/s':>8} {'MiB':>7} {'error':>8} check"
+        f"{'case':36} {'kernel':14} {'ms':>8} {'forward':>8} {'floor':>7} {'share':>6} "
+        f"{'TFLOP/s':>8} {'MiB':>7} {'error':>8} check"
     )
     for r in rows:
         if r["check"] != "ok":

@@ -10,7 +10,7 @@ _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def _triton_rank(request: KernelRequest) -> int | None:
-    """In fp32 Triton's exact product loses to cuBLAS."""
+    """Not measured in fp32, where its products run without tensor cores."""
     return 80 if request.device.type == "gpu" and request.dtype in _HALF else None
 
 
@@ -20,6 +20,10 @@ def _multiples_of_8(request: KernelRequest) -> str | None:
     return f"needs widths that are multiples of 8, found {widths}" if any(w % 8 for w in widths) else None
 
 
+# Forward + backward on an H200, bf16, Qwen3-30B-A3B's layer at T=16384, one run of benchmarks/gpu_moe.py: fused_triton
+# 7.5 ms, fused_quack 7.5, grouped_mm 14.7, Transformers' grouped_mm 19.9; DeepSeek-V3 slice: 29.3, 28.7, 39.4, 48.1.
+# On two CPU cores, fp32, H 256: grouped_mm takes 0.62 to 0.87 of the time of Transformers' grouped_mm and of its loop.
+# The ranks on NPUs are not measured; they keep `auto` off upstream's loop, which synchronizes for every expert.
 KERNEL_REGISTRY.register_op(OP)
 for _spec in (
     KernelSpec(
