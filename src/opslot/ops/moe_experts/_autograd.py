@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ def differentiable(name: str, forward: Forward, backward: Backward, fake: Forwar
     returned = ", ".join(["Tensor"] * outputs)
     op = torch.library.custom_op(
         f"opslot::{name}",
-        forward,
+        lambda x, *rest: _on_its_device(forward, x, *rest),
         mutates_args=(),
         schema=f"({_INPUTS}, Tensor top_k_index, Tensor top_k_weights) -> ({returned})",
     )
@@ -37,7 +38,8 @@ def differentiable(name: str, forward: Forward, backward: Backward, fake: Forwar
         """An operator returns tensors, and no tensor twice: unwanted gradients become empty ones."""
         input_grad, weight_grad = rest[-2:]
         wanted = (input_grad, weight_grad, weight_grad, True)
-        return tuple(g if w else grad.new_empty(0) for g, w in zip(backward(grad, *rest), wanted, strict=True))
+        grads = _on_its_device(backward, grad, *rest)
+        return tuple(g if w else grad.new_empty(0) for g, w in zip(grads, wanted, strict=True))
 
     backward_op = torch.library.custom_op(
         f"opslot::{name}_backward",
@@ -64,6 +66,14 @@ def differentiable(name: str, forward: Forward, backward: Backward, fake: Forwar
     backward_op.register_fake(_fake_backward)
     op.register_autograd(run_backward, setup_context=setup_context)
     return lambda *tensors: op(*tensors)[0]
+
+
+def _on_its_device(function: Callable[..., Any], tensor: Tensor, *rest: Any) -> Any:
+    """Kernels are launched on the current GPU, which need not be the tensors' where a model spans several."""
+    if tensor.device.type != "cuda":
+        return function(tensor, *rest)
+    with torch.cuda.device(tensor.device):
+        return function(tensor, *rest)
 
 
 def _fake_backward(
