@@ -245,11 +245,9 @@ def _plan(q_heads: int, k_heads: int, rotary: int, width: int) -> Plan:
 
 
 def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Like `x` in its order of dimensions, with adjacent channels and no gaps."""
-    if x.stride(1) < x.stride(2):
-        x = x.transpose(1, 2)
-        return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format).transpose(1, 2)
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    """Like `x` in its order of dimensions, without gaps; contiguous where that would not keep channels adjacent."""
+    out = torch.empty_like(x, dtype=dtype)
+    return out if out.stride(-1) == 1 else torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _fake_rotary(
