@@ -176,7 +176,7 @@ def main() -> None:
             "rest_s": options.rest,
             "rows": rows,
         }
-        (options.out / "moe_experts.json").write_text(json.dumps(record, indent=1))
+        (options.out / "gpu_moe.json").write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":
