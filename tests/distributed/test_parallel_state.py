@@ -5,7 +5,7 @@ import torch
 
 from opslot._base.errors import ConfigError, ParallelError
 from opslot.distributed import destroy_parallel_state, get_parallel_state, init_parallel_state
-from opslot.distributed.parallel_state import _check_sizes
+from opslot.distributed.parallel_state import check_sizes
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +38,9 @@ def test_one_process_is_built_without_a_group():
 
 
 def test_sizes_that_fit():
-    assert _check_sizes(8, dp_replicate=1, dp_shard=None, sp=2, ep=8) == 4
-    assert _check_sizes(8, dp_replicate=2, dp_shard=None, sp=2, ep=4) == 2
-    assert _check_sizes(8, dp_replicate=2, dp_shard=4, sp=1, ep=1) == 4
+    assert check_sizes(8, dp_replicate=1, dp_shard=None, sp=2, ep=8) == 4
+    assert check_sizes(8, dp_replicate=2, dp_shard=None, sp=2, ep=4) == 2
+    assert check_sizes(8, dp_replicate=2, dp_shard=4, sp=1, ep=1) == 4
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_sizes_that_fit():
 )
 def test_sizes_that_do_not_fit_name_those_that_would(sizes, message):
     with pytest.raises(ConfigError, match=message):
-        _check_sizes(8, **{"dp_replicate": 1, "dp_shard": None, "sp": 1, "ep": 1, **sizes})
+        check_sizes(8, **{"dp_replicate": 1, "dp_shard": None, "sp": 1, "ep": 1, **sizes})
 
 
 def places(sizes):
@@ -107,3 +107,9 @@ def rebuild():
 def test_another_size_is_refused_once_built(ranks, rank_failed):
     with pytest.raises(rank_failed, match="the parallel state is dp_replicate 1 x dp_shard 2 x sp 1 x ep 1 already"):
         ranks.run(rebuild)
+
+
+def test_one_process_may_have_a_group_of_its_own():
+    state = init_parallel_state(device_type="cpu", group_of_one=True)
+    assert state.fsdp_mesh.size() == 1
+    assert state.sp_group is None

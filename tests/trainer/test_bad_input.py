@@ -2,8 +2,14 @@
 
 import json
 import os
+import re
 
 import pytest
+import yaml
+
+from opslot._base.errors import ConfigError
+from opslot.trainer import load_config
+from opslot.trainer.validate import validate
 
 
 def assert_refused(result, *messages, tmp_path):
@@ -106,9 +112,23 @@ def test_a_config_without_a_tokenizer(train, settings, tmp_path):
     assert_refused(train(), "model.tokenizer_path is not set", tmp_path=tmp_path)
 
 
-def test_several_processes_are_not_here_yet(train, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert_refused(train(), "WORLD_SIZE=2", tmp_path=tmp_path)
+@pytest.mark.parametrize(
+    ("processes", "section", "message"),
+    [
+        (4, {"sp_size": 3}, "sp=3 does not divide the 4 processes; sizes that would: 1, 2, 4"),
+        (4, {"ep_size": 3}, "ep=3 does not divide the 4 ranks"),
+        (4, {"fsdp": {"replicas": 3}}, "dp_replicate=3 does not divide the 4 ranks"),
+        (3, {}, "train.global_batch_size=4 cannot be shared by 3 data-parallel ranks; make it a multiple of 3"),
+        (2, {"micro_batch_size": 4}, "=4 on 2 data-parallel ranks; micro batches that fit: 1, 2"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_processes(settings, tmp_path, monkeypatch, processes, section, message):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    settings["train"] |= section
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        validate(load_config([str(file)]))
 
 
 def test_wandb_asked_for_but_missing(train, settings, tmp_path, monkeypatch):

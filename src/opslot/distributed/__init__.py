@@ -1,11 +1,13 @@
 """Several processes: who shares what, sequence and expert parallelism, FSDP2, gradient norms."""
 
-from opslot.distributed.errors import failing_together
+from opslot.distributed._collectives import sum_over_ranks
+from opslot.distributed.errors import OtherRankFailed, failing_together
 from opslot.distributed.expert_parallel import ExpertParallel
 from opslot.distributed.fsdp import clip_grad_norm, gradient_sync, parallelize
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import (
     ParallelState,
+    check_sizes,
     destroy_parallel_state,
     get_parallel_state,
     init_parallel_state,
@@ -23,8 +25,10 @@ from opslot.distributed.ulysses import (
 
 __all__ = [
     "ExpertParallel",
+    "OtherRankFailed",
     "ParallelPlan",
     "ParallelState",
+    "check_sizes",
     "clip_grad_norm",
     "destroy_parallel_state",
     "failing_together",
@@ -38,6 +42,7 @@ __all__ = [
     "shard_sequence",
     "slice_input_tensor",
     "sp_pad_and_slice",
+    "sum_over_ranks",
     "ulysses_attention",
     "unpad_tensor",
 ]

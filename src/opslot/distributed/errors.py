@@ -16,6 +16,11 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from opslot._base.errors import OpslotError, ParallelError
 
+
+class OtherRankFailed(ParallelError):
+    """This rank failed after another one, whose error is the one to tell."""
+
+
 _ERROR, _SEEN, _DONE, _LEFT = "error", "seen", "done", "left"
 _GRACE_SECONDS = 5.0
 # Every rank enters as often, so the number keeps one use's keys from the next one's.
@@ -27,7 +32,7 @@ def failing_together(poll_seconds: float = 0.5) -> Iterator[None]:
     """Inside, an exception on one rank ends every rank within seconds, whatever collective it waits in.
 
     The rank that fails first raises its own exception on, and records it for torchrun. The others print it and exit
-    with code 1, or, when they have an exception of their own by then, raise ParallelError with the first one. Without
+    with code 1, or, when they have an exception of their own by then, raise OtherRankFailed with the first one. Without
     an exception, ranks leave together. A single process, or one without a process group, is left alone.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -48,7 +53,7 @@ def failing_together(poll_seconds: float = 0.5) -> Iterator[None]:
         if first is None:
             get_error_handler().record_exception(error)
             raise
-        raise ParallelError(first) from error
+        raise OtherRankFailed(first) from error
     finally:
         done.set()
 

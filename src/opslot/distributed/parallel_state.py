@@ -120,6 +120,7 @@ def init_parallel_state(
     ep: int = 1,
     device_type: str | None = None,
     timeout: datetime.timedelta | None = None,
+    group_of_one: bool = False,
 ) -> ParallelState:
     """Build the process group, where there is none yet, and the meshes. Every rank calls it, with the same sizes.
 
@@ -130,6 +131,7 @@ def init_parallel_state(
         ep: ranks that share the experts; they are taken from dp_shard and sp.
         device_type: "cuda" or "cpu"; None takes a GPU where there is one.
         timeout: of collectives; None leaves torch's.
+        group_of_one: make a process group for a single process too, which FSDP's mixed precision and offloading need.
 
     Returns:
         The state, which `get_parallel_state` returns from now on. Calling it again with the same sizes returns it too.
@@ -140,7 +142,7 @@ def init_parallel_state(
     global _state
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    dp_shard = _check_sizes(world, dp_replicate, dp_shard, sp, ep)
+    dp_shard = check_sizes(world, dp_replicate, dp_shard, sp, ep)
     if _state is not None:
         if (_state.dp_replicate, _state.dp_shard, _state.sp, _state.ep) != (dp_replicate, dp_shard, sp, ep):
             raise ConfigError(
@@ -154,11 +156,16 @@ def init_parallel_state(
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        if world == 1 and "MASTER_ADDR" not in os.environ:
+        alone = world == 1 and "MASTER_ADDR" not in os.environ
+        if alone and not group_of_one:
             _state = ParallelState(device=device)
             return _state
-        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timeout, device_id=device if device_type == "cuda" else None)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+            timeout=timeout,
+            device_id=device if device_type == "cuda" else None,
+            **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}),
+        )
     fsdp = dp_shard * sp
     meshes = (
         init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -199,8 +206,8 @@ def destroy_parallel_state(*, keep_group: bool = False) -> None:
         dist.destroy_process_group()
 
 
-def _check_sizes(world: int, dp_replicate: int, dp_shard: int | None, sp: int, ep: int) -> int:
-    """dp_shard; ConfigError naming the sizes that would fit."""
+def check_sizes(world: int, dp_replicate: int = 1, dp_shard: int | None = None, sp: int = 1, ep: int = 1) -> int:
+    """What dp_shard is for `world` processes; ConfigError naming the sizes that would fit."""
     for name, size in {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "sp": sp, "ep": ep}.items():
         if size is not None and size < 1:
             raise ConfigError(f"{name}={size} must be at least 1")

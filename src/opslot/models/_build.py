@@ -180,7 +180,11 @@ def _instantiate(cls: Any, config: PreTrainedConfig, dtype: torch.dtype, device:
         stack.enter_context(torch.device(device))
         if empty:
             stack.enter_context(no_init_weights())
-        return cls._from_config(config, dtype=dtype)
+        model = cls._from_config(config, dtype=dtype)
+    if empty:
+        # Transformers ties weights in the same place where it draws them.
+        model.tie_weights()
+    return model
 
 
 def _load(model: PreTrainedModel, folder: Path) -> None:

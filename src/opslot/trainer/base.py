@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
 import resource
@@ -19,7 +20,17 @@ import numpy as np
 import torch
 
 from opslot._base.errors import TrainingError
+from opslot.checkpoint import load_weights
 from opslot.data import count_targets
+from opslot.distributed import (
+    ParallelState,
+    clip_grad_norm,
+    gradient_sync,
+    init_parallel_state,
+    shard_sequence,
+    sum_over_ranks,
+)
+from opslot.models.parallel import parallelize_model
 from opslot.slots import explain
 from opslot.trainer import checkpointing
 from opslot.trainer.callbacks import (
@@ -93,14 +104,16 @@ class BaseTrainer(ABC):
         self.console = console or make_console()
         self.inputs: Inputs = validate(config)
         self.output_dir = Path(config.train.output_dir).expanduser()
-        self.device = _device(config.model.device)
+        self.state = start_processes(config)
+        self.device = self.state.device
         self.step = 0
         self.tokens_seen = 0
         self.batches: BatchSource = self.build_data()
         _seed_everything(config.train.seed)
-        self.model: PreTrainedModel = self.build_model()
-        if config.train.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.model: PreTrainedModel = self._parallelize(self.build_model())
+        if self.state.rank:
+            # Until here all ranks drew the same numbers, for the same weights.
+            _seed_everything(config.train.seed + self.state.rank)
         self.optimizer = build_optimizer(self.model, config.train)
         self.max_steps = self.count_steps()
         self._restore()
@@ -113,7 +126,7 @@ class BaseTrainer(ABC):
 
     @abstractmethod
     def build_model(self) -> PreTrainedModel:
-        """Build the model on `self.device`, its kernels bound."""
+        """Build the model, its kernels bound, on `self.device`; with a mesh and weights to load, on meta."""
 
     @abstractmethod
     def count_steps(self) -> int:
@@ -142,10 +155,15 @@ class BaseTrainer(ABC):
     def accumulation_steps(self) -> int:
         """Micro batches that one process runs in an optimizer step."""
         train = self.config.train
-        return train.global_batch_size // micro_batch_size(train)
+        return train.global_batch_size // (micro_batch_size(train) * self.state.dp_size)
 
     def default_callbacks(self) -> list[Callback]:
-        """Evaluation comes before those who report it, metrics before the checkpoint that counts on them."""
+        """Evaluation comes before those who report it, metrics before the checkpoint that counts on them.
+
+        Ranks other than the first have those that take all ranks.
+        """
+        if self.state.rank:
+            return [EvaluationCallback(), CheckpointCallback(), ExportCallback()]
         logging = self.config.train.logging
         chosen: list[Callback] = [EvaluationCallback(), MetricsCallback()]
         if logging.tensorboard:
@@ -172,7 +190,7 @@ class BaseTrainer(ABC):
             for callback in self.callbacks:
                 callback.on_train_start(self)
             batches = iter(self.batches)
-            while self.step < self.max_steps and self._stop_signal is None:
+            while self.step < self.max_steps and not self._asked_to_stop():
                 record = self._train_step(batches)
                 for callback in self.callbacks:
                     callback.on_step_end(self, record)
@@ -182,10 +200,13 @@ class BaseTrainer(ABC):
         return TrainResult(self.step, completed, record)
 
     def forward(self, batch: dict[str, Any], num_items_in_batch: int) -> Any:
-        """Outputs of the model for one micro batch; its loss is the sum over tokens over `num_items_in_batch`."""
+        """Outputs of the model for this rank's part of one micro batch.
+
+        The loss is the sum over its tokens over `num_items_in_batch`, so losses add up over micro batches and ranks.
+        """
         on_device = {
             name: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-            for name, value in batch.items()
+            for name, value in shard_sequence(batch, self.state).items()
         }
         items = torch.tensor(max(1, num_items_in_batch), device=self.device)
         # A cache would also keep Transformers from seeing that position_ids hold several documents.
@@ -219,57 +240,86 @@ class BaseTrainer(ABC):
         started = time.perf_counter()
         train = self.config.train
         micro_batches = [next(batches) for _ in range(self.accumulation_steps)]
-        targets = sum(count_targets(batch["labels"]) for batch in micro_batches)
+        # The ranks of one sequence have the same rows.
+        (counted,) = sum_over_ranks(sum(count_targets(batch["labels"]) for batch in micro_batches))
+        targets = round(counted) // self.state.sp
         lr = learning_rate(train, self.step + 1, self.max_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss = torch.zeros((), device=self.device)
         aux_loss: torch.Tensor | None = None
-        for batch in micro_batches:
-            outputs = self.forward(batch, targets)
-            cross_entropy, router = self.split_loss(outputs)
-            total = outputs.loss
-            if router is not None:
-                # Each micro batch brings a whole router loss; the step wants their mean.
-                share = router / len(micro_batches)
-                total = total if len(micro_batches) == 1 else cross_entropy + share
-                aux_loss = share.detach() + (0 if aux_loss is None else aux_loss)
-            total.backward()
+        for number, batch in enumerate(micro_batches, 1):
+            with gradient_sync(self.model, number == len(micro_batches)):
+                outputs = self.forward(batch, targets)
+                cross_entropy, router = self.split_loss(outputs)
+                total = outputs.loss
+                if router is not None:
+                    # Each micro batch brings a whole router loss to each of its ranks; the step wants their mean.
+                    parts = len(micro_batches) * self.state.world_size
+                    share = router / parts
+                    total = total if parts == 1 else cross_entropy + share
+                    aux_loss = share.detach() + (0 if aux_loss is None else aux_loss)
+                total.backward()
             loss += cross_entropy.detach()
-        grad_norm = self._clip_gradients()
-        self._check_finite(loss, grad_norm)
+        grad_norm = self._clip_gradients().item()
+        step_loss, step_aux = sum_over_ranks(loss.item(), 0.0 if aux_loss is None else aux_loss.item())
+        self._check_finite(step_loss, grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        tokens = sum(batch["input_ids"].numel() for batch in micro_batches)
+        tokens = sum(batch["input_ids"].numel() for batch in micro_batches) * self.state.dp_size
         self.tokens_seen += tokens
         return StepRecord(
             step=self.step,
-            loss=loss.item(),
-            grad_norm=grad_norm.item(),
+            loss=step_loss,
+            grad_norm=grad_norm,
             lr=lr,
             tokens_per_s=tokens / (time.perf_counter() - started),
             epoch=getattr(self.batches, "epoch", float("nan")),
             tokens=self.tokens_seen,
             memory_gib=_peak_memory(self.device),
-            extra={} if aux_loss is None else {"aux_loss": aux_loss.item()},
+            extra={} if aux_loss is None else {"aux_loss": step_aux},
         )
+
+    def _asked_to_stop(self) -> bool:
+        """Whether a signal reached any rank, so that all stop after the same step."""
+        return sum_over_ranks(float(self._stop_signal is not None)) != [0.0]
 
     def _clip_gradients(self) -> torch.Tensor:
         limit = self.config.train.max_grad_norm or math.inf
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        return clip_grad_norm(self.model.parameters(), limit)
 
-    def _check_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        if math.isfinite(loss.item()) and math.isfinite(grad_norm.item()):
+    def _check_finite(self, loss: float, grad_norm: float) -> None:
+        if math.isfinite(loss) and math.isfinite(grad_norm):
             return
         kept = checkpointing.find_checkpoints(self.output_dir / checkpointing.CHECKPOINTS)
         last = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
         raise TrainingError(
-            f"step {self.step + 1}: the loss is {loss.item()} and the gradient norm {grad_norm.item()}\n"
+            f"step {self.step + 1}: the loss is {loss} and the gradient norm {grad_norm}\n"
             f"  found: {last}; the weights have not been changed by this step\n"
             "  to do: lower train.lr, raise train.warmup_steps, or look for the kernel with opslot verify; "
             "go on with train.resume_from: latest"
         )
+
+    def _parallelize(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The model with the kernels of the checkpoint that the run goes on from, over all ranks."""
+        train, fsdp = self.config.train, self.config.train.fsdp
+        dtype = _dtype(fsdp.compute_dtype)
+        if self.inputs.checkpoint is not None:
+            for line in hold_kernels(model, checkpointing.read_state(self.inputs.checkpoint)[1], dtype):
+                self.say(line)
+        options: dict[str, Any] = {"activation_checkpointing": train.gradient_checkpointing}
+        if self.state.mesh is not None:
+            folder = self.config.model.model_path
+            options |= {
+                "param_dtype": dtype,
+                "reduce_dtype": _dtype(fsdp.reduce_dtype),
+                "cpu_offload": fsdp.cpu_offload,
+                "reshard_after_forward": fsdp.reshard_after_forward,
+                "prefetch": fsdp.prefetch,
+                "load": functools.partial(load_weights, folder=folder) if folder else None,
+            }
+        return parallelize_model(model, self.state, **options)
 
     def _restore(self) -> None:
         checkpoint = self.inputs.checkpoint
@@ -277,18 +327,19 @@ class BaseTrainer(ABC):
             if self.config.train.resume_from == "latest":
                 self.say(f"no checkpoint in {self.output_dir}, so this run starts from its first step")
             return
-        state, kernels = checkpointing.read_state(checkpoint)
-        for line in hold_kernels(self.model, kernels):
-            self.say(line)
+        state, _ = checkpointing.read_state(checkpoint)
         self.batches.load_state_dict(state["data"])
         checkpointing.load_checkpoint(checkpoint, self.model, self.optimizer)
-        checkpointing.restore_random_states(state["random"])
+        if self.state.rank < len(state["random"]):
+            checkpointing.restore_random_states(state["random"][self.state.rank])
         self.step = state["step"]
         self.tokens_seen = state["tokens_seen"]
         done = ", which was the last: nothing is left to do" if self.step >= self.max_steps else ""
         self.say(f"resumed from {checkpoint} after step {self.step}{done}")
 
     def _write_description(self) -> None:
+        if self.state.rank:
+            return
         self.output_dir.mkdir(parents=True, exist_ok=True)
         checkpointing.write_text(self.output_dir / "config.yaml", to_yaml(self.config))
         checkpointing.write_text(self.output_dir / "kernels.txt", f"{explain(self.model)}\n")
@@ -326,10 +377,24 @@ class BaseTrainer(ABC):
                 signal.signal(number, handler)
 
 
-def _device(wanted: str) -> torch.device:
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
+def start_processes(config: RunConfig) -> ParallelState:
+    """The process group and meshes of a run; once they exist, their state.
+
+    Raises:
+        ConfigError: sizes that do not fit the processes.
+    """
+    train, fsdp = config.train, config.train.fsdp
+    return init_parallel_state(
+        dp_replicate=fsdp.replicas,
+        sp=train.sp_size,
+        ep=train.ep_size,
+        device_type=None if config.model.device == "auto" else config.model.device,
+        group_of_one=fsdp.compute_dtype is not None or fsdp.cpu_offload,
+    )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
 
 
 def _seed_everything(seed: int) -> None:

@@ -54,9 +54,11 @@ def save_checkpoint(
     """Write the checkpoint of `step` below `folder`, then remove all but the newest `keep`.
 
     Everything is written under another name and renamed at the end, so a kill at any moment leaves the last one whole.
+    Every rank calls it and writes its part of the tensors; rank 0 does the rest.
 
     Args:
-        state: JSON-able state of the run (`step`, the place in the data); states of the random generators are added.
+        state: JSON-able state of the run (`step`, the place in the data); states of every rank's random generators are
+            added.
         kernels: what `opslot.explain(model)` says.
 
     Raises:
@@ -68,25 +70,32 @@ def save_checkpoint(
     final = folder / checkpoint_name(step)
     unfinished = folder / f"{_UNFINISHED}{final.name}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
+        if is_first_rank():
+            folder.mkdir(parents=True, exist_ok=True)
+            _sweep(folder)
+        wait_for_ranks()
         model_state, optimizer_state = get_state_dict(model, optimizer)
         tensors = {"model": model_state, "optimizer": optimizer_state}
         with _one_process_is_fine():
             dcp.save(tensors, checkpoint_id=unfinished, no_dist=not torch_distributed())
-        write_json(unfinished / KERNELS_FILE, kernels)
-        write_json(unfinished / STATE_FILE, {**state, "step": step, "random": random_states()})
-        if final.exists():
-            _discard(final)
-        unfinished.rename(final)
+        randomness = _of_all_ranks(random_states())
+        if is_first_rank():
+            write_json(unfinished / KERNELS_FILE, kernels)
+            write_json(unfinished / STATE_FILE, {**state, "step": step, "random": randomness})
+            if final.exists():
+                _discard(final)
+            unfinished.rename(final)
+        wait_for_ranks()
     except (OSError, dcp.api.CheckpointException) as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if is_first_rank():
+            shutil.rmtree(unfinished, ignore_errors=True)
         raise CheckpointError(
-            f"the checkpoint of step {step} cannot be written to {folder}: {error}\n"
+            f"the checkpoint of step {step} cannot be written to {folder}: {_root_cause(error)}\n"
             "  to do: make room there, then run again with train.resume_from: latest; earlier checkpoints are intact"
         ) from error
-    for old in find_checkpoints(folder)[: -keep if keep else None] if keep else []:
-        _discard(old)
+    if keep and is_first_rank():
+        for old in find_checkpoints(folder)[:-keep]:
+            _discard(old)
     return final
 
 
@@ -126,6 +135,31 @@ def torch_distributed() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
+
+
+def is_first_rank() -> bool:
+    """Whether this process writes what is written once."""
+    import torch.distributed as dist
+
+    return not torch_distributed() or dist.get_rank() == 0
+
+
+def wait_for_ranks() -> None:
+    """Return when every rank got here."""
+    import torch.distributed as dist
+
+    if torch_distributed():
+        dist.barrier()
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    import torch.distributed as dist
+
+    if not torch_distributed():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 @contextlib.contextmanager

@@ -50,6 +50,27 @@ class OptimizerConfig:
 
 
 @dataclass
+class FSDPConfig:
+    """How parameters are sharded over processes, and in what they compute.
+
+    Args:
+        replicas: groups of processes that hold the same shards; 1 shards over all processes.
+        compute_dtype: dtype of the forward and backward pass; default that of the parameters, which the optimizer sees.
+        reduce_dtype: dtype in which gradients are added up over processes.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory.
+        reshard_after_forward: gather a layer's parameters again for the backward pass instead of keeping them.
+        prefetch: layers whose parameters are gathered ahead of the one that runs.
+    """
+
+    replicas: int = 1
+    compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    cpu_offload: bool = False
+    reshard_after_forward: bool = True
+    prefetch: int = 1
+
+
+@dataclass
 class LoggingConfig:
     """What is reported, and how often.
 
@@ -77,7 +98,8 @@ class TrainConfig:
         max_steps: optimizer steps; default as many as `num_epochs` need.
         num_epochs: passes over the data when `max_steps` is not given.
         global_batch_size: rows in an optimizer step, over all processes and micro batches.
-        micro_batch_size: rows that one process runs at a time; default as many as its share of the global batch.
+        micro_batch_size: rows that one process, or `sp_size` together, run at a time; default its share of the global
+            batch.
         lr: highest learning rate.
         lr_scheduler: its course after the warm-up.
         warmup_steps: steps over which it rises linearly from 0.
@@ -92,6 +114,7 @@ class TrainConfig:
             checkpoint's folder.
         sp_size: processes that share one sequence (Ulysses).
         ep_size: processes that share the experts.
+        fsdp: sharding of the parameters.
         optimizer: AdamW's other settings.
         logging: what is reported.
     """
@@ -114,6 +137,7 @@ class TrainConfig:
     resume_from: str | None = None
     sp_size: int = 1
     ep_size: int = 1
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,11 +13,12 @@ if TYPE_CHECKING:
 
 
 def make_console() -> Console:
-    """Standard output; where it is a file or a pipe, wide enough for tables."""
+    """Standard output; where it is a file or a pipe, wide enough for tables. Silent on all ranks but the first."""
     from rich.console import Console
 
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, 120))
+    quiet = os.environ.get("RANK", "0") != "0"
+    console = Console(quiet=quiet)
+    return console if console.is_terminal else Console(width=max(console.width, 120), quiet=quiet)
 
 
 def kernel_table(report: BindingReport) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from opslot._base.errors import ConfigError
@@ -16,10 +17,13 @@ def kernel_record(model: nn.Module) -> dict[str, Any]:
     return explain(model).to_dict()
 
 
-def hold_kernels(model: nn.Module, recorded: dict[str, Any]) -> list[str]:
+def hold_kernels(model: nn.Module, recorded: dict[str, Any], dtype: torch.dtype | None = None) -> list[str]:
     """Bind `model` as `recorded` says wherever its config leaves the choice to "auto".
 
     A field that names a kernel wins over the record.
+
+    Args:
+        dtype: what the model computes in, when that is not its parameters' dtype.
 
     Returns:
         One line for each choice that differs from what the config alone would have given, or from the record.
@@ -51,7 +55,7 @@ def hold_kernels(model: nn.Module, recorded: dict[str, Any]) -> list[str]:
             fields[field] = chosen
     if held:
         try:
-            bind(model, OpsImplementationConfig(**fields))
+            bind(model, OpsImplementationConfig(**fields), dtype=dtype)
         except ConfigError as error:
             raise ConfigError(
                 f"the run cannot be resumed with the kernels it was started with\n  found: {error}\n"

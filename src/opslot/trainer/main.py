@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import traceback
 import warnings
@@ -34,8 +35,14 @@ def cli_train(argv: Sequence[str]) -> int:
     if arguments[0].startswith("-"):
         print(f"opslot: error: the first argument is the YAML file\n  usage: {USAGE}", file=sys.stderr)
         return 2
+    from opslot.distributed import OtherRankFailed
+
     try:
-        run(load_config(arguments))
+        with _told_by_first_rank():
+            config = load_config(arguments)
+        run(config)
+    except OtherRankFailed:
+        return 1
     except OpslotError as error:
         if len(arguments) < len(argv):
             traceback.print_exc()
@@ -48,27 +55,60 @@ def cli_train(argv: Sequence[str]) -> int:
 
 
 def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer, TrainResult]:
-    """Train as `config` says, and tell the user what is done and where everything is."""
-    from opslot.slots import explain
-    from opslot.trainer.display import kernel_table, make_console
-    from opslot.trainer.text import TextTrainer
+    """Train as `config` says, and tell the user what is done and where everything is.
+
+    Under torchrun every process calls it, the first one speaks, and all end when one fails.
+    """
+    from opslot.distributed import destroy_parallel_state, failing_together
+    from opslot.trainer.base import start_processes
+    from opslot.trainer.display import make_console
+    from opslot.trainer.validate import world_size
 
     console = console or make_console()
     with _logging_to(console), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        trainer = TextTrainer(config, console=console)
-        trainer.console.print(kernel_table(explain(trainer.model)))
-        trainer.say(
-            f"{trainer.title} on {trainer.device}; {trainer.corpus.num_tokens:,} tokens in "
-            f"{len(trainer.corpus):,} documents; {trainer.max_steps - trainer.step:,} steps of "
-            f"{config.train.global_batch_size * config.data.max_seq_len:,} tokens"
-        )
-        result = trainer.train()
+        if world_size() > 1:
+            # Before anything that only one of them may find wrong.
+            with _told_by_first_rank():
+                start_processes(config)
+        with failing_together():
+            done = _run(config, console)
+        destroy_parallel_state()
+        return done
+
+
+def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]:
+    from opslot.slots import explain
+    from opslot.trainer.display import kernel_table
+    from opslot.trainer.text import TextTrainer
+
+    trainer = TextTrainer(config, console=console)
+    trainer.console.print(kernel_table(explain(trainer.model)))
+    processes = f" x {trainer.state.world_size} ({trainer.state})" if trainer.state.world_size > 1 else ""
+    trainer.say(
+        f"{trainer.title} on {trainer.device}{processes}; {trainer.corpus.num_tokens:,} tokens in "
+        f"{len(trainer.corpus):,} documents; {trainer.max_steps - trainer.step:,} steps of "
+        f"{config.train.global_batch_size * config.data.max_seq_len:,} tokens"
+    )
+    result = trainer.train()
     if result.completed:
         trainer.say(f"done; everything is in {trainer.output_dir} (the model: {trainer.output_dir / 'hf'})")
     else:
         trainer.say(f"stopped after step {result.step} and saved; go on with --train.resume_from latest")
     return trainer, result
+
+
+@contextlib.contextmanager
+def _told_by_first_rank() -> Iterator[None]:
+    """For what goes wrong on all ranks if on one: an error inside is OtherRankFailed's on all but the first."""
+    from opslot.distributed import OtherRankFailed
+
+    try:
+        yield
+    except OpslotError as error:
+        if os.environ.get("RANK", "0") == "0":
+            raise
+        raise OtherRankFailed("rank 0 failed") from error
 
 
 @contextlib.contextmanager

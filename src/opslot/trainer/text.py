@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from opslot._base.errors import ConfigError
+from opslot.checkpoint import export_hf
 from opslot.data import (
     PackedRows,
     RowLoader,
@@ -21,6 +23,7 @@ from opslot.data import (
     split_documents,
     tokenize_files,
 )
+from opslot.distributed import sum_over_ranks
 from opslot.models import build_foundation_model, load_config
 from opslot.trainer.base import BaseTrainer
 from opslot.trainer.validate import micro_batch_size
@@ -54,17 +57,20 @@ class TextTrainer(BaseTrainer):
         return RowLoader(
             self.train_rows,
             micro_batch_size(config.train),
+            rank=self.state.dp_rank,
+            world_size=self.state.dp_size,
             num_workers=config.data.num_workers,
             pin_memory=self.device.type == "cuda",
         )
 
     def build_model(self) -> PreTrainedModel:
         model = self.config.model
+        streamed = model.model_path is not None and self.state.mesh is not None
         return build_foundation_model(
             self.inputs.config_path,
-            weights_path=model.model_path,
+            weights_path=None if streamed else model.model_path,
             torch_dtype=model.torch_dtype,
-            init_device=self.device.type,
+            init_device="meta" if streamed else self.device.type,
             ops_implementation=model.ops_implementation,
             trust_remote_code=model.trust_remote_code,
         )
@@ -82,26 +88,23 @@ class TextTrainer(BaseTrainer):
         assert self.eval_rows is not None, "evaluation needs train.eval_steps or data.eval_path"
         self.model.eval()
         total, targets = 0.0, 0
-        for batch in evaluation_batches(self.eval_rows, micro_batch_size(self.config.train)):
-            count = count_targets(batch["labels"])
+        batches = evaluation_batches(self.eval_rows, micro_batch_size(self.config.train))
+        while of_ranks := list(itertools.islice(batches, self.state.dp_size)):
+            # Sharded parameters take every rank to gather, so a rank without a batch runs one that does not count.
+            own = min(self.state.dp_rank, len(of_ranks) - 1)
+            batch = of_ranks[own]
+            count = count_targets(batch["labels"]) if own == self.state.dp_rank else 0
             cross_entropy, _ = self.split_loss(self.forward(batch, count))
             total += cross_entropy.item() * count
             targets += count
         self.model.train()
-        return total / max(1, targets)
+        total, counted = sum_over_ranks(total, targets)
+        # The ranks of a sequence have the same targets, and each a share of their loss.
+        return total / max(1, counted / self.state.sp)
 
     def export(self, folder: Path) -> None:
         """Write weights, config and tokenizer so that plain Transformers loads them."""
-        from transformers.utils import logging
-
-        shown = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()
-        try:
-            self.model.save_pretrained(folder)
-        finally:
-            if shown:
-                logging.enable_progress_bar()
-        self.tokenizer.save_pretrained(folder)
+        export_hf(self.model, folder, processors=[self.tokenizer])
 
     @functools.cached_property
     def unigram_entropy(self) -> float:

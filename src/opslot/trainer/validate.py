@@ -58,9 +58,14 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def data_parallel_size(train: TrainConfig) -> int:
+    """Processes, or groups of `sp_size`, that train on different rows."""
+    return max(1, world_size() // train.sp_size)
+
+
 def micro_batch_size(train: TrainConfig) -> int:
     """Rows that one process runs at a time."""
-    return train.micro_batch_size or train.global_batch_size
+    return train.micro_batch_size or max(1, train.global_batch_size // data_parallel_size(train))
 
 
 def _check_numbers(config: RunConfig, problems: list[str]) -> None:
@@ -79,6 +84,8 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
         "train.logging.log_steps": (train.logging.log_steps, 1),
         "train.sp_size": (train.sp_size, 1),
         "train.ep_size": (train.ep_size, 1),
+        "train.fsdp.replicas": (train.fsdp.replicas, 1),
+        "train.fsdp.prefetch": (train.fsdp.prefetch, 0),
         "data.max_seq_len": (data.max_seq_len, 2),
         "data.num_workers": (data.num_workers, 0),
     }
@@ -95,29 +102,46 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
         "data.eval_fraction": data.eval_fraction,
     }
     problems += [f"{name}={value} must be in [0, 1)" for name, value in shares.items() if not 0 <= value < 1]
-    total, micro = train.global_batch_size, train.micro_batch_size
-    if micro and min(total, micro) >= 1 and total % micro:
-        fits = [size for size in range(1, total + 1) if total % size == 0]
-        problems.append(
-            f"train.global_batch_size={total} is no multiple of train.micro_batch_size={micro}; "
-            f"micro batches that fit: {', '.join(map(str, fits))}"
-        )
 
 
 def _check_processes(train: TrainConfig, problems: list[str]) -> None:
-    processes = world_size()
-    if processes > 1:
-        problems.append(
-            f"WORLD_SIZE={processes}: training in several processes is not available in this version; "
-            "start one process (torchrun --nproc-per-node 1, or without torchrun)"
-        )
+    from opslot.distributed import check_sizes
+
+    processes, sizes = world_size(), (train.fsdp.replicas, train.sp_size, train.ep_size)
+    if min(sizes) < 1:
         return
-    for name, size in {"sp_size": train.sp_size, "ep_size": train.ep_size}.items():
-        if size > 1:
-            problems.append(
-                f"train.{name}={size} needs a multiple of {size} processes, but this run has 1; start it with "
-                f"torchrun --nproc-per-node {size} -m opslot train CONFIG.yaml, or set train.{name}: 1"
-            )
+    if processes == 1:
+        for name, size in {"sp_size": train.sp_size, "ep_size": train.ep_size, "fsdp.replicas": sizes[0]}.items():
+            if size > 1:
+                problems.append(
+                    f"train.{name}={size} needs a multiple of {size} processes, but this run has 1; start it with "
+                    f"torchrun --nproc-per-node {size} -m opslot train CONFIG.yaml, or set train.{name}: 1"
+                )
+    else:
+        try:
+            check_sizes(processes, sizes[0], sp=train.sp_size, ep=train.ep_size)
+        except ConfigError as error:
+            problems.append(f"{error} (train.fsdp.replicas is dp_replicate, train.sp_size sp, train.ep_size ep)")
+            return
+    _check_batch(train, problems)
+
+
+def _check_batch(train: TrainConfig, problems: list[str]) -> None:
+    total, micro, ranks = train.global_batch_size, train.micro_batch_size, data_parallel_size(train)
+    if min(total, micro or 1) < 1:
+        return
+    if total % ranks:
+        problems.append(
+            f"train.global_batch_size={total} cannot be shared by {ranks} data-parallel ranks; "
+            f"make it a multiple of {ranks}"
+        )
+    elif micro and total % (micro * ranks):
+        fits = [size for size in range(1, total // ranks + 1) if total // ranks % size == 0]
+        on = f" on {ranks} data-parallel ranks" if ranks > 1 else ""
+        problems.append(
+            f"train.global_batch_size={total} is no multiple of train.micro_batch_size={micro}{on}; "
+            f"micro batches that fit: {', '.join(map(str, fits))}"
+        )
 
 
 def _check_model(model: ModelConfig, problems: list[str]) -> tuple[Path, Path]:

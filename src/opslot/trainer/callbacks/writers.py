@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from opslot.trainer.callbacks.base import Callback, StepRecord
-from opslot.trainer.checkpointing import write_text
+from opslot.trainer.checkpointing import is_first_rank, write_text
 
 if TYPE_CHECKING:
     from opslot.trainer.base import BaseTrainer
@@ -160,7 +160,9 @@ class ExportCallback(Callback):
         if completed:
             final = trainer.output_dir / HF_FOLDER
             unfinished = trainer.output_dir / f".unfinished-{HF_FOLDER}"
-            shutil.rmtree(unfinished, ignore_errors=True)
+            if is_first_rank():
+                shutil.rmtree(unfinished, ignore_errors=True)
             trainer.export(unfinished)
-            shutil.rmtree(final, ignore_errors=True)
-            unfinished.rename(final)
+            if is_first_rank():
+                shutil.rmtree(final, ignore_errors=True)
+                unfinished.rename(final)

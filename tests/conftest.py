@@ -9,7 +9,7 @@ import pytest
 def _ranks_module():
     name = "opslot_test_ranks"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("ranks.py"))
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "distributed" / "ranks.py")
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]

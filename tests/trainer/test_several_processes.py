@@ -1,0 +1,140 @@
+"""`opslot train` in several processes: the same curve as one, any mesh's checkpoint, one error for all."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from opslot.trainer.callbacks import read_metrics
+
+SIZES = {"fsdp": {}, "sp": {"sp_size": 2}, "ep": {"ep_size": 2}, "sp and ep": {"sp_size": 2, "ep_size": 2}}
+
+
+def curve(folder):
+    names = ("step", "loss", "grad_norm", "lr", "epoch", "tokens", "eval_loss", "aux_loss")
+    return [{name: row[name] for name in names if name in row} for row in read_metrics(Path(folder))]
+
+
+def assert_same_curve(found, expected):
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert a[name] == pytest.approx(b[name], rel=1e-5), f"{name} of step {a['step']}"
+
+
+def run_config(file):
+    from opslot.trainer import cli_train
+
+    return cli_train([file])
+
+
+@pytest.fixture
+def write(settings, tmp_path):
+    """Write `settings`, with the router's loss on and changes to `train`, for an output folder of that name."""
+    config = json.loads((Path(settings["model"]["config_path"]) / "config.json").read_text())
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in Path(settings["model"]["config_path"]).iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    (model / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
+    settings["model"]["config_path"] = str(model)
+    settings["train"] |= {"micro_batch_size": 1, "save_steps": 2, "eval_steps": 4}
+
+    def make(name, model=None, **changes):
+        file = tmp_path / f"{name}.yaml"
+        whole = {**settings, "model": settings["model"] | (model or {})}
+        whole["train"] = settings["train"] | {"output_dir": str(tmp_path / name)} | changes
+        file.write_text(yaml.safe_dump(whole))
+        return str(file)
+
+    return make
+
+
+@pytest.mark.parametrize("axis", list(SIZES))
+def test_two_processes_draw_the_curve_of_one(ranks, write, tmp_path, axis):
+    assert run_config(write("one")) == 0
+    assert ranks.run(run_config, write("two", **SIZES[axis])) == [0, 0]
+    assert_same_curve(curve(tmp_path / "two"), curve(tmp_path / "one"))
+    files = [{path.name for path in (tmp_path / name).iterdir()} for name in ("one", "two")]
+    assert files[0] == files[1]
+    exported = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "hf").state_dict() for name in ("one", "two")]
+    for name, tensor in exported[0].items():
+        torch.testing.assert_close(exported[1][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [("ep", None), (None, "sp and ep"), ("sp", "fsdp")])
+def test_a_run_goes_on_with_other_processes(ranks, write, tmp_path, before, after):
+    def run(name, axis, **changes):
+        file = write(name, **changes, **(SIZES[axis] if axis else {}))
+        assert (ranks.run(run_config, file) == [0, 0]) if axis else (run_config(file) == 0)
+
+    # AdamW's first steps turn rounding in the smallest gradients into whole steps of the learning rate.
+    changes = {"eval_steps": None, "lr_scheduler": "constant", "lr": 1e-3}
+    run("straight", None, **changes)
+    run("split", before, max_steps=2, **changes)
+    run("split", after, resume_from="latest", **changes)
+    assert_same_curve(curve(tmp_path / "split"), curve(tmp_path / "straight"))
+
+
+def test_weights_are_streamed_and_computed_in_bfloat16(ranks, write, tmp_path):
+    assert run_config(write("start")) == 0
+    model = {"model_path": str(tmp_path / "start" / "hf")}
+    assert run_config(write("one", model=model, max_steps=2)) == 0
+    sizes = {"ep_size": 2, "fsdp": {"compute_dtype": "bfloat16"}, "gradient_checkpointing": True}
+    assert ranks.run(run_config, write("two", model=model, max_steps=2, **sizes)) == [0, 0]
+    for a, b in zip(curve(tmp_path / "two"), curve(tmp_path / "one"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-2)
+        assert a["loss"] != b["loss"]
+
+
+def torchrun(file, **environment):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "opslot"]
+    return subprocess.Popen(
+        [*command, "train", file],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_bad_input_is_told_once(write, settings, tmp_path):
+    Path(tmp_path / "bad.jsonl").write_text('{"text": 1}\n')
+    settings["data"]["train_path"] = str(tmp_path / "bad.jsonl")
+    process = torchrun(write("bad"))
+    _, err = process.communicate(timeout=100)
+    assert process.returncode != 0
+    assert err.count("opslot: error: ") == 1
+    assert "bad.jsonl" in err
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_run_and_nothing_saved_is_lost(write, tmp_path):
+    changes = {"eval_steps": None, "lr_scheduler": "constant", "lr": 1e-3}
+    file = write("killed", max_steps=2000, **changes)
+    process = torchrun(file)
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    deadline = time.monotonic() + 60
+    while not list(checkpoints.glob("step_*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    started = time.monotonic()
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert time.monotonic() - started < 60
+    done = max(int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*"))
+    # One process goes on from what two had saved.
+    last = done + 2
+    assert run_config(write("killed", max_steps=last, resume_from="latest", **changes)) == 0
+    assert run_config(write("straight", max_steps=last, **changes)) == 0
+    assert_same_curve(curve(tmp_path / "killed"), curve(tmp_path / "straight"))
