@@ -23,18 +23,30 @@ def run(op: str | None, kernel: str | None, device: str | None, seed: int, as_js
     print("\n".join(format_table(header, _rows(results))))
     for result in failed:
         print(f"FAILED {result}")
-    print(f"{len(results) - len(failed)} of {len(results)} checks passed")
-    return 1 if failed else 0
+    refused = sum(bool(r.refused) for r in results)
+    print(
+        f"{len(results) - len(failed) - refused} of {len(results)} checks passed"
+        + (f", {refused} refused by their kernels" if refused else "")
+    )
+    return 1 if failed or refused == len(results) else 0
 
 
 def _rows(results: list[CheckResult]) -> list[tuple[str, ...]]:
     groups: dict[tuple[str, str, str, str], list[CheckResult]] = {}
     for r in results:
         groups.setdefault((r.op, r.variant, r.kernel, r.dtype), []).append(r)
-    return [
-        (*key, str(len(group)), "ok" if all(r.ok for r in group) else "WRONG", _worst(group))
-        for key, group in groups.items()
-    ]
+    return [(*key, _count(group), _verdict(group), _worst(group)) for key, group in groups.items()]
+
+
+def _count(group: list[CheckResult]) -> str:
+    refused = sum(bool(r.refused) for r in group)
+    return f"{len(group)}, {refused} refused" if refused else str(len(group))
+
+
+def _verdict(group: list[CheckResult]) -> str:
+    if all(r.refused for r in group):
+        return "unproven"
+    return "ok" if all(r.ok for r in group) else "WRONG"
 
 
 def _worst(group: list[CheckResult]) -> str:

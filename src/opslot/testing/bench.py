@@ -181,7 +181,8 @@ def _forward_backward(
         outputs = [o for o in tree_flatten(kernel(**call))[0] if isinstance(o, Tensor) and o.requires_grad]
         if not grads:
             grads.extend(torch.randn_like(o) for o in outputs)
-        torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
+        if outputs:
+            torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
 
     step()
     ms = _median_ms(step, device, repeat)

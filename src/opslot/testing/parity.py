@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from opslot._base.errors import KernelError
 from opslot.slots import InputCase, OpVariant
 
 EAGER_FACTOR = 2.0
@@ -43,6 +44,7 @@ class CheckResult:
     Attributes:
         comparisons: one per output and gradient.
         problem: why there are none: the kernel raised, or shape or dtype differ from the reference's.
+        refused: the kernel's own `KernelError`, if it does not serve the case; no failure, but no proof either.
     """
 
     op: str
@@ -52,6 +54,7 @@ class CheckResult:
     dtype: str
     comparisons: tuple[Comparison, ...] = ()
     problem: str = ""
+    refused: str = ""
 
     @property
     def ok(self) -> bool:
@@ -64,8 +67,8 @@ class CheckResult:
 
     def __str__(self) -> str:
         head = f"{self.op}/{self.variant} {self.kernel} [{self.case}, {self.dtype}]"
-        if self.problem:
-            return f"{head}: {self.problem}"
+        if self.problem or self.refused:
+            return f"{head}: {self.problem or f'refused: {self.refused}'}"
         worst = self.worst
         if worst is None:
             return f"{head}: ok"
@@ -99,6 +102,8 @@ def check_kernel(
     try:
         with poisoned_memory():
             got = _run(variant, kernel, arguments, seed)
+    except KernelError as error:
+        return CheckResult(*label, refused=str(error))
     except Exception as error:
         return CheckResult(*label, problem=f"raised {type(error).__name__}: {error}")
     scales = {kind: _largest(t for key, t in truth.items() if key.startswith("grad") == kind) for kind in (True, False)}

@@ -68,7 +68,8 @@ for _spec in (
         priority={"gpu": 70},
         description="cuDNN fused attention through torch SDPA",
     ),
-    _flash(2, "flash_attn", HardwareRequirement("gpu", (8, 0)), 50),
+    # The compiled extension: FlashAttention 4 alone also makes a package flash_attn.
+    _flash(2, "flash_attn_2_cuda", HardwareRequirement("gpu", (8, 0)), 50),
     _flash(3, "flash_attn_interface", HardwareRequirement("gpu", (9, 0), (9, 0)), 75),
     _flash(4, "flash_attn.cute", HardwareRequirement("gpu", (9, 0)), 80, head_dim=128),
     KernelSpec(
