@@ -1,6 +1,6 @@
 """Training steps over several GPUs of one host: tokens a second and GPU, memory, loss.
 
-    torchrun --nproc-per-node 4 benchmarks/gpu_parallel.py [CONFIGURATION ...] [--layers 8] [--steps 10] [--json FILE]
+    torchrun --nproc-per-node 4 benchmarks/gpu_parallel.py [CONFIGURATION ...] [--layers 8] [--pipeline 2] [--json FILE]
 
 Random weights, fp32 master weights, bfloat16 computation, fused AdamW, no activation checkpointing. On one GPU
 `dense-fsdp` and `moe-fsdp` give what scaling is measured against.
@@ -53,6 +53,8 @@ MODELS = {
             "num_experts": 128,
             "num_experts_per_tok": 8,
             "norm_topk_prob": True,
+            "output_router_logits": True,
+            "router_aux_loss_coef": 0.001,
         },
     ),
 }
@@ -87,7 +89,11 @@ def model_config(name: str, layers: int) -> PreTrainedConfig:
 def train_step(
     model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Any], targets: torch.Tensor
 ) -> torch.Tensor:
-    loss = model(**batch, use_cache=False, num_items_in_batch=targets).loss
+    outputs = model(**batch, use_cache=False, num_items_in_batch=targets)
+    loss = outputs.loss
+    if (router := getattr(outputs, "aux_loss", None)) is not None:
+        # Every rank has a whole router loss, and losses of ranks add up.
+        loss = loss - (1 - 1 / dist.get_world_size()) * model.config.router_aux_loss_coef * router
     loss.backward()
     clip_grad_norm(model.parameters(), 1.0)
     optimizer.step()
@@ -95,12 +101,14 @@ def train_step(
     return loss.detach()
 
 
-def measure(configuration: Configuration, state: ParallelState, layers: int, steps: int, ops: str) -> dict[str, Any]:
+def measure(configuration: Configuration, state: ParallelState, options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     model = opslot.build_foundation_model(
-        model_config(configuration.model, layers), init_device=state.device.type, ops_implementation=ops
+        model_config(configuration.model, options.layers),
+        init_device=state.device.type,
+        ops_implementation=options.ops,
     )
-    parallelize_model(model, state, param_dtype=torch.bfloat16)
+    parallelize_model(model, state, param_dtype=torch.bfloat16, ulysses_pipeline=options.pipeline)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     generator = torch.Generator().manual_seed(state.dp_rank)
     shape = configuration.rows, configuration.length
@@ -115,7 +123,7 @@ def measure(configuration: Configuration, state: ParallelState, layers: int, ste
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()
     losses, seconds = [], []
-    for _ in range(3 + steps):
+    for _ in range(3 + options.steps):
         dist.barrier()
         torch.accelerator.synchronize()
         started = time.perf_counter()
@@ -140,6 +148,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--ops", default="auto")
+    parser.add_argument("--pipeline", type=int, default=1, help="parts of the heads under sequence parallelism")
     parser.add_argument("--json")
     options = parser.parse_args()
     results = {}
@@ -148,7 +157,7 @@ def main() -> None:
         sizes = {axis: getattr(configuration, axis) or _world_size() for axis in ("sp", "ep")}
         state = init_parallel_state(**sizes)
         with failing_together():
-            result = measure(configuration, state, options.layers, options.steps, options.ops)
+            result = measure(configuration, state, options)
         if state.rank == 0:
             results[name] = {**asdict(configuration), "world_size": state.world_size, **result}
             print(f"{name:12} {state}: {json.dumps(result)}", flush=True)

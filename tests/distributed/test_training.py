@@ -66,6 +66,11 @@ def test_a_sliding_window(ranks, attention):
     check(ranks, "qwen2", SIZES["sp"], steps=2, ops=ops, changes=changes)
 
 
+def test_attention_in_a_pipeline(ranks):
+    changes = {"num_key_value_heads": 4}
+    check(ranks, "qwen3", SIZES["sp"], steps=2, ops="auto", changes=changes, options={"ulysses_pipeline": 2})
+
+
 def test_fewer_key_value_heads_than_ranks(ranks):
     check(ranks, "qwen3", SIZES["sp"], steps=2, changes={"num_key_value_heads": 1})
 

@@ -108,7 +108,7 @@ def plain_attention(module, query, key, value, attention_mask, dropout=0.0, scal
     return (scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ value).transpose(1, 2), None
 
 
-def attention_parity(heads, kv_heads):
+def attention_parity(heads, kv_heads, pipeline=1):
     """Packed documents that cross the ranks' border: output and gradients against one process."""
     rank = init_parallel_state(device_type="cpu", sp=2).sp_rank
     batch, length, width = 2, 10, 4
@@ -119,7 +119,7 @@ def attention_parity(heads, kv_heads):
     expected, _ = plain_attention(None, *whole, None, **options)
     (expected * weight).sum().backward()
     local = [part(x, 2, rank).clone().requires_grad_() for x in full]
-    found, weights = ulysses_attention(plain_attention)(None, *local, None, **options)
+    found, weights = ulysses_attention(plain_attention, pipeline=pipeline)(None, *local, None, **options)
     (found * part(weight, 1, rank)).sum().backward()
     assert weights is None
     errors = [(found - part(expected, 1, rank)).abs().max()]
@@ -130,6 +130,11 @@ def attention_parity(heads, kv_heads):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1), (6, 3)])
 def test_attention_over_the_whole_sequence(ranks, heads, kv_heads):
     assert max(ranks.run(attention_parity, heads, kv_heads)) < 1e-13
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "pipeline"), [(8, 4, 2), (8, 8, 4), (4, 2, 2), (12, 6, 2)])
+def test_heads_taken_in_parts(ranks, heads, kv_heads, pipeline):
+    assert max(ranks.run(attention_parity, heads, kv_heads, pipeline)) < 1e-13
 
 
 def uneven():

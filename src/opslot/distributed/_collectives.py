@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, Work
-from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
 
 def all_to_all(
@@ -29,7 +28,7 @@ def all_to_all(
     Returns:
         [sum(received), ...].
     """
-    return wait_tensor(all_to_all_single_autograd(x.contiguous(), received, sent, group))
+    return _AllToAll.apply(x, group, received, sent)
 
 
 def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -79,6 +78,22 @@ class _Flight:
         assert self.work is not None, "an exchange is awaited once"
         self.work.wait()
         self.work = self.source = None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, received: list[int] | None, sent: list[int] | None) -> Tensor:
+        ctx.exchange = group, received, sent
+        rows = len(x) if received is None else sum(received)
+        out = x.new_empty((rows, *x.shape[1:]))
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        group, received, sent = ctx.exchange
+        return all_to_all(grad, group, sent, received), None, None, None
 
 
 class _Begin(torch.autograd.Function):

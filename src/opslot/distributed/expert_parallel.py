@@ -5,8 +5,7 @@ back as their weighted sum. Kernels make room for `width` experts a row, so it i
 on average: at 8 experts a token on 4 ranks, 2 a row, which moves 0.6 of the rows and needs room for 1.2 times the
 experts chosen.
 
-Shapes: T tokens here, K experts a token, H hidden width, M rows sent, N rows received, R ranks, G rows of a token to
-one rank at most.
+Shapes: T tokens here, K experts a token, H hidden width, M rows sent, N rows received.
 """
 
 from __future__ import annotations
@@ -56,7 +55,8 @@ class ExpertParallel:
         if group is None:
             return self.kernel(hidden_states, gate_up, down, top_k_index, top_k_weights)
         route = plan_route(top_k_index, gate_up.shape[0], group)
-        x = all_to_all(_TakeRows.apply(hidden_states, route.token, route.parts), group, route.received, route.sent)
+        x = _TakeRows.apply(hidden_states, route.token, route.order, route.first)
+        x = all_to_all(x, group, route.received, route.sent)
         weights = _Permute.apply(top_k_weights, route.source, route.place).view(-1, route.index.shape[1])
         weights = all_to_all(weights, group, route.received, route.sent)
         if len(x):
@@ -65,7 +65,7 @@ class ExpertParallel:
             # Experts without tokens still owe the other ranks their part of every collective of the backward pass.
             x = x + (gate_up[:0].sum() + down[:0].sum() + weights.sum()).to(x.dtype)
         x = all_to_all(x, group, route.sent, route.received)
-        return _AddRows.apply(x, route.token, route.parts, len(hidden_states))
+        return _AddRows.apply(x, route.token, route.order, route.first)
 
     def __repr__(self) -> str:
         return f"<expert parallel {self.kernel!r}>"
@@ -76,7 +76,7 @@ class Route(NamedTuple):
 
     Attributes:
         token: [M] int64, the token of each row sent, in order of the rank it goes to.
-        parts: row counts whose parts hold no token twice, R * G.
+        order, first: int64 [M] and [T], the rows grouped by token, and where each token's begin in that order.
         sent, received: rows to and from each rank.
         source: [M * width] int64, the choice (token * K + k) at each place of the rows sent; T * K where there is none.
         place: [T * K] int64, the inverse; M * width for a choice that goes nowhere.
@@ -84,7 +84,8 @@ class Route(NamedTuple):
     """
 
     token: Tensor
-    parts: list[int]
+    order: Tensor
+    first: Tensor
     sent: list[int]
     received: list[int]
     source: Tensor
@@ -107,12 +108,10 @@ def plan_route(top_k_index: Tensor, experts: int, group: ProcessGroup) -> Route:
     token = torch.arange(tokens, device=owner.device)[:, None].expand_as(owner)
     rows = owner.new_zeros(ranks + 1, math.ceil(choices / width), tokens)
     rows[owner, nth // width, token] = 1
-    counts = rows[:ranks].sum(-1)
-    leaving = counts.sum(-1)
+    leaving = rows[:ranks].sum((1, 2))
     coming = torch.empty_like(leaving)
     dist.all_to_all_single(coming, leaving, group=group)
-    sizes = torch.cat([counts.flatten(), leaving, coming]).tolist()
-    parts, sent, received = sizes[: -2 * ranks], sizes[-2 * ranks : -ranks], sizes[-ranks:]
+    sent, received = torch.stack([leaving, coming]).tolist()
     total = sum(sent)
     number = (rows.flatten().cumsum(0) - 1).view_as(rows).clamp(max=total)
     row = torch.where(owner < ranks, number[owner, nth // width, token], total).flatten()
@@ -124,9 +123,10 @@ def plan_route(top_k_index: Tensor, experts: int, group: ProcessGroup) -> Route:
 
     source = placed(total * width, place, torch.arange(place.numel(), device=place.device), place.numel())
     index = placed(total * width, place, (top_k_index - owner * experts).to(torch.int32), experts).view(-1, width)
-    return Route(
-        placed(total, row, token, 0), parts, sent, received, source, place, all_to_all(index, group, received, sent)
-    )
+    token = placed(total, row, token, 0)
+    first = F.pad(rows[:ranks].sum((0, 1)).cumsum(0), (1, 0))[:-1]
+    index = all_to_all(index, group, received, sent)
+    return Route(token, token.argsort(stable=True), first, sent, received, source, place, index)
 
 
 class _Permute(torch.autograd.Function):
@@ -148,15 +148,14 @@ class _TakeRows(torch.autograd.Function):
     """x[token]; the transpose of `_AddRows`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, counts: list[int]) -> Tensor:
-        ctx.save_for_backward(token)
-        ctx.counts, ctx.tokens = counts, len(x)
+    def forward(ctx: Any, x: Tensor, token: Tensor, order: Tensor, first: Tensor) -> Tensor:
+        ctx.save_for_backward(order, first)
         return x.index_select(0, token)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _add_rows(grad, ctx.saved_tensors[0], ctx.counts, ctx.tokens), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _add_rows(grad, *ctx.saved_tensors), None, None, None
 
 
 class _AddRows(torch.autograd.Function):
@@ -167,9 +166,9 @@ class _AddRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, token: Tensor, counts: list[int], tokens: int) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, token: Tensor, order: Tensor, first: Tensor) -> Tensor:
         ctx.save_for_backward(token)
-        return _add_rows(rows, token, counts, tokens)
+        return _add_rows(rows, order, first)
 
     @staticmethod
     @once_differentiable
@@ -177,9 +176,8 @@ class _AddRows(torch.autograd.Function):
         return grad.index_select(0, ctx.saved_tensors[0]), None, None, None
 
 
-def _add_rows(rows: Tensor, token: Tensor, counts: list[int], tokens: int) -> Tensor:
-    """A part holds no token twice, so adding part by part has one order, also where adding is atomic."""
-    out = rows.new_zeros(tokens, *rows.shape[1:])
-    for part, index in zip(rows.split(counts), token.split(counts), strict=True):
-        out.index_add_(0, index, part)
-    return out
+def _add_rows(rows: Tensor, order: Tensor, first: Tensor) -> Tensor:
+    """[T, H]; without atomics, in one order, and wider than 16 bits on the way."""
+    if len(rows) == 0:
+        return rows.new_zeros(len(first), rows.shape[1])
+    return F.embedding_bag(order, rows, first, mode="sum")

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -123,13 +124,17 @@ def kv_repeats(heads: int, kv_heads: int, sp: int) -> int:
     return repeats
 
 
-def ulysses_attention(attention: Callable[..., Any], group: ProcessGroup | None = None) -> Callable[..., Any]:
+def ulysses_attention(
+    attention: Callable[..., Any], group: ProcessGroup | None = None, pipeline: int = 1
+) -> Callable[..., Any]:
     """`attention` for ranks that hold parts of sequences.
 
     Args:
         attention: `(module, query, key, value, attention_mask, dropout, scaling, **kwargs) -> (output, weights)` with
             query [B, heads, S, D], key and value [B, kv_heads, S, D], output [B, S, heads, D].
         group: the ranks; None asks `get_parallel_state()` at each call.
+        pipeline: parts that a rank's heads are taken in, where they divide; while one is computed, the next one's
+            inputs and the last one's output travel, forward and backward.
 
     Returns:
         The same function of query [B, heads, S / sp, D], key and value [B, kv_heads, S / sp, D], whose output is
@@ -152,14 +157,19 @@ def ulysses_attention(attention: Callable[..., Any], group: ProcessGroup | None 
         if ranks is None:
             return attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         repeats = kv_repeats(query.shape[1], key.shape[1], ranks.size())
-        # Begun together, so that the transfer of one covers the copies around the next.
-        exchanges = [
-            Exchange(_split(x.repeat_interleave(n, 1) if n > 1 else x, 1, ranks).transpose(2, 3), ranks)
+        parts = math.gcd(pipeline, key.shape[1] * repeats // ranks.size())
+        # [sp, B, S / sp, heads / sp, D]
+        sides = [
+            _split(x.repeat_interleave(n, 1) if n > 1 else x, 1, ranks).transpose(2, 3).chunk(parts, 3)
             for x, n in ((query, 1), (key, repeats), (value, repeats))
         ]
-        # [sp, B, S / sp, heads / sp, D] to [B, heads / sp, S, D]
-        query, key, value = (_merge(exchange.finish(), 1).transpose(1, 2) for exchange in exchanges)
-        output, _ = attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-        return gather_heads_scatter_seq(output, head_dim=2, seq_dim=1, group=ranks), None
+        arriving = [[Exchange(x, ranks) for x in part] for part in zip(*sides, strict=True)]
+        leaving = []
+        for part in arriving:
+            q, k, v = (_merge(exchange.finish(), 1).transpose(1, 2) for exchange in part)
+            output, _ = attention(module, q, k, v, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+            leaving.append(Exchange(_split(output, 1, ranks), ranks))
+        outputs = [exchange.finish() for exchange in leaving]
+        return _merge(torch.cat(outputs, 3) if parts > 1 else outputs[0], 2), None
 
     return attend

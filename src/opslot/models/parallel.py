@@ -27,7 +27,9 @@ from opslot.slots import KERNEL_REGISTRY, bind, bound_config, own_config, walk_s
 _SUFFIX = "_ulysses"
 
 
-def parallelize_model(model: Any, state: ParallelState | None = None, **options: Any) -> Any:
+def parallelize_model(
+    model: Any, state: ParallelState | None = None, *, ulysses_pipeline: int = 1, **options: Any
+) -> Any:
     """Make `model`, whose kernels are bound, compute the same over the ranks of `state`; in place.
 
     Its kernels are bound anew for the dtype and device that it will compute in, where those are not its parameters'.
@@ -35,6 +37,7 @@ def parallelize_model(model: Any, state: ParallelState | None = None, **options:
     Args:
         model: built by `build_foundation_model`, or prepared by `opslot.apply`.
         state: default `get_parallel_state()`.
+        ulysses_pipeline: parts that a rank's heads are taken in under sequence parallelism; see `ulysses_attention`.
         options: of `opslot.distributed.parallelize`: param_dtype, activation_checkpointing, load, ...
 
     Raises:
@@ -53,7 +56,7 @@ def parallelize_model(model: Any, state: ParallelState | None = None, **options:
             )
         _spread_experts(model)
     if state.sp > 1:
-        _spread_sequences(model, state)
+        _spread_sequences(model, state, ulysses_pipeline)
     return parallelize(model, state, plan=plan, **options)
 
 
@@ -85,7 +88,7 @@ def _spread_experts(model: Any) -> None:
             module.__dict__[_slot(slot)] = ExpertParallel(_kernel_of(module, slot, op_name, variant))
 
 
-def _spread_sequences(model: Any, state: ParallelState) -> None:
+def _spread_sequences(model: Any, state: ParallelState, pipeline: int) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -93,7 +96,7 @@ def _spread_sequences(model: Any, state: ParallelState) -> None:
     config = model.config.get_text_config()
     kv_repeats(config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads), state.sp)
     name = model.config._attn_implementation
-    if name.endswith(_SUFFIX):
+    if _SUFFIX in name:
         return
     if name == "eager":
         kernel = KERNEL_REGISTRY.op("attention").variant("causal").reference
@@ -104,10 +107,11 @@ def _spread_sequences(model: Any, state: ParallelState) -> None:
             f"sequence parallelism needs one of opslot's attention kernels, the model uses Transformers' {name!r}\n"
             "  to do: build it with opslot, or call opslot.apply first"
         )
-    AttentionInterface.register(name + _SUFFIX, ulysses_attention(_over_documents(kernel)))
+    spread = f"{name}{_SUFFIX}{pipeline}"
+    AttentionInterface.register(spread, ulysses_attention(_over_documents(kernel), pipeline=pipeline))
     # Masks are made from the part of the sequence that a rank holds; documents of the whole come as cu_seq_lens.
-    AttentionMaskInterface.register(name + _SUFFIX, _no_mask)
-    model.config._attn_implementation = name + _SUFFIX
+    AttentionMaskInterface.register(spread, _no_mask)
+    model.config._attn_implementation = spread
     for _, module, slot, op_name, variant in walk_slots(model):
         if op_name == "load_balancing_loss":
             module.__dict__[_slot(slot)] = _OverWholeSequences(_kernel_of(module, slot, op_name, variant))

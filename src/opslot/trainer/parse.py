@@ -26,7 +26,7 @@ EXAMPLES = """examples:
   opslot train run.yaml --model.ops_implementation eager
   opslot train run.yaml --model.ops_implementation.rms_norm_implementation triton
   opslot train run.yaml --data.train_path 'corpus/**/*.jsonl' --data.text_field content
-  torchrun --nproc-per-node 1 -m opslot train run.yaml
+  torchrun --nproc-per-node 4 -m opslot train run.yaml --train.ep_size 4
 """
 
 
