@@ -209,5 +209,5 @@ def test_what_cannot_work_is_refused(ranks, rank_failed, case, message):
 
 
 def test_mixed_precision_in_one_process_needs_a_group():
-    with pytest.raises(ConfigError, match="start with torchrun"):
+    with pytest.raises(ConfigError, match="group_of_one=True"):
         parallelize(Stack(), layers=["Block"], param_dtype=torch.bfloat16)

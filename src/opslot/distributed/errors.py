@@ -38,8 +38,7 @@ def failing_together(poll_seconds: float = 0.5) -> Iterator[None]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    # A connection of its own: the default one may be busy with a rendezvous.
-    store = dist.PrefixStore(f"opslot/{next(_runs)}", dist.distributed_c10d._get_default_store().clone())
+    store = dist.PrefixStore(f"opslot/{next(_runs)}", _own_connection())
     done = threading.Event()
     watcher = threading.Thread(target=_watch, args=(store, done, poll_seconds), name="opslot-errors", daemon=True)
     watcher.start()
@@ -56,6 +55,12 @@ def failing_together(poll_seconds: float = 0.5) -> Iterator[None]:
         raise OtherRankFailed(first) from error
     finally:
         done.set()
+
+
+def _own_connection() -> dist.Store:
+    """The group's store, through a connection that no rendezvous keeps busy."""
+    store = dist.distributed_c10d._get_default_store()
+    return store.clone()  # type: ignore[attr-defined]
 
 
 def _publish(store: dist.Store, error: Exception) -> str | None:

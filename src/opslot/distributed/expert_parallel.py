@@ -57,10 +57,10 @@ class ExpertParallel:
         route = plan_route(top_k_index, gate_up.shape[0], group)
         x = _TakeRows.apply(hidden_states, route.token, route.order, route.first)
         x = all_to_all(x, group, route.received, route.sent)
-        weights = _Permute.apply(top_k_weights, route.source, route.place).view(-1, route.index.shape[1])
+        weights = _Permute.apply(top_k_weights, route.source, route.place).view(-1, route.local_experts.shape[1])
         weights = all_to_all(weights, group, route.received, route.sent)
         if len(x):
-            x = self.kernel(x, gate_up, down, route.index, weights)
+            x = self.kernel(x, gate_up, down, route.local_experts, weights)
         else:
             # Experts without tokens still owe the other ranks their part of every collective of the backward pass.
             x = x + (gate_up[:0].sum() + down[:0].sum() + weights.sum()).to(x.dtype)
@@ -80,7 +80,7 @@ class Route(NamedTuple):
         sent, received: rows to and from each rank.
         source: [M * width] int64, the choice (token * K + k) at each place of the rows sent; T * K where there is none.
         place: [T * K] int64, the inverse; M * width for a choice that goes nowhere.
-        index: [N, width] int32, local experts of each row received; their number where there is none.
+        local_experts: [N, width] int32, those of each row received; their number where there is none.
     """
 
     token: Tensor
@@ -90,7 +90,7 @@ class Route(NamedTuple):
     received: list[int]
     source: Tensor
     place: Tensor
-    index: Tensor
+    local_experts: Tensor
 
 
 def plan_route(top_k_index: Tensor, experts: int, group: ProcessGroup) -> Route:

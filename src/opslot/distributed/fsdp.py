@@ -81,17 +81,21 @@ def parallelize(
     elif param_dtype is not None or cpu_offload:
         raise ConfigError(
             "param_dtype and cpu_offload are FSDP's, which needs a process group\n"
-            "  to do: start with torchrun (one process will do), or use torch.autocast"
+            "  to do: call init_parallel_state(group_of_one=True) first, start with torchrun, or use torch.autocast"
         )
     if load is not None:
         load(model)
+    _check_memory(model)
+    return model
+
+
+def _check_memory(model: nn.Module) -> None:
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta:
         raise ConfigError(
             f"{len(on_meta)} parameters have no memory, e.g. {on_meta[0]}\n"
             "  to do: pass load=..., a function that gives them values, or build the model on a real device"
         )
-    return model
 
 
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -168,7 +172,7 @@ def _shard(
     experts: list[str],
     reshard_after_forward: bool,
     options: dict[str, Any],
-) -> list[list[FSDPModule]]:
+) -> list[list[nn.Module]]:
     """Bottom-up `fully_shard`; returns, layer by layer, the modules whose parameters a layer needs."""
     owners = [model.get_submodule(path) for path in experts]
     for path, owner in zip(experts, owners, strict=True):
@@ -203,7 +207,7 @@ def _check_expert_shapes(path: str, owner: nn.Module, state: ParallelState) -> N
             )
 
 
-def _set_prefetch(model: nn.Module, groups: list[list[FSDPModule]], depth: int) -> None:
+def _set_prefetch(model: Any, groups: list[list[Any]], depth: int) -> None:
     """Name the groups to gather ahead.
 
     FSDP does so by itself only while the host runs ahead of the device, which the experts' exchange of sizes stops.

@@ -143,7 +143,7 @@ def init_parallel_state(
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     dp_shard = check_sizes(world, dp_replicate, dp_shard, sp, ep)
-    if _state is not None:
+    if _state is not None and _state.mesh is not None:
         if (_state.dp_replicate, _state.dp_shard, _state.sp, _state.ep) != (dp_replicate, dp_shard, sp, ep):
             raise ConfigError(
                 f"the parallel state is {_state} already, so it cannot become "
@@ -155,30 +155,44 @@ def init_parallel_state(
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        alone = world == 1 and "MASTER_ADDR" not in os.environ
-        if alone and not group_of_one:
-            _state = ParallelState(device=device)
-            return _state
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-            timeout=timeout,
-            device_id=device if device_type == "cuda" else None,
-            **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}),
-        )
-    fsdp = dp_shard * sp
-    meshes = (
-        init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        for axes in (
-            {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "sp": sp},
-            {"dp_replicate": dp_replicate, "fsdp": fsdp},
-            {"dp_replicate": dp_replicate, "ep_fsdp": fsdp // ep, "ep": ep},
-        )
-    )
-    _state = ParallelState(dp_replicate, dp_shard, sp, ep, device, *meshes)
-    # Lets a norm over both of these axes be reduced at once.
-    _state.expert_mesh["ep_fsdp", "ep"]._flatten("experts")
+    if _join_group(device, world, timeout, group_of_one):
+        _state = _with_meshes(dp_replicate, dp_shard, sp, ep, device)
+    else:
+        _state = ParallelState(device=device)
     return _state
+
+
+def _join_group(device: torch.device, world: int, timeout: datetime.timedelta | None, group_of_one: bool) -> bool:
+    """Whether there is a process group now; a process that is alone has one only if it asks."""
+    if dist.is_initialized():
+        return True
+    gpu = device.type == "cuda"
+    backend, bound = ("cpu:gloo,cuda:nccl", device) if gpu else ("gloo", None)
+    if world > 1 or "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=timeout, device_id=bound)
+    elif group_of_one:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound)
+    return dist.is_initialized()
+
+
+def _with_meshes(dp_replicate: int, dp_shard: int, sp: int, ep: int, device: torch.device) -> ParallelState:
+    def mesh(**axes: int) -> DeviceMesh:
+        return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    fsdp = dp_shard * sp
+    expert_mesh = mesh(dp_replicate=dp_replicate, ep_fsdp=fsdp // ep, ep=ep)
+    # Lets a norm over both of these axes be reduced at once.
+    expert_mesh["ep_fsdp", "ep"]._flatten("experts")
+    return ParallelState(
+        dp_replicate,
+        dp_shard,
+        sp,
+        ep,
+        device,
+        mesh(dp_replicate=dp_replicate, dp_shard=dp_shard, sp=sp),
+        mesh(dp_replicate=dp_replicate, fsdp=fsdp),
+        expert_mesh,
+    )
 
 
 def get_parallel_state() -> ParallelState:

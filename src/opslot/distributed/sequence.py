@@ -36,7 +36,9 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
     state = state or get_parallel_state()
     if state.sp == 1:
         return batch
-    input_ids, labels, positions = (batch.get(name) for name in ("input_ids", "labels", "position_ids"))
+    input_ids: Tensor = batch["input_ids"]
+    labels: Tensor | None = batch.get("labels")
+    positions: Tensor | None = batch.get("position_ids")
     padding = -input_ids.shape[1] % state.sp
     if positions is None:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
