@@ -1,5 +1,7 @@
 """What is special about the fused losses: extremes, chunks, memory, autograd contexts, compile, refusals."""
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -76,14 +78,25 @@ def test_chunks_add_up(name, dtype, small_chunks):
         assert_same(gradients(load(name), *arguments), gradients(reference(), *arguments), *tolerance)
 
 
-def test_many_chunks_do_not_drift(name, small_chunks):
+@pytest.mark.parametrize("factor_last", [False, True])
+def test_many_chunks_do_not_drift(factor_last, monkeypatch):
     """One direction repeated: a bfloat16 sum stops growing at 256 times the addend, a float32 sum does not."""
-    rows = 4 * 300
-    hidden = torch.full((rows, 8), 1.0, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
-    weight = torch.zeros(16, 8, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
-    labels = torch.zeros(rows, dtype=torch.long, device=DEVICE)
-    _, _, found = gradients(load(name, "sequence_classification"), hidden, weight, labels)
-    expected = torch.full((16, 8), 1 / 16, device=DEVICE)
+    monkeypatch.setattr(chunked, "_chunk_rows", lambda backend, hidden, vocab: 1)
+    steps = importlib.import_module("opslot.ops.cross_entropy_loss.chunk_loss")
+    backend = chunked.Backend(
+        "x",
+        steps.loss_step,
+        steps.token_step,
+        steps.token_grad_step,
+        steps.rescale,
+        steps.rows,
+        factor_last=factor_last,
+    )
+    hidden, weight = torch.ones(400, 8, dtype=torch.bfloat16), torch.zeros(16, 8, dtype=torch.bfloat16)
+    labels, divisor = torch.zeros(400, dtype=torch.long), torch.tensor(400.0)
+    shaping = chunked.Shaping(-100, 0.0, 0.0, 1.0)
+    _, _, found = chunked.loss_and_gradients(backend, hidden, weight, labels, divisor, shaping, True, True)
+    expected = torch.full((16, 8), 1 / 16)
     expected[0] = 1 / 16 - 1
     # Two roundings to 8 bits: each logit's gradient, and the sum.
     torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=0)
@@ -309,7 +322,7 @@ def test_opcheck(name, dtype):
 
 def test_the_logits_fit_the_budget():
     """On CPU a chunk takes 8 MiB, or 128 rows; on a GPU 640 MiB at most, in even chunks."""
-    chunk_loss, triton = (pytest.importorskip(f"opslot.ops.cross_entropy_loss.{n}") for n in KERNELS)
+    chunk_loss, triton = (importlib.import_module(f"opslot.ops.cross_entropy_loss.{n}") for n in KERNELS)
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert chunk_loss.rows(8192, torch.float32, cpu) * 8192 * 4 == 8 << 20
     assert chunk_loss.rows(151936, torch.float32, cpu) == 128
@@ -381,7 +394,21 @@ def test_npu_is_refused_here_with_every_reason():
     assert reason == "needs the package torch_npu, not installed"
 
 
-def test_auto_takes_the_chunked_loss_on_cpu():
-    for variant in ("causal", "sequence_classification", "token_log_probs"):
-        request = KernelRequest("cross_entropy_loss", variant, CPU, torch.float32)
-        assert KERNEL_REGISTRY.resolve(request).chosen == "chunk_loss"
+@pytest.mark.parametrize(
+    ("facts", "best", "vocab"), [(CPU, "chunk_loss", 4096), (DeviceFacts("gpu", (9, 0)), "triton", 128256)]
+)
+def test_auto_fuses_large_heads_only(facts, best, vocab):
+    def chosen(variant, module=None):
+        request = KernelRequest("cross_entropy_loss", variant, facts, torch.float32, module)
+        return KERNEL_REGISTRY.resolve(request).chosen
+
+    large, small = (Model(nn.Linear(1, v, bias=False)) for v in (vocab, 32))
+    assert chosen("causal") == chosen("causal", large) == chosen("token_log_probs", large) == best
+    assert chosen("sequence_classification", large) == best
+    assert chosen("sequence_classification") == chosen("causal", small) == "eager"
+
+
+def test_float64_is_not_computed_in_float32():
+    hidden, weight, labels = inputs(dtype=torch.float64, grad=False)
+    with pytest.raises(KernelError, match=r"torch\.float64, not float32"):
+        load("triton")(hidden, weight, labels)

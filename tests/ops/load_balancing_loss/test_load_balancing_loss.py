@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from opslot import KERNEL_REGISTRY
-from opslot._base.device import CPU
+from opslot._base.device import CPU, DeviceFacts
 from opslot._base.errors import KernelError
 from opslot.ops.load_balancing_loss.op import OP
 from opslot.slots import KernelRequest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NAMES = ("eager", "stacked", "triton")
+NAMES = ("eager", "triton")
 
 
 def load(name):
@@ -121,9 +121,9 @@ def test_opcheck(name, masked):
     layers = [x.detach() for x in logits(2)]
     weights = torch.ones(24, device=DEVICE) if masked else None
     tests = ("test_schema", "test_faketensor")
-    op = getattr(torch.ops.opslot, f"load_balancing_loss_{name}")
+    op = torch.ops.opslot.load_balancing_loss
     torch.library.opcheck(op.default, (layers, weights, 2), test_utils=tests)
-    op = getattr(torch.ops.opslot, f"load_balancing_loss_backward_{name}")
+    op = torch.ops.opslot.load_balancing_loss_backward
     coefficients, grad = torch.rand(8, device=DEVICE), torch.ones((), device=DEVICE)
     torch.library.opcheck(op.default, (layers, weights, coefficients, grad), test_utils=tests)
 
@@ -132,6 +132,7 @@ def test_opcheck(name, masked):
     ("arguments", "words"),
     [
         (((), 8, 2), "an empty tuple"),
+        ((logits(1, dtype=torch.float64), 8, 2), "torch.float64, not float32"),
         ((logits(1), 7, 2), "num_experts: 7 beside"),
         ((logits(1), None, 2), "num_experts: None"),
         ((logits(1), 8, 9), "top_k: 9 of 8"),
@@ -146,6 +147,7 @@ def test_misfits_are_one_error(name, arguments, words):
     assert "load_balancing_loss_implementation" in str(caught.value)
 
 
-def test_auto_on_cpu():
-    request = KernelRequest("load_balancing_loss", "standard", CPU, torch.float32)
-    assert KERNEL_REGISTRY.resolve(request).chosen == "stacked"
+def test_auto():
+    for facts, chosen in ((CPU, "eager"), (DeviceFacts("gpu", (9, 0)), "triton")):
+        request = KernelRequest("load_balancing_loss", "standard", facts, torch.bfloat16)
+        assert KERNEL_REGISTRY.resolve(request).chosen == chosen

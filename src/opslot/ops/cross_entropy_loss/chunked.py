@@ -51,6 +51,7 @@ class Backend:
         token_grad_step: (logits, labels, entropy, grad_log_probs, grad_entropy, shaping) returns the logits' gradient.
         rescale: (gradient, factor) multiplies in place by a 0-d tensor; free for 1.
         rows: (vocabulary, dtype, device) -> rows whose logits fit the budget.
+        refuses: (hidden_states) -> why it does not serve a tensor of this dtype or device, or None.
         factor_last: apply the factor to the summed gradients, cheaper where these are smaller than the logits.
     """
 
@@ -60,6 +61,7 @@ class Backend:
     token_grad_step: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Shaping], Tensor]
     rescale: Callable[[Tensor, Tensor], None]
     rows: Callable[[int, torch.dtype, torch.device], int]
+    refuses: Callable[[Tensor], str | None] = lambda _: None
     factor_last: bool = False
 
 

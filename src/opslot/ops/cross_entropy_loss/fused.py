@@ -39,12 +39,13 @@ class Kernels:
 
 @dataclass(frozen=True)
 class _Ops:
-    """One backend's custom ops, and its `rescale`."""
+    """One backend's custom ops, and what else of it is needed around them."""
 
     loss: Callable[..., tuple[Tensor, Tensor, Tensor]]
     tokens: Callable[..., tuple[Tensor, Tensor]]
     token_gradients: Callable[..., tuple[Tensor, Tensor]]
     rescale: Callable[[Tensor, Tensor], None]
+    refuses: Callable[[Tensor], str | None]
 
 
 # By backend: autograd functions are given the name, since torch.compile can pass strings through them.
@@ -54,7 +55,7 @@ _OPS: dict[str, _Ops] = {}
 def make_kernels(backend: Backend) -> Kernels:
     """The backend's kernels; defines its custom ops, so it is called once per backend."""
     name = backend.name
-    _OPS[name] = _Ops(_loss_op(backend), *_token_ops(backend), backend.rescale)
+    _OPS[name] = _Ops(_loss_op(backend), *_token_ops(backend), backend.rescale, backend.refuses)
 
     def causal(
         hidden_states: Tensor,
@@ -101,7 +102,7 @@ def make_kernels(backend: Backend) -> Kernels:
         if shift_labels is None:
             shift_labels = shifted(labels, ignore_index)
         shaping = (ignore_index, 0.0, float(softcap or 0.0), float(logit_scale))
-        flat = flat_inputs(name, hidden_states, weight, shift_labels)
+        flat = _served(name, *flat_inputs(name, hidden_states, weight, shift_labels))
         log_probs, entropy = _TokenLogProbs.apply(name, *flat, *shaping)
         return log_probs.view(shift_labels.shape), entropy.view(shift_labels.shape)
 
@@ -152,6 +153,13 @@ def loss_divisor(
     return num_items.reshape(()).to(device=labels.device, dtype=dtype)
 
 
+def _served(name: str, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    reason = _OPS[name].refuses(hidden)
+    if reason:
+        _refuse(name, "hidden_states", reason)
+    return hidden, weight, labels
+
+
 def _refuse(name: str, argument: str, found: str) -> NoReturn:
     field = "cross_entropy_loss_implementation"
     refuse(f"{field}={name!r}", argument, found, f"fix the argument, or set {field} to 'eager'")
@@ -165,7 +173,7 @@ def _loss(
     num_items: Tensor | int | None,
     shaping: ShapingArguments,
 ) -> Tensor:
-    hidden, weight, labels = flat_inputs(name, hidden_states, weight, labels)
+    hidden, weight, labels = _served(name, *flat_inputs(name, hidden_states, weight, labels))
     divisor = loss_divisor(name, labels, num_items, shaping[0], wide(hidden.dtype))
     recording = torch.is_grad_enabled()
     wanted = (recording and hidden.requires_grad, recording and weight.requires_grad)

@@ -128,10 +128,15 @@ def _loss(
     return loss / (num_items.to(loss.device) if isinstance(num_items, Tensor) else num_items)
 
 
+def head_of(module: Any) -> Any:
+    """The module that makes a model's logits: its output embeddings or its classifier's `score`, or None."""
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    return head if head is not None else getattr(module, "score", None)
+
+
 def _head_site(module: Any) -> str | None:
     """A fused head reads the head's weight and nothing else of it."""
-    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
-    head = head if head is not None else getattr(module, "score", None)
+    head = head_of(module)
     if head is None:
         return None
     if not isinstance(head, nn.Linear):

@@ -12,6 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opslot._base.device import triton_interpreted
+from opslot.ops._common.specs import FLOATS
+from opslot.ops._common.triton import cdiv
 from opslot.ops.cross_entropy_loss.chunked import Backend, Shaping
 from opslot.ops.cross_entropy_loss.fused import make_kernels
 
@@ -301,12 +304,21 @@ def token_grad_step(
 def rescale(grad: Tensor, factor: Tensor) -> None:
     """See `Backend.rescale`; `grad` is dense."""
     block = 4096
-    programs = min(triton.cdiv(grad.numel(), block), 2048)
+    programs = min(cdiv(grad.numel(), block), 2048)
     if programs:
         _rescale_kernel[(programs,)](grad, factor, grad.numel(), BLOCK=block, num_warps=8)
 
 
-_KERNELS = make_kernels(Backend("triton", loss_step, token_step, token_grad_step, rescale, rows))
+def refuses(hidden: Tensor) -> str | None:
+    """See `Backend.refuses`."""
+    if hidden.dtype not in FLOATS:
+        return f"its dtype is {hidden.dtype}, not float32, bfloat16 or float16"
+    if not hidden.is_cuda and not triton_interpreted():
+        return f"it is on {hidden.device}, not a GPU"
+    return None
+
+
+_KERNELS = make_kernels(Backend("triton", loss_step, token_step, token_grad_step, rescale, rows, refuses))
 causal = _KERNELS.causal
 sequence_classification = _KERNELS.sequence_classification
 token_log_probs = _KERNELS.token_log_probs

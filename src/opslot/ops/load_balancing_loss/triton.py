@@ -1,5 +1,8 @@
 """`triton`: one launch over all layers for the sums, one for all gradients; deterministic.
 
+The gradient by a row's logits needs that row and the experts' counts alone: with c_e = E * f_e / rows it is
+p_e * (c_e - sum_j p_j c_j). So the forward keeps the counts, and the backward computes the softmax again.
+
 Rows are chosen by the logits themselves. Upstream chooses by their softmax in the logits' dtype, which orders rows
 the same way up to ties: where rounding makes probabilities equal this kernel takes the larger logit, and among equal
 logits the first expert.
@@ -8,13 +11,18 @@ logits the first expert.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from opslot.ops.load_balancing_loss.fused import Backend, make_kernel
+from opslot._base.device import triton_interpreted
+from opslot.ops._common.library import refuse
+from opslot.ops._common.specs import FLOATS
+from opslot.ops._common.triton import cdiv
 
 
 @triton.jit
@@ -159,14 +167,14 @@ def _aligned(layers: Sequence[Tensor]) -> list[Tensor]:
     return list(layers) if fits else [x.contiguous() for x in layers]
 
 
-def forward(layers: Sequence[Tensor], weights: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
-    """See `Backend.forward`."""
+def _forward(layers: Sequence[Tensor], weights: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
+    """(loss, coefficients c [E]) of layers [T, E] and weights of rows [T], in float32."""
     layers = _aligned(layers)
     rows, experts = layers[0].shape
     width = triton.next_power_of_2(experts)
     block = max(1, min(_SUMS_TILE // width, triton.next_power_of_2(max(rows, 1))))
-    blocks = triton.cdiv(rows, block)
-    per_layer = max(1, min(blocks, triton.cdiv(_PROGRAMS, len(layers))))
+    blocks = cdiv(rows, block)
+    per_layer = max(1, min(blocks, cdiv(_PROGRAMS, len(layers))))
     partial = torch.empty(len(layers) * per_layer, 2, width, dtype=torch.float32, device=layers[0].device)
     _sums_kernel[(per_layer, len(layers))](
         tuple(layers),
@@ -174,7 +182,7 @@ def forward(layers: Sequence[Tensor], weights: Tensor | None, top_k: int) -> tup
         partial,
         rows,
         layers[0].stride(0),
-        triton.cdiv(blocks, per_layer) * block,
+        cdiv(blocks, per_layer) * block,
         experts,
         LAYERS=len(layers),
         TOP_K=top_k,
@@ -191,15 +199,15 @@ def forward(layers: Sequence[Tensor], weights: Tensor | None, top_k: int) -> tup
     return loss, coefficients
 
 
-def backward(layers: Sequence[Tensor], weights: Tensor | None, coefficients: Tensor, grad_loss: Tensor) -> Tensor:
-    """See `Backend.backward`."""
+def _backward(layers: Sequence[Tensor], weights: Tensor | None, coefficients: Tensor, grad_loss: Tensor) -> Tensor:
+    """Gradients of the layers' logits, [L, T, E] in their dtype."""
     layers = _aligned(layers)
     rows, experts = layers[0].shape
     width = triton.next_power_of_2(experts)
     block = max(1, min(_GRADIENTS_TILE // width, triton.next_power_of_2(max(rows, 1))))
     grads = torch.empty(len(layers), rows, experts, dtype=layers[0].dtype, device=layers[0].device)
     if rows:
-        _gradients_kernel[(triton.cdiv(rows, block), len(layers))](
+        _gradients_kernel[(cdiv(rows, block), len(layers))](
             tuple(layers),
             weights,
             coefficients,
@@ -217,4 +225,96 @@ def backward(layers: Sequence[Tensor], weights: Tensor | None, coefficients: Ten
     return grads
 
 
-standard = make_kernel(Backend("triton", forward, backward))
+def _forward_fake(layers: Sequence[Tensor], weights: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
+    first = layers[0]
+    return first.new_empty((), dtype=torch.float32), first.new_empty(first.shape[1], dtype=torch.float32)
+
+
+def _backward_fake(layers: Sequence[Tensor], weights: Tensor | None, coefficients: Tensor, grad_loss: Tensor) -> Tensor:
+    return layers[0].new_empty(len(layers), *layers[0].shape)
+
+
+_forward_op = torch.library.custom_op(
+    "opslot::load_balancing_loss",
+    _forward,
+    mutates_args=(),
+    schema="(Tensor[] layers, Tensor? weights, int top_k) -> (Tensor, Tensor)",
+)
+_forward_op.register_fake(_forward_fake)
+_backward_op = torch.library.custom_op(
+    "opslot::load_balancing_loss_backward",
+    _backward,
+    mutates_args=(),
+    schema="(Tensor[] layers, Tensor? weights, Tensor coefficients, Tensor grad_loss) -> Tensor",
+)
+_backward_op.register_fake(_backward_fake)
+
+
+class _LoadBalancingLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor | None, top_k: int, *layers: Tensor) -> Tensor:
+        run = _forward_op if _traced(layers) else _forward
+        loss, coefficients = run(layers, weights, top_k)
+        ctx.save_for_backward(coefficients, weights, *layers)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> Any:
+        coefficients, weights, *layers = ctx.saved_tensors
+        run = _backward_op if _traced(layers) else _backward
+        return None, None, *run(layers, weights, coefficients, grad_loss).unbind()
+
+
+def _traced(layers: Sequence[Tensor]) -> bool:
+    """Whether a graph is being recorded. Otherwise the dispatcher, which is slow with many tensors, is left out."""
+    return torch.compiler.is_compiling() or type(layers[0]) is not Tensor
+
+
+def standard(
+    gate_logits: tuple[Tensor, ...] | None,
+    num_experts: int | None = None,
+    top_k: int = 2,
+    attention_mask: Tensor | None = None,
+) -> Tensor | int:
+    """See `op.standard`.
+
+    Raises:
+        KernelError: layers of several shapes or dtypes, another dtype than float32, bfloat16 or float16, no GPU, a mask
+            of another size, or numbers of experts and choices that do not fit the logits.
+    """
+    if gate_logits is None or not isinstance(gate_logits, tuple):
+        return 0
+    _check(gate_logits, num_experts, top_k, attention_mask)
+    device = gate_logits[0].device
+    weights = None
+    if attention_mask is not None:
+        weights = attention_mask.reshape(-1).to(device=device, dtype=torch.float32)
+    if any(layer.device != device for layer in gate_logits):
+        gate_logits = tuple(layer.to(device) for layer in gate_logits)
+    return _LoadBalancingLoss.apply(weights, top_k, *gate_logits)
+
+
+def _check(gate_logits: tuple[Tensor, ...], num_experts: int | None, top_k: int, attention_mask: Tensor | None) -> None:
+    if not gate_logits:
+        _refuse("gate_logits", "an empty tuple")
+    first = gate_logits[0]
+    if any(x.dim() != 2 or x.shape != first.shape or x.dtype != first.dtype for x in gate_logits):
+        kinds = ", ".join(sorted({f"{tuple(x.shape)} {x.dtype}" for x in gate_logits}))
+        _refuse("gate_logits", f"{kinds}, not one shape [T, E] and dtype")
+    if first.dtype not in FLOATS:
+        _refuse("gate_logits", f"its dtype is {first.dtype}, not float32, bfloat16 or float16")
+    if first.device.type != "cuda" and not triton_interpreted():
+        _refuse("gate_logits", f"it is on {first.device}, not a GPU")
+    if num_experts != first.shape[1]:
+        _refuse("num_experts", f"{num_experts} beside gate_logits of shape {tuple(first.shape)}")
+    if not 1 <= top_k <= first.shape[1]:
+        _refuse("top_k", f"{top_k} of {first.shape[1]} experts")
+    if attention_mask is not None and attention_mask.numel() != first.shape[0]:
+        found = f"shape {tuple(attention_mask.shape)} beside gate_logits of shape {tuple(first.shape)}"
+        _refuse("attention_mask", found)
+
+
+def _refuse(argument: str, found: str) -> NoReturn:
+    field = "load_balancing_loss_implementation"
+    refuse(f"{field}='triton'", argument, found, f"fix the argument, or set {field} to 'eager'")
