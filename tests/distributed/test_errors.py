@@ -63,8 +63,7 @@ def run(tmp_path, case, culprit=0):
     ], time.monotonic() - started
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize(("case", "kind"), [("user", "ConfigError"), ("defect", "IndexError")])
+@pytest.mark.parametrize(("case", "kind", "culprit"), [("user", "ConfigError", 0), ("defect", "IndexError", 1)])
 def test_the_others_stop_and_name_the_rank(tmp_path, case, kind, culprit):
     results, seconds = run(tmp_path, case, culprit)
     assert all(code != 0 for code, _ in results)
