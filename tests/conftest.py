@@ -1,9 +1,16 @@
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+# Triton reads this when it is imported, which collecting any test may do: its kernels then run on the CPU here,
+# through the interpreter.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def _ranks_module():

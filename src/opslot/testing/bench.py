@@ -1,7 +1,7 @@
 """Time kernels against each other and against the floor, generic over the ops' own input cases.
 
 The floor is the larger of bytes over the measured copy bandwidth and FLOPs over the measured rate of a large matrix
-product, both of this machine. A number stands only beside a check that passed: a kernel whose check fails on the case shows WRONG.
+product, both of this machine. A number stands only beside a check that passed: a kernel whose check fails shows WRONG.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ dtypes that torch promotes them and `cos` to.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -199,7 +200,7 @@ def _variant(
 
 _VARIANTS = (
     _variant(full, _cases(), "every channel, in halves"),
-    _variant(partial, _cases(ratio=4) + _cases()[:1], "the first channels, in halves"),
+    _variant(partial, [*_cases(ratio=4), replace(_cases()[0], name="every channel")], "the first channels, in halves"),
     _variant(interleaved, _cases(), "pairs in, halves out"),
     _variant(vision, _VISION_CASES, "[S, heads, D] in fp32", "rotary_pos_emb_vision_implementation"),
     _variant(multimodal, _MULTIMODAL_CASES, "angles of three axes merged by sections"),
