@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from opslot._base.device import facts_of
+from opslot._base.logging import get_logger
+from opslot.slots import KERNEL_REGISTRY, KernelRequest, OpsImplementationConfig, bound_config
 from opslot.trainer.config import TrainConfig
+
+logger = get_logger(__name__)
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters, fused; weight decay on matrices that are not embeddings."""
+    """AdamW over the trainable parameters; weight decay on matrices that are not embeddings."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     decayed: list[nn.Parameter] = []
     free: list[nn.Parameter] = []
@@ -19,13 +26,24 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
         if parameter.requires_grad:
             (decayed if parameter.ndim >= 2 and id(parameter) not in embeddings else free).append(parameter)
     groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": free, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
+    return _adamw_of(model)(
         [group for group in groups if group["params"]],
         lr=train.lr,
         betas=(train.optimizer.beta1, train.optimizer.beta2),
         eps=train.optimizer.eps,
-        fused=True,
     )
+
+
+def _adamw_of(model: nn.Module) -> Callable[..., torch.optim.AdamW]:
+    """torch's fused AdamW, or that of the kernel that `adamw_implementation` names or `auto` finds faster here."""
+    config = bound_config(model) or OpsImplementationConfig()
+    parameter = next(model.parameters())
+    request = KernelRequest("adamw", "standard", facts_of(parameter.device), parameter.dtype)
+    chosen = KERNEL_REGISTRY.resolve(request, config.choice("adamw", "standard")).chosen
+    if chosen == "eager":
+        return functools.partial(torch.optim.AdamW, fused=True)
+    logger.info("AdamW steps through the kernel %r", chosen)
+    return KERNEL_REGISTRY.load("adamw", "standard", chosen).optimizer  # type: ignore[attr-defined]
 
 
 def learning_rate(train: TrainConfig, step: int, max_steps: int) -> float:

@@ -131,7 +131,8 @@ def _on_cuda(
                 raise
             raise KernelError(
                 f"attn_implementation={name!r}: no fused backend of torch serves query {tuple(q.shape)} {q.dtype} "
-                f"with key {tuple(k.shape)} here, and the math backend is never used silently; use eager or flex_attention"
+                f"with key {tuple(k.shape)} here, and the math backend is never used silently; "
+                "use eager or flex_attention"
             ) from error
 
 
