@@ -5,6 +5,7 @@ import pkgutil
 
 from opslot.models._apply import apply, restore
 from opslot.models._build import build_foundation_model, load_config
+from opslot.models._processor import build_processor
 from opslot.models._registry import (
     ARCHITECTURES,
     MODEL_CONFIG_REGISTRY,
@@ -22,6 +23,7 @@ __all__ = [
     "Architecture",
     "apply",
     "build_foundation_model",
+    "build_processor",
     "load_config",
     "register_architecture",
     "restore",
