@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError, OpslotError
+from opslot.trainer.threads import wait_without_spinning
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,6 +77,7 @@ _HELD_OUT = {"json", "bisect.py", "contextlib.py", "shelve.py", "textwrap.py"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; returns its exit code."""
+    wait_without_spinning()
     from opslot.trainer.display import make_console
 
     parser = argparse.ArgumentParser("python -m opslot.trainer.demo", description=__doc__.splitlines()[0])
@@ -249,7 +251,9 @@ def sample(folder: Path, tokens: int = 120, seed: int = 0) -> str:
     """Continue `PROMPT` with the checkpoint in `folder`, without any of opslot's code."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     torch.manual_seed(seed)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from opslot._base.errors import CheckpointError, OpslotError, TrainingError
 from opslot.trainer.parse import USAGE, build_parser, load_config
+from opslot.trainer.threads import wait_without_spinning
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,6 +36,7 @@ def cli_train(argv: Sequence[str]) -> int:
     if arguments[0].startswith("-"):
         print(f"opslot: error: the first argument is the YAML file\n  usage: {USAGE}", file=sys.stderr)
         return 2
+    wait_without_spinning()
     from opslot.distributed import OtherRankFailed
 
     try:
