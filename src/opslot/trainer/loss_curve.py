@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,16 +72,21 @@ def draw_loss_curve(rows: Sequence[dict[str, Any]], path: Path, title: str, refe
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Exponential moving average over about a twentieth of the curve, without the pull of its first value."""
-    keep = 1 - 1 / max(1.0, len(values) / 20)
-    out = np.empty_like(values)
-    total = weight = 0.0
-    for i, value in enumerate(values):
-        if math.isfinite(value):
-            total = keep * total + (1 - keep) * value
-            weight = keep * weight + (1 - keep)
-        out[i] = total / weight if weight else value
-    return out
+    """Moving average over about a twentieth of the curve; values that are not finite do not count.
+
+    The window is centred, so that it does not lag, and shrinks at the start, where losses fall fast; at the end it
+    keeps its left half, so that the last value is an average too.
+    """
+    count = len(values)
+    place = np.arange(count)
+    left = np.minimum(place, count // 40)
+    right = np.minimum(left, count - 1 - place)
+    finite = np.isfinite(values)
+    totals = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    first, last = place - left, place + right + 1
+    with np.errstate(invalid="ignore"):
+        return (totals[last] - totals[first]) / (counts[last] - counts[first])
 
 
 def _dress(axes: Any, title: str) -> None:
