@@ -263,6 +263,8 @@ def test_lora_on_top_of_a_bound_model_trains_and_matches_plain_peft():
         return peft
 
     plain, before, after = wrapped(None), wrapped(True), wrapped(False)
+    assert opslot.explain(after).chosen("attention") == opslot.explain(before).chosen("attention") == ("sdpa",)
+    assert after.base_model.model.config._attn_implementation == "opslot_sdpa"
 
     def step(model):
         ids = torch.randint(1, 97, (2, 11), generator=torch.Generator().manual_seed(2))

@@ -77,6 +77,21 @@ def test_an_error_binds_nothing_and_keeps_what_was_bound(model):
     assert model[0].toy.name == "fast"
 
 
+def test_a_kernel_that_does_not_load_leaves_the_binding_alone(model):
+    from opslot import KernelSpec
+    from opslot._base.errors import KernelError
+
+    def broken():
+        raise ImportError("gone")
+
+    bind(model, {"toy_double_implementation": "fast"})
+    spec = KernelSpec("broken", "toy_double", "standard", broken, supports=lambda request: None)
+    KERNEL_REGISTRY.register(spec)
+    with pytest.raises(KernelError, match="could not be loaded"):
+        bind(model, {"toy_double_implementation": "broken"})
+    assert model[0].toy.name == "fast"
+
+
 def test_auto_stays_eager_where_a_site_refuses(model):
     model[1][1].refuses = "this module is odd"
     report = bind(model)

@@ -50,12 +50,12 @@ def bind(
     model_choices = _resolve_model_ops(model, config, facts, default_dtype, problems)
     if problems:
         raise ConfigError(_collapse(problems))
-    unbind(model)
     kernels = {
         (r.op_name, r.variant, r.chosen): KERNEL_REGISTRY.load(r.op_name, r.variant, r.chosen)
         for r in [*(step[3] for step in plan), *model_choices]
         if r.chosen != "eager"
     }
+    unbind(model)
     for _, module, slot, r in plan:
         if r.chosen != "eager":
             kernel = kernels[r.op_name, r.variant, r.chosen]
@@ -78,7 +78,7 @@ def unbind(model: Any) -> None:
         for op_name, previous in state["attached"]:
             detach = KERNEL_REGISTRY.op(op_name).detach
             if detach is not None:
-                detach(model, previous)
+                detach(_config_holder(model), previous)
     for _, module, slot, _, _ in walk_slots(model):
         module.__dict__.pop(PREFIX + slot, None)
 
@@ -124,6 +124,11 @@ def own_config(model: Any) -> None:
     model.__dict__["_opslot_owns_config"] = True
 
 
+def _config_holder(model: Any) -> Any:
+    """The outermost module with a Transformers config: the model itself, or the one inside a PEFT or DDP wrapper."""
+    return next((m for m in model.modules() if m.__dict__.get("config") is not None), model)
+
+
 def _placement(
     model: Any, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> tuple[DeviceFacts, torch.dtype | None]:
@@ -159,12 +164,13 @@ def _resolve_model_ops(
     problems: list[str],
 ) -> list[Resolution]:
     found = []
+    holder = _config_holder(model)
     for op in KERNEL_REGISTRY.ops.values():
-        if op.applies_to is None or not op.applies_to(model):
+        if op.applies_to is None or not op.applies_to(holder):
             continue
         variant = next(iter(op.variants))
         try:
-            request = KernelRequest(op.name, variant, facts, dtype, model)
+            request = KernelRequest(op.name, variant, facts, dtype, holder)
             found.append(KERNEL_REGISTRY.resolve(request, config.choice(op.name, variant)))
         except ConfigError as error:
             problems.append(str(error))
@@ -178,11 +184,12 @@ def _attach(
     kernels: dict[tuple[str, str, str], Any],
 ) -> list[tuple[str, Any]]:
     attached = []
+    holder = _config_holder(model)
     chosen = {r.op_name: r for r in [*(step[3] for step in plan), *model_choices]}
     for op_name, r in chosen.items():
         op = KERNEL_REGISTRY.op(op_name)
         if op.attach is not None:
-            attached.append((op_name, op.attach(model, r.chosen, kernels.get((op_name, r.variant, r.chosen)))))
+            attached.append((op_name, op.attach(holder, r.chosen, kernels.get((op_name, r.variant, r.chosen)))))
     return attached
 
 
