@@ -163,7 +163,7 @@ def save_weights(
         error = _error_of_rank_zero(error)
     if error is not None:
         raise error
-    logger.info("saved %d files of weights in %s", len(shards), folder)
+    logger.debug("saved %d files of weights in %s", len(shards), folder)
     return folder
 
 
