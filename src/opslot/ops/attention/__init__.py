@@ -26,7 +26,9 @@ def _head_dim_to(limit: int):
     return supports
 
 
-def _flash(version: int, package: str, hardware: HardwareRequirement, rank: int, head_dim: int = 256) -> KernelSpec:
+def _flash(
+    version: int, package: str, hardware: HardwareRequirement, rank: int | None, head_dim: int = 256
+) -> KernelSpec:
     def factory():
         from opslot.ops.attention.flash import make_flash
 
@@ -41,7 +43,7 @@ def _flash(version: int, package: str, hardware: HardwareRequirement, rank: int,
         requires=(package,),
         dtypes=_HALF,
         supports=_head_dim_to(head_dim),
-        priority={"gpu": rank},
+        priority=None if rank is None else {"gpu": rank},
         description=f"FlashAttention {version}",
     )
 
@@ -49,6 +51,7 @@ def _flash(version: int, package: str, hardware: HardwareRequirement, rank: int,
 KERNEL_REGISTRY.register_op(OP)
 for _spec in (
     # S=8192, 32/8 heads, D=128 on an H200, forward + backward: FA4 3.51 ms, cuDNN 3.87, torch's flash 6.46.
+    # FlashAttention 2 and 3 have been neither proven nor timed, so `auto` leaves them alone.
     KernelSpec(
         "sdpa",
         "attention",
@@ -69,8 +72,8 @@ for _spec in (
         description="cuDNN fused attention through torch SDPA",
     ),
     # The compiled extension: FlashAttention 4 alone also makes a package flash_attn.
-    _flash(2, "flash_attn_2_cuda", HardwareRequirement("gpu", (8, 0)), 50),
-    _flash(3, "flash_attn_interface", HardwareRequirement("gpu", (9, 0), (9, 0)), 75),
+    _flash(2, "flash_attn_2_cuda", HardwareRequirement("gpu", (8, 0)), None),
+    _flash(3, "flash_attn_interface", HardwareRequirement("gpu", (9, 0), (9, 0)), None),
     _flash(4, "flash_attn.cute", HardwareRequirement("gpu", (9, 0)), 80, head_dim=128),
     KernelSpec(
         "flex_attention",
