@@ -12,6 +12,8 @@ from opslot._base.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from opslot.slots.spec import KernelRequest
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -35,11 +37,13 @@ class InputCase:
         make: `(dtype, device, generator) -> arguments by name`; floating tensors in `dtype` unless the contract says
             otherwise, random, never all zero.
         role: "check" for `opslot verify` and tests, "bench" for shapes worth timing (large; GPU).
+        shape: what `OpVariant.site_shape` says of a site with these sizes; None where no site has them.
     """
 
     name: str
     make: Callable[[torch.dtype, torch.device, torch.Generator], dict[str, Any]]
     role: str = "check"
+    shape: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,9 @@ class OpVariant:
         config_field: configuration field that chooses this variant, when it is not the op's.
         roundings: by dtype name ("float32"), how many roundings of the largest value a kernel may err beyond twice
             eager's error, where one is not enough; the op says why.
+        site_shape: given the request of a site, the static sizes that decide who is fastest there (widths, heads, experts
+            but not the number of tokens), or None where they cannot be known; a measured profile is keyed by them.
+        case_at: `(shape, tokens) -> InputCase`, a case worth timing with those sizes and that many tokens.
         description: one line.
     """
 
@@ -68,6 +75,8 @@ class OpVariant:
     check_site: Callable[[Any], str | None] | None = None
     config_field: str | None = None
     roundings: Mapping[str, float] = field(default_factory=dict)
+    site_shape: Callable[[KernelRequest], Mapping[str, int] | None] | None = None
+    case_at: Callable[[Mapping[str, int], int], InputCase] | None = None
     description: str = ""
 
     def signature_problem(self, kernel: Callable[..., Any]) -> str | None:

@@ -78,6 +78,7 @@ class KernelRequest:
         device: facts of the device the module lives on.
         dtype: dtype the op computes in there; None when unknown.
         module: the module instance that holds the slot; None when asked in general.
+        config: the Transformers config of the model around it; None when there is none.
     """
 
     op_name: str
@@ -85,6 +86,7 @@ class KernelRequest:
     device: DeviceFacts
     dtype: torch.dtype | None = None
     module: Any = None
+    config: Any = None
 
 
 Priority = int | Mapping[str, int] | Callable[[KernelRequest], "int | None"] | None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot.ops._common.cases import randn
+from opslot.ops._common.sites import head_sizes
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant, own_config
 
 PREFIX = "opslot_"
@@ -98,7 +99,7 @@ def _case(
             }
         return arguments
 
-    return InputCase(name, make, role)
+    return InputCase(name, make, role, {"heads": heads, "kv_heads": kv_heads, "head_dim": width})
 
 
 _CASES = [
@@ -109,6 +110,14 @@ _CASES = [
     _case("packed documents, two rows", (2, 4, 2, 20, 32), documents=[12, 8, 5, 15]),
     _case("S=8192 32/8 heads D=128", (1, 32, 8, 8192, 128), role="bench"),
 ]
+
+
+def _case_at(shape: Mapping[str, int], tokens: int) -> InputCase:
+    heads, kv_heads, width = shape["heads"], shape["kv_heads"], shape["head_dim"]
+    # One row up to the length that training packs to.
+    length = min(tokens, 8192)
+    name = f"B={tokens // length} S={length} {heads}/{kv_heads} heads D={width}"
+    return _case(name, (tokens // length, heads, kv_heads, length, width), role="bench")
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
@@ -157,6 +166,8 @@ OP = OpSpec(
             _cost,
             # torch's fused CPU attention takes exp from a 20-ulp approximation.
             roundings={"float32": 8},
+            site_shape=head_sizes,
+            case_at=_case_at,
             description="causal, grouped heads, packed documents",
         )
     },

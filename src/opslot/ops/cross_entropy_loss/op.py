@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opslot.ops._common.cases import on_device, randn
-from opslot.slots import Cost, InputCase, OpSpec, OpVariant
+from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
 
 
 def causal(
@@ -190,7 +190,7 @@ def _case(
             arguments["shift_labels"] = labels
         return arguments
 
-    return InputCase(name, make, role)
+    return InputCase(name, make, role, {"hidden": shape[-1], "vocab": vocab})
 
 
 _SHARED_CASES = [
@@ -240,6 +240,16 @@ _TOKEN_CASES = [
 ]
 
 
+def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
+    weight = getattr(head_of(request.module), "weight", None)
+    return None if weight is None else {"hidden": weight.shape[1], "vocab": weight.shape[0]}
+
+
+def _case_at(shape: Mapping[str, int], tokens: int) -> InputCase:
+    hidden, vocab = shape["hidden"], shape["vocab"]
+    return _case(f"{tokens}x{hidden}x{vocab}", (1, tokens, hidden), vocab, "bench", ignored=0.0)
+
+
 def _cost(arguments: Mapping[str, Any], products: int = 3) -> Cost:
     """Weight and hidden states in, their gradients out; the logits and the two gradients as products."""
     hidden, weight = arguments["hidden_states"], arguments["weight"]
@@ -270,6 +280,8 @@ OP = OpSpec(
                 _DIFFERENTIABLE,
                 _cost,
                 _head_site,
+                site_shape=_site_shape,
+                case_at=_case_at,
                 description="next-token loss, shifted inside",
             ),
             OpVariant(
@@ -279,6 +291,8 @@ OP = OpSpec(
                 _DIFFERENTIABLE,
                 _cost,
                 _head_site,
+                site_shape=_site_shape,
+                case_at=_case_at,
                 description="labels in place",
             ),
             OpVariant(
@@ -288,6 +302,8 @@ OP = OpSpec(
                 _DIFFERENTIABLE,
                 _token_cost,
                 _head_site,
+                site_shape=_site_shape,
+                case_at=_case_at,
                 description="log-probability and entropy per token",
             ),
         )

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from opslot.ops._common.cases import on_device, randn
-from opslot.slots import Cost, InputCase, OpSpec, OpVariant
+from opslot.ops._common.sites import text_config
+from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
 
 
 def standard(
@@ -96,7 +97,7 @@ def _case(
             arguments["attention_mask"] = (torch.arange(tokens[1], device=home) < lengths).long().to(device)
         return arguments
 
-    return InputCase(name, make, role)
+    return InputCase(name, make, role, {"layers": layers, "experts": experts, "top_k": top_k})
 
 
 _CASES = [
@@ -113,6 +114,21 @@ _CASES = [
 ]
 
 
+def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
+    config = text_config(request)
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    top_k = getattr(config, "num_experts_per_tok", None)
+    if experts is None or top_k is None:
+        return None
+    return {"layers": config.num_hidden_layers, "experts": experts, "top_k": top_k}
+
+
+def _case_at(shape: Mapping[str, int], tokens: int) -> InputCase:
+    layers, experts, top_k = shape["layers"], shape["experts"], shape["top_k"]
+    name = f"{layers} layers x {tokens} x {experts}, top {top_k}"
+    return _case(name, layers, (1, tokens), experts, top_k, "bench")
+
+
 def _cost(arguments: Mapping[str, Any]) -> Cost:
     """Logits in for the forward, in again for the backward, gradients out."""
     return Cost(bytes=3 * sum(x.numel() * x.element_size() for x in arguments["gate_logits"]))
@@ -122,6 +138,15 @@ OP = OpSpec(
     name="load_balancing_loss",
     description="auxiliary loss that spreads tokens over experts",
     variants={
-        "standard": OpVariant("standard", standard, _CASES, ("gate_logits",), _cost, description="all layers at once")
+        "standard": OpVariant(
+            "standard",
+            standard,
+            _CASES,
+            ("gate_logits",),
+            _cost,
+            site_shape=_site_shape,
+            case_at=_case_at,
+            description="all layers at once",
+        )
     },
 )

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from opslot.ops._common.cases import randn
-from opslot.slots import Cost, InputCase, OpSpec, OpVariant, own_config, walk_slots
+from opslot.ops._common.sites import text_config
+from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant, own_config, walk_slots
 
 _IMPLEMENTATION = "_experts_implementation"
 
@@ -73,7 +74,9 @@ def _case(
             "top_k_weights": weights.to(device, torch.float32 if float32_weights else dtype),
         }
 
-    return InputCase(name, make, role)
+    return InputCase(
+        name, make, role, {"experts": experts, "top_k": top_k, "hidden": hidden, "intermediate": intermediate}
+    )
 
 
 _CASES = [
@@ -94,6 +97,21 @@ _CASES = [
     _case("Qwen3-30B-A3B layer, T=2048", 2048, 128, 8, 2048, 768, float32_weights=True, role="bench"),
     _case("Mixtral layer, T=8192", 8192, 8, 2, 4096, 14336, float32_weights=True, role="bench"),
 ]
+
+
+def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
+    down = getattr(request.module, "down_proj", None)
+    top_k = getattr(text_config(request), "num_experts_per_tok", None)
+    if down is None or down.ndim != 3 or top_k is None:
+        return None
+    experts, hidden, intermediate = down.shape
+    return {"experts": experts, "top_k": top_k, "hidden": hidden, "intermediate": intermediate}
+
+
+def _case_at(shape: Mapping[str, int], tokens: int) -> InputCase:
+    sizes = shape["experts"], shape["top_k"], shape["hidden"], shape["intermediate"]
+    name = "T={} E={} K={} H={} I={}".format(tokens, *sizes)
+    return _case(name, tokens, *sizes, float32_weights=True, role="bench")
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
@@ -182,6 +200,8 @@ OP = OpSpec(
             # eager code takes it over H of dout with (h @ down_proj.T): as right, but each term carries a product's
             # rounding, which only shows where the inputs are as precise as the accumulation.
             roundings={"float32": 3},
+            site_shape=_site_shape,
+            case_at=_case_at,
             description="merged gate_up [E, 2I, H], SiLU, no bias",
         ),
     },

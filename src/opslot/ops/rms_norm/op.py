@@ -6,14 +6,14 @@ Shapes: `hidden_states` [..., H] with any strides, `weight` [H], `gate` like `hi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from opslot.ops._common.cases import randn
-from opslot.slots import Cost, InputCase, OpSpec, OpVariant
+from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
 
 
 def _normalize(hidden_states: Tensor, eps: float) -> Tensor:
@@ -82,7 +82,7 @@ def _case(
             arguments["gate"] = activation(1.0)
         return arguments
 
-    return InputCase(name, make, role)
+    return InputCase(name, make, role, {"width": shape[-1]})
 
 
 def _cases(*roles: str) -> list[InputCase]:
@@ -106,6 +106,21 @@ def _cases(*roles: str) -> list[InputCase]:
     return cases
 
 
+def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
+    weight = getattr(request.module, "weight", None)
+    return None if weight is None else {"width": weight.shape[-1]}
+
+
+def _case_at(*roles: str) -> Callable[[Mapping[str, int], int], InputCase]:
+    def case_at(shape: Mapping[str, int], tokens: int) -> InputCase:
+        width = shape["width"]
+        # A norm this narrow is one of heads, and a token has dozens of them.
+        rows = 32 * tokens if width <= 256 else tokens
+        return _case(f"{rows}x{width}", (rows, width), roles, role="bench")
+
+    return case_at
+
+
 def _cost(arguments: Mapping[str, Any]) -> Cost:
     """Forward reads x and writes y, backward reads both x and dy and writes dx; a gate adds two reads and a write."""
     x = arguments["hidden_states"]
@@ -120,6 +135,8 @@ _VARIANTS = (
         _cases("weight"),
         ("hidden_states", "weight"),
         _cost,
+        site_shape=_site_shape,
+        case_at=_case_at("weight"),
         description="cast, then times weight",
     ),
     OpVariant(
@@ -128,6 +145,8 @@ _VARIANTS = (
         _cases("weight"),
         ("hidden_states", "weight"),
         _cost,
+        site_shape=_site_shape,
+        case_at=_case_at("weight"),
         description="times (1 + weight) in fp32",
     ),
     OpVariant(
@@ -138,9 +157,13 @@ _VARIANTS = (
         _cost,
         check_site=_silu_gate,
         config_field="rms_norm_gated_implementation",
+        site_shape=_site_shape,
+        case_at=_case_at("weight", "gate"),
         description="standard, then times silu(gate)",
     ),
-    OpVariant("unweighted", unweighted, _cases(), ("hidden_states",), _cost, description="no weight"),
+    OpVariant(
+        "unweighted", unweighted, _cases(), ("hidden_states",), _cost, case_at=_case_at(), description="no weight"
+    ),
 )
 
 OP = OpSpec(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from opslot.ops._common.cases import randn
+from opslot.ops._common.sites import head_sizes
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant
 
 
@@ -131,7 +132,19 @@ def _case(
             arguments["mrope_section"] = list(sections)
         return arguments
 
-    return InputCase(name, make, role)
+    heads, kv_heads, width = sizes[2:]
+    return InputCase(name, make, role, {"heads": heads, "kv_heads": kv_heads, "head_dim": width})
+
+
+def _case_at(ratio: int) -> Callable[[Mapping[str, int], int], InputCase]:
+    def case_at(shape: Mapping[str, int], tokens: int) -> InputCase:
+        heads, kv_heads, width = shape["heads"], shape["kv_heads"], shape["head_dim"]
+        batch = 2 if tokens % 2 == 0 else 1
+        name = f"{tokens} tokens, {heads} and {kv_heads} heads of {width}"
+        sizes = (batch, tokens // batch, heads, kv_heads, width)
+        return _case(name, sizes, rotary=width // ratio, cos_batch=1, role="bench")
+
+    return case_at
 
 
 def _cases(ratio: int = 1, **extra: Any) -> list[InputCase]:
@@ -192,18 +205,37 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
 
 
 def _variant(
-    reference: Callable[..., Any], cases: list[InputCase], description: str, config_field: str | None = None
+    reference: Callable[..., Any],
+    cases: list[InputCase],
+    description: str,
+    config_field: str | None = None,
+    ratio: int | None = 1,
 ) -> OpVariant:
-    name = reference.__name__
-    return OpVariant(name, reference, cases, ("q", "k"), _cost, config_field=config_field, description=description)
+    """`ratio` is a head's width over its rotary width where a language model's config gives the sizes of a site."""
+    sites = {} if ratio is None else {"site_shape": head_sizes, "case_at": _case_at(ratio)}
+    return OpVariant(
+        reference.__name__,
+        reference,
+        cases,
+        ("q", "k"),
+        _cost,
+        config_field=config_field,
+        **sites,
+        description=description,
+    )
 
 
 _VARIANTS = (
     _variant(full, _cases(), "every channel, in halves"),
-    _variant(partial, [*_cases(ratio=4), replace(_cases()[0], name="every channel")], "the first channels, in halves"),
+    _variant(
+        partial,
+        [*_cases(ratio=4), replace(_cases()[0], name="every channel")],
+        "the first channels, in halves",
+        ratio=4,
+    ),
     _variant(interleaved, _cases(), "pairs in, halves out"),
-    _variant(vision, _VISION_CASES, "[S, heads, D] in fp32", "rotary_pos_emb_vision_implementation"),
-    _variant(multimodal, _MULTIMODAL_CASES, "angles of three axes merged by sections"),
+    _variant(vision, _VISION_CASES, "[S, heads, D] in fp32", "rotary_pos_emb_vision_implementation", ratio=None),
+    _variant(multimodal, _MULTIMODAL_CASES, "angles of three axes merged by sections", ratio=None),
 )
 
 OP = OpSpec(

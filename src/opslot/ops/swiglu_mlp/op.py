@@ -8,14 +8,14 @@ Shapes: `gate` and `up` [..., I] with any strides; `gate_up` [..., 2 I], gate fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from opslot.ops._common.cases import randn
-from opslot.slots import Cost, InputCase, OpSpec, OpVariant
+from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
 
 
 def standard(gate: Tensor, up: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def _case(
             return {"gate": gate, "up": up}
         return {"gate": tensor(width), "up": tensor(width)}
 
-    return InputCase(name, make, role)
+    return InputCase(name, make, role, {"width": shape[-1]})
 
 
 def _cases(fused: bool) -> list[InputCase]:
@@ -85,6 +85,20 @@ def _cases(fused: bool) -> list[InputCase]:
     return cases
 
 
+def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
+    down = getattr(request.module, "down_proj", None)
+    width = getattr(down, "in_features", None)
+    return None if width is None else {"width": width}
+
+
+def _case_at(fused: bool) -> Callable[[Mapping[str, int], int], InputCase]:
+    def case_at(shape: Mapping[str, int], tokens: int) -> InputCase:
+        width = shape["width"]
+        return _case(f"{tokens}x{width}", (tokens, width), fused=fused, role="bench")
+
+    return case_at
+
+
 def _cost(arguments: Mapping[str, Any]) -> Cost:
     """Forward reads gate and up and writes out; backward reads them and dout and writes two gradients."""
     tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
@@ -100,6 +114,8 @@ _VARIANTS = (
         ("gate", "up"),
         _cost,
         check_site=_needs_silu,
+        site_shape=_site_shape,
+        case_at=_case_at(fused=False),
         description="silu(gate) * up",
     ),
     OpVariant(
@@ -109,6 +125,8 @@ _VARIANTS = (
         ("gate_up",),
         _cost,
         check_site=_needs_silu,
+        site_shape=_site_shape,
+        case_at=_case_at(fused=True),
         description="silu(first half) * second half",
     ),
 )
