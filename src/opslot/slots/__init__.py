@@ -3,6 +3,7 @@
 from opslot.slots.bind import bind, bound_config, explain, own_config, unbind
 from opslot.slots.config import OpsImplementationConfig, config_fields
 from opslot.slots.op import Cost, InputCase, OpSpec, OpVariant
+from opslot.slots.profile import Profile, Timing, profile_path, read_profile, write_profile
 from opslot.slots.registry import KERNEL_REGISTRY, KernelRegistry, Resolution
 from opslot.slots.report import BindingReport, BindingRow, format_table
 from opslot.slots.slot import BoundKernel, OpSlot, declared_slots, walk_slots
@@ -23,7 +24,9 @@ __all__ = [
     "OpSpec",
     "OpVariant",
     "OpsImplementationConfig",
+    "Profile",
     "Resolution",
+    "Timing",
     "bind",
     "bound_config",
     "config_fields",
@@ -31,6 +34,9 @@ __all__ = [
     "explain",
     "format_table",
     "own_config",
+    "profile_path",
+    "read_profile",
     "unbind",
     "walk_slots",
+    "write_profile",
 ]

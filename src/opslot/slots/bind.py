@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from opslot._base.device import DeviceFacts, facts_of
 from opslot._base.errors import ConfigError
 from opslot.slots.config import OpsImplementationConfig
+from opslot.slots.profile import read_profile
 from opslot.slots.registry import KERNEL_REGISTRY, Resolution
 from opslot.slots.report import BindingReport, BindingRow
 from opslot.slots.slot import PREFIX, BoundKernel, walk_slots
@@ -39,10 +40,12 @@ def bind(
     """
     config = OpsImplementationConfig.make(ops)
     facts, default_dtype = _placement(model, device, dtype)
+    model_config = getattr(_config_holder(model), "config", None)
     problems: list[str] = []
     plan: list[tuple[str, Any, str, Resolution]] = []
     for path, module, slot, op_name, variant in walk_slots(model):
-        request = KernelRequest(op_name, variant, facts, dtype or _dtype_of(module) or default_dtype, module)
+        number = dtype or _dtype_of(module) or default_dtype
+        request = KernelRequest(op_name, variant, facts, number, module, model_config)
         try:
             plan.append((path, module, slot, _resolve(request, config.choice(op_name, variant, path))))
         except ConfigError as error:
@@ -60,8 +63,11 @@ def bind(
         if r.chosen != "eager":
             kernel = kernels[r.op_name, r.variant, r.chosen]
             module.__dict__[PREFIX + slot] = BoundKernel(r.op_name, r.variant, r.chosen, r.explicit, kernel)
+    by_itself = any(not r.explicit for r in [*(step[3] for step in plan), *model_choices])
     report = BindingReport(
-        (*_rows(plan), *_model_rows(model_choices), *_absent_rows(config, plan, model_choices)), str(facts)
+        (*_rows(plan), *_model_rows(model_choices), *_absent_rows(config, plan, model_choices)),
+        str(facts),
+        note=str(read_profile(facts)) if by_itself else "",
     )
     model.__dict__[_STATE] = {
         "report": report,
@@ -170,7 +176,7 @@ def _resolve_model_ops(
             continue
         variant = next(iter(op.variants))
         try:
-            request = KernelRequest(op.name, variant, facts, dtype, holder)
+            request = KernelRequest(op.name, variant, facts, dtype, holder, getattr(holder, "config", None))
             found.append(KERNEL_REGISTRY.resolve(request, config.choice(op.name, variant)))
         except ConfigError as error:
             problems.append(str(error))

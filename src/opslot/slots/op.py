@@ -61,8 +61,8 @@ class OpVariant:
         config_field: configuration field that chooses this variant, when it is not the op's.
         roundings: by dtype name ("float32"), how many roundings of the largest value a kernel may err beyond twice
             eager's error, where one is not enough; the op says why.
-        site_shape: given the request of a site, the static sizes that decide who is fastest there (widths, heads, experts
-            but not the number of tokens), or None where they cannot be known; a measured profile is keyed by them.
+        site_shape: given a site's request, the static sizes that decide who is fastest there (widths, heads, experts;
+            not the number of tokens), or None where they cannot be known; a measured profile is keyed by them.
         case_at: `(shape, tokens) -> InputCase`, a case worth timing with those sizes and that many tokens.
         description: one line.
     """

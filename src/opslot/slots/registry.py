@@ -6,7 +6,7 @@ import difflib
 import importlib
 import importlib.metadata
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from opslot._base.device import machine_devices
 from opslot._base.errors import ConfigError, KernelError
 from opslot._base.logging import get_logger
 from opslot.slots.op import OpSpec
+from opslot.slots.profile import Profile, Timing, read_profile
 from opslot.slots.spec import KernelRequest, KernelSpec
 
 logger = get_logger(__name__)
@@ -235,6 +236,12 @@ class KernelRegistry:
     def _resolve_auto(
         self, request: KernelRequest, specs: list[KernelSpec], reasons: dict[str, str | None]
     ) -> Resolution:
+        profile = read_profile(request.device)
+        timing = self._timing(request, profile)
+        if timing is not None:
+            usable = {n: t for n, t in timing.ms.items() if n == "eager" or reasons.get(n, "gone") is None}
+            if usable:
+                return _fastest(request, usable, timing, profile, reasons)
         ranks = {s.name: s.rank(request) for s in specs if reasons[s.name] is None}
         ranked = sorted(((rank, name) for name, rank in ranks.items() if rank is not None and rank > 0), reverse=True)
         device = request.device.type
@@ -257,6 +264,36 @@ class KernelRegistry:
                 reason = f"slower on {device} (rank {rank})"
             rejected.append((spec.name, str(reason)))
         return Resolution(request.op_name, request.variant, chosen, why, tuple(rejected), False)
+
+    def _timing(self, request: KernelRequest, profile: Profile) -> Timing | None:
+        """What was measured at the shape of the request's site, or None."""
+        variant = self.op(request.op_name).variant(request.variant)
+        if not profile.timings or request.dtype is None or variant.site_shape is None:
+            return None
+        shape = variant.site_shape(request)
+        dtype = str(request.dtype).removeprefix("torch.")
+        return None if shape is None else profile.at(request.op_name, request.variant, dtype, shape)
+
+
+def _fastest(
+    request: KernelRequest,
+    usable: Mapping[str, float],
+    timing: Timing,
+    profile: Profile,
+    reasons: Mapping[str, str | None],
+) -> Resolution:
+    chosen = min(usable, key=lambda name: usable[name])
+    beside = f", eager {usable['eager']:.3g}" if chosen != "eager" and "eager" in usable else ""
+    why = f"fastest measured here: {usable[chosen]:.3g} ms{beside} ({timing.tokens} tokens, profile of {profile.date})"
+    rejected = []
+    for name in ("eager", *reasons):
+        if name == chosen:
+            continue
+        reason = reasons.get(name) or timing.failed.get(name)
+        if reason is None:
+            reason = f"{usable[name]:.3g} ms here" if name in usable else "not in this machine's profile"
+        rejected.append((name, reason))
+    return Resolution(request.op_name, request.variant, chosen, why, tuple(rejected), False)
 
 
 KERNEL_REGISTRY = KernelRegistry(sources=[_BUILTIN_SOURCE], entry_points=True)

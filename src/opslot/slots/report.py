@@ -58,7 +58,7 @@ class BindingReport:
         )
         rejected = format_table(("op", "rejected", "why"), self._rejections())
         return "\n".join(
-            [title, *chosen, *(["", *rejected] if len(rejected) > 2 else []), *([self.note] if self.note else [])]
+            [title, *chosen, *(["", *rejected] if len(rejected) > 2 else []), *(["", self.note] if self.note else [])]
         )
 
     def _rejections(self) -> list[tuple[str, str, str]]:

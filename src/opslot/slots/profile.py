@@ -1,0 +1,231 @@
+"""What was measured on this machine: the profile that `opslot bench --tune` writes and `auto` reads.
+
+One JSON file holds the timings of any number of machines, each with the versions it was measured with. Only those of
+this machine and of the versions installed now count; the file says who is fastest at a shape, the registry's ranks
+where it says nothing. Ranks of one training run that read the same file choose the same kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from opslot._base.device import DeviceFacts, package_version
+from opslot._base.errors import ConfigError
+from opslot._base.logging import get_logger
+
+logger = get_logger(__name__)
+
+VARIABLE = "OPSLOT_PROFILE"
+_FORMAT = 1
+_DISTRIBUTIONS = ("opslot", "torch", "triton", "liger-kernel", "quack-kernels", "flash-attn-4", "fla-core", "torch-npu")
+
+_Key = tuple[str, str, str, tuple[tuple[str, int], ...]]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Every implementation of one op at one shape.
+
+    Attributes:
+        dtype: as torch names it, e.g. "bfloat16".
+        shape: what `OpVariant.site_shape` says of the site.
+        tokens: how many tokens it was measured with.
+        ms: forward plus backward, by implementation; "eager" among them unless it could not run. Only
+            implementations whose check passed.
+        failed: by implementation, why it has no time: its check's verdict, or its error.
+    """
+
+    op: str
+    variant: str
+    dtype: str
+    shape: Mapping[str, int]
+    tokens: int
+    ms: Mapping[str, float]
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> _Key:
+        return self.op, self.variant, self.dtype, tuple(sorted(self.shape.items()))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The timings that hold on one device of this machine.
+
+    Attributes:
+        path: the file; None when profiles are off or there is none.
+        timings: by (op, variant, dtype, shape).
+        date: when they were last added to, as YYYY-MM-DD.
+        ignored: why the file's timings do not hold here; empty when they do.
+    """
+
+    path: Path | None = None
+    timings: Mapping[_Key, Timing] = field(default_factory=dict)
+    date: str = ""
+    ignored: str = ""
+
+    def at(self, op: str, variant: str, dtype: str, shape: Mapping[str, int]) -> Timing | None:
+        """The timing at exactly this shape, or None."""
+        return self.timings.get((op, variant, dtype, tuple(sorted(shape.items()))))
+
+    def __str__(self) -> str:
+        if self.path is None:
+            return ""
+        if self.ignored:
+            return f"profile {self.path} is ignored: {self.ignored}"
+        shapes = f"{len(self.timings)} shape{'s' if len(self.timings) != 1 else ''}"
+        return f"profile {self.path}: {shapes} measured here, {self.date}"
+
+
+def profile_path() -> Path | None:
+    """The file named by OPSLOT_PROFILE, else the one in the user's cache; None when it says "off"."""
+    named = os.environ.get(VARIABLE, "")
+    if named == "off":
+        return None
+    if named:
+        return Path(named).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "opslot" / "profile.json"
+
+
+def read_profile(device: DeviceFacts) -> Profile:
+    """The profile of `device`, read anew only when the file changed.
+
+    Raises:
+        ConfigError: OPSLOT_PROFILE names a file that does not exist or is no profile. The default file is ignored
+            then, which is logged once and told by `explain`.
+    """
+    path = profile_path()
+    if path is None:
+        return Profile()
+    named = bool(os.environ.get(VARIABLE))
+    try:
+        stat = path.stat()
+    except OSError as error:
+        if named:
+            raise ConfigError(
+                f"{VARIABLE}={str(path)!r} cannot be read: {error.strerror}\n"
+                "  to do: write it with `opslot bench --tune`, or set it to off"
+            ) from error
+        return Profile()
+    return _read(path, stat.st_mtime_ns, stat.st_size, device, named)
+
+
+@functools.lru_cache(maxsize=16)
+def _read(path: Path, changed: int, size: int, device: DeviceFacts, named: bool) -> Profile:
+    """The arguments `changed` and `size` are there to notice another file at the same place."""
+    try:
+        machines = _machines(path)
+        mine = [m for m in machines if _same_device(m, device)]
+        if not mine:
+            found = ", ".join(sorted({_show(m) for m in machines})) or "nothing"
+            return Profile(path, ignored=f"it holds {found}, this is {_show(machine_of(device))}")
+        section = mine[-1]
+        differing = _differing_versions(section["versions"], machine_of(device)["versions"])
+        if differing:
+            return Profile(path, ignored=f"measured with {differing}; run `opslot bench --tune` again")
+        timings = [Timing(**entry) for entry in section["timings"]]
+        return Profile(path, {t.key: t for t in timings}, section["date"])
+    except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = str(error) if isinstance(error, ConfigError) else f"{path} is no profile of opslot's: {error!r}"
+        if named:
+            raise ConfigError(
+                f"{VARIABLE}: {problem}\n  to do: delete the file and run `opslot bench --tune`, or set {VARIABLE}=off"
+            ) from error
+        logger.warning("%s; kernels are chosen without it", problem)
+        return Profile(path, ignored=problem)
+
+
+def _machines(path: Path) -> list[dict[str, Any]]:
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(data, dict) or data.get("format") != _FORMAT or not isinstance(data.get("machines"), list):
+        raise ConfigError(f"{path} is no profile of opslot's (format {_FORMAT})")
+    return data["machines"]
+
+
+def write_profile(timings: Iterable[Timing], device: DeviceFacts) -> Path:
+    """Add `timings` of this machine to the profile; those at the same shapes are replaced, other machines' kept.
+
+    Timings taken with other versions of the packages are dropped: they no longer hold. The file is replaced whole.
+
+    Raises:
+        ConfigError: profiles are off, the file is no profile, or it cannot be written.
+    """
+    path = profile_path()
+    if path is None:
+        raise ConfigError(f"{VARIABLE}=off: there is no profile to write; unset it, or name a file")
+    machines = _machines(path) if path.exists() else []
+    here = machine_of(device)
+    kept: dict[_Key, Timing] = {}
+    others = []
+    for machine in machines:
+        if not _same_device(machine, device):
+            others.append(machine)
+        elif not _differing_versions(machine["versions"], here["versions"]):
+            kept.update((t.key, t) for t in (Timing(**entry) for entry in machine["timings"]))
+    kept.update((t.key, t) for t in timings)
+    section = {**here, "date": time.strftime("%Y-%m-%d"), "timings": [_plain(t) for t in kept.values()]}
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps({"format": _FORMAT, "machines": [*others, section]}, indent=1) + "\n")
+        beside.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"the profile {path} cannot be written: {error.strerror}\n  to do: name another file with {VARIABLE}"
+        ) from error
+    return path
+
+
+def machine_of(device: DeviceFacts) -> dict[str, Any]:
+    """What a timing depends on beside op and shape: the device, and the packages that hold kernels."""
+    capability = ".".join(map(str, device.capability)) if device.capability else ""
+    name = f"{_cpu_model()}, {os.cpu_count()} cores" if device.type == "cpu" else device.name
+    versions = {name: version for name in _DISTRIBUTIONS if (version := package_version(name))}
+    return {"device": name, "capability": capability, "versions": versions}
+
+
+@functools.cache
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    found = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return found or platform.processor() or platform.machine()
+
+
+def _same_device(machine: Mapping[str, Any], device: DeviceFacts) -> bool:
+    here = machine_of(device)
+    return machine["device"] == here["device"] and machine["capability"] == here["capability"]
+
+
+def _differing_versions(then: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """ "torch 2.10.0 (now 2.11.0), ..." or ""."""
+    return ", ".join(
+        f"{name} {then.get(name, 'absent')} (now {now.get(name, 'absent')})"
+        for name in sorted({*then, *now})
+        if then.get(name) != now.get(name)
+    )
+
+
+def _show(machine: Mapping[str, Any]) -> str:
+    return f"{machine['device']} {machine['capability']}".strip()
+
+
+def _plain(timing: Timing) -> dict[str, Any]:
+    return {name: dict(v) if isinstance(v, Mapping) else v for name, v in vars(timing).items()}
+
+
+__all__ = ["VARIABLE", "Profile", "Timing", "machine_of", "profile_path", "read_profile", "write_profile"]

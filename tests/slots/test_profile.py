@@ -1,0 +1,147 @@
+import json
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from opslot import KERNEL_REGISTRY, bind
+from opslot._base.device import CPU
+from opslot._base.errors import ConfigError
+from opslot.slots import KernelRequest, Timing, read_profile, write_profile
+from opslot.slots import profile as profile_module
+
+from .conftest import TOY, Doubler
+
+
+@pytest.fixture
+def shaped(toy):
+    """The toy op with a site shape: the width of the module's weight."""
+    variants = {
+        name: replace(v, site_shape=lambda request: {"width": len(request.module.weight)})
+        for name, v in TOY.variants.items()
+    }
+    KERNEL_REGISTRY._ops[TOY.name] = replace(TOY, variants=variants)
+    return toy
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    path = tmp_path / "cache" / "opslot" / "profile.json"
+    monkeypatch.delenv("OPSLOT_PROFILE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return path
+
+
+def timing(width=3, dtype="float32", failed=None, **ms):
+    return Timing("toy_double", "standard", dtype, {"width": width}, 512, ms, failed or {})
+
+
+def test_what_is_written_is_read_back(file):
+    written = [timing(eager=2.0, fast=1.0), timing(width=7, eager=1.0, failed={"fast": "WRONG by much"})]
+    assert write_profile(written, CPU) == file
+    assert list(read_profile(CPU).timings.values()) == written
+    assert read_profile(CPU).at("toy_double", "standard", "float32", {"width": 7}).failed == {"fast": "WRONG by much"}
+    assert read_profile(CPU).at("toy_double", "standard", "float32", {"width": 8}) is None
+
+
+def test_a_second_run_replaces_the_same_shapes_and_keeps_the_others(file):
+    write_profile([timing(eager=2.0), timing(width=7, eager=1.0)], CPU)
+    write_profile([timing(eager=3.0)], CPU)
+    assert [t.ms["eager"] for t in read_profile(CPU).timings.values()] == [3.0, 1.0]
+    assert os.listdir(file.parent) == ["profile.json"]
+
+
+def test_auto_takes_what_was_fastest_at_its_shape(shaped, file):
+    write_profile([timing(eager=2.0, fast=1.5, unranked=1.25), timing(width=7, eager=0.5, fast=1.0)], CPU)
+    narrow, wide, other = Doubler(), Doubler(), Doubler()
+    wide.weight = nn.Parameter(torch.ones(7))
+    other.weight = nn.Parameter(torch.ones(8))
+    report = bind(nn.Sequential(narrow, wide, other))
+    assert [row.chosen for row in report] == ["unranked", "eager", "fast"]
+    assert report.rows[0].why.startswith("fastest measured here: 1.25 ms, eager 2 (512 tokens, profile of 20")
+    assert dict(report.rows[0].rejected)["fast"] == "1.5 ms here"
+    assert dict(report.rows[0].rejected)["eager"] == "2 ms here"
+    assert report.rows[1].why.startswith("fastest measured here: 0.5 ms (512 tokens")
+    assert report.rows[2].why == "fastest measured on cpu (rank 10)", "the ranks hold where nothing was measured"
+    assert f"profile {file}: 2 shapes measured here" in str(report)
+
+
+def test_a_kernel_that_failed_its_check_is_not_chosen(shaped, file):
+    write_profile([timing(eager=2.0, failed={"fast": "WRONG, out error 1.0e+00"})], CPU)
+    report = bind(Doubler())
+    assert report.chosen("toy_double") == ("eager",)
+    assert dict(report.rows[0].rejected)["fast"] == "WRONG, out error 1.0e+00"
+
+
+def test_a_kernel_that_cannot_run_is_not_chosen_however_fast(shaped, file):
+    write_profile([timing(eager=2.0, needs_package=0.1, gpu_only=0.2, fast=3.0, gone_since=0.1)], CPU)
+    assert bind(Doubler()).chosen("toy_double") == ("eager",)
+
+
+def test_another_dtype_says_nothing(shaped, file):
+    write_profile([timing(dtype="bfloat16", eager=1.0, fast=2.0)], CPU)
+    assert bind(Doubler()).chosen("toy_double") == ("fast",)
+    assert bind(Doubler(), dtype=torch.bfloat16).chosen("toy_double") == ("eager",)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device": "NVIDIA H200", "capability": "9.0"}, "it holds NVIDIA H200 9.0, this is"),
+        ({"versions": {"torch": "1.0"}}, "torch 1.0 (now "),
+    ],
+)
+def test_a_profile_of_another_machine_is_ignored_and_explain_says_why(shaped, file, monkeypatch, change, reason):
+    here = profile_module.machine_of(CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(profile_module, "machine_of", lambda device: {**here, **change})
+        write_profile([timing(eager=1.0, fast=2.0)], CPU)
+    report = bind(Doubler())
+    assert report.chosen("toy_double") == ("fast",)
+    assert f"profile {file} is ignored: " in str(report)
+    assert reason in str(report)
+    write_profile([timing(eager=1.0, fast=2.0)], CPU)
+    assert bind(Doubler()).chosen("toy_double") == ("eager",)
+    machines = json.loads(file.read_text())["machines"]
+    assert len(machines) == (2 if "device" in change else 1), "other machines' timings stay, other versions' go"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": 99, "machines": []}', '{"format": 1, "machines": [{}]}'])
+def test_a_broken_profile_is_told_and_never_a_crash(shaped, file, monkeypatch, caplog, text):
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    report = bind(Doubler())
+    assert report.chosen("toy_double") == ("fast",)
+    assert "is ignored" in report.note
+    assert sum("chosen without it" in r.message for r in caplog.records) <= 1
+    monkeypatch.setenv("OPSLOT_PROFILE", str(file))
+    with pytest.raises(ConfigError, match=r"OPSLOT_PROFILE: .*profile\.json"):
+        bind(Doubler())
+    assert bind(Doubler(), "eager").note == "", "a binding that leaves nothing to auto reads no profile"
+
+
+def test_a_named_profile_must_exist_and_off_means_off(shaped, file, monkeypatch):
+    write_profile([timing(eager=1.0, fast=2.0)], CPU)
+    monkeypatch.setenv("OPSLOT_PROFILE", str(file) + "x")
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        bind(Doubler())
+    monkeypatch.setenv("OPSLOT_PROFILE", "off")
+    assert bind(Doubler()).chosen("toy_double") == ("fast",)
+    with pytest.raises(ConfigError, match="there is no profile to write"):
+        write_profile([], CPU)
+
+
+def test_an_unwritable_profile_is_one_error(file, monkeypatch, tmp_path):
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setenv("OPSLOT_PROFILE", str(tmp_path / "taken" / "profile.json"))
+    with pytest.raises(ConfigError, match="cannot be written: "):
+        write_profile([timing(eager=1.0)], CPU)
+
+
+def test_a_named_kernel_is_taken_whatever_the_profile_says(shaped, file):
+    write_profile([timing(eager=1.0, fast=2.0)], CPU)
+    request = KernelRequest("toy_double", "standard", CPU, torch.float32, Doubler())
+    assert KERNEL_REGISTRY.resolve(request, "fast").chosen == "fast"
+    assert KERNEL_REGISTRY.resolve(request, "auto").chosen == "eager"
