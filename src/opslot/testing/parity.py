@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from opslot._base.errors import KernelError
 from opslot.slots import InputCase, OpVariant
 
 EAGER_FACTOR = 2.0
+_LARGE = 2**20
 
 
 @dataclass(frozen=True)
@@ -96,25 +97,51 @@ def check_kernel(
     label = (op_name, variant.name, name, case.name, str(dtype).removeprefix("torch."))
     # Not hash(): it differs between processes, and a failure must be repeatable.
     generator = torch.Generator().manual_seed(seed + zlib.crc32("/".join(label).encode()))
-    arguments = case.make(dtype, device, generator)
+    expected = expect(variant, case.make(dtype, device, generator), seed)
+    return compare(kernel, expected, CheckResult(*label))
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What the reference makes of one call's arguments.
+
+    Attributes:
+        arguments: the call's.
+        eager, truth: outputs and gradients by name, computed in the arguments' dtypes and in float64.
+    """
+
+    variant: OpVariant
+    arguments: dict[str, Any]
+    seed: int
+    eager: dict[str, Tensor]
+    truth: dict[str, Tensor]
+
+
+def expect(variant: OpVariant, arguments: dict[str, Any], seed: int = 0) -> Expectation:
+    """Run the reference on `arguments`, twice: as they are and in float64."""
     truth = _run(variant, variant.reference, _cast(arguments, torch.float64), seed)
-    eager = _run(variant, variant.reference, arguments, seed)
+    return Expectation(variant, arguments, seed, _run(variant, variant.reference, arguments, seed), truth)
+
+
+def compare(kernel: Callable[..., Any], expected: Expectation, label: CheckResult) -> CheckResult:
+    """`label` with the comparisons of `kernel` on the same arguments; never raises for what the kernel does."""
     try:
         with poisoned_memory():
-            got = _run(variant, kernel, arguments, seed)
+            got = _run(expected.variant, kernel, expected.arguments, expected.seed)
     except KernelError as error:
-        return CheckResult(*label, refused=str(error))
+        return replace(label, refused=str(error))
     except Exception as error:
-        return CheckResult(*label, problem=f"raised {type(error).__name__}: {error}")
+        return replace(label, problem=f"raised {type(error).__name__}: {error}")
+    truth = expected.truth
     scales = {kind: _largest(t for key, t in truth.items() if key.startswith("grad") == kind) for kind in (True, False)}
-    allowed = variant.roundings.get(label[-1], 1.0)
+    allowed = expected.variant.roundings.get(label.dtype, 1.0)
     comparisons = []
-    for key, expected in eager.items():
-        mismatch = _mismatch(got.get(key), expected)
+    for key, wanted in expected.eager.items():
+        mismatch = _mismatch(got.get(key), wanted)
         if mismatch:
-            return CheckResult(*label, problem=f"{key}: {mismatch}")
-        comparisons.append(_compare(key, got[key], expected, truth[key], allowed * scales[key.startswith("grad")]))
-    return CheckResult(*label, comparisons=tuple(comparisons))
+            return replace(label, problem=f"{key}: {mismatch}")
+        comparisons.append(_compare(key, got[key], wanted, truth[key], allowed * scales[key.startswith("grad")]))
+    return replace(label, comparisons=tuple(comparisons))
 
 
 def _run(
@@ -143,13 +170,19 @@ def _run(
     named = {"out" if len(outputs) == 1 else f"out[{i}]": o for i, o in enumerate(outputs)}
     rooted = [o for o in outputs if o.requires_grad]
     if rooted:
-        generator = torch.Generator().manual_seed(seed + 1)
-        grads = [torch.randn(o.shape, generator=generator).to(o) for o in rooted]
+        grads = [_incoming(o, seed + 1 + i) for i, o in enumerate(rooted)]
         found = torch.autograd.grad(rooted, [x for _, x in leaves], grads, allow_unused=True)
         for i, ((name, x), grad) in enumerate(zip(leaves, found, strict=True)):
             key = f"grad {name}" if [n for n, _ in leaves].count(name) == 1 else f"grad {name}[{i}]"
             named[key] = torch.zeros_like(x) if grad is None else grad
     return {n: t.detach() for n, t in named.items()}
+
+
+def _incoming(output: Tensor, seed: int) -> Tensor:
+    """A random gradient, the same for every dtype; a large one is drawn where it is used."""
+    home = output.device if output.numel() > _LARGE else torch.device("cpu")
+    generator = torch.Generator(home).manual_seed(seed)
+    return torch.randn(output.shape, generator=generator, device=home).to(output)
 
 
 def _cast(arguments: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
