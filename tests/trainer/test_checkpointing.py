@@ -1,4 +1,7 @@
+import os
 import random
+import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -6,6 +9,7 @@ import torch
 
 from opslot._base.errors import CheckpointError
 from opslot.trainer import checkpointing
+from opslot.trainer.saver import CheckpointSaver
 
 
 def trained(seed):
@@ -67,11 +71,136 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert torch.equal(model[1].weight, trained(1)[0][1].weight)
 
 
-def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (torch.nn.Linear(3, 3), "- 0.weight: only in the checkpoint"),
+        (
+            torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 6), torch.nn.Linear(4, 5, bias=False)),
+            r"- 1.bias: \[4\] in the checkpoint, \[6\] in this model",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_an_error(tmp_path, model, message):
     folder = save(tmp_path, 1)
-    model = torch.nn.Linear(3, 3)
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match=f"is of another model:\n(.*\n)*{message}"):
         checkpointing.load_checkpoint(folder, model, torch.optim.AdamW(model.parameters()))
+
+
+def lose(folder, _other):
+    (folder / "__0_0.distcp").unlink()
+
+
+def truncate(folder, _other):
+    os.truncate(folder / "__0_0.distcp", 1000)
+
+
+def flip(folder, _other):
+    data = bytearray((folder / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / "__0_0.distcp").write_bytes(data)
+
+
+def mix(folder, other):
+    shutil.copy(other / "__0_0.distcp", folder)
+
+
+def empty(folder, _other):
+    (folder / checkpointing.STATE_FILE).write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lose, "__0_0.distcp is missing"),
+        (truncate, r"__0_0.distcp has 1,000 bytes, but [\d,]+ were written"),
+        (flip, "__0_0.distcp is not the file that was written"),
+        (mix, "__0_0.distcp is not the file that was written"),
+        (empty, "trainer_state.json without step, random"),
+    ],
+)
+def test_damage_is_told_before_anything_is_loaded(tmp_path, damage, message):
+    folder, other = save(tmp_path, 2), save(tmp_path, 1, seed=1)
+    damage(folder, other)
+    model, optimizer = trained(3)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(CheckpointError, match=rf"step_00000002 cannot be read; (.*\n)*.*{message}"):
+        checkpointing.load_checkpoint(folder, model, optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.fixture
+def held_back(monkeypatch):
+    """Saves stop before they are complete, until the event is set."""
+    go_on, finish = threading.Event(), checkpointing._finish
+
+    def wait_and_finish(*arguments):
+        assert go_on.wait(30)
+        finish(*arguments)
+
+    monkeypatch.setattr(checkpointing, "_finish", wait_and_finish)
+    yield go_on
+    go_on.set()
+
+
+def snapshot(step, model, optimizer):
+    return checkpointing.take_snapshot(step, model, optimizer, {}, {})
+
+
+def test_in_the_background_the_moment_is_saved_and_named_when_complete(tmp_path, held_back):
+    model, optimizer = trained(0)
+    saved = [parameter.clone() for parameter in model.parameters()]
+    moments = [optimizer.state[parameter]["exp_avg"].clone() for parameter in model.parameters()]
+    saver = CheckpointSaver(tmp_path)
+    folder = saver.save(snapshot(1, model, optimizer))
+    model(torch.arange(5)).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(saved[0], next(model.parameters()))
+    assert checkpointing.find_checkpoints(tmp_path) == []
+    held_back.set()
+    saver.wait()
+    assert checkpointing.find_checkpoints(tmp_path) == [folder]
+    other, other_optimizer = trained(1)
+    checkpointing.load_checkpoint(folder, other, other_optimizer)
+    assert all(map(torch.equal, saved, other.parameters()))
+    assert all(torch.equal(m, other_optimizer.state[p]["exp_avg"]) for m, p in zip(moments, other.parameters()))
+
+
+def test_a_save_waits_for_the_one_before(tmp_path, held_back):
+    saver = CheckpointSaver(tmp_path, keep=2)
+    threading.Timer(0.2, held_back.set).start()
+    for step in (1, 2, 3):
+        saver.save(snapshot(step, *trained(step)))
+        assert len(checkpointing.find_checkpoints(tmp_path)) == min(step - 1, 2)
+    saver.wait()
+    assert [path.name for path in checkpointing.find_checkpoints(tmp_path)] == ["step_00000002", "step_00000003"]
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, monkeypatch):
+    saver = CheckpointSaver(tmp_path)
+    saver.save(snapshot(1, *trained(0)))
+    saver.wait()
+    assert not saver.failed
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpointing, "_finish", full)
+    saver.save(snapshot(2, *trained(0)))
+    saver._thread.join()
+    assert saver.failed
+    with pytest.raises(CheckpointError, match=r"step 2 cannot be written .*No space left"):
+        saver.save(snapshot(3, *trained(0)))
+    assert not saver.failed
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def test_a_save_that_hangs_is_given_up(tmp_path, held_back, caplog):
+    saver = CheckpointSaver(tmp_path)
+    saver.save(snapshot(1, *trained(0)))
+    saver.close(seconds=0.1)
+    assert "is given up; the one before is intact" in caplog.text
+    assert checkpointing.find_checkpoints(tmp_path) == []
 
 
 def test_random_generators_go_on_where_they_were():

@@ -50,6 +50,7 @@ from opslot.trainer.display import make_console
 from opslot.trainer.kernels import hold_kernels, kernel_record
 from opslot.trainer.optimizer import build_optimizer, learning_rate
 from opslot.trainer.parse import to_yaml
+from opslot.trainer.saver import CheckpointSaver
 from opslot.trainer.validate import Inputs, micro_batch_size, validate
 
 if TYPE_CHECKING:
@@ -117,6 +118,11 @@ class BaseTrainer(ABC):
         self.optimizer = build_optimizer(self.model, config.train)
         self.max_steps = self.count_steps()
         self._restore()
+        self.saver = CheckpointSaver(
+            self.output_dir / checkpointing.CHECKPOINTS,
+            keep=config.train.save_total_limit,
+            background=config.train.async_save,
+        )
         self.callbacks = list(callbacks) if callbacks is not None else self.default_callbacks()
         self._stop_signal: signal.Signals | None = None
 
@@ -221,15 +227,15 @@ class BaseTrainer(ABC):
         return outputs.loss - weighted, weighted
 
     def save_checkpoint(self) -> Path:
-        """Write a checkpoint of this moment."""
-        return checkpointing.save_checkpoint(
-            self.output_dir / checkpointing.CHECKPOINTS,
-            self.step,
-            self.model,
-            self.optimizer,
-            {"tokens_seen": self.tokens_seen, "data": self.batches.state_dict()},
-            kernel_record(self.model),
-            keep=self.config.train.save_total_limit,
+        """Write a checkpoint of this moment; with `train.async_save` it is complete after `self.saver.wait()`."""
+        return self.saver.save(
+            checkpointing.take_snapshot(
+                self.step,
+                self.model,
+                self.optimizer,
+                {"tokens_seen": self.tokens_seen, "data": self.batches.state_dict()},
+                kernel_record(self.model),
+            )
         )
 
     def say(self, text: str) -> None:
@@ -282,8 +288,15 @@ class BaseTrainer(ABC):
         )
 
     def _asked_to_stop(self) -> bool:
-        """Whether a signal reached any rank, so that all stop after the same step."""
-        return sum_over_ranks(float(self._stop_signal is not None)) != [0.0]
+        """Whether a signal reached any rank, so that all stop after the same step.
+
+        Raises:
+            CheckpointError: on every rank, when a save in the background failed on any.
+        """
+        stopped, failed = sum_over_ranks(float(self._stop_signal is not None), float(self.saver.failed))
+        if failed:
+            self.saver.wait()
+        return stopped > 0
 
     def _clip_gradients(self) -> torch.Tensor:
         limit = self.config.train.max_grad_norm or math.inf
@@ -352,6 +365,7 @@ class BaseTrainer(ABC):
         finally:
             for callback in self.callbacks:
                 callback.close(self)
+            self.saver.close()
 
     @contextlib.contextmanager
     def _stoppable(self) -> Iterator[None]:

@@ -8,23 +8,26 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from opslot._base.errors import CheckpointError
-from opslot._base.logging import get_logger
+from opslot.data.sources import list_problems
 
 if TYPE_CHECKING:
     import torch
 
-logger = get_logger(__name__)
+T = TypeVar("T")
 
 CHECKPOINTS = "checkpoints"
 STATE_FILE = "trainer_state.json"
 KERNELS_FILE = "kernels.json"
 _UNFINISHED = ".unfinished-"
 _DISCARDED = ".discarded-"
+_PIECE_BYTES = 16 << 20
 
 
 def checkpoint_name(step: int) -> str:
@@ -42,6 +45,73 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*") if is_complete(path)) if folder.is_dir() else []
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds of a moment.
+
+    Attributes:
+        step: the last step done.
+        tensors: state dicts of model and optimizer; this rank's parts.
+        state: of the run, JSON-able, random generators of all ranks included.
+        kernels: what `opslot.explain(model)` says.
+    """
+
+    step: int
+    tensors: dict[str, Any]
+    state: dict[str, Any]
+    kernels: dict[str, Any]
+
+
+def take_snapshot(
+    step: int,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    kernels: dict[str, Any],
+) -> Snapshot:
+    """What a checkpoint of this moment holds; every rank calls it. The tensors are the live ones, not copies."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    tensors = {"model": model_state, "optimizer": optimizer_state}
+    return Snapshot(step, tensors, {**state, "random": of_all_ranks(random_states)}, kernels)
+
+
+def write_snapshot(folder: Path, snapshot: Snapshot, keep: int | None = None, group: Any = None) -> Path:
+    """Write the checkpoint of `snapshot` below `folder`, then remove all but the newest `keep`.
+
+    Everything is written under another name and renamed at the end, so a kill at any moment leaves the last one whole.
+    Every rank of `group` calls it and writes its part of the tensors; rank 0 does the rest.
+
+    Args:
+        group: the process group that the ranks talk over; default the one of all.
+
+    Raises:
+        CheckpointError: on every rank, when a disk is full or may not be written; earlier checkpoints are intact.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    final = folder / checkpoint_name(snapshot.step)
+    unfinished = folder / f"{_UNFINISHED}{final.name}"
+    try:
+        on_first_rank(lambda: _make_room(folder), group)
+        with _one_process_is_fine():
+            dcp.save(snapshot.tensors, checkpoint_id=unfinished, process_group=group, no_dist=not torch_distributed())
+        files = {name: facts for own in of_all_ranks(lambda: _own_files(unfinished), group) for name, facts in own}
+        on_first_rank(lambda: _finish(unfinished, final, snapshot, dict(sorted(files.items()))), group)
+    except (OSError, RankError, dcp.api.CheckpointException) as error:
+        if is_first_rank():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise CheckpointError(
+            f"the checkpoint of step {snapshot.step} cannot be written to {folder}: {_root_cause(error)}\n"
+            "  to do: make room there, then run again with train.resume_from: latest; earlier checkpoints are intact"
+        ) from error
+    if keep and is_first_rank():
+        for old in find_checkpoints(folder)[:-keep]:
+            _discard(old)
+    return final
+
+
 def save_checkpoint(
     folder: Path,
     step: int,
@@ -51,52 +121,8 @@ def save_checkpoint(
     kernels: dict[str, Any],
     keep: int | None = None,
 ) -> Path:
-    """Write the checkpoint of `step` below `folder`, then remove all but the newest `keep`.
-
-    Everything is written under another name and renamed at the end, so a kill at any moment leaves the last one whole.
-    Every rank calls it and writes its part of the tensors; rank 0 does the rest.
-
-    Args:
-        state: JSON-able state of the run (`step`, the place in the data); states of every rank's random generators are
-            added.
-        kernels: what `opslot.explain(model)` says.
-
-    Raises:
-        CheckpointError: the disk is full or may not be written; earlier checkpoints are intact.
-    """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    final = folder / checkpoint_name(step)
-    unfinished = folder / f"{_UNFINISHED}{final.name}"
-    try:
-        if is_first_rank():
-            folder.mkdir(parents=True, exist_ok=True)
-            _sweep(folder)
-        wait_for_ranks()
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        tensors = {"model": model_state, "optimizer": optimizer_state}
-        with _one_process_is_fine():
-            dcp.save(tensors, checkpoint_id=unfinished, no_dist=not torch_distributed())
-        randomness = _of_all_ranks(random_states())
-        if is_first_rank():
-            write_json(unfinished / KERNELS_FILE, kernels)
-            write_json(unfinished / STATE_FILE, {**state, "step": step, "random": randomness})
-            if final.exists():
-                _discard(final)
-            unfinished.rename(final)
-        wait_for_ranks()
-    except (OSError, dcp.api.CheckpointException) as error:
-        if is_first_rank():
-            shutil.rmtree(unfinished, ignore_errors=True)
-        raise CheckpointError(
-            f"the checkpoint of step {step} cannot be written to {folder}: {_root_cause(error)}\n"
-            "  to do: make room there, then run again with train.resume_from: latest; earlier checkpoints are intact"
-        ) from error
-    if keep and is_first_rank():
-        for old in find_checkpoints(folder)[:-keep]:
-            _discard(old)
-    return final
+    """`take_snapshot` and `write_snapshot`; returns when the checkpoint is there."""
+    return write_snapshot(folder, take_snapshot(step, model, optimizer, state, kernels), keep)
 
 
 def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -106,16 +132,22 @@ def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         CheckpointError: either file is damaged.
     """
     try:
-        return json.loads((folder / STATE_FILE).read_text()), json.loads((folder / KERNELS_FILE).read_text())
+        state, kernels = (json.loads((folder / name).read_text()) for name in (STATE_FILE, KERNELS_FILE))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{_damaged(folder)}: {error}") from error
+    lacking = [name for name in ("step", "random") if name not in state]
+    if lacking:
+        raise CheckpointError(f"{_damaged(folder)}: {STATE_FILE} without {', '.join(lacking)}")
+    return state, kernels
 
 
 def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read the tensors of a checkpoint into `model` and `optimizer`.
 
+    Every file is compared with what was recorded of it first, each by one of the ranks.
+
     Raises:
-        CheckpointError: the checkpoint is damaged, or of another model.
+        CheckpointError: on every rank, when the checkpoint is damaged, or of another model.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -123,11 +155,93 @@ def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim
     model_state, optimizer_state = get_state_dict(model, optimizer)
     tensors = {"model": model_state, "optimizer": optimizer_state}
     try:
+        problems = [line for of_rank in of_all_ranks(lambda: _changed_files(folder)) for line in of_rank]
+        if problems:
+            raise CheckpointError(list_problems(_damaged(folder), problems))
+        _check_model(folder, model_state)
         with _one_process_is_fine():
             dcp.load(tensors, checkpoint_id=folder, no_dist=not torch_distributed())
+    except CheckpointError:
+        raise
     except (Exception, dcp.api.CheckpointException) as error:
         raise CheckpointError(f"{_damaged(folder)}: {_root_cause(error)}") from error
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+
+
+def _make_room(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    _sweep(folder)
+
+
+def _own_files(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Names, sizes and checksums of the files that this rank wrote."""
+    import torch.distributed as dist
+
+    # torch names them after the rank.
+    names = sorted(folder.glob(f"__{dist.get_rank() if torch_distributed() else 0}_*"))
+    own = [*names, folder / ".metadata"] if is_first_rank() else names
+    return [(path.name, {"bytes": path.stat().st_size, "crc32": _checksum(path)}) for path in own]
+
+
+def _finish(unfinished: Path, final: Path, snapshot: Snapshot, files: dict[str, Any]) -> None:
+    write_json(unfinished / KERNELS_FILE, snapshot.kernels)
+    write_json(unfinished / STATE_FILE, {**snapshot.state, "step": snapshot.step, "files": files})
+    if final.exists():
+        _discard(final)
+    unfinished.rename(final)
+    _sync_folder(final.parent)
+
+
+def _changed_files(folder: Path) -> list[str]:
+    """What is wrong with this rank's share of the files; sizes first, so that most damage is found at once."""
+    import torch.distributed as dist
+
+    state, _ = read_state(folder)
+    recorded: dict[str, Any] = state.get("files", {})
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if torch_distributed() else (0, 1)
+    problems = []
+    for name in list(recorded)[rank::ranks]:
+        path, facts = folder / name, recorded[name]
+        if not path.is_file():
+            problems.append(f"{name} is missing")
+        elif path.stat().st_size != facts["bytes"]:
+            problems.append(f"{name} has {path.stat().st_size:,} bytes, but {facts['bytes']:,} were written")
+        elif _checksum(path) != facts["crc32"]:
+            problems.append(f"{name} is not the file that was written: its checksum differs")
+    return problems
+
+
+def _check_model(folder: Path, model_state: dict[str, Any]) -> None:
+    """Compare names and shapes with the checkpoint's."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    prefix = "model."
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    there = {key.removeprefix(prefix): getattr(saved[key], "size", None) for key in saved if key.startswith(prefix)}
+    here = {name: value.shape for name, value in model_state.items()}
+    problems = [f"{name}: only in the checkpoint" for name in sorted(there.keys() - here.keys())]
+    problems += [f"{name}: only in this model" for name in sorted(here.keys() - there.keys())]
+    for name, shape in here.items():
+        size = there.get(name)
+        if size is not None and size != shape:
+            problems.append(f"{name}: {list(size)} in the checkpoint, {list(shape)} in this model")
+    if problems:
+        raise CheckpointError(
+            list_problems(f"the checkpoint {folder} is of another model", problems)
+            + "\n  to do: set model.config_path to the config that it was trained with, or another train.output_dir"
+        )
+
+
+def _checksum(path: Path) -> str:
+    value = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            value = zlib.crc32(piece, value)
+    return f"{value:08x}"
+
+
+class RankError(Exception):
+    """What failed on one rank, raised on all."""
 
 
 def torch_distributed() -> bool:
@@ -144,22 +258,32 @@ def is_first_rank() -> bool:
     return not torch_distributed() or dist.get_rank() == 0
 
 
-def wait_for_ranks() -> None:
-    """Return when every rank got here."""
-    import torch.distributed as dist
+def of_all_ranks(act: Callable[[], T], group: Any = None) -> list[T]:
+    """What `act` returns on each rank, in their order; when it fails on any of them, an error on all.
 
-    if torch_distributed():
-        dist.barrier()
-
-
-def _of_all_ranks(value: Any) -> list[Any]:
+    Raises:
+        RankError: what failed first, by rank; in a single process the error itself.
+    """
     import torch.distributed as dist
 
     if not torch_distributed():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+        return [act()]
+    value, error = None, None
+    try:
+        value = act()
+    except Exception as problem:
+        error = problem
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, (value, None if error is None else _root_cause(error)), group=group)
+    for rank, (_, message) in enumerate(answers):
+        if message is not None:
+            raise RankError(f"rank {rank}: {message}") from error
+    return [value for value, _ in answers]
+
+
+def on_first_rank(act: Callable[[], None], group: Any = None) -> None:
+    """`of_all_ranks` for what rank 0 does while the others wait."""
+    of_all_ranks(lambda: act() if is_first_rank() else None, group)
 
 
 @contextlib.contextmanager
@@ -233,6 +357,15 @@ def _sweep(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
+def _sync_folder(folder: Path) -> None:
+    """Make the names in `folder` outlast a power failure."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _damaged(folder: Path) -> str:
     return (
         f"the checkpoint {folder} cannot be read; move it away and resume from the one before\n"
@@ -243,6 +376,7 @@ def _damaged(folder: Path) -> str:
 def _root_cause(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if failures:
-        first = next(iter(failures.values()))
-        return _root_cause(first[0] if isinstance(first, tuple) else first)
+        rank, first = next(iter(sorted(failures.items())))
+        cause = _root_cause(first[0] if isinstance(first, tuple) else first)
+        return f"rank {rank}: {cause}" if torch_distributed() else cause
     return str(error) or type(error).__name__

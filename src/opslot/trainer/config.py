@@ -108,6 +108,8 @@ class TrainConfig:
         seed: of the weights, the data's order and dropout.
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
         save_steps: checkpoint every so many steps; the last step is always kept.
+        async_save: write checkpoints while training goes on, from a copy of the state in host memory; the next save
+            waits for the one before. Off: training stands still meanwhile, and there is no copy.
         save_total_limit: checkpoints to keep; older ones are removed. null keeps all.
         eval_steps: evaluate every so many steps, and at the end.
         resume_from: "latest" goes on from the newest checkpoint in output_dir, or starts anew where there is none; or a
@@ -132,6 +134,7 @@ class TrainConfig:
     seed: int = 0
     gradient_checkpointing: bool = False
     save_steps: int | None = None
+    async_save: bool = True
     save_total_limit: int | None = 3
     eval_steps: int | None = None
     resume_from: str | None = None

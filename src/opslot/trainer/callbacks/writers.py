@@ -126,6 +126,7 @@ class CheckpointCallback(Callback):
     def on_train_end(self, trainer: BaseTrainer, completed: bool) -> None:
         if trainer.step != self._saved:
             self._save(trainer)
+        trainer.saver.wait()
 
     def _save(self, trainer: BaseTrainer) -> None:
         trainer.save_checkpoint()

@@ -1,0 +1,119 @@
+"""`CheckpointSaver`: checkpoints written beside the training that goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opslot._base.logging import get_logger
+from opslot.trainer import checkpointing
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.staging import DefaultStager
+
+logger = get_logger(__name__)
+
+
+class CheckpointSaver:
+    """Writes snapshots, one at a time.
+
+    In the background, `save` returns once the tensors are copied to host memory, and a thread writes the copy, talking
+    to the other ranks over a gloo group of its own. A checkpoint gets its name when it is complete on all ranks. What
+    goes wrong meanwhile is raised by the next `save` or `wait`; `failed` tells before.
+
+    Every rank makes the same calls.
+
+    Args:
+        folder: that receives the checkpoints.
+        keep: how many of them; None keeps all.
+        background: False writes before `save` returns, and needs no memory for a copy.
+    """
+
+    def __init__(self, folder: Path, *, keep: int | None = None, background: bool = True) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.background = background
+        self._group: Any = None
+        self._stager: DefaultStager | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in the background has ended with an error that nobody was told yet."""
+        return self._error is not None
+
+    def save(self, snapshot: checkpointing.Snapshot) -> Path:
+        """Write `snapshot` once the one before is written; returns its folder, which exists when it is complete.
+
+        Raises:
+            CheckpointError: this save failed, or in the background the one before; earlier checkpoints are intact.
+        """
+        self.wait()
+        if not self.background:
+            return checkpointing.write_snapshot(self.folder, snapshot, self.keep)
+        if self._group is None and checkpointing.torch_distributed():
+            import torch.distributed as dist
+
+            self._group = dist.new_group(backend="gloo")
+        copy = dataclasses.replace(snapshot, tensors=self._stage(snapshot.tensors))
+        # A daemon, so that one stuck on a dead disk or rank does not keep a failing process alive.
+        self._thread = threading.Thread(target=self._write, args=(copy,), name="opslot-checkpoint", daemon=True)
+        self._thread.start()
+        return self.folder / checkpointing.checkpoint_name(snapshot.step)
+
+    def wait(self) -> None:
+        """Return when no save is under way.
+
+        Raises:
+            CheckpointError: what went wrong in the background.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self, seconds: float = 30.0) -> None:
+        """After the last save, or an error: give one under way `seconds` to end; longer would keep the error from the
+        user. One that is cut off leaves an unfinished folder, which the next run removes."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                logger.warning("the checkpoint that was being written is given up; the one before is intact")
+            elif self._error is not None:
+                logger.warning("%s", self._error)
+        self._thread = self._error = None
+        self._drop_copy()
+
+    def _stage(self, tensors: dict[str, Any]) -> Any:
+        """A copy of `tensors` in host memory, page-locked and used again by the next save where a GPU fills it."""
+        import torch
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        gpu = torch.cuda.is_available()
+        if self._stager is None:
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=gpu
+                )
+            )
+        return self._stager.stage(tensors)
+
+    def _write(self, snapshot: checkpointing.Snapshot) -> None:
+        import torch
+
+        try:
+            checkpointing.write_snapshot(self.folder, snapshot, self.keep, self._group)
+        except BaseException as error:
+            self._error = error
+        if not torch.cuda.is_available():
+            self._drop_copy()
+
+    def _drop_copy(self) -> None:
+        stager, self._stager = self._stager, None
+        if stager is not None:
+            stager.close()
