@@ -1,21 +1,35 @@
 """causal_conv1d: registration of the op and of its kernels."""
 
-import torch
-
+from opslot.ops._common.specs import FLOATS, triton_kernel
 from opslot.ops.causal_conv1d.op import OP
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelSpec
 
 KERNEL_REGISTRY.register_op(OP)
 KERNEL_REGISTRY.register(
+    triton_kernel(
+        OP.name,
+        "standard",
+        description="one pass each way, deterministic, up to four taps, packed documents by cu_seqlens",
+    )
+)
+KERNEL_REGISTRY.register(
     KernelSpec(
         "fla",
-        "causal_conv1d",
+        OP.name,
         "standard",
         "opslot.ops.causal_conv1d.fla:causal_conv1d",
         HardwareRequirement("gpu", min_compute_capability=(8, 0)),
         requires=("fla", "triton"),
-        dtypes=frozenset({torch.float32, torch.float16, torch.bfloat16}),
-        # Proven on an H200 but not timed, so `auto` leaves it alone.
+        dtypes=FLOATS,
         description="flash-linear-attention's kernel, packed documents by cu_seqlens",
+    )
+)
+KERNEL_REGISTRY.register(
+    KernelSpec(
+        "torch_packed",
+        OP.name,
+        "standard",
+        "opslot.ops.causal_conv1d.op:reference",
+        description="torch's own convolution, packed documents by cu_seqlens, any device",
     )
 )

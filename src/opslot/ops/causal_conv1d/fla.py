@@ -6,6 +6,10 @@ import torch
 from fla.modules.convolution import causal_conv1d as fla_conv
 from torch import Tensor
 
+from opslot.ops._common.library import refuse
+
+_LABEL = "causal_conv1d_implementation='fla'"
+
 
 def causal_conv1d(
     hidden_states: Tensor,
@@ -15,6 +19,11 @@ def causal_conv1d(
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """Contract: see `op.reference`."""
+    if activation not in (None, "silu", "swish"):
+        refuse(_LABEL, "activation", f"{activation!r} is neither None nor 'silu'", "use eager")
+    if cu_seqlens is not None and hidden_states.shape[0] != 1:
+        found = f"packed documents are one row, there are {hidden_states.shape[0]}"
+        refuse(_LABEL, "cu_seqlens", found, "flatten the rows")
     out, _ = fla_conv(
         hidden_states.transpose(1, 2),
         weight,

@@ -1,13 +1,12 @@
 """Depthwise causal convolution: contract, reference, cases, cost.
 
-Shapes: `hidden_states` [B, D, S], `weight` [D, W], `bias` [D]; out[t] sums weight[j] * x[t - W + 1 + j]. `cu_seqlens`
-    (int32 or int64,
-[documents + 1], B = 1) keeps the window of a document's first tokens from reaching into the document before it.
+Shapes: `hidden_states` [B, D, S], `weight` [D, W], `bias` [D]; out[t] sums weight[j] * x[t - W + 1 + j].
+`cu_seqlens` (int32 or int64, [documents + 1], over the S tokens of B = 1) keeps the window of a document's first
+tokens from reaching into the document before it; upstream's own code knows nothing of it.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,32 +33,53 @@ def reference(
     """
     if activation not in _ACTIVATIONS:
         raise KernelError(f"causal_conv1d: activation {activation!r} is not served; use None or 'silu'")
-    spans = [(0, hidden_states.shape[-1])]
-    if cu_seqlens is not None:
-        bounds = cu_seqlens.tolist()
-        spans = list(itertools.pairwise(bounds))
-    parts = [_convolve(hidden_states[..., a:b], weight, bias) for a, b in spans if b > a]
-    return _ACTIVATIONS[activation](torch.cat(parts, -1)).to(hidden_states.dtype)
+    if cu_seqlens is None:
+        out = _convolve(hidden_states, weight, bias)
+    else:
+        out = _convolve_documents(hidden_states, weight, bias, cu_seqlens)
+    return _ACTIVATIONS[activation](out).to(hidden_states.dtype)
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     channels, width = weight.shape
-    padded = nn.functional.pad(x.to(weight.dtype), (width - 1, 0))
-    return nn.functional.conv1d(padded, weight.unsqueeze(1), bias, groups=channels)
+    out = nn.functional.conv1d(x.to(weight.dtype), weight.unsqueeze(1), bias, padding=width - 1, groups=channels)
+    return out[..., : x.shape[-1]]
+
+
+def _convolve_documents(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor) -> Tensor:
+    """One convolution over all documents, with as many zeros between two as the window reaches back."""
+    if x.shape[0] != 1:
+        raise KernelError(
+            f"causal_conv1d: packed documents are one row, hidden_states has {x.shape[0]}; flatten the rows"
+        )
+    length, gap = x.shape[-1], weight.shape[1] - 1
+    token = torch.arange(length, device=x.device)
+    place = token + gap * torch.searchsorted(cu_seqlens[1:].to(torch.int64), token, right=True)
+    spaced = x.new_zeros(*x.shape[:-1], length + gap * cu_seqlens.numel()).index_copy(-1, place, x)
+    return _convolve(spaced, weight, bias).index_select(-1, place)
 
 
 def _case(
-    name: str, shape: tuple[int, int, int, int], documents: list[int] | None = None, role: str = "check"
+    name: str,
+    shape: tuple[int, int, int, int],
+    documents: list[int] | None = None,
+    role: str = "check",
+    bias: bool = False,
+    activation: str | None = "silu",
+    channels_last: bool = True,
 ) -> InputCase:
     batch, channels, length, width = shape
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        # [B, S, D] in memory, as the projection before it leaves it, unless the case says otherwise.
+        hidden_states = randn((batch, length, channels), dtype, device, generator).transpose(1, 2)
         arguments: dict[str, Any] = {
-            # [B, S, D] in memory, as the projection before it leaves it.
-            "hidden_states": randn((batch, length, channels), dtype, device, generator).transpose(1, 2),
+            "hidden_states": hidden_states if channels_last else hidden_states.contiguous(),
             "weight": randn((channels, width), dtype, device, generator, 0.5),
-            "activation": "silu",
+            "activation": activation,
         }
+        if bias:
+            arguments["bias"] = randn((channels,), dtype, device, generator)
         if documents is not None:
             arguments["cu_seqlens"] = torch.tensor([0, *documents], device=device).cumsum(0).to(torch.int32)
         return arguments
@@ -68,6 +88,7 @@ def _case(
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
+    """Forward reads the input and writes the output; backward reads both and writes the input's gradient."""
     x = arguments["hidden_states"]
     return Cost(bytes=5 * x.numel() * x.element_size())
 
@@ -81,10 +102,15 @@ OP = OpSpec(
             reference,
             [
                 _case("two rows", (2, 64, 33, 4)),
+                _case("odd channels with bias", (2, 43, 70, 4), bias=True),
+                _case("three taps, linear, sequence last", (1, 48, 9, 3), activation=None, channels_last=False),
+                _case("shorter than the window", (3, 16, 2, 4), bias=True),
                 _case("packed documents", (1, 96, 40, 4), documents=[2, 1, 30, 7]),
+                _case("packed documents, one empty", (1, 32, 21, 4), documents=[5, 0, 3, 13], bias=True),
                 _case("8192x8192", (1, 8192, 8192, 4), role="bench"),
+                _case("16384x8192 in 16 documents", (1, 8192, 16384, 4), documents=[1024] * 16, role="bench"),
             ],
-            ("hidden_states", "weight"),
+            ("hidden_states", "weight", "bias"),
             _cost,
         )
     },

@@ -1,0 +1,439 @@
+"""Depthwise causal convolution in Triton, up to four taps: one pass forward, one pass backward, deterministic.
+
+A program walks along a span of tokens with a block of channels, one channel a lane: the last three inputs stay in
+registers, so every element is loaded once. Backward recomputes the convolution from the inputs it loads anyway, and
+carries the input gradients that later tokens still add to. Spans overlap by three tokens. The weight's gradient is
+summed per span in registers, then over spans in a fixed order.
+
+Packed documents need one integer a token, its place in its document: a tap reaches back no further than that.
+
+Times on an H200 are in benchmarks/results/delta_h200.json.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from opslot.ops._common.library import opaque_op, refuse
+from opslot.ops._common.specs import FLOATS
+from opslot.ops._common.triton import Launcher, cdiv
+
+_LABEL = "causal_conv1d_implementation='triton'"
+_TAPS = 4
+
+
+@triton.jit(do_not_specialize=["documents", "length", "steps"])
+def _positions_kernel(cu_seqlens_ptr, position_ptr, documents, length, steps, BLOCK: tl.constexpr):
+    """Place of each token in its document, by bisection of the documents' starts."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low = tl.zeros((BLOCK,), dtype=tl.int32)
+    high = low + documents
+    for _ in range(steps):
+        middle = (low + high) // 2
+        started = tl.load(cu_seqlens_ptr + middle).to(tl.int32) <= token
+        low = tl.where(started, middle, low)
+        high = tl.where(started, high, middle)
+    start = tl.load(cu_seqlens_ptr + low).to(tl.int32)
+    tl.store(position_ptr + token, token - start, mask=token < length)
+
+
+@triton.jit
+def _row(ptr, token, stride, column, low, high, CHANNELS: tl.constexpr):
+    """Channels of one token; zeros outside low <= token < high."""
+    limit = tl.where((token >= low) & (token < high), CHANNELS, 0)
+    return tl.load(ptr + token.to(tl.int64) * stride + column, mask=column < limit, other=0.0)
+
+
+@triton.jit
+def _store_row(ptr, token, column, value, low, high, CHANNELS: tl.constexpr):
+    """Channels of one token, if low <= token < high."""
+    limit = tl.where((token >= low) & (token < high), CHANNELS, 0)
+    target = ptr + token.to(tl.int64) * CHANNELS + column
+    tl.store(target, value.to(ptr.dtype.element_ty), mask=column < limit)
+
+
+@triton.jit
+def _tap(weight_ptr, column, LAG: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+    """The filter's factor for the input `LAG` tokens back; zero for a filter that does not reach there."""
+    if LAG < WIDTH:
+        tap = tl.load(weight_ptr + column * WIDTH + (WIDTH - 1 - LAG), mask=column < CHANNELS, other=0.0).to(tl.float32)
+    else:
+        tap = tl.zeros(column.shape, dtype=tl.float32)
+    return tap
+
+
+@triton.jit
+def _place(position_ptr, token, end, PACKED: tl.constexpr):
+    """How many earlier tokens of the document there are."""
+    if PACKED:
+        place = tl.load(position_ptr + token, mask=token < end, other=0)
+    else:
+        place = token
+    return place
+
+
+@triton.jit(do_not_specialize=["length"])
+def _forward_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    position_ptr,
+    out_ptr,
+    x_batch,
+    x_stride,
+    length,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PACKED: tl.constexpr,
+    SPAN: tl.constexpr,
+    AHEAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < CHANNELS
+    first = tl.program_id(1) * SPAN
+    row = tl.program_id(2).to(tl.int64)
+    x_ptr += row * x_batch
+    out_ptr += row * length * CHANNELS
+    w0 = _tap(weight_ptr, column, 0, WIDTH, CHANNELS)
+    w1 = _tap(weight_ptr, column, 1, WIDTH, CHANNELS)
+    w2 = _tap(weight_ptr, column, 2, WIDTH, CHANNELS)
+    w3 = _tap(weight_ptr, column, 3, WIDTH, CHANNELS)
+    bias = tl.zeros((COLUMNS,), dtype=tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    x1 = _row(x_ptr, first - 1, x_stride, column, 0, length, CHANNELS).to(tl.float32)
+    x2 = _row(x_ptr, first - 2, x_stride, column, 0, length, CHANNELS).to(tl.float32)
+    x3 = _row(x_ptr, first - 3, x_stride, column, 0, length, CHANNELS).to(tl.float32)
+    for step in range(0, SPAN, AHEAD):
+        # Triton knows no unpacking (RUF005).
+        loaded = ()
+        for i in tl.static_range(AHEAD):
+            token = first + step + i
+            loaded = loaded + (_row(x_ptr, token, x_stride, column, 0, length, CHANNELS),)  # noqa: RUF005
+        for i in tl.static_range(AHEAD):
+            token = first + step + i
+            x0 = loaded[i].to(tl.float32)
+            place = _place(position_ptr, token, length, PACKED)
+            x1 = tl.where(place >= 1, x1, 0.0)
+            x2 = tl.where(place >= 2, x2, 0.0)
+            x3 = tl.where(place >= 3, x3, 0.0)
+            out = w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3 + bias
+            if SILU:
+                out = out / (1.0 + tl.exp(-out))
+            _store_row(out_ptr, token, column, out, 0, length, CHANNELS)
+            x3 = x2
+            x2 = x1
+            x1 = x0
+
+
+@triton.jit(do_not_specialize=["length"])
+def _backward_kernel(
+    dout_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    position_ptr,
+    dx_ptr,
+    partial_ptr,
+    dout_batch,
+    dout_stride,
+    x_batch,
+    x_stride,
+    length,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PACKED: tl.constexpr,
+    NEED_FILTER: tl.constexpr,
+    SPAN: tl.constexpr,
+    AHEAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < CHANNELS
+    first = tl.program_id(1) * SPAN
+    last = tl.minimum(first + SPAN, length)
+    # Tokens up to three past the span still add to the span's input gradients.
+    end = tl.minimum(last + 3, length)
+    row = tl.program_id(2).to(tl.int64)
+    dout_ptr += row * dout_batch
+    x_ptr += row * x_batch
+    dx_ptr += row * length * CHANNELS
+    w0 = _tap(weight_ptr, column, 0, WIDTH, CHANNELS)
+    w1 = _tap(weight_ptr, column, 1, WIDTH, CHANNELS)
+    w2 = _tap(weight_ptr, column, 2, WIDTH, CHANNELS)
+    w3 = _tap(weight_ptr, column, 3, WIDTH, CHANNELS)
+    bias = tl.zeros((COLUMNS,), dtype=tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    x1 = _row(x_ptr, first - 1, x_stride, column, 0, length, CHANNELS).to(tl.float32)
+    x2 = _row(x_ptr, first - 2, x_stride, column, 0, length, CHANNELS).to(tl.float32)
+    x3 = _row(x_ptr, first - 3, x_stride, column, 0, length, CHANNELS).to(tl.float32)
+    dx1 = tl.zeros((COLUMNS,), dtype=tl.float32)
+    dx2 = tl.zeros((COLUMNS,), dtype=tl.float32)
+    dx3 = tl.zeros((COLUMNS,), dtype=tl.float32)
+    dw0 = tl.zeros((COLUMNS,), dtype=tl.float32)
+    dw1 = tl.zeros((COLUMNS,), dtype=tl.float32)
+    dw2 = tl.zeros((COLUMNS,), dtype=tl.float32)
+    dw3 = tl.zeros((COLUMNS,), dtype=tl.float32)
+    dbias = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for step in range(0, SPAN + 3, AHEAD):
+        loaded = ()
+        arriving = ()
+        for i in tl.static_range(AHEAD):
+            token = first + step + i
+            loaded = loaded + (_row(x_ptr, token, x_stride, column, 0, end, CHANNELS),)  # noqa: RUF005
+            arriving = arriving + (_row(dout_ptr, token, dout_stride, column, 0, end, CHANNELS),)  # noqa: RUF005
+        for i in tl.static_range(AHEAD):
+            token = first + step + i
+            x0 = loaded[i].to(tl.float32)
+            dout = arriving[i].to(tl.float32)
+            place = _place(position_ptr, token, end, PACKED)
+            x1 = tl.where(place >= 1, x1, 0.0)
+            x2 = tl.where(place >= 2, x2, 0.0)
+            x3 = tl.where(place >= 3, x3, 0.0)
+            if SILU:
+                z = w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3 + bias
+                sigmoid = 1.0 / (1.0 + tl.exp(-z))
+                dout *= sigmoid * (1.0 + z * (1.0 - sigmoid))
+            if NEED_FILTER:
+                own = tl.where(token < last, dout, 0.0)
+                dw0 += own * x0
+                dw1 += own * x1
+                dw2 += own * x2
+                dw3 += own * x3
+                dbias += own
+            # The oldest of the carried gradients gets its last term here.
+            done = dx3 + tl.where(place >= 3, w3 * dout, 0.0)
+            _store_row(dx_ptr, token - 3, column, done, first, last, CHANNELS)
+            dx3 = dx2 + tl.where(place >= 2, w2 * dout, 0.0)
+            dx2 = dx1 + tl.where(place >= 1, w1 * dout, 0.0)
+            dx1 = w0 * dout
+            x3 = x2
+            x2 = x1
+            x1 = x0
+    if NEED_FILTER:
+        span = row * tl.num_programs(1) + tl.program_id(1)
+        partial_ptr += span * 5 * CHANNELS + column
+        tl.store(partial_ptr, dw0, mask=inside)
+        tl.store(partial_ptr + CHANNELS, dw1, mask=inside)
+        tl.store(partial_ptr + 2 * CHANNELS, dw2, mask=inside)
+        tl.store(partial_ptr + 3 * CHANNELS, dw3, mask=inside)
+        tl.store(partial_ptr + 4 * CHANNELS, dbias, mask=inside)
+
+
+_launch_positions = Launcher(_positions_kernel)
+_launch_forward = Launcher(_forward_kernel)
+_launch_backward = Launcher(_backward_kernel)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tokens and channels of one program, rows that it loads ahead, and its warps."""
+
+    span: int
+    columns: int
+    ahead: int
+    warps: int
+
+
+@functools.cache
+def forward_plan(length: int, channels: int) -> Plan:
+    """Forward: 512 channels at four a thread, eight rows in flight."""
+    return Plan(_span(length, 64), min(512, triton.next_power_of_2(channels)), 8, 4)
+
+
+@functools.cache
+def backward_plan(length: int, channels: int) -> Plan:
+    """Backward: 512 channels at four a thread, four rows of each input in flight."""
+    return Plan(_span(length, 128), min(512, triton.next_power_of_2(channels)), 4, 4)
+
+
+def _span(length: int, most: int) -> int:
+    return min(most, max(8, triton.next_power_of_2(length)))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[B, S, D] with adjacent channels: a view of what a projection leaves, else a copy."""
+    rows = x.transpose(1, 2)
+    return rows if rows.stride(2) == 1 or rows.shape[2] == 1 else rows.contiguous()
+
+
+def _positions(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
+    if cu_seqlens is None:
+        return None
+    documents = cu_seqlens.numel() - 1
+    position = torch.empty(length, dtype=torch.int32, device=cu_seqlens.device)
+    steps = max(documents - 1, 0).bit_length()
+    grid = (cdiv(length, 256), 1, 1)
+    _launch_positions(grid, (cu_seqlens.contiguous(), position), (), (documents, length, steps), (256,), 4)
+    return position
+
+
+def _fake_forward(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, silu: bool) -> Tensor:
+    batch, channels, length = x.shape
+    return x.new_empty(batch, length, channels).transpose(1, 2)
+
+
+@opaque_op(
+    "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, bool silu) -> Tensor", fake=_fake_forward
+)
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, silu: bool) -> Tensor:
+    out = _fake_forward(x, weight, bias, cu_seqlens, silu)
+    if x.numel() == 0:
+        return out
+    batch, channels, length = x.shape
+    x = _rows(x)
+    plan = forward_plan(length, channels)
+    _launch_forward(
+        (cdiv(channels, plan.columns), cdiv(length, plan.span), batch),
+        (x, weight.contiguous(), bias, _positions(cu_seqlens, length), out),
+        (x.stride(0), x.stride(1)),
+        (length,),
+        (
+            channels,
+            weight.shape[1],
+            silu,
+            bias is not None,
+            cu_seqlens is not None,
+            plan.span,
+            plan.ahead,
+            plan.columns,
+        ),
+        plan.warps,
+    )
+    return out
+
+
+def _gradients(x: Tensor, weight: Tensor, bias: Tensor | None, need_filter: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialized gradients; empty tensors stand for those that nobody needs."""
+    batch, channels, length = x.shape
+    dx = x.new_empty(batch, length, channels).transpose(1, 2)
+    dweight = weight.new_empty(weight.shape if need_filter else (0,))
+    dbias = weight.new_empty(0) if bias is None or not need_filter else torch.empty_like(bias)
+    return dx, dweight, dbias
+
+
+def _fake_backward(
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    need_filter: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _gradients(x, weight, bias, need_filter)
+
+
+@opaque_op(
+    "causal_conv1d_backward(Tensor dout, Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, bool silu,"
+    " bool need_filter) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_backward,
+)
+def _backward(
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    need_filter: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dweight, dbias = _gradients(x, weight, bias, need_filter)
+    if x.numel() == 0:
+        return dx, dweight.zero_(), dbias.zero_()
+    batch, channels, length = x.shape
+    width = weight.shape[1]
+    x, dout = _rows(x), _rows(dout)
+    plan = backward_plan(length, channels)
+    spans = cdiv(length, plan.span)
+    partial = x.new_empty((batch * spans, 5, channels), dtype=torch.float32) if need_filter else None
+    _launch_backward(
+        (cdiv(channels, plan.columns), spans, batch),
+        (dout, x, weight.contiguous(), bias, _positions(cu_seqlens, length), dx, partial),
+        (dout.stride(0), dout.stride(1), x.stride(0), x.stride(1)),
+        (length,),
+        (
+            channels,
+            width,
+            silu,
+            bias is not None,
+            cu_seqlens is not None,
+            need_filter,
+            plan.span,
+            plan.ahead,
+            plan.columns,
+        ),
+        plan.warps,
+    )
+    if partial is not None:
+        total = partial.sum(0)
+        # By lag in memory, by tap in the filter.
+        dweight.copy_(total[:width].flip(0).T)
+        if bias is not None:
+            dbias.copy_(total[4])
+    return dx, dweight, dbias
+
+
+class _CausalConv1d(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, silu: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, cu_seqlens)
+        ctx.silu = silu
+        return _forward(x, weight, bias, cu_seqlens, silu)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, cu_seqlens = ctx.saved_tensors
+        need_x, need_weight, need_bias, _, _ = ctx.needs_input_grad
+        dx, dweight, dbias = _backward(dout, x, weight, bias, cu_seqlens, ctx.silu, need_weight or need_bias)
+        return dx if need_x else None, dweight if need_weight else None, dbias if need_bias else None, None, None
+
+
+def standard(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """`op.reference` for float32, bfloat16 and float16, mixed at will, and filters of up to four taps.
+
+    Reads [B, S, D] memory seen as [B, D, S], as a projection leaves it, and returns the same; hidden states whose
+    channels are not adjacent are copied into that order first.
+    """
+    if activation not in (None, "silu", "swish"):
+        refuse(_LABEL, "activation", f"{activation!r} is neither None nor 'silu'", "use eager")
+    for name, tensor in (("hidden_states", hidden_states), ("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype not in FLOATS:
+            refuse(_LABEL, name, f"its dtype is {tensor.dtype}, not float32, bfloat16 or float16", "use eager")
+    channels = hidden_states.shape[1]
+    if weight.dim() != 2 or weight.shape[0] != channels or not 1 <= weight.shape[1] <= _TAPS:
+        wanted = f"({channels}, 1 to {_TAPS})"
+        refuse(_LABEL, "weight", f"its shape is {tuple(weight.shape)}, not {wanted}", "use eager")
+    if bias is not None and bias.shape != (channels,):
+        refuse(_LABEL, "bias", f"its shape is {tuple(bias.shape)}, not ({channels},)", "use eager")
+    if cu_seqlens is not None and hidden_states.shape[0] != 1:
+        refuse(
+            _LABEL,
+            "cu_seqlens",
+            f"packed documents are one row, there are {hidden_states.shape[0]}",
+            "flatten the rows",
+        )
+    return _CausalConv1d.apply(hidden_states, weight, bias, cu_seqlens, activation is not None)

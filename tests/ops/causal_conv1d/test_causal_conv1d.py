@@ -1,0 +1,143 @@
+"""causal_conv1d: what the parity harness does not ask."""
+
+import itertools
+
+import pytest
+import torch
+
+from opslot import KERNEL_REGISTRY
+from opslot._base.errors import KernelError
+from opslot.ops.causal_conv1d import op
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS = ["triton", "torch_packed"]
+
+
+def load(name):
+    return KERNEL_REGISTRY.load("causal_conv1d", "standard", name)
+
+
+def inputs(length, channels=24, width=4, batch=1, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((batch, length, channels), (channels, width), (channels,))
+    x, weight, bias = (torch.randn(s, generator=generator).to(DEVICE, dtype).requires_grad_() for s in shapes)
+    return x, weight, bias
+
+
+def cumulative(documents, dtype=torch.int32):
+    return torch.tensor([0, *documents], device=DEVICE).cumsum(0).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reference_is_upstream_bit_for_bit(dtype):
+    upstream = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    if not hasattr(upstream, "causal_conv1d_fn") or upstream.causal_conv1d_fn is None:
+        pytest.skip("this Transformers has the convolution inside the module")
+    x, weight, bias = inputs(19, dtype=dtype)
+    expected = upstream.causal_conv1d_fn(x.transpose(1, 2), weight, bias, activation="silu")
+    assert torch.equal(op.reference(x.transpose(1, 2), weight, bias, "silu"), expected)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", KERNELS)
+def test_packed_documents_are_the_documents_one_by_one(name, index):
+    documents = [1, 6, 0, 2, 70, 3]
+    x, weight, bias = inputs(sum(documents))
+    kernel = load(name)
+    packed = kernel(x.transpose(1, 2), weight, bias, "silu", cumulative(documents, index))
+    bounds = list(itertools.accumulate(documents, initial=0))
+    alone = [kernel(x[:, a:b].transpose(1, 2), weight, bias, "silu") for a, b in itertools.pairwise(bounds) if b > a]
+    dout = torch.randn_like(packed)
+    found = torch.autograd.grad(packed, (x, weight, bias), dout)
+    expected = torch.autograd.grad(torch.cat(alone, -1), (x, weight, bias), dout)
+    torch.testing.assert_close(packed, torch.cat(alone, -1), rtol=0, atol=1e-6)
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_document_does_not_feel_its_neighbours(name):
+    x, weight, bias = inputs(20)
+    kernel, cu_seqlens = load(name), cumulative([9, 11])
+    other = x.detach().clone()
+    other[:, :9] = 5.0
+    out = [kernel(each.transpose(1, 2), weight, bias, "silu", cu_seqlens)[..., 9:] for each in (x, other)]
+    assert torch.equal(out[0], out[1])
+
+
+def test_spans_of_a_long_row_meet():
+    """Every place where two programs meet, forward and backward."""
+    x, weight, bias = inputs(200)
+    found = load("triton")(x.transpose(1, 2), weight, bias, "silu")
+    expected = op.reference(x.transpose(1, 2).double(), weight.double(), bias.double(), "silu")
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+    dout = torch.randn_like(found)
+    for got, want in zip(
+        torch.autograd.grad(found, (x, weight), dout),
+        torch.autograd.grad(expected, (x, weight), dout.double()),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["expanded", "sequence last", "every second channel"])
+def test_gradients_of_any_layout(layout):
+    x, weight, bias = inputs(12, batch=2)
+    dout = {
+        "expanded": torch.ones((), device=DEVICE).expand(2, 24, 12),
+        "sequence last": torch.randn(2, 24, 12, device=DEVICE),
+        "every second channel": torch.randn(2, 12, 48, device=DEVICE)[..., ::2].transpose(1, 2),
+    }[layout]
+    found, expected = (
+        torch.autograd.grad(kernel(x.transpose(1, 2), weight, bias, "silu"), (x, weight, bias), dout)
+        for kernel in (load("triton"), op.reference)
+    )
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_out_is_laid_out_as_the_projection_left_the_input():
+    x, weight, _ = inputs(7, batch=2)
+    assert load("triton")(x.transpose(1, 2), weight).transpose(1, 2).is_contiguous()
+
+
+def test_only_the_wanted_gradients_are_made():
+    x, weight, bias = inputs(9)
+    kernel = load("triton")
+    (only,) = torch.autograd.grad(kernel(x.transpose(1, 2), weight.detach(), None, "silu").sum(), x)
+    both = torch.autograd.grad(kernel(x.transpose(1, 2), weight, None, "silu").sum(), (x, weight))
+    assert torch.equal(only, both[0])
+    (alone,) = torch.autograd.grad(kernel(x.detach().transpose(1, 2), weight.detach(), bias, "silu").sum(), bias)
+    assert alone.shape == bias.shape
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [
+        ({"activation": "gelu"}, "activation"),
+        ({"weight": torch.zeros(24, 5)}, "weight"),
+        ({"weight": torch.zeros(23, 4)}, "weight"),
+        ({"weight": torch.zeros(24, 4, dtype=torch.float64)}, "weight"),
+        ({"bias": torch.zeros(23)}, "bias"),
+        ({"hidden_states": torch.zeros(2, 24, 8), "cu_seqlens": torch.tensor([0, 8])}, "cu_seqlens"),
+    ],
+)
+def test_refusals_name_kernel_and_argument(change, argument):
+    arguments = {"hidden_states": torch.zeros(1, 24, 8), "weight": torch.zeros(24, 4)} | change
+    with pytest.raises(KernelError, match=f"causal_conv1d_implementation='triton' cannot take {argument}"):
+        load("triton")(**arguments)
+
+
+def test_compiles_whole():
+    x, weight, bias = inputs(10)
+    kernel = load("triton")
+    compiled = torch.compile(
+        lambda x: kernel(x.transpose(1, 2), weight, bias, "silu", cumulative([4, 6])),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    expected = kernel(x.transpose(1, 2), weight, bias, "silu", cumulative([4, 6]))
+    assert torch.equal(compiled(x), expected)
+    (got,) = torch.autograd.grad(compiled(x).square().sum(), x)
+    (want,) = torch.autograd.grad(expected.square().sum(), x)
+    assert torch.equal(got, want)
