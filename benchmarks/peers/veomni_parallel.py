@@ -55,24 +55,15 @@ def start(configuration: Configuration, device: torch.device, overlap: bool) -> 
 
 
 def build(configuration: Configuration, options: argparse.Namespace) -> Any:
-    eager = dict.fromkeys(
-        (
-            "moe_implementation",
-            "cross_entropy_loss_implementation",
-            "rms_norm_implementation",
-            "swiglu_mlp_implementation",
-            "rotary_pos_emb_implementation",
-            "load_balancing_loss_implementation",
-        ),
-        "eager",
-    )
+    ops = ("moe", "cross_entropy_loss", "rms_norm", "swiglu_mlp", "rotary_pos_emb", "load_balancing_loss")
+    eager = {f"{op}_implementation": "eager" for op in ops}
     fast = {"moe_implementation": options.moe}
-    ops = OpsImplementationConfig(attn_implementation=options.attention, **(eager if options.dry_run else fast))
+    chosen = OpsImplementationConfig(attn_implementation=options.attention, **(eager if options.dry_run else fast))
     model = build_foundation_model(
         model_config(configuration.model, options.layers, 64 if options.dry_run else 1),
         torch_dtype="float32",
         init_device="meta",
-        ops_implementation=ops,
+        ops_implementation=chosen,
     )
     model = build_parallelize_model(
         model,

@@ -50,7 +50,7 @@ def test_layers_and_experts_become_groups_and_slots_stay(ranks):
         assert found["same report"]
         assert found["slot"] == "<expert parallel <moe_experts/standard: grouped_mm>>"
         names = ["FSDPQwen3MoeForCausalLM", "FSDPQwen3MoeDecoderLayer", "FSDPQwen3MoeExperts"]
-        assert found["classes"] == [*names, "Qwen3MoeTopKRouter", "Linear"]
+        assert found["classes"] == [*names, "Qwen3MoeTopKRouter", "FSDP_Head"]
         assert found["experts"] == (Shard(1), Shard(0))
         assert found["experts here"] == (2, 32, 16)
         assert found["dense here"] == (16, 32)
@@ -102,8 +102,33 @@ def communication():
 def test_accumulation_reduces_once_a_step(ranks):
     for middle, last in ranks.run(communication):
         reductions = [sum(n for op, n in counts.items() if "reduce_scatter" in op) for counts in (middle, last)]
-        # Two layers and the root; experts are whole on their ep rank and have nothing to reduce.
-        assert reductions == [0, 3]
+        # Two layers, the head and the root; experts are whole on their ep rank and have nothing to reduce.
+        assert reductions == [0, 4]
+
+
+def order_of_reductions(ops):
+    """Parameters in the order in which their gradients were reduced, and logits of an evaluation afterwards."""
+    state = init_parallel_state(device_type="cpu")
+    model = parallelize_model(tiny.build("qwen3", ops), state)
+    seen = []
+    for name in ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"):
+        parameter = model.get_parameter(name)
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name.split(".")[-2]))
+    loss_of(model, state).backward()
+    with torch.no_grad():
+        logits = model(input_ids=tiny.rows(0)["input_ids"], use_cache=False).logits
+    return seen, logits.sum().item(), repr(model.__dict__.get("_opslot_cross_entropy_loss"))
+
+
+@pytest.mark.parametrize("loss", ["eager", "chunk_loss"])
+def test_the_head_is_reduced_first_and_embeddings_last(ranks, loss):
+    ops = {"preset": "eager", "cross_entropy_loss_implementation": loss}
+    with torch.no_grad():
+        expected = tiny.build("qwen3", ops)(input_ids=tiny.rows(0)["input_ids"]).logits.sum().item()
+    for seen, logits, kernel in ranks.run(order_of_reductions, ops):
+        assert seen == ["lm_head", "up_proj", "embed_tokens"]
+        assert logits == pytest.approx(expected, rel=1e-5)
+        assert kernel == ("None" if loss == "eager" else "<in the head <cross_entropy_loss/causal: chunk_loss>>")
 
 
 def mixed():

@@ -99,6 +99,14 @@ def test_tied_embeddings(ranks):
     check(ranks, "qwen3", SIZES["fsdp"], micro_batches=2, ops="auto", changes={"tie_word_embeddings": True})
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("axis", ["fsdp", "sp"])
+def test_a_fused_loss(ranks, name, axis):
+    """It reads the head's weight, which FSDP keeps apart from the root's parameters."""
+    ops = {"preset": "eager", "cross_entropy_loss_implementation": "chunk_loss"}
+    check(ranks, name, SIZES[axis], micro_batches=4, ops=ops, aux_loss="moe" in name)
+
+
 def test_offloading_to_host_memory(ranks):
     check(ranks, "qwen3_moe", SIZES["ep"], steps=2, micro_batches=2, options={"cpu_offload": True})
 

@@ -30,6 +30,7 @@ def parallelize(
     *,
     plan: ParallelPlan | None = None,
     layers: Collection[str] | None = None,
+    head: nn.Module | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
     activation_checkpointing: bool = False,
@@ -41,14 +42,16 @@ def parallelize(
     """Shard `model` over the ranks, in place. Slots keep their kernels: bind before or after.
 
     Each layer is one group of parameters; the experts that `plan` names are one of their own, sharded on dim 1 over the
-    ranks that hold the same experts. Embeddings, final norm and head belong to the root's group, so the head's weight
-    can be read, whole, anywhere in the model's forward.
+    ranks that hold the same experts. What belongs to no layer is in the root's group, which is whole during the model's
+    forward and reduced after everything else; `head`, if given, is a group of its own instead.
 
     Args:
         model: on any device, with the same values on every rank; or on meta, then give `load`.
         state: default `get_parallel_state()`.
         plan: parameters that ep divides.
         layers: class names of the layers; default what Transformers' `_no_split_modules` says.
+        head: module that follows the last layer. Its parameters are gathered while that layer runs and reduced while it
+            runs backward, but whole only inside the module's own forward.
         param_dtype: dtype of the computation; None is the parameters' own. The optimizer sees the parameters' own.
         reduce_dtype: dtype in which gradients are added up.
         activation_checkpointing: recompute each layer's activations in the backward pass.
@@ -76,7 +79,7 @@ def parallelize(
             else OffloadPolicy(),
         }
         blocks = _find_layers(model, layers)
-        groups = _shard(model, state, blocks, experts if state.ep > 1 else [], reshard_after_forward, options)
+        groups = _shard(model, state, blocks, experts if state.ep > 1 else [], head, reshard_after_forward, options)
         _set_prefetch(model, groups, prefetch)
     elif param_dtype is not None or cpu_offload:
         raise ConfigError(
@@ -170,10 +173,11 @@ def _shard(
     state: ParallelState,
     layers: list[nn.Module],
     experts: list[str],
+    head: nn.Module | None,
     reshard_after_forward: bool,
     options: dict[str, Any],
 ) -> list[list[nn.Module]]:
-    """Bottom-up `fully_shard`; returns, layer by layer, the modules whose parameters a layer needs."""
+    """Bottom-up `fully_shard`; returns, layer by layer and then for the head, the modules whose parameters it needs."""
     owners = [model.get_submodule(path) for path in experts]
     for path, owner in zip(experts, owners, strict=True):
         _check_expert_shapes(path, owner, state)
@@ -187,6 +191,9 @@ def _shard(
     # Innermost first: a layer may hold layers, and a group takes what no group below it has.
     for layer in reversed(layers):
         fully_shard(layer, mesh=state.fsdp_mesh, reshard_after_forward=reshard_after_forward, **options)
+    if head is not None:
+        # Its backward comes right after its forward.
+        fully_shard(head, mesh=state.fsdp_mesh, reshard_after_forward=False, **options)
     fully_shard(model, mesh=state.fsdp_mesh, **options)
     for module in model.modules():
         # A group of one rank has nothing to add up; a divisor would only cost it a copy.
@@ -195,7 +202,8 @@ def _shard(
             # PREMUL_SUM, which a divisor would select, is NCCL's alone.
             module.set_force_sum_reduction_for_comms(True)
     inside = {id(module): layer for layer in layers for module in layer.modules() if module in owners}
-    return [[layer, *(owner for owner in owners if inside.get(id(owner)) is layer)] for layer in layers]
+    groups = [[layer, *(owner for owner in owners if inside.get(id(owner)) is layer)] for layer in layers]
+    return groups if head is None else [*groups, [head]]
 
 
 def _check_expert_shapes(path: str, owner: nn.Module, state: ParallelState) -> None:

@@ -22,7 +22,7 @@ from opslot.distributed import (
 from opslot.distributed.ulysses import kv_repeats
 from opslot.models._registry import ARCHITECTURES
 from opslot.ops.attention.op import PREFIX as ATTENTION_PREFIX
-from opslot.slots import KERNEL_REGISTRY, bind, bound_config, own_config, walk_slots
+from opslot.slots import KERNEL_REGISTRY, BoundKernel, bind, bound_config, own_config, walk_slots
 
 _SUFFIX = "_ulysses"
 
@@ -57,7 +57,8 @@ def parallelize_model(
         _spread_experts(model)
     if state.sp > 1:
         _spread_sequences(model, state, ulysses_pipeline)
-    return parallelize(model, state, plan=plan, **options)
+    head = _set_head_apart(model) if state.mesh is not None else None
+    return parallelize(model, state, plan=plan, head=head, **options)
 
 
 def parallel_plan(model: Any) -> ParallelPlan | None:
@@ -115,6 +116,47 @@ def _spread_sequences(model: Any, state: ParallelState, pipeline: int) -> None:
     for _, module, slot, op_name, variant in walk_slots(model):
         if op_name == "load_balancing_loss":
             module.__dict__[_slot(slot)] = _OverWholeSequences(_kernel_of(module, slot, op_name, variant))
+
+
+class _Head(nn.Linear):
+    """An output head whose forward can also run a loss that reads its weight, which FSDP gathers there alone."""
+
+    def forward(self, hidden_states: Tensor, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        return super().forward(hidden_states) if loss is None else loss(hidden_states, self.weight)
+
+
+class _LossInHead:
+    """A fused linear + loss kernel that runs inside the forward of its head."""
+
+    def __init__(self, kernel: BoundKernel, head: nn.Linear) -> None:
+        self.kernel = kernel
+        self.head = head
+        # What `head` was before its forward could run a loss.
+        self._linear = nn.Linear(1, 1, bias=False, device="meta")
+
+    def __call__(self, hidden_states: Tensor, weight: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        return self.head(hidden_states, loss=lambda x, whole: self.kernel(x, whole, labels, **kwargs))
+
+    def __repr__(self) -> str:
+        return f"<in the head {self.kernel!r}>"
+
+    def serves_head(self, model: Any, head: Any) -> bool:
+        return head is self.head and self.kernel.serves_head(model, self._linear)
+
+
+def _set_head_apart(model: Any) -> nn.Module | None:
+    """The output head, ready to be a group of its own; None where it shares its weight or is more than a product."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if type(head) is not nn.Linear or head.bias is not None:
+        return None
+    if sum(p is head.weight for m in model.modules() for p in m.parameters(recurse=False)) > 1:
+        return None
+    for _, module, slot, op_name, _ in walk_slots(model):
+        bound = module.__dict__.get(_slot(slot))
+        if op_name == "cross_entropy_loss" and bound is not None:
+            module.__dict__[_slot(slot)] = _LossInHead(bound, head)
+    head.__class__ = _Head
+    return head
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
