@@ -25,10 +25,12 @@ with failing_together():
     elif case == "all":
         raise ConfigError("the same mistake everywhere")
     elif rank == culprit:
-        if case == "killed":
+        if case in ("killed", "waited for"):
             os.kill(os.getpid(), 9)
         time.sleep(0.2)
         raise {"user": ConfigError, "defect": IndexError}[case](f"only rank {rank} sees this")
+    elif case == "waited for":
+        dist.barrier()
     else:
         time.sleep(60)
 print("done", rank, flush=True)
@@ -82,12 +84,20 @@ def test_an_error_of_all_ranks_is_told_once_in_full(tmp_path):
     assert all("the same mistake everywhere" in text for _, text in results)
 
 
-def test_the_end_of_the_rank_with_the_store_is_noticed(tmp_path):
-    results, seconds = run(tmp_path, "killed", 0)
-    assert results[0][0] == -9
-    assert results[1][0] == 1
-    assert "is gone without a word" in results[1][1]
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_killed_rank_is_named(tmp_path, culprit):
+    """Rank 0 keeps the store here."""
+    results, seconds = run(tmp_path, "killed", culprit)
+    assert results[culprit][0] == -9
+    code, text = results[1 - culprit]
+    assert code == 1
+    assert f"opslot: rank {1 - culprit} stops: rank {culprit} is gone without a word (killed" in text
     assert seconds < 30
+
+
+def test_a_broken_connection_is_told_as_the_end_of_the_rank(tmp_path):
+    results, _ = run(tmp_path, "waited for", 1)
+    assert "ParallelError: rank 1 is gone without a word (killed" in results[0][1]
 
 
 def test_nothing_happens_when_all_goes_well(tmp_path):

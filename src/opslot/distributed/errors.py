@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from opslot._base.errors import OpslotError, ParallelError
+from opslot.distributed._peers import LocalPeers
 
 
 class OtherRankFailed(ParallelError):
@@ -23,6 +24,7 @@ class OtherRankFailed(ParallelError):
 
 _ERROR, _SEEN, _DONE, _LEFT = "error", "seen", "done", "left"
 _GRACE_SECONDS = 5.0
+_SHOWN_SECONDS = 1.0
 # Every rank enters as often, so the number keeps one use's keys from the next one's.
 _runs = itertools.count()
 
@@ -32,15 +34,18 @@ def failing_together(poll_seconds: float = 0.5) -> Iterator[None]:
     """Inside, an exception on one rank ends every rank within seconds, whatever collective it waits in.
 
     The rank that fails first raises its own exception on, and records it for torchrun. The others print it and exit
-    with code 1, or, when they have an exception of their own by then, raise OtherRankFailed with the first one. Without
-    an exception, ranks leave together. A single process, or one without a process group, is left alone.
+    with code 1, or, when they have an exception of their own by then, raise OtherRankFailed with the first one. For a
+    rank that is killed, one of those left on its machine speaks: a ParallelError that names it. Without an exception,
+    ranks leave together. A single process, or one without a process group, is left alone.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
     store = dist.PrefixStore(f"opslot/{next(_runs)}", _own_connection())
     done = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(store, done, poll_seconds), name="opslot-errors", daemon=True)
+    peers = LocalPeers(store)
+    arguments = (store, peers, done, poll_seconds)
+    watcher = threading.Thread(target=_watch, args=arguments, name="opslot-errors", daemon=True)
     watcher.start()
     try:
         yield
@@ -48,13 +53,20 @@ def failing_together(poll_seconds: float = 0.5) -> Iterator[None]:
     except Exception as error:
         done.set()
         watcher.join()
-        first = _publish(store, error)
+        # The end of a process breaks the others' collectives a moment before it shows.
+        lost = peers.lost(_SHOWN_SECONDS)
+        own = f"rank {dist.get_rank()} failed: {_describe(error)}" if lost is None else _gone(lost)
+        first = _publish(store, own, readers=dist.get_world_size() - (1 if lost is None else 2))
         if first is None:
             get_error_handler().record_exception(error)
-            raise
+            if lost is None:
+                raise
+            raise ParallelError(own) from error
         raise OtherRankFailed(first) from error
     finally:
         done.set()
+        watcher.join()
+        peers.close()
 
 
 def _own_connection() -> dist.Store:
@@ -63,16 +75,20 @@ def _own_connection() -> dist.Store:
     return store.clone()  # type: ignore[attr-defined]
 
 
-def _publish(store: dist.Store, error: Exception) -> str | None:
-    """File `error` as the run's; None, or the message of the rank that was first."""
-    message = f"rank {dist.get_rank()} failed: {_describe(error)}"
+def _gone(rank: int) -> str:
+    return f"rank {rank} is gone without a word (killed, or out of memory)"
+
+
+def _publish(store: dist.Store, message: str, readers: int) -> str | None:
+    """File `message` as the run's and let `readers` ranks read it; None, or the message of the rank that was first."""
+    mark = f"{dist.get_rank()} "
     try:
-        first = store.compare_set(_ERROR, "", message).decode()
-        if first != message:
+        first = store.compare_set(_ERROR, "", mark + message).decode()
+        if not first.startswith(mark):
             store.add(_SEEN, 1)
-            return first
+            return first.partition(" ")[2]
         # The store may live in this process, so it must stay until the others have read the message.
-        _await_count(store, _SEEN, dist.get_world_size() - 1, _GRACE_SECONDS)
+        _await_count(store, _SEEN, readers, _GRACE_SECONDS)
     except dist.DistError:
         # The store went with the rank that kept it; this rank's own error is the best there is to tell.
         return None
@@ -103,16 +119,23 @@ def _describe(error: Exception) -> str:
     return "".join(traceback.format_exception(error)).rstrip()
 
 
-def _watch(store: dist.Store, done: threading.Event, poll_seconds: float) -> None:
-    """End this process when another rank files an error; its main thread may be in a collective, deaf to signals."""
+def _watch(store: dist.Store, peers: LocalPeers, done: threading.Event, poll_seconds: float) -> None:
+    """End this process when another rank files an error or is gone; its main thread may be in a collective, deaf to
+    signals."""
     while not done.wait(poll_seconds):
+        lost = peers.lost()
         try:
-            if not store.check([_ERROR]):
+            if store.check([_ERROR]):
+                message = store.get(_ERROR).decode().partition(" ")[2]
+                store.add(_SEEN, 1)
+            elif lost is not None and store.add(_DONE, 0) < dist.get_world_size():
+                message = _publish(store, _gone(lost), readers=dist.get_world_size() - 2) or _gone(lost)
+            else:
                 continue
-            message = store.get(_ERROR).decode()
-            store.add(_SEEN, 1)
         except dist.DistError:
             message = "the rank that keeps the store is gone without a word (killed, or out of memory)"
+            if (lost := peers.lost(_SHOWN_SECONDS)) is not None:
+                message = _gone(lost)
         if done.is_set():
             return
         sys.stdout.flush()

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from opslot._base.errors import CheckpointError, OpslotError, TrainingError
+from opslot._base.errors import CheckpointError, OpslotError, ParallelError, TrainingError
 from opslot.trainer.parse import USAGE, build_parser, load_config
 from opslot.trainer.threads import wait_without_spinning
 
@@ -49,7 +49,7 @@ def cli_train(argv: Sequence[str]) -> int:
         if len(arguments) < len(argv):
             traceback.print_exc()
         print(f"opslot: error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, TrainingError | CheckpointError) else 2
+        return 1 if isinstance(error, TrainingError | CheckpointError | ParallelError) else 2
     except KeyboardInterrupt:
         print("opslot: interrupted; the last checkpoint is intact", file=sys.stderr)
         return 1
