@@ -1,5 +1,6 @@
 """rms_norm: what the parity harness does not ask."""
 
+import importlib
 import sys
 import types
 
@@ -94,12 +95,110 @@ def test_triton_gives_the_same_bits_twice(variant):
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
-def test_triton_rows_do_not_depend_on_the_batch():
-    kernel = load("standard", "triton")
-    x, weight = (t.detach() for t in tensors((130, 32), (32,), dtype=torch.bfloat16))
-    whole = kernel(x, weight, EPS)
-    assert torch.equal(kernel(x[77:78], weight, EPS), whole[77:78])
-    assert torch.equal(kernel(x[:64].flip(0), weight, EPS).flip(0), whole[:64])
+INVARIANT = [("standard", "batch_invariant"), ("offset", "batch_invariant"), ("batch_invariant", "triton")]
+
+
+def outputs_of(kernel, x, weight, dout):
+    """Output and gradient of rows `x`, all of one memory."""
+    x = x.detach().requires_grad_()
+    out = kernel(x, weight, EPS)
+    return out.detach(), *torch.autograd.grad(out, (x, weight), dout)
+
+
+@pytest.mark.parametrize(("variant", "name"), [*INVARIANT, ("batch_invariant", "eager")])
+@pytest.mark.parametrize("width", [64, 123])
+def test_a_rows_bits_depend_on_neither_its_batch_nor_its_place(variant, name, width):
+    kernel = op.batch_invariant if name == "eager" else load(variant, name)
+    x, dout, weight = tensors((130, width), (130, width), (width,), dtype=torch.bfloat16)
+    x, dout = x.detach(), dout.detach()
+    out, dx, _ = outputs_of(kernel, x, weight, dout)
+    order = torch.randperm(130, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    padded = torch.zeros(5, 3 * width + 1, dtype=torch.bfloat16, device=DEVICE)
+    for rows, memory in (
+        (slice(77, 78), "a row alone"),
+        (slice(1, 130), "begins in the middle of memory"),
+        (order, "another place"),
+        (slice(20, 25), "columns of wider rows at an odd address"),
+    ):
+        some, arriving = x[rows], dout[rows]
+        if memory.startswith("columns"):
+            some = padded[:, width + 1 : 2 * width + 1].copy_(some)
+        got_out, got_dx, _ = outputs_of(kernel, some, weight, arriving)
+        assert torch.equal(got_out, out[rows]), memory
+        assert torch.equal(got_dx, dx[rows]), memory
+
+
+def test_batch_invariant_is_the_standard_norm_and_its_sums_are_trees():
+    x, weight = tensors((7, 123), (123,), dtype=torch.float64)
+    found, expected = (outputs_of(f, x, weight, torch.ones_like(x)) for f in (op.batch_invariant, op.standard))
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    # 1 + 2**-24 rounds to 1 in fp32: a running sum keeps losing the small terms, a tree of halves adds them first.
+    tiny = torch.full((1, 1024), 2.0**-24)
+    tiny[0, 0] = 1.0
+    assert op._tree_sum(tiny).item() > 1.0
+
+
+@pytest.mark.parametrize(("variant", "name"), [*INVARIANT])
+def test_batch_invariant_weight_gradient_repeats(variant, name):
+    kernel = load(variant, name)
+    x, dout, weight = tensors((130, 48), (130, 48), (48,), dtype=torch.bfloat16)
+    first, second = (outputs_of(kernel, x, weight, dout.detach())[2] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_residual_rounds_the_sum_before_the_norm():
+    """Upstream's sum is a tensor of the model's dtype: 256 + 1 is 256 in bf16, and the norm sees 256."""
+    x, residual = (torch.full((1, 32), v, dtype=torch.bfloat16, device=DEVICE) for v in (1.0, 256.0))
+    residual[0, 0] = 0.0
+    weight = torch.ones(32, dtype=torch.bfloat16, device=DEVICE)
+    normalized, total = load("residual", "triton")(x, residual, weight, EPS)
+    assert torch.equal(total, residual + x)
+    assert total[0, 1].item() == 256.0
+    assert torch.equal(normalized, load("standard", "triton")(residual + x, weight, EPS))
+
+
+def test_residual_gradients_of_each_use_alone():
+    """Only the norm, only the sum, or both used; frozen terms get nothing; the two terms' gradients are equal."""
+    kernel = load("residual", "triton")
+    x, residual, weight, dnorm, dsum = tensors((6, 48), (6, 48), (48,), (6, 48), (6, 48), dtype=torch.bfloat16)
+    dnorm, dsum = dnorm.detach(), dsum.detach()
+    inputs = (x, residual, weight)
+
+    def gradients(function, outputs, frozen=()):
+        call = [t.detach() if i in frozen else t for i, t in enumerate(inputs)]
+        used = [(o, d) for o, d in zip(function(*call, EPS), (dnorm, dsum), strict=True)]
+        wanted = [t for i, t in enumerate(inputs) if i not in frozen]
+        chosen = [used[i] for i in outputs]
+        return torch.autograd.grad([o for o, _ in chosen], wanted, [d for _, d in chosen], allow_unused=True)
+
+    both = gradients(kernel, (0, 1))
+    assert torch.equal(both[0], both[1])
+    dx, dresidual, dweight = gradients(kernel, (0,))
+    assert torch.equal(dx, dresidual)
+    assert torch.equal(dweight, both[2])
+    torch.testing.assert_close(both[0].float(), dx.float() + dsum.float(), rtol=2**-7, atol=2**-7)
+    only_sum = gradients(kernel, (1,))
+    assert torch.equal(only_sum[0], dsum)
+    assert torch.equal(only_sum[1], dsum)
+    assert only_sum[2] is None
+    assert torch.equal(gradients(kernel, (0, 1), frozen=(0,))[0], both[1])
+    assert torch.equal(gradients(kernel, (0, 1), frozen=(0, 1))[0], both[2])
+
+
+def test_residual_of_mixed_dtypes_has_each_terms_gradient_in_its_own():
+    """Autocast gives bf16 projections and an fp32 stream."""
+    kernel = load("residual", "triton")
+    x, (residual, weight) = tensors((6, 48), dtype=torch.bfloat16)[0], tensors((6, 48), (48,), seed=1)
+    for function in (kernel, op.residual):
+        normalized, total = function(x, residual, weight, EPS)
+        assert (normalized.dtype, total.dtype) == (torch.float32, torch.float32)
+        grads = torch.autograd.grad(normalized.sum() + total.square().sum(), (x, residual, weight))
+        assert [g.dtype for g in grads] == [torch.bfloat16, torch.float32, torch.float32]
+        if function is kernel:
+            found = grads
+    torch.testing.assert_close(found[1], grads[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[0], grads[0], rtol=2**-7, atol=2**-7)
 
 
 def test_an_all_zero_row_stays_finite():
@@ -111,15 +210,20 @@ def test_an_all_zero_row_stays_finite():
         assert grad.isfinite().all(), (variant, name)
 
 
-@pytest.mark.parametrize(("variant", "name"), [*KERNELS, ("unweighted", "triton"), ("gated", "triton")])
+@pytest.mark.parametrize(
+    ("variant", "name"), [*KERNELS, ("unweighted", "triton"), ("gated", "triton"), ("residual", "triton")]
+)
 def test_compiles_as_one_graph(variant, name):
     kernel = load(variant, name)
     x, weight, gate = tensors((4, 16), (16,), (4, 16))
-    inputs = {"unweighted": (x,), "gated": (x, weight, gate)}.get(variant, (x, weight))
+    several = {"unweighted": (x,), "gated": (x, weight, gate), "residual": (x, gate, weight)}
+    inputs = several.get(variant, (x, weight))
 
     def call(*args):
         if variant == "unweighted":
             return kernel(*args, EPS)
+        if variant == "residual":
+            return torch.cat(kernel(*args, EPS))
         return kernel(*args[:2], EPS, *args[2:])
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
@@ -134,6 +238,10 @@ def test_opcheck():
     x, weight = (t.detach() for t in tensors((3, 8), (8,)))
     torch.library.opcheck(torch.ops.opslot.rms_norm.default, (x, weight, None, EPS, False))
     torch.library.opcheck(torch.ops.opslot.rms_norm_backward.default, (x, x, weight, x, EPS, False, True, False, True))
+    torch.library.opcheck(torch.ops.opslot.rms_norm_residual.default, (x, x, weight, EPS))
+    backward = torch.ops.opslot.rms_norm_residual_backward.default
+    torch.library.opcheck(backward, (x, x, x, weight, EPS, True, True))
+    torch.library.opcheck(backward, (x, None, x, weight, EPS, True, False))
 
 
 def test_second_derivatives_are_an_error_not_a_zero():
@@ -157,6 +265,70 @@ def test_triton_refuses_what_it_does_not_serve(x, weight, said):
         load("standard", "triton")(x, weight, EPS)
     assert "rms_norm_implementation='triton'" in str(caught.value)
     assert "to do: use eager" in str(caught.value)
+
+
+@pytest.fixture
+def quack(monkeypatch):
+    """`ops.rms_norm.quack` over a stand-in for the vendor that computes what its documentation says, in fp32."""
+    calls = []
+
+    def rmsnorm(x, weight=None, out_dtype=None, eps=1e-6, weight_offset=0.0):
+        calls.append({"out_dtype": out_dtype, "weight_offset": weight_offset})
+        scale = 1.0 if weight is None else weight.float() + weight_offset
+        return (op.unweighted(x.float(), eps) * scale).to(out_dtype or x.dtype)
+
+    monkeypatch.setitem(sys.modules, "quack", types.ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.rmsnorm", types.SimpleNamespace(rmsnorm=rmsnorm))
+    monkeypatch.delitem(sys.modules, "opslot.ops.rms_norm.quack", raising=False)
+    loaded = importlib.import_module("opslot.ops.rms_norm.quack")
+    monkeypatch.delitem(sys.modules, "opslot.ops.rms_norm.quack")
+    loaded.calls = calls
+    return loaded
+
+
+def test_quack_is_asked_for_the_contracts_dtype_and_offset(quack):
+    x, weight = torch.randn(3, 16, dtype=torch.bfloat16), torch.randn(16)
+    assert quack.standard(x, weight, EPS).dtype == op.standard(x, weight, EPS).dtype == torch.float32
+    assert quack.offset(x, weight, EPS).dtype == torch.bfloat16
+    assert quack.unweighted(x, EPS).dtype == torch.bfloat16
+    assert [c["weight_offset"] for c in quack.calls] == [0.0, 1.0, 0.0]
+    wide = torch.randn(3, 16)
+    torch.testing.assert_close(quack.standard(wide, weight, EPS), op.standard(wide, weight, EPS))
+    torch.testing.assert_close(quack.offset(wide, weight, EPS), op.offset(wide, weight, EPS))
+    torch.testing.assert_close(quack.unweighted(wide, EPS), op.unweighted(wide, EPS))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "said"),
+    [
+        (torch.zeros(2, 8, dtype=torch.float64), torch.zeros(8), "hidden_states: its dtype is torch.float64"),
+        (torch.zeros(2, 8), torch.zeros(16), r"weight: its shape is \(16,\), not \(8,\)"),
+        (torch.zeros(2, 12), torch.zeros(12), "12 wide, not a multiple of 8"),
+    ],
+)
+def test_quack_refuses_what_it_does_not_serve(quack, x, weight, said):
+    with pytest.raises(KernelError, match=said) as caught:
+        quack.standard(x, weight, EPS)
+    assert "rms_norm_implementation='quack'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variant", "version", "width", "said"),
+    [
+        ("offset", "0.5.0", 64, "needs quack-kernels 0.6.3 or later, this is 0.5.0"),
+        ("offset", "0.6.5", 64, None),
+        ("standard", "0.5.0", 64, None),
+        ("standard", "0.6.5", 60, "needs a width that is a multiple of 8, found 60"),
+    ],
+)
+def test_quack_is_offered_where_its_release_and_the_width_fit(monkeypatch, variant, version, width, said):
+    monkeypatch.setattr("opslot.slots.spec.has_package", lambda name: True)
+    monkeypatch.setattr("opslot.ops.rms_norm.package_version", lambda name: version)
+    module = types.SimpleNamespace(weight=torch.zeros(width))
+    hopper, ampere = (DeviceFacts("gpu", capability) for capability in ((9, 0), (8, 0)))
+    spec = KERNEL_REGISTRY.get("rms_norm", variant, "quack")
+    assert spec.unusable(KernelRequest("rms_norm", variant, hopper, torch.bfloat16, module)) == said
+    assert "9.0 or higher" in spec.unusable(KernelRequest("rms_norm", variant, ampere, torch.bfloat16, module))
 
 
 @pytest.mark.parametrize("name", ["npu", "liger_kernel"])

@@ -25,18 +25,19 @@ def opaque_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
     """Define `opslot::<schema>`, implemented on every device by the decorated function.
 
     Args:
-        schema: e.g. "swiglu(Tensor gate, Tensor up) -> Tensor"; no lists of tensors.
+        schema: e.g. "swiglu(Tensor gate, Tensor up) -> Tensor"; the first argument a tensor, no lists of tensors.
         fake: the same signature; returns empty outputs of the right shape, dtype and strides.
 
     Returns:
-        A function that calls the op under torch.compile and for tensor subclasses, else the decorated function.
+        A function that calls the op under torch.compile and for tensor subclasses, else the decorated function. One of
+        several outputs may be None where nobody needs it; the op itself returns an empty tensor there.
     """
     name = schema.partition("(")[0]
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         _LIBRARY.define(schema)
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"opslot::{name}", fake, lib=_LIBRARY)
+        _LIBRARY.impl(name, _filled(function), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"opslot::{name}", _filled(fake), lib=_LIBRARY)
         overload = getattr(torch.ops.opslot, name).default
 
         def call(*args: Any) -> Any:
@@ -50,6 +51,18 @@ def opaque_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
         return call
 
     return register
+
+
+def _filled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with an empty tensor in the place of every None among its outputs."""
+
+    def filled(first: Tensor, *args: Any) -> Any:
+        outputs = function(first, *args)
+        if isinstance(outputs, tuple):
+            return tuple([first.new_empty(0) if output is None else output for output in outputs])
+        return outputs
+
+    return filled
 
 
 def refuse(kernel: str, argument: str, found: str, instead: str) -> NoReturn:

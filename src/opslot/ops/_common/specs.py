@@ -11,13 +11,15 @@ from opslot.slots import HardwareRequirement, KernelSpec
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
-def triton_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
-    """A kernel `<variant>` of the op's triton.py, for GPUs from Ampere on and the interpreter."""
+def triton_kernel(
+    op_name: str, variant: str, *, name: str = "triton", function: str | None = None, **options: Any
+) -> KernelSpec:
+    """A kernel `function`, default `<variant>`, of the op's triton.py, for GPUs from Ampere on and the interpreter."""
     return KernelSpec(
-        "triton",
+        name,
         op_name,
         variant,
-        f"opslot.ops.{op_name}.triton:{variant}",
+        f"opslot.ops.{op_name}.triton:{function or variant}",
         HardwareRequirement("gpu", min_compute_capability=(8, 0)),
         requires=("triton",),
         dtypes=FLOATS,
@@ -35,6 +37,20 @@ def liger_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
         f"opslot.ops.{op_name}.liger:{variant}",
         HardwareRequirement("gpu", min_compute_capability=(8, 0)),
         requires=("liger_kernel", "triton"),
+        dtypes=FLOATS,
+        **options,
+    )
+
+
+def quack_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
+    """A kernel `<variant>` of the op's quack.py, for GPUs from Hopper on."""
+    return KernelSpec(
+        "quack",
+        op_name,
+        variant,
+        f"opslot.ops.{op_name}.quack:{variant}",
+        HardwareRequirement("gpu", min_compute_capability=(9, 0)),
+        requires=("quack",),
         dtypes=FLOATS,
         **options,
     )

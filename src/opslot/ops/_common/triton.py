@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import torch
@@ -43,19 +44,23 @@ class Launcher:
     def __call__(
         self,
         grid: tuple[int, int, int],
-        tensors: tuple[Tensor | None, ...],
+        tensors: tuple[Tensor | tuple[Tensor, ...] | None, ...],
         strides: tuple[int, ...],
         scalars: tuple[float, ...],
         constants: tuple[Any, ...],
         warps: int,
     ) -> None:
-        """Launch on the device of the first tensor. A tensor may be None where a constant says so."""
+        """Launch on the device of the first tensor.
+
+        Args:
+            tensors: one a pointer; None where a constant says that there is none, and for a parameter that is a tuple
+                of pointers as many tensors, alike in dtype and device, as a constant says.
+        """
         if not self._direct:
             self._kernel[grid](*tensors, *strides, *scalars, *constants, num_warps=warps)
             return
         first = tensors[0]
-        assert first is not None
-        index = first.get_device()
+        index = (first[0] if isinstance(first, tuple) else first).get_device()  # type: ignore[union-attr]
         if index != torch.cuda.current_device():
             with torch.cuda.device(index):
                 self(grid, tensors, strides, scalars, constants, warps)
@@ -64,20 +69,36 @@ class Launcher:
         for stride in strides:
             sizes |= stride
         bits = sizes
-        dtypes = []
+        addresses: list[int | tuple[int, ...] | None] = []
+        key: list[Any] = [index, warps, *constants]
         for tensor in tensors:
-            if tensor is not None:
-                bits |= tensor.data_ptr()
-                dtypes.append(tensor.dtype)
+            if tensor is None:
+                addresses.append(None)
+                continue
+            if isinstance(tensor, tuple):
+                several = tuple([one.data_ptr() for one in tensor])
+                bits |= functools.reduce(operator.or_, several)
+                addresses.append(several)
+                tensor = tensor[0]
+            else:
+                address = tensor.data_ptr()
+                bits |= address
+                addresses.append(address)
+            key.append(tensor.dtype)
+            if tensor.get_device() != index:
+                # Triton's own way says what is wrong, where an address of other memory would not.
+                bits |= 1
         for scalar in scalars:
             if type(scalar) is int:
                 sizes |= scalar
-        key = (index, *dtypes, *constants, warps)
         # 16: what Triton specializes on; 31: where its integers become 64 bits wide.
-        compiled = self._compiled.get(key) if not bits & 15 and not sizes >> 31 else None
-        if compiled is not None:
-            compiled[grid](*tensors, *strides, *scalars, *constants)
+        if bits & 15 or sizes >> 31:
+            self._kernel[grid](*tensors, *strides, *scalars, *constants, num_warps=warps)
             return
-        compiled = self._kernel[grid](*tensors, *strides, *scalars, *constants, num_warps=warps)
-        if not bits & 15 and not sizes >> 31:
-            self._compiled[key] = compiled
+        form = tuple(key)
+        compiled = self._compiled.get(form)
+        if compiled is None:
+            self._compiled[form] = self._kernel[grid](*tensors, *strides, *scalars, *constants, num_warps=warps)
+        else:
+            # Addresses instead of tensors: of each tensor the driver would ask CUDA what memory it is.
+            compiled[grid](*addresses, *strides, *scalars, *constants)

@@ -10,6 +10,7 @@ logits the first expert.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -22,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from opslot._base.device import triton_interpreted
 from opslot.ops._common.library import refuse
 from opslot.ops._common.specs import FLOATS
-from opslot.ops._common.triton import cdiv
+from opslot.ops._common.triton import Launcher, cdiv
 
 
 @triton.jit
@@ -47,13 +48,13 @@ def _choice_key(x, column, WIDTH: tl.constexpr, NARROW: tl.constexpr):
     return ordered * WIDTH + (WIDTH - 1 - column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "rows_per_program", "experts"])
 def _sums_kernel(
     layer_ptrs,
     weights_ptr,
     partial_ptr,
-    rows,
     pitch,
+    rows,
     rows_per_program,
     experts,
     LAYERS: tl.constexpr,
@@ -101,7 +102,7 @@ def _sums_kernel(
     tl.store(partial_ptr + program * 2 * WIDTH + WIDTH + column, tl.sum(probability, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["experts"])
 def _finish_kernel(sums_ptr, loss_ptr, coefficients_ptr, experts, TOP_K: tl.constexpr, WIDTH: tl.constexpr):
     """Loss and coefficients from the sums [2, WIDTH] in float64, so that the loss is rounded once."""
     column = tl.arange(0, WIDTH)
@@ -114,16 +115,16 @@ def _finish_kernel(sums_ptr, loss_ptr, coefficients_ptr, experts, TOP_K: tl.cons
     tl.store(coefficients_ptr + column, coefficients.to(tl.float32), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gradients_kernel(
     layer_ptrs,
     weights_ptr,
     coefficients_ptr,
     grad_loss_ptr,
     grads_ptr,
-    rows,
     pitch,
     experts,
+    rows,
     LAYERS: tl.constexpr,
     WEIGHTED: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -160,67 +161,64 @@ _GRADIENTS_TILE = 4096
 _PROGRAMS = 2048
 
 
-def _aligned(layers: Sequence[Tensor]) -> list[Tensor]:
-    """The layers with one pitch, columns side by side; a copy only where a model's logits are a view."""
-    pitch = layers[0].stride(0)
-    fits = all(x.stride(1) == 1 and x.stride(0) == pitch for x in layers)
-    return list(layers) if fits else [x.contiguous() for x in layers]
+_launch_sums = Launcher(_sums_kernel)
+_launch_finish = Launcher(_finish_kernel)
+_launch_gradients = Launcher(_gradients_kernel)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(layers: int, rows: int, experts: int) -> tuple[int, int, int, int]:
+    """(width, rows of a tile of the sums, programs a layer there, rows of a tile of the gradients)."""
+    width = triton.next_power_of_2(experts)
+    highest = triton.next_power_of_2(max(rows, 1))
+    block = max(1, min(_SUMS_TILE // width, highest))
+    programs = max(1, min(cdiv(rows, block), cdiv(_PROGRAMS, layers)))
+    return width, block, programs, max(1, min(_GRADIENTS_TILE // width, highest))
+
+
+def _aligned(layers: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], int]:
+    """The layers, and their pitch: one for all, columns side by side; copied only where a model's logits are views."""
+    strides = layers[0].stride()
+    if strides[1] == 1 and all(x.stride() == strides for x in layers):
+        return tuple(layers), strides[0]
+    return tuple([x.contiguous() for x in layers]), layers[0].shape[1]
 
 
 def _forward(layers: Sequence[Tensor], weights: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
     """(loss, coefficients c [E]) of layers [T, E] and weights of rows [T], in float32."""
-    layers = _aligned(layers)
     rows, experts = layers[0].shape
-    width = triton.next_power_of_2(experts)
-    block = max(1, min(_SUMS_TILE // width, triton.next_power_of_2(max(rows, 1))))
-    blocks = cdiv(rows, block)
-    per_layer = max(1, min(blocks, cdiv(_PROGRAMS, len(layers))))
-    partial = torch.empty(len(layers) * per_layer, 2, width, dtype=torch.float32, device=layers[0].device)
-    _sums_kernel[(per_layer, len(layers))](
-        tuple(layers),
-        weights,
-        partial,
-        rows,
-        layers[0].stride(0),
-        cdiv(blocks, per_layer) * block,
-        experts,
-        LAYERS=len(layers),
-        TOP_K=top_k,
-        WEIGHTED=weights is not None,
-        NARROW=layers[0].element_size() == 2,
-        WIDTH=width,
-        BLOCK=block,
-        num_warps=4,
+    layers, pitch = _aligned(layers)
+    width, block, programs, _ = _plan(len(layers), rows, experts)
+    partial = torch.empty(len(layers) * programs, 2, width, dtype=torch.float32, device=layers[0].device)
+    _launch_sums(
+        (programs, len(layers), 1),
+        (layers, weights, partial),
+        (pitch,),
+        (rows, cdiv(cdiv(rows, block), programs) * block, experts),
+        (len(layers), top_k, weights is not None, layers[0].element_size() == 2, width, block),
+        4,
     )
-    loss = torch.empty((), dtype=torch.float32, device=partial.device)
-    coefficients = torch.empty(experts, dtype=torch.float32, device=partial.device)
+    loss = partial.new_empty(())
+    coefficients = partial.new_empty(experts)
     sums = partial.sum(0, dtype=torch.float64)
-    _finish_kernel[(1,)](sums, loss, coefficients, experts, TOP_K=top_k, WIDTH=width, num_warps=1)
+    _launch_finish((1, 1, 1), (sums, loss, coefficients), (), (experts,), (top_k, width), 1)
     return loss, coefficients
 
 
 def _backward(layers: Sequence[Tensor], weights: Tensor | None, coefficients: Tensor, grad_loss: Tensor) -> Tensor:
     """Gradients of the layers' logits, [L, T, E] in their dtype."""
-    layers = _aligned(layers)
     rows, experts = layers[0].shape
-    width = triton.next_power_of_2(experts)
-    block = max(1, min(_GRADIENTS_TILE // width, triton.next_power_of_2(max(rows, 1))))
-    grads = torch.empty(len(layers), rows, experts, dtype=layers[0].dtype, device=layers[0].device)
+    layers, pitch = _aligned(layers)
+    width, _, _, block = _plan(len(layers), rows, experts)
+    grads = layers[0].new_empty(len(layers), rows, experts)
     if rows:
-        _gradients_kernel[(cdiv(rows, block), len(layers))](
-            tuple(layers),
-            weights,
-            coefficients,
-            grad_loss,
-            grads,
-            rows,
-            layers[0].stride(0),
-            experts,
-            LAYERS=len(layers),
-            WEIGHTED=weights is not None,
-            WIDTH=width,
-            BLOCK=block,
-            num_warps=4,
+        _launch_gradients(
+            (cdiv(rows, block), len(layers), 1),
+            (layers, weights, coefficients, grad_loss, grads),
+            (pitch, experts),
+            (rows,),
+            (len(layers), weights is not None, width, block),
+            4,
         )
     return grads
 
@@ -290,8 +288,7 @@ def standard(
     weights = None
     if attention_mask is not None:
         weights = attention_mask.reshape(-1).to(device=device, dtype=torch.float32)
-    if any(layer.device != device for layer in gate_logits):
-        gate_logits = tuple(layer.to(device) for layer in gate_logits)
+    gate_logits = tuple([layer if layer.device == device else layer.to(device) for layer in gate_logits])
     return _LoadBalancingLoss.apply(weights, top_k, *gate_logits)
 
 
@@ -299,7 +296,8 @@ def _check(gate_logits: tuple[Tensor, ...], num_experts: int | None, top_k: int,
     if not gate_logits:
         _refuse("gate_logits", "an empty tuple")
     first = gate_logits[0]
-    if any(x.dim() != 2 or x.shape != first.shape or x.dtype != first.dtype for x in gate_logits):
+    shape, dtype = first.shape, first.dtype
+    if len(shape) != 2 or not all(x.shape == shape and x.dtype == dtype for x in gate_logits):
         kinds = ", ".join(sorted({f"{tuple(x.shape)} {x.dtype}" for x in gate_logits}))
         _refuse("gate_logits", f"{kinds}, not one shape [T, E] and dtype")
     if first.dtype not in FLOATS:

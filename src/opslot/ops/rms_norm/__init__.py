@@ -1,8 +1,26 @@
 """rms_norm: registration of the op and of its kernels."""
 
-from opslot.ops._common.specs import liger_kernel, npu_kernel, torch_kernel, triton_kernel
+import re
+
+from opslot._base.device import package_version
+from opslot.ops._common.specs import liger_kernel, npu_kernel, quack_kernel, torch_kernel, triton_kernel
 from opslot.ops.rms_norm.op import OP
-from opslot.slots import KERNEL_REGISTRY
+from opslot.slots import KERNEL_REGISTRY, KernelRequest
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def _quack_serves(request: KernelRequest) -> str | None:
+    version = package_version("quack-kernels") or "0"
+    if request.variant == "offset" and _numbers(version) < (0, 6, 3):
+        return f"needs quack-kernels 0.6.3 or later, this is {version}"
+    weight = getattr(request.module, "weight", None)
+    if weight is not None and weight.shape[-1] % 8:
+        return f"needs a width that is a multiple of 8, found {weight.shape[-1]}"
+    return None
+
 
 KERNEL_REGISTRY.register_op(OP)
 for _variant in OP.variants:
@@ -10,10 +28,26 @@ for _variant in OP.variants:
         triton_kernel(OP.name, _variant, priority={"gpu": 80}, description="one pass each way, deterministic")
     )
 for _variant in ("standard", "offset"):
+    # By a name of its own, which promises what `triton` happens to have.
+    KERNEL_REGISTRY.register(
+        triton_kernel(
+            OP.name,
+            _variant,
+            name="batch_invariant",
+            function=_variant,
+            description="triton; a row's bits free of its batch",
+        )
+    )
     KERNEL_REGISTRY.register(
         liger_kernel(OP.name, _variant, priority={"gpu": 60}, description="Liger-Kernel, out of place")
     )
     KERNEL_REGISTRY.register(
         torch_kernel(OP.name, _variant, priority={"cpu": 60}, description="plain torch with its own backward")
+    )
+for _variant in ("standard", "offset", "unweighted"):
+    KERNEL_REGISTRY.register(
+        quack_kernel(
+            OP.name, _variant, supports=_quack_serves, priority={"gpu": 70}, description="quack-kernels, on CuTe"
+        )
     )
 KERNEL_REGISTRY.register(npu_kernel(OP.name, "standard", priority={"npu": 60}, description="torch_npu.npu_rms_norm"))

@@ -1,7 +1,7 @@
 """RMSNorm (Zhang and Sennrich 2019, equation 4): contract, references, input cases and costs.
 
-Shapes: `hidden_states` [..., H] with any strides, `weight` [H], `gate` like `hidden_states`; statistics in float32
-(float64 for float64 input); `eps` is added to the mean of squares.
+Shapes: `hidden_states` [..., H] with any strides, `weight` [H], `gate` and `residual` like `hidden_states`;
+statistics in float32 (float64 for float64 input); `eps` is added to the mean of squares.
 """
 
 from __future__ import annotations
@@ -47,6 +47,44 @@ def unweighted(hidden_states: Tensor, eps: float) -> Tensor:
     return _normalize(hidden_states, eps).to(hidden_states.dtype)
 
 
+def residual(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """A decoder's residual addition and the norm after it. Returns (normalized, sum), both [..., H].
+
+    The sum is rounded to the dtype that torch promotes its terms to, and `standard` is applied to the rounded sum.
+    """
+    total = residual + hidden_states
+    return standard(total, weight, eps), total
+
+
+def _tree_sum(x: Tensor) -> Tensor:
+    """Sum over the last dimension by adding halves, [..., H] -> [..., 1]: elementwise, so in one order everywhere."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        middle = x[..., half:-half] if x.shape[-1] % 2 else None
+        x = x[..., :half] + x[..., -half:]
+        if middle is not None:
+            x = torch.cat((x, middle), dim=-1)
+    return x
+
+
+def _spread(x: Tensor, width: int) -> Tensor:
+    """[..., 1] -> [..., width] by doubling, whose gradient is a sum in one order everywhere, unlike broadcasting's."""
+    while x.shape[-1] < width:
+        x = torch.cat((x, x), dim=-1)
+    return x[..., :width]
+
+
+def batch_invariant(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`standard`, where a row's bits, and its gradient's, depend on neither the other rows nor its place among them.
+
+    Needed where numbers must not change with the batch, such as log-probabilities of one policy in training and in
+    sampling. The weight's gradient sums over all rows and is deterministic, no more.
+    """
+    x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+    rstd = torch.rsqrt(_tree_sum(x * x) / x.shape[-1] + eps)
+    return weight * (x * _spread(rstd, x.shape[-1])).to(hidden_states.dtype)
+
+
 def _silu_gate(module: Any) -> str | None:
     """Upstream's gated norms name their gate's activation; a class without the attribute is SiLU by definition."""
     activation = getattr(module, "activation", "silu")
@@ -78,8 +116,9 @@ def _case(
         arguments: dict[str, Any] = {"hidden_states": activation(scale), "eps": 1e-6}
         if "weight" in roles:
             arguments["weight"] = randn((width,), weight_dtype or dtype, device, generator) * 0.2 + 1.0
-        if "gate" in roles:
-            arguments["gate"] = activation(1.0)
+        for name in ("gate", "residual"):
+            if name in roles:
+                arguments[name] = activation(scale if name == "residual" else 1.0)
         return arguments
 
     return InputCase(name, make, role, {"width": shape[-1]})
@@ -122,9 +161,12 @@ def _case_at(*roles: str) -> Callable[[Mapping[str, int], int], InputCase]:
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
-    """Forward reads x and writes y, backward reads both x and dy and writes dx; a gate adds two reads and a write."""
+    """Forward reads x and writes y, backward reads both x and dy and writes dx.
+
+    A gate adds two reads and a write; a residual is read, the sum written, and the sum's gradient read.
+    """
     x = arguments["hidden_states"]
-    passes = 5 + (3 if "gate" in arguments else 0)
+    passes = 5 + (3 if "gate" in arguments or "residual" in arguments else 0)
     return Cost(bytes=passes * x.numel() * x.element_size())
 
 
@@ -160,6 +202,26 @@ _VARIANTS = (
         site_shape=_site_shape,
         case_at=_case_at("weight", "gate"),
         description="standard, then times silu(gate)",
+    ),
+    OpVariant(
+        "residual",
+        residual,
+        _cases("weight", "residual"),
+        ("hidden_states", "residual", "weight"),
+        _cost,
+        site_shape=_site_shape,
+        case_at=_case_at("weight", "residual"),
+        description="standard of a residual sum, and the sum",
+    ),
+    OpVariant(
+        "batch_invariant",
+        batch_invariant,
+        _cases("weight"),
+        ("hidden_states", "weight"),
+        _cost,
+        site_shape=_site_shape,
+        case_at=_case_at("weight"),
+        description="standard, a row's bits free of its batch",
     ),
     OpVariant(
         "unweighted", unweighted, _cases(), ("hidden_states",), _cost, case_at=_case_at(), description="no weight"

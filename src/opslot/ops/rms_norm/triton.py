@@ -2,7 +2,7 @@
 
 Backward recomputes the row's statistics from the `x` it must load anyway, so forward saves nothing but its inputs.
 The weight's gradient is summed per program in registers, then over programs by a second kernel in a fixed order: no
-atomics, the same bits every run. A row's numbers depend on neither its place nor the number of rows.
+atomics, the same bits every run. A row's numbers depend on neither its place nor the number of rows (`_rows`).
 
 Times on an H200 are in benchmarks/results/elementwise_h200.json.
 """
@@ -31,14 +31,18 @@ def _forward_kernel(
     x_ptr,
     weight_ptr,
     gate_ptr,
+    residual_ptr,
     out_ptr,
+    sum_ptr,
     x_stride,
     gate_stride,
+    residual_stride,
     rows,
     eps,
     OFFSET: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_GATE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -47,6 +51,11 @@ def _forward_kernel(
     column = tl.arange(0, COLUMNS)[None, :]
     mask = (row < rows) & (column < WIDTH)
     stored = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        added = tl.load(residual_ptr + row * residual_stride + column, mask=mask, other=0.0).to(tl.float32)
+        # Upstream's sum is a tensor of the model's dtype, and the norm is that of the rounded sum.
+        stored = (stored.to(tl.float32) + added).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * WIDTH + column, stored, mask=mask)
     x = stored.to(tl.float32)
     normalized = x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / WIDTH + eps)
     if HAS_WEIGHT:
@@ -66,6 +75,7 @@ def _forward_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
     dout_ptr,
+    dsum_ptr,
     x_ptr,
     weight_ptr,
     gate_ptr,
@@ -73,6 +83,7 @@ def _backward_kernel(
     dgate_ptr,
     partial_ptr,
     dout_stride,
+    dsum_stride,
     x_stride,
     gate_stride,
     rows,
@@ -80,6 +91,7 @@ def _backward_kernel(
     OFFSET: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_GATE: tl.constexpr,
+    HAS_DSUM: tl.constexpr,
     NEED_X: tl.constexpr,
     NEED_WEIGHT: tl.constexpr,
     NEED_GATE: tl.constexpr,
@@ -118,6 +130,8 @@ def _backward_kernel(
                 dnormalized *= weight
             along = tl.sum(dnormalized * normalized, axis=1, keep_dims=True) / WIDTH
             dx = rstd * (dnormalized - normalized * along)
+            if HAS_DSUM:
+                dx += tl.load(dsum_ptr + row * dsum_stride + column, mask=mask, other=0.0).to(tl.float32)
             tl.store(dx_ptr + row * WIDTH + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_WEIGHT:
         total = tl.sum(dweight, axis=0)
@@ -176,47 +190,111 @@ def backward_plan(width: int, element_bytes: int) -> Plan:
 
 
 def _out_dtype(x: Tensor, weight: Tensor | None, gate: Tensor | None, offset: bool) -> torch.dtype:
-    if weight is None or offset or gate is not None:
+    if weight is None or offset or gate is not None or weight.dtype == x.dtype:
         return x.dtype
     return torch.promote_types(x.dtype, weight.dtype)
 
 
+def _dense(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Uninitialized rows without gaps."""
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int]:
+    """`as_rows`, copied where the alignment of pointer and stride does not follow from the width alone.
+
+    Triton lays out a tile, and so orders the sum over a row, by that alignment: without the copy a row on its own
+    could differ in its last bit from the same row in a batch.
+    """
+    rows, stride = as_rows(x)
+    width = rows.shape[-1]
+    fits = stride == width if width & 15 else not (stride | rows.data_ptr()) & 15
+    return (rows, stride) if fits else (rows.clone(memory_format=torch.contiguous_format), width)
+
+
+def _run_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    gate: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    total: Tensor | None,
+    eps: float,
+    offset: bool,
+) -> None:
+    """Write `out`, and with a residual also the sum, `total`."""
+    width = x.shape[-1]
+    rows = x.numel() // width
+    x, x_stride = _rows(x)
+    gate, gate_stride = (None, 0) if gate is None else _rows(gate)
+    residual, residual_stride = (None, 0) if residual is None else _rows(residual)
+    plan = forward_plan(width)
+    _launch_forward(
+        (cdiv(rows, plan.rows), 1, 1),
+        (x, None if weight is None else weight.contiguous(), gate, residual, out, total),
+        (x_stride, gate_stride, residual_stride),
+        (rows, eps),
+        (offset, weight is not None, gate is not None, residual is not None, width, plan.rows, plan.columns),
+        plan.warps,
+    )
+
+
+def _run_backward(
+    dout: Tensor,
+    dsum: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    gate: Tensor | None,
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
+    eps: float,
+    offset: bool,
+) -> None:
+    """Write those of the `gradients` of x, weight and gate that are not None."""
+    dx, dweight, dgate = gradients
+    width = x.shape[-1]
+    rows = x.numel() // width
+    element_bytes = sum(t.element_size() for t in (dout, dsum, x, gate) if t is not None)
+    plan = backward_plan(width, element_bytes)
+    programs = min(cdiv(rows, plan.rows), multiprocessor_count(x.device) * plan.programs)
+    partial = None if dweight is None else x.new_empty((programs, width), dtype=torch.float32)
+    dout, dout_stride = _rows(dout)
+    x, x_stride = _rows(x)
+    dsum, dsum_stride = (None, 0) if dsum is None else _rows(dsum)
+    gate, gate_stride = (None, 0) if gate is None else _rows(gate)
+    _launch_backward(
+        (programs, 1, 1),
+        (dout, dsum, x, None if weight is None else weight.contiguous(), gate, dx, dgate, partial),
+        (dout_stride, dsum_stride, x_stride, gate_stride),
+        (rows, eps),
+        (
+            offset,
+            weight is not None,
+            gate is not None,
+            dsum is not None,
+            dx is not None,
+            dweight is not None,
+            dgate is not None,
+            width,
+            plan.rows,
+            plan.columns,
+            plan.stages,
+        ),
+        plan.warps,
+    )
+    if partial is not None:
+        _launch_sum_partials((cdiv(width, 8), 1, 1), (partial, dweight), (), (programs,), (width, 256, 8), 4)
+
+
 def _fake_forward(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool) -> Tensor:
-    return x.new_empty(x.shape, dtype=_out_dtype(x, weight, gate, offset))
+    return _dense(x, _out_dtype(x, weight, gate, offset))
 
 
 @opaque_op("rms_norm(Tensor x, Tensor? weight, Tensor? gate, float eps, bool offset) -> Tensor", fake=_fake_forward)
 def _forward(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool) -> Tensor:
-    out = torch.empty_like(x, dtype=_out_dtype(x, weight, gate, offset), memory_format=torch.contiguous_format)
-    if x.numel() == 0:
-        return out
-    width = x.shape[-1]
-    rows = x.numel() // width
-    x, x_stride = as_rows(x)
-    gate, gate_stride = (None, 0) if gate is None else as_rows(gate)
-    plan = forward_plan(width)
-    _launch_forward(
-        (cdiv(rows, plan.rows), 1, 1),
-        (x, None if weight is None else weight.contiguous(), gate, out),
-        (x_stride, gate_stride),
-        (rows, eps),
-        (offset, weight is not None, gate is not None, width, plan.rows, plan.columns),
-        plan.warps,
-    )
+    out = _dense(x, _out_dtype(x, weight, gate, offset))
+    if x.numel():
+        _run_forward(x, weight, gate, None, out, None, eps, offset)
     return out
-
-
-def _gradients(
-    x: Tensor, weight: Tensor | None, gate: Tensor | None, need_x: bool, need_weight: bool, need_gate: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialized gradients; empty tensors stand for those that nobody needs."""
-
-    def one(source: Tensor | None, need: bool) -> Tensor:
-        if source is None or not need:
-            return x.new_empty(0)
-        return torch.empty_like(source, memory_format=torch.contiguous_format)
-
-    return one(x, need_x), one(weight, need_weight), one(gate, need_gate)
 
 
 def _fake_backward(
@@ -229,8 +307,12 @@ def _fake_backward(
     need_x: bool,
     need_weight: bool,
     need_gate: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(x, weight, gate, need_x, need_weight, need_gate)
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return (
+        _dense(x, x.dtype) if need_x else None,
+        torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight and weight is not None else None,
+        _dense(gate, gate.dtype) if need_gate and gate is not None else None,
+    )
 
 
 @opaque_op(
@@ -248,41 +330,51 @@ def _backward(
     need_x: bool,
     need_weight: bool,
     need_gate: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dweight, dgate = _gradients(x, weight, gate, need_x, need_weight, need_gate)
-    if x.numel() == 0:
-        return dx, dweight.zero_(), dgate
-    width = x.shape[-1]
-    rows = x.numel() // width
-    element_bytes = x.element_size() + dout.element_size() + (0 if gate is None else gate.element_size())
-    plan = backward_plan(width, element_bytes)
-    programs = min(cdiv(rows, plan.rows), multiprocessor_count(x.device) * plan.programs)
-    partial = x.new_empty((programs, width), dtype=torch.float32) if need_weight else None
-    dout, dout_stride = as_rows(dout)
-    x, x_stride = as_rows(x)
-    gate, gate_stride = (None, 0) if gate is None else as_rows(gate)
-    _launch_backward(
-        (programs, 1, 1),
-        (dout, x, None if weight is None else weight.contiguous(), gate, dx, dgate, partial),
-        (dout_stride, x_stride, gate_stride),
-        (rows, eps),
-        (
-            offset,
-            weight is not None,
-            gate is not None,
-            need_x,
-            need_weight,
-            need_gate,
-            width,
-            plan.rows,
-            plan.columns,
-            plan.stages,
-        ),
-        plan.warps,
-    )
-    if partial is not None:
-        _launch_sum_partials((cdiv(width, 8), 1, 1), (partial, dweight), (), (programs,), (width, 256, 8), 4)
-    return dx, dweight, dgate
+) -> tuple[Tensor | None, ...]:
+    gradients = _fake_backward(dout, x, weight, gate, eps, offset, need_x, need_weight, need_gate)
+    if x.numel():
+        _run_backward(dout, None, x, weight, gate, gradients, eps, offset)
+    elif gradients[1] is not None:
+        gradients[1].zero_()
+    return gradients
+
+
+def _fake_residual_forward(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = _dense(x, torch.promote_types(x.dtype, residual.dtype))
+    return _dense(x, _out_dtype(total, weight, None, False)), total
+
+
+@opaque_op(
+    "rms_norm_residual(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    fake=_fake_residual_forward,
+)
+def _residual_forward(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    out, total = _fake_residual_forward(x, residual, weight, eps)
+    if x.numel():
+        _run_forward(x, weight, None, residual, out, total, eps, False)
+    return out, total
+
+
+def _fake_residual_backward(
+    dout: Tensor, dsum: Tensor | None, total: Tensor, weight: Tensor, eps: float, need_x: bool, need_weight: bool
+) -> tuple[Tensor | None, ...]:
+    return _fake_backward(dout, total, weight, None, eps, False, need_x, need_weight, False)[:2]
+
+
+@opaque_op(
+    "rms_norm_residual_backward(Tensor dout, Tensor? dsum, Tensor total, Tensor weight, float eps,"
+    " bool need_x, bool need_weight) -> (Tensor, Tensor)",
+    fake=_fake_residual_backward,
+)
+def _residual_backward(
+    dout: Tensor, dsum: Tensor | None, total: Tensor, weight: Tensor, eps: float, need_x: bool, need_weight: bool
+) -> tuple[Tensor | None, ...]:
+    dx, dweight = _fake_residual_backward(dout, dsum, total, weight, eps, need_x, need_weight)
+    if total.numel():
+        _run_backward(dout, dsum, total, weight, None, (dx, dweight, None), eps, False)
+    elif dweight is not None:
+        dweight.zero_()
+    return dx, dweight
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -301,17 +393,54 @@ class _RMSNorm(torch.autograd.Function):
         return dx if need_x else None, dweight if need_weight else None, dgate if need_gate else None, None, None
 
 
-def _rms_norm(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool) -> Tensor:
+class _ResidualRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        out, total = _residual_forward(x, residual, weight, eps)
+        ctx.save_for_backward(total, weight)
+        ctx.set_materialize_grads(False)
+        ctx.eps, ctx.dtypes = eps, (x.dtype, residual.dtype)
+        return out, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dsum: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight = ctx.saved_tensors
+        need_x, need_residual, need_weight, _ = ctx.needs_input_grad
+        dx, dweight = dsum, None
+        if dout is not None:
+            need_sum = need_x or need_residual
+            dx, dweight = _residual_backward(dout, dsum, total, weight, ctx.eps, need_sum, need_weight)
+
+        def of(dtype: torch.dtype, need: bool) -> Tensor | None:
+            return dx.to(dtype) if need and dx is not None else None
+
+        of_x, of_residual = (of(*wanted) for wanted in zip(ctx.dtypes, (need_x, need_residual), strict=True))
+        return of_x, of_residual, dweight if need_weight else None, None
+
+
+def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None = None, residual: Tensor | None = None) -> None:
+    width = x.shape[-1:]
+    if (
+        x.dtype in DTYPES
+        and width[0] <= MAX_WIDTH
+        and (weight is None or (weight.dtype in DTYPES and weight.shape == width))
+        and (gate is None or (gate.dtype in DTYPES and gate.shape == x.shape))
+        and (residual is None or (residual.dtype in DTYPES and residual.shape == x.shape))
+    ):
+        return
     label = f"rms_norm{'_gated' if gate is not None else ''}_implementation='triton'"
-    for name, tensor in (("hidden_states", x), ("weight", weight), ("gate", gate)):
+    wanted = {"hidden_states": (x, x.shape), "weight": (weight, width), "gate": (gate, x.shape)}
+    for name, (tensor, shape) in (wanted | {"residual": (residual, x.shape)}).items():
         if tensor is not None and tensor.dtype not in DTYPES:
             refuse(label, name, f"its dtype is {tensor.dtype}, not float32, bfloat16 or float16", "use eager")
-    if x.shape[-1] > MAX_WIDTH:
-        refuse(label, "hidden_states", f"its rows are {x.shape[-1]} wide, the limit is {MAX_WIDTH}", "use eager")
-    if weight is not None and weight.shape != x.shape[-1:]:
-        refuse(label, "weight", f"its shape is {tuple(weight.shape)}, not ({x.shape[-1]},)", "use eager")
-    if gate is not None and gate.shape != x.shape:
-        refuse(label, "gate", f"its shape is {tuple(gate.shape)}, not {tuple(x.shape)}", "use eager")
+        if tensor is not None and tensor.shape != shape:
+            refuse(label, name, f"its shape is {tuple(tensor.shape)}, not {tuple(shape)}", "use eager")
+    refuse(label, "hidden_states", f"its rows are {width[0]} wide, the limit is {MAX_WIDTH}", "use eager")
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool) -> Tensor:
+    _check(x, weight, gate)
     return _RMSNorm.apply(x, weight, gate, float(eps), offset)
 
 
@@ -333,3 +462,14 @@ def gated(hidden_states: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Te
 def unweighted(hidden_states: Tensor, eps: float) -> Tensor:
     """`op.unweighted`, within the limits of `standard`."""
     return _rms_norm(hidden_states, None, None, eps, False)
+
+
+def residual(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`op.residual`, within the limits of `standard`; one pass forward, one backward that adds the sum's gradient."""
+    _check(hidden_states, weight, residual=residual)
+    return _ResidualRMSNorm.apply(hidden_states, residual, weight, float(eps))
+
+
+def batch_invariant(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`op.batch_invariant`, within the limits of `standard`, which has the property."""
+    return standard(hidden_states, weight, eps)

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import triton
@@ -244,6 +244,51 @@ def _plan(q_heads: int, k_heads: int, rotary: int, width: int) -> Plan:
     return Plan(groups, q_tile, k_tile, half, half_tile, spare, triton.next_power_of_2(max(spare, 1)), warps)
 
 
+@functools.lru_cache(maxsize=1024)
+def _arguments(
+    shape: tuple[int, ...],
+    q_strides: tuple[tuple[int, ...], ...],
+    k_heads: int,
+    k_strides: tuple[tuple[int, ...], ...],
+    cos_shape: tuple[int, ...],
+    cos_strides: tuple[int, ...],
+    sin_strides: tuple[int, ...],
+    interleaved: bool,
+    inverse: bool,
+) -> tuple[tuple[int, int, int], tuple[int, ...], tuple[Any, ...], int]:
+    """Grid, scalars, constants and warps of a launch.
+
+    Args:
+        shape: q's, [B, heads, S, D].
+        q_strides, k_strides: of the tensor read and of the one written; `k_heads` is 0 where there is no k.
+    """
+    batch, q_heads, tokens, width = shape
+    plan = _plan(q_heads, k_heads, cos_shape[-1], width)
+    strides = []
+    for batch_stride, head_stride, token_stride, _ in (q_strides[0], k_strides[0], q_strides[1], k_strides[1]):
+        strides += [batch_stride, token_stride, head_stride]
+    for batch_stride, token_stride, _ in (cos_strides, sin_strides):
+        strides += [batch_stride if cos_shape[0] > 1 else 0, token_stride]
+    unit = math.gcd(16, *strides)
+    constants = (
+        inverse,
+        interleaved and not inverse,
+        interleaved and inverse,
+        plan.half,
+        plan.half_tile,
+        plan.spare,
+        plan.spare_tile,
+        unit,
+        plan.q_tile,
+        plan.k_tile,
+    )
+    scalars = (*(stride // unit for stride in strides), tokens, q_heads, k_heads)
+    return (batch * tokens, plan.groups, 1), scalars, constants, plan.warps
+
+
+_NO_STRIDES: tuple[tuple[int, ...], ...] = ((0, 0, 0, 0), (0, 0, 0, 0))
+
+
 def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Like `x` in its order of dimensions, without gaps; contiguous where that would not keep channels adjacent."""
     out = torch.empty_like(x, dtype=dtype)
@@ -252,8 +297,8 @@ def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _fake_rotary(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, dtype: torch.dtype, interleaved: bool, inverse: bool
-) -> tuple[Tensor, Tensor]:
-    return _empty_like(q, dtype), q.new_empty(0) if k is None else _empty_like(k, dtype)
+) -> tuple[Tensor, Tensor | None]:
+    return _empty_like(q, dtype), None if k is None else _empty_like(k, dtype)
 
 
 @opaque_op(
@@ -263,58 +308,33 @@ def _fake_rotary(
 )
 def _rotary(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, dtype: torch.dtype, interleaved: bool, inverse: bool
-) -> tuple[Tensor, Tensor]:
-    """Turn one or two tensors [B, heads, S, D] by angles [B or 1, S, R]; results in `dtype`, none's is empty."""
+) -> tuple[Tensor, Tensor | None]:
+    """Turn one or two tensors [B, heads, S, D] by angles [B or 1, S, R]; results in `dtype`."""
     q_out, k_out = _fake_rotary(q, k, cos, sin, dtype, interleaved, inverse)
-    batch, q_heads, tokens, width = q.shape
-    if batch * tokens == 0:
+    if q.numel() == 0:
         return q_out, k_out
     q, cos, sin = _adjacent(q), _adjacent(cos), _adjacent(sin)
-    k = None if k is None else _adjacent(k)
-    plan = _plan(q_heads, 0 if k is None else k.shape[1], cos.shape[-1], width)
-    strides = (
-        *_strides(q),
-        *_strides(k),
-        *_strides(q_out),
-        *_strides(None if k is None else k_out),
-        cos.stride(0) if cos.shape[0] > 1 else 0,
-        cos.stride(1),
-        sin.stride(0) if sin.shape[0] > 1 else 0,
-        sin.stride(1),
+    k_heads, k_strides = 0, _NO_STRIDES
+    if k is not None and k_out is not None:
+        k = _adjacent(k)
+        k_heads, k_strides = k.shape[1], (k.stride(), k_out.stride())
+    grid, scalars, constants, warps = _arguments(
+        q.shape,
+        (q.stride(), q_out.stride()),
+        k_heads,
+        k_strides,
+        cos.shape,
+        cos.stride(),
+        sin.stride(),
+        interleaved,
+        inverse,
     )
-    unit = math.gcd(16, *strides)
-    _launch(
-        (batch * tokens, plan.groups, 1),
-        (q, k, cos, sin, q_out, None if k is None else k_out),
-        (),
-        (*(stride // unit for stride in strides), tokens, q_heads, 0 if k is None else k.shape[1]),
-        (
-            inverse,
-            interleaved and not inverse,
-            interleaved and inverse,
-            plan.half,
-            plan.half_tile,
-            plan.spare,
-            plan.spare_tile,
-            unit,
-            plan.q_tile,
-            plan.k_tile,
-        ),
-        plan.warps,
-    )
+    _launch(grid, (q, k, cos, sin, q_out, k_out), (), scalars, constants, warps)
     return q_out, k_out
 
 
 def _adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _strides(x: Tensor | None) -> tuple[int, int, int]:
-    """Of batch, token and head in [B, heads, S, D]."""
-    if x is None:
-        return 0, 0, 0
-    batch, head, token, _ = x.stride()
-    return batch, token, head
 
 
 class _Rotary(torch.autograd.Function):
@@ -325,7 +345,7 @@ class _Rotary(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)
         ctx.interleaved, ctx.dtype = interleaved, q.dtype
-        dtype = q.dtype if keep_dtype else torch.promote_types(q.dtype, cos.dtype)
+        dtype = q.dtype if keep_dtype or q.dtype == cos.dtype else torch.promote_types(q.dtype, cos.dtype)
         return _rotary(q, k, cos, sin, dtype, interleaved, False)
 
     @staticmethod
@@ -343,6 +363,24 @@ class _Rotary(torch.autograd.Function):
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Everything that would otherwise be a wrong number; `q` and `k` are [B, heads, S, D] here."""
+    if q.ndim == k.ndim == 4 and q.dtype == k.dtype and cos.shape == sin.shape and cos.ndim == 3:
+        batch, _, tokens, width = q.shape
+        k_batch, _, k_tokens, k_width = k.shape
+        rows, cos_tokens, _ = cos.shape
+        if (
+            (k_batch, k_tokens, k_width, cos_tokens) == (batch, tokens, width, tokens)
+            and rows in (1, batch)
+            and q.dtype in DTYPES
+            and cos.dtype in DTYPES
+            and sin.dtype in DTYPES
+            and not cos.requires_grad
+            and not sin.requires_grad
+        ):
+            return
+    _explain(q, k, cos, sin)
+
+
+def _explain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> NoReturn:
     for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         if x.dtype not in DTYPES:
             refuse(_LABEL, name, f"its dtype is {x.dtype}, not float32, bfloat16 or float16", "use eager")
@@ -353,11 +391,11 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     batch, _, tokens, width = q.shape
     if (k.shape[0], k.shape[2], k.shape[3]) != (batch, tokens, width):
         refuse(_LABEL, "k", f"its shape is {tuple(k.shape)} beside q's {tuple(q.shape)}", "use eager")
-    for name, x in (("cos", cos), ("sin", sin)):
-        if x.shape != cos.shape or x.shape[0] not in (1, batch) or x.shape[1] != tokens:
-            refuse(_LABEL, name, f"its shape is {tuple(x.shape)} for q's {tuple(q.shape)}", "use eager")
-        if x.requires_grad:
-            refuse(_LABEL, name, "it requires a gradient, and only q and k receive one", "use eager")
+    name, x = ("cos", cos) if cos.requires_grad else ("sin", sin)
+    if x.requires_grad:
+        refuse(_LABEL, name, "it requires a gradient, and only q and k receive one", "use eager")
+    name, x = ("sin", sin) if sin.shape != cos.shape else ("cos", cos)
+    refuse(_LABEL, name, f"its shape is {tuple(x.shape)} for q's {tuple(q.shape)}", "use eager")
 
 
 def _apply(

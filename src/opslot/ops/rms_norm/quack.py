@@ -1,0 +1,44 @@
+"""quack-kernels' RMSNorm on CuTe (SM90 and newer), with its own backward."""
+
+from __future__ import annotations
+
+import torch
+from quack.rmsnorm import rmsnorm
+from torch import Tensor
+
+from opslot.ops._common.library import refuse
+from opslot.ops._common.specs import FLOATS
+
+_LABEL = "rms_norm_implementation='quack'"
+
+
+def _check(x: Tensor, weight: Tensor | None) -> None:
+    """Refuse what quack would stop at with an assertion, or not compile."""
+    for name, tensor in (("hidden_states", x), ("weight", weight)):
+        if tensor is not None and tensor.dtype not in FLOATS:
+            found = f"its dtype is {tensor.dtype}, not float32, bfloat16 or float16"
+            refuse(_LABEL, name, found, "use eager")
+    if x.shape[-1] % 8:
+        found = f"its rows are {x.shape[-1]} wide, not a multiple of 8"
+        refuse(_LABEL, "hidden_states", found, "use triton or eager")
+    if weight is not None and weight.shape != x.shape[-1:]:
+        refuse(_LABEL, "weight", f"its shape is {tuple(weight.shape)}, not ({x.shape[-1]},)", "use eager")
+
+
+def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`op.standard` for float32, bfloat16 and float16 and widths that are multiples of 8."""
+    _check(hidden_states, weight)
+    dtype = torch.promote_types(weight.dtype, hidden_states.dtype)
+    return rmsnorm(hidden_states, weight, out_dtype=dtype, eps=eps)
+
+
+def offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`op.offset`, within the limits of `standard`; quack-kernels 0.6.3 and later add the offset, in fp32."""
+    _check(hidden_states, weight)
+    return rmsnorm(hidden_states, weight, eps=eps, weight_offset=1.0)
+
+
+def unweighted(hidden_states: Tensor, eps: float) -> Tensor:
+    """`op.unweighted`, within the limits of `standard`."""
+    _check(hidden_states, None)
+    return rmsnorm(hidden_states, eps=eps)

@@ -1,0 +1,113 @@
+"""The launcher's direct way, on a kernel that records its launches instead of running."""
+
+import pytest
+import torch
+
+from opslot.ops._common.triton import Launcher
+
+
+class Kernel:
+    """Stands for a `triton.jit` function and, as `compiled`, for the form that Triton returns from a launch."""
+
+    def __init__(self):
+        self.slow, self.direct = [], []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, num_warps):
+            self.slow.append((grid, *arguments))
+            return Compiled(self.direct)
+
+        return launch
+
+
+class Compiled:
+    def __init__(self, log):
+        self.log = log
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.log.append((grid, *arguments))
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    return Kernel()
+
+
+GRID = (3, 1, 1)
+
+
+def test_the_second_launch_is_direct_with_addresses(kernel):
+    launch = Launcher(kernel)
+    x, y = torch.zeros(16), torch.zeros(16)
+    for _ in range(3):
+        launch(GRID, (x, None, y), (16,), (7, 0.5), (True, 64), 4)
+    assert kernel.slow == [(GRID, x, None, y, 16, 7, 0.5, True, 64)]
+    assert kernel.direct == [(GRID, x.data_ptr(), None, y.data_ptr(), 16, 7, 0.5, True, 64)] * 2
+
+
+def test_a_tuple_of_tensors_is_a_tuple_of_addresses(kernel):
+    launch = Launcher(kernel)
+    layers = tuple(torch.zeros(16) for _ in range(3))
+    for _ in range(2):
+        launch(GRID, (layers,), (), (), (3,), 4)
+    assert kernel.direct == [(GRID, tuple(x.data_ptr() for x in layers), 3)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: (GRID, (x.to(torch.float16),), (16,), (), (1,), 4),
+        lambda x: (GRID, (x,), (16,), (), (2,), 4),
+        lambda x: (GRID, (x,), (16,), (), (1,), 8),
+    ],
+    ids=["dtype", "constant", "warps"],
+)
+def test_another_form_is_compiled_of_its_own(kernel, change):
+    launch = Launcher(kernel)
+    x = torch.zeros(16)
+    launch(GRID, (x,), (16,), (), (1,), 4)
+    launch(*change(x))
+    assert (len(kernel.slow), len(kernel.direct)) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "strides", "scalars"),
+    [
+        (lambda x: (x[1:],), (16,), ()),
+        (lambda x: ((x, x[1:]),), (16,), ()),
+        (lambda x: (x,), (24,), ()),
+        (lambda x: (x,), (2**31,), ()),
+        (lambda x: (x,), (16,), (2**31,)),
+        (lambda x: (x, torch.zeros(16, device="meta")), (16,), ()),
+    ],
+    ids=["address", "one of a tuple", "stride", "wide stride", "wide scalar", "another device"],
+)
+def test_what_triton_specializes_otherwise_goes_its_own_way(kernel, tensors, strides, scalars, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0 if x.device.type == "meta" else -1)
+    launch = Launcher(kernel)
+    x = torch.zeros(32)
+    for _ in range(2):
+        launch(GRID, tensors(x), strides, scalars, (1,), 4)
+    assert (len(kernel.slow), len(kernel.direct)) == (2, 0)
+
+
+def test_another_current_device_is_entered(kernel, monkeypatch):
+    entered = []
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            entered.append(self.index)
+            monkeypatch.setattr(torch.cuda, "current_device", lambda: self.index)
+
+        def __exit__(self, *error):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    Launcher(kernel)(GRID, (torch.zeros(16),), (), (), (), 4)
+    assert (entered, len(kernel.slow)) == ([-1], 1)
