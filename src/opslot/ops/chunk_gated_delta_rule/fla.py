@@ -6,6 +6,15 @@ import torch
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_chunk
 from torch import Tensor
 
+from opslot._base.device import package_version
+from opslot.ops._common.library import refuse
+from opslot.ops.chunk_gated_delta_rule.op import check_shapes
+
+_LABEL = "chunk_gated_delta_rule_implementation='fla'"
+_WIDEST_KEY = 256
+# fla's own grouping of heads reads each key once; releases before 0.6 were not tried with it.
+_GROUPS_HEADS = tuple(int(part) for part in (package_version("fla-core") or "0.0").split(".")[:2]) >= (0, 6)
+
 
 def chunk_gated_delta_rule(
     query: Tensor,
@@ -18,9 +27,18 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Contract: see `op.reference`."""
+    """`op.reference` for float16 and bfloat16 and keys up to 256 wide.
+
+    The first call with new widths, heads or dtype tunes fla's kernels, minutes of compiling that fla keeps on disk.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dtype not in (torch.float16, torch.bfloat16):
+            refuse(_LABEL, name, f"its dtype is {tensor.dtype}, not bfloat16 or float16", "use torch_chunked")
+    if key.shape[3] > _WIDEST_KEY:
+        refuse(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {_WIDEST_KEY}", "use torch_chunked")
+    check_shapes(_LABEL, key, value, initial_state, cu_seqlens)
     groups = value.shape[2] // key.shape[2]
-    if groups > 1:
+    if groups > 1 and not _GROUPS_HEADS:
         query, key = query.repeat_interleave(groups, 2), key.repeat_interleave(groups, 2)
     return fla_chunk(
         query,

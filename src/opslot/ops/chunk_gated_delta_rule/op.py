@@ -1,9 +1,11 @@
 """The gated delta rule (Yang et al. 2024, "Gated Delta Networks", equation 10): contract, reference, cases, cost.
 
 Shapes: `query`, `key` [B, S, K_heads, K]; `value` [B, S, V_heads, V] with V_heads a multiple of K_heads; `g` (log
-    decay, <= 0) and `beta`
-[B, S, V_heads]; state [B, V_heads, K, V]. `cu_seqlens` (int32 or int64, [documents + 1], B = 1) starts every document
-from an empty state, so packed documents never see each other.
+decay, <= 0) and `beta` [B, S, V_heads]; state [B, V_heads, K, V]. `cu_seqlens` (int32 or int64, [documents + 1], over
+the S tokens of B = 1) gives every document a state of its own, so packed documents never see each other; upstream's own
+code knows nothing of it.
+
+Shape suffixes below: N chunks, D documents, H value heads, T tokens of a chunk, K and V widths of a head.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from opslot.ops._common.cases import randn
+from opslot.ops._common.library import refuse
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant
+
+# Tokens of a chunk: within one, the recurrence is products and a triangular system; between two it is one step.
+_CHUNK = 64
 
 
 def reference(
@@ -31,40 +37,134 @@ def reference(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Token by token: S = exp(g) S; S += k (beta (v - S^T k))^T; out = S^T q / sqrt(K).
+    """Per token: S = exp(g) S; S += k (beta (v - S^T k))^T; out = S^T q / sqrt(K).
 
-    Computes in fp32 (fp64 for fp64 input). Returns the output [B, S, V_heads, V] in `query`'s dtype and, if asked for,
-    the last state of each row (with `cu_seqlens`: of each document).
+    Chunk by chunk, all documents side by side (section 3.3 of the paper); in fp32, or fp64 for fp64 input. With
+    `use_qk_l2norm_in_kernel`, queries and keys are first divided by their norms.
+
+    Returns:
+        The output [B, S, V_heads, V] in `query`'s dtype and, if asked for, the last state of each row (with
+        `cu_seqlens`: of each document) in the dtype computed in; `initial_state` has the same shape.
+
+    Raises:
+        KernelError: `cu_seqlens` with several rows, or heads that do not divide.
     """
-    groups = value.shape[2] // key.shape[2]
+    check_shapes("chunk_gated_delta_rule", key, value, initial_state, cu_seqlens)
     wide = torch.promote_types(query.dtype, torch.float32)
-    q, k, v, decay, rate = (x.to(wide) for x in (query, key, value, g.exp(), beta))
+    batch, length, heads, v_width = value.shape
+    bounds = [length * i for i in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    plan = _Schedule(bounds, value.device)
+    q, k, v, log_decay, rate = (plan.chunks(x, wide) for x in (query, key, value, g[..., None], beta[..., None]))
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    q, k = (x.repeat_interleave(groups, 2) for x in (q * query.shape[-1] ** -0.5, k))
-    spans = [(0, q.shape[1])] if cu_seqlens is None else _spans(cu_seqlens)
-    outputs, states = [], []
-    for i, (start, stop) in enumerate(spans):
-        if initial_state is None:
-            state = q.new_zeros(q.shape[0], v.shape[2], q.shape[3], v.shape[3])
-        else:
-            state = initial_state.to(wide) if cu_seqlens is None else initial_state[i : i + 1].to(wide)
-        for t in range(start, stop):
-            state = state * decay[:, t, :, None, None]
-            predicted = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
-            correction = (v[:, t] - predicted) * rate[:, t, :, None]
-            state = state + k[:, t, :, :, None] * correction[:, :, None, :]
-            outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
-        states.append(state)
-    out = torch.stack(outputs, 1).to(query.dtype) if outputs else torch.empty_like(value)
-    return out, torch.cat(states) if output_final_state else None
+    groups = heads // key.shape[2]
+    q_NHTK, k_NHTK = (x.repeat_interleave(groups, 1) for x in (q * key.shape[-1] ** -0.5, k))
+
+    state = v.new_zeros(len(bounds) - 1, heads, key.shape[-1], v_width)
+    if initial_state is not None:
+        state = initial_state.to(wide)[plan.order]
+    out_NHTV, state = _scan(q_NHTK, k_NHTK, v, log_decay, rate, state, plan.active)
+    out = plan.tokens(out_NHTV).view(value.shape).to(query.dtype)
+    return out, state[plan.order.argsort()] if output_final_state else None
 
 
-def _spans(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    return list(itertools.pairwise(cu_seqlens.tolist()))
+def check_shapes(
+    kernel: str, key: Tensor, value: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
+    """Refuse arguments that do not fit together, in the name of `kernel`."""
+    if value.shape[2] % key.shape[2]:
+        found = f"{value.shape[2]} heads are no multiple of key's {key.shape[2]}"
+        refuse(kernel, "value", found, "give value a multiple of key's heads")
+    if cu_seqlens is not None and key.shape[0] != 1:
+        refuse(kernel, "cu_seqlens", f"packed documents are one row, there are {key.shape[0]}", "flatten the rows")
+    states = key.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    wanted = (states, value.shape[2], key.shape[3], value.shape[3])
+    if initial_state is not None and initial_state.shape != wanted:
+        refuse(kernel, "initial_state", f"its shape is {tuple(initial_state.shape)}", f"give it the shape {wanted}")
 
 
-def _case(name: str, shape: tuple[int, ...], documents: list[int] | None = None, role: str = "check") -> InputCase:
+class _Schedule:
+    """Chunks of all documents, in the order in which their states need them.
+
+    Attributes:
+        order: documents, those of most chunks first.
+        active: by step, how many documents (of `order`) have a chunk left; the chunks of a step lie together.
+    """
+
+    def __init__(self, bounds: list[int], device: torch.device) -> None:
+        counts = [-(-(stop - start) // _CHUNK) for start, stop in itertools.pairwise(bounds)]
+        order = sorted(range(len(counts)), key=lambda d: -counts[d])
+        self.active = [sum(c > step for c in counts) for step in range(max(counts, default=0))]
+        firsts = [bounds[d] + step * _CHUNK for step, n in enumerate(self.active) for d in order[:n]]
+        stops = [bounds[d + 1] for n in self.active for d in order[:n]]
+        self.order = torch.tensor(order, dtype=torch.int64, device=device)
+        first, stop = torch.tensor([firsts, stops], dtype=torch.int64, device=device)[..., None]
+        index = first + torch.arange(_CHUNK, device=device)
+        self.total = bounds[-1]
+        # A place that no token fills reads the row of zeros behind the last token: it decays and adds nothing.
+        self.index = index.where(index < stop, self.total).flatten()
+
+    def chunks(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, S, heads, width] -> [N, heads, T, width] in `dtype`."""
+        flat = x.reshape(self.total, *x.shape[2:]).to(dtype)
+        flat = torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])
+        return flat[self.index].view(-1, _CHUNK, *flat.shape[1:]).transpose(1, 2)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """[N, heads, T, width] -> [B * S, heads, width]."""
+        place = self.index.new_empty(self.total + 1)
+        place[self.index] = torch.arange(self.index.numel(), device=place.device)
+        return x.transpose(1, 2).flatten(0, 1)[place[:-1]]
+
+
+def _scan(
+    q_NHTK: Tensor,
+    k_NHTK: Tensor,
+    v_NHTV: Tensor,
+    log_decay_NHT1: Tensor,
+    rate_NHT1: Tensor,
+    state_DHKV: Tensor,
+    active: list[int],
+) -> tuple[Tensor, Tensor]:
+    """Outputs of all chunks and the documents' last states.
+
+    Within a chunk token i corrects what the state and the tokens before it predict: its correction u solves
+    (I + A) u = beta (v - k exp(G) S) with A_ij = beta_i (k_i . k_j) exp(G_i - G_j) below the diagonal and G the
+    cumulated log decay. The system is solved once for v and once for k, before the states are known.
+    """
+    width = k_NHTK.shape[-1]
+    cumulated = log_decay_NHT1.cumsum(2)
+    future = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=q_NHTK.device).triu(1)
+    between = (cumulated - cumulated.mT).masked_fill(future, float("-inf")).exp()
+    system = rate_NHT1 * (k_NHTK @ k_NHTK.mT) * between
+    wanted = rate_NHT1 * torch.cat([k_NHTK * cumulated.exp(), v_NHTV], -1)
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    reads, writes = solved[..., :width], solved[..., width:]
+    within = (q_NHTK @ k_NHTK.mT) * between
+    q_NHTK = q_NHTK * cumulated.exp()
+    k_NHTK = k_NHTK * (cumulated[:, :, -1:] - cumulated).exp()
+    decay_NH11 = cumulated[:, :, -1:].exp()
+
+    outputs, finished = [v_NHTV[:0]], []
+    for step, count in zip(_slices(active), active, strict=True):
+        finished.append(state_DHKV[count:])
+        state_DHKV = state_DHKV[:count]
+        correction = writes[step] - reads[step] @ state_DHKV
+        outputs.append(q_NHTK[step] @ state_DHKV + within[step] @ correction)
+        state_DHKV = state_DHKV * decay_NH11[step] + k_NHTK[step].mT @ correction
+    return torch.cat(outputs), torch.cat([state_DHKV, *reversed(finished)])
+
+
+def _slices(sizes: list[int]) -> list[slice]:
+    return [slice(stop - size, stop) for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)]
+
+
+def _case(
+    name: str,
+    shape: tuple[int, ...],
+    documents: list[int] | None = None,
+    role: str = "check",
+) -> InputCase:
     batch, length, k_heads, v_heads, width, v_width = shape
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
@@ -87,8 +187,13 @@ def _case(name: str, shape: tuple[int, ...], documents: list[int] | None = None,
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
+    """Forward reads q, k, v and writes the output; backward reads all four and writes three gradients.
+
+    Three products of a head's state with a token's vectors forward (predict, correct, read), twice that backward.
+    """
     q, v = arguments["query"], arguments["value"]
-    return Cost(bytes=5 * (2 * q.numel() + 2 * v.numel()) * q.element_size() // 2)
+    bytes_moved = (6 * q.numel() + 5 * v.numel()) * q.element_size()
+    return Cost(bytes=bytes_moved, flops=18 * v.numel() * q.shape[-1])
 
 
 OP = OpSpec(
@@ -99,14 +204,18 @@ OP = OpSpec(
             "standard",
             reference,
             [
-                _case("two rows", (2, 70, 2, 4, 32, 32)),
-                _case("packed documents", (1, 90, 2, 2, 32, 64), documents=[17, 1, 64, 8]),
+                # One shape of heads for all: vendors tune anew for each.
+                _case("two rows", (2, 70, 2, 4, 64, 64)),
+                _case("packed documents", (1, 200, 2, 4, 64, 64), documents=[17, 1, 64, 0, 118]),
                 _case("8192x32x128", (1, 8192, 16, 32, 128, 128), role="bench"),
+                _case(
+                    "16384x32x128 in 16 documents", (1, 16384, 16, 32, 128, 128), documents=[1024] * 16, role="bench"
+                ),
             ],
             ("query", "key", "value", "g", "beta"),
             _cost,
             # A chunked kernel reads keys and values rounded to the input's dtype into every product of a chunk, where
-            # the recurrence above rounds once at the end.
+            # the reference rounds once at the end.
             roundings={"bfloat16": 4, "float16": 4, "float32": 64},
         )
     },

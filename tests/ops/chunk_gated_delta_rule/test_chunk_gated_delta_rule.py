@@ -1,0 +1,163 @@
+"""chunk_gated_delta_rule: the chunked reference against the recurrence token by token, and documents apart."""
+
+import itertools
+
+import pytest
+import torch
+
+from opslot import KERNEL_REGISTRY
+from opslot._base.errors import KernelError
+from opslot.ops.chunk_gated_delta_rule import op
+
+
+
+def inputs(length, batch=1, k_heads=2, heads=4, width=16, v_width=24, dtype=torch.float64, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    made = {
+        "query": draw(batch, length, k_heads, width),
+        "key": draw(batch, length, k_heads, width),
+        "value": draw(batch, length, heads, v_width),
+        "g": torch.nn.functional.logsigmoid(draw(batch, length, heads) + 2),
+        "beta": draw(batch, length, heads).sigmoid(),
+    }
+    return {n: t.requires_grad_() for n, t in made.items()}
+
+
+def token_by_token(query, key, value, g, beta, initial_state=None, l2norm=True):
+    """The recurrence as the paper states it."""
+    q, k = query, key
+    if l2norm:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    groups = value.shape[2] // key.shape[2]
+    q, k = (x.repeat_interleave(groups, 2) for x in (q / key.shape[-1] ** 0.5, k))
+    state = initial_state
+    if state is None:
+        state = value.new_zeros(value.shape[0], value.shape[2], key.shape[3], value.shape[3])
+    outputs = []
+    for t in range(query.shape[1]):
+        state = state * g[:, t, :, None, None].exp()
+        predicted = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        correction = beta[:, t, :, None] * (value[:, t] - predicted)
+        state = state + k[:, t, :, :, None] * correction[:, :, None, :]
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return torch.stack(outputs, 1), state
+
+
+def gradients(outputs, leaves):
+    generator = torch.Generator().manual_seed(1)
+    douts = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in outputs]
+    return torch.autograd.grad(outputs, leaves, douts)
+
+
+def assert_same(found, expected, atol=1e-12):
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 130])
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_chunks_are_the_recurrence_token_by_token(length, l2norm):
+    given = inputs(length, batch=2)
+    if not l2norm:
+        # Without the norm a key longer than sqrt(2 / beta) lets the state grow without bound.
+        given["key"] = (given["key"].detach() * 0.1).requires_grad_()
+    state = torch.randn(2, 4, 16, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    found = op.reference(**given, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=l2norm)
+    expected = token_by_token(**given, initial_state=state, l2norm=l2norm)
+    assert_same(found, expected)
+    leaves = [*given.values(), state]
+    assert_same(gradients(found, leaves), gradients(expected, leaves), atol=1e-11)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_packed_documents_are_the_documents_one_by_one(index):
+    documents = [3, 65, 0, 1, 128, 20]
+    given = inputs(sum(documents))
+    states = torch.randn(len(documents), 4, 16, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    states.requires_grad_()
+    bounds = list(itertools.accumulate(documents, initial=0))
+    found = op.reference(
+        **given,
+        initial_state=states,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=torch.tensor(bounds, dtype=index),
+    )
+    alone = []
+    for i, (a, b) in enumerate(itertools.pairwise(bounds)):
+        if a == b:
+            alone.append((given["value"][:, :0], states[i : i + 1]))
+        else:
+            alone.append(token_by_token(**{n: t[:, a:b] for n, t in given.items()}, initial_state=states[i : i + 1]))
+    expected = torch.cat([out for out, _ in alone], 1), torch.cat([state for _, state in alone])
+    assert_same(found, expected)
+    leaves = [*given.values(), states]
+    assert_same(gradients(found, leaves), gradients(expected, leaves), atol=1e-11)
+
+
+def test_a_document_does_not_feel_its_neighbours():
+    given = inputs(100, dtype=torch.float32)
+    other = {n: t.detach().clone() for n, t in given.items()}
+    other["value"][:, :70] = 1e6
+    cu_seqlens = torch.tensor([0, 70, 100])
+    out = [op.reference(**each, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)[0] for each in (given, other)]
+    assert torch.equal(out[0][:, 70:], out[1][:, 70:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reference_agrees_with_upstream(dtype):
+    upstream = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    given = inputs(150, batch=2, k_heads=4, heads=4, dtype=dtype)
+    # The model computes the decay in fp32.
+    given["g"] = given["g"].detach().float().requires_grad_()
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    expected = upstream.torch_chunk_gated_delta_rule(**given, **options)
+    found = op.reference(**given, **options)
+    assert [t.dtype for t in found] == [t.dtype for t in expected]
+    eps = torch.finfo(dtype).eps
+    assert_same(found[:1], expected[:1], atol=eps * expected[0].abs().max().item())
+    assert_same(found[1:], expected[1:], atol=1e-5)
+
+
+def test_no_tokens():
+    given = inputs(0)
+    out, state = op.reference(**given, output_final_state=True)
+    assert out.shape == (1, 0, 4, 24)
+    assert torch.equal(state, torch.zeros(1, 4, 16, 24, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [
+        ({"value": torch.zeros(1, 8, 3, 24)}, "value"),
+        ({"initial_state": torch.zeros(2, 4, 16, 24)}, "initial_state"),
+        ({"cu_seqlens": torch.tensor([0, 4, 8]), "initial_state": torch.zeros(1, 4, 16, 24)}, "initial_state"),
+    ],
+)
+def test_refusals_name_the_argument(change, argument):
+    with pytest.raises(KernelError, match=f"cannot take {argument}"):
+        op.reference(**(inputs(8, dtype=torch.float32) | change))
+
+
+def test_documents_of_several_rows_are_refused():
+    with pytest.raises(KernelError, match="cannot take cu_seqlens: packed documents are one row, there are 2"):
+        op.reference(**inputs(8, batch=2), cu_seqlens=torch.tensor([0, 16]))
+
+
+@pytest.mark.gpu
+def test_fla_carries_states_between_documents():
+    """The last states of one call are the first states of the next, within bf16's products."""
+    kernel = KERNEL_REGISTRY.load("chunk_gated_delta_rule", "standard", "fla")
+    given = inputs(200, width=64, v_width=64, dtype=torch.bfloat16, device="cuda")
+    cu_seqlens = torch.tensor([0, 120, 200], device="cuda", dtype=torch.int32)
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    state = 0.1 * torch.randn(2, 4, 64, 64, device="cuda")
+    found = kernel(**given, **options, initial_state=state, cu_seqlens=cu_seqlens)
+    wide = {n: t.double() for n, t in given.items()}
+    expected = op.reference(**wide, **options, initial_state=state.double(), cu_seqlens=cu_seqlens)
+    for got, want in zip(found, expected, strict=True):
+        assert (got.double() - want).norm() <= 1e-2 * want.norm()
