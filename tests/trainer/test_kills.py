@@ -1,0 +1,153 @@
+"""Two processes that lose a rank, all ranks, or room on the disk: what was saved stays, and the curve goes on."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from opslot.trainer import checkpointing, cli_train
+from opslot.trainer.callbacks import read_metrics
+
+SCRIPT = """
+import os, resource, signal, sys, threading
+from opslot.trainer import TextTrainer, checkpointing, cli_train
+from opslot.trainer.callbacks import Callback
+
+case, file, flag = sys.argv[1:]
+rank = int(os.environ["RANK"])
+
+class Mishap(Callback):
+    def on_step_end(self, trainer, record):
+        if record.step == 3:
+            trainer.saver.wait()
+            if rank == 1 and case == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 1 and case == "full":
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        if record.step == 5 and case == "midway" and rank == 0:
+            open(flag, "w").close()
+
+callbacks, finish = TextTrainer.default_callbacks, checkpointing._finish
+TextTrainer.default_callbacks = lambda self: [*callbacks(self), Mishap()]
+
+def never_finish(unfinished, final, snapshot, files):
+    if case == "midway" and snapshot.step == 4:
+        threading.Event().wait()
+    finish(unfinished, final, snapshot, files)
+
+checkpointing._finish = never_finish
+sys.exit(cli_train([file]))
+"""
+
+
+@pytest.fixture
+def config(settings, tmp_path):
+    """Write `settings` for six steps with a checkpoint every second, and changes to `train`; returns the file."""
+    settings["train"] |= {"micro_batch_size": 1, "save_steps": 2, "max_steps": 6, "lr_scheduler": "constant"}
+    # AdamW's first steps turn rounding in the smallest gradients into whole steps of the learning rate.
+    settings["train"]["lr"] = 1e-3
+
+    def write(name, **changes):
+        file = tmp_path / f"{name}.yaml"
+        train = settings["train"] | {"output_dir": str(tmp_path / name)} | changes
+        file.write_text(yaml.safe_dump({**settings, "train": train}))
+        return str(file)
+
+    return write
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start two processes on a case of SCRIPT; returns them and the file that says that they are midway in a save."""
+    processes = []
+
+    def run(case, file):
+        script, flag = tmp_path / "script.py", tmp_path / "midway"
+        script.write_text(SCRIPT)
+        common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            common |= {"MASTER_PORT": str(free.getsockname()[1]), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        for rank in range(2):
+            environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [sys.executable, str(script), case, file, str(flag)]
+            pipe = subprocess.PIPE
+            processes.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
+        return processes, flag
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def finish(processes, seconds=90):
+    outputs = [process.communicate(timeout=seconds) for process in processes]
+    return [process.returncode for process in processes], [err for _, err in outputs]
+
+
+def names(folder):
+    return [path.name for path in checkpointing.find_checkpoints(folder / "checkpoints")]
+
+
+def curve(folder):
+    return [row["loss"] for row in read_metrics(folder)]
+
+
+def test_the_others_name_a_killed_rank_and_the_run_goes_on(config, start, tmp_path):
+    processes, _ = start("killed", config("run"))
+    assert processes[1].wait(90) == -signal.SIGKILL
+    died = time.monotonic()
+    codes, errors = finish(processes)
+    assert time.monotonic() - died < 60
+    assert codes == [1, -signal.SIGKILL]
+    assert "rank 1 is gone without a word (killed, or out of memory)" in errors[0]
+    assert "Traceback" not in errors[0]
+    assert names(tmp_path / "run") == ["step_00000002"]
+    assert cli_train([config("run", resume_from="latest")]) == 0
+    assert cli_train([config("straight")]) == 0
+    assert curve(tmp_path / "run") == pytest.approx(curve(tmp_path / "straight"), rel=1e-5)
+
+
+def run_config(file):
+    from opslot.trainer import cli_train
+
+    return cli_train([file])
+
+
+def test_killed_midway_in_a_save_the_one_before_is_gone_on_from(ranks, config, start, tmp_path):
+    """Step 5 was taken while the checkpoint of step 4 was being written, so the kill finds it unfinished."""
+    processes, flag = start("midway", config("run"))
+    deadline = time.monotonic() + 90
+    while not flag.exists() and processes[0].poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in processes:
+        process.kill()
+    assert finish(processes)[0] == [-signal.SIGKILL] * 2
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert (checkpoints / ".unfinished-step_00000004" / ".metadata").is_file()
+    assert names(tmp_path / "run") == ["step_00000002"]
+    assert len(curve(tmp_path / "run")) == 5
+    assert ranks.run(run_config, config("run", resume_from="latest")) == [0, 0]
+    assert cli_train([config("straight")]) == 0
+    assert curve(tmp_path / "run") == pytest.approx(curve(tmp_path / "straight"), rel=1e-5)
+    assert [path.name for path in checkpoints.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_disk_without_room_on_one_rank(config, start, tmp_path):
+    codes, errors = finish(start("full", config("run"))[0])
+    assert codes == [1, 1]
+    told = "".join(errors)
+    assert told.count("opslot: error: ") == 1
+    assert "the checkpoint of step 4 cannot be written" in told
+    assert "rank 1: [Errno 27] File too large" in told
+    assert "Traceback" not in told
+    assert os.listdir(tmp_path / "run" / "checkpoints") == ["step_00000002"]
+    checkpointing.read_state(Path(tmp_path / "run" / "checkpoints" / "step_00000002"))
