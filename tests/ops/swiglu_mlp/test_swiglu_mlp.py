@@ -1,5 +1,6 @@
 """swiglu_mlp: what the parity harness does not ask."""
 
+import functools
 import types
 
 import numpy as np
@@ -31,6 +32,44 @@ def test_reference_is_upstream_bit_for_bit():
     expected = activations.ACT2FN["silu"](gate) * up
     assert torch.equal(op.standard(gate, up), expected)
     assert torch.equal(op.fused_gate_up(torch.cat((gate, up), dim=-1)), expected)
+
+
+def test_clamped_reference_is_gpt_oss_bit_for_bit():
+    upstream = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    gate_up = 6 * torch.randn(3, 80, dtype=torch.bfloat16)
+    experts = types.SimpleNamespace(limit=7.0, alpha=1.702)
+    expected = upstream.GptOssExperts._apply_gate(experts, gate_up)
+    assert torch.equal(op.clamped(gate_up[..., ::2], gate_up[..., 1::2], 7.0, 1.702, 1.0), expected)
+
+
+def test_clamped_reference_is_deepseek_v4_bit_for_bit():
+    upstream = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    mlp = types.SimpleNamespace(
+        gate_proj=nn.Linear(16, 24), up_proj=nn.Linear(16, 24), down_proj=nn.Identity(), act_fn=nn.SiLU(), limit=0.5
+    )
+    x = 3 * torch.randn(5, 16)
+    assert torch.equal(op.clamped(mlp.gate_proj(x), mlp.up_proj(x), 0.5), upstream.DeepseekV4MLP.forward(mlp, x))
+
+
+@pytest.mark.parametrize("kernel", ["eager", "triton"])
+def test_no_gradient_passes_a_bound(kernel):
+    """The gate is bounded from above only; a value on the bound passes, as torch.clamp has it."""
+    function = op.clamped if kernel == "eager" else KERNEL_REGISTRY.load("swiglu_mlp", "clamped", "triton")
+    gate = torch.tensor([-9.0, 2.0, 2.5, 1.0, 1.0, 1.0], device=DEVICE, requires_grad=True)
+    up = torch.tensor([1.0, 1.0, 1.0, -2.0, -2.5, 2.5], device=DEVICE, requires_grad=True)
+    dgate, dup = torch.autograd.grad(function(gate, up, 2.0).sum(), (gate, up))
+    assert (dgate != 0).tolist() == [True, True, False, True, True, True]
+    assert (dup != 0).tolist() == [True, True, True, True, False, False]
+    # Beyond the bounds the numbers are those at the bounds.
+    inside = function(gate.clamp(max=2.0), up.clamp(-2.0, 2.0), 2.0)
+    assert torch.equal(function(gate, up, 2.0), inside)
+
+
+def test_clamped_lets_nan_through():
+    """A bound that hides a NaN would let a diverged run go on unnoticed."""
+    gate, up = (torch.tensor([float("nan"), 1.0, 9.0], device=DEVICE)[list(order)] for order in ((0, 1, 2), (1, 0, 2)))
+    out = KERNEL_REGISTRY.load("swiglu_mlp", "clamped", "triton")(gate, up, 2.0)
+    assert out.isnan().tolist() == [True, True, False]
 
 
 def test_fused_gate_up_is_standard_on_the_halves():
@@ -112,10 +151,12 @@ def test_mixed_dtypes_promote():
     assert (dgate.dtype, dup.dtype) == (torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize("variant", ["standard", "fused_gate_up"])
+@pytest.mark.parametrize("variant", ["standard", "fused_gate_up", "clamped"])
 def test_compiles_as_one_graph(variant):
-    inputs = tuple(pair()) if variant == "standard" else tuple(pair()[:1])
+    inputs = tuple(pair()[:1]) if variant == "fused_gate_up" else tuple(pair())
     kernel = load(variant)
+    if variant == "clamped":
+        kernel = functools.partial(kernel, limit=1.0, alpha=1.702)
     compiled = torch.compile(kernel, fullgraph=True, backend="aot_eager")
     expected = torch.autograd.grad(kernel(*inputs).square().sum(), inputs)
     found = torch.autograd.grad(compiled(*inputs).square().sum(), inputs)
@@ -128,6 +169,8 @@ def test_opcheck():
     ops = torch.ops.opslot
     torch.library.opcheck(ops.swiglu.default, (gate, up))
     torch.library.opcheck(ops.swiglu_backward.default, (up, gate, up, True, True))
+    torch.library.opcheck(ops.swiglu_clamped.default, (gate, up, 1.5, 1.702, 1.0))
+    torch.library.opcheck(ops.swiglu_clamped_backward.default, (up, gate, up, 1.5, 1.702, 1.0, False, True))
     torch.library.opcheck(ops.swiglu_fused.default, (gate,))
     torch.library.opcheck(ops.swiglu_fused_backward.default, (gate[:, :12], gate))
 
@@ -159,6 +202,10 @@ def test_sites_need_silu():
     assert check_site(types.SimpleNamespace(activation_fn=nn.functional.silu)) is None
     assert "not SiLU" in check_site(types.SimpleNamespace(act_fn=activations.ACT2FN["gelu_pytorch_tanh"]))
     assert "activation is unknown" in check_site(nn.Linear(1, 1))
+    clamped = op.OP.variant("clamped").check_site
+    assert clamped(nn.Linear(1, 1)) is None
+    assert clamped(types.SimpleNamespace(act_fn=nn.SiLU())) is None
+    assert "not SiLU" in clamped(types.SimpleNamespace(act_fn=nn.GELU()))
 
 
 def test_auto_keeps_eager_on_cpu_and_takes_triton_on_a_gpu():

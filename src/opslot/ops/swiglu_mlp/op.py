@@ -29,6 +29,17 @@ def fused_gate_up(gate_up: Tensor) -> Tensor:
     return nn.functional.silu(gate) * up
 
 
+def clamped(gate: Tensor, up: Tensor, limit: float, alpha: float = 1.0, up_offset: float = 0.0) -> Tensor:
+    """(u + up_offset) * g * sigmoid(alpha * g), g = min(gate, limit), u = up within -limit..limit.
+
+    No gradient passes a bound. DeepSeek-V4 and GLM-5 use the defaults, gpt-oss and MiniMax-M3 alpha 1.702 and up_offset
+    1. Returns the dtype that torch promotes `gate` and `up` to.
+    """
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    activated = nn.functional.silu(gate) if alpha == 1.0 else gate * torch.sigmoid(gate * alpha)
+    return activated * (up + up_offset if up_offset else up)
+
+
 # By name: Transformers' own class is an nn.Module beside torch's, and ops import no Transformers.
 _SILU_CLASSES = ("SiLU", "SiLUActivation")
 _ACTIVATION_ATTRIBUTES = ("act_fn", "activation_fn", "act")
@@ -44,9 +55,24 @@ def _needs_silu(module: Any) -> str | None:
     return f"its activation is unknown: {type(module).__name__} has none of {', '.join(_ACTIVATION_ATTRIBUTES)}"
 
 
+def _silu_if_named(module: Any) -> str | None:
+    """`clamped` is also written out without an activation module; one that is there has to be SiLU."""
+    named = any(getattr(module, name, None) is not None for name in _ACTIVATION_ATTRIBUTES)
+    return _needs_silu(module) if named else None
+
+
 def _case(
-    name: str, shape: tuple[int, ...], *, fused: bool, role: str = "check", view: str = "", scale: float = 1.0
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    fused: bool = False,
+    form: Mapping[str, float] | None = None,
+    role: str = "check",
+    view: str = "",
+    scale: float = 1.0,
 ) -> InputCase:
+    """`form` holds the numbers that `clamped` takes beside its tensors."""
+
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         *lead, width = shape
 
@@ -61,27 +87,35 @@ def _case(
             return {"gate_up": tensor(2 * width)}
         if view == "halves":
             gate, up = tensor(2 * width).chunk(2, dim=-1)
-            return {"gate": gate, "up": up}
-        return {"gate": tensor(width), "up": tensor(width)}
+            return {"gate": gate, "up": up, **(form or {})}
+        return {"gate": tensor(width), "up": tensor(width), **(form or {})}
 
     return InputCase(name, make, role, {"width": shape[-1]})
 
 
-def _cases(fused: bool) -> list[InputCase]:
+# Limits that bf16 and fp16 hold exactly, low enough for a good part of normal numbers to meet them.
+_BOUNDED = {"limit": 1.5}
+_BOUNDED_WITH_OFFSET = {"limit": 1.25, "alpha": 1.702, "up_offset": 1.0}
+
+
+def _cases(fused: bool = False, form: Mapping[str, float] | None = None) -> list[InputCase]:
+    def case(name: str, shape: tuple[int, ...], **options: Any) -> InputCase:
+        return _case(name, shape, fused=fused, form=form, **options)
+
     cases = [
-        _case("model width", (2, 33, 256), fused=fused),
-        _case("odd width", (3, 7, 123), fused=fused),
-        _case("one row", (1, 40), fused=fused),
-        _case("width one", (5, 1), fused=fused),
-        _case("no rows", (0, 64), fused=fused),
-        _case("column slice", (4, 9, 96), fused=fused, view="columns"),
-        _case("transposed rows", (4, 9, 96), fused=fused, view="transposed"),
-        _case("saturated", (3, 80), fused=fused, scale=20.0),
-        _case("16384x12288", (16384, 12288), fused=fused, role="bench"),
-        _case("16384x768", (16384, 768), fused=fused, role="bench"),
+        case("model width", (2, 33, 256)),
+        case("odd width", (3, 7, 123)),
+        case("one row", (1, 40)),
+        case("width one", (5, 1)),
+        case("no rows", (0, 64)),
+        case("column slice", (4, 9, 96), view="columns"),
+        case("transposed rows", (4, 9, 96), view="transposed"),
+        case("saturated", (3, 80), scale=20.0),
+        case("16384x12288", (16384, 12288), role="bench"),
+        case("16384x768", (16384, 768), role="bench"),
     ]
     if not fused:
-        cases.insert(5, _case("halves of one projection", (4, 5, 64), fused=False, view="halves"))
+        cases.insert(5, case("halves of one projection", (4, 5, 64), view="halves"))
     return cases
 
 
@@ -91,10 +125,12 @@ def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
     return None if width is None else {"width": width}
 
 
-def _case_at(fused: bool) -> Callable[[Mapping[str, int], int], InputCase]:
+def _case_at(
+    fused: bool = False, form: Mapping[str, float] | None = None
+) -> Callable[[Mapping[str, int], int], InputCase]:
     def case_at(shape: Mapping[str, int], tokens: int) -> InputCase:
         width = shape["width"]
-        return _case(f"{tokens}x{width}", (tokens, width), fused=fused, role="bench")
+        return _case(f"{tokens}x{width}", (tokens, width), fused=fused, form=form, role="bench")
 
     return case_at
 
@@ -110,12 +146,12 @@ _VARIANTS = (
     OpVariant(
         "standard",
         standard,
-        _cases(fused=False),
+        _cases(),
         ("gate", "up"),
         _cost,
         check_site=_needs_silu,
         site_shape=_site_shape,
-        case_at=_case_at(fused=False),
+        case_at=_case_at(),
         description="silu(gate) * up",
     ),
     OpVariant(
@@ -128,6 +164,17 @@ _VARIANTS = (
         site_shape=_site_shape,
         case_at=_case_at(fused=True),
         description="silu(first half) * second half",
+    ),
+    OpVariant(
+        "clamped",
+        clamped,
+        [_case("bounded and offset", (7, 80), form=_BOUNDED_WITH_OFFSET), *_cases(form=_BOUNDED)],
+        ("gate", "up"),
+        _cost,
+        check_site=_silu_if_named,
+        site_shape=_site_shape,
+        case_at=_case_at(form=_BOUNDED),
+        description="gate and up within a limit",
     ),
 )
 
