@@ -102,19 +102,39 @@ class _Schedule:
         index = first + torch.arange(_CHUNK, device=device)
         self.total = bounds[-1]
         # A place that no token fills reads the row of zeros behind the last token: it decays and adds nothing.
-        self.index = index.where(index < stop, self.total).flatten()
+        self.source = index.where(index < stop, self.total).flatten()
+        place = self.source.new_empty(self.total + 1)
+        place[self.source] = torch.arange(self.source.numel(), device=device)
+        self.place = place[:-1]
 
     def chunks(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, S, heads, width] -> [N, heads, T, width] in `dtype`."""
         flat = x.reshape(self.total, *x.shape[2:]).to(dtype)
-        flat = torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])
-        return flat[self.index].view(-1, _CHUNK, *flat.shape[1:]).transpose(1, 2)
+        return _Move.apply(flat, self.source, self.place).view(-1, _CHUNK, *flat.shape[1:]).transpose(1, 2)
 
     def tokens(self, x: Tensor) -> Tensor:
         """[N, heads, T, width] -> [B * S, heads, width]."""
-        place = self.index.new_empty(self.total + 1)
-        place[self.index] = torch.arange(self.index.numel(), device=place.device)
-        return x.transpose(1, 2).flatten(0, 1)[place[:-1]]
+        return _Move.apply(x.transpose(1, 2).flatten(0, 1), self.place, self.source)
+
+
+class _Move(torch.autograd.Function):
+    """Rows of `x` at `index`, zeros where that is one past the end; `inverse` takes them back.
+
+    No row is taken twice, so backward is the same, where indexing's own adds with atomics.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return _taken(x, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _taken(grad, *ctx.saved_tensors), None, None
+
+
+def _taken(x: Tensor, index: Tensor) -> Tensor:
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[index]
 
 
 def _scan(
