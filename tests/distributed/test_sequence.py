@@ -30,13 +30,14 @@ def test_labels_are_shifted_over_the_whole_row():
     assert joined(found, "input_ids") == [[1, 2, 3, 4]]
     assert joined(found, "position_ids") == [[0, 1, 2, 3]]
     assert joined(found, "shift_labels") == joined(found, "labels") == [[2, 3, 4, -100]]
-    assert "cu_seq_lens_q" not in found[0]
+    assert not {"cu_seq_lens_q", "attention_mask"} & set(found[0])
 
 
 def test_rows_are_padded():
     found = parts({"input_ids": torch.tensor([[1, 2, 3], [4, 5, 6]]), "labels": torch.tensor([[1, 2, 3], [4, 5, 6]])})
     assert joined(found, "input_ids") == [[1, 2, 3, 0], [4, 5, 6, 0]]
     assert joined(found, "shift_labels") == [[2, 3, -100, -100], [5, 6, -100, -100]]
+    assert joined(found, "attention_mask") == [[1, 1, 1, 0], [1, 1, 1, 0]]
     assert found[0]["input_ids"].is_contiguous()
 
 
@@ -54,7 +55,8 @@ def test_documents_are_those_of_the_whole_rows(extra):
         assert part["cu_seq_lens_q"].tolist() == part["cu_seq_lens_k"].tolist() == [0, 2, 6, 12]
         assert part["cu_seq_lens_q"].dtype == torch.int32
         assert part["max_length_q"] == part["max_length_k"] == 6
-        assert "attention_mask" not in part
+    mask = extra.get("attention_mask", torch.ones(2, 5, dtype=torch.long))
+    assert joined(found, "attention_mask") == torch.nn.functional.pad(mask, (0, 1)).tolist()
 
 
 def test_other_inputs_are_passed_on():

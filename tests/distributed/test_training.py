@@ -71,6 +71,79 @@ def test_attention_in_a_pipeline(ranks):
     check(ranks, "qwen3", SIZES["sp"], steps=2, ops="auto", changes=changes, options={"ulysses_pipeline": 2})
 
 
+@pytest.mark.parametrize("name", [*DENSE, "qwen3_moe"])
+def test_projections_sent_while_others_are_computed(ranks, name):
+    """The same numbers as without, bit for bit; but for rounding where a head is repeated, here with recomputation."""
+    kwargs = {"steps": 2, "micro_batches": 2, "documents": (2, 7, 3)}
+    plain = ranks.run(on_ranks, name, SIZES["sp"], kwargs)
+    assert ranks.run(on_ranks, name, SIZES["sp"], {**kwargs, "options": {"ulysses_overlap": True}}) == plain
+    kwargs |= {"changes": {"num_key_value_heads": 1}}
+    check(ranks, name, SIZES["sp"], **kwargs, options={"ulysses_overlap": True, "activation_checkpointing": True})
+
+
+def overlapped():
+    """Projections, and when the exchanges of what they give begin and end, forward and backward."""
+    from opslot.distributed import _collectives, init_parallel_state, shard_sequence
+    from opslot.models.parallel import parallelize_model
+
+    state = init_parallel_state(device_type="cpu", sp=2)
+    model = parallelize_model(tiny.build("qwen3", num_hidden_layers=1), state, ulysses_overlap=True)
+    seen = []
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        model.get_submodule(f"model.layers.0.self_attn.{name}").register_forward_hook(lambda *_, n=name: seen.append(n))
+    begin, end = _collectives._Flight.begin, _collectives._Flight.end
+    try:
+        _collectives._Flight.begin = lambda self, x: (seen.append("begin"), begin(self, x))[1]
+        _collectives._Flight.end = lambda self: (seen.append("end"), end(self))[1]
+        loss = model(**shard_sequence(tiny.rows(0), state), use_cache=False).loss
+        forward, seen[:] = list(seen), []
+        loss.backward()
+    finally:
+        _collectives._Flight.begin, _collectives._Flight.end = begin, end
+    return forward, seen
+
+
+def test_transfers_begin_before_the_next_projection(ranks):
+    for forward, backward in ranks.run(overlapped):
+        # A value is sent by a hook of its projection that comes before this test's.
+        sent = ["q_proj", "begin", "k_proj", "begin", "begin", "v_proj"]
+        assert forward == [*sent, "end", "end", "end", "o_proj"]
+        assert backward == ["begin"] * 3 + ["end"] * 3
+
+
+def wrong_options(case):
+    from opslot.distributed import init_parallel_state
+    from opslot.models.parallel import parallelize_model
+
+    state = init_parallel_state(device_type="cpu", sp=2)
+    model = tiny.build("qwen3")
+    pipeline = 2 if case == "pipeline" else 1
+    parallelize_model(model, state, ulysses_overlap=True, ulysses_pipeline=pipeline)
+    if case == "changed":
+        model.model.layers[0].self_attn.q_norm.register_forward_hook(lambda m, a, out: out + 1)
+        model(input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("pipeline", r"cannot be taken in 2 parts\n  to do: set ulysses_pipeline to 1"),
+        (
+            "changed",
+            r"the query was changed between its projection.*\n  to do: set ulysses_overlap to False",
+        ),
+    ],
+)
+def test_what_cannot_overlap_is_refused(ranks, rank_failed, case, message):
+    with pytest.raises(rank_failed, match=message):
+        ranks.run(wrong_options, case)
+
+
+@pytest.mark.parametrize("length", [11, 12])
+def test_a_router_loss_leaves_padding_out(ranks, length):
+    check(ranks, "qwen3_moe", SIZES["sp"], length=length, aux_loss=True)
+
+
 def test_fewer_key_value_heads_than_ranks(ranks):
     check(ranks, "qwen3", SIZES["sp"], steps=2, changes={"num_key_value_heads": 1})
 

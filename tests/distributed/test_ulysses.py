@@ -137,6 +137,89 @@ def test_heads_taken_in_parts(ranks, heads, kv_heads, pipeline):
     assert max(ranks.run(attention_parity, heads, kv_heads, pipeline)) < 1e-13
 
 
+class Causal(torch.nn.Module):
+    """Stands for an attention module."""
+
+    is_causal = True
+
+
+def flash_like(q, k, v, softmax_scale, causal, window_size=(-1, -1), cu_seqlens_q=None, cu_seqlens_k=None, **lengths):
+    """FlashAttention's two functions in plain torch: [B, S, heads, D], or [tokens, heads, D] with cu_seqlens."""
+    packed = cu_seqlens_q is not None
+    assert packed == (q.dim() == 3) == bool(lengths)
+    assert not packed or lengths["max_seqlen_q"] >= cu_seqlens_q.diff().max()
+    q, k, v = (x[None] if packed else x for x in (q, k, v))
+    groups = q.shape[2] // k.shape[2]
+    q, k, v = (x.repeat_interleave(n, 2).transpose(1, 2) for x, n in ((q, 1), (k, groups), (v, groups)))
+    token = torch.arange(q.shape[2])
+    distance = token[:, None] - token
+    allowed = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window_size[0] >= 0:
+        allowed = allowed & (distance <= window_size[0])
+    if packed:
+        document = torch.searchsorted(cu_seqlens_q[1:].long(), token, right=True)
+        allowed = allowed & (document[:, None] == document)
+    scores = (q @ k.mT * softmax_scale).masked_fill(~allowed, float("-inf"))
+    out = (scores.softmax(-1) @ v).transpose(1, 2)
+    return (out[0] if packed else out), None
+
+
+def kernel_named(name):
+    """The registered kernel; FlashAttention's adapter over `flash_like`, in place of a library that needs a GPU."""
+    if name != "flash":
+        from opslot.slots import KERNEL_REGISTRY
+
+        variant = KERNEL_REGISTRY.op("attention").variant("causal")
+        return variant.reference if name == "eager" else KERNEL_REGISTRY.load("attention", "causal", name)
+    import types
+
+    from opslot.ops.attention import flash
+
+    library = types.SimpleNamespace(flash_attn_func=flash_like, flash_attn_varlen_func=flash_like)
+    flash.importlib = types.SimpleNamespace(import_module=lambda _: library)
+    flash.torch = types.SimpleNamespace(float16=torch.float16, bfloat16=torch.float64)
+    return flash.make_flash(4)
+
+
+def kernel_parity(name, documents, window):
+    """A kernel under sequence parallelism against the reference in one process: worst error, output and gradients."""
+    from opslot.models._sequence import over_documents
+
+    rank = init_parallel_state(device_type="cpu", sp=2).sp_rank
+    torch.compiler.set_stance("force_eager")
+    batch, length, width = (1, 32, 16) if window else (2, 32, 16)
+    dtype = torch.float32 if name == "flex_attention" else torch.float64
+    options = {"scaling": 0.25, "sliding_window": window}
+    if documents:
+        cu_seqlens = torch.tensor([0, *documents]).cumsum(0).to(torch.int32)
+        options |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+        options |= {"max_length_q": max(documents), "max_length_k": max(documents)}
+    full = [random(batch, n, length, width, seed=s).to(dtype) for s, n in enumerate((4, 2, 2))]
+    weight = random(batch, length, 4, width, seed=9).to(dtype)
+    whole = [x.clone().requires_grad_() for x in full]
+    expected, _ = over_documents(kernel_named("eager"))(Causal(), *whole, None, **options)
+    (expected * weight).sum().backward()
+    # torch has no backward of FlexAttention on CPUs.
+    forward_only = name == "flex_attention"
+    local = [part(x, 2, rank).clone().requires_grad_(not forward_only) for x in full]
+    found, _ = ulysses_attention(over_documents(kernel_named(name)))(Causal(), *local, None, **options)
+    errors = [(found - part(expected, 1, rank)).abs().max()]
+    if forward_only:
+        return errors[0].item()
+    (found * part(weight, 1, rank)).sum().backward()
+    errors += [(x.grad - part(y.grad, 2, rank)).abs().max() for x, y in zip(local, whole, strict=True)]
+    return max(e.item() for e in errors)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flash", "flex_attention"])
+@pytest.mark.parametrize("documents", [(), (7, 25, 20, 12)], ids=["whole rows", "documents"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_every_attention_kernel(ranks, name, documents, window):
+    documents = documents[:2] if window else documents
+    error = max(ranks.run(kernel_parity, name, documents, window))
+    assert error < (1e-5 if name == "flex_attention" else 1e-13)
+
+
 def uneven():
     init_parallel_state(device_type="cpu", sp=2)
     slice_input_tensor(torch.ones(3, 5), 1)

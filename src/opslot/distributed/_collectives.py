@@ -56,6 +56,11 @@ class Exchange:
         self._flight = _Flight(group)
         self._out = _Begin.apply(x, self._flight)
 
+    @property
+    def pending(self) -> Tensor:
+        """The memory of the result, which is not there yet; without gradient."""
+        return self._out.detach()
+
     def finish(self) -> Tensor:
         return _Finish.apply(self._out, self._flight)
 

@@ -27,8 +27,9 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
     Returns:
         input_ids, position_ids, labels and shift_labels [B, S / sp] of this rank's positions, the last two both shifted
         over the whole row, so that a part's last token knows its successor; where a row holds several documents, also
-        cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of the whole rows. There is no attention_mask:
-        documents say the same.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of the whole rows; where there is padding, also
+        attention_mask [B, S / sp] of this rank's positions, which router losses need: in attention documents keep
+        padding apart.
 
     Raises:
         ConfigError: an attention mask that is more than padding.
@@ -39,6 +40,7 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
     input_ids: Tensor = batch["input_ids"]
     labels: Tensor | None = batch.get("labels")
     positions: Tensor | None = batch.get("position_ids")
+    starts = _document_starts(batch)
     padding = -input_ids.shape[1] % state.sp
     if positions is None:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -49,9 +51,12 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
     if labels is not None:
         shifted = F.pad(labels, (0, 1 + padding), value=IGNORE_INDEX)[:, 1:]
         whole |= {"labels": shifted, "shift_labels": shifted}
+    mask: Tensor | None = batch.get("attention_mask")
+    if padding or mask is not None:
+        whole["attention_mask"] = F.pad(torch.ones_like(input_ids) if mask is None else mask, (0, padding))
     parts = {name: value.chunk(state.sp, 1)[state.sp_rank].contiguous() for name, value in whole.items()}
     rest = {name: value for name, value in batch.items() if name not in _REPLACED}
-    return {**rest, **parts, **_documents(F.pad(_document_starts(batch), (0, padding)))}
+    return {**rest, **parts, **_documents(F.pad(starts, (0, padding)))}
 
 
 _REPLACED = (

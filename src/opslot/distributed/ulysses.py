@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from opslot._base.errors import ConfigError
+from opslot._base.errors import ConfigError, ParallelError
 from opslot.distributed._collectives import Exchange, all_gather, all_to_all
 from opslot.distributed.parallel_state import get_parallel_state
 
@@ -124,6 +124,63 @@ def kv_repeats(heads: int, kv_heads: int, sp: int) -> int:
     return repeats
 
 
+class Arrivals:
+    """Query, key and value of one attention module, on their way from sequence parts to head parts.
+
+    Each is sent when it is projected and taken where it is needed; what is computed in between is computed during the
+    transfer, forward and backward.
+
+    Args:
+        group: the ranks; None asks `get_parallel_state()` at each call.
+    """
+
+    _ATTRIBUTE = "_opslot_arrivals"
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self._group = group
+        self._sent: dict[str, Exchange] = {}
+
+    @classmethod
+    def of(cls, module: nn.Module | None) -> Arrivals | None:
+        return getattr(module, cls._ATTRIBUTE, None)
+
+    def attach(self, module: nn.Module) -> None:
+        """Let `ulysses_attention` find what `module` sends."""
+        module.__dict__[self._ATTRIBUTE] = self
+
+    def send(self, name: str, x: Tensor, repeats: int = 1) -> Tensor:
+        """Begin the transfer of `x` [B, S / sp, heads, D], each head taken `repeats` times.
+
+        Returns:
+            [B, S / sp, heads * repeats, D] that stands for it until `take`; its values mean nothing.
+        """
+        group = self._group or get_parallel_state().sp_group
+        if group is None:
+            return x
+        x = x.repeat_interleave(repeats, 2) if repeats > 1 else x
+        exchange = self._sent[name] = Exchange(_split(x, 2, group), group)
+        return exchange.pending.view(x.shape)
+
+    def take(self, name: str, x: Tensor) -> Tensor:
+        """Await what was sent as `name`: [B, heads / sp, S, D].
+
+        Args:
+            x: what `send` returned, [B, heads, S / sp, D] by now.
+
+        Raises:
+            ParallelError: values were read or changed while they travelled.
+        """
+        exchange = self._sent.pop(name, None)
+        if exchange is None:
+            return x
+        if x.untyped_storage().data_ptr() != exchange.pending.untyped_storage().data_ptr():
+            raise ParallelError(
+                f"the {name} was changed between its projection and its use, while it travelled to other ranks\n"
+                "  to do: set ulysses_overlap to False"
+            )
+        return _merge(exchange.finish(), 1).transpose(1, 2)
+
+
 def ulysses_attention(
     attention: Callable[..., Any], group: ProcessGroup | None = None, pipeline: int = 1
 ) -> Callable[..., Any]:
@@ -139,7 +196,7 @@ def ulysses_attention(
     Returns:
         The same function of query [B, heads, S / sp, D], key and value [B, kv_heads, S / sp, D], whose output is
         [B, S / sp, heads, D] and whose weights are None. `attention_mask`, `cu_seq_lens_*` and `max_length_*` are
-        those of the whole sequence.
+        those of the whole sequence. A module with `Arrivals` has sent its value, and gives query and key whole.
     """
 
     @functools.wraps(attention)
@@ -156,6 +213,11 @@ def ulysses_attention(
         ranks = group or get_parallel_state().sp_group
         if ranks is None:
             return attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        arrivals = Arrivals.of(module)
+        if arrivals is not None:
+            value = arrivals.take("value", value)
+            output, _ = attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+            return gather_heads_scatter_seq(output, 2, 1, ranks), None
         repeats = kv_repeats(query.shape[1], key.shape[1], ranks.size())
         parts = math.gcd(pipeline, key.shape[1] * repeats // ranks.size())
         # [sp, B, S / sp, heads / sp, D]

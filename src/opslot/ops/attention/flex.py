@@ -26,7 +26,8 @@ def flex_attention(
     `attention_mask` is the block mask that Transformers makes, packed documents included; without one it is made here.
     """
     if attention_mask is None and query.shape[2] > 1:
-        attention_mask = _block_mask(query, getattr(module, "is_causal", True), kwargs.get("cu_seq_lens_q"))
+        causal = getattr(module, "is_causal", True)
+        attention_mask = _block_mask(query, causal, kwargs.get("cu_seq_lens_q"), kwargs.get("sliding_window"))
     out = flex_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     return out[0], None
 
@@ -34,17 +35,22 @@ def flex_attention(
 flex_attention.mask_function = flex_attention_mask  # type: ignore[attr-defined]
 
 
-def _block_mask(query: Tensor, causal: bool, cu_seqlens: Tensor | None) -> BlockMask | None:
+def _block_mask(query: Tensor, causal: bool, cu_seqlens: Tensor | None, window: int | None) -> BlockMask | None:
+    """Same document, and under `causal` not later and at most `window` - 1 tokens earlier; None where all see all."""
     batch, _, length, _ = query.shape
+    if cu_seqlens is None and not causal:
+        return None
     if cu_seqlens is None:
-        if not causal:
-            return None
-        return create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device=query.device)
-    token = torch.arange(batch * length, device=query.device)
-    document = torch.searchsorted(cu_seqlens[1:].long(), token, right=True).view(batch, length)
+        document = torch.zeros(batch, length, dtype=torch.long, device=query.device)
+    else:
+        token = torch.arange(batch * length, device=query.device)
+        document = torch.searchsorted(cu_seqlens[1:].long(), token, right=True).view(batch, length)
 
-    def same_document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         same = document[b, q] == document[b, k]
-        return same & (q >= k) if causal else same
+        if not causal:
+            return same
+        same = same & (q >= k)
+        return same if window is None else same & (q - k < window)
 
-    return create_block_mask(same_document, batch, None, length, length, device=query.device)
+    return create_block_mask(visible, None if cu_seqlens is None else batch, None, length, length, device=query.device)

@@ -1,0 +1,185 @@
+"""A model whose ranks hold parts of sequences: attention, rotary embeddings and router losses see the whole ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opslot._base.errors import ConfigError
+from opslot.distributed import ParallelState, gather_outputs, ulysses_attention
+from opslot.distributed.ulysses import Arrivals, kv_repeats
+from opslot.ops.attention.op import PREFIX as ATTENTION_PREFIX
+from opslot.slots import KERNEL_REGISTRY, own_config, walk_slots
+from opslot.slots.slot import PREFIX as SLOT_PREFIX
+
+_SUFFIX = "_ulysses"
+
+
+def kernel_of(module: nn.Module, slot: str, op_name: str, variant: str) -> Callable[..., Any]:
+    """What is bound; for eager the op's reference, a function of the arguments alone."""
+    bound = module.__dict__.get(SLOT_PREFIX + slot)
+    return bound if bound is not None else KERNEL_REGISTRY.op(op_name).variant(variant).reference
+
+
+def spread_sequences(model: Any, state: ParallelState, pipeline: int = 1, overlap: bool = False) -> None:
+    """Make `model`, whose kernels are bound, compute over parts of sequences; in place. See `parallelize_model`.
+
+    Raises:
+        ConfigError: heads that do not divide, attention that is not opslot's, or projections that cannot overlap.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    own_config(model)
+    repeats = _kv_repeats(model, state)
+    name = model.config._attn_implementation
+    if _SUFFIX in name:
+        return
+    if name == "eager":
+        kernel = KERNEL_REGISTRY.op("attention").variant("causal").reference
+    elif name.startswith(ATTENTION_PREFIX):
+        kernel = ALL_ATTENTION_FUNCTIONS[name]
+    else:
+        raise ConfigError(
+            f"sequence parallelism needs one of opslot's attention kernels, the model uses Transformers' {name!r}\n"
+            "  to do: build it with opslot, or call opslot.apply first"
+        )
+    if overlap:
+        _send_projections(model, repeats)
+    spread = f"{name}{_SUFFIX}{pipeline}"
+    AttentionInterface.register(spread, ulysses_attention(over_documents(kernel), pipeline=pipeline))
+    # Masks are made from the part of the sequence that a rank holds; documents of the whole come as cu_seq_lens.
+    AttentionMaskInterface.register(spread, _no_mask)
+    model.config._attn_implementation = spread
+    for _, module, slot, op_name, variant in walk_slots(model):
+        if op_name == "load_balancing_loss":
+            module.__dict__[SLOT_PREFIX + slot] = _OverWholeSequences(kernel_of(module, slot, op_name, variant))
+
+
+def _kv_repeats(model: Any, state: ParallelState) -> int:
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    return kv_repeats(heads, getattr(config, "num_key_value_heads", heads), state.sp)
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+class _OverWholeSequences:
+    """A load-balancing loss of all tokens of the rows, each rank's router knowing a part of them."""
+
+    def __init__(self, kernel: Callable[..., Tensor]) -> None:
+        self.kernel = kernel
+
+    def __call__(
+        self,
+        gate_logits: Any,
+        num_experts: int | None = None,
+        top_k: int = 2,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        if isinstance(gate_logits, tuple):
+            gate_logits = tuple(gather_outputs(logits, 0) for logits in gate_logits)
+        if attention_mask is not None:
+            # As the logits: one rank's rows after another's.
+            attention_mask = gather_outputs(attention_mask, 0)
+        return self.kernel(gate_logits, num_experts, top_k, attention_mask)
+
+
+def over_documents(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """An attention `kernel` with documents and sliding windows from cu_seq_lens alone."""
+    mask_function = getattr(getattr(kernel, "mask_function", None), "__name__", "")
+    knows_windows = mask_function in ("flash_attention_mask", "flex_attention_mask")
+
+    @functools.wraps(kernel)
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        window = kwargs.get("sliding_window")
+        if window is not None and not knows_windows:
+            attention_mask = _window_mask(query, kwargs, window)
+            kwargs = {name: value for name, value in kwargs.items() if not name.startswith("cu_seq_lens")}
+        return kernel(module, query, key, value, attention_mask, **kwargs)
+
+    return attend
+
+
+def _window_mask(query: Tensor, kwargs: dict[str, Any], window: int) -> Tensor:
+    """[B, 1, S, S] bool: same document, not later, at most `window` - 1 tokens earlier."""
+    batch, _, length, _ = query.shape
+    position = torch.arange(batch * length, device=query.device)
+    distance = position[:length, None] - position[:length]
+    mask = (distance >= 0) & (distance < window)
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    if cu_seqlens is None:
+        return mask.expand(batch, 1, -1, -1)
+    document = torch.searchsorted(cu_seqlens[1:].long(), position, right=True).view(batch, 1, length)
+    return mask & (document[..., :, None] == document[..., None, :])
+
+
+def _send_projections(model: Any, repeats: int) -> None:
+    """Send query, key and value as soon as each is projected, while the next one is."""
+    sites = list(_projecting(model))
+    rotations = [m for name, m in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
+    if not sites or not rotations:
+        raise ConfigError(
+            f"ulysses_overlap: {type(model).__name__} has no attention with q_proj, k_proj, v_proj and a slot "
+            "rotary_pos_emb after them, with angles from a module rotary_emb\n  to do: set ulysses_overlap to False"
+        )
+    for module, slot, op_name, variant in sites:
+        arrivals = Arrivals()
+        arrivals.attach(module)
+        for name, times in (("query", 1), ("key", repeats), ("value", repeats)):
+            _last_of(module, name[0]).register_forward_hook(
+                functools.partial(_send, arrivals, name, module.head_dim, times)
+            )
+        module.__dict__[SLOT_PREFIX + slot] = _RotaryOnArrival(kernel_of(module, slot, op_name, variant), arrivals)
+    for rotation in rotations:
+        rotation.register_forward_hook(_whole_angles)
+
+
+def _projecting(model: Any) -> Iterator[tuple[Any, str, str, str]]:
+    """Attention modules whose projections can be sent, with their rotary slot."""
+    for _, module, slot, op_name, variant in walk_slots(model):
+        projects = all(isinstance(getattr(module, f"{x}_proj", None), nn.Module) for x in "qkv")
+        if (op_name, variant) == ("rotary_pos_emb", "full") and projects and hasattr(module, "head_dim"):
+            yield module, slot, op_name, variant
+
+
+def _last_of(module: Any, letter: str) -> nn.Module:
+    """The last module that a projection passes through before rotary embedding."""
+    norm = getattr(module, f"{letter}_norm", None)
+    return norm if isinstance(norm, nn.Module) else getattr(module, f"{letter}_proj")
+
+
+def _send(
+    arrivals: Arrivals, name: str, head_dim: int, repeats: int, module: nn.Module, args: Any, output: Tensor
+) -> Tensor:
+    """Forward hook: `output` [B, S / sp, heads, D] or [B, S / sp, heads * D]."""
+    if output.dim() == 4:
+        return arrivals.send(name, output, repeats)
+    return arrivals.send(name, output.unflatten(-1, (-1, head_dim)), repeats).flatten(-2)
+
+
+def _whole_angles(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Forward hook: cosine and sine [B, S, D] of the whole sequence."""
+    return tuple(gather_outputs(angle, 1) for angle in output)
+
+
+class _RotaryOnArrival:
+    """A rotary embedding of queries and keys that are still on their way."""
+
+    def __init__(self, kernel: Callable[..., Any], arrivals: Arrivals) -> None:
+        self.kernel = kernel
+        self.arrivals = arrivals
+
+    def __call__(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return self.kernel(self.arrivals.take("query", query), self.arrivals.take("key", key), cos, sin)
+
+    def __repr__(self) -> str:
+        return f"<on arrival {self.kernel!r}>"
