@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from opslot import __version__
 from opslot._base.errors import OpslotError
@@ -53,6 +53,7 @@ def _dispatch(arguments: list[str]) -> int:
 
         return patchgen(arguments[1:])
     options = _parser().parse_args(arguments)
+    options.argv = arguments
     return int(options.run(options))
 
 
@@ -118,19 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(run=_verify)
 
-    bench = commands.add_parser(
-        "bench",
-        help="time every kernel that can run here, beside the floor and the check's verdict",
-        epilog="examples:\n  opslot bench --op rms_norm\n  opslot bench --output result.json --picture result.png",
-        formatter_class=form,
-    )
-    bench.add_argument("--op", metavar="NAME", help="only this op")
-    bench.add_argument("--dtype", default="bfloat16", help="default bfloat16")
-    bench.add_argument("--device", default=None, help="default the best of this machine")
-    bench.add_argument("--output", metavar="FILE", help="write the result as JSON, with machine, versions and commit")
-    bench.add_argument("--picture", metavar="FILE", help="draw who wins where (PNG or SVG)")
-    bench.add_argument("--json", action="store_true", help="print JSON")
-    bench.set_defaults(run=_bench)
+    _add_bench(commands.add_parser)
 
     convert = commands.add_parser(
         "convert",
@@ -152,6 +141,66 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_bench(add: Callable[..., argparse.ArgumentParser]) -> None:
+    bench = add(
+        "bench",
+        help="time every kernel that can run here, beside the floor and the check's verdict",
+        epilog=(
+            "examples:\n"
+            "  opslot bench --op rms_norm                         one op, at its own shapes\n"
+            "  opslot bench --tune --model path/to/model          measure this machine at a model's shapes, for auto\n"
+            "  opslot bench --model path/to/model --against hf,liger --html result.html\n"
+            "  opslot bench --model qwen3 --layers 4 --step-only --curve 200"
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench.add_argument("--op", metavar="NAME", help="only this op, and no training step")
+    bench.add_argument(
+        "--model",
+        metavar="CONFIG",
+        help="shapes and training steps of this model: a config.json, its folder, or a type",
+    )
+    bench.add_argument("--layers", type=int, metavar="N", help="with --model: another number of layers")
+    bench.add_argument(
+        "--tokens", type=int, metavar="N", help="tokens an op sees; default 16384 on a GPU, 512 on a CPU"
+    )
+    bench.add_argument(
+        "--tune",
+        action="store_true",
+        help="keep the times in this machine's profile, which auto reads (OPSLOT_PROFILE)",
+    )
+    bench.add_argument("--against", metavar="PEERS", help="compare with hf, liger, quack, veomni (separated by commas)")
+    bench.add_argument(
+        "--peer-path", action="append", default=[], metavar="PEER=DIR", help="packages that only this peer sees, first"
+    )
+    bench.add_argument("--batch", type=int, metavar="N", help="rows of a training step; default 2")
+    bench.add_argument("--length", type=int, metavar="N", help="tokens of a row; default 8192 on a GPU, 256 on a CPU")
+    bench.add_argument(
+        "--steps", type=int, default=8, metavar="N", help="training steps to time; 0 for none; default 8"
+    )
+    bench.add_argument("--step-only", action="store_true", help="no ops, only training steps (and the curve)")
+    bench.add_argument(
+        "--curve",
+        type=int,
+        metavar="STEPS",
+        help="train on text under auto and as Transformers, and compare the losses",
+    )
+    bench.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="opslot's ops_implementation in the steps"
+    )
+    bench.add_argument("--trace", action="store_true", help="add torch's profiler's table of a training step")
+    bench.add_argument("--no-compile", action="store_true", help="leave torch.compile of eager out")
+    bench.add_argument("--peers-only", action="store_true", help=argparse.SUPPRESS)
+    bench.add_argument("--dtype", default="bfloat16", help="default bfloat16")
+    bench.add_argument("--device", default=None, help="default the best of this machine")
+    bench.add_argument("--output", metavar="FILE", help="write the result as JSON, with machine, versions and commit")
+    bench.add_argument("--picture", metavar="FILE", help="draw who wins where (PNG or SVG)")
+    bench.add_argument("--html", metavar="FILE", help="write one page that holds everything")
+    bench.add_argument("--commit", metavar="ID", help="commit to name in the result where there is no git")
+    bench.add_argument("--json", action="store_true", help="print JSON")
+    bench.set_defaults(run=_bench)
+
+
 def _kernels(options: argparse.Namespace) -> int:
     from opslot.cli.kernels import run
 
@@ -167,7 +216,7 @@ def _explain(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     from opslot.cli.bench import run
 
-    return run(options.op, options.dtype, options.device, options.output, options.picture, options.json)
+    return run(options, options.argv)
 
 
 def _convert(options: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
         if parameter.requires_grad:
             (decayed if parameter.ndim >= 2 and id(parameter) not in embeddings else free).append(parameter)
     groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": free, "weight_decay": 0.0}]
-    return _adamw_of(model)(
+    return adamw_of(model)(
         [group for group in groups if group["params"]],
         lr=train.lr,
         betas=(train.optimizer.beta1, train.optimizer.beta2),
@@ -34,7 +34,7 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
     )
 
 
-def _adamw_of(model: nn.Module) -> Callable[..., torch.optim.AdamW]:
+def adamw_of(model: nn.Module) -> Callable[..., torch.optim.AdamW]:
     """torch's fused AdamW, or that of the kernel that `adamw_implementation` names or `auto` finds faster here."""
     config = bound_config(model) or OpsImplementationConfig()
     parameter = next(model.parameters())

@@ -81,10 +81,10 @@ def test_a_closure_runs_before_the_step(optimizer_class):
 def test_the_trainer_takes_the_kernel_that_is_named():
     import opslot
     from opslot.ops.adamw.triton import AdamW
-    from opslot.trainer.optimizer import _adamw_of
+    from opslot.trainer.optimizer import adamw_of
 
     model = torch.nn.Linear(2, 2)
     opslot.bind(model, {"adamw_implementation": "triton"})
-    assert _adamw_of(model) is AdamW
+    assert adamw_of(model) is AdamW
     opslot.bind(model, "auto")
-    assert _adamw_of(model) is not AdamW
+    assert adamw_of(model) is not AdamW

@@ -1,0 +1,248 @@
+"""`opslot bench`: who is fastest where, beside the floor and the check's verdict; and what `auto` learns from it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import opslot
+from opslot._base.device import best_device, facts_of
+from opslot._base.errors import ConfigError
+from opslot.cli.bench.page import page
+from opslot.cli.bench.picture import draw
+from opslot.cli.bench.steps import Task, compare_steps, loss_curve, peer_environment
+from opslot.cli.bench.table import curve_line, ops_table, steps_table
+from opslot.cli.bench.text import text_batches
+from opslot.models import MODEL_CONFIG_REGISTRY, load_config
+from opslot.slots import KERNEL_REGISTRY, write_profile
+from opslot.testing.bench import BenchRow, Site, as_dict, bench, environment, sites_of, timings_of
+from opslot.testing.peers import check_peers
+
+# Rows, sequence length and tokens of a training step, by kind of device.
+_SIZES = {"cuda": (2, 8192), "cpu": (2, 256)}
+
+
+def run(options: argparse.Namespace, argv: Iterable[str] = ()) -> int:
+    """Measure, print and write what was asked for; exit code 1 when the check of a registered kernel fails."""
+    setting = _Setting(options)
+    rows = setting.rows()
+    if not rows and not options.model:
+        raise ConfigError(f"op {options.op!r} has no cases worth timing; run `opslot kernels` for the ops that exist")
+    steps = setting.steps()
+    curve = setting.curve()
+    machine = environment(setting.device) | ({"commit": options.commit} if options.commit else {})
+    result = {
+        "environment": machine,
+        "rows": [as_dict(row) for row in rows],
+        **({"model": setting.model, "steps": steps} if steps else {}),
+        **({"curve": curve} if curve else {}),
+    }
+    if options.output:
+        Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
+    if options.picture:
+        draw(rows, steps, curve, machine, Path(options.picture))
+    if options.html:
+        command = shlex.join(["opslot", *argv])
+        Path(options.html).write_text(page(rows, steps, curve, machine, command), encoding="utf-8")
+    if options.json:
+        print(json.dumps(result, indent=1))
+    else:
+        tables = [ops_table(rows) if rows else "", steps_table(steps) if steps else "", *_traces(steps)]
+        print("\n\n".join(t for t in [*tables, curve_line(curve) if curve else ""] if t))
+    if options.tune:
+        print(_keep(rows, setting.device), file=sys.stderr)
+    registered = {spec.name for spec in KERNEL_REGISTRY.specs()}
+    return 1 if any(row.verdict.startswith("WRONG") and row.kernel in registered for row in rows) else 0
+
+
+class _Setting:
+    """What the options ask for, checked before anything is measured."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        where = options.device or {"gpu": "cuda"}.get(best_device().type, best_device().type)
+        self.device = torch.device(where)
+        number = getattr(torch, options.dtype, None)
+        if not isinstance(number, torch.dtype):
+            raise ConfigError(f"--dtype {options.dtype!r} is no dtype of torch; use bfloat16, float16 or float32")
+        self.dtype = number
+        if options.op:
+            KERNEL_REGISTRY.op(options.op)
+        for name in ("output", "picture", "html"):
+            _check_writable(f"--{name}", getattr(options, name))
+        self.peer_paths = dict(_pair("--peer-path", "PEER=DIR", item) for item in options.peer_path)
+        for peer, folder in self.peer_paths.items():
+            if not Path(folder).is_dir():
+                raise ConfigError(f"--peer-path {peer}={folder}: there is no such folder")
+        self.peers = [name for name in (options.against or "").split(",") if name]
+        check_peers({*self.peers, *self.peer_paths}, elsewhere=self.peer_paths)
+        self.ops = dict(_pair("--set", "FIELD=VALUE", item) for item in options.set)
+        self.model = read_model(options.model, options.layers) if options.model else None
+        if self.model is None:
+            for name in ("layers", "curve", "step_only"):
+                if getattr(options, name):
+                    raise ConfigError(f"--{name.replace('_', '-')} needs --model CONFIG")
+        if options.curve and options.curve < 4:
+            raise ConfigError(f"--curve {options.curve}: a curve needs at least 4 steps")
+        rows, length = _SIZES.get(self.device.type, _SIZES["cuda"])
+        self.batch, self.length = options.batch or rows, options.length or length
+        by_shape = options.tune or self.model is not None or self.device.type == "cpu"
+        self.tokens = options.tokens or (self.batch * self.length if by_shape else None)
+
+    def rows(self) -> list[BenchRow]:
+        """The ops' rows: first those of this process, then those of peers that need one of their own."""
+        options = self.options
+        if options.step_only:
+            return []
+        here = [p for p in self.peers if p not in self.peer_paths]
+        found = bench(
+            options.op,
+            device=self.device,
+            dtype=self.dtype,
+            sites=self._sites(),
+            tokens=self.tokens,
+            against=here,
+            compiled=not options.tune and not options.no_compile,
+            own=not options.peers_only,
+        )
+        rows = []
+        for row in found:
+            _say(f"{row.op}/{row.variant}, {row.case}: {row.kernel}")
+            rows.append(row)
+        return rows + [row for peer in self.peers if peer in self.peer_paths for row in self._rows_of(peer)]
+
+    def _sites(self) -> list[Site] | None:
+        if self.model is None:
+            return None
+        from transformers import AutoConfig
+
+        config = AutoConfig.for_model(**self.model)
+        built = opslot.build_foundation_model(
+            config, torch_dtype=self.dtype, init_device="meta", ops_implementation="eager"
+        )
+        return sites_of(built, self.device, self.dtype)
+
+    def _rows_of(self, peer: str) -> list[BenchRow]:
+        """The rows of a peer's kernels, measured in a process where its folder comes first."""
+        _say(f"{peer}, in a process of its own")
+        options = self.options
+        command = [sys.executable, "-m", "opslot", "bench", "--peers-only", "--json", "--against", peer]
+        command += ["--device", str(self.device), "--dtype", options.dtype, "--steps", "0"]
+        for name, value in (("op", options.op), ("model", options.model), ("layers", options.layers)):
+            command += [f"--{name}", str(value)] if value else []
+        command += ["--tokens", str(self.tokens)] if self.tokens else []
+        environment = peer_environment(self.peer_paths[peer])
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        begin = done.stdout.find('{\n "environment"')
+        if begin < 0:
+            _say(f"{peer} failed: {done.stderr.strip()[-800:]}")
+            return []
+        known = {f.name for f in fields(BenchRow)}
+        rows = json.loads(done.stdout[begin:])["rows"]
+        return [BenchRow(**{k: v for k, v in row.items() if k in known}) for row in rows]
+
+    def _task(self) -> Task:
+        assert self.model is not None
+        options = self.options
+        return Task(
+            self.model,
+            self.batch,
+            self.length,
+            options.steps,
+            options.dtype,
+            str(self.device),
+            self.ops,
+            self.peer_paths,
+            options.trace,
+        )
+
+    def steps(self) -> list[dict[str, Any]]:
+        options = self.options
+        wanted = self.model is not None and options.steps > 0 and not options.tune and not options.op
+        return compare_steps(self._task(), self.peers, _say) if wanted else []
+
+    def curve(self) -> dict[str, Any] | None:
+        options = self.options
+        if not options.curve or self.model is None:
+            return None
+        tokens = text_batches(options.curve, self.batch, self.length, self.model["vocab_size"])
+        return loss_curve(self._task(), tokens, _say)
+
+
+def read_model(source: str, layers: int | None = None) -> dict[str, Any]:
+    """A Transformers config as plain data: from a folder with config.json, that file, or a model type's defaults.
+
+    Raises:
+        ConfigError: none of these, or a broken file.
+    """
+    path = Path(source)
+    if path.exists():
+        load_config(path)
+        data = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    elif source in MODEL_CONFIG_REGISTRY:
+        data = {"model_type": source}
+    else:
+        raise ConfigError(
+            f"--model {source!r} is neither a folder with config.json, nor such a file, nor a model type; "
+            f"model types are {', '.join(MODEL_CONFIG_REGISTRY)}"
+        )
+    if layers:
+        data["num_hidden_layers"] = layers
+    # Filled in, so that every contender reads the same sizes whatever its release's defaults are.
+    data.setdefault("vocab_size", MODEL_CONFIG_REGISTRY.get(data["model_type"])()().vocab_size)
+    return data
+
+
+def _keep(rows: list[BenchRow], device: torch.device) -> str:
+    timings = timings_of(rows)
+    if not timings:
+        raise ConfigError("nothing was measured that a profile could hold: no op asked for has sites with known shapes")
+    path = write_profile(timings, facts_of(device))
+    lines = [f"wrote {path}; `auto` takes the fastest of:"]
+    for t in timings:
+        shape = ", ".join(f"{k} {v}" for k, v in t.shape.items())
+        times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in sorted(t.ms.items(), key=lambda item: item[1]))
+        lines.append(f"  {t.op}/{t.variant} ({shape}): {times or 'nothing ran'}")
+        lines += [f"    left out: {name}: {why}" for name, why in t.failed.items()]
+    return "\n".join(lines)
+
+
+def _traces(steps: list[dict[str, Any]]) -> list[str]:
+    # The table of what was chosen; why the others were not is in the JSON, and in `opslot explain`.
+    found = [s["kernels"].partition("\n\n")[0] for s in steps if s["contender"] == "opslot" and s.get("kernels")]
+    return found + [f"{s['contender']}\n{s['trace']}" for s in steps if "trace" in s]
+
+
+def _pair(option: str, form: str, item: str) -> tuple[str, str]:
+    name, separator, value = item.partition("=")
+    if not separator or not name or not value:
+        raise ConfigError(f"{option} {item!r} is not {form}")
+    return name, value
+
+
+def _check_writable(option: str, file: str | None) -> None:
+    if file is None:
+        return
+    path = Path(file)
+    if path.is_dir():
+        raise ConfigError(f"{option} {file!r} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {file!r}: the folder {path.parent} does not exist; make it first")
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{option} {file!r} cannot be written: {error.strerror}") from error
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,96 @@
+"""A benchmark's result as one picture: who wins where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from opslot.cli.bench.table import sites
+from opslot.testing.bench import BenchRow
+
+_BEST, _REST, _FLOOR, _INK = "#1f6feb", "#a9b4c2", "#d1242f", "#1f2933"
+_COLUMNS = 3
+
+
+def draw(
+    rows: Sequence[BenchRow],
+    steps: Sequence[dict[str, Any]],
+    curve: dict[str, Any] | None,
+    environment: dict[str, Any],
+    path: Path,
+) -> None:
+    """One panel per comparison: a bar per proven implementation, the fastest in blue, the floor as a dashed line.
+
+    What failed its check is left out here; the table and the page name it. Then tokens/s of the training steps and the
+    loss curve, where there are any.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    groups = [(site, proven) for site, group in sites(rows).items() if (proven := [r for r in group if r.counts])]
+    done = [s for s in steps if s.get("check") == "ok"]
+    panels = len(groups) + bool(done) + bool(curve)
+    columns = min(_COLUMNS, max(1, panels))
+    lines = -(-panels // columns)
+    tallest = max([len(group) for _, group in groups] + [len(done), 5 if curve else 0, 3])
+    figure = Figure(figsize=(5.2 * columns, (0.9 + 0.3 * tallest) * lines + 0.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axis, (site, group) in zip(axes, groups, strict=False):
+        _draw_op(axis, site, group)
+    rest = axes[len(groups) :]
+    if done:
+        _draw_steps(rest.pop(0), done)
+    if curve:
+        _draw_curve(rest.pop(0), curve)
+    for axis in rest:
+        axis.axis("off")
+    figure.suptitle(
+        f"forward + backward, ms; dashed: the floor   ({environment['device']}, {environment['date']})",
+        fontsize=11,
+        color=_INK,
+    )
+    figure.savefig(path)
+
+
+def _draw_op(axis: Any, site: tuple[str, str, str], group: list[BenchRow]) -> None:
+    op, variant, case = site
+    values = {r.kernel: r.ms or 0.0 for r in group}
+    _bars(axis, values, min(values, key=lambda k: values[k]), "{:.3g}")
+    if group[0].floor_ms:
+        axis.axvline(group[0].floor_ms, color=_FLOOR, linewidth=1.2, linestyle="--")
+    axis.set_title(f"{op}/{variant}\n{case}", fontsize=9, loc="left", color=_INK)
+
+
+def _draw_steps(axis: Any, steps: list[dict[str, Any]]) -> None:
+    values = {s["contender"]: s["tokens_per_s"] for s in steps}
+    _bars(axis, values, max(values, key=lambda k: values[k]), "{:,.0f}")
+    axis.set_title("training step, tokens/s\n(longer is better)", fontsize=9, loc="left", color=_INK)
+
+
+def _bars(axis: Any, values: dict[str, float], best: str, form: str) -> None:
+    names = list(values)
+    axis.barh(names, list(values.values()), color=[_BEST if n == best else _REST for n in names], height=0.7)
+    axis.invert_yaxis()
+    for i, value in enumerate(values.values()):
+        axis.text(value, i, " " + form.format(value), va="center", fontsize=8, color=_INK)
+    axis.set_xlim(0, 1.22 * max(values.values()))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(labelsize=8, colors=_INK)
+
+
+def _draw_curve(axis: Any, curve: dict[str, Any]) -> None:
+    losses = curve["losses"]
+    axis.plot(losses["Transformers"], color=_REST, linewidth=3, label="Transformers")
+    axis.plot(losses["opslot"], color=_BEST, linewidth=1, label="opslot")
+    axis.set_title(
+        f"loss, {curve['steps']} steps: at most {curve['apart']['largest']:.4f} apart\n"
+        f"(rounding alone: {curve['rounding']['largest']:.4f})",
+        fontsize=9,
+        loc="left",
+        color=_INK,
+    )
+    axis.legend(frameon=False, fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(labelsize=8, colors=_INK)

@@ -1,0 +1,152 @@
+"""Training steps of opslot and its peers, each contender in a process of its own, from the same weights and batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from opslot._base.errors import ConfigError
+from opslot.testing.bench import WARM_UP, compare_curves
+from opslot.testing.peers import PEERS
+
+# opslot's own contenders: what the options set, or upstream's code with an attention that fits into memory.
+OWN = {"opslot": {}, "opslot eager": {"preset": "eager", "attn_implementation": "sdpa"}}
+
+_LR, _CURVE_LR = 1e-5, 3e-4
+_TIME_LIMIT = 900
+# One rounding of bfloat16.
+_SAME_LOSS = 2.0**-8
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every contender of one comparison gets.
+
+    Attributes:
+        model: a Transformers config as plain data, with its model_type.
+        ops: opslot's `ops_implementation`.
+        peer_paths: by peer, a folder whose packages come first in that peer's process.
+        trace: add a table of torch's profiler.
+    """
+
+    model: Mapping[str, Any]
+    batch: int
+    length: int
+    steps: int
+    dtype: str
+    device: str
+    ops: Mapping[str, str] = field(default_factory=dict)
+    peer_paths: Mapping[str, str] = field(default_factory=dict)
+    trace: bool = False
+
+
+def contenders(peers: Sequence[str]) -> list[str]:
+    """opslot, opslot with everything eager, and the training models of `peers`."""
+    return [*OWN, *(name for peer in peers for name, _ in PEERS[peer].contenders)]
+
+
+def compare_steps(task: Task, peers: Sequence[str], say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """One result per contender; a contender that fails has an "error" instead of a time, and the rest goes on."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in contenders(peers):
+            say(f"training step: {name}")
+            result = _run(task, name, Path(folder), lr=_LR)
+            losses = result.pop("losses", None)
+            if losses:
+                result |= {"first_loss": losses[0], "last_loss": losses[-1]}
+            rows.append({"contender": name, **result})
+    return _judged(rows)
+
+
+def _judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with a verdict: whether first and last loss are those of Transformers' own code."""
+    done = [row for row in rows if "error" not in row]
+    truth = next((row for name in ("hf", "opslot eager") for row in done if row["contender"] == name), None)
+    for row in done:
+        if truth is None:
+            row["check"] = "unproven: Transformers' own code did not run"
+            continue
+        apart = max(abs(row[loss] / truth[loss] - 1.0) for loss in ("first_loss", "last_loss"))
+        same = apart <= _SAME_LOSS
+        row["check"] = "ok" if same else f"WRONG: a loss is {apart:.1%} from that of {truth['contender']}"
+    return rows
+
+
+def loss_curve(task: Task, tokens: Any, say: Callable[[str], None]) -> dict[str, Any]:
+    """Train on the batches of a text under `auto` and as Transformers' own class, and say how far the losses part.
+
+    Transformers is trained twice, the second time with the rows of every batch in reverse: the same mathematics summed
+    in another order. Its distance from itself is what rounding alone makes of this model and length.
+
+    Args:
+        tokens: int array [steps, B, S].
+
+    Raises:
+        ConfigError: one of them failed.
+    """
+    import numpy
+
+    runs = {"Transformers": ("hf", tokens), "opslot": ("opslot", tokens), "rounding": ("hf", tokens[:, ::-1])}
+    losses = {}
+    task = replace(task, steps=len(tokens) - WARM_UP, trace=False)
+    with tempfile.TemporaryDirectory() as folder:
+        for label, (contender, batches) in runs.items():
+            say(f"loss curve: {label}")
+            text = Path(folder) / f"{label}.npy"
+            numpy.save(text, batches)
+            result = _run(task, contender, Path(folder), lr=_CURVE_LR, text=str(text))
+            if "error" in result:
+                raise ConfigError(f"the loss curve of {label} failed: {result['error']}")
+            losses[label] = result["losses"]
+    return {
+        "steps": len(tokens),
+        "batch": [task.batch, task.length],
+        "learning_rate": _CURVE_LR,
+        "losses": losses,
+        "apart": compare_curves(losses["Transformers"], losses["opslot"]),
+        "rounding": compare_curves(losses["Transformers"], losses["rounding"]),
+    }
+
+
+def _run(task: Task, contender: str, folder: Path, *, lr: float, text: str = "") -> dict[str, Any]:
+    place = folder / "task.json"
+    answer = place.with_suffix(".result")
+    answer.unlink(missing_ok=True)
+    given = {k: v for k, v in vars(task).items() if k != "peer_paths"}
+    place.write_text(json.dumps({**given, "contender": contender, "lr": lr, "text": text}))
+    command = [sys.executable, "-m", "opslot.cli.bench.contender", str(place)]
+    path = next((task.peer_paths[p] for p in _peers_of(contender) if p in task.peer_paths), None)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=peer_environment(path), timeout=_TIME_LIMIT)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {_TIME_LIMIT} s"}
+    if not answer.exists():
+        return {"error": _last_line(done.stderr) or f"exit code {done.returncode}", "log": done.stderr[-3000:]}
+    return json.loads(answer.read_text())
+
+
+def _peers_of(contender: str) -> Iterator[str]:
+    return (peer.name for peer in PEERS.values() if contender in dict(peer.contenders))
+
+
+def peer_environment(path: str | None) -> dict[str, str]:
+    """This process's environment, with the packages in `path` before all others."""
+    environment = dict(os.environ)
+    if path:
+        environment["PYTHONPATH"] = os.pathsep.join(p for p in (path, environment.get("PYTHONPATH")) if p)
+    return environment
+
+
+def _last_line(text: str) -> str:
+    """The exception's own line, past the frames above it."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line.partition(":")[0]]
+    return (named or lines or [""])[-1][:300]

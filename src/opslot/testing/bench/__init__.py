@@ -1,0 +1,26 @@
+"""Measurements of ops and of training steps."""
+
+from opslot.testing.bench.ops import Site, bench, sites_of, time_both_ways
+from opslot.testing.bench.rows import BenchRow, as_dict, environment
+from opslot.testing.bench.step import WARM_UP, compare_curves, draw_weights, measure_steps
+from opslot.testing.bench.timing import Ceilings, Time, measure, measure_ceilings
+from opslot.testing.bench.tune import timings_of
+
+__all__ = [
+    "WARM_UP",
+    "BenchRow",
+    "Ceilings",
+    "Site",
+    "Time",
+    "as_dict",
+    "bench",
+    "compare_curves",
+    "draw_weights",
+    "environment",
+    "measure",
+    "measure_ceilings",
+    "measure_steps",
+    "sites_of",
+    "time_both_ways",
+    "timings_of",
+]

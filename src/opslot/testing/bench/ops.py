@@ -1,0 +1,272 @@
+"""Time every implementation of an op against each other and against the floor, generic over the ops' input cases.
+
+The floor is the larger of bytes over the measured copy bandwidth and FLOPs over the measured rate of a large matrix
+product, both of this machine. A number counts only beside a proof: forward and every gradient against fp64 on the op's
+check cases, and again on the random inputs that were timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from opslot._base.device import facts_of
+from opslot._base.errors import KernelError
+from opslot.slots import KERNEL_REGISTRY, InputCase, KernelRequest, OpVariant, walk_slots
+from opslot.testing.bench.rows import BenchRow
+from opslot.testing.bench.timing import Time, measure, measure_ceilings
+from opslot.testing.parity import CheckResult, Expectation, check_kernel, compare, expect
+from opslot.testing.peers import peer_kernels
+
+_Kernel = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place of a model where a kernel stands, as far as speed goes; equal places are one."""
+
+    op: str
+    variant: str
+    shape: tuple[tuple[str, int], ...]
+
+
+def sites_of(model: Any, device: torch.device, dtype: torch.dtype) -> list[Site]:
+    """The distinct sites of a model with slots, in the order of its modules; it may be on the meta device."""
+    config = getattr(model, "config", None)
+    asked = [(op, variant, module) for _, module, _, op, variant in walk_slots(model)]
+    for op in KERNEL_REGISTRY.ops.values():
+        if op.applies_to is not None and op.applies_to(model):
+            asked.append((op.name, next(iter(op.variants)), model))
+    found: dict[Site, None] = {}
+    for op_name, variant, module in asked:
+        site_shape = KERNEL_REGISTRY.op(op_name).variant(variant).site_shape
+        request = KernelRequest(op_name, variant, facts_of(device), dtype, module, config)
+        shape = site_shape(request) if site_shape else None
+        if shape is not None:
+            found[Site(op_name, variant, tuple(sorted(shape.items())))] = None
+    return list(found)
+
+
+def bench(
+    op: str | None = None,
+    *,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    sites: Sequence[Site] | None = None,
+    tokens: int | None = None,
+    against: Sequence[str] = (),
+    compiled: bool = True,
+    own: bool = True,
+) -> Iterator[BenchRow]:
+    """Prove and time eager, torch.compile of eager, every usable kernel and the peers, forward plus backward.
+
+    Args:
+        op: only this op; default all.
+        sites: only these, at `tokens`; default the shapes of the ops' own bench cases.
+        tokens: how many; None takes the bench cases as they are, which are meant for a GPU.
+        against: peers whose kernels are no registered implementation (`opslot.testing.peers.PEERS`).
+        compiled: torch.compile of eager, too.
+        own: False leaves all but the peers out.
+
+    Yields:
+        One row per (case, implementation), in the order measured.
+
+    Raises:
+        ConfigError: there is no such op or peer, or the peer is not installed.
+    """
+    device = torch.device(device)
+    ops = [KERNEL_REGISTRY.op(op)] if op else list(KERNEL_REGISTRY.ops.values())
+    for spec_op in ops:
+        for variant in spec_op.variants.values():
+            cases = list(_cases(spec_op.name, variant, sites, tokens))
+            if not cases:
+                continue
+            setting = _Setting(spec_op.name, variant, device, dtype, tokens)
+            candidates = _candidates(setting, compiled) if own else {}
+            candidates |= peer_kernels(against, spec_op.name, variant.name)
+            proofs = {name: setting.prove(name, kernel) for name, kernel in candidates.items()}
+            for case in cases:
+                yield from _bench_case(setting, case, candidates, proofs)
+
+
+def _cases(op_name: str, variant: OpVariant, sites: Iterable[Site] | None, tokens: int | None) -> Iterator[InputCase]:
+    timed = [case for case in variant.cases if case.role == "bench"]
+    if sites is None and tokens is None:
+        yield from timed
+    elif variant.case_at is not None and tokens is not None:
+        if sites is None:
+            shapes = [tuple(sorted(case.shape.items())) for case in timed if case.shape]
+        else:
+            shapes = [site.shape for site in sites if (site.op, site.variant) == (op_name, variant.name)]
+        for shape in dict.fromkeys(shapes):
+            # A shape that cannot have so many tokens has no case.
+            yield variant.case_at(dict(shape), tokens)
+
+
+def _candidates(setting: _Setting, compiled: bool) -> dict[str, _Kernel]:
+    variant = setting.variant
+    found: dict[str, _Kernel] = {"eager": variant.reference}
+    if compiled:
+        found["torch.compile"] = torch.compile(variant.reference, dynamic=False)
+    request = KernelRequest(setting.op, variant.name, facts_of(setting.device), setting.dtype)
+    for spec in KERNEL_REGISTRY.specs(setting.op, variant.name):
+        interpreted = spec.interpretable and setting.device.type == "cpu"
+        if not interpreted and spec.unusable(request) is None:
+            try:
+                found[spec.name] = KERNEL_REGISTRY.load(*spec.key)
+            except KernelError as error:
+                found[spec.name] = _raising(error)
+    return found
+
+
+def _raising(error: Exception) -> _Kernel:
+    def kernel(**arguments: Any) -> Any:
+        raise error
+
+    return kernel
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What the implementations of one op variant are measured with."""
+
+    op: str
+    variant: OpVariant
+    device: torch.device
+    dtype: torch.dtype
+    tokens: int | None
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def row(self, case: InputCase, kernel: str) -> BenchRow:
+        shape = dict(case.shape) if case.shape else None
+        tokens = self.tokens if shape else None
+        return BenchRow(self.op, self.variant.name, case.name, kernel, self.dtype_name, shape=shape, tokens=tokens)
+
+    def prove(self, name: str, kernel: _Kernel) -> str:
+        """The verdict of the op's check cases."""
+        if name in ("eager", "torch.compile"):
+            # Eager is what others are measured by; compiled code is proven on what is timed, a graph a shape.
+            return "ok"
+        results = []
+        for case in self.variant.cases:
+            if case.role == "check":
+                results.append(check_kernel(kernel, self.op, self.variant, case, self.dtype, self.device, name=name))
+                if not results[-1].ok:
+                    return _verdict(results[-1])
+        if results and all(r.refused for r in results):
+            return f"unproven: {_brief(results[0].refused)}"
+        return "ok"
+
+
+def _bench_case(
+    setting: _Setting, case: InputCase, candidates: Mapping[str, _Kernel], proofs: Mapping[str, str]
+) -> Iterator[BenchRow]:
+    verdicts = dict(proofs) | _prove_at_size(setting, case, candidates, proofs)
+    for name, kernel in candidates.items():
+        row = setting.row(case, name)
+        try:
+            yield replace(_timed(setting, case, row, kernel), verdict=verdicts[name])
+        except Exception as error:
+            why = verdicts[name] if verdicts[name].startswith("WRONG") else f"{type(error).__name__}: {_brief(error)}"
+            yield replace(row, verdict=why)
+        if setting.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _timed(setting: _Setting, case: InputCase, row: BenchRow, kernel: _Kernel) -> BenchRow:
+    """The row with its times; fresh inputs for each implementation, since some write over theirs."""
+    arguments = case.make(setting.dtype, setting.device, _generator(setting.device))
+    time, peak = time_both_ways(kernel, setting.variant, arguments, setting.device)
+    floor = _floor_ms(setting, arguments)
+    return replace(row, ms=time.ms, alone_ms=time.alone_ms, floor_ms=floor, peak_mib=peak)
+
+
+def _prove_at_size(
+    setting: _Setting, case: InputCase, candidates: Mapping[str, _Kernel], proofs: Mapping[str, str]
+) -> dict[str, str]:
+    """The verdict of each implementation on the inputs that will be timed, where the small cases left it right."""
+    try:
+        expected = expect(setting.variant, case.make(setting.dtype, setting.device, _generator(setting.device)))
+    except torch.OutOfMemoryError:
+        left = "ok (on the check cases; float64 of this one exceeds the memory)"
+        return {name: left for name, proof in proofs.items() if proof == "ok" and name != "torch.compile"}
+    found = {}
+    for name, kernel in candidates.items():
+        if proofs[name] == "ok" and name != "eager":
+            label = CheckResult(setting.op, setting.variant.name, name, case.name, setting.dtype_name)
+            # A peer may write over its arguments.
+            own = replace(expected, arguments=_copies(expected))
+            found[name] = _verdict(compare(kernel, own, label, by_norm=True))
+    return found
+
+
+def _copies(expected: Expectation) -> dict[str, Any]:
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, expected.arguments)
+
+
+def _verdict(result: CheckResult) -> str:
+    if result.refused:
+        return f"refused: {_brief(result.refused)}"
+    if result.problem:
+        return f"WRONG {result.case}: {_brief(result.problem)}"
+    worst = result.worst
+    if result.ok or worst is None:
+        return "ok"
+    return f"WRONG {result.case}: {worst.name} error {worst.error:.1e}, bound {worst.bound:.1e}"
+
+
+def _brief(message: Any) -> str:
+    return (str(message).strip().splitlines() or [""])[0][:160]
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device=device).manual_seed(0)
+
+
+def _floor_ms(setting: _Setting, arguments: dict[str, Any]) -> float | None:
+    if setting.variant.cost is None:
+        return None
+    cost, ceilings = setting.variant.cost(arguments), measure_ceilings(setting.device, setting.dtype)
+    return 1e3 * max(cost.bytes / ceilings.bytes_per_s, cost.flops / ceilings.flops_per_s)
+
+
+def time_both_ways(
+    kernel: _Kernel, variant: OpVariant, arguments: dict[str, Any], device: torch.device
+) -> tuple[Time, float | None]:
+    """Time of forward plus backward with random incoming gradients, and MiB allocated above the inputs (on CUDA)."""
+    leaves: list[Tensor] = []
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.dtype.is_floating_point:
+            x = x.detach().requires_grad_()
+            leaves.append(x)
+        return x
+
+    call = {n: tree_map(leaf, v) if n in variant.differentiable else v for n, v in arguments.items()}
+    grads: list[Tensor] = []
+
+    def step() -> None:
+        outputs = [o for o in tree_flatten(kernel(**call))[0] if isinstance(o, Tensor) and o.requires_grad]
+        if not grads:
+            grads.extend(torch.randn_like(o) for o in outputs)
+        if outputs:
+            torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
+
+    step()
+    peak = None
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    return measure(step, device), peak

@@ -1,0 +1,112 @@
+"""Time a piece of work on a device, and what that device can do at best."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# What a measurement may take, in seconds: a step of half a second is not repeated twenty times.
+_BUDGET = 0.4
+_MOST, _FEWEST = 30, 3
+
+
+@dataclass(frozen=True)
+class Time:
+    """Median milliseconds of one piece of work.
+
+    Attributes:
+        ms: the device's own time, where the host has run ahead, as it does in a training step that keeps the device
+            busy. On a CPU the time it takes.
+        alone_ms: with the host's part: a loop that does nothing else. What users of a single op see.
+    """
+
+    ms: float
+    alone_ms: float
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this machine reaches: bytes/s of a large copy (read + write) and FLOP/s of a large product."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@functools.cache
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Measured on random data: zeros run faster than real numbers."""
+    n, size = (2**28, 8192) if device.type == "cuda" else (2**24, 1024)
+    return Ceilings(2 * 4 * n / _copy_ms(n, device) * 1e3, 2 * size**3 / _product_ms(size, device, dtype) * 1e3)
+
+
+def _copy_ms(n: int, device: torch.device) -> float:
+    source = torch.randn(n, device=device)
+    target = torch.empty_like(source)
+    return measure(lambda: target.copy_(source), device).ms
+
+
+def _product_ms(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return measure(lambda: a @ b, device).ms
+
+
+def measure(step: Callable[[], Any], device: torch.device) -> Time:
+    """Median time of `step`, warm, with inputs that are not in the device's cache."""
+    for _ in range(2):
+        step()
+    if device.type == "cuda":
+        return _measure_cuda(step)
+    begun = time.perf_counter()
+    step()
+    repeat = _repeats(time.perf_counter() - begun)
+    seconds = []
+    for _ in range(repeat):
+        begun = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - begun)
+    ms = 1e3 * statistics.median(seconds)
+    return Time(ms, ms)
+
+
+def _repeats(seconds: float) -> int:
+    return max(_FEWEST, min(_MOST, int(_BUDGET / max(seconds, 1e-9))))
+
+
+def _measure_cuda(step: Callable[[], Any]) -> Time:
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    step()
+    host = time.perf_counter() - begun
+    torch.cuda.synchronize()
+    repeat = _repeats(time.perf_counter() - begun)
+    flush = torch.empty(2**26, dtype=torch.int32, device="cuda")
+    flush_ms = _median_cuda(lambda: None, lambda: flush.zero_(), 5)
+    # The device overwrites its cache for at least as long as the host takes to launch a step, so that the events
+    # around the step see the device's time alone. A step that waits for the device by itself keeps its own time.
+    covers = max(1, min(60, int(2e3 * host / flush_ms) + 1))
+
+    def cover() -> None:
+        for _ in range(covers):
+            flush.zero_()
+
+    return Time(_median_cuda(cover, step, repeat), _median_cuda(flush.zero_, step, repeat))
+
+
+def _median_cuda(before: Callable[[], Any], step: Callable[[], Any], repeat: int) -> float:
+    marks = []
+    for _ in range(repeat):
+        before()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        stop.record()
+        marks.append((start, stop))
+        # One step in flight at a time, or the host would run ahead of the loop that is to show its part.
+        torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in marks)

@@ -1,0 +1,73 @@
+"""VeOmni: its experts and balancing loss, and its model with the kernels that it is fastest with.
+
+It needs a Transformers of its own, so that it usually runs in a process whose path begins with its folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opslot._base.device import has_package
+
+_MOE = "veomni.ops.kernels.moe"
+
+
+def _experts(module: str, function: str) -> Callable[..., Tensor]:
+    def experts(
+        hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        run = getattr(importlib.import_module(f"{_MOE}.{module}"), function)
+        # It takes routing weights in 16 bits only.
+        weights = top_k_weights.to(hidden_states.dtype)
+        return run(gate_up_proj.shape[0], weights, top_k_index, hidden_states, None, None, down_proj, gate_up_proj)
+
+    return experts
+
+
+def _balancing(
+    gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
+) -> Tensor | int:
+    from veomni.ops.kernels.load_balancing_loss.triton import load_balancing_loss_triton
+
+    return load_balancing_loss_triton(gate_logits, num_experts, top_k, attention_mask)
+
+
+KERNELS = {
+    ("moe_experts", "standard"): {
+        "triton": _experts("group_gemm", "group_gemm_fused_moe_forward"),
+        "quack": _experts("quack_gemm", "quack_gemm_fused_moe_forward"),
+    },
+    ("load_balancing_loss", "standard"): {"triton": _balancing},
+}
+
+
+def build(config: dict[str, Any], dtype: torch.dtype, device: str) -> nn.Module:
+    """VeOmni's model: FlashAttention 4 and quack's experts where installed, its own defaults otherwise."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from veomni.arguments.arguments_types import OpsImplementationConfig
+    from veomni.models import build_foundation_model
+
+    made = AutoConfig.for_model(**config)
+    made.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
+    if device == "cpu":
+        names = ("cross_entropy_loss", "rms_norm", "swiglu_mlp", "rotary_pos_emb", "load_balancing_loss", "moe")
+        chosen = {f"{name}_implementation": "eager" for name in names} | {"attn_implementation": "sdpa"}
+    else:
+        chosen = {
+            "attn_implementation": "flash_attention_4" if has_package("flash_attn.cute") else "sdpa",
+            "moe_implementation": "fused_quack" if has_package("quack") else "fused_triton",
+        }
+    model = build_foundation_model(
+        made,
+        torch_dtype=str(dtype).removeprefix("torch."),
+        init_device=device,
+        ops_implementation=OpsImplementationConfig(**chosen),
+    )
+    model.train()
+    return model
