@@ -42,7 +42,9 @@ class Ranks:
         self._connections: dict[int, Connection] = {c.recv(): c for c in connections}
         listener.close()
 
-    def run(self, function: Callable[..., Any], *arguments: Any, world: int = 2) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, world: int = 2, timeout: float = _RUN_TIMEOUT
+    ) -> list[Any]:
         """Call `function(*arguments)` on each rank; processes beyond `world` sit out."""
         port = free_port()
         for rank in range(world):
@@ -50,9 +52,9 @@ class Ranks:
             self._connections[rank].send(task)
         answers = []
         for rank in range(world):
-            if not self._connections[rank].poll(_RUN_TIMEOUT):
+            if not self._connections[rank].poll(timeout):
                 self.close()
-                raise RankFailed(f"rank {rank} did not answer within {_RUN_TIMEOUT} s")
+                raise RankFailed(f"rank {rank} did not answer within {timeout} s")
             answers.append(self._connections[rank].recv())
         for rank, (error, _) in enumerate(answers):
             if error is not None:

@@ -22,8 +22,8 @@ COMMON = {
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 
 
-def build(name: str, ops: Any = "eager", **changes: Any) -> Any:
-    """A model of the architecture, the same on every rank."""
+def build(name: str, ops: Any = "eager", scale: float = 0.2, **changes: Any) -> Any:
+    """A model of the architecture, the same on every rank; `scale` is its weights'."""
     import opslot
 
     config = config_of(name, **changes)
@@ -31,7 +31,7 @@ def build(name: str, ops: Any = "eager", **changes: Any) -> Any:
     model = opslot.build_foundation_model(config, ops_implementation=ops)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter == 1))
+            parameter.copy_(torch.randn_like(parameter) * scale + (parameter == 1))
     return model
 
 
@@ -77,6 +77,9 @@ def train(
     changes: dict[str, Any] | None = None,
     load: str | None = None,
     save: str | None = None,
+    device: str = "cpu",
+    lr: float = 1e-2,
+    scale: float = 0.2,
 ) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step.
 
@@ -86,6 +89,7 @@ def train(
         one_expert_for_all: routers are frozen at zero, so all tokens go to the same experts.
         load: folder of a checkpoint to go on from; its steps are not repeated, `steps` counts from the first.
         save: folder for a checkpoint at the end.
+        device: "cuda" has each rank train on a GPU of its own.
     """
     from opslot.distributed import (
         clip_grad_norm,
@@ -97,22 +101,23 @@ def train(
     from opslot.models.parallel import parallelize_model
 
     if sizes is not None:
-        init_parallel_state(device_type="cpu", **sizes)
+        init_parallel_state(device_type=device, **sizes)
     state = get_parallel_state()
-    model = build(name, ops, **({"output_router_logits": True} if aux_loss else {}), **(changes or {}))
+    changes = {**({"output_router_logits": True} if aux_loss else {}), **(changes or {})}
+    model = build(name, ops, scale, **changes).to(state.device)
     model.train()
     if one_expert_for_all:
         for layer in model.model.layers:
             layer.mlp.gate.weight.requires_grad_(False).zero_()
     parallelize_model(model, state, **(options or {}))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     own = micro_batches // state.dp_size
     start = _restore(load, model, optimizer) if load else 0
     history = []
     for step in range(start, steps):
         whole = rows(step, length=length, documents=documents)
         targets = int((whole["labels"][:, 1:] != -100).sum())
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=state.device)
         for i in range(own):
             piece = slice((i * state.dp_size + state.dp_rank), None, micro_batches)
             batch: dict[str, Any] = {key: value[piece] for key, value in whole.items()}
@@ -120,9 +125,12 @@ def train(
                 cu_seqlens, longest = borders(batch["position_ids"]), max(documents)
                 batch |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
                 batch |= {"max_length_q": longest, "max_length_k": longest}
-            batch = shard_sequence(batch, state)
+            batch = {
+                key: value.to(state.device) if isinstance(value, torch.Tensor) else value
+                for key, value in shard_sequence(batch, state).items()
+            }
             with gradient_sync(model, i == own - 1):
-                out = model(**batch, use_cache=False, num_items_in_batch=torch.tensor(targets))
+                out = model(**batch, use_cache=False, num_items_in_batch=torch.tensor(targets, device=state.device))
                 share = out.loss
                 if aux_loss:
                     router = model.config.router_aux_loss_coef * out.aux_loss

@@ -1,0 +1,134 @@
+"""Five steps on two and four GPUs over NCCL, computed in bfloat16, for every axis and every attention kernel.
+
+The truth is one GPU in float32 with eager kernels. bfloat16 on one GPU misses it by some error; several GPUs may miss
+it by twice that and one rounding, which is what any kernel here is allowed (`opslot.testing.parity`).
+"""
+
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from opslot._base.device import facts_of
+from opslot._base.errors import ConfigError
+from opslot.slots import KERNEL_REGISTRY, KernelRequest
+
+_spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
+tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
+if not hasattr(tiny, "train"):
+    _spec.loader.exec_module(tiny)
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.multigpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more CUDA GPUs, found {GPUS}")]
+
+# Kernels compile in every process on first use.
+_TIMEOUT = 300
+_ROUNDING = torch.finfo(torch.bfloat16).eps / 2
+_WIDTHS = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 256,
+}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_LENGTH = 256
+_DOCUMENTS = (40, 150, 66)
+
+
+def needs(world):
+    if world > GPUS:
+        pytest.skip(f"needs {world} CUDA GPUs, found {GPUS}")
+
+
+def on_ranks(name, sizes, kwargs):
+    return tiny.train(name, sizes, device="cuda", lr=1e-3, scale=0.05, length=_LENGTH, micro_batches=4, **kwargs)
+
+
+def run(ranks, world, name, sizes, dtype=torch.bfloat16, **kwargs):
+    """[steps, 2] losses and gradient norms, the same on every rank."""
+    changes = {**_WIDTHS, **(_EXPERTS if "moe" in name else {}), **kwargs.pop("changes", {})}
+    options = {**kwargs.pop("options", {}), **({"param_dtype": dtype} if dtype is not torch.float32 else {})}
+    arguments = {**kwargs, "changes": changes, "options": options}
+    found = ranks.run(on_ranks, name, sizes, arguments, world=world, timeout=_TIMEOUT)
+    assert all(history == found[0] for history in found)
+    return torch.tensor(found[0])
+
+
+_references = {}
+
+
+def check(ranks, world, name, sizes, found=None, **kwargs):
+    needs(world)
+    alone = {key: value for key, value in kwargs.items() if key != "options"}
+    key = repr((name, alone))
+    if key not in _references:
+        truth = run(ranks, 1, name, {}, torch.float32, **{**alone, "ops": "eager"})
+        _references[key] = truth, (run(ranks, 1, name, {}, **alone) - truth).abs().amax(0)
+    truth, error = _references[key]
+    assert truth[0, 1] > 1e-2
+    assert truth[-1, 0] < truth[0, 0]
+    found = run(ranks, world, name, sizes, **kwargs) if found is None else found
+    allowed = 2 * error + _ROUNDING * truth.abs()
+    assert ((found - truth).abs() <= allowed).all(), f"\nfound\n{found}\ntruth\n{truth}\nallowed\n{allowed}"
+
+
+@pytest.mark.parametrize("sizes", [{}, {"sp": 2}, {"dp_replicate": 2}], ids=str)
+def test_dense_on_two(ranks, sizes):
+    check(ranks, 2, "qwen3", sizes, ops="auto")
+
+
+@pytest.mark.parametrize("sizes", [{}, {"ep": 2}, {"sp": 2, "ep": 2}], ids=str)
+def test_experts_on_two(ranks, sizes):
+    check(ranks, 2, "qwen3_moe", sizes, ops="auto", aux_loss=True)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"ep": 4}, {"sp": 4, "ep": 4}, {"sp": 2, "ep": 2}, {"dp_replicate": 2, "ep": 2}], ids=str
+)
+def test_experts_on_four(ranks, sizes):
+    check(ranks, 4, "qwen3_moe", sizes, ops="auto", aux_loss=True)
+
+
+@functools.cache
+def unusable(attention):
+    request = KernelRequest("attention", "causal", facts_of(torch.device("cuda")), torch.bfloat16)
+    try:
+        KERNEL_REGISTRY.resolve(request, attention)
+    except ConfigError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+@pytest.mark.parametrize("documents", [(), _DOCUMENTS], ids=["whole rows", "documents"])
+@pytest.mark.parametrize(
+    "attention",
+    ["eager", "sdpa", "cudnn", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"],
+)
+def test_attention_over_parts_of_sequences(ranks, attention, documents):
+    reason = unusable(attention)
+    if reason:
+        pytest.skip(reason)
+    ops = {"preset": "eager", "attn_implementation": attention}
+    check(ranks, 2, "qwen3", {"sp": 2}, steps=3, ops=ops, documents=documents)
+
+
+@pytest.mark.parametrize("options", [{"ulysses_overlap": True}, {"ulysses_pipeline": 2}], ids=str)
+def test_transfers_behind_computation(ranks, options):
+    check(ranks, 2, "qwen3", {"sp": 2}, ops="auto", options=options)
+
+
+def test_ranks_whose_experts_get_no_token(ranks):
+    check(ranks, 2, "qwen3_moe", {"ep": 2}, ops="auto", one_expert_for_all=True)
+
+
+def test_a_checkpoint_of_four_goes_on_on_two(ranks, tmp_path):
+    needs(4)
+    first = run(ranks, 4, "qwen3_moe", {"ep": 2}, ops="auto", aux_loss=True, steps=3, save=str(tmp_path))
+    rest = run(ranks, 2, "qwen3_moe", {"ep": 2}, ops="auto", aux_loss=True, load=str(tmp_path))
+    check(ranks, 2, "qwen3_moe", {"ep": 2}, torch.cat([first, rest]), ops="auto", aux_loss=True)
