@@ -1,7 +1,8 @@
 """Training steps over several GPUs of one host: tokens a second and GPU, memory, loss.
 
-    torchrun --nproc-per-node 4 benchmarks/gpu_parallel.py [CONFIGURATION ...] [--json FILE] [--profile] [--set F=V]
+    torchrun --nproc-per-node 4 benchmarks/gpu_parallel.py [CONFIGURATION[+OPTION=VALUE] ...] [--json FILE] [--profile]
 
+An OPTION is one of `parallelize_model`, as in dense-sp+ulysses_overlap=True or moe-fsdp+reduce_dtype=torch.bfloat16.
 Random weights, fp32 master weights, bfloat16 computation, gradients reduced in fp32 and clipped, AdamW, no activation
 checkpointing. On one GPU `dense-fsdp` and `moe-fsdp` give what scaling is measured against;
 `peers/veomni_parallel.py` trains the same with VeOmni.
@@ -10,11 +11,11 @@ checkpointing. On one GPU `dense-fsdp` and `moe-fsdp` give what scaling is measu
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from parallel_workload import (
     CONFIGURATIONS,
     LEARNING_RATE,
@@ -40,22 +41,26 @@ from opslot.distributed import (
 from opslot.models.parallel import parallelize_model
 
 
-def build(configuration: Configuration, state: ParallelState, options: argparse.Namespace) -> Any:
+def build(
+    configuration: Configuration, state: ParallelState, spread: dict[str, Any], options: argparse.Namespace
+) -> Any:
     torch.manual_seed(0)
     model = opslot.build_foundation_model(
         model_config(configuration.model, options.layers, options.shrink),
         init_device=state.device.type,
         ops_implementation=dict(item.split("=", 1) for item in options.set),
     )
-    spread = {"ulysses_pipeline": options.pipeline} if state.sp > 1 else {}
-    return parallelize_model(
-        model,
-        state,
-        param_dtype=torch.bfloat16,
-        reduce_dtype=getattr(torch, options.reduce_dtype),
-        prefetch=options.prefetch,
-        **spread,
-    )
+    return parallelize_model(model, state, **{"param_dtype": torch.bfloat16, **spread})
+
+
+def parse(name: str) -> tuple[Configuration, dict[str, Any]]:
+    """A configuration, and options of `parallelize_model`."""
+    base, *options = name.split("+")
+    values = (option.split("=", 1) for option in options)
+    return CONFIGURATIONS[base], {
+        key: getattr(torch, value.removeprefix("torch.")) if value.startswith("torch.") else ast.literal_eval(value)
+        for key, value in values
+    }
 
 
 def adamw(device: torch.device) -> Any:
@@ -66,8 +71,10 @@ def adamw(device: torch.device) -> Any:
     return functools.partial(torch.optim.AdamW, fused=True)
 
 
-def run(configuration: Configuration, state: ParallelState, options: argparse.Namespace) -> dict[str, Any]:
-    model = build(configuration, state, options)
+def run(name: str, configuration: Configuration, spread: dict[str, Any], options: argparse.Namespace) -> None:
+    sp, ep = configuration.sizes()
+    state = init_parallel_state(sp=sp, ep=ep)
+    model = build(configuration, state, spread, options)
     optimizer = adamw(state.device)(model.parameters(), lr=LEARNING_RATE)
     ids = token_ids(configuration, model.config.vocab_size, state.dp_rank, options.shrink)
     targets = torch.tensor((ids.numel() - len(ids)) * state.dp_size, device=state.device)
@@ -91,32 +98,28 @@ def run(configuration: Configuration, state: ParallelState, options: argparse.Na
     # What building the model whole took is gone by now.
     free_memory()
     result = measure(step, ids.numel() * state.dp_size, options.steps, state.device)
-    if options.profile:
-        result["profile"] = profile(step)
     chosen = {row.op: row.chosen for row in opslot.explain(model).rows}
-    return {**result, "kernels": chosen, "spread": str(state)}
+    if state.rank == 0:
+        record(options.json, name, configuration, {**result, "kernels": chosen, "spread": str(state)})
+    if options.profile:
+        text = profile(step)
+        if state.rank == 0:
+            print(text, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("configurations", nargs="*", help=f"of {', '.join(CONFIGURATIONS)}; default all")
+    parser.add_argument("configurations", nargs="*", help=f"of {', '.join(CONFIGURATIONS)}; default these")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="ops_implementation")
-    parser.add_argument("--pipeline", type=int, default=1, help="parts of the heads under sequence parallelism")
-    parser.add_argument("--prefetch", type=int, default=1)
-    parser.add_argument("--reduce-dtype", default="float32")
     parser.add_argument("--profile", action="store_true", help="a table of the first rank's kernels")
     parser.add_argument("--shrink", type=int, default=1, help="divide widths and lengths, to try it on a CPU")
     parser.add_argument("--json")
     options = parser.parse_args()
     for name in options.configurations or CONFIGURATIONS:
-        sp, ep = CONFIGURATIONS[name].sizes()
-        state = init_parallel_state(sp=sp, ep=ep)
         with failing_together():
-            result = run(CONFIGURATIONS[name], state, options)
-        if dist.get_rank() == 0:
-            record(options.json, name, CONFIGURATIONS[name], result)
+            run(name, *parse(name), options)
         destroy_parallel_state(keep_group=True)
         free_memory()
     destroy_parallel_state()

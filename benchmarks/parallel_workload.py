@@ -12,6 +12,7 @@ import os
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -167,25 +168,52 @@ def _peak_gib(device: torch.device) -> float:
     return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
 
 
-def profile(step: Callable[[], torch.Tensor], rows: int = 30) -> str:
-    """Table of one step's kernels on this rank, by their time on the GPU."""
+def profile(step: Callable[[], torch.Tensor], rows: int = 25) -> str:
+    """What one step does on this rank's GPU: how long it computes, communicates, both or neither, and its kernels."""
+    step()
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         step()
         torch.cuda.synchronize()
-    return trace.key_averages().table(sort_by="self_cuda_time_total", row_limit=rows, max_name_column_width=60)
+    spans = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in trace.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    communicating = covered([(a, b) for name, a, b in spans if name.startswith("nccl")])
+    computing = covered([(a, b) for name, a, b in spans if not name.startswith("nccl")])
+    busy = covered([(a, b) for _, a, b in spans])
+    whole = max(b for _, _, b in spans) - min(a for _, a, _ in spans)
+    summary = (
+        f"step {whole / 1e3:.1f} ms: computing {computing / 1e3:.1f}, communicating {communicating / 1e3:.1f}, "
+        f"of which nothing else ran for {(busy - computing) / 1e3:.1f}; idle {(whole - busy) / 1e3:.1f}"
+    )
+    table = trace.key_averages().table(sort_by="self_cuda_time_total", row_limit=rows, max_name_column_width=60)
+    return f"{summary}\n{table}"
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def record(file: str | None, name: str, configuration: Configuration, result: dict[str, Any]) -> None:
     """Print a result, and add it to `file`, which is complete after every configuration. For the first rank."""
-    print(f"{name:12} {json.dumps({k: v for k, v in result.items() if k != 'profile'})}", flush=True)
-    if "profile" in result:
-        print(result["profile"], flush=True)
+    print(f"{name:12} {json.dumps(result)}", flush=True)
     if file is None:
         return
     results: dict[str, Any] = {}
     if os.path.exists(file):
         with open(file) as handle:
             results = json.load(handle)
+    versions = {package: version(package) for package in ("torch", "transformers", "triton")}
+    results.setdefault(
+        "machine", {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", **versions}
+    )
     results[name] = {**asdict(configuration), "world_size": world_size(), **result}
     with open(file, "w") as handle:
         json.dump(results, handle, indent=1)
