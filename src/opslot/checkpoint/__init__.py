@@ -4,6 +4,7 @@ from opslot.checkpoint.convert import convert_folder
 from opslot.checkpoint.converter import CheckpointTensorConverter, PlacingConverter
 from opslot.checkpoint.experts import LAYOUTS, ExpertTensorConverter
 from opslot.checkpoint.folder import read_folder
+from opslot.checkpoint.initialize import initialize_weights
 from opslot.checkpoint.load import LoadReport, load_weights
 from opslot.checkpoint.placement import Placement, local_ranges
 from opslot.checkpoint.save import export_hf, save_weights
@@ -17,6 +18,7 @@ __all__ = [
     "PlacingConverter",
     "convert_folder",
     "export_hf",
+    "initialize_weights",
     "load_weights",
     "local_ranges",
     "read_folder",

@@ -22,7 +22,8 @@ from opslot.checkpoint._report import Problems
 from opslot.checkpoint.converter import CheckpointTensorConverter
 from opslot.checkpoint.experts import ExpertTensorConverter
 from opslot.checkpoint.folder import read_folder
-from opslot.checkpoint.materialize import initialize, materialize
+from opslot.checkpoint.initialize import initialize
+from opslot.checkpoint.materialize import materialize
 from opslot.checkpoint.model_tensors import ModelTensors, plain_name, tensors_of
 from opslot.checkpoint.placement import Placement, Region, copy_overlap, intersect, local_ranges, local_tensor, volume
 from opslot.checkpoint.plan import LoadPlan, Piece, Stream, make_plan

@@ -31,6 +31,7 @@ def build_foundation_model(
     *,
     architecture: str | None = None,
     config_kwargs: Mapping[str, Any] | None = None,
+    run_device: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Build a model of an architecture that opslot knows, with its kernels bound.
@@ -44,6 +45,7 @@ def build_foundation_model(
         ops_implementation: kernels, as `OpsImplementationConfig` reads them; default "auto".
         architecture: class name; default the first of the config's `architectures`, else <Model>ForCausalLM.
         config_kwargs: values that override the config's.
+        run_device: what kernels are chosen for; default `init_device`, and for "meta" this machine's best device.
         trust_remote_code: allow a config class that ships with the checkpoint to run.
 
     Returns:
@@ -64,8 +66,8 @@ def build_foundation_model(
     if init_device == "meta" and weights_path is not None:
         raise ConfigError(
             "init_device='meta' makes parameters without memory, so weights_path cannot be read into them\n"
-            "  to do: leave weights_path out and call opslot.checkpoint.load_weights(model, folder, device=...) "
-            "once the model is sharded"
+            "  to do: leave weights_path out and call opslot.checkpoint.load_weights(model, folder, device=...), or "
+            "initialize_weights(model), once the model is sharded"
         )
     dtype = _dtype(torch_dtype, config)
     cls = _model_class(config, architecture, backend)
@@ -76,7 +78,7 @@ def build_foundation_model(
         logger.info("%s=hf: Transformers' own %s, without slots", BACKEND_VARIABLE, cls.__name__)
     else:
         own_config(model)
-        bind(model, ops, device=None if init_device == "meta" else init_device)
+        bind(model, ops, device=run_device or (None if init_device == "meta" else init_device))
     model.train()
     return model
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import random
 import resource
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 
 from opslot._base.errors import TrainingError
-from opslot.checkpoint import load_weights
+from opslot.checkpoint import initialize_weights, load_weights
 from opslot.data import count_targets
 from opslot.distributed import (
     ParallelState,
@@ -112,9 +111,8 @@ class BaseTrainer(ABC):
         self.batches: BatchSource = self.build_data()
         _seed_everything(config.train.seed)
         self.model: PreTrainedModel = self._parallelize(self.build_model())
-        if self.state.rank:
-            # Until here all ranks drew the same numbers, for the same weights.
-            _seed_everything(config.train.seed + self.state.rank)
+        # Until here all ranks drew the same numbers, for a model that `build_model` may have filled.
+        _seed_everything(config.train.seed + self.state.rank)
         self.optimizer = build_optimizer(self.model, config.train)
         self.max_steps = self.count_steps()
         self._restore()
@@ -132,7 +130,8 @@ class BaseTrainer(ABC):
 
     @abstractmethod
     def build_model(self) -> PreTrainedModel:
-        """Build the model, its kernels bound, on `self.device`; with a mesh and weights to load, on meta."""
+        """Build the model, its kernels bound, on `self.device`; or on meta, then it gets its values once it is sharded:
+        those of `model.model_path`, or random ones."""
 
     @abstractmethod
     def count_steps(self) -> int:
@@ -319,20 +318,30 @@ class BaseTrainer(ABC):
         train, fsdp = self.config.train, self.config.train.fsdp
         dtype = _dtype(fsdp.compute_dtype)
         if self.inputs.checkpoint is not None:
-            for line in hold_kernels(model, checkpointing.read_state(self.inputs.checkpoint)[1], dtype):
+            recorded = checkpointing.read_state(self.inputs.checkpoint)[1]
+            for line in hold_kernels(model, recorded, dtype, self.device):
                 self.say(line)
         options: dict[str, Any] = {"activation_checkpointing": train.gradient_checkpointing}
+        if any(parameter.is_meta for parameter in model.parameters()):
+            options["load"] = self._fill
         if self.state.mesh is not None:
-            folder = self.config.model.model_path
             options |= {
                 "param_dtype": dtype,
                 "reduce_dtype": _dtype(fsdp.reduce_dtype),
                 "cpu_offload": fsdp.cpu_offload,
                 "reshard_after_forward": fsdp.reshard_after_forward,
                 "prefetch": fsdp.prefetch,
-                "load": functools.partial(load_weights, folder=folder) if folder else None,
             }
         return parallelize_model(model, self.state, **options)
+
+    def _fill(self, model: torch.nn.Module) -> None:
+        """Give a model on meta memory and values; each rank its parts."""
+        device = "cpu" if self.config.train.fsdp.cpu_offload else self.device
+        folder = self.config.model.model_path
+        if folder:
+            load_weights(model, folder, device=device)
+        else:
+            initialize_weights(model, self.config.train.seed, device=device)
 
     def _restore(self) -> None:
         checkpoint = self.inputs.checkpoint

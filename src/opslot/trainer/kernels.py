@@ -17,13 +17,19 @@ def kernel_record(model: nn.Module) -> dict[str, Any]:
     return explain(model).to_dict()
 
 
-def hold_kernels(model: nn.Module, recorded: dict[str, Any], dtype: torch.dtype | None = None) -> list[str]:
+def hold_kernels(
+    model: nn.Module,
+    recorded: dict[str, Any],
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> list[str]:
     """Bind `model` as `recorded` says wherever its config leaves the choice to "auto".
 
     A field that names a kernel wins over the record.
 
     Args:
         dtype: what the model computes in, when that is not its parameters' dtype.
+        device: where it will run, when it is on meta.
 
     Returns:
         One line for each choice that differs from what the config alone would have given, or from the record.
@@ -55,7 +61,7 @@ def hold_kernels(model: nn.Module, recorded: dict[str, Any], dtype: torch.dtype 
             fields[field] = chosen
     if held:
         try:
-            bind(model, OpsImplementationConfig(**fields), dtype=dtype)
+            bind(model, OpsImplementationConfig(**fields), device=device, dtype=dtype)
         except ConfigError as error:
             raise ConfigError(
                 f"the run cannot be resumed with the kernels it was started with\n  found: {error}\n"

@@ -65,12 +65,14 @@ class TextTrainer(BaseTrainer):
 
     def build_model(self) -> PreTrainedModel:
         model = self.config.model
-        streamed = model.model_path is not None and self.state.mesh is not None
+        # Random weights too are drawn once sharded, so that they are the same on any mesh.
+        later = model.model_path is None or self.state.mesh is not None
         return build_foundation_model(
             self.inputs.config_path,
-            weights_path=None if streamed else model.model_path,
+            weights_path=None if later else model.model_path,
             torch_dtype=model.torch_dtype,
-            init_device="meta" if streamed else self.device.type,
+            init_device="meta" if later else self.device.type,
+            run_device=self.device.type,
             ops_implementation=model.ops_implementation,
             trust_remote_code=model.trust_remote_code,
         )

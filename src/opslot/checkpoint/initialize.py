@@ -1,0 +1,231 @@
+"""First values for a model's tensors: a function of seed, module and place, whatever the tensors are sharded over."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opslot._base.errors import CheckpointError
+from opslot.checkpoint._report import listed
+from opslot.checkpoint.materialize import materialize
+from opslot.checkpoint.model_tensors import plain_name
+from opslot.checkpoint.placement import extent, intersect, local_ranges, local_tensor, relative
+
+_aten = torch.ops.aten
+# Draws that fill a tensor in place, element by element.
+_FILLING = {_aten.normal_.default, _aten.uniform_.default}
+# What initialisation does to a whole sharded parameter, part by part, beside pointwise ops.
+_PARTWISE = {
+    _aten.fill_.Scalar,
+    _aten.fill_.Tensor,
+    _aten.zero_.default,
+    _aten.copy_.default,
+    _aten.empty_like.default,
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.detach.default,
+}
+# Numbers drawn from one seed. A rank draws the blocks that its part touches, so large ones waste at a part's borders
+# and small ones cost launches.
+_BLOCK = 1 << 20
+
+
+def initialize_weights(
+    model: nn.Module,
+    seed: int | None = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Give all of `model` the values that a new model starts with, as Transformers' `_init_weights` says.
+
+    The values depend on the seed, on names and shapes, and on the kind of device that draws them, not on how the model
+    is sharded: any mesh starts from the same model. A rank draws and holds only its parts, and blocks of a million
+    numbers; of a parameter whose initialisation is more than elementwise (an embedding with a padding row,
+    trunc_normal_'s rejections), the whole for a moment. torch's generators stay as they are.
+
+    Args:
+        model: on any device or on meta, then it receives memory; sharded (DTensor) or not, tied or not.
+        seed: default torch's initial seed.
+        device: where meta tensors get memory; None is the CPU, or a DTensor's mesh device.
+        dtype: of the floating parameters; None leaves theirs.
+
+    Raises:
+        CheckpointError: tensors that the model cannot initialise by itself.
+    """
+    meta_buffers = [plain_name(name) for name, buffer in model.named_buffers() if buffer.is_meta]
+    materialize(model, device, dtype)
+    parameters = [plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
+    initialize(model, parameters, meta_buffers, seed)
+
+
+def initialize(
+    model: nn.Module, names: Collection[str], meta_buffers: Collection[str], seed: int | None = None
+) -> None:
+    """Give `names`, which no checkpoint fills, and `meta_buffers`, which had no memory, the values that the
+    model starts with.
+
+    Uses the `_init_weights(module)` of the nearest model around a module, else the module's `reset_parameters`. Other
+    tensors of the same modules may change: call it before weights are written.
+
+    Raises:
+        CheckpointError: tensors that neither sets.
+    """
+    wanted = {*names, *meta_buffers}
+    if not wanted:
+        return
+    owners = [(module, init, own) for _, module, init, own in _modules(model) if wanted.intersection(own)]
+    whole = len(wanted) >= sum(len(own) for *_, own in owners)
+    devices = {tensor.device for *_, own in owners for tensor in own.values() if tensor.device.type == "cuda"}
+    draws = _MeshFreeDraws(torch.initial_seed() if seed is None else seed)
+    with torch.no_grad(), torch.random.fork_rng(sorted(devices, key=str)):
+        for *_, own in owners:
+            for name in wanted.intersection(own):
+                _spoil(own[name])
+        for path, module, init, own in _modules(model):
+            # A model's function may also set what modules below hold, e.g. scaled projections.
+            if whole or wanted.intersection(own):
+                draws.run(path, module, init)
+    left = [name for *_, own in owners for name in wanted.intersection(own) if _is_spoiled(own[name])]
+    if left:
+        raise CheckpointError(
+            f"tensors that the checkpoint lacks and the model cannot initialise by itself ({len(left)}):\n"
+            f"{listed(sorted(left))}\n"
+            "    to do: build the model on a real device, or give its modules a reset_parameters method"
+        )
+
+
+class _NeedsWhole(Exception):
+    """Initialisation does something to a DTensor that its parts cannot do alone."""
+
+
+class _MeshFreeDraws(TorchDispatchMode):
+    """Inside, a random fill of a tensor draws block by block, each from a seed of its own, and only the blocks that
+    the tensor's local part touches; other randomness starts from a seed of its own too."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self._place = ""
+        self._count = 0
+
+    def run(self, path: str, module: nn.Module, init: Callable[[nn.Module], Any] | None) -> None:
+        """Initialise `module`; where its own DTensors are in the way, as whole tensors of which it keeps its parts."""
+        try:
+            self._run(path, module, init)
+        except _NeedsWhole:
+            own = {key: p for key, p in module._parameters.items() if isinstance(p, DTensor)}
+            wholes = {key: _whole(parameter) for key, parameter in own.items()}
+            module._parameters.update(wholes)
+            try:
+                self._run(path, module, init)
+            except _NeedsWhole as error:
+                raise CheckpointError(
+                    f"{path or type(module).__name__} cannot be initialised sharded: {error}"
+                ) from None
+            finally:
+                module._parameters.update(own)
+            for key, parameter in own.items():
+                local_tensor(parameter).copy_(wholes[key][local_ranges(parameter)])
+
+    def _run(self, path: str, module: nn.Module, init: Callable[[nn.Module], Any] | None) -> None:
+        self._place, self._count = path, 0
+        with self:
+            if init is not None:
+                init(module)
+            elif (reset := getattr(module, "reset_parameters", None)) is not None:
+                reset()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        sharded = any(isinstance(value, DTensor) for value in (*args, *kwargs.values()))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._count += 1
+            if func in _FILLING:
+                self._fill(args[0], func, args[1:], kwargs)
+                return args[0]
+            torch.manual_seed(self._derive())
+        if (sharded and not (func in _PARTWISE or torch.Tag.pointwise in func.tags)) or _is_mixed(sharded, args):
+            raise _NeedsWhole(f"{func} on a DTensor")
+        return func(*args, **kwargs)
+
+    def _fill(self, tensor: Tensor, func: Any, arguments: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        region, local, shape = local_ranges(tensor), local_tensor(tensor), tuple(tensor.shape)
+        if local.numel() == 0:
+            return
+        while len(shape) < 2:
+            region, local, shape = (*region, slice(0, 1)), local.unsqueeze(-1), (*shape, 1)
+        generator = torch.Generator(local.device)
+        height, width = shape[-2:]
+        rows = max(1, _BLOCK // width)
+        leading = region[:-2]
+        for index in itertools.product(*(range(r.start, r.stop) for r in leading)):
+            matrix = local[tuple(i - r.start for i, r in zip(index, leading, strict=True))]
+            for block in range(region[-2].start // rows, -(-region[-2].stop // rows)):
+                there = (slice(block * rows, min(height, (block + 1) * rows)), slice(0, width))
+                overlap = intersect(region[-2:], there)
+                assert overlap is not None
+                destination = matrix[relative(overlap, region[-2:])]
+                generator.manual_seed(self._derive(*index, block))
+                drawn = torch.empty(extent(there), dtype=local.dtype, device=local.device)
+                func(drawn, *arguments, **{**kwargs, "generator": generator})
+                destination.copy_(drawn[relative(overlap, there)])
+
+    def _derive(self, *place: int) -> int:
+        text = repr((self.seed, self._place, self._count, place))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _is_mixed(sharded: bool, args: Sequence[Any]) -> bool:
+    """Whether a DTensor meets a plain tensor that is no scalar."""
+    return sharded and any(isinstance(a, Tensor) and not isinstance(a, DTensor) and a.ndim for a in args)
+
+
+def _whole(parameter: DTensor) -> nn.Parameter:
+    """Memory for all of a sharded parameter, on this rank."""
+    local = local_tensor(parameter)
+    whole = nn.Parameter(
+        torch.empty(parameter.shape, dtype=local.dtype, device=local.device), requires_grad=parameter.requires_grad
+    )
+    _spoil(whole)
+    return whole
+
+
+def _modules(
+    model: nn.Module, path: str = "", init: Callable[[nn.Module], Any] | None = None
+) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], Any] | None, dict[str, Tensor]]]:
+    """Every module, those inside first: path, module, the function of the nearest model that initialises it, and its
+    own tensors by their full plain names."""
+    init = getattr(model, "_init_weights", None) or init
+    for key, child in model.named_children():
+        yield from _modules(child, f"{path}.{key}" if path else key, init)
+    own = {**model._parameters, **model._buffers}
+    named = {plain_name(f"{path}.{key}" if path else key): t for key, t in own.items() if t is not None}
+    yield plain_name(path), model, init, named
+
+
+def _marker(dtype: torch.dtype) -> float | int | None:
+    """A value that no initialisation gives; None when the dtype has no room for one."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return None if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _spoil(tensor: Tensor) -> None:
+    marker = _marker(tensor.dtype)
+    if marker is not None:
+        local_tensor(tensor).fill_(marker)
+
+
+def _is_spoiled(tensor: Tensor) -> bool:
+    marker, local = _marker(tensor.dtype), local_tensor(tensor)
+    if marker is None or tensor.dtype is torch.uint8:
+        return False
+    return bool((torch.isnan(local) if marker != marker else local == marker).any())

@@ -1,0 +1,156 @@
+"""First values: those that Transformers would give, and the same on every mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opslot._base.errors import CheckpointError
+from opslot.checkpoint import initialize_weights
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(4, 1024, 512))
+
+
+class Toy(nn.Module):
+    """A padding row, a tied head, odd sizes, log-uniform decays, a buffer, a parameter that meets a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6, padding_idx=5)
+        self.experts = Experts()
+        self.norm = nn.RMSNorm(7)
+        self.decay = nn.Parameter(torch.empty(5))
+        self.slopes = nn.Parameter(torch.empty(3, 2))
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("frequencies", torch.empty(3), persistent=False)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            return
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.5)
+            nn.init.zeros_(module.weight[module.padding_idx])
+        elif isinstance(module, Experts):
+            nn.init.normal_(module.gate_up_proj, std=0.02)
+        elif isinstance(module, nn.RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, Toy):
+            module.decay.copy_(torch.empty_like(module.decay).uniform_(1, 16).log_())
+            module.slopes.copy_(torch.arange(6.0).view(3, 2) + torch.randn(3, 2))
+            module.frequencies.copy_(torch.arange(3.0))
+
+
+def toy(way: str = "plain") -> Toy:
+    """A toy on meta; sharded by FSDP, its experts by expert or inside each."""
+    with torch.device("meta"):
+        model = Toy()
+    if way == "plain":
+        return model
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    if way == "ep":
+        part = model.experts.gate_up_proj.detach().chunk(mesh.size(), 0)[0].clone()
+        model.experts.gate_up_proj = nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)], run_check=False))
+        return model
+    fully_shard(model.experts, mesh=mesh, shard_placement_fn=lambda _: Shard(1))
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in named.items()}
+
+
+class Allocations(TorchDispatchMode):
+    """The bytes of the largest tensor made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not isinstance(out, DTensor) and not out.is_meta:
+            self.largest = max(self.largest, out.untyped_storage().nbytes())
+        return out
+
+
+def on_ranks(way: str) -> tuple[dict[str, np.ndarray], int]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    model = toy(way)
+    with Allocations() as allocations:
+        initialize_weights(model, 3)
+    assert model.head.weight is model.embed.weight
+    return {name: value.detach().numpy() for name, value in values(model).items()}, allocations.largest
+
+
+@pytest.mark.parametrize("way", ["fsdp", "ep"])
+def test_every_mesh_starts_from_the_same_values(ranks: Any, way: str) -> None:
+    single = toy()
+    initialize_weights(single, 3)
+    wanted = values(single)
+    for found, largest in ranks.run(on_ranks, way):
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert np.array_equal(found[name], value.detach()), name
+        # Half of the experts, or a block of a million numbers; the whole would be twice that.
+        assert largest == 4 << 20
+
+
+def test_values_are_drawn_as_the_model_says() -> None:
+    model = toy()
+    initialize_weights(model, 0)
+    model.requires_grad_(False)
+    assert torch.equal(model.embed.weight[5], torch.zeros(6))
+    assert model.embed.weight[:5].std().item() == pytest.approx(0.5, rel=0.4)
+    experts = model.experts.gate_up_proj
+    assert experts.std().item() == pytest.approx(0.02, rel=2e-3)
+    assert experts.mean().item() == pytest.approx(0, abs=1e-4)
+    assert not torch.equal(experts[0], experts[1])
+    assert not torch.equal(experts[0, :512], experts[0, 512:])
+    assert 0 <= model.decay.min() < model.decay.max() <= 2.78
+    assert torch.equal(model.frequencies, torch.arange(3.0))
+
+
+def test_the_seed_alone_decides_and_generators_stay() -> None:
+    def draw(seed: int | None) -> torch.Tensor:
+        model = toy()
+        initialize_weights(model, seed)
+        return torch.cat([value.flatten() for value in values(model).values()])
+
+    torch.manual_seed(1)
+    first = draw(5)
+    after = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(after, torch.rand(3))
+    assert torch.equal(first, draw(5))
+    assert not torch.equal(first, draw(6))
+    assert torch.equal(draw(None), draw(torch.initial_seed()))
+
+
+def test_a_parameter_that_nothing_sets_is_named() -> None:
+    class Forgetful(Toy):
+        def _init_weights(self, module: nn.Module) -> None:
+            if not isinstance(module, Experts):
+                super()._init_weights(module)
+
+    with torch.device("meta"):
+        model = Forgetful()
+    with pytest.raises(CheckpointError, match=r"cannot initialise by itself \(1\):\n    experts.gate_up_proj"):
+        initialize_weights(model)
