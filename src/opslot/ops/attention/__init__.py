@@ -1,5 +1,8 @@
 """attention: registration of the op and of its kernels."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from opslot.ops.attention.op import OP
@@ -8,55 +11,107 @@ from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, Ke
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _HERE = "opslot.ops.attention"
 
+Supports = Callable[[KernelRequest], str | None]
 
-def _head_dim(request: KernelRequest) -> int | None:
+
+def _text_config(request: KernelRequest) -> Any:
     config = getattr(request.module, "config", None)
-    if config is None:
-        return None
-    config = config.get_text_config()
-    width = getattr(config, "head_dim", None)
-    return width or config.hidden_size // config.num_attention_heads
+    return None if config is None else config.get_text_config()
 
 
-def _head_dim_to(limit: int):
+def _head_dim_to(limit: int) -> Supports:
     def supports(request: KernelRequest) -> str | None:
-        width = _head_dim(request)
-        return None if width is None or width <= limit else f"serves head_dim up to {limit}, this model has {width}"
+        config = _text_config(request)
+        if config is None:
+            return None
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return None if width <= limit else f"serves head_dim up to {limit}, this model has {width}"
 
     return supports
 
 
-def _flash(
-    version: int, package: str, hardware: HardwareRequirement, rank: int | None, head_dim: int = 256
-) -> KernelSpec:
-    def factory():
+def _allowed(flag: str) -> Supports:
+    """Transformers' own word on whether the architecture's attention fits into this kind of kernel."""
+
+    def supports(request: KernelRequest) -> str | None:
+        if getattr(request.module, flag, True):
+            return None
+        return f"Transformers does not let {type(request.module).__name__} use it ({flag} is False)"
+
+    return supports
+
+
+def _no_softcap(request: KernelRequest) -> str | None:
+    softcap = getattr(_text_config(request), "attn_logit_softcapping", None)
+    return None if softcap is None else f"has no softcap, this model's is {softcap}"
+
+
+def _no_sinks(request: KernelRequest) -> str | None:
+    if request.module is None:
+        return None
+    sinks = any(name.endswith(".sinks") for name, _ in request.module.named_parameters())
+    return "has no attention sinks, this model has them" if sinks else None
+
+
+def _no_dropout(request: KernelRequest) -> str | None:
+    dropout = getattr(_text_config(request), "attention_dropout", 0.0)
+    return f"has no dropout, this model's attention_dropout is {dropout}" if dropout else None
+
+
+def _no_dropout_on_cpu(request: KernelRequest) -> str | None:
+    return _no_dropout(request) if request.device.type == "cpu" else None
+
+
+def _all_of(*checks: Supports) -> Supports:
+    def supports(request: KernelRequest) -> str | None:
+        return next((reason for check in checks if (reason := check(request))), None)
+
+    return supports
+
+
+# Ranks under `auto` by compute capability, from benchmarks/results/attention_h200.json: a kernel is missing where it
+# has not been timed against the others, and hardware that is missing keeps torch's SDPA.
+_RANKS = {
+    (9, 0): {"flash_attention_4": 80, "cudnn": 70},
+}
+
+
+def _ranked(name: str) -> Callable[[KernelRequest], int | None]:
+    def priority(request: KernelRequest) -> int | None:
+        return _RANKS.get(request.device.capability or (0, 0), {}).get(name)
+
+    return priority
+
+
+def _flash(version: int, package: str, hardware: HardwareRequirement, *supports: Supports) -> KernelSpec:
+    def factory() -> Callable[..., Any]:
         from opslot.ops.attention.flash import make_flash
 
         return make_flash(version)
 
+    name = f"flash_attention_{version}"
     return KernelSpec(
-        f"flash_attention_{version}",
+        name,
         "attention",
         "causal",
         factory,
         hardware,
         requires=(package,),
         dtypes=_HALF,
-        supports=_head_dim_to(head_dim),
-        priority=None if rank is None else {"gpu": rank},
+        supports=_all_of(_allowed("_supports_flash_attn"), *supports),
+        priority=_ranked(name),
         description=f"FlashAttention {version}",
     )
 
 
 KERNEL_REGISTRY.register_op(OP)
 for _spec in (
-    # S=8192, 32/8 heads, D=128 on an H200, forward + backward: FA4 3.51 ms, cuDNN 3.87, torch's flash 6.46.
-    # FlashAttention 2 and 3 have been neither proven nor timed, so `auto` leaves them alone.
     KernelSpec(
         "sdpa",
         "attention",
         "causal",
         f"{_HERE}.sdpa:sdpa",
+        supports=_all_of(_allowed("_supports_sdpa"), _no_softcap, _no_sinks, _no_dropout_on_cpu),
         priority={"gpu": 40, "cpu": 40},
         description="torch SDPA (flash or memory-efficient), packed documents by cu_seqlens",
     ),
@@ -67,20 +122,23 @@ for _spec in (
         f"{_HERE}.sdpa:cudnn",
         HardwareRequirement("gpu", min_compute_capability=(9, 0)),
         dtypes=_HALF,
-        supports=_head_dim_to(128),
-        priority={"gpu": 70},
+        supports=_all_of(_allowed("_supports_sdpa"), _head_dim_to(128), _no_softcap, _no_sinks),
+        priority=_ranked("cudnn"),
         description="cuDNN fused attention through torch SDPA",
     ),
     # The compiled extension: FlashAttention 4 alone also makes a package flash_attn.
-    _flash(2, "flash_attn_2_cuda", HardwareRequirement("gpu", (8, 0)), None),
-    _flash(3, "flash_attn_interface", HardwareRequirement("gpu", (9, 0), (9, 0)), None),
-    _flash(4, "flash_attn.cute", HardwareRequirement("gpu", (9, 0)), 80, head_dim=128),
+    _flash(2, "flash_attn_2_cuda", HardwareRequirement("gpu", (8, 0)), _head_dim_to(256), _no_sinks),
+    _flash(
+        3, "flash_attn_interface", HardwareRequirement("gpu", (9, 0), (9, 0)), _head_dim_to(256), _no_sinks, _no_dropout
+    ),
+    _flash(4, "flash_attn.cute", HardwareRequirement("gpu", (9, 0)), _head_dim_to(128), _no_dropout),
     KernelSpec(
         "flex_attention",
         "attention",
         "causal",
         f"{_HERE}.flex:flex_attention",
         HardwareRequirement("gpu", min_compute_capability=(8, 0)),
+        supports=_all_of(_allowed("_supports_flex_attn"), _no_sinks, _no_dropout),
         description="torch FlexAttention with block masks",
     ),
 ):

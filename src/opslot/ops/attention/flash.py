@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import flash_attention_mask
 
 from opslot._base.errors import KernelError
+from opslot.ops.attention.op import causal_of, refuse_options
 
 # version -> module with flash_attn_func and flash_attn_varlen_func
 _LIBRARIES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
@@ -31,16 +33,23 @@ def make_flash(version: int) -> Callable[..., Any]:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Contract: see `op.reference`; `attention_mask` is a [B, S] padding mask or None."""
+        """`op.reference`, but `attention_mask` is a [B, S] padding mask or None; sinks with version 4 alone."""
         options = _options(version, module, query, dropout, scaling, kwargs)
+        sinks = kwargs.get("s_aux")
+
+        def run(function: Callable[..., Any], *args: Any, **bounds: Any) -> Tensor:
+            out = function(*args, **bounds, **options)
+            if sinks is not None:
+                return _sunk(*out, sinks)
+            return out[0] if isinstance(out, tuple) else out
+
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        cu_seqlens = kwargs.get("cu_seq_lens_q")
-        if cu_seqlens is not None:
-            out = _packed(varlen, q, k, v, kwargs, options)
+        if kwargs.get("cu_seq_lens_q") is not None:
+            out = _packed(functools.partial(run, varlen), q, k, v, kwargs)
         elif attention_mask is not None:
-            out = _padded(varlen, q, k, v, attention_mask, options)
+            out = _padded(functools.partial(run, varlen), q, k, v, attention_mask)
         else:
-            out = _first(dense(q, k, v, **options))
+            out = run(dense, q, k, v)
         return out, None
 
     flash.mask_function = flash_attention_mask  # type: ignore[attr-defined]
@@ -60,16 +69,17 @@ def _options(
             f"attn_implementation='flash_attention_{version}' takes float16 or bfloat16, query is {query.dtype}; "
             "load the model in bfloat16, use autocast, or choose sdpa"
         )
-    causal = kwargs.get("is_causal")
-    options: dict[str, Any] = {
-        "softmax_scale": scaling,
-        "causal": (getattr(module, "is_causal", True) if causal is None else causal) and query.shape[2] > 1,
-    }
+    served = ("softcap", "s_aux") if version == 4 else ("softcap",)
+    refuse_options(f"flash_attention_{version}", kwargs, served)
+    causal = causal_of(module, kwargs)
+    options: dict[str, Any] = {"softmax_scale": scaling, "causal": causal and query.shape[2] > 1}
     window = kwargs.get("sliding_window")
     if window is not None:
-        options["window_size"] = (window - 1, 0)
+        options["window_size"] = (window - 1, 0 if causal else window - 1)
     if kwargs.get("softcap") is not None:
         options["softcap"] = kwargs["softcap"]
+    if kwargs.get("s_aux") is not None:
+        options["return_lse"] = True
     if dropout:
         if version != 2:
             raise KernelError(
@@ -79,18 +89,16 @@ def _options(
     return options
 
 
-def _first(out: Any) -> Tensor:
-    return out[0] if isinstance(out, tuple) else out
+def _sunk(out: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
+    """Weigh an output [..., S, heads, D] as if each softmax had one more logit, from its logsumexp [..., heads, S].
+
+    FlashAttention 4's own sinks get no gradient; these get theirs through the logsumexp.
+    """
+    weight = torch.sigmoid(logsumexp.mT - sinks.to(logsumexp.dtype))
+    return (out * weight[..., None]).to(out.dtype)
 
 
-def _packed(
-    varlen: Callable[..., Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kwargs: dict[str, Any],
-    options: dict[str, Any],
-) -> Tensor:
+def _packed(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]) -> Tensor:
     cu_q = kwargs["cu_seq_lens_q"]
     cu_k = kwargs.get("cu_seq_lens_k")
     cu_k = cu_q if cu_k is None else cu_k
@@ -99,32 +107,25 @@ def _packed(
         if longest[f"max_seqlen_{side}"] is None:
             longest[f"max_seqlen_{side}"] = int(cu.diff().max())
     flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-    out = _first(
-        varlen(*flat, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **{n: int(x) for n, x in longest.items()}, **options)
-    )
-    return out.view(q.shape)
+    out = run(*flat, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **{n: int(x) for n, x in longest.items()})
+    return out.view(*q.shape[:2], *out.shape[1:])
 
 
-def _padded(
-    varlen: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]
-) -> Tensor:
+def _padded(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Drop padding, attend over what is left as documents, and put zeros back where padding was."""
     k_mask = mask[:, -k.shape[1] :].bool()
     q_mask = k_mask[:, -q.shape[1] :]
     packed_q, index_q, cu_q = _unpad(q, q_mask)
     packed_k, _, cu_k = _unpad(k, k_mask)
     packed_v, _, _ = _unpad(v, k_mask)
-    out = _first(
-        varlen(
-            packed_q,
-            packed_k,
-            packed_v,
-            cu_seqlens_q=cu_q,
-            cu_seqlens_k=cu_k,
-            max_seqlen_q=int(cu_q.diff().max()),
-            max_seqlen_k=int(cu_k.diff().max()),
-            **options,
-        )
+    out = run(
+        packed_q,
+        packed_k,
+        packed_v,
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+        max_seqlen_q=int(cu_q.diff().max()),
+        max_seqlen_k=int(cu_k.diff().max()),
     )
     full = out.new_zeros(q.shape[0] * q.shape[1], *out.shape[1:])
     return full.index_copy(0, index_q, out).view(*q.shape[:2], *out.shape[1:])

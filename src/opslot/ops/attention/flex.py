@@ -10,6 +10,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.masking_utils import flex_attention_mask
 
+from opslot._base.errors import KernelError
+from opslot.ops.attention.op import causal_of, refuse_options, window_of
+
 
 def flex_attention(
     module: nn.Module,
@@ -21,13 +24,19 @@ def flex_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Contract: see `op.reference`.
+    """`op.reference` without dropout and sinks.
 
     `attention_mask` is the block mask that Transformers makes, packed documents included; without one it is made here.
     """
+    # Transformers' adapter weighs sinks by a logsumexp rounded to the activations' dtype.
+    refuse_options("flex_attention", kwargs, served=("softcap",))
+    if dropout:
+        raise KernelError(
+            "attn_implementation='flex_attention' has no dropout\n"
+            "  to do: set attention_dropout to 0, or use sdpa or flash_attention_2"
+        )
     if attention_mask is None and query.shape[2] > 1:
-        causal = getattr(module, "is_causal", True)
-        attention_mask = _block_mask(query, causal, kwargs.get("cu_seq_lens_q"), kwargs.get("sliding_window"))
+        attention_mask = _block_mask(query, key, causal_of(module, kwargs), kwargs)
     out = flex_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     return out[0], None
 
@@ -35,22 +44,29 @@ def flex_attention(
 flex_attention.mask_function = flex_attention_mask  # type: ignore[attr-defined]
 
 
-def _block_mask(query: Tensor, causal: bool, cu_seqlens: Tensor | None, window: int | None) -> BlockMask | None:
-    """Same document, and under `causal` not later and at most `window` - 1 tokens earlier; None where all see all."""
+def _block_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]) -> BlockMask | None:
+    """Same document, and under `causal` not later and at most a window - 1 tokens earlier; None where all see all."""
     batch, _, length, _ = query.shape
+    keys = key.shape[2]
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    window = window_of(key, causal, kwargs)
     if cu_seqlens is None and not causal:
         return None
-    if cu_seqlens is None:
-        document = torch.zeros(batch, length, dtype=torch.long, device=query.device)
-    else:
+    if cu_seqlens is not None and keys != length:
+        raise KernelError(
+            f"attn_implementation='flex_attention': packed documents of {length} queries and {keys} keys in a row\n"
+            "  to do: give every document as many keys as queries, or use flash_attention_2, 3 or 4"
+        )
+    document = torch.zeros(1, keys, dtype=torch.int64, device=query.device)
+    if cu_seqlens is not None:
         token = torch.arange(batch * length, device=query.device)
-        document = torch.searchsorted(cu_seqlens[1:].long(), token, right=True).view(batch, length)
+        document = torch.searchsorted(cu_seqlens[1:].to(torch.int64), token, right=True).view(batch, length)
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        same = document[b, q] == document[b, k]
         if not causal:
-            return same
-        same = same & (q >= k)
-        return same if window is None else same & (q - k < window)
+            return document[b, q] == document[b, k]
+        distance = q + (keys - length) - k
+        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        return seen if cu_seqlens is None else seen & (document[b, q] == document[b, k])
 
-    return create_block_mask(visible, None if cu_seqlens is None else batch, None, length, length, device=query.device)
+    return create_block_mask(visible, None if cu_seqlens is None else batch, None, length, keys, device=query.device)

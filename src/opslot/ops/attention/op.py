@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opslot._base.errors import KernelError
 from opslot.ops._common.cases import randn
 from opslot.ops._common.sites import head_sizes
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant, own_config
@@ -32,46 +33,111 @@ def reference(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """softmax(scaling * q k^T + mask) v with grouped key/value heads; causal where the module says so and no mask is
-    given.
+    """softmax(scaling * q k^T + mask) v with grouped key/value heads.
 
-    The softmax runs in fp32 (fp64 for fp64 input), as upstream's eager attention does.
+    Without a mask, causal where `is_causal` or the module says so (the last query sees every key) and within
+    `sliding_window` tokens. `softcap` squashes the scores; `s_aux` [heads] are sinks, logits that take part in the
+    softmax and add nothing. The softmax runs in fp32 (fp64 for fp64 input), as upstream's eager attention does.
     """
+    refuse_options("eager", kwargs, served=("softcap", "s_aux"))
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else 1 / math.sqrt(query.shape[-1]))
-    cu_seqlens = kwargs.get("cu_seq_lens_q")
-    if cu_seqlens is not None:
-        allowed = _document_mask(cu_seqlens, query.shape[0], query.shape[2], getattr(module, "is_causal", True))
-        scores = scores.masked_fill(~allowed, float("-inf"))
+    if kwargs.get("softcap") is not None:
+        scores = kwargs["softcap"] * torch.tanh(scores / kwargs["softcap"])
+    if attention_mask is None or kwargs.get("cu_seq_lens_q") is not None:
+        attention_mask = visible(module, query, key, kwargs)
+    if attention_mask is not None and attention_mask.is_floating_point():
+        scores = scores + attention_mask
     elif attention_mask is not None:
-        scores = (
-            scores + attention_mask
-            if attention_mask.is_floating_point()
-            else scores.masked_fill(~attention_mask, float("-inf"))
-        )
-    elif getattr(module, "is_causal", True) and query.shape[2] > 1:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
+        scores = scores.masked_fill(~attention_mask, float("-inf"))
     wide = torch.promote_types(scores.dtype, torch.float32)
-    return (scores.softmax(-1, dtype=wide).to(query.dtype) @ value).transpose(1, 2).contiguous(), None
+    sinks = kwargs.get("s_aux")
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1, dtype=wide)[..., : key.shape[2]].to(query.dtype)
+    return (nn.functional.dropout(weights, dropout) @ value).transpose(1, 2).contiguous(), None
 
 
-def _document_mask(cu_seqlens: Tensor, batch: int, length: int, causal: bool) -> Tensor:
-    token = torch.arange(batch * length, device=cu_seqlens.device)
-    document = torch.searchsorted(cu_seqlens[1:].long(), token, right=True).view(batch, 1, length)
-    allowed = document[..., :, None] == document[..., None, :]
-    return allowed.tril() if causal else allowed
+def causal_of(module: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call is causal: its own word before the module's."""
+    causal = kwargs.get("is_causal")
+    return getattr(module, "is_causal", True) if causal is None else causal
 
 
-class _Causal(nn.Module):
+def window_of(key: Tensor, causal: bool, kwargs: Mapping[str, Any]) -> int | None:
+    """`sliding_window` where it hides some key.
+
+    Raises:
+        KernelError: a bidirectional window without a mask; models differ in where it ends.
+    """
+    window = kwargs.get("sliding_window")
+    if window is None or window >= key.shape[2]:
+        return None
+    if not causal:
+        raise KernelError(
+            f"attention: sliding_window={window} without causality needs the attention_mask that says where it ends\n"
+            "  to do: pass the mask, or use flash_attention_2, 3 or 4, where it ends window - 1 tokens to either side"
+        )
+    return window
+
+
+def visible(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Bool mask [B or 1, 1, S, S_kv] of documents, causality and sliding window; None where every key is visible."""
+    batch, length, keys = query.shape[0], query.shape[2], key.shape[2]
+    causal = causal_of(module, kwargs)
+    window = window_of(key, causal, kwargs)
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    if cu_seqlens is None and window is None and (not causal or length == 1):
+        return None
+    place = torch.arange(keys - length, keys, device=query.device)
+    distance = place[:, None] - torch.arange(keys, device=query.device)
+    mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        mask = mask & (distance < window)
+    if cu_seqlens is None:
+        return mask[None, None]
+    if length != keys:
+        raise KernelError(
+            f"attention: packed documents of {length} queries and {keys} keys in a row\n"
+            "  to do: give every document as many keys as queries, or use flash_attention_2, 3 or 4"
+        )
+    token = torch.arange(batch * length, device=query.device)
+    document = torch.searchsorted(cu_seqlens[1:].to(torch.int64), token, right=True).view(batch, 1, length)
+    return mask & (document[..., :, None] == document[..., None, :])
+
+
+# What changes the numbers beyond a mask, and what serves it: a kernel that knows none of it must not leave it out.
+_OPTIONS = {
+    "softcap": "eager, flex_attention or flash_attention_2, 3 or 4",
+    "s_aux": "eager or flash_attention_4",
+    "position_bias": "Transformers' own attention",
+}
+
+
+def refuse_options(name: str, kwargs: Mapping[str, Any], served: tuple[str, ...] = ()) -> None:
+    """KernelError for an option of the call that implementation `name` does not serve."""
+    for option, others in _OPTIONS.items():
+        if option not in served and kwargs.get(option) is not None:
+            raise KernelError(f"attn_implementation={name!r} has no {option}\n  to do: use {others}")
+
+
+class _Module(nn.Module):
     """Stands for an attention module in input cases."""
 
-    is_causal = True
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.is_causal = causal
 
 
 def _case(
-    name: str, shape: tuple[int, int, int, int, int], documents: list[int] | None = None, role: str = "check"
+    name: str,
+    shape: tuple[int, int, int, int, int],
+    documents: list[int] | None = None,
+    role: str = "check",
+    causal: bool = True,
+    **options: Any,
 ) -> InputCase:
     batch, heads, kv_heads, length, width = shape
 
@@ -81,12 +147,13 @@ def _case(
             return randn((batch, length, count, width), dtype, device, generator).transpose(1, 2)
 
         arguments: dict[str, Any] = {
-            "module": _Causal(),
+            "module": _Module(causal),
             "query": projected(heads),
             "key": projected(kv_heads),
             "value": projected(kv_heads),
             "attention_mask": None,
             "scaling": width**-0.5,
+            **options,
         }
         if documents is not None:
             cu_seqlens = torch.tensor([0, *documents], device=device).cumsum(0).to(torch.int32)
@@ -102,13 +169,23 @@ def _case(
     return InputCase(name, make, role, {"heads": heads, "kv_heads": kv_heads, "head_dim": width})
 
 
+# Unequal, as packing leaves them.
+_DOCUMENTS = [2816, 1536, 1280, 1152, 1088, 1024, 1024, 1000, 960, 896, 832, 768, 704, 600, 448, 256]
+
 _CASES = [
     _case("grouped heads", (2, 4, 2, 33, 32)),
     _case("one group", (1, 2, 2, 17, 64)),
     _case("two tokens", (2, 4, 1, 2, 32)),
     _case("packed documents", (1, 4, 2, 50, 32), documents=[7, 1, 30, 12]),
     _case("packed documents, two rows", (2, 4, 2, 20, 32), documents=[12, 8, 5, 15]),
-    _case("S=8192 32/8 heads D=128", (1, 32, 8, 8192, 128), role="bench"),
+    _case("sliding window", (2, 4, 2, 50, 32), sliding_window=9),
+    _case("packed documents, sliding window", (1, 4, 2, 50, 32), documents=[7, 1, 30, 12], sliding_window=9),
+    _case("bidirectional", (2, 4, 4, 21, 64), causal=False),
+    _case("bidirectional packed documents", (1, 4, 4, 40, 64), documents=[16, 4, 20], causal=False),
+    _case("2 x 8192, 32/8 heads, D=128", (2, 32, 8, 8192, 128), role="bench"),
+    _case("16 x 1024, 32/8 heads, D=128", (16, 32, 8, 1024, 128), role="bench"),
+    _case("16384 in 16 documents, 32/8 heads, D=128", (1, 32, 8, 16384, 128), _DOCUMENTS, role="bench"),
+    _case("2 x 8192, 32/8 heads, D=64", (2, 32, 8, 8192, 64), role="bench"),
 ]
 
 
@@ -121,11 +198,12 @@ def _case_at(shape: Mapping[str, int], tokens: int) -> InputCase:
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
-    """Causal: two products forward and five backward over half the square."""
+    """Causal: two products forward and five backward over half the square of each document."""
     q, k = arguments["query"], arguments["key"]
     batch, heads, length, width = q.shape
-    flops = 7 * batch * heads * length * length * width
-    return Cost(bytes=(4 * q.numel() + 6 * k.numel()) * q.element_size(), flops=flops)
+    cu_seqlens = arguments.get("cu_seq_lens_q")
+    squares = batch * length**2 if cu_seqlens is None else int(cu_seqlens.diff().to(torch.int64).square().sum())
+    return Cost(bytes=(4 * q.numel() + 6 * k.numel()) * q.element_size(), flops=7 * heads * squares * width)
 
 
 def _applies_to(model: Any) -> bool:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.masking_utils import sdpa_mask
 
 from opslot._base.errors import KernelError
+from opslot.ops.attention.op import causal_of, refuse_options, visible, window_of
 
 # Math is left out: it makes the full score matrix, an order of magnitude slower at training lengths, without a word.
-_FAST = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+_FUSED = {
+    "cuda": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION],
+    "cpu": [SDPBackend.FLASH_ATTENTION],
+}
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def sdpa(
@@ -28,8 +35,12 @@ def sdpa(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Contract: see `op.reference`. Flash on CUDA where it serves the input, memory-efficient elsewhere."""
-    return _attend("sdpa", _FAST, module, query, key, value, attention_mask, dropout, scaling, kwargs)
+    """`op.reference` without softcap and sinks, through a fused backend of torch or not at all.
+
+    Flash on CUDA where it serves the input, memory-efficient elsewhere; a CPU's own fused attention has no dropout.
+    """
+    backends = _FUSED.get(query.device.type)
+    return _attend("sdpa", backends, module, query, key, value, attention_mask, dropout, scaling, kwargs)
 
 
 def cudnn(
@@ -42,19 +53,12 @@ def cudnn(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Contract: see `op.reference`. cuDNN's fused attention; packed documents take torch's varlen flash kernel."""
-    return _attend(
-        "cudnn",
-        [SDPBackend.CUDNN_ATTENTION],
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout,
-        scaling,
-        kwargs,
-    )
+    """`op.reference` without softcap and sinks, through cuDNN.
+
+    Packed documents and sliding windows take torch's variable-length flash kernel.
+    """
+    backends = [SDPBackend.CUDNN_ATTENTION]
+    return _attend("cudnn", backends, module, query, key, value, attention_mask, dropout, scaling, kwargs)
 
 
 sdpa.mask_function = sdpa_mask  # type: ignore[attr-defined]
@@ -63,7 +67,7 @@ cudnn.mask_function = sdpa_mask  # type: ignore[attr-defined]
 
 def _attend(
     name: str,
-    backends: list[SDPBackend],
+    backends: list[SDPBackend] | None,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -73,121 +77,159 @@ def _attend(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    if kwargs.get("softcap") is not None:
-        raise KernelError(
-            f"attn_implementation={name!r} has no softcap; use eager, flex_attention or flash_attention_2"
-        )
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
+    refuse_options(name, kwargs)
+    causal = causal_of(module, kwargs)
     cu_seqlens = kwargs.get("cu_seq_lens_q")
-    if (
-        cu_seqlens is not None
-        and kwargs.get("sliding_window") is None
-        and not (query.is_cpu and torch.compiler.is_compiling())
-    ):
-        attend = (
-            _documents_varlen if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) else _documents_loop
-        )
-        out = attend(query, key, value, cu_seqlens, kwargs.get("max_length_q"), scaling, dropout, causal)
-        return out, None
+    if cu_seqlens is not None or attention_mask is None:
+        window = window_of(key, causal, kwargs)
+        if query.is_cuda and query.dtype in _HALF and (cu_seqlens is not None or window is not None):
+            return _varlen(name, query, key, value, scaling, dropout, causal, window, kwargs), None
+        if cu_seqlens is not None and window is None and not torch.compiler.is_compiling():
+            return _documents_loop(name, backends, query, key, value, cu_seqlens, scaling, dropout, causal), None
+        # torch's `is_causal` is that of a square.
+        square = query.shape[2] == key.shape[2]
+        attention_mask = visible(module, query, key, kwargs) if cu_seqlens is not None or window or not square else None
     causal = causal and attention_mask is None and query.shape[2] > 1
-
-    def run(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
-        return scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=attention_mask,
-            dropout_p=dropout,
-            is_causal=causal,
-            scale=scaling,
-            enable_gqa=grouped,
-        )
-
     groups = query.shape[1] // key.shape[1]
     # On CUDA only flash and cuDNN know grouped heads, and flash takes neither a mask nor fp32.
-    grouped = groups > 1 and (query.is_cpu or (attention_mask is None and query.dtype != torch.float32))
-    if groups > 1 and not grouped:
+    if groups > 1 and query.is_cuda and (attention_mask is not None or query.dtype not in _HALF):
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if not query.is_cuda:
-        return run(query, key, value, grouped).transpose(1, 2).contiguous(), None
-    return _on_cuda(name, backends, run, query, key, value, grouped).transpose(1, 2).contiguous(), None
+    out = _fused(name, backends, query, key, value, attention_mask, dropout, causal, scaling)
+    return out.transpose(1, 2).contiguous(), None
 
 
-def _on_cuda(
+def _fused(
     name: str,
-    backends: list[SDPBackend],
-    run: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grouped: bool,
-) -> Tensor:
-    with sdpa_kernel(backends):
-        try:
-            return run(q, k, v, grouped)
-        except RuntimeError as error:
-            if "No available kernel" not in str(error):
-                raise
-            raise KernelError(
-                f"attn_implementation={name!r}: no fused backend of torch serves query {tuple(q.shape)} {q.dtype} "
-                f"with key {tuple(k.shape)} here, and the math backend is never used silently; "
-                "use eager or flex_attention"
-            ) from error
-
-
-def _documents_varlen(
+    backends: list[SDPBackend] | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seqlens: Tensor,
-    longest: int | None,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scaling: float | None,
+) -> Tensor:
+    """One call of torch's function [B, heads, S, D], restricted to `backends`."""
+    width = value.shape[-1]
+    if query.is_cpu and width < query.shape[-1]:
+        # The CPU's fused attention takes values as wide as queries (DeepSeek's are narrower).
+        value = pad(value, (0, query.shape[-1] - width))
+    grouped = query.shape[1] != key.shape[1]
+
+    def run() -> Tensor:
+        return scaled_dot_product_attention(
+            query, key, value, mask, dropout, is_causal=causal, scale=scaling, enable_gqa=grouped
+        )
+
+    if backends is None:
+        return run()
+    with sdpa_kernel(backends):
+        try:
+            return run()[..., :width]
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            reasons = _reasons(run)
+            raise KernelError(
+                f"attn_implementation={name!r}: no fused backend of torch serves query {tuple(query.shape)} "
+                f"{query.dtype} with key {tuple(key.shape)} on {query.device.type}, and the math backend is never "
+                f"used silently\n  found: {reasons}\n  to do: use eager"
+                f"{' or flex_attention' if query.is_cuda else ''}{', or set attention_dropout to 0' if dropout else ''}"
+            ) from error
+
+
+def _reasons(run: Callable[[], Tensor]) -> str:
+    """What torch says against each backend; it says so in warnings, otherwise once a process."""
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with contextlib.suppress(RuntimeError):
+                run()
+    finally:
+        torch.set_warn_always(always)
+    said = (str(w.message).partition(" (Triggered internally")[0] for w in caught)
+    return " ".join(dict.fromkeys(s for s in said if not s.endswith("because:"))) or "torch gives no reason"
+
+
+def _varlen(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     scaling: float | None,
     dropout: float,
     causal: bool,
+    window: int | None,
+    kwargs: dict[str, Any],
 ) -> Tensor:
-    """All documents in one launch of torch's variable-length flash kernel."""
-    if dropout:
+    """All documents (without `cu_seq_lens_q`: all rows) in one launch of torch's variable-length flash kernel."""
+    if query.shape[-1] != value.shape[-1] or query.shape[-1] > 256:
         raise KernelError(
-            "packed documents with attention dropout are not served by sdpa on CUDA; use flash_attention_2"
+            f"attn_implementation={name!r}: packed documents and sliding windows take heads of one width up to 256, "
+            f"query has {query.shape[-1]} and value {value.shape[-1]}\n  to do: use eager or flex_attention"
         )
     batch, _, length, width = query.shape
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    q, k, v = (x.transpose(1, 2).reshape(batch * length, -1, width) for x in (query, key, value))
-    longest = int(longest) if longest is not None else int(cu_seqlens.diff().max())
+    cu_q, cu_k, longest_q, longest_k = _bounds(query, key, kwargs)
+    q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], width) for x in (query, key, value))
     out = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_seqlens, cu_seqlens, longest, longest, 0.0, causal, False, scale=scaling
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        longest_q,
+        longest_k,
+        dropout,
+        causal,
+        False,
+        scale=scaling,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=None if window is None else 0,
     )[0]
     return out.view(batch, length, -1, width)
 
 
+def _bounds(query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, int, int]:
+    cu_q = kwargs.get("cu_seq_lens_q")
+    if cu_q is None:
+        rows = torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device)
+        return rows * query.shape[2], rows * key.shape[2], query.shape[2], key.shape[2]
+    cu_k = kwargs.get("cu_seq_lens_k")
+    cu_k = cu_q if cu_k is None else cu_k
+    longest = [
+        int(cu.diff().max()) if kwargs.get(given) is None else int(kwargs[given])
+        for cu, given in ((cu_q, "max_length_q"), (cu_k, "max_length_k"))
+    ]
+    return cu_q.to(torch.int32), cu_k.to(torch.int32), longest[0], longest[1]
+
+
 def _documents_loop(
+    name: str,
+    backends: list[SDPBackend] | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     cu_seqlens: Tensor,
-    longest: int | None,
     scaling: float | None,
     dropout: float,
     causal: bool,
 ) -> Tensor:
     """One call a document: the work is the sum of squared lengths, not the square of the sum."""
-    batch, heads, length, width = query.shape
-    q, k, v = (x.transpose(0, 1).reshape(1, -1, batch * length, width) for x in (query, key, value))
-    bounds = cu_seqlens.tolist()
-    parts = [
-        scaled_dot_product_attention(
-            q[:, :, a:b],
-            k[:, :, a:b],
-            v[:, :, a:b],
-            dropout_p=dropout,
-            is_causal=causal,
-            scale=scaling,
-            enable_gqa=True,
+    batch, heads, length, _ = query.shape
+    if key.shape[2] != length:
+        raise KernelError(
+            f"attn_implementation={name!r}: packed documents of {length} queries and {key.shape[2]} keys in a row\n"
+            "  to do: give every document as many keys as queries"
         )
-        for a, b in itertools.pairwise(bounds)
+    groups = heads // key.shape[1]
+    if query.is_cuda and groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    q, k, v = (x.transpose(0, 1).reshape(1, x.shape[1], batch * length, -1) for x in (query, key, value))
+    parts = [
+        _fused(name, backends, q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], None, dropout, causal, scaling)
+        for a, b in itertools.pairwise(cu_seqlens.tolist())
         if b > a
     ]
-    return torch.cat(parts, 2).transpose(1, 2).reshape(batch, length, heads, width)
+    return torch.cat(parts, 2).transpose(1, 2).reshape(batch, length, heads, -1)

@@ -1,0 +1,303 @@
+"""attention: each option of a call is served right or refused, and nothing falls to the math backend unheard."""
+
+import importlib
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from opslot import KERNEL_REGISTRY
+from opslot._base.device import CPU, DeviceFacts
+from opslot._base.errors import ConfigError, KernelError
+from opslot.ops.attention import op
+from opslot.ops.attention.flash import make_flash
+from opslot.slots import KernelRequest
+
+HOPPER = DeviceFacts("gpu", (9, 0), "a Hopper")
+
+
+class Attention(nn.Module):
+    def __init__(self, causal=True):
+        super().__init__()
+        self.is_causal = causal
+
+
+def load(name):
+    return KERNEL_REGISTRY.load("attention", "causal", name)
+
+
+def tensors(heads=4, kv_heads=2, length=24, keys=None, width=16, batch=2, dtype=torch.float32, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((batch, length, heads), *((batch, keys or length, kv_heads),) * 2)
+    return [torch.randn(*s, width, generator=generator).to(device, dtype).transpose(1, 2) for s in shapes]
+
+
+def documents(*lengths, device="cpu"):
+    cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+    return {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+
+
+def mask_by_hand(length, keys, causal=True, window=None, lengths=None):
+    mask = torch.zeros(length, keys, dtype=torch.bool)
+    bounds = torch.tensor([0, *(lengths or [max(length, keys)])]).cumsum(0)
+    for i in range(length):
+        for j in range(keys):
+            at = i + keys - length
+            document = torch.searchsorted(bounds, at, right=True) == torch.searchsorted(bounds, j, right=True)
+            near = window is None or at - j < window
+            mask[i, j] = document and near and (j <= at or not causal)
+    return mask
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 5, 24])
+@pytest.mark.parametrize("lengths", [None, [7, 1, 16]])
+def test_visible_keys(causal, window, lengths):
+    q, k, _ = tensors(batch=1)
+    kwargs = {"sliding_window": window} | (documents(*lengths) if lengths else {})
+    if not causal and window is not None and window < 24:
+        with pytest.raises(KernelError, match=r"sliding_window=.* without causality needs the attention_mask"):
+            op.visible(Attention(causal), q, k, kwargs)
+        return
+    found = op.visible(Attention(causal), q, k, kwargs)
+    expected = mask_by_hand(24, 24, causal, window, lengths)
+    assert torch.equal(expected if found is None else found[0, 0], expected)
+
+
+def test_the_last_query_sees_every_key():
+    q, k, _ = tensors(length=3, keys=8)
+    assert torch.equal(op.visible(Attention(), q, k, {})[0, 0], mask_by_hand(3, 8))
+
+
+OPTIONS = {
+    "causal": {},
+    "the call says bidirectional": {"is_causal": False},
+    "window": {"sliding_window": 5},
+    "scaling": {"scaling": 0.3},
+    "documents": documents(20, 4, 24),
+    "documents and window": documents(20, 4, 24) | {"sliding_window": 5},
+    "bidirectional documents": documents(20, 4, 24) | {"is_causal": False},
+}
+
+
+@pytest.mark.parametrize("keys", [24, 40])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_sdpa_serves_every_option(options, keys):
+    if keys != 24 and "cu_seq_lens_q" in options:
+        pytest.skip("documents have as many keys as queries")
+    q, k, v = tensors(keys=keys, dtype=torch.float64)
+    found, _ = load("sdpa")(Attention(), q, k, v, None, **options)
+    expected, _ = op.reference(Attention(), q, k, v, None, **options)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_values_narrower_than_keys():
+    q, k, v = tensors(dtype=torch.float64)
+    found, _ = load("sdpa")(Attention(), q, k, v[..., :10], None)
+    expected, _ = op.reference(Attention(), q, k, v[..., :10], None)
+    assert found.shape == (2, 24, 4, 10)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_a_mask_is_added_once():
+    q, k, v = tensors(dtype=torch.float64)
+    mask = torch.rand(2, 1, 24, 24, generator=torch.Generator().manual_seed(1)) < 0.6
+    mask |= torch.eye(24, dtype=torch.bool)
+    added = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, float("-inf"))
+    expected, _ = op.reference(Attention(), q, k, v, mask)
+    for given in (mask, added):
+        found, _ = load("sdpa")(Attention(), q, k, v, given, sliding_window=5)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"softcap": 50.0}, "'sdpa' has no softcap\n  to do: use eager"),
+        ({"s_aux": torch.zeros(4)}, "'sdpa' has no s_aux\n  to do: use eager or flash_attention_4"),
+        ({"position_bias": torch.zeros(1, 4, 24, 24)}, "'sdpa' has no position_bias"),
+    ],
+)
+def test_sdpa_refuses_what_it_would_leave_out(options, said):
+    with pytest.raises(KernelError, match=said):
+        load("sdpa")(Attention(), *tensors(), None, **options)
+
+
+def test_dropout_on_a_cpu_is_refused_with_torch_s_reason():
+    with pytest.raises(KernelError, match=r"(?s)no fused backend .*dropout.*set attention_dropout to 0"):
+        load("sdpa")(Attention(), *tensors(), None, dropout=0.1)
+
+
+def test_sdpa_on_a_cpu_never_runs_math():
+    """The fused CPU kernel is what runs, by name."""
+    q, k, v = tensors()
+    with torch.profiler.profile() as profile:
+        load("sdpa")(Attention(), q, k, v, None)
+        load("sdpa")(Attention(), q, k, v, None, **documents(20, 4, 24))
+    names = [event.name for event in profile.events()]
+    assert names.count("aten::_scaled_dot_product_flash_attention_for_cpu") == 4
+    assert "aten::_scaled_dot_product_attention_math" not in names
+
+
+def test_reference_sinks_are_one_more_logit():
+    q, k, v = tensors(dtype=torch.float64)
+    sinks = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found, _ = op.reference(Attention(), q, k, v, None, s_aux=sinks)
+    # A sink is a key whose score is the sink and whose value is zero.
+    bare, _ = op.reference(Attention(), q, k, v, None)
+    scores = q @ k.repeat_interleave(2, 1).mT / 4
+    lse = scores.masked_fill(~mask_by_hand(24, 24), float("-inf")).logsumexp(-1)
+    weight = torch.exp(lse - torch.logaddexp(lse, sinks[:, None]))
+    torch.testing.assert_close(found, bare * weight.transpose(1, 2)[..., None], rtol=0, atol=1e-12)
+
+
+# ---- FlashAttention's adapter, over a stand-in for the library that computes by the reference
+
+
+class Library:
+    """flash_attn's two functions by `op.reference`, refusing options that a test does not expect."""
+
+    def __init__(self):
+        self.calls = []
+
+    def flash_attn_func(self, q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), **options):
+        self.calls.append({"window_size": window_size, "causal": causal, **options})
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        kwargs = {"softcap": options["softcap"]} if options.get("softcap") else {}
+        if window_size[0] >= 0:
+            kwargs["sliding_window"] = window_size[0] + 1
+        out, _ = op.reference(Attention(causal), q, k, v, None, scaling=softmax_scale, **kwargs)
+        if not options.get("return_lse"):
+            return out
+        scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * softmax_scale
+        mask = op.visible(Attention(causal), q, k, kwargs)
+        return out, (scores if mask is None else scores.masked_fill(~mask, float("-inf"))).logsumexp(-1)
+
+    def flash_attn_varlen_func(self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+        assert max_seqlen_q == cu_seqlens_q.diff().max()
+        assert max_seqlen_k == cu_seqlens_k.diff().max()
+        spans = [torch.stack([c[:-1], c[1:]], 1).tolist() for c in (cu_seqlens_q, cu_seqlens_k)]
+        outs = [
+            self.flash_attn_func(q[None, a:b], k[None, c:d], v[None, c:d], **options)
+            for (a, b), (c, d) in zip(*spans, strict=True)
+        ]
+        if isinstance(outs[0], tuple):
+            return torch.cat([o[0] for o, _ in outs]), torch.cat([lse[0] for _, lse in outs], -1)
+        return torch.cat([o[0] for o in outs])
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    library = Library()
+    real = importlib.import_module
+    stand_in = types.SimpleNamespace(
+        flash_attn_func=library.flash_attn_func, flash_attn_varlen_func=library.flash_attn_varlen_func
+    )
+    monkeypatch.setattr(
+        importlib, "import_module", lambda name, *a: stand_in if name.startswith("flash_attn") else real(name, *a)
+    )
+    return library, make_flash
+
+
+FLASH_OPTIONS = OPTIONS | {
+    "softcap": {"softcap": 2.0},
+    "sinks": {"s_aux": torch.tensor([0.5, -1.0, 3.0, 0.0])},
+    "sinks and documents": {"s_aux": torch.tensor([0.5, -1.0, 3.0, 0.0])} | documents(20, 4, 24),
+}
+
+
+@pytest.mark.parametrize("options", FLASH_OPTIONS.values(), ids=FLASH_OPTIONS)
+def test_flash_hands_every_option_on(flash, options):
+    q, k, v = tensors(dtype=torch.bfloat16)
+    options = {"scaling": 0.25} | options
+    found, _ = flash[1](4)(Attention(), q, k, v, None, **options)
+    expected, _ = op.reference(Attention(), q.double(), k.double(), v.double(), None, **options)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.03)
+
+
+def test_flash_drops_padding_and_puts_zeros_back(flash):
+    q, k, v = tensors(dtype=torch.bfloat16)
+    mask = torch.ones(2, 24, dtype=torch.int64)
+    mask[0, :5] = 0
+    found, _ = flash[1](2)(Attention(), q, k, v, mask, scaling=0.25)
+    alone, _ = op.reference(Attention(), *(x[:1, :, 5:] for x in (q, k, v)), None, scaling=0.25)
+    assert torch.equal(found[0, :5], torch.zeros_like(found[0, :5]))
+    assert torch.equal(found[:1, 5:], alone)
+
+
+def test_flash_windows_of_bidirectional_attention_reach_both_ways(flash):
+    library, make = flash
+    with pytest.raises(KernelError):  # of the stand-in, which has no such windows
+        make(2)(Attention(False), *tensors(dtype=torch.bfloat16), None, sliding_window=5)
+    assert library.calls[-1]["window_size"] == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("version", "options", "said"),
+    [
+        (2, {"s_aux": torch.zeros(4)}, "'flash_attention_2' has no s_aux"),
+        (3, {"s_aux": torch.zeros(4)}, "'flash_attention_3' has no s_aux"),
+        (3, {"dropout": 0.1}, "flash_attention_3 has no dropout"),
+        (4, {"dropout": 0.1}, "flash_attention_4 has no dropout"),
+        (4, {"position_bias": torch.zeros(1)}, "'flash_attention_4' has no position_bias"),
+    ],
+)
+def test_flash_refuses_what_it_would_leave_out(flash, version, options, said):
+    with pytest.raises(KernelError, match=said):
+        flash[1](version)(Attention(), *tensors(dtype=torch.bfloat16), None, **options)
+
+
+def test_flash_takes_no_fp32(flash):
+    with pytest.raises(KernelError, match=r"takes float16 or bfloat16, query is torch.float32"):
+        flash[1](4)(Attention(), *tensors(), None)
+
+
+# ---- what is known when a model is bound
+
+
+def request(device=CPU, flags=(), sinks=False, **config):
+    class Model(nn.Module):
+        pass
+
+    model = Model()
+    for flag in flags:
+        setattr(Model, flag, False)
+    values = types.SimpleNamespace(**({"hidden_size": 64, "num_attention_heads": 4} | config))
+    values.get_text_config = lambda: values
+    model.config = values
+    if sinks:
+        model.layer = nn.Module()
+        model.layer.sinks = nn.Parameter(torch.zeros(4))
+    return KernelRequest("attention", "causal", device, torch.bfloat16, model)
+
+
+@pytest.mark.parametrize(
+    ("given", "kernel", "reason"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "sdpa", "has no softcap, this model's is 50.0"),
+        ({"sinks": True}, "sdpa", "has no attention sinks"),
+        ({"attention_dropout": 0.1}, "sdpa", "has no dropout, this model's attention_dropout is 0.1"),
+        ({"flags": ("_supports_sdpa",)}, "sdpa", "Transformers does not let Model use it"),
+        ({"device": HOPPER, "sinks": True}, "cudnn", "has no attention sinks"),
+        ({"device": HOPPER, "head_dim": 192}, "cudnn", "serves head_dim up to 128, this model has 192"),
+    ],
+)
+def test_refusals_known_when_bound(given, kernel, reason):
+    wanted = request(**given)
+    assert reason in KERNEL_REGISTRY.get("attention", "causal", kernel).unusable(wanted)
+    with pytest.raises(ConfigError, match=f"attn_implementation='{kernel}'"):
+        KERNEL_REGISTRY.resolve(wanted, kernel)
+
+
+def test_a_model_with_dropout_keeps_sdpa_on_a_gpu():
+    assert KERNEL_REGISTRY.get("attention", "causal", "sdpa").unusable(request(HOPPER, attention_dropout=0.1)) is None
+
+
+def test_auto_on_hardware_that_nobody_timed_is_sdpa():
+    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        assert KERNEL_REGISTRY.resolve(request(DeviceFacts("gpu", capability, "a GPU"))).chosen == "sdpa"
+
+
+def test_auto_without_any_kernel_is_eager():
+    assert KERNEL_REGISTRY.resolve(request(CPU, sinks=True)).chosen == "eager"
