@@ -7,11 +7,13 @@ sizes the dispatcher's way to it costs a good part of what the kernel does.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable as torch_once_differentiable
 
 from opslot._base.errors import KernelError
 
@@ -63,6 +65,17 @@ def _filled(function: Callable[..., Any]) -> Callable[..., Any]:
         return outputs
 
     return filled
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's own decorator, without the no_grad context that it enters anew on every ordinary backward pass."""
+    guarded = torch_once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *douts: Tensor | None) -> Any:
+        return (guarded if torch.is_grad_enabled() else backward)(ctx, *douts)
+
+    return call
 
 
 def refuse(kernel: str, argument: str, found: str, instead: str) -> NoReturn:

@@ -50,7 +50,7 @@ def quack_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
         variant,
         f"opslot.ops.{op_name}.quack:{variant}",
         HardwareRequirement("gpu", min_compute_capability=(9, 0)),
-        requires=("quack",),
+        requires=("quack", "cutlass"),
         dtypes=FLOATS,
         **options,
     )

@@ -18,10 +18,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from opslot._base.device import triton_interpreted
-from opslot.ops._common.library import refuse
+from opslot.ops._common.library import once_differentiable, refuse
 from opslot.ops._common.specs import FLOATS
 from opslot.ops._common.triton import Launcher, cdiv
 

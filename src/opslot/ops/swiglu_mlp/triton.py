@@ -12,9 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from opslot.ops._common.library import as_rows, opaque_op, refuse
+from opslot.ops._common.library import as_rows, once_differentiable, opaque_op, refuse
 from opslot.ops._common.triton import Launcher, cdiv
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
