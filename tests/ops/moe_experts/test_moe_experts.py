@@ -5,61 +5,162 @@ import torch
 from torch import nn
 
 from opslot import KERNEL_REGISTRY
-from opslot._base.device import CPU, DeviceFacts
+from opslot._base.device import CPU, DeviceFacts, facts_of
 from opslot._base.errors import ConfigError, KernelError
 from opslot.ops.moe_experts import op
 from opslot.slots import KernelRequest, OpSlot, bind, explain, unbind
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = ["grouped_mm", "fused_triton"]
+VARIANTS = ["standard", "clamped", "biased"]
 NAMES = ("hidden_states", "gate_up_proj", "down_proj", "top_k_index", "top_k_weights")
-DIFFERENTIABLE = (0, 1, 2, 4)
 
 
-def load(name):
-    return KERNEL_REGISTRY.load("moe_experts", "standard", name)
+def load(name, variant="standard"):
+    return KERNEL_REGISTRY.load("moe_experts", variant, name)
 
 
-def inputs(tokens=11, experts=4, top_k=2, hidden=32, intermediate=16, dtype=torch.float32, seed=0):
+def inputs(tokens=11, experts=4, top_k=2, hidden=32, intermediate=16, dtype=torch.float32, seed=0, variant="standard"):
     generator = torch.Generator().manual_seed(seed)
 
-    def randn(*shape):
-        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(DEVICE, dtype).requires_grad_()
+    def randn(*shape, inner=None):
+        scale = (inner or shape[-1]) ** -0.5
+        return (torch.randn(shape, generator=generator) * scale).to(DEVICE, dtype).requires_grad_()
 
     index = torch.rand((tokens, experts), generator=generator).topk(top_k).indices.to(DEVICE)
     weights = torch.rand((tokens, top_k), generator=generator).to(DEVICE, dtype).requires_grad_()
-    x = randn(tokens, hidden)
-    return [x, randn(experts, 2 * intermediate, hidden), randn(experts, hidden, intermediate), index, weights]
+    x = randn(tokens, hidden, inner=1)
+    if variant == "biased":
+        gate_up, down = randn(experts, hidden, 2 * intermediate, inner=hidden), randn(experts, intermediate, hidden)
+        biases = [randn(experts, 2 * intermediate, inner=1), randn(experts, hidden, inner=1)]
+        return [x, gate_up, down, index, weights, *biases, 1.05, 1.702]
+    standard = [x, randn(experts, 2 * intermediate, hidden), randn(experts, hidden, intermediate), index, weights]
+    return [*standard, 0.75] if variant == "clamped" else standard
+
+
+def differentiable(tensors):
+    return [t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad]
 
 
 def gradients(kernel, tensors, grad=None):
     out = kernel(*tensors)
-    leaves = [tensors[i] for i in DIFFERENTIABLE if tensors[i].requires_grad]
-    return out, torch.autograd.grad(out, leaves, torch.ones_like(out) if grad is None else grad)
+    return out, torch.autograd.grad(out, differentiable(tensors), torch.ones_like(out) if grad is None else grad)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reference_is_upstreams_loop_bit_for_bit(dtype):
-    qwen = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
-    config = qwen.Qwen3MoeConfig(hidden_size=32, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
-    config._experts_implementation = "eager"
-    experts = qwen.Qwen3MoeExperts(config).to(DEVICE)
-    tensors = inputs(dtype=dtype)
-    experts.gate_up_proj, experts.down_proj = nn.Parameter(tensors[1]), nn.Parameter(tensors[2])
-    upstream = [tensors[0], experts.gate_up_proj, experts.down_proj, tensors[3], tensors[4]]
-    expected, expected_grads = gradients(lambda x, _, __, index, w: experts(x, index, w), upstream)
-    out, grads = gradients(op.standard, tensors)
+def same_as_upstream(module, variant, tensors, dtype):
+    """`module`, a Transformers class with its parameters from `tensors`, and op's reference give the same bits."""
+    reference = KERNEL_REGISTRY.op("moe_experts").variant(variant).reference
+    expected, expected_grads = gradients(lambda x, *_: module(x, tensors[3], tensors[4]), tensors)
+    out, grads = gradients(reference, tensors)
     assert torch.equal(out, expected)
     for got, wanted in zip(grads, expected_grads, strict=True):
         assert torch.equal(got, wanted)
 
 
+def upstream(path, class_name, tensors, **config):
+    """Transformers' experts with the parameters `tensors`, or skip where that release has none such."""
+    arch = pytest.importorskip(f"transformers.models.{path}")
+    module = getattr(arch, class_name)(type("Config", (), {"_experts_implementation": "eager", **config})())
+    module = module.to(DEVICE)
+    names = ["gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"]
+    for name, tensor in zip(names, [*tensors[1:3], *tensors[5:7]], strict=False):
+        if name in module._parameters:
+            del module._parameters[name]
+            setattr(module, name, tensor)
+    return module
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 16, "moe_intermediate_size": 16, "hidden_act": "silu"}
+COUNTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("variant", "path", "class_name", "gating"),
+    [
+        ("standard", "qwen3_moe.modeling_qwen3_moe", "Qwen3MoeExperts", ()),
+        ("clamped", "deepseek_v4.modeling_deepseek_v4", "DeepseekV4Experts", ()),
+        ("clamped", "minimax_m3_vl.modeling_minimax_m3_vl", "MiniMaxM3VLExperts", (1.702, 1.0)),
+        ("biased", "gpt_oss.modeling_gpt_oss", "GptOssExperts", ()),
+    ],
+)
+def test_reference_is_upstreams_loop_bit_for_bit(dtype, variant, path, class_name, gating):
+    tensors = [*inputs(dtype=dtype, tokens=40, variant=variant), *gating]
+    limit = {"standard": 0.0, "clamped": 0.75, "biased": 1.05}[variant]
+    experts = upstream(path, class_name, tensors, swiglu_limit=limit, swiglu_alpha=1.702, **SIZES, **COUNTS)
+    same_as_upstream(experts, variant, tensors, dtype)
+    check = KERNEL_REGISTRY.op("moe_experts").variant(variant).check_site
+    assert check(experts) is None
+
+
 @pytest.mark.parametrize("name", KERNELS)
-def test_twice_the_same_bits(name):
-    tensors = inputs(tokens=70)
-    first, second = (gradients(load(name), tensors) for _ in range(2))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_twice_the_same_bits(name, variant):
+    tensors = inputs(tokens=70, variant=variant)
+    first, second = (gradients(load(name, variant), tensors) for _ in range(2))
     assert torch.equal(first[0], second[0])
     assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("name", [*KERNELS, "fused_quack"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_twice_the_same_bits_on_a_gpu(name, variant):
+    request = KernelRequest("moe_experts", variant, facts_of("cuda"), torch.bfloat16)
+    specs = {s.name: s for s in KERNEL_REGISTRY.specs("moe_experts", variant)}
+    if name not in specs or specs[name].unusable(request):
+        pytest.skip(f"{name} does not serve {variant} here")
+    tensors = inputs(4096, 16, 4, 512, 256, torch.bfloat16, variant=variant)
+    first = gradients(load(name, variant), tensors)
+    for _ in range(5):
+        out, grads = gradients(load(name, variant), tensors)
+        assert torch.equal(out, first[0])
+        assert all(torch.equal(a, b) for a, b in zip(grads, first[1], strict=True))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("variant", ["clamped", "biased"])
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_no_gradient_passes_a_bound(name, variant):
+    tensors = inputs(variant=variant)
+    with torch.no_grad():
+        tensors[1].mul_(1e3)
+    reference = KERNEL_REGISTRY.op("moe_experts").variant(variant).reference
+    _, expected = gradients(reference, tensors)
+    _, got = gradients(load(name, variant), tensors)
+    # Nearly every gate and up is bounded, so their gradients are mostly exact zeros, the same ones in both.
+    assert (expected[1] == 0).float().mean() > 0.5
+    assert torch.equal(got[1] == 0, expected[1] == 0)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_bounds_let_nan_through(name):
+    tensors = inputs(variant="clamped")
+    with torch.no_grad():
+        tensors[0][3] = float("nan")
+    out = load(name, "clamped")(*tensors)
+    assert out[3].isnan().all()
+    assert not out[[0, 1, 2, 4]].isnan().any()
+
+
+@pytest.mark.parametrize("variant", ["clamped", "biased"])
+@pytest.mark.parametrize("name", ["fused_quack", "fused_npu"])
+def test_kernels_of_the_standard_gating_are_nowhere_else(name, variant):
+    assert name in {s.name for s in KERNEL_REGISTRY.specs("moe_experts", "standard")}
+    assert name not in {s.name for s in KERNEL_REGISTRY.specs("moe_experts", variant)}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("frozen", [(5, 6), (1, 2), (0, 1, 2, 4)])
+def test_frozen_biases_and_weights_leave_the_other_gradients_alone(name, frozen):
+    tensors = inputs(variant="biased")
+    _, every = gradients(load(name, "biased"), tensors)
+    kept = [grad for i, grad in zip((0, 1, 2, 4, 5, 6), every, strict=True) if i not in frozen]
+    for i in frozen:
+        tensors[i] = tensors[i].detach()
+    _, some = gradients(load(name, "biased"), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(kept, some, strict=True))
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -70,7 +171,7 @@ def test_frozen_inputs_leave_the_other_gradients_alone(name, frozen):
     for i in frozen:
         tensors[i] = tensors[i].detach()
     _, some = gradients(load(name), tensors)
-    kept = [grad for i, grad in zip(DIFFERENTIABLE, every, strict=True) if i not in frozen]
+    kept = [grad for i, grad in zip((0, 1, 2, 4), every, strict=True) if i not in frozen]
     assert all(torch.equal(a, b) for a, b in zip(kept, some, strict=True))
 
 
@@ -97,21 +198,25 @@ def test_extreme_gates_stay_finite(name):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_compiles_without_a_graph_break(name):
-    tensors = inputs()
-    compiled = torch.compile(load(name), fullgraph=True, backend="aot_eager")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiles_without_a_graph_break(name, variant):
+    tensors = inputs(variant=variant)
+    compiled = torch.compile(load(name, variant), fullgraph=True, backend="aot_eager")
     out, grads = gradients(compiled, tensors)
-    expected, expected_grads = gradients(load(name), tensors)
+    expected, expected_grads = gradients(load(name, variant), tensors)
     assert torch.equal(out, expected)
     assert all(torch.equal(a, b) for a, b in zip(grads, expected_grads, strict=True))
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_opcheck(name):
+@pytest.mark.parametrize("biased", [False, True])
+def test_opcheck(name, biased):
     load(name)
+    tensors = inputs(tokens=5, variant="biased" if biased else "standard")
+    gating = (*tensors[5:], 1.0) if biased else (None, None, None, 1.0, 0.0)
     operator = getattr(torch.ops.opslot, f"moe_{name}").default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(operator, inputs(tokens=5), test_utils=checks)
+    torch.library.opcheck(operator, (*tensors[:5], *gating), test_utils=checks)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -155,7 +260,7 @@ def test_a_call_that_is_not_the_contracts_is_refused(name, arguments, found):
 
 def test_triton_refuses_strided_weights_and_float64():
     strided = changed(down_proj=lambda t: t.transpose(1, 2).contiguous().transpose(1, 2))
-    with pytest.raises(KernelError, match=r"down_proj with \(512, 1, 32\)"):
+    with pytest.raises(KernelError, match=r"down_proj with strides \(512, 1, 32\)"):
         load("fused_triton")(**strided)
     wide = changed(**{n: (lambda t: t.double()) for n in NAMES if n != "top_k_index"})
     with pytest.raises(
@@ -165,24 +270,32 @@ def test_triton_refuses_strided_weights_and_float64():
 
 
 @pytest.mark.parametrize("gather", [True, False])
-def test_triton_with_tensor_descriptors(gather):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_triton_with_tensor_descriptors(gather, variant):
     """The kernels' Hopper form; on a CPU through the interpreter."""
     from opslot.ops.moe_experts import triton as fused
+    from opslot.ops.moe_experts._autograd import Experts, Wanted
     from opslot.ops.moe_experts.routing import Routing
 
     if DEVICE == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs compute capability 9.0")
     tiles = fused.Tiles(32, 32, 32, 4, 2, group=2)
     plan = fused.Plan(32, tiles, tiles, tiles, tiles, tiles, tiles, tma=True, programs=3, gather=gather)
-    x, gate_up, down, _, weights = tensors = inputs(tokens=45, experts=3, hidden=72, intermediate=40)
+    tensors = inputs(tokens=45, experts=3, hidden=72, intermediate=40, variant=variant)
+    x, gate_up, down, index, weights, *rest = tensors
+    experts = {
+        "standard": lambda: Experts(gate_up, down),
+        "clamped": lambda: Experts(gate_up, down, limit=rest[0]),
+        "biased": lambda: Experts(gate_up, down, *rest, 1.0),
+    }[variant]()
     with torch.no_grad():
-        out, projected, *routing = fused.forward(plan, *tensors)
-        grads = fused.backward(
-            plan, torch.ones_like(x), x, gate_up, down, weights, projected, Routing(*routing), True, True
-        )
-    expected, expected_grads = gradients(op.standard, tensors)
+        out, projected, *routing = fused.forward(plan, x, experts, index, weights)
+        wanted = Wanted(True, True, True)
+        grads = fused.backward(plan, torch.ones_like(x), x, experts, weights, projected, Routing(*routing), wanted)
+    reference = KERNEL_REGISTRY.op("moe_experts").variant(variant).reference
+    expected, expected_grads = gradients(reference, tensors)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    for got, wanted in zip(grads, expected_grads, strict=True):
+    for got, wanted in zip([g for g in grads if g is not None], expected_grads, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -266,10 +379,49 @@ def test_auto_never_falls_to_the_loop():
 )
 def test_sites_that_compute_something_else(change, reason):
     module = Experts(Config())
-    assert op.check_site(module) is None
+    assert op.check_standard(module) is None
     for name, value in change.items():
         setattr(module, name, value)
-    assert op.check_site(module) is not None
+    assert op.check_standard(module) is not None
+    with pytest.raises(ConfigError, match=reason):
+        bind(module, {"moe_implementation": "grouped_mm"}, device="cpu")
+
+
+class ClampedExperts(Experts):
+    moe_experts = OpSlot("moe_experts", "clamped")
+    limit = 7.0
+
+
+class BiasedExperts(nn.Module):
+    moe_experts = OpSlot("moe_experts", "biased")
+    limit, alpha, is_concatenated, is_transposed = 7.0, 1.702, False, True
+
+    def __init__(self):
+        super().__init__()
+        shapes = {"gate_up_proj": (2, 6, 8), "down_proj": (2, 4, 6)}
+        for name, shape in {**shapes, "gate_up_proj_bias": (2, 8), "down_proj_bias": (2, 6)}.items():
+            setattr(self, name, nn.Parameter(torch.zeros(shape)))
+
+
+@pytest.mark.parametrize(
+    ("module", "change", "reason"),
+    [
+        (lambda: ClampedExperts(Config()), {"limit": None}, "has no limit"),
+        (lambda: ClampedExperts(Config()), {"has_bias": True}, "have biases"),
+        (lambda: ClampedExperts(Config()), {"act_fn": nn.GELU()}, "activation is GELU"),
+        (BiasedExperts, {"alpha": None}, "has no alpha"),
+        (BiasedExperts, {"is_concatenated": True}, "gate columns come first"),
+        (BiasedExperts, {"is_transposed": False}, r"must be \[E, H, 2I\]"),
+        (BiasedExperts, {"down_proj_bias": nn.Parameter(torch.zeros(2, 4))}, r"down_proj_bias \(2, 4\)"),
+        (BiasedExperts, {"gate_up_proj_bias": None}, "gate_up_proj_bias None"),
+    ],
+)
+def test_sites_of_the_other_variants(module, change, reason):
+    module = module()
+    bind(module, {"moe_implementation": "grouped_mm"}, device="cpu")
+    unbind(module)
+    for name, value in change.items():
+        setattr(module, name, value)
     with pytest.raises(ConfigError, match=reason):
         bind(module, {"moe_implementation": "grouped_mm"}, device="cpu")
 
@@ -279,7 +431,7 @@ def test_gating_of_its_own_is_refused():
         def _apply_gate(self, gate_up):
             return gate_up
 
-    assert "_apply_gate" in op.check_site(Clamped(Config()))
+    assert "_apply_gate" in op.check_standard(Clamped(Config()))
 
 
 @pytest.mark.parametrize(

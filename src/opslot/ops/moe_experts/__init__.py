@@ -20,32 +20,40 @@ def _multiples_of_8(request: KernelRequest) -> str | None:
     return f"needs widths that are multiples of 8, found {widths}" if any(w % 8 for w in widths) else None
 
 
+def _grouped_mm(variant: str) -> KernelSpec:
+    return KernelSpec(
+        "grouped_mm",
+        "moe_experts",
+        variant,
+        f"{_HERE}.grouped_mm:{'grouped_mm' if variant == 'standard' else variant}",
+        priority={"gpu": 40, "cpu": 60, "npu": 20} if variant == "standard" else None,
+        description="tokens sorted by expert; torch's grouped product on GPUs, mm in place on CPUs",
+    )
+
+
+def _fused_triton(variant: str) -> KernelSpec:
+    return KernelSpec(
+        "fused_triton",
+        "moe_experts",
+        variant,
+        f"{_HERE}.triton:{'fused_triton' if variant == 'standard' else variant}",
+        HardwareRequirement("gpu", min_compute_capability=80),
+        requires=("triton",),
+        dtypes=_HALF | {torch.float32},
+        priority=_triton_rank if variant == "standard" else None,
+        interpretable=True,
+        description="grouped Triton products with gating and routing weights in their epilogues",
+    )
+
+
 # Forward + backward on an H200, bf16, Qwen3-30B-A3B's layer at T=16384, one run of benchmarks/gpu_moe.py: fused_triton
 # 7.5 ms, fused_quack 7.5, grouped_mm 14.7, Transformers' grouped_mm 19.9; DeepSeek-V3 slice: 29.3, 28.7, 39.4, 48.1.
 # On two CPU cores, fp32, H 256: grouped_mm takes 0.62 to 0.87 of the time of Transformers' grouped_mm and of its loop.
 # The ranks on NPUs are not measured; they keep `auto` off upstream's loop, which synchronizes for every expert.
 KERNEL_REGISTRY.register_op(OP)
 for _spec in (
-    KernelSpec(
-        "grouped_mm",
-        "moe_experts",
-        "standard",
-        f"{_HERE}.grouped_mm:grouped_mm",
-        priority={"gpu": 40, "cpu": 60, "npu": 20},
-        description="tokens sorted by expert; torch's grouped product on GPUs, mm in place on CPUs",
-    ),
-    KernelSpec(
-        "fused_triton",
-        "moe_experts",
-        "standard",
-        f"{_HERE}.triton:fused_triton",
-        HardwareRequirement("gpu", min_compute_capability=80),
-        requires=("triton",),
-        dtypes=_HALF | {torch.float32},
-        priority=_triton_rank,
-        interpretable=True,
-        description="grouped Triton products with SwiGLU and routing weights in their epilogues",
-    ),
+    *(_grouped_mm(variant) for variant in OP.variants),
+    *(_fused_triton(variant) for variant in OP.variants),
     KernelSpec(
         "fused_npu",
         "moe_experts",

@@ -3,69 +3,142 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# Of hidden_states, gate_up_proj, down_proj and top_k_weights; None where not wanted.
-Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]
-Forward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], bool, bool], Grads]
 
+class Experts(NamedTuple):
+    """The parameters of the experts held here, and how they gate.
+
+    Attributes:
+        gate_up_proj: [E, 2I, H], gate rows first; with biases [E, H, 2I], gate and up columns in turn.
+        down_proj: [E, H, I]; with biases [E, I, H].
+        gate_up_bias, down_bias: [E, 2I] and [E, H], or None.
+        limit, alpha, up_offset: as in `op.clamped`; no `limit`, no clamp.
+    """
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    limit: float | None = None
+    alpha: float = 1.0
+    up_offset: float = 0.0
+
+    @property
+    def biased(self) -> bool:
+        return self.gate_up_bias is not None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """E, H and I."""
+        experts, first, second = self.down_proj.shape
+        return (experts, second, first) if self.biased else (experts, first, second)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the gating is silu(gate) * up."""
+        return self.limit is None and self.alpha == 1.0 and self.up_offset == 0.0
+
+
+class Wanted(NamedTuple):
+    """Which gradients the caller needs; that of the routing weights costs nothing and is always made."""
+
+    inputs: bool
+    weights: bool
+    biases: bool
+
+
+class Grads(NamedTuple):
+    """Gradients; None where not wanted."""
+
+    hidden_states: Tensor | None
+    gate_up_proj: Tensor | None
+    down_proj: Tensor | None
+    top_k_weights: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+# (hidden_states, experts, top_k_index, top_k_weights) -> output and what backward needs
+Forward = Callable[[Tensor, Experts, Tensor, Tensor], tuple[Tensor, ...]]
+# (grad, hidden_states, experts, top_k_weights, what forward saved, wanted)
+Backward = Callable[[Tensor, Tensor, Experts, Tensor, Sequence[Tensor], Wanted], Grads]
+
+_GATING = "Tensor? gate_up_bias, Tensor? down_bias, float? limit, float alpha, float up_offset"
 _INPUTS = "Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj"
 
 
-def differentiable(name: str, forward: Forward, backward: Backward, fake: Forward) -> Callable[..., Tensor]:
-    """Register opslot::<name> and its backward; returns a function of the contract's five tensors.
+def differentiable(
+    name: str, forward: Forward, backward: Backward, fake: Forward
+) -> Callable[[Tensor, Experts, Tensor, Tensor], Tensor]:
+    """Register opslot::<name> and its backward; returns a function of tokens, experts, indices and routing weights.
 
     Args:
-        forward: (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights) -> output and what backward needs.
-        backward: (grad, hidden_states, gate_up_proj, down_proj, top_k_weights, saved, input_grad, weight_grad) ->
-            `Grads`, None where the two flags say that none is wanted.
         fake: `forward` on fake tensors: empty tensors of the right shapes; the output's is like hidden_states.
     """
-    outputs = len(fake(*(torch.empty(s, device="meta") for s in ((1, 1), (1, 2, 1), (1, 1, 1), (1, 1), (1, 1)))))
-    returned = ", ".join(["Tensor"] * outputs)
+    shapes = ((1, 1), (1, 2, 1), (1, 1, 1), (1, 1), (1, 1))
+    x, gate_up, down, index, weights = (torch.empty(shape, device="meta") for shape in shapes)
+    returned = ", ".join(["Tensor"] * len(fake(x, Experts(gate_up, down), index, weights)))
+
+    def run(x, gate_up, down, index, weights, *rest):
+        return _on_its_device(forward, x, Experts(gate_up, down, *rest), index, weights)
+
+    def run_fake(x, gate_up, down, index, weights, *rest):
+        return fake(x, Experts(gate_up, down, *rest), index, weights)
+
+    def run_wanted(grad, x, gate_up, down, weights, gate_up_bias, down_bias, limit, alpha, up_offset, saved, *wanted):
+        """An operator returns tensors, and no tensor twice: unwanted gradients become empty ones."""
+        experts = Experts(gate_up, down, gate_up_bias, down_bias, limit, alpha, up_offset)
+        grads = _on_its_device(backward, grad, x, experts, weights, saved, Wanted(*wanted))
+        return tuple(
+            g if w and g is not None else grad.new_empty(0) for g, w in zip(grads, _each(Wanted(*wanted)), strict=True)
+        )
+
     op = torch.library.custom_op(
         f"opslot::{name}",
-        lambda x, *rest: _on_its_device(forward, x, *rest),
+        run,
         mutates_args=(),
-        schema=f"({_INPUTS}, Tensor top_k_index, Tensor top_k_weights) -> ({returned})",
+        schema=f"({_INPUTS}, Tensor top_k_index, Tensor top_k_weights, {_GATING}) -> ({returned})",
     )
-
-    def run_wanted(grad, *rest):
-        """An operator returns tensors, and no tensor twice: unwanted gradients become empty ones."""
-        input_grad, weight_grad = rest[-2:]
-        wanted = (input_grad, weight_grad, weight_grad, True)
-        grads = _on_its_device(backward, grad, *rest)
-        return tuple(g if w else grad.new_empty(0) for g, w in zip(grads, wanted, strict=True))
-
     backward_op = torch.library.custom_op(
         f"opslot::{name}_backward",
         run_wanted,
         mutates_args=(),
-        schema=f"(Tensor grad, {_INPUTS}, Tensor top_k_weights, Tensor[] saved, bool input_grad, bool weight_grad)"
-        " -> (Tensor, Tensor, Tensor, Tensor)",
+        schema=f"(Tensor grad, {_INPUTS}, Tensor top_k_weights, {_GATING}, Tensor[] saved, bool input_grad,"
+        " bool weight_grad, bool bias_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     )
 
     def setup_context(ctx, inputs, output) -> None:
-        hidden_states, gate_up_proj, down_proj, _, top_k_weights = inputs
-        ctx.save_for_backward(hidden_states, gate_up_proj, down_proj, top_k_weights, *output[1:])
+        hidden_states, gate_up_proj, down_proj, _, top_k_weights, *biases, ctx.limit, ctx.alpha, ctx.up_offset = inputs
+        ctx.save_for_backward(hidden_states, gate_up_proj, down_proj, top_k_weights, *biases, *output[1:])
         ctx.mark_non_differentiable(*output[1:])
 
     def run_backward(ctx, grad, *_):
         needs = ctx.needs_input_grad
         # Read once: activation checkpointing recomputes at the first read and refuses a second.
-        x, gate_up, down, weights, *saved = ctx.saved_tensors
-        grads = backward_op(grad, x, gate_up, down, weights, saved, needs[0], needs[1] or needs[2])
-        kept = [g if needed else None for g, needed in zip(grads, (*needs[:3], needs[4]), strict=True)]
-        return *kept[:3], None, kept[3]
+        x, gate_up, down, weights, gate_up_bias, down_bias, *saved = ctx.saved_tensors
+        gating = (gate_up_bias, down_bias, ctx.limit, ctx.alpha, ctx.up_offset)
+        wanted = Wanted(needs[0], needs[1] or needs[2], needs[5] or needs[6])
+        grads = backward_op(grad, x, gate_up, down, weights, *gating, saved, *wanted)
+        kept = [g if needed else None for g, needed in zip(grads, (*needs[:3], *needs[4:7]), strict=True)]
+        return *kept[:3], None, *kept[3:], None, None, None
 
-    op.register_fake(fake)
+    op.register_fake(run_fake)
     backward_op.register_fake(_fake_backward)
     op.register_autograd(run_backward, setup_context=setup_context)
-    return lambda *tensors: op(*tensors)[0]
+
+    def apply(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return op(hidden_states, *experts[:2], top_k_index, top_k_weights, *experts[2:])[0]
+
+    return apply
+
+
+def _each(wanted: Wanted) -> tuple[bool, ...]:
+    """`wanted` for every field of `Grads`."""
+    return (wanted.inputs, wanted.weights, wanted.weights, True, wanted.biases, wanted.biases)
 
 
 def _on_its_device(function: Callable[..., Any], tensor: Tensor, *rest: Any) -> Any:
@@ -76,22 +149,9 @@ def _on_its_device(function: Callable[..., Any], tensor: Tensor, *rest: Any) -> 
         return function(tensor, *rest)
 
 
-def _fake_backward(
-    grad: Tensor,
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_weights: Tensor,
-    saved: Sequence[Tensor],
-    input_grad: bool,
-    weight_grad: bool,
-) -> tuple[Tensor, ...]:
-    def like(t: Tensor, wanted: bool) -> Tensor:
-        return torch.empty_like(t, memory_format=torch.contiguous_format) if wanted else t.new_empty(0)
-
-    return (
-        like(hidden_states, input_grad),
-        like(gate_up_proj, weight_grad),
-        like(down_proj, weight_grad),
-        like(top_k_weights, True),
+def _fake_backward(grad, x, gate_up, down, weights, gate_up_bias, down_bias, limit, alpha, up_offset, saved, *wanted):
+    like = (x, gate_up, down, weights, gate_up_bias, down_bias)
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format) if w and t is not None else grad.new_empty(0)
+        for t, w in zip(like, _each(Wanted(*wanted)), strict=True)
     )

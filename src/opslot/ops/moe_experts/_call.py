@@ -6,20 +6,22 @@ import torch
 from torch import Tensor
 
 from opslot._base.errors import KernelError, explain_problem
+from opslot.ops.moe_experts._autograd import Experts
+
+Problem = tuple[str, str] | None
 
 
 def prepare(
     kernel: str,
     hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
+    experts: Experts,
     top_k_index: Tensor,
     top_k_weights: Tensor,
     dtypes: frozenset[torch.dtype] | None = None,
     contiguous: bool = False,
     multiple: int = 1,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`hidden_states`, `gate_up_proj` and `down_proj` as the kernel gets them: in autocast's dtype where that is on.
+) -> tuple[Tensor, Experts]:
+    """`hidden_states` and `experts` as the kernel gets them: in autocast's dtype where that is on.
 
     Raises:
         KernelError: shapes, dtypes or devices that are not the contract's, a dtype not in `dtypes`, a width that is
@@ -28,40 +30,51 @@ def prepare(
     device = hidden_states.device.type
     if torch.is_autocast_enabled(device):
         wanted = torch.get_autocast_dtype(device)
-        hidden_states, gate_up_proj, down_proj = (t.to(wanted) for t in (hidden_states, gate_up_proj, down_proj))
-    problem = _shape_problem(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
-    devices = {str(t.device) for t in (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)}
-    if not problem and len(devices) > 1:
-        problem = f"tensors on {' and '.join(sorted(devices))}", "move all five to one device"
-    problem = problem or _dtype_problem(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, dtypes)
-    if not problem and contiguous and not (gate_up_proj.is_contiguous() and down_proj.is_contiguous()):
+        hidden_states = hidden_states.to(wanted)
+        experts = experts._replace(**{name: t.to(wanted) for name, t in _parameters(experts).items()})
+    problem = (
+        _shape_problem(hidden_states, experts, top_k_index, top_k_weights)
+        or _device_problem(hidden_states, *_parameters(experts).values(), top_k_index, top_k_weights)
+        or _dtype_problem(hidden_states, experts, top_k_index, top_k_weights, dtypes)
+        or (_stride_problem(experts) if contiguous else None)
+    )
+    widths = experts.sizes[1:] if not problem else ()
+    if any(width % multiple for width in widths):
         problem = (
-            f"gate_up_proj with strides {gate_up_proj.stride()} and down_proj with {down_proj.stride()}",
-            "store them contiguous as [E, 2I, H] and [E, H, I], or use moe_implementation=grouped_mm",
-        )
-    if not problem and any(width % multiple for width in down_proj.shape[1:]):
-        problem = (
-            f"hidden and intermediate widths {tuple(down_proj.shape[1:])}, not multiples of {multiple}",
+            f"hidden and intermediate widths {widths}, not multiples of {multiple}",
             "use moe_implementation=fused_triton or grouped_mm",
         )
     if problem:
         found, todo = problem
         raise KernelError(explain_problem(f"moe_implementation={kernel!r} cannot run this call", found, todo))
-    return hidden_states, gate_up_proj, down_proj
+    return hidden_states, experts
 
 
-def _shape_problem(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> tuple[str, str] | None:
+def _parameters(experts: Experts) -> dict[str, Tensor]:
+    return {name: t for name, t in experts._asdict().items() if isinstance(t, Tensor)}
+
+
+def _shape_problem(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Problem:
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    layout = ("[E, H, 2I]", "[E, I, H]") if experts.biased else ("[E, 2I, H]", "[E, H, I]")
     if x.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3 or index.dim() != 2:
         dims = [t.dim() for t in (x, gate_up, down, index)]
         return (
             f"hidden_states, gate_up_proj, down_proj and top_k_index of {dims} dimensions",
-            "pass [T, H], [E, 2I, H], [E, H, I] and [T, K]",
+            f"pass [T, H], {layout[0]}, {layout[1]} and [T, K]",
         )
-    experts, hidden, intermediate = down.shape
-    if gate_up.shape != (experts, 2 * intermediate, hidden):
+    count, hidden, intermediate = experts.sizes
+    wanted = (count, hidden, 2 * intermediate) if experts.biased else (count, 2 * intermediate, hidden)
+    if gate_up.shape != wanted:
         return (
             f"gate_up_proj {list(gate_up.shape)} with down_proj {list(down.shape)}",
-            "pass gate_up_proj as [E, 2I, H] and down_proj as [E, H, I]",
+            f"pass gate_up_proj as {layout[0]} and down_proj as {layout[1]}",
+        )
+    biases = [t for t in (experts.gate_up_bias, experts.down_bias) if t is not None]
+    if biases and [list(b.shape) for b in biases] != [[count, 2 * intermediate], [count, hidden]]:
+        return (
+            f"biases {' and '.join(str(list(b.shape)) for b in biases)} with down_proj {list(down.shape)}",
+            "pass gate_up_proj_bias as [E, 2I] and down_proj_bias as [E, H]",
         )
     if x.shape[1] != hidden or index.shape[0] != x.shape[0]:
         return (
@@ -76,13 +89,21 @@ def _shape_problem(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weig
     return None
 
 
+def _device_problem(*tensors: Tensor) -> Problem:
+    devices = {str(t.device) for t in tensors}
+    if len(devices) == 1:
+        return None
+    return f"tensors on {' and '.join(sorted(devices))}", "move them all to one device"
+
+
 def _dtype_problem(
-    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, dtypes: frozenset[torch.dtype] | None
-) -> tuple[str, str] | None:
-    if not x.dtype == gate_up.dtype == down.dtype:
+    x: Tensor, experts: Experts, index: Tensor, weights: Tensor, dtypes: frozenset[torch.dtype] | None
+) -> Problem:
+    named = {"hidden_states": x, **_parameters(experts)}
+    if len({t.dtype for t in named.values()}) > 1:
         return (
-            f"hidden_states in {x.dtype}, gate_up_proj in {gate_up.dtype}, down_proj in {down.dtype}",
-            "use one dtype for all three, or torch.autocast",
+            ", ".join(f"{name} in {t.dtype}" for name, t in named.items()),
+            "use one dtype for all of them, or torch.autocast",
         )
     if dtypes is not None and x.dtype not in dtypes:
         accepted = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
@@ -93,3 +114,13 @@ def _dtype_problem(
             "pass floating weights and integer indices",
         )
     return None
+
+
+def _stride_problem(experts: Experts) -> Problem:
+    strided = {name: t for name, t in _parameters(experts).items() if not t.is_contiguous()}
+    if not strided:
+        return None
+    return (
+        " and ".join(f"{name} with strides {t.stride()}" for name, t in strided.items()),
+        "store them contiguous, or use moe_implementation=grouped_mm",
+    )

@@ -8,7 +8,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from opslot.ops.moe_experts._autograd import Grads, differentiable
+from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare
 from opslot.ops.moe_experts.grouped_mm import Outputs, backward_grouped, fake, forward_grouped
 
@@ -19,9 +19,10 @@ def fused_npu(
     hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """The contract of `op.standard` for bf16 and fp16 on an Ascend NPU."""
-    tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
-    x, gate_up, down = prepare("fused_npu", *tensors, dtypes=DTYPES)
-    return _experts(x, gate_up, down, top_k_index, top_k_weights).to(hidden_states.dtype)
+    x, experts = prepare(
+        "fused_npu", hidden_states, Experts(gate_up_proj, down_proj), top_k_index, top_k_weights, dtypes=DTYPES
+    )
+    return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
 
 
 def _product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
@@ -37,22 +38,14 @@ def _product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     )[0]
 
 
-def _forward(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> Outputs:
-    return forward_grouped(_product, x, gate_up_proj, down_proj, index, weights)
+def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:
+    return forward_grouped(_product, x, experts, index, weights)
 
 
 def _backward(
-    grad: Tensor,
-    x: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    weights: Tensor,
-    saved: Sequence[Tensor],
-    input_grad: bool,
-    weight_grad: bool,
+    grad: Tensor, x: Tensor, experts: Experts, weights: Tensor, saved: Sequence[Tensor], wanted: Wanted
 ) -> Grads:
-    arguments = (grad.contiguous(), x, gate_up_proj, down_proj, weights, *saved, input_grad, weight_grad)
-    return backward_grouped(_product, *arguments)
+    return backward_grouped(_product, grad.contiguous(), x, experts, weights, *saved, wanted)
 
 
 _experts = differentiable("moe_fused_npu", _forward, _backward, fake)

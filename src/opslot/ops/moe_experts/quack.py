@@ -15,7 +15,7 @@ from quack.gemm_config import GemmConfig
 from quack.gemm_interface import gemm_dgated_tuned, gemm_gated_tuned, gemm_tuned
 from torch import Tensor
 
-from opslot.ops.moe_experts._autograd import Grads, differentiable
+from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare
 from opslot.ops.moe_experts.routing import Routing, empty_routing, route
 from opslot.ops.moe_experts.triton import combine, slot_sum
@@ -44,15 +44,24 @@ def fused_quack(
     Raises:
         KernelError: shapes or dtypes that are not the contract's, or weights that are not contiguous.
     """
-    tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
-    x, gate_up, down = prepare("fused_quack", *tensors, dtypes=DTYPES, contiguous=True, multiple=8)
-    return _experts(x, gate_up, down, top_k_index, top_k_weights).to(hidden_states.dtype)
+    x, experts = prepare(
+        "fused_quack",
+        hidden_states,
+        Experts(gate_up_proj, down_proj),
+        top_k_index,
+        top_k_weights,
+        dtypes=DTYPES,
+        contiguous=True,
+        multiple=8,
+    )
+    return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
 
 
-def _forward(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-    experts, hidden, intermediate = down_proj.shape
+def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+    gate_up_proj, down_proj = experts.gate_up_proj, experts.down_proj
+    count, hidden, intermediate = experts.sizes
     x, top_k = x.contiguous(), index.shape[1]
-    routing = route(index.contiguous(), experts, align=1)
+    routing = route(index.contiguous(), count, align=1)
     rows = routing.slots.numel()
     projected = x.new_empty(rows, 2 * intermediate)
     if rows == 0:
@@ -74,26 +83,21 @@ def _forward(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, 
     return combine(outputs, routing.places, weights.contiguous(), True), projected, *routing
 
 
-def _fake(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-    routing = empty_routing(index, gate_up_proj.shape[0], align=1)
-    projected = x.new_empty(index.numel(), gate_up_proj.shape[1])
+def _fake(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+    count, _, intermediate = experts.sizes
+    routing = empty_routing(index, count, align=1)
+    projected = x.new_empty(index.numel(), 2 * intermediate)
     return torch.empty_like(x, memory_format=torch.contiguous_format), projected, *routing
 
 
 def _backward(
-    grad: Tensor,
-    x: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    weights: Tensor,
-    saved: Sequence[Tensor],
-    input_grad: bool,
-    weight_grad: bool,
+    grad: Tensor, x: Tensor, experts: Experts, weights: Tensor, saved: Sequence[Tensor], wanted: Wanted
 ) -> Grads:
+    gate_up_proj, down_proj = experts.gate_up_proj, experts.down_proj
     projected, routing = saved[0], Routing(*saved[1:])
     rows, hidden = routing.slots.numel(), x.shape[1]
     if rows == 0:
-        return (*(torch.zeros_like(t) for t in (x, gate_up_proj, down_proj, weights)),)
+        return Grads(*(torch.zeros_like(t) for t in (x, gate_up_proj, down_proj, weights)))
     x, grad, weights = x.contiguous(), grad.contiguous(), weights.contiguous()
     tokens = _tokens(routing, weights.shape[1])
     scale = weights.view(-1)[routing.slots.clamp(min=0)].float()
@@ -115,14 +119,14 @@ def _backward(
     )
     weights_grad = slot_sum(dots.view(1, rows), routing.places, weights)
     x_grad = gate_up_grad = down_grad = None
-    if weight_grad:
+    if wanted.weights:
         down_grad, gate_up_grad = torch.empty_like(down_proj), torch.empty_like(gate_up_proj)
         by_expert = {"cu_seqlens_k": routing.starts, "A_idx": tokens}
         gemm_tuned.fn(grad.mT, weighted_act, down_grad, config=CUTS["down_grad"], **by_expert)
         gemm_tuned.fn(
             x.mT, projected_grad, gate_up_grad.mT, config=CUTS["gate_up_grad"], concat_layout=("out",), **by_expert
         )
-    if input_grad:
+    if wanted.inputs:
         terms = x.new_empty(rows, hidden)
         gemm_tuned.fn(
             projected_grad,
@@ -133,7 +137,7 @@ def _backward(
             concat_layout=("B",),
         )
         x_grad = combine(terms, routing.places, weights, False)
-    return x_grad, gate_up_grad, down_grad, weights_grad
+    return Grads(x_grad, gate_up_grad, down_grad, weights_grad)
 
 
 def _tokens(routing: Routing, top_k: int) -> Tensor:

@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from opslot._base.device import triton_interpreted
 from opslot._base.errors import KernelError, explain_problem
 from opslot.ops.moe_experts import triton_kernels as kernels
-from opslot.ops.moe_experts._autograd import Grads, differentiable
+from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare
 from opslot.ops.moe_experts.routing import Routing, empty_routing, route
 
@@ -90,15 +90,18 @@ def _uniform(align: int, tiles: Tiles, tma: bool, programs: int) -> Plan:
     return Plan(align, tiles, tiles, tiles, tiles, tiles, tiles, tma, programs)
 
 
-def plan_for(down_proj: Tensor, weights: Sequence[Tensor] = ()) -> Plan:
-    """The plan for experts like `down_proj`; `weights`, where memory is real, may rule out TMA, not move `align`."""
+def plan_for(experts: Experts, real: bool = True) -> Plan:
+    """The plan for `experts`; without memory (`real` false) it is right in `align` alone."""
+    down_proj = experts.down_proj
     if not down_proj.is_cuda:
         return _uniform(64, Tiles(64, 64, 64, 4, 1), tma=False, programs=3)
     properties = torch.cuda.get_device_properties(down_proj.device)
     programs = properties.multi_processor_count
     if down_proj.element_size() > 2:
         return _uniform(64, Tiles(64, 64, 32, 4, 2, per_sm=2), tma=False, programs=programs)
-    aligned = all(n % 8 == 0 for n in down_proj.shape[1:]) and all(w.data_ptr() % 16 == 0 for w in weights)
+    aligned = all(n % 8 == 0 for n in down_proj.shape[1:])
+    if real:
+        aligned = aligned and all(w.data_ptr() % 16 == 0 for w in (experts.gate_up_proj, down_proj))
     if properties.major < 9 or not aligned:
         return _uniform(128, Tiles(128, 128, 32, 8, 3), tma=False, programs=programs)
     return _hopper(programs)
@@ -112,15 +115,47 @@ def fused_triton(
     Raises:
         KernelError: shapes or dtypes that are not the contract's, or weights that are not contiguous.
     """
+    return _run(hidden_states, Experts(gate_up_proj, down_proj), top_k_index, top_k_weights)
+
+
+def clamped(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    limit: float,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+) -> Tensor:
+    """The contract of `op.clamped`, as `fused_triton`."""
+    experts = Experts(gate_up_proj, down_proj, limit=limit, alpha=alpha, up_offset=up_offset)
+    return _run(hidden_states, experts, top_k_index, top_k_weights)
+
+
+def biased(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj_bias: Tensor,
+    down_proj_bias: Tensor,
+    limit: float,
+    alpha: float,
+) -> Tensor:
+    """The contract of `op.biased`, as `fused_triton`."""
+    experts = Experts(gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, limit, alpha, 1.0)
+    return _run(hidden_states, experts, top_k_index, top_k_weights)
+
+
+def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     if hidden_states.device.type == "cpu" and not triton_interpreted():
         found = "tensors on the CPU"
         todo = "move them to a GPU, set TRITON_INTERPRET=1, or use moe_implementation=grouped_mm"
         raise KernelError(explain_problem("moe_implementation='fused_triton' cannot run this call", found, todo))
-    x, gate_up, down = prepare(
-        "fused_triton", hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, DTYPES, contiguous=True
-    )
-    output = _experts(x, gate_up, down, top_k_index, top_k_weights)
-    return output.to(hidden_states.dtype)
+    x, experts = prepare("fused_triton", hidden_states, experts, top_k_index, top_k_weights, DTYPES, contiguous=True)
+    return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
 
 
 def _operand(
@@ -183,14 +218,23 @@ def slot_sum(parts: Tensor, places: Tensor, like: Tensor) -> Tensor:
 
 
 def rows_product(
-    plan: Plan, tiles: Tiles, a: Tensor, weight: Tensor, columns: int, weight_nk: bool, routing: Routing
+    plan: Plan,
+    tiles: Tiles,
+    a: Tensor,
+    weight: Tensor,
+    columns: int,
+    weight_nk: bool,
+    routing: Routing,
+    bias: Tensor | None = None,
 ) -> Tensor:
+    """[1, R, columns]: rows of `a` [PLANES, R, K] times their experts' `weight`, plus `bias` [E, columns]."""
     planes, rows, inner = a.shape
     out = a.new_empty(1, rows, columns)
     blocks = (tiles.bn, tiles.bk) if weight_nk else (tiles.bk, tiles.bn)
     kernels.rows_kernel[_grid(plan, tiles, rows // tiles.bm * triton.cdiv(columns, tiles.bn))](
         _operand(plan, a, tiles.bm, tiles.bk),
         _operand(plan, weight, *blocks),
+        bias,
         _operand(plan, out, tiles.bm, tiles.bn),
         routing.starts,
         routing.tile_expert,
@@ -198,6 +242,7 @@ def rows_product(
         rows,
         columns,
         inner,
+        BIASED=bias is not None,
         PLANES=planes,
         WEIGHT_NK=weight_nk,
         TMA=plan.tma,
@@ -229,79 +274,98 @@ def weight_grad_product(plan: Plan, tiles: Tiles, left: Tensor, right: Tensor, r
     return out
 
 
-def forward(
-    plan: Plan,
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-) -> tuple[Tensor, ...]:
+def forward(plan: Plan, x: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[Tensor, ...]:
     """The output [T, H], gate and up [2, R, I] and the tensors of `Routing`."""
-    experts, hidden, intermediate = down_proj.shape
-    x = hidden_states.contiguous()
-    routing = route(top_k_index.contiguous(), experts, plan.align)
+    count, hidden, intermediate = experts.sizes
+    x = x.contiguous()
+    routing = route(top_k_index.contiguous(), count, plan.align)
     if routing.slots.numel() == 0:
         return torch.zeros_like(x), x.new_empty(2, 0, intermediate), *routing
-    projected, act = gate_up(plan, x, gate_up_proj, top_k_index.shape[1], routing)
-    outputs = rows_product(plan, plan.down, act, down_proj, hidden, True, routing)
+    projected, act = gate_up(plan, x, experts, top_k_index.shape[1], routing)
+    down, bias = experts.down_proj, experts.down_bias
+    outputs = rows_product(plan, plan.down, act, down, hidden, not experts.biased, routing, bias)
     return combine(outputs, routing.places, top_k_weights.contiguous(), True), projected, *routing
 
 
 def backward(
     plan: Plan,
     grad: Tensor,
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
+    x: Tensor,
+    experts: Experts,
     top_k_weights: Tensor,
     projected: Tensor,
     routing: Routing,
-    input_grad: bool,
-    weight_grad: bool,
+    wanted: Wanted,
 ) -> Grads:
     """The gradients that are wanted."""
-    experts, hidden, intermediate = down_proj.shape
+    count, hidden, intermediate = experts.sizes
     top_k = top_k_weights.shape[1]
     if routing.slots.numel() == 0:
-        return (*(torch.zeros_like(t) for t in (hidden_states, gate_up_proj, down_proj, top_k_weights)),)
-    x, grad, top_k_weights = hidden_states.contiguous(), grad.contiguous(), top_k_weights.contiguous()
+        zeros = {n: None if t is None else torch.zeros_like(t) for n, t in zip(Grads._fields[4:], experts[2:4])}
+        return Grads(*(torch.zeros_like(t) for t in (x, *experts[:2], top_k_weights)), **zeros)
+    x, grad, top_k_weights = x.contiguous(), grad.contiguous(), top_k_weights.contiguous()
     row_grad = gather(grad, top_k, routing)
-    act_grad = rows_product(plan, plan.act_grad, row_grad, down_proj, intermediate, False, routing)
-    projected_grad, weighted_act, weights_grad = swiglu_grad(act_grad, projected, top_k_weights, routing)
-    x_grad = gate_up_grad = down_grad = None
-    if weight_grad:
-        down_grad = weight_grad_product(plan, plan.down_grad, row_grad, weighted_act, routing)
-        del row_grad, act_grad, weighted_act
-        gate_up_grad = weight_grad_product(plan, plan.gate_up_grad, projected_grad, gather(x, top_k, routing), routing)
-        gate_up_grad = gate_up_grad.view_as(gate_up_proj)
-    if input_grad:
-        weight = gate_up_proj.view(2 * experts, intermediate, hidden)
-        terms = rows_product(plan, plan.input_grad, projected_grad, weight, hidden, False, routing)
+    act_grad = rows_product(plan, plan.act_grad, row_grad, experts.down_proj, intermediate, experts.biased, routing)
+    projected_grad, weighted_act, weights_grad = gate_grad(
+        plan, act_grad, projected, row_grad, experts, top_k_weights, routing
+    )
+    x_grad = gate_up_grad = down_grad = gate_up_bias_grad = down_bias_grad = None
+    if experts.biased and wanted.biases:
+        gate_up_bias_grad = bias_grad(projected_grad, routing)
+        down_bias_grad = bias_grad(row_grad, routing, top_k_weights)
+    if wanted.weights:
+        outputs_inputs = (weighted_act, row_grad) if experts.biased else (row_grad, weighted_act)
+        down_grad = weight_grad_product(plan, plan.down_grad, *outputs_inputs, routing)
+    del row_grad, act_grad, weighted_act
+    if wanted.weights:
+        rows = gather(x, top_k, routing)
+        outputs_inputs = (rows, projected_grad) if experts.biased else (projected_grad, rows)
+        gate_up_grad = weight_grad_product(plan, plan.gate_up_grad, *outputs_inputs, routing)
+        gate_up_grad = gate_up_grad.view_as(experts.gate_up_proj)
+    if wanted.inputs:
+        weight = experts.gate_up_proj
+        if not experts.biased:
+            weight = weight.view(2 * count, intermediate, hidden)
+        terms = rows_product(plan, plan.input_grad, projected_grad, weight, hidden, experts.biased, routing)
         x_grad = combine(terms, routing.places, top_k_weights, False)
-    return x_grad, gate_up_grad, down_grad, weights_grad
+    return Grads(x_grad, gate_up_grad, down_grad, weights_grad, gate_up_bias_grad, down_bias_grad)
+
+
+def _gating(experts: Experts) -> dict[str, float | bool | None]:
+    return {
+        "LIMIT": experts.limit,
+        "ALPHA": experts.alpha,
+        "UP_OFFSET": experts.up_offset,
+        "BIASED": experts.biased,
+    }
 
 
 def gate_up(
-    plan: Plan, x: Tensor, gate_up_proj: Tensor, top_k: int, routing: Routing, row_tokens: Tensor | None = None
+    plan: Plan, x: Tensor, experts: Experts, top_k: int, routing: Routing, row_tokens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gate and up [2, R, I] and silu(gate) * up [1, R, I]."""
-    experts, double, hidden = gate_up_proj.shape
-    intermediate, rows, tiles = double // 2, routing.slots.numel(), plan.gate_up
+    """Gate and up [2, R, I] and what the gating makes of them [1, R, I]."""
+    count, hidden, intermediate = experts.sizes
+    rows, tiles = routing.slots.numel(), plan.gate_up
     projected = x.new_empty(2, rows, intermediate)
     act = x.new_empty(1, rows, intermediate)
     source = x
     if not plan.gather:
         source = _operand(plan, gather(x, top_k, routing) if row_tokens is None else row_tokens, tiles.bm, tiles.bk)
+    if experts.biased:
+        weight = _operand(plan, experts.gate_up_proj, tiles.bk, 2 * tiles.bn)
+    else:
+        halves = experts.gate_up_proj.view(2 * count, intermediate, hidden)
+        weight = _operand(plan, halves, tiles.bn, tiles.bk, planes=2)
     kernels.gate_up_kernel[_grid(plan, tiles, rows // tiles.bm * triton.cdiv(intermediate, tiles.bn))](
         source,
         routing.slots,
-        _operand(plan, gate_up_proj.view(2 * experts, intermediate, hidden), tiles.bn, tiles.bk, planes=2),
+        weight,
+        experts.gate_up_bias,
         _operand(plan, projected, tiles.bm, tiles.bn),
         _operand(plan, act, tiles.bm, tiles.bn),
         routing.starts,
         routing.tile_expert,
-        experts,
+        count,
         rows,
         hidden,
         intermediate,
@@ -309,63 +373,89 @@ def gate_up(
         GATHER=plan.gather,
         TMA=plan.tma,
         ALIGN=plan.align,
+        **_gating(experts),
         **_cut(tiles),
     )
     return projected, act
 
 
-def swiglu_grad(
-    act_grad: Tensor, projected: Tensor, top_k_weights: Tensor, routing: Routing
+def gate_grad(
+    plan: Plan,
+    act_grad: Tensor,
+    projected: Tensor,
+    row_grad: Tensor,
+    experts: Experts,
+    top_k_weights: Tensor,
+    routing: Routing,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of gate and up [2, R, I]; weight * act [1, R, I]; and the gradient of `top_k_weights`."""
+    """Gradient of gate and up [2, R, I], of biased experts [1, R, 2I]; weight * act [1, R, I]; and the gradient of
+    `top_k_weights`."""
     _, rows, intermediate = act_grad.shape
-    projected_grad, weighted_act = torch.empty_like(projected), torch.empty_like(act_grad)
+    projected_grad = projected.new_empty(1, rows, 2 * intermediate) if experts.biased else torch.empty_like(projected)
+    weighted_act = torch.empty_like(act_grad)
     # Slots of other ranks have no row that writes theirs.
     weights_grad = torch.zeros_like(top_k_weights)
-    kernels.swiglu_grad_kernel[(rows // 8,)](
+    kernels.gate_grad_kernel[(rows // 8,)](
         act_grad,
         projected,
+        row_grad,
+        experts.down_bias,
         routing.slots,
         top_k_weights,
         projected_grad,
         weighted_act,
         weights_grad,
         routing.starts,
+        routing.tile_expert,
         routing.counts.numel(),
         rows,
+        row_grad.shape[2],
         intermediate,
+        ALIGN=plan.align,
         BM=8,
         BC=min(triton.next_power_of_2(intermediate), 256),
         num_warps=4,
+        **_gating(experts),
     )
     return projected_grad, weighted_act, weights_grad
 
 
-def _forward(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-    return forward(plan_for(down_proj, (gate_up_proj, down_proj)), x, gate_up_proj, down_proj, index, weights)
+def bias_grad(grad: Tensor, routing: Routing, top_k_weights: Tensor | None = None) -> Tensor:
+    """[E, C]: the sum of `grad` [1, R, C] over each expert's rows, times their routing weights if given."""
+    columns, experts = grad.shape[2], routing.counts.numel()
+    out = grad.new_empty(experts, columns)
+    kernels.bias_grad_kernel[(experts, triton.cdiv(columns, 64))](
+        grad,
+        routing.slots,
+        top_k_weights,
+        out,
+        routing.starts,
+        routing.counts,
+        columns,
+        WEIGHTED=top_k_weights is not None,
+        BM=64,
+        BC=64,
+        num_warps=4,
+    )
+    return out
 
 
-def _fake(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-    experts, _, intermediate = down_proj.shape
-    routing = empty_routing(index, experts, plan_for(down_proj).align)
+def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+    return forward(plan_for(experts), x, experts, index, weights)
+
+
+def _fake(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+    count, _, intermediate = experts.sizes
+    routing = empty_routing(index, count, plan_for(experts, real=False).align)
     projected = x.new_empty(2, routing.slots.numel(), intermediate)
     return torch.empty_like(x, memory_format=torch.contiguous_format), projected, *routing
 
 
 def _backward(
-    grad: Tensor,
-    x: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    weights: Tensor,
-    saved: Sequence[Tensor],
-    input_grad: bool,
-    weight_grad: bool,
+    grad: Tensor, x: Tensor, experts: Experts, weights: Tensor, saved: Sequence[Tensor], wanted: Wanted
 ) -> Grads:
     projected, *routing = saved
-    plan = plan_for(down_proj, (gate_up_proj, down_proj))
-    arguments = (grad, x, gate_up_proj, down_proj, weights, projected, Routing(*routing))
-    return backward(plan, *arguments, input_grad, weight_grad)
+    return backward(plan_for(experts), grad, x, experts, weights, projected, Routing(*routing), wanted)
 
 
 _experts = differentiable("moe_fused_triton", _forward, _backward, _fake)

@@ -5,7 +5,8 @@ activations [1, R, C], and gate and up [2, R, I]. Planes keep a tile inside its 
 outside reads as zero and is not written. `TMA` tells whether an operand is a tensor descriptor or a pointer.
 
 A program takes tiles with a stride of the grid, so that a grid of the machine's size is persistent. Rows that fill up
-an expert's last tile have slot -1; they read as zero, and so everything computed from them is zero.
+an expert's last tile have slot -1; they read as zero and have routing weight zero, so that no gradient has a part of
+them. `BIASED` experts hold their weights as [E, K, N], gate and up columns in turn.
 """
 
 from __future__ import annotations
@@ -93,10 +94,20 @@ def _tile_at(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _bounded(gate, up, LIMIT: tl.constexpr):
+    """min(gate, LIMIT), and up within -LIMIT..LIMIT; NaN stays NaN."""
+    if LIMIT is not None:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return gate, up
+
+
+@triton.jit
 def gate_up_kernel(
     x,
     slots,
     gate_up,
+    bias,
     projected,
     act,
     starts,
@@ -105,6 +116,10 @@ def gate_up_kernel(
     rows,
     hidden,
     intermediate,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    BIASED: tl.constexpr,
     TOP_K: tl.constexpr,
     GATHER: tl.constexpr,
     TMA: tl.constexpr,
@@ -115,7 +130,10 @@ def gate_up_kernel(
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    """projected[0] = x gate^T, projected[1] = x up^T, act = silu(gate) * up. x: [T, H] if GATHER, else [1, R, H]."""
+    """projected = gate and up of x (plus bias), and act = (up + UP_OFFSET) * gate * sigmoid(ALPHA * gate), bounded.
+
+    x: [T, H] if GATHER, else [1, R, H].
+    """
     row_tiles = tl.load(starts + experts) // BM
     col_tiles = tl.cdiv(intermediate, BN)
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
@@ -131,19 +149,36 @@ def gate_up_kernel(
                 a = _load_tokens(x, slot, k, hidden, TOP_K, BK)
             else:
                 a = _load_tile(x, 0, row, k, rows, hidden, BM, BK, TMA)
-            b = _load_pair(gate_up, 2 * expert, col, k, intermediate, hidden, BN, BK, TMA)
-            acc = _dot(a, b.T, acc)
-        gate, up = tl.split(acc.reshape(BM, 2, BN).permute(0, 2, 1))
+            if BIASED:
+                b = _load_tile(gate_up, expert, k, 2 * col, hidden, 2 * intermediate, BK, 2 * BN, TMA)
+            else:
+                b = _load_pair(gate_up, 2 * expert, col, k, intermediate, hidden, BN, BK, TMA).T
+            acc = _dot(a, b, acc)
+        if BIASED:
+            acc += _load_bias(bias, expert, 2 * col, 2 * intermediate, 2 * BN)
+            gate, up = tl.split(acc.reshape(BM, BN, 2))
+        else:
+            gate, up = tl.split(acc.reshape(BM, 2, BN).permute(0, 2, 1))
         _store_tile(projected, 0, row, col, gate, rows, intermediate, BM, BN, TMA)
         _store_tile(projected, 1, row, col, up, rows, intermediate, BM, BN, TMA)
-        h = gate * tl.sigmoid(gate) * up
+        gate, up = _bounded(gate, up, LIMIT)
+        h = gate * tl.sigmoid(ALPHA * gate) * (up + UP_OFFSET)
         _store_tile(act, 0, row, col, h, rows, intermediate, BM, BN, TMA)
+
+
+@triton.jit
+def _load_bias(bias, expert, col, columns, BN: tl.constexpr):
+    """[1, BN] of `bias` [E, columns] in float32."""
+    c = col + tl.arange(0, BN)
+    offset = tl.cast(expert, tl.int64) * columns + c
+    return tl.load(bias + offset, mask=c < columns, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
 def rows_kernel(
     a,
     weight,
+    bias,
     out,
     starts,
     tile_expert,
@@ -151,6 +186,7 @@ def rows_kernel(
     rows,
     columns,
     inner,
+    BIASED: tl.constexpr,
     PLANES: tl.constexpr,
     WEIGHT_NK: tl.constexpr,
     TMA: tl.constexpr,
@@ -161,7 +197,10 @@ def rows_kernel(
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    """out [1, R, N] = sum over planes of a [PLANES, R, K] times weight [E * PLANES, N, K]^T or [E * PLANES, K, N]."""
+    """out [1, R, N] = sum over planes of a [PLANES, R, K] times weight [E * PLANES, N, K]^T or [E * PLANES, K, N].
+
+    BIASED: plus bias [E, N].
+    """
     row_tiles = tl.load(starts + experts) // BM
     col_tiles = tl.cdiv(columns, BN)
     steps = tl.cdiv(inner, BK)
@@ -180,29 +219,41 @@ def rows_kernel(
             else:
                 right = _load_tile(weight, expert * PLANES + plane, k, col, inner, columns, BK, BN, TMA)
             acc = _dot(left, right, acc)
+        if BIASED:
+            acc += _load_bias(bias, expert, col, columns, BN)
         _store_tile(out, 0, row, col, acc, rows, columns, BM, BN, TMA)
 
 
 @triton.jit
-def swiglu_grad_kernel(
+def gate_grad_kernel(
     act_grad,
     projected,
+    row_grad,
+    down_bias,
     slots,
     top_k_weights,
     projected_grad,
     weighted_act,
     weights_grad,
     starts,
+    tile_expert,
     experts,
     rows,
+    hidden,
     intermediate,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    BIASED: tl.constexpr,
+    ALIGN: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Back through SwiGLU, from the gradient `act_grad` [1, R, I] of each row's unweighted output.
+    """Back through the gating, from the gradient `act_grad` [1, R, I] of each row's unweighted output.
 
-    Writes projected_grad [2, R, I]; weighted_act [1, R, I] = weight * act, which down's gradient needs; and, at each
-    row's slot, the gradient of its weight: the dot of act and act_grad.
+    Writes projected_grad [2, R, I], if BIASED [1, R, 2I] with gate and up in turn; weighted_act [1, R, I] = weight *
+    act, which down's gradient needs; and, at each row's slot, the gradient of its weight: the dot of act and act_grad,
+    if BIASED plus that of down_bias [E, H] and row_grad [1, R, H].
     """
     row = tl.program_id(0) * BM
     if row < tl.load(starts + experts):
@@ -215,22 +266,72 @@ def swiglu_grad_kernel(
             offset = r.to(tl.int64)[:, None] * intermediate + c[None, :]
             other = offset + tl.cast(rows, tl.int64) * intermediate
             live = (c < intermediate)[None, :]
-            gate = tl.load(projected + offset, mask=live, other=0.0).to(tl.float32)
-            up = tl.load(projected + other, mask=live, other=0.0).to(tl.float32)
+            given_gate = tl.load(projected + offset, mask=live, other=0.0).to(tl.float32)
+            given_up = tl.load(projected + other, mask=live, other=0.0).to(tl.float32)
+            gate, up = _bounded(given_gate, given_up, LIMIT)
             grad = tl.load(act_grad + offset, mask=live, other=0.0).to(tl.float32)
-            sigmoid = tl.sigmoid(gate)
-            silu = gate * sigmoid
-            act = silu * up
+            sigmoid = tl.sigmoid(ALPHA * gate)
+            glu = gate * sigmoid
+            lifted = up + UP_OFFSET
+            act = glu * lifted
             dots += tl.sum(act * grad, 1)
             grad = grad * weight
-            tl.store(weighted_act + offset, _narrow(act * weight, projected_grad.dtype.element_ty), mask=live)
-            tl.store(
-                projected_grad + offset,
-                _narrow(grad * up * (sigmoid + silu * (1.0 - sigmoid)), projected_grad.dtype.element_ty),
-                mask=live,
-            )
-            tl.store(projected_grad + other, _narrow(grad * silu, projected_grad.dtype.element_ty), mask=live)
+            gate_grad = grad * lifted * (sigmoid + ALPHA * glu * (1.0 - sigmoid))
+            up_grad = grad * glu
+            if LIMIT is not None:
+                gate_grad = tl.where(given_gate <= LIMIT, gate_grad, 0.0)
+                up_grad = tl.where(tl.abs(given_up) <= LIMIT, up_grad, 0.0)
+            dtype: tl.constexpr = projected_grad.dtype.element_ty
+            tl.store(weighted_act + offset, _narrow(act * weight, dtype), mask=live)
+            if BIASED:
+                wide = 2 * col + tl.arange(0, 2 * BC)
+                pairs = tl.interleave(_narrow(gate_grad, dtype), _narrow(up_grad, dtype))
+                at = r.to(tl.int64)[:, None] * (2 * intermediate) + wide[None, :]
+                tl.store(projected_grad + at, pairs, mask=(wide < 2 * intermediate)[None, :])
+            else:
+                tl.store(projected_grad + offset, _narrow(gate_grad, dtype), mask=live)
+                tl.store(projected_grad + other, _narrow(up_grad, dtype), mask=live)
+        if BIASED:
+            expert = tl.load(tile_expert + row // ALIGN)
+            for col in range(0, hidden, BC):
+                c = col + tl.arange(0, BC)
+                at = r.to(tl.int64)[:, None] * hidden + c[None, :]
+                grad = tl.load(row_grad + at, mask=(c < hidden)[None, :], other=0.0).to(tl.float32)
+                dots += tl.sum(grad * _load_bias(down_bias, expert, col, hidden, BC), 1)
         tl.store(weights_grad + slot, _narrow(dots, weights_grad.dtype.element_ty), mask=slot >= 0)
+
+
+@triton.jit
+def bias_grad_kernel(
+    grad,
+    slots,
+    top_k_weights,
+    out,
+    starts,
+    counts,
+    columns,
+    WEIGHTED: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """out [E, C] = the sum of grad [1, R, C] over an expert's rows, times their routing weights if WEIGHTED."""
+    expert = tl.program_id(0)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    start = tl.load(starts + expert)
+    count = tl.load(counts + expert)
+    acc = tl.zeros((BM, BC), tl.float32)
+    for first in range(0, count, BM):
+        i = first + tl.arange(0, BM)
+        r = start + i
+        at = r.to(tl.int64)[:, None] * columns + c[None, :]
+        term = tl.load(grad + at, mask=(i < count)[:, None] & (c < columns)[None, :], other=0.0).to(tl.float32)
+        if WEIGHTED:
+            slot = tl.load(slots + r, mask=i < count, other=-1)
+            term *= tl.load(top_k_weights + slot, mask=slot >= 0, other=0.0).to(tl.float32)[:, None]
+        acc += term
+    total = tl.sum(acc, 0)
+    offset = tl.cast(expert, tl.int64) * columns + c
+    tl.store(out + offset, _narrow(total, out.dtype.element_ty), mask=c < columns)
 
 
 @triton.jit
