@@ -15,12 +15,12 @@ import torch
 
 ARCHS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "seed_oss": "SeedOss", "qwen3_moe": "Qwen3Moe"}
 SLOTS = {
-    "llama": {"rms_norm": 5, "swiglu_mlp": 2, "rotary_pos_emb": 2, "cross_entropy_loss": 1},
-    "qwen2": {"rms_norm": 5, "swiglu_mlp": 2, "rotary_pos_emb": 2, "cross_entropy_loss": 1},
-    "qwen3": {"rms_norm": 9, "swiglu_mlp": 2, "rotary_pos_emb": 2, "cross_entropy_loss": 1},
-    "seed_oss": {"rms_norm": 5, "swiglu_mlp": 2, "rotary_pos_emb": 2, "cross_entropy_loss": 1},
+    "llama": {"rms_norm": 7, "swiglu_mlp": 2, "rotary_pos_emb": 2, "cross_entropy_loss": 1},
+    "qwen2": {"rms_norm": 7, "swiglu_mlp": 2, "rotary_pos_emb": 2, "cross_entropy_loss": 1},
+    "qwen3": {"rms_norm": 11, "swiglu_mlp": 2, "rotary_pos_emb": 2, "cross_entropy_loss": 1},
+    "seed_oss": {"rms_norm": 7, "swiglu_mlp": 2, "rotary_pos_emb": 2, "cross_entropy_loss": 1},
     "qwen3_moe": {
-        "rms_norm": 9,
+        "rms_norm": 11,
         "moe_experts": 2,
         "rotary_pos_emb": 2,
         "cross_entropy_loss": 1,

@@ -150,15 +150,19 @@ def _dtype_of(module: Any) -> torch.dtype | None:
 def _resolve(request: KernelRequest, wanted: str) -> Resolution:
     """Like the registry's choice, but aware of what the module itself rules out."""
     variant = KERNEL_REGISTRY.op(request.op_name).variant(request.variant)
+    specs = KERNEL_REGISTRY.specs(request.op_name, request.variant)
+    named = wanted not in ("auto", "eager")
     problem = request.module.__dict__.get("_opslot_unreached")
     if problem is None and variant.check_site:
         problem = variant.check_site(request.module)
+    if named and variant.widens and all(spec.name != wanted for spec in specs):
+        problem = f"{wanted} has no form of it; the slots of {variant.widens} serve"
     if problem is None:
         return KERNEL_REGISTRY.resolve(request, wanted)
-    if wanted not in ("auto", "eager"):
+    if named and not variant.widens:
         field = KERNEL_REGISTRY.op(request.op_name).field_of(request.variant)
         raise ConfigError(f"{field}={wanted!r}: {problem}; use eager or auto there")
-    rejected = tuple((spec.name, problem) for spec in KERNEL_REGISTRY.specs(request.op_name, request.variant))
+    rejected = tuple((spec.name, problem) for spec in specs)
     return Resolution(request.op_name, request.variant, "eager", problem, rejected, wanted == "eager")
 
 

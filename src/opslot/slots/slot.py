@@ -51,6 +51,16 @@ class BoundKernel:
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebind, (self.op_name, self.variant, self.name, self.explicit)
 
+    def serves_norm(self, norm: Any) -> bool:
+        """Whether a fused residual sum and norm may stand for the sum and a call of `norm`.
+
+        It may when `norm` is bound to the same kernel, or `auto` chose both, and nobody listens to its call.
+        """
+        bound = norm.__dict__.get(PREFIX + self.op_name)
+        if bound is None or (bound.name != self.name and (bound.explicit or self.explicit)):
+            return False
+        return not ("forward" in norm.__dict__ or _has_hooks(norm))
+
     def serves_head(self, model: Any, head: Any) -> bool:
         """Whether a fused linear + loss kernel computes what `model`'s own head and loss would.
 
@@ -72,6 +82,22 @@ class BoundKernel:
 
 def _rebind(op_name: str, variant: str, name: str, explicit: bool) -> BoundKernel:
     return BoundKernel(op_name, variant, name, explicit, KERNEL_REGISTRY.load(op_name, variant, name))
+
+
+def _has_hooks(module: Any) -> bool:
+    """Whether a call of `module` runs more than its forward."""
+    from torch.nn.modules import module as base
+
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or base._global_forward_hooks
+        or base._global_forward_pre_hooks
+        or base._global_backward_hooks
+        or base._global_backward_pre_hooks
+    )
 
 
 def _head_problem(model: Any, head: Any) -> str | None:

@@ -40,8 +40,35 @@ def llama_like(arch: str, prefix: str) -> PatchConfig:
         expects={"apply_rotary_pos_emb": ROTARY_FULL, "rotate_half": ROTATE_HALF},
     )
     slot_heads(patch, prefix)
+    slot_residual_norm(patch, prefix)
     record_outputs(patch)
     return patch
+
+
+def slot_residual_norm(patch: PatchConfig, prefix: str) -> None:
+    """A slot for the residual addition after attention together with the norm that follows it.
+
+    The other addition of a layer is followed by the next layer's norm, which a layer's own forward cannot reach.
+    """
+    slot = OpSlot("rms_norm", "residual")
+    patch.replace(
+        f"{prefix}DecoderLayer.forward",
+        """
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        """,
+        f"""
+        norm = self.post_attention_layernorm
+        if self.{slot.attribute} is not None and self.{slot.attribute}.serves_norm(norm):
+            hidden_states, residual = self.{slot.attribute}(
+                hidden_states, residual, norm.weight, norm.variance_epsilon
+            )
+        else:
+            $match
+        """,
+        slot=slot,
+    )
 
 
 def slot_heads(patch: PatchConfig, prefix: str) -> None:

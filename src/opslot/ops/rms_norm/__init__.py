@@ -27,7 +27,7 @@ for _variant in OP.variants:
     KERNEL_REGISTRY.register(
         triton_kernel(OP.name, _variant, priority={"gpu": 80}, description="one pass each way, deterministic")
     )
-for _variant in ("standard", "offset"):
+for _variant in ("standard", "offset", "residual"):
     # By a name of its own, which promises what `triton` happens to have.
     KERNEL_REGISTRY.register(
         triton_kernel(
@@ -38,6 +38,7 @@ for _variant in ("standard", "offset"):
             description="triton; a row's bits free of its batch",
         )
     )
+for _variant in ("standard", "offset"):
     KERNEL_REGISTRY.register(
         liger_kernel(OP.name, _variant, priority={"gpu": 60}, description="Liger-Kernel, out of place")
     )

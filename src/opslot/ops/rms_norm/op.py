@@ -146,7 +146,9 @@ def _cases(*roles: str) -> list[InputCase]:
 
 
 def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
-    weight = getattr(request.module, "weight", None)
+    # The slot of `residual` is the decoder layer's.
+    norm = getattr(request.module, "post_attention_layernorm", request.module)
+    weight = getattr(norm, "weight", None)
     return None if weight is None else {"width": weight.shape[-1]}
 
 
@@ -209,6 +211,7 @@ _VARIANTS = (
         _cases("weight", "residual"),
         ("hidden_states", "residual", "weight"),
         _cost,
+        widens="standard",
         site_shape=_site_shape,
         case_at=_case_at("weight", "residual"),
         description="standard of a residual sum, and the sum",

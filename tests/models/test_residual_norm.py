@@ -1,0 +1,201 @@
+"""The slot of a decoder layer that adds the residual inside the norm: where it stands, and where it steps aside."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+import opslot
+
+TRITON = {"rms_norm_implementation": "triton"}
+EAGER_REST = {
+    "swiglu_mlp_implementation": "eager",
+    "rotary_pos_emb_implementation": "eager",
+    "cross_entropy_loss_implementation": "eager",
+    "attn_implementation": "eager",
+}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+
+
+def build(ops, arch="llama", **more):
+    config = AutoConfig.for_model(arch, **SIZES, **more)
+    torch.manual_seed(0)
+    return opslot.build_foundation_model(config, ops_implementation={**EAGER_REST, **ops})
+
+
+def run(model):
+    ids = torch.arange(2, 24).reshape(2, 11)
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def assert_near(found, expected):
+    assert found.keys() == expected.keys()
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], rtol=2e-4, atol=2e-6, msg=name)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Calls of the fused kernel and of the plain one, by variant."""
+    from opslot.ops.rms_norm import triton
+
+    seen = {"residual": 0, "standard": 0}
+    for name, function in (("residual", triton._ResidualRMSNorm), ("standard", triton._RMSNorm)):
+
+        def apply(*args, name=name, inner=function.apply):
+            seen[name] += 1
+            return inner(*args)
+
+        monkeypatch.setattr(function, "apply", apply)
+    return seen
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "seed_oss"])
+def test_fused_sum_gives_the_gradients_of_the_two_steps(arch, calls):
+    model = build(TRITON, arch)
+    found = run(model)
+    # Two layers; per layer the norm before attention and the final norm stay, and Qwen3 norms heads of q and k.
+    assert calls == {"residual": 2, "standard": 7 if arch == "qwen3" else 3}
+    assert_near(found, run(build({"rms_norm_implementation": "eager"}, arch)))
+
+
+def test_explain_shows_where_it_stands():
+    rows = [r for r in opslot.explain(build(TRITON)) if r.variant == "residual"]
+    assert [(r.site, r.chosen, r.why) for r in rows] == [
+        ("LlamaDecoderLayer.rms_norm", "triton", "named by rms_norm_implementation")
+    ]
+    assert rows[0].modules == ("model.layers.0", "model.layers.1")
+
+
+def test_a_kernel_without_the_fused_form_keeps_its_own_slots():
+    model = build({"rms_norm_implementation": "torch_fused"})
+    chosen = {r.variant: (r.chosen, r.why) for r in opslot.explain(model) if r.op == "rms_norm"}
+    assert chosen["standard"][0] == "torch_fused"
+    assert chosen["residual"] == ("eager", "torch_fused has no form of it; the slots of standard serve")
+
+
+def test_it_steps_aside_where_the_norm_is_eager(calls):
+    """As `bisect` binds: one norm of one layer differs."""
+    aside = {"model.layers.0.post_attention_layernorm": {"rms_norm_implementation": "eager"}}
+    model = build({**TRITON, "overrides": aside})
+    found = run(model)
+    assert calls == {"residual": 1, "standard": 3}
+    assert_near(found, run(build({"rms_norm_implementation": "eager"})))
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward pre", "backward", "backward pre", "global"])
+def test_hooks_on_the_norm_are_heard(kind, calls):
+    model = build(TRITON)
+    norm, heard = model.model.layers[1].post_attention_layernorm, []
+
+    def hook(module, *_):
+        if module is norm:
+            heard.append(kind)
+
+    register = {
+        "forward": norm.register_forward_hook,
+        "forward pre": norm.register_forward_pre_hook,
+        "backward": norm.register_full_backward_hook,
+        "backward pre": norm.register_full_backward_pre_hook,
+        "global": nn.modules.module.register_module_forward_hook,
+    }[kind]
+    handle = register(hook)
+    try:
+        run(model)
+        assert heard == [kind]
+        assert calls["residual"] == (0 if kind == "global" else 1)
+    finally:
+        handle.remove()
+    calls["residual"] = 0
+    run(model)
+    assert calls["residual"] == 2
+
+
+def test_another_forward_or_a_wrapper_of_the_norm_is_called(calls):
+    model = build(TRITON)
+    first, second = (layer.post_attention_layernorm for layer in model.model.layers)
+    first.forward = lambda x: torch.zeros_like(x)
+
+    class Wrapper(nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.norm = norm
+            self.heard = 0
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.norm, name)
+
+        def forward(self, x):
+            self.heard += 1
+            return self.norm(x)
+
+    model.model.layers[1].post_attention_layernorm = wrapper = Wrapper(second)
+    ids = torch.arange(2, 13)[None]
+    model(input_ids=ids)
+    assert calls["residual"] == 0
+    assert wrapper.heard == 1
+
+
+def test_copies_keep_it(calls):
+    model = build(TRITON)
+    expected = run(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(buffer, weights_only=False),
+    ):
+        calls["residual"] = 0
+        found = run(other)
+        assert calls["residual"] == 2
+        assert all(torch.equal(found[n], expected[n]) for n in expected)
+
+
+def test_checkpointed_layers_recompute_the_same_bits(calls):
+    model = build(TRITON).train()
+    expected = run(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    calls["residual"] = 0
+    found = run(model)
+    assert calls["residual"] == 4
+    assert all(torch.equal(found[n], expected[n]) for n in expected)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_layer_compiles_whole(hooked):
+    layer = build(TRITON).model.layers[0]
+    if hooked:
+        layer.post_attention_layernorm.register_forward_hook(lambda module, args, out: out * 0)
+    x, cos, sin = torch.randn(1, 7, 32), torch.ones(1, 7, 8), torch.zeros(1, 7, 8)
+    # By torch's default what was compiled for a module is not guarded against its hooks.
+    torch.compiler.reset()
+    compiled = torch.compile(layer.forward, fullgraph=True, backend="aot_eager")
+    found = compiled(x, position_embeddings=(cos, sin))
+    torch.testing.assert_close(found, layer(x, position_embeddings=(cos, sin)))
+    if hooked:
+        # The MLP of zeros is zero: what is left is the residual stream.
+        attended, _ = layer.self_attn(layer.input_layernorm(x), position_embeddings=(cos, sin), attention_mask=None)
+        torch.testing.assert_close(found, x + attended)
