@@ -188,6 +188,9 @@ def _add_bench(add: Callable[..., argparse.ArgumentParser]) -> None:
     bench.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="opslot's ops_implementation in the steps"
     )
+    bench.add_argument(
+        "--limit", type=int, default=900, metavar="S", help="seconds that a contender may take; default 900"
+    )
     bench.add_argument("--trace", action="store_true", help="add torch's profiler's table of a training step")
     bench.add_argument("--no-compile", action="store_true", help="leave torch.compile of eager out")
     bench.add_argument("--peers-only", action="store_true", help=argparse.SUPPRESS)

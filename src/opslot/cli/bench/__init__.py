@@ -7,7 +7,8 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -27,41 +28,71 @@ from opslot.slots import KERNEL_REGISTRY, write_profile
 from opslot.testing.bench import BenchRow, Site, as_dict, bench, environment, sites_of, timings_of
 from opslot.testing.peers import check_peers
 
-# Rows, sequence length and tokens of a training step, by kind of device.
+_BEGUN = time.monotonic()
+# Rows and sequence length of a training step, by kind of device.
 _SIZES = {"cuda": (2, 8192), "cpu": (2, 256)}
 
 
 def run(options: argparse.Namespace, argv: Iterable[str] = ()) -> int:
     """Measure, print and write what was asked for; exit code 1 when the check of a registered kernel fails."""
     setting = _Setting(options)
-    rows = setting.rows()
-    if not rows and not options.model:
+    result = _Result(options, setting, shlex.join(["opslot", *argv]))
+    for row in setting.rows():
+        _say(f"{row.op}/{row.variant}, {row.case}: {row.kernel}")
+        result.rows.append(row)
+    if not result.rows and not options.model:
         raise ConfigError(f"op {options.op!r} has no cases worth timing; run `opslot kernels` for the ops that exist")
-    steps = setting.steps()
-    curve = setting.curve()
-    machine = environment(setting.device) | ({"commit": options.commit} if options.commit else {})
-    result = {
-        "environment": machine,
-        "rows": [as_dict(row) for row in rows],
-        **({"model": setting.model, "steps": steps} if steps else {}),
-        **({"curve": curve} if curve else {}),
-    }
-    if options.output:
-        Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
-    if options.picture:
-        draw(rows, steps, curve, machine, Path(options.picture))
-    if options.html:
-        command = shlex.join(["opslot", *argv])
-        Path(options.html).write_text(page(rows, steps, curve, machine, command), encoding="utf-8")
-    if options.json:
-        print(json.dumps(result, indent=1))
-    else:
-        tables = [ops_table(rows) if rows else "", steps_table(steps) if steps else "", *_traces(steps)]
-        print("\n\n".join(t for t in [*tables, curve_line(curve) if curve else ""] if t))
+    result.write()
     if options.tune:
-        print(_keep(rows, setting.device), file=sys.stderr)
+        _say(_keep(result.rows, setting.device))
+    for result.steps in setting.steps():
+        result.write()
+    if options.curve:
+        result.curve = setting.curve()
+        result.write()
+    print(json.dumps(result.as_dict(), indent=1) if options.json else result)
     registered = {spec.name for spec in KERNEL_REGISTRY.specs()}
-    return 1 if any(row.verdict.startswith("WRONG") and row.kernel in registered for row in rows) else 0
+    return 1 if any(row.verdict.startswith("WRONG") and row.kernel in registered for row in result.rows) else 0
+
+
+class _Result:
+    """What was measured so far, written after each part: an hour's work is not lost to what comes last."""
+
+    def __init__(self, options: argparse.Namespace, setting: _Setting, command: str) -> None:
+        self.options, self.command, self.model = options, command, setting.model
+        self.machine = environment(setting.device) | ({"commit": options.commit} if options.commit else {})
+        self.rows: list[BenchRow] = []
+        self.steps: list[dict[str, Any]] = []
+        self.curve: dict[str, Any] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "environment": self.machine,
+            "rows": [as_dict(row) for row in self.rows],
+            **({"model": self.model, "steps": self.steps} if self.steps else {}),
+            **({"curve": self.curve} if self.curve else {}),
+        }
+
+    def write(self) -> None:
+        """The files that were asked for, with all there is."""
+        options = self.options
+        if options.output:
+            Path(options.output).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        if options.picture:
+            draw(self.rows, self.steps, self.curve, self.machine, Path(options.picture))
+        if options.html:
+            text = page(self.rows, self.steps, self.curve, self.machine, self.command)
+            Path(options.html).write_text(text, encoding="utf-8")
+
+    def __str__(self) -> str:
+        parts = [
+            ops_table(self.rows) if self.rows else "",
+            steps_table(self.steps) if self.steps else "",
+            *_traces(self.steps),
+            curve_line(self.curve) if self.curve else "",
+        ]
+        return "\n\n".join(part for part in parts if part)
 
 
 class _Setting:
@@ -98,13 +129,14 @@ class _Setting:
         by_shape = options.tune or self.model is not None or self.device.type == "cpu"
         self.tokens = options.tokens or (self.batch * self.length if by_shape else None)
 
-    def rows(self) -> list[BenchRow]:
+    def rows(self) -> Iterator[BenchRow]:
         """The ops' rows: first those of this process, then those of peers that need one of their own."""
         options = self.options
         if options.step_only:
-            return []
+            return
+        _say("proofs and times of the ops")
         here = [p for p in self.peers if p not in self.peer_paths]
-        found = bench(
+        yield from bench(
             options.op,
             device=self.device,
             dtype=self.dtype,
@@ -114,11 +146,9 @@ class _Setting:
             compiled=not options.tune and not options.no_compile,
             own=not options.peers_only,
         )
-        rows = []
-        for row in found:
-            _say(f"{row.op}/{row.variant}, {row.case}: {row.kernel}")
-            rows.append(row)
-        return rows + [row for peer in self.peers if peer in self.peer_paths for row in self._rows_of(peer)]
+        for peer in self.peers:
+            if peer in self.peer_paths:
+                yield from self._rows_of(peer)
 
     def _sites(self) -> list[Site] | None:
         if self.model is None:
@@ -163,18 +193,19 @@ class _Setting:
             self.ops,
             self.peer_paths,
             options.trace,
+            options.limit,
         )
 
-    def steps(self) -> list[dict[str, Any]]:
+    def steps(self) -> Iterator[list[dict[str, Any]]]:
+        """The contenders' results so far, after each of them."""
         options = self.options
-        wanted = self.model is not None and options.steps > 0 and not options.tune and not options.op
-        return compare_steps(self._task(), self.peers, _say) if wanted else []
+        if self.model is not None and options.steps > 0 and not options.tune and not options.op:
+            yield from compare_steps(self._task(), self.peers, _say)
 
-    def curve(self) -> dict[str, Any] | None:
-        options = self.options
-        if not options.curve or self.model is None:
-            return None
-        tokens = text_batches(options.curve, self.batch, self.length, self.model["vocab_size"])
+    def curve(self) -> dict[str, Any]:
+        assert self.model is not None
+        _say("loss curve: tokens")
+        tokens = text_batches(self.options.curve, self.batch, self.length, self.model["vocab_size"])
         return loss_curve(self._task(), tokens, _say)
 
 
@@ -245,4 +276,4 @@ def _check_writable(option: str, file: str | None) -> None:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(f"[{time.monotonic() - _BEGUN:5.0f} s] {line}", file=sys.stderr, flush=True)

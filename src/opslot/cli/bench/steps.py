@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,6 @@ from opslot.testing.peers import PEERS
 OWN = {"opslot": {}, "opslot eager": {"preset": "eager", "attn_implementation": "sdpa"}}
 
 _LR, _CURVE_LR = 1e-5, 3e-4
-_TIME_LIMIT = 900
 # One rounding of bfloat16.
 _SAME_LOSS = 2.0**-8
 
@@ -34,6 +34,7 @@ class Task:
         ops: opslot's `ops_implementation`.
         peer_paths: by peer, a folder whose packages come first in that peer's process.
         trace: add a table of torch's profiler.
+        limit: seconds that a contender may take.
     """
 
     model: Mapping[str, Any]
@@ -45,6 +46,7 @@ class Task:
     ops: Mapping[str, str] = field(default_factory=dict)
     peer_paths: Mapping[str, str] = field(default_factory=dict)
     trace: bool = False
+    limit: int = 900
 
 
 def contenders(peers: Sequence[str]) -> list[str]:
@@ -52,9 +54,13 @@ def contenders(peers: Sequence[str]) -> list[str]:
     return [*OWN, *(name for peer in peers for name, _ in PEERS[peer].contenders)]
 
 
-def compare_steps(task: Task, peers: Sequence[str], say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """One result per contender; a contender that fails has an "error" instead of a time, and the rest goes on."""
-    rows = []
+def compare_steps(task: Task, peers: Sequence[str], say: Callable[[str], None]) -> Iterator[list[dict[str, Any]]]:
+    """One result per contender; a contender that fails has an "error" instead of a time, and the rest goes on.
+
+    Yields:
+        All results so far, after each contender.
+    """
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in contenders(peers):
             say(f"training step: {name}")
@@ -63,7 +69,7 @@ def compare_steps(task: Task, peers: Sequence[str], say: Callable[[str], None]) 
             if losses:
                 result |= {"first_loss": losses[0], "last_loss": losses[-1]}
             rows.append({"contender": name, **result})
-    return _judged(rows)
+            yield _judged(rows)
 
 
 def _judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -125,11 +131,11 @@ def _run(task: Task, contender: str, folder: Path, *, lr: float, text: str = "")
     command = [sys.executable, "-m", "opslot.cli.bench.contender", str(place)]
     path = next((task.peer_paths[p] for p in _peers_of(contender) if p in task.peer_paths), None)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=peer_environment(path), timeout=_TIME_LIMIT)
+        done = subprocess.run(command, capture_output=True, text=True, env=peer_environment(path), timeout=task.limit)
     except subprocess.TimeoutExpired:
-        return {"error": f"not done after {_TIME_LIMIT} s"}
+        return {"error": f"not done after {task.limit} s"}
     if not answer.exists():
-        return {"error": _last_line(done.stderr) or f"exit code {done.returncode}", "log": done.stderr[-3000:]}
+        return {"error": _reason(done.stderr) or f"exit code {done.returncode}", "log": done.stderr[-3000:]}
     return json.loads(answer.read_text())
 
 
@@ -145,8 +151,8 @@ def peer_environment(path: str | None) -> dict[str, str]:
     return environment
 
 
-def _last_line(text: str) -> str:
-    """The exception's own line, past the frames above it."""
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    named = [line for line in lines if "Error" in line.partition(":")[0]]
-    return (named or lines or [""])[-1][:300]
+def _reason(text: str) -> str:
+    """The exception at the end of a traceback: its line and what follows it."""
+    lines = text.strip().splitlines()
+    named = [i for i, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception|Interrupt|Exit)\b", line)]
+    return " ".join(line.strip() for line in lines[named[-1] if named else -1 :])[:500]

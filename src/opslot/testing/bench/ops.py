@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from opslot._base.device import facts_of
-from opslot._base.errors import KernelError
 from opslot.slots import KERNEL_REGISTRY, InputCase, KernelRequest, OpVariant, walk_slots
+from opslot.testing.bench.proofs import Claim, brief, describe, prove
 from opslot.testing.bench.rows import BenchRow
 from opslot.testing.bench.timing import Time, measure, measure_ceilings
-from opslot.testing.parity import CheckResult, Expectation, check_kernel, compare, expect
-from opslot.testing.peers import peer_kernels
+from opslot.testing.parity import CheckResult, Expectation, compare, expect
+from opslot.testing.peers import load_peers, peer_kernels
 
 _Kernel = Callable[..., Any]
 
@@ -80,18 +80,33 @@ def bench(
         ConfigError: there is no such op or peer, or the peer is not installed.
     """
     device = torch.device(device)
-    ops = [KERNEL_REGISTRY.op(op)] if op else list(KERNEL_REGISTRY.ops.values())
-    for spec_op in ops:
+    load_peers(against)
+    plan = []
+    for spec_op in [KERNEL_REGISTRY.op(op)] if op else KERNEL_REGISTRY.ops.values():
         for variant in spec_op.variants.values():
-            cases = list(_cases(spec_op.name, variant, sites, tokens))
-            if not cases:
-                continue
             setting = _Setting(spec_op.name, variant, device, dtype, tokens)
-            candidates = _candidates(setting, compiled) if own else {}
-            candidates |= peer_kernels(against, spec_op.name, variant.name)
-            proofs = {name: setting.prove(name, kernel) for name, kernel in candidates.items()}
-            for case in cases:
-                yield from _bench_case(setting, case, candidates, proofs)
+            cases = list(_cases(spec_op.name, variant, sites, tokens))
+            if cases:
+                candidates = _candidates(setting, compiled) if own else {}
+                for peer in against:
+                    candidates |= _peer_candidates(setting, peer)
+                plan.append((setting, cases, candidates))
+    claims = [c.claim for _, _, candidates in plan for c in candidates.values() if c.claim is not None]
+    # All proofs come first: nothing else may run on the device while something is timed.
+    verdicts = prove(claims)
+    for setting, cases, candidates in plan:
+        # Eager is what others are measured by; compiled code is proven on what is timed, a graph a shape.
+        proofs = {name: verdicts[c.claim] if c.claim else "ok" for name, c in candidates.items()}
+        for case in cases:
+            yield from _bench_case(setting, case, candidates, proofs)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """An implementation, and what must be proven of it; None for eager code, compiled or not."""
+
+    kernel: _Kernel
+    claim: Claim | None = None
 
 
 def _cases(op_name: str, variant: OpVariant, sites: Iterable[Site] | None, tokens: int | None) -> Iterator[InputCase]:
@@ -108,27 +123,31 @@ def _cases(op_name: str, variant: OpVariant, sites: Iterable[Site] | None, token
             yield variant.case_at(dict(shape), tokens)
 
 
-def _candidates(setting: _Setting, compiled: bool) -> dict[str, _Kernel]:
+def _candidates(setting: _Setting, compiled: bool) -> dict[str, _Candidate]:
     variant = setting.variant
-    found: dict[str, _Kernel] = {"eager": variant.reference}
+    found = {"eager": _Candidate(variant.reference)}
     if compiled:
-        found["torch.compile"] = torch.compile(variant.reference, dynamic=False)
+        found["torch.compile"] = _Candidate(torch.compile(variant.reference, dynamic=False))
     request = KernelRequest(setting.op, variant.name, facts_of(setting.device), setting.dtype)
     for spec in KERNEL_REGISTRY.specs(setting.op, variant.name):
         interpreted = spec.interpretable and setting.device.type == "cpu"
         if not interpreted and spec.unusable(request) is None:
-            try:
-                found[spec.name] = KERNEL_REGISTRY.load(*spec.key)
-            except KernelError as error:
-                found[spec.name] = _raising(error)
+            found[spec.name] = _Candidate(_late(spec.key), setting.claim(spec.name))
     return found
 
 
-def _raising(error: Exception) -> _Kernel:
+def _late(key: tuple[str, str, str]) -> _Kernel:
+    """The kernel, loaded when first called: one that cannot load is its own row's failure."""
+
     def kernel(**arguments: Any) -> Any:
-        raise error
+        return KERNEL_REGISTRY.load(*key)(**arguments)
 
     return kernel
+
+
+def _peer_candidates(setting: _Setting, peer: str) -> dict[str, _Candidate]:
+    kernels = peer_kernels([peer], setting.op, setting.variant.name)
+    return {name: _Candidate(kernel, setting.claim(name, peer)) for name, kernel in kernels.items()}
 
 
 @dataclass(frozen=True)
@@ -150,32 +169,20 @@ class _Setting:
         tokens = self.tokens if shape else None
         return BenchRow(self.op, self.variant.name, case.name, kernel, self.dtype_name, shape=shape, tokens=tokens)
 
-    def prove(self, name: str, kernel: _Kernel) -> str:
-        """The verdict of the op's check cases."""
-        if name in ("eager", "torch.compile"):
-            # Eager is what others are measured by; compiled code is proven on what is timed, a graph a shape.
-            return "ok"
-        results = []
-        for case in self.variant.cases:
-            if case.role == "check":
-                results.append(check_kernel(kernel, self.op, self.variant, case, self.dtype, self.device, name=name))
-                if not results[-1].ok:
-                    return _verdict(results[-1])
-        if results and all(r.refused for r in results):
-            return f"unproven: {_brief(results[0].refused)}"
-        return "ok"
+    def claim(self, kernel: str, peer: str | None = None) -> Claim:
+        return Claim(self.op, self.variant.name, kernel, self.dtype, str(self.device), peer)
 
 
 def _bench_case(
-    setting: _Setting, case: InputCase, candidates: Mapping[str, _Kernel], proofs: Mapping[str, str]
+    setting: _Setting, case: InputCase, candidates: Mapping[str, _Candidate], proofs: Mapping[str, str]
 ) -> Iterator[BenchRow]:
     verdicts = dict(proofs) | _prove_at_size(setting, case, candidates, proofs)
-    for name, kernel in candidates.items():
+    for name, candidate in candidates.items():
         row = setting.row(case, name)
         try:
-            yield replace(_timed(setting, case, row, kernel), verdict=verdicts[name])
+            yield replace(_timed(setting, case, row, candidate.kernel), verdict=verdicts[name])
         except Exception as error:
-            why = verdicts[name] if verdicts[name].startswith("WRONG") else f"{type(error).__name__}: {_brief(error)}"
+            why = verdicts[name] if verdicts[name].startswith("WRONG") else f"{type(error).__name__}: {brief(error)}"
             yield replace(row, verdict=why)
         if setting.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -190,7 +197,7 @@ def _timed(setting: _Setting, case: InputCase, row: BenchRow, kernel: _Kernel) -
 
 
 def _prove_at_size(
-    setting: _Setting, case: InputCase, candidates: Mapping[str, _Kernel], proofs: Mapping[str, str]
+    setting: _Setting, case: InputCase, candidates: Mapping[str, _Candidate], proofs: Mapping[str, str]
 ) -> dict[str, str]:
     """The verdict of each implementation on the inputs that will be timed, where the small cases left it right."""
     try:
@@ -199,32 +206,17 @@ def _prove_at_size(
         left = "ok (on the check cases; float64 of this one exceeds the memory)"
         return {name: left for name, proof in proofs.items() if proof == "ok" and name != "torch.compile"}
     found = {}
-    for name, kernel in candidates.items():
+    for name, candidate in candidates.items():
         if proofs[name] == "ok" and name != "eager":
             label = CheckResult(setting.op, setting.variant.name, name, case.name, setting.dtype_name)
             # A peer may write over its arguments.
             own = replace(expected, arguments=_copies(expected))
-            found[name] = _verdict(compare(kernel, own, label, by_norm=True))
+            found[name] = describe(compare(candidate.kernel, own, label, by_norm=True))
     return found
 
 
 def _copies(expected: Expectation) -> dict[str, Any]:
     return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, expected.arguments)
-
-
-def _verdict(result: CheckResult) -> str:
-    if result.refused:
-        return f"refused: {_brief(result.refused)}"
-    if result.problem:
-        return f"WRONG {result.case}: {_brief(result.problem)}"
-    worst = result.worst
-    if result.ok or worst is None:
-        return "ok"
-    return f"WRONG {result.case}: {worst.name} error {worst.error:.1e}, bound {worst.bound:.1e}"
-
-
-def _brief(message: Any) -> str:
-    return (str(message).strip().splitlines() or [""])[0][:160]
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -68,6 +68,22 @@ def check_peers(names: Iterable[str], elsewhere: Iterable[str] = ()) -> None:
         raise ConfigError("peers to compare with:\n" + "\n".join(f"- {p}" for p in problems))
 
 
+def load_peers(names: Iterable[str]) -> None:
+    """Import the peers' kernels.
+
+    Raises:
+        ConfigError: one of them is installed, but does not import here.
+    """
+    for name in names:
+        try:
+            PEERS[name].load()
+        except Exception as error:
+            raise ConfigError(
+                f"the peer {name} is installed but cannot be imported: {type(error).__name__}: {error}\n"
+                f"  to do: leave it out of --against, or mend its installation"
+            ) from error
+
+
 def peer_kernels(names: Iterable[str], op_name: str, variant: str) -> dict[str, Callable[..., Any]]:
     """The peers' kernels for an op variant, in the op's signature, by "<peer>: <what>"."""
     found = {}
@@ -92,4 +108,4 @@ def _refusing(kernel: Callable[..., Any], peer: str) -> Callable[..., Any]:
     return call
 
 
-__all__ = ["PEERS", "Peer", "check_peers", "peer_kernels"]
+__all__ = ["PEERS", "Peer", "check_peers", "load_peers", "peer_kernels"]

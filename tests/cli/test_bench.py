@@ -1,0 +1,212 @@
+import json
+import re
+
+import pytest
+
+from opslot.cli import main
+from opslot.cli.bench.contender import main as contend
+from opslot.cli.bench.page import page
+from opslot.cli.bench.steps import Task, _judged, _reason, compare_steps, contenders
+from opslot.cli.bench.table import ops_table, sites
+from opslot.testing.bench import BenchRow
+
+TINY = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    return tmp_path
+
+
+def test_tune_measures_a_model_and_auto_follows(folder, tmp_path, capsys, monkeypatch):
+    profile = tmp_path / "profile.json"
+    monkeypatch.setenv("OPSLOT_PROFILE", str(profile))
+    files = {name: tmp_path / f"result.{name}" for name in ("html", "json", "png")}
+    options = ["--op", "rms_norm", "--device", "cpu", "--dtype", "float32", "--tokens", "8", "--tune"]
+    written = ["--html", str(files["html"]), "--output", str(files["json"]), "--picture", str(files["png"])]
+    assert main(["bench", "--model", str(folder), *options, *written]) == 0
+    captured = capsys.readouterr()
+    assert "rms_norm/standard" in captured.out
+    assert f"wrote {profile}" in captured.err
+    (machine,) = json.loads(profile.read_text())["machines"]
+    found = {t["shape"]["width"]: t for t in machine["timings"] if t["op"] == "rms_norm" and t["variant"] == "standard"}
+    assert set(found) == {8, 32}, "norms of heads and of the model"
+    assert {"eager", "torch_fused"} <= set(found[32]["ms"])
+    result = json.loads(files["json"].read_text())
+    assert {r["kernel"] for r in result["rows"]} >= {"eager", "torch_fused"}
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+    data = json.loads(profile.read_text())
+    for timing in data["machines"][0]["timings"]:
+        timing["ms"] = {"eager": 1.0 if timing["shape"].get("width") == 8 else 3.0, "torch_fused": 2.0}
+    profile.write_text(json.dumps(data))
+    assert main(["explain", str(folder), "--dtype", "float32", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    chosen = {(path, row["chosen"]) for row in report["rows"] if row["op"] == "rms_norm" for path in row["modules"]}
+    assert ("model.layers.0.self_attn.q_norm", "eager") in chosen
+    assert ("model.norm", "torch_fused") in chosen
+    assert "measured here" in report["note"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--against", "hf,unslth"], "'unslth' is no peer"),
+        (["--against", "veomni"], "pip install veomni"),
+        (["--against", "veomni", "--peer-path", "veomni=/no/such/place"], "there is no such folder"),
+        (["--peer-path", "veomni"], "is not PEER=DIR"),
+        (["--model", "/no/such/place"], "neither a folder with config.json, nor such a file, nor a model type"),
+        (["--model", "{folder}", "--set", "rms_norm"], "is not FIELD=VALUE"),
+        (["--op", "rms_nrm"], "did you mean 'rms_norm'"),
+        (["--dtype", "bf17"], "is no dtype of torch"),
+        (["--html", "/no/such/folder/page.html"], "does not exist; make it first"),
+        (["--output", "{folder}"], "is a folder; name a file"),
+        (["--picture", "/proc/nothing.png"], "cannot be written"),
+        (["--curve", "200"], "--curve needs --model"),
+        (["--model", "{folder}", "--curve", "2"], "at least 4 steps"),
+        (["--model", "{folder}", "--curve", "4", "--step-only", "--steps", "0"], "vocab_size is 64"),
+    ],
+)
+def test_wrong_use_is_one_message_before_anything_is_measured(folder, capsys, arguments, message):
+    given = [a.replace("{folder}", str(folder)) for a in arguments]
+    assert main(["bench", "--device", "cpu", *given]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert not captured.out
+
+
+def task_file(tmp_path, contender, **changes):
+    task = {
+        "model": TINY,
+        "batch": 2,
+        "length": 16,
+        "steps": 2,
+        "dtype": "float32",
+        "device": "cpu",
+        "ops": {},
+        "trace": False,
+        "lr": 1e-3,
+        "text": "",
+        "contender": contender,
+    }
+    path = tmp_path / f"{contender}.json"
+    path.write_text(json.dumps(task | changes))
+    return path
+
+
+def test_contenders_start_alike_and_train_alike(tmp_path):
+    losses = {}
+    for name in ("opslot", "opslot eager", "hf"):
+        path = task_file(tmp_path, name)
+        assert contend([str(path)]) == 0
+        result = json.loads(path.with_suffix(".result").read_text())
+        losses[name] = result["losses"]
+        assert result["tokens_per_s"] > 0
+        chosen = result["kernels"].partition("\n\n")[0]
+        assert ("torch_fused" in chosen) == (name == "opslot")
+    assert losses["hf"][-1] < losses["hf"][0] - 0.01, "five steps on one batch lower its loss"
+    assert losses["opslot"] == pytest.approx(losses["hf"], rel=1e-5)
+    assert losses["opslot eager"] == pytest.approx(losses["hf"], rel=1e-6)
+
+
+def test_a_contender_that_fails_is_a_row_and_the_rest_goes_on(monkeypatch):
+    broken = Task({**TINY, "hidden_size": "wide"}, 1, 8, 1, "float32", "cpu")
+    monkeypatch.setattr("opslot.cli.bench.steps.contenders", lambda peers: ["opslot", "hf"])
+    said = []
+    *_, rows = compare_steps(broken, [], said.append)
+    assert [r["contender"] for r in rows] == ["opslot", "hf"]
+    assert all("hidden_size" in r["error"] or "wide" in r["error"] for r in rows)
+    assert said == ["training step: opslot", "training step: hf"]
+
+
+def test_every_contender_of_a_peer_is_asked():
+    assert contenders([]) == ["opslot", "opslot eager"]
+    assert contenders(["hf", "veomni"])[2:] == ["hf", "hf+compile", "veomni"]
+    assert contenders(["quack"]) == contenders([]), "quack-kernels trains no models of its own"
+
+
+def test_a_step_that_computes_something_else_does_not_count():
+    def row(name, first, last):
+        return {"contender": name, "first_loss": first, "last_loss": last}
+
+    rows = _judged([row("opslot", 12.0, 11.01), row("hf", 12.0, 11.0), row("fast", 12.0, 10.5)])
+    assert [r["check"] for r in rows] == ["ok", "ok", "WRONG: a loss is 4.5% from that of hf"]
+    assert _judged([row("fast", 1.0, 1.0)])[0]["check"].startswith("unproven")
+
+
+def test_the_reason_of_a_failure_is_its_exception():
+    trace = "Traceback\n  File x\nValueError: first\n\nDuring\n  File y\nopslot.errors.ConfigError: bad:\n- one\n- two"
+    assert _reason(trace) == "opslot.errors.ConfigError: bad: - one - two"
+    assert _reason("Killed") == "Killed"
+
+
+ROWS = [
+    BenchRow("rms_norm", "standard", "8x8", "eager", "float32", 2.0, 2.5, 0.5, 3.0, "ok"),
+    BenchRow("rms_norm", "standard", "8x8", "triton", "float32", 1.0, 1.5, 0.5, 3.0, "ok"),
+    BenchRow("rms_norm", "standard", "8x8", "cheat", "float32", 0.5, 0.6, 0.5, 3.0, "WRONG out <error> 1.0e+00"),
+    BenchRow("rms_norm", "standard", "8x8", "peer: x", "float32", verdict="RuntimeError: no & device"),
+]
+STEPS = [
+    {"contender": "opslot", "ms": 1.0, "tokens_per_s": 1e3, "peak_gib": 1.5, "first_loss": 3.0, "last_loss": 2.0},
+    {"contender": "hf", "ms": 2.0, "tokens_per_s": 5e2, "peak_gib": None, "first_loss": 3.0, "last_loss": 2.0},
+    {"contender": "liger", "error": "ImportError: <none>"},
+]
+CURVE = {
+    "steps": 4,
+    "batch": [2, 16],
+    "losses": {"Transformers": [4.0, 3.0, 2.5, 2.0], "opslot": [4.0, 3.1, 2.5, 2.0], "rounding": [4.0, 3, 2.5, 2]},
+    "apart": {"largest": 0.1, "mean": 0.025, "last": 0.0},
+    "rounding": {"largest": 0.0, "mean": 0.0, "last": 0.0},
+}
+MACHINE = {
+    "device": "NVIDIA <H200>",
+    "date": "2026-11-20",
+    "commit": "abc1234",
+    "python": "3.12",
+    "versions": {"torch": "2.11"},
+}
+
+
+def test_the_table_puts_the_fastest_proven_first_and_what_failed_last():
+    ((_, group),) = sites(ROWS).items()
+    assert [r.kernel for r in group] == ["triton", "eager", "cheat", "peer: x"]
+    lines = ops_table(ROWS).splitlines()[2:]
+    assert re.search(r"triton +1\.000 +1\.500 +2\.00 +50% +3 +ok", lines[0])
+    assert re.search(r"cheat +\(0\.500\) +- +- +- +3 +WRONG out <error>", lines[2])
+
+
+def test_the_page_holds_everything_and_needs_nothing():
+    text = page(ROWS, _judged([dict(s) for s in STEPS]), CURVE, MACHINE, "opslot bench --html x")
+    for needed in (
+        "NVIDIA &lt;H200&gt;",
+        "abc1234",
+        "torch 2.11",
+        "opslot bench --html x",
+        "WRONG out &lt;error&gt; 1.0e+00",
+        "RuntimeError: no &amp; device",
+        "ImportError: &lt;none&gt;",
+        "0.1000",
+        *(r.kernel for r in ROWS),
+        *(s["contender"] for s in STEPS),
+    ):
+        assert needed in text, needed
+    assert not re.search(r"https?:|//|<script|<link|<img|@import|url\(|src=", text), "nothing from elsewhere"
+    assert "prefers-color-scheme: dark" in text
+    best = re.findall(r'<tr class="best"><td class="l">([^<]*)', text)
+    assert best == ["triton", "opslot"], "nothing that failed its check wins"

@@ -1,0 +1,234 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from opslot import KERNEL_REGISTRY, KernelSpec, bind
+from opslot._base.device import CPU
+from opslot._base.errors import ConfigError, KernelError
+from opslot.slots import OpSlot, read_profile, write_profile
+from opslot.testing.bench import (
+    BenchRow,
+    as_dict,
+    bench,
+    compare_curves,
+    draw_weights,
+    measure,
+    measure_steps,
+    sites_of,
+    timings_of,
+)
+from opslot.testing.bench.proofs import Claim, prove
+from opslot.testing.parity import CheckResult, compare, expect
+from opslot.testing.peers import PEERS, check_peers, load_peers, peer_kernels
+
+WIDE = (("width", 24),)
+
+
+def wrong(hidden_states, weight, eps):
+    x = hidden_states.float()
+    return (weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * 1.01).to(hidden_states.dtype)
+
+
+def right(hidden_states, weight, eps):
+    return nn.functional.rms_norm(hidden_states, weight.shape, weight, eps)
+
+
+@pytest.fixture
+def kernels():
+    """Two kernels of rms_norm/standard that would win if the check did not tell them apart."""
+    KERNEL_REGISTRY.register(KernelSpec("wrong", "rms_norm", "standard", lambda: wrong, priority={"cpu": 99}))
+    KERNEL_REGISTRY.register(KernelSpec("right", "rms_norm", "standard", lambda: right))
+    yield
+    KERNEL_REGISTRY.unregister("rms_norm", "standard", "wrong")
+    KERNEL_REGISTRY.unregister("rms_norm", "standard", "right")
+
+
+class Norm(nn.Module):
+    rms_norm = OpSlot("rms_norm", "standard")
+
+    def __init__(self, width=24):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+
+def rows_at(tokens, **options):
+    sites = sites_of(Norm(), torch.device("cpu"), torch.float32)
+    assert [(s.op, s.variant, s.shape) for s in sites] == [("rms_norm", "standard", WIDE)]
+    found = bench("rms_norm", device="cpu", dtype=torch.float32, sites=sites, tokens=tokens, **options)
+    return {row.kernel: row for row in found}
+
+
+def test_a_wrong_kernel_has_no_time_that_counts_and_is_never_chosen(kernels, tmp_path, monkeypatch):
+    rows = rows_at(2, compiled=False)
+    assert {"eager", "torch_fused", "wrong", "right"} <= set(rows)
+    assert rows["wrong"].ms > 0
+    assert not rows["wrong"].counts
+    assert rows["wrong"].verdict.startswith("WRONG model width: ")
+    assert rows["right"].counts
+    assert rows["eager"].shape == {"width": 24}
+    (timing,) = timings_of(rows.values())
+    assert timing.failed == {"wrong": rows["wrong"].verdict}
+    assert set(timing.ms) == {name for name, row in rows.items() if row.counts}
+
+    monkeypatch.setenv("OPSLOT_PROFILE", str(tmp_path / "profile.json"))
+    write_profile([replace(timing, ms={**timing.ms, "right": 1e-6})], CPU)
+    report = bind(Norm())
+    assert report.chosen("rms_norm") == ("right",), "which has no rank, but was measured and proven here"
+    assert dict(report.rows[0].rejected)["wrong"] == rows["wrong"].verdict
+    write_profile([timing], CPU)
+    fastest = min(timing.ms, key=timing.ms.get)
+    assert bind(Norm()).chosen("rms_norm") == (fastest,)
+    assert read_profile(CPU).at("rms_norm", "standard", "float32", {"width": 24}) == timing
+
+
+def test_a_kernel_that_breaks_at_size_only_is_found_on_what_is_timed():
+    def breaks(hidden_states, weight, eps):
+        # 64 tokens of a narrow norm are 2048 rows of heads.
+        return right(hidden_states, weight, eps) * (1.02 if hidden_states.shape[0] == 2048 else 1.0)
+
+    KERNEL_REGISTRY.register(KernelSpec("breaks", "rms_norm", "standard", lambda: breaks))
+    try:
+        row = rows_at(64, compiled=False)["breaks"]
+    finally:
+        KERNEL_REGISTRY.unregister("rms_norm", "standard", "breaks")
+    assert row.verdict.startswith("WRONG 2048x24: ")
+
+
+def test_a_kernel_that_raises_is_a_row_and_the_rest_goes_on():
+    def raises(hidden_states, weight, eps):
+        raise RuntimeError("no such luck")
+
+    KERNEL_REGISTRY.register(KernelSpec("raises", "rms_norm", "standard", lambda: raises))
+    try:
+        rows = rows_at(2, compiled=False)
+    finally:
+        KERNEL_REGISTRY.unregister("rms_norm", "standard", "raises")
+    assert rows["raises"].ms is None
+    assert "no such luck" in rows["raises"].verdict
+    assert rows["torch_fused"].counts
+
+
+def test_proofs_in_a_process_of_their_own_say_the_same():
+    claims = [
+        Claim("rms_norm", "standard", "torch_fused", torch.float32, "cpu"),
+        Claim("rms_norm", "offset", "torch_fused", torch.bfloat16, "cpu"),
+    ]
+    assert prove(claims, workers=2) == dict.fromkeys(claims, "ok")
+
+
+def test_a_kernel_that_takes_its_process_down_is_wrong_and_others_are_not(monkeypatch):
+    fatal, innocent = (Claim("rms_norm", "standard", name, torch.float32, "cpu") for name in ("fatal", "innocent"))
+
+    def in_processes(claims, workers):
+        return ({}, list(claims)) if fatal in claims else (dict.fromkeys(claims, "ok"), [])
+
+    monkeypatch.setattr("opslot.testing.bench.proofs._in_processes", in_processes)
+    verdicts = prove([fatal, innocent], workers=2)
+    assert verdicts == {fatal: "WRONG: the process that checked it died", innocent: "ok"}
+
+
+def test_norms_are_compared_where_elements_are_too_many():
+    variant = KERNEL_REGISTRY.op("rms_norm").variant("standard")
+    case = variant.case_at({"width": 512}, 64)
+    expected = expect(variant, case.make(torch.bfloat16, torch.device("cpu"), torch.Generator().manual_seed(0)))
+    label = CheckResult("rms_norm", "standard", "k", case.name, "bfloat16")
+    assert compare(right, expected, label, by_norm=True).ok
+    off = compare(wrong, expected, label, by_norm=True)
+    assert not off.ok
+    out = next(c for c in off.comparisons if c.name == "out")
+    assert out.error == pytest.approx(0.01, rel=0.2), "root mean square of one percent of unit numbers"
+
+
+def test_measure_repeats_less_what_takes_long():
+    calls = []
+
+    def slow():
+        calls.append(1)
+        torch.zeros(1)
+
+    assert measure(slow, torch.device("cpu")).ms < 50
+    assert len(calls) == 33
+
+
+def test_peers_that_are_unknown_or_missing_are_one_error():
+    with pytest.raises(ConfigError) as caught:
+        check_peers(["hf", "unsloth", "veomni"])
+    message = str(caught.value)
+    assert "'unsloth' is no peer; use hf, liger, quack, veomni" in message
+    assert "veomni is not installed; pip install veomni, or name a folder" in message
+    check_peers(["hf", "veomni"], elsewhere=["veomni"])
+
+
+def test_a_peer_that_does_not_import_is_one_error(monkeypatch):
+    monkeypatch.setitem(PEERS, "quack", replace(PEERS["quack"], name="no_such_room"))
+    with pytest.raises(ConfigError, match="quack is installed but cannot be imported: ModuleNotFoundError"):
+        load_peers(["quack"])
+
+
+def test_a_peer_that_raises_refuses(monkeypatch):
+    def picky(x):
+        raise AssertionError("bf16 only")
+
+    class Room:
+        KERNELS = {("toy", "standard"): {"picky": picky}}  # noqa: RUF012
+
+    monkeypatch.setattr(type(PEERS["hf"]), "load", lambda self: Room)
+    kernels = peer_kernels(["hf"], "toy", "standard")
+    assert list(kernels) == ["hf: picky"]
+    with pytest.raises(KernelError, match="hf raised AssertionError: bf16 only"):
+        kernels["hf: picky"](x=1)
+    assert peer_kernels(["hf"], "toy", "other") == {}
+
+
+def test_grouped_experts_of_transformers_are_right():
+    (kernel,) = peer_kernels(["hf"], "moe_experts", "standard").values()
+    variant = KERNEL_REGISTRY.op("moe_experts").variant("standard")
+    case = variant.case_at({"experts": 4, "top_k": 2, "hidden": 32, "intermediate": 16}, 24)
+    expected = expect(variant, case.make(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0)))
+    assert compare(kernel, expected, CheckResult("moe_experts", "standard", "hf", case.name, "float32")).ok
+
+
+def test_weights_depend_on_names_alone():
+    def model(seed):
+        torch.manual_seed(seed)
+        return nn.ModuleDict({"norm": nn.LayerNorm(4), "head": nn.Linear(4, 3)})
+
+    first, second = model(0), nn.ModuleDict({"_orig_mod": model(1)})
+    for m in (first, second):
+        draw_weights(m, 0, 0.02)
+    for (_, a), (_, b) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(first["norm"].weight, torch.ones(4))
+    assert torch.equal(first["head"].bias, torch.zeros(3))
+    assert 0 < first["head"].weight.std() < 0.06
+
+
+def test_steps_train_on_the_batches_in_turn():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(()))
+
+        def forward(self, input_ids, labels, use_cache):
+            return type("Output", (), {"loss": (self.weight - input_ids.float().mean()) ** 2})
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    result = measure_steps(model, optimizer, lambda i: torch.full((2, 3), i), 4, torch.device("cpu"))
+    assert result["losses"] == [float(i) ** 2 for i in range(7)]
+    assert result["tokens_per_s"] == pytest.approx(6 / result["ms"] * 1e3)
+    assert result["peak_gib"] is None
+
+
+def test_curves_are_compared_step_by_step():
+    assert compare_curves([3.0, 2.0, 1.0], [3.0, 2.5, 0.9]) == pytest.approx({"largest": 0.5, "mean": 0.2, "last": 0.1})
+
+
+def test_a_row_survives_json():
+    row = BenchRow("rms_norm", "standard", "c", "eager", "float32", 2.0, 3.0, 1.0, None, "ok", {"width": 3}, 8)
+    data = json.loads(json.dumps(as_dict(row)))
+    assert data.pop("share_of_floor") == 0.5
+    assert BenchRow(**data) == row
