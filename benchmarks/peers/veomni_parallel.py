@@ -101,7 +101,7 @@ def run(configuration: Configuration, options: argparse.Namespace, device: torch
     dp_rank = dist.get_rank() // state.sp_size
     ids = token_ids(configuration, model.config.vocab_size, dp_rank, 64 if options.dry_run else 1)
     batch = batch_of(ids, state, device)
-    counted = count_loss_token(batch)
+    counted = count_loss_token({"labels": batch["labels"].cpu()})
     whole = reduce_global_loss_token(counted)
 
     def step() -> torch.Tensor:

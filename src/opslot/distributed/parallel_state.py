@@ -166,12 +166,13 @@ def _join_group(device: torch.device, world: int, timeout: datetime.timedelta | 
     """Whether there is a process group now; a process that is alone has one only if it asks."""
     if dist.is_initialized():
         return True
-    gpu = device.type == "cuda"
-    backend, bound = ("cpu:gloo,cuda:nccl", device) if gpu else ("gloo", None)
+    # No device_id: with one, meshes split the group, and gloo's split reads out of bounds in a process whose earlier
+    # group was of another size (torch 2.11).
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world > 1 or "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, device_id=bound)
+        dist.init_process_group(backend, timeout=timeout)
     elif group_of_one:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return dist.is_initialized()
 
 
