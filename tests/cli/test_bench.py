@@ -7,7 +7,7 @@ from opslot.cli import main
 from opslot.cli.bench.contender import main as contend
 from opslot.cli.bench.page import page
 from opslot.cli.bench.steps import Task, _judged, _reason, compare_steps, contenders
-from opslot.cli.bench.table import ops_table, sites
+from opslot.cli.bench.table import bar_limit, ops_table, sites
 from opslot.testing.bench import BenchRow
 
 TINY = {
@@ -210,3 +210,10 @@ def test_the_page_holds_everything_and_needs_nothing():
     assert "prefers-color-scheme: dark" in text
     best = re.findall(r'<tr class="best"><td class="l">([^<]*)', text)
     assert best == ["triton", "opslot"], "nothing that failed its check wins"
+
+
+def test_a_bar_far_ahead_of_all_others_is_cut():
+    assert bar_limit([0.18, 0.2, 0.3, 2.7]) == pytest.approx(0.375)
+    assert bar_limit([1.0, 2.0, 3.0]) == 3.0
+    assert bar_limit([1.0, 9.0]) == 9.0
+    assert bar_limit([]) == 1.0

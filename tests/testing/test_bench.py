@@ -1,3 +1,4 @@
+import collections
 import json
 from dataclasses import replace
 
@@ -232,3 +233,55 @@ def test_a_row_survives_json():
     data = json.loads(json.dumps(as_dict(row)))
     assert data.pop("share_of_floor") == 0.5
     assert BenchRow(**data) == row
+
+
+@pytest.mark.parametrize("calls_before", [0, 1], ids=["in the proof at size", "while timed"])
+def test_a_kernel_that_spoils_the_device_ends_the_run_after_its_row(calls_before):
+    calls = []
+
+    def illegal(hidden_states, weight, eps):
+        if hidden_states.shape == (64, 24):
+            calls.append(1)
+            if len(calls) > calls_before:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return right(hidden_states, weight, eps)
+
+    KERNEL_REGISTRY.register(KernelSpec("illegal", "rms_norm", "standard", lambda: illegal))
+    sites = sites_of(Norm(), torch.device("cpu"), torch.float32)
+    found = bench("rms_norm", device="cpu", dtype=torch.float32, sites=sites, tokens=2, compiled=False)
+    rows = []
+    try:
+        with pytest.raises(KernelError, match="illegal left the device unusable at 64x24"):
+            collections.deque(map(rows.append, found))
+    finally:
+        KERNEL_REGISTRY.unregister("rms_norm", "standard", "illegal")
+    assert rows[-1].kernel == "illegal"
+    assert "CUDA error" in rows[-1].verdict
+    assert ("eager" in {r.kernel for r in rows}) == bool(calls_before)
+
+
+def test_what_an_earlier_kernel_spoiled_is_proven_in_other_processes(monkeypatch):
+    claims = [Claim("rms_norm", "standard", name, torch.float32, "cuda") for name in ("bad", "next", "far")]
+    rounds = []
+
+    def in_processes(asked, workers):
+        rounds.append(list(asked))
+        if claims[0] in asked:
+            return {claims[0]: "WRONG CUDA error", claims[2]: "ok"}, []
+        return dict.fromkeys(asked, "ok"), []
+
+    monkeypatch.setattr("opslot.testing.bench.proofs._in_processes", in_processes)
+    assert prove(claims, workers=2) == {claims[0]: "WRONG CUDA error", claims[2]: "ok", claims[1]: "ok"}
+    assert rounds == [claims, [claims[1]]]
+
+
+def test_a_case_too_large_for_float64_keeps_the_verdict_of_the_small_ones(monkeypatch):
+    def no_memory(variant, arguments, seed=0):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("opslot.testing.bench.ops.expect", no_memory)
+    rows = rows_at(2, compiled=True)
+    assert rows["torch_fused"].counts
+    assert rows["torch_fused"].verdict.startswith("ok (on the check cases;")
+    assert rows["torch.compile"].verdict.startswith("unproven")
+    assert not rows["torch.compile"].counts

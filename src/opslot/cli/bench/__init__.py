@@ -21,7 +21,7 @@ from opslot._base.errors import ConfigError
 from opslot.cli.bench.page import page
 from opslot.cli.bench.picture import draw
 from opslot.cli.bench.steps import Task, compare_steps, loss_curve, peer_environment
-from opslot.cli.bench.table import curve_line, ops_table, steps_table
+from opslot.cli.bench.table import curve_line, ops_table, shown_ms, steps_table
 from opslot.cli.bench.text import text_batches
 from opslot.models import MODEL_CONFIG_REGISTRY, load_config
 from opslot.slots import KERNEL_REGISTRY, write_profile
@@ -37,12 +37,14 @@ def run(options: argparse.Namespace, argv: Iterable[str] = ()) -> int:
     """Measure, print and write what was asked for; exit code 1 when the check of a registered kernel fails."""
     setting = _Setting(options)
     result = _Result(options, setting, shlex.join(["opslot", *argv]))
-    for row in setting.rows():
-        _say(f"{row.op}/{row.variant}, {row.case}: {row.kernel}")
-        result.rows.append(row)
+    try:
+        for row in setting.rows():
+            _say(f"{row.op}/{row.variant}, {row.case}: {row.kernel} {shown_ms(row)}")
+            result.rows.append(row)
+    finally:
+        result.write()
     if not result.rows and not options.model:
         raise ConfigError(f"op {options.op!r} has no cases worth timing; run `opslot kernels` for the ops that exist")
-    result.write()
     if options.tune:
         _say(_keep(result.rows, setting.device))
     for result.steps in setting.steps():
@@ -172,12 +174,13 @@ class _Setting:
         command += ["--tokens", str(self.tokens)] if self.tokens else []
         environment = peer_environment(self.peer_paths[peer])
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        # The peer may have printed before and after.
         begin = done.stdout.find('{\n "environment"')
         if begin < 0:
             _say(f"{peer} failed: {done.stderr.strip()[-800:]}")
             return []
         known = {f.name for f in fields(BenchRow)}
-        rows = json.loads(done.stdout[begin:])["rows"]
+        rows = json.JSONDecoder().raw_decode(done.stdout, begin)[0]["rows"]
         return [BenchRow(**{k: v for k, v in row.items() if k in known}) for row in rows]
 
     def _task(self) -> Task:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from opslot.cli.bench.table import eager_of, shown_ms, sites
+from opslot.cli.bench.table import bar_limit, eager_of, shown_ms, sites
 from opslot.testing.bench import BenchRow
 
 _STYLE = """
@@ -30,6 +30,7 @@ tr:last-child td { border-bottom: 0; } td.why { white-space: normal; text-align:
 .figure { width: 4.6rem; } td.l { overflow: hidden; text-overflow: ellipsis; }
 .track { position: relative; height: 14px; }
 .fill { position: absolute; inset: 0 auto 0 0; background: var(--rest); border-radius: 2px; }
+.cut { background: linear-gradient(to right, var(--rest) 80%, transparent); }
 .best .fill { background: var(--best); } .best td { font-weight: 600; }
 .floor { position: absolute; top: -4px; bottom: -4px; border-left: 2px dashed var(--floor); }
 .ok { color: var(--ok); } .bad { color: var(--bad); } .red .fill { opacity: .35; }
@@ -98,7 +99,8 @@ def _legend() -> str:
         '<span class="key" style="background:var(--best)"></span>fastest proven, '
         '<span class="key" style="background:var(--floor)"></span>the floor: bytes over copy bandwidth or FLOPs over '
         "the rate of a large product, both measured here. The check compares forward and every gradient with float64; "
-        "a time in parentheses stands beside a failed check and does not count.</p>"
+        "a time in parentheses stands beside a failed check and does not count. A bar that fades is longer than its "
+        "track.</p>"
     )
 
 
@@ -110,7 +112,7 @@ def _ops(rows: Sequence[BenchRow]) -> Iterator[str]:
     )
     for (op, variant, case), group in sites(rows).items():
         eager, floor = eager_of(group), group[0].floor_ms
-        longest = max([r.ms for r in group if r.ms] + [floor or 0.0, 1e-9])
+        longest = max(bar_limit([r.ms for r in group if r.ms]), floor or 0.0)
         lines = "".join(_op_line(r, r is group[0] and r.counts, eager, longest) for r in group)
         yield (
             f'<section class="card"><h3>{escape(op)}/{escape(variant)}<small>{escape(case)}, {group[0].dtype}</small>'
@@ -137,7 +139,10 @@ def _op_line(row: BenchRow, best: bool, eager: float | None, longest: float) -> 
 
 
 def _bar(share: float, mark: str = "") -> str:
-    return f'<td class="bar"><div class="track"><div class="fill" style="width:{share:.2%}"></div>{mark}</div></td>'
+    """A bar of at most the whole track; a longer one fades at its end."""
+    cut = " cut" if share > 1.0 else ""
+    fill = f'<div class="fill{cut}" style="width:{min(share, 1.0):.2%}"></div>'
+    return f'<td class="bar"><div class="track">{fill}{mark}</div></td>'
 
 
 def _mark(share: float) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from opslot.cli.bench.table import sites
+from opslot.cli.bench.table import bar_limit, sites
 from opslot.testing.bench import BenchRow
 
 _BEST, _REST, _FLOOR, _INK = "#1f6feb", "#a9b4c2", "#d1242f", "#1f2933"
@@ -70,12 +70,15 @@ def _draw_steps(axis: Any, steps: list[dict[str, Any]]) -> None:
 
 
 def _bars(axis: Any, values: dict[str, float], best: str, form: str) -> None:
-    names = list(values)
-    axis.barh(names, list(values.values()), color=[_BEST if n == best else _REST for n in names], height=0.7)
+    limit = bar_limit(list(values.values()))
+    colours = [_BEST if name == best else _REST for name in values]
+    axis.barh(list(values), [min(v, limit) for v in values.values()], color=colours, height=0.7)
     axis.invert_yaxis()
     for i, value in enumerate(values.values()):
-        axis.text(value, i, " " + form.format(value), va="center", fontsize=8, color=_INK)
-    axis.set_xlim(0, 1.22 * max(values.values()))
+        # An arrow says that the bar goes on beyond what is drawn.
+        text = f" {form.format(value)}" + (" →" if value > limit else "")
+        axis.text(min(value, limit), i, text, va="center", fontsize=8, color=_INK)
+    axis.set_xlim(0, 1.22 * limit)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(labelsize=8, colors=_INK)
 

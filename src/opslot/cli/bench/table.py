@@ -22,6 +22,14 @@ def eager_of(group: Sequence[BenchRow]) -> float | None:
     return next((r.ms for r in group if r.kernel == "eager" and r.counts), None)
 
 
+def bar_limit(values: Sequence[float]) -> float:
+    """Where a chart's bars end: at the longest, unless it is so far ahead that the others could not be told apart."""
+    ranked = sorted(values, reverse=True)
+    if len(ranked) < 3 or ranked[0] <= 3 * ranked[1]:
+        return ranked[0] if ranked else 1.0
+    return 1.25 * ranked[1]
+
+
 def ops_table(rows: Sequence[BenchRow]) -> str:
     """One line per implementation; a time in parentheses stands beside a check that failed and does not count."""
     header = ("op", "case", "kernel", "ms", "alone", "x eager", "of floor", "peak MiB", "check")

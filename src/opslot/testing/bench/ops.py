@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from opslot._base.device import facts_of
+from opslot._base.errors import KernelError
 from opslot.slots import KERNEL_REGISTRY, InputCase, KernelRequest, OpVariant, walk_slots
-from opslot.testing.bench.proofs import Claim, brief, describe, prove
+from opslot.testing.bench.proofs import Claim, brief, cannot_run, describe, prove, spoils_device
 from opslot.testing.bench.rows import BenchRow
 from opslot.testing.bench.timing import Time, measure, measure_ceilings
 from opslot.testing.parity import CheckResult, Expectation, compare, expect
@@ -78,6 +79,7 @@ def bench(
 
     Raises:
         ConfigError: there is no such op or peer, or the peer is not installed.
+        KernelError: an implementation left the device unusable; its row comes before.
     """
     device = torch.device(device)
     load_peers(against)
@@ -90,7 +92,8 @@ def bench(
                 candidates = _candidates(setting, compiled) if own else {}
                 for peer in against:
                     candidates |= _peer_candidates(setting, peer)
-                plan.append((setting, cases, candidates))
+                if candidates:
+                    plan.append((setting, cases, candidates))
     claims = [c.claim for _, _, candidates in plan for c in candidates.values() if c.claim is not None]
     # All proofs come first: nothing else may run on the device while something is timed.
     verdicts = prove(claims)
@@ -176,16 +179,35 @@ class _Setting:
 def _bench_case(
     setting: _Setting, case: InputCase, candidates: Mapping[str, _Candidate], proofs: Mapping[str, str]
 ) -> Iterator[BenchRow]:
+    for row in _case_rows(setting, case, candidates, proofs):
+        yield row
+        if spoils_device(row.verdict) and not spoils_device(proofs[row.kernel]):
+            raise KernelError(
+                f"{row.kernel} left the device unusable at {case.name}: {row.verdict}\n"
+                "  to do: start again without it; what was measured before it is kept"
+            )
+
+
+def _case_rows(
+    setting: _Setting, case: InputCase, candidates: Mapping[str, _Candidate], proofs: Mapping[str, str]
+) -> Iterator[BenchRow]:
     verdicts = dict(proofs) | _prove_at_size(setting, case, candidates, proofs)
-    for name, candidate in candidates.items():
-        row = setting.row(case, name)
-        try:
-            yield replace(_timed(setting, case, row, candidate.kernel), verdict=verdicts[name])
-        except Exception as error:
-            why = verdicts[name] if verdicts[name].startswith("WRONG") else f"{type(error).__name__}: {brief(error)}"
-            yield replace(row, verdict=why)
-        if setting.device.type == "cuda":
-            torch.cuda.empty_cache()
+    # One that spoiled the device just now comes first: nothing runs after it.
+    for name in sorted(candidates, key=lambda n: not spoils_device(verdicts[n]) or spoils_device(proofs[n])):
+        row = replace(setting.row(case, name), verdict=verdicts[name])
+        if not cannot_run(row.verdict):
+            try:
+                row = _timed(setting, case, row, candidates[name].kernel)
+            except Exception as error:
+                why = f"{type(error).__name__}: {brief(error)}"
+                row = row if row.verdict.startswith("WRONG") else replace(row, verdict=why)
+            _release(setting.device)
+        yield row
+
+
+def _release(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _timed(setting: _Setting, case: InputCase, row: BenchRow, kernel: _Kernel) -> BenchRow:
@@ -196,22 +218,34 @@ def _timed(setting: _Setting, case: InputCase, row: BenchRow, kernel: _Kernel) -
     return replace(row, ms=time.ms, alone_ms=time.alone_ms, floor_ms=floor, peak_mib=peak)
 
 
+_TOO_LARGE = "ok (on the check cases; float64 of this one exceeds the memory)"
+
+
 def _prove_at_size(
     setting: _Setting, case: InputCase, candidates: Mapping[str, _Candidate], proofs: Mapping[str, str]
 ) -> dict[str, str]:
     """The verdict of each implementation on the inputs that will be timed, where the small cases left it right."""
+    asked = {n: c for n, c in candidates.items() if n != "eager" and proofs[n] == "ok"}
+    found: dict[str, str] = {}
     try:
-        expected = expect(setting.variant, case.make(setting.dtype, setting.device, _generator(setting.device)))
+        arguments = case.make(setting.dtype, setting.device, _generator(setting.device))
+        expected = expect(setting.variant, arguments) if asked else None
     except torch.OutOfMemoryError:
-        left = "ok (on the check cases; float64 of this one exceeds the memory)"
-        return {name: left for name, proof in proofs.items() if proof == "ok" and name != "torch.compile"}
-    found = {}
-    for name, candidate in candidates.items():
-        if proofs[name] == "ok" and name != "eager":
+        expected = None
+    for name, candidate in asked.items():
+        found[name] = _TOO_LARGE
+        if expected is not None:
             label = CheckResult(setting.op, setting.variant.name, name, case.name, setting.dtype_name)
             # A peer may write over its arguments.
             own = replace(expected, arguments=_copies(expected))
-            found[name] = describe(compare(candidate.kernel, own, label, by_norm=True))
+            result = compare(candidate.kernel, own, label, by_norm=True)
+            if not result.problem.startswith("raised OutOfMemoryError"):
+                found[name] = describe(result)
+    if candidates.get("torch.compile") and expected is None:
+        # It has no other proof.
+        found["torch.compile"] = "unproven: float64 of this case exceeds the memory"
+    del expected
+    _release(setting.device)
     return found
 
 

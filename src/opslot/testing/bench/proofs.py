@@ -1,0 +1,141 @@
+"""Proofs of many kernels at once: most of a proof's time is compiling the kernel for each case's shape, on the host."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from opslot._base.errors import KernelError
+from opslot.slots import KERNEL_REGISTRY
+from opslot.testing.parity import CheckResult, check_kernel
+from opslot.testing.peers import peer_kernels
+
+_MOST_WORKERS = 8
+_DIED = "WRONG: the process that checked it died"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is to be proven: that an implementation computes what the op's reference does, in one dtype.
+
+    Attributes:
+        kernel: a registered kernel's name, or a peer's as `peer_kernels` calls it.
+        peer: the peer, for a peer's.
+    """
+
+    op: str
+    variant: str
+    kernel: str
+    dtype: torch.dtype
+    device: str
+    peer: str | None = None
+
+
+def prove(claims: Sequence[Claim], workers: int | None = None) -> dict[Claim, str]:
+    """The verdict on each claim: "ok", "unproven: why" where every case was refused, or "WRONG ...".
+
+    Args:
+        workers: processes; default as many as help on a GPU, and this one alone elsewhere.
+    """
+    if workers is None:
+        on_gpu = any(claim.device.startswith("cuda") for claim in claims)
+        workers = min(_MOST_WORKERS, os.cpu_count() or 1, len(claims)) if on_gpu else 1
+    if workers <= 1:
+        return {claim: verdict_on(claim) for claim in claims}
+    verdicts, lost = _in_processes(claims, workers)
+    left = [claim for claim in claims if claim not in verdicts and claim not in lost]
+    if left:
+        verdicts |= prove(left, workers)
+    for claim in lost:
+        # A kernel that takes its process down takes those of others with it: each of them gets one of its own.
+        alone, died = _in_processes([claim], 1)
+        verdicts |= alone
+        verdicts |= dict.fromkeys(died, _DIED)
+    return verdicts
+
+
+def _in_processes(claims: Sequence[Claim], workers: int) -> tuple[dict[Claim, str], list[Claim]]:
+    """Verdicts, and claims whose process died; those in neither fell to a process that an earlier one had spoiled."""
+    verdicts: dict[Claim, str] = {}
+    lost = []
+    # CUDA does not survive a fork.
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {claim: pool.submit(_in_worker, claim) for claim in claims}
+        for claim, future in futures.items():
+            try:
+                verdicts[claim] = future.result()
+            except BrokenExecutor:
+                lost.append(claim)
+            except _Spoiled:
+                pass
+    return verdicts, lost
+
+
+class _Spoiled(Exception):
+    """A kernel before this one left the process without a usable device."""
+
+
+_spoiled = False
+
+
+def _in_worker(claim: Claim) -> str:
+    global _spoiled
+    if _spoiled:
+        raise _Spoiled
+    verdict = verdict_on(claim)
+    _spoiled = spoils_device(verdict)
+    return verdict
+
+
+def spoils_device(verdict: str) -> bool:
+    """Whether the failure that a verdict tells of leaves nothing usable for others in the same process."""
+    return "CUDA error" in verdict
+
+
+def cannot_run(verdict: str) -> bool:
+    """Whether running the implementation again, here, would end everything else."""
+    return verdict == _DIED or spoils_device(verdict)
+
+
+def verdict_on(claim: Claim) -> str:
+    """Check one implementation on every check case of its op, until one fails."""
+    variant = KERNEL_REGISTRY.op(claim.op).variant(claim.variant)
+    try:
+        if claim.peer is not None:
+            kernel = peer_kernels([claim.peer], claim.op, claim.variant)[claim.kernel]
+        else:
+            kernel = KERNEL_REGISTRY.load(claim.op, claim.variant, claim.kernel)
+    except KernelError as error:
+        return f"unproven: {brief(error)}"
+    refusals = []
+    for case in variant.cases:
+        if case.role != "check":
+            continue
+        result = check_kernel(kernel, claim.op, variant, case, claim.dtype, claim.device, name=claim.kernel)
+        if not result.ok:
+            return describe(result)
+        refusals.append(result.refused)
+    return f"unproven: {brief(refusals[0])}" if refusals and all(refusals) else "ok"
+
+
+def describe(result: CheckResult) -> str:
+    """A check's result as a verdict."""
+    if result.refused:
+        return f"refused: {brief(result.refused)}"
+    if result.problem:
+        return f"WRONG {result.case}: {brief(result.problem)}"
+    worst = result.worst
+    if result.ok or worst is None:
+        return "ok"
+    return f"WRONG {result.case}: {worst.name} error {worst.error:.1e}, bound {worst.bound:.1e}"
+
+
+def brief(message: Any) -> str:
+    """The first line, cut to what fits beside a number."""
+    return (str(message).strip().splitlines() or [""])[0][:160]
