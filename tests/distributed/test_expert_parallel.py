@@ -1,5 +1,7 @@
 """Plans that name parameters, and experts on two ranks against one process."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -41,7 +43,8 @@ def problem(total, tokens, hit, top_k=2):
 
 def parity(total, tokens_of_rank, hit, top_k=2, as_dtensor=False):
     """Largest error of the output and of the gradients of tokens, weights and this rank's experts."""
-    state = init_parallel_state(device_type="cpu", ep=2)
+    ep = len(tokens_of_rank)
+    state = init_parallel_state(device_type="cpu", ep=ep)
     rank = state.ep_rank
     p = problem(total, sum(tokens_of_rank), hit, top_k)
     inputs = ("x", "gate_up", "down", "weights")
@@ -51,7 +54,7 @@ def parity(total, tokens_of_rank, hit, top_k=2, as_dtensor=False):
 
     first = sum(tokens_of_rank[:rank])
     rows = slice(first, first + tokens_of_rank[rank])
-    mine = slice(rank * total // 2, (rank + 1) * total // 2)
+    mine = slice(rank * total // ep, (rank + 1) * total // ep)
     place = {"x": rows, "weights": rows, "gate_up": mine, "down": mine}
     local = {k: p[k][place[k]].clone().requires_grad_() for k in inputs}
     arguments = dict(local)
@@ -80,6 +83,89 @@ def parity(total, tokens_of_rank, hit, top_k=2, as_dtensor=False):
 )
 def test_two_ranks_compute_what_one_does(ranks, total, tokens_of_rank, hit, top_k):
     assert max(ranks.run(parity, total, tokens_of_rank, hit, top_k)) < 1e-13
+
+
+@pytest.mark.parametrize(
+    ("total", "tokens_of_rank", "hit", "top_k"),
+    [
+        pytest.param(16, (9, 14, 3, 7), 16, 8, id="uneven"),
+        pytest.param(8, (0, 12, 0, 5), 2, 2, id="all to the first rank, which brings nothing"),
+        pytest.param(4, (0, 0, 0, 6), 1, 1, id="one expert gets all"),
+    ],
+)
+def test_four_ranks_compute_what_one_does(ranks, total, tokens_of_rank, hit, top_k):
+    assert max(ranks.run(parity, total, tokens_of_rank, hit, top_k, world=4)) < 1e-13
+
+
+def biased_parity(kernel, tokens_of_rank):
+    """Largest error of the output and every gradient of gpt-oss-like experts in fp32, biases over ep included."""
+    from opslot import KERNEL_REGISTRY
+
+    state = init_parallel_state(device_type="cpu", ep=2)
+    variant = KERNEL_REGISTRY.op("moe_experts").variant("biased")
+    tokens, total = sum(tokens_of_rank), 4
+    g = torch.Generator().manual_seed(tokens)
+    randn = partial(torch.randn, generator=g)
+    weights, index = torch.rand(tokens, total, generator=g).topk(2)
+    whole = {
+        "hidden_states": randn(tokens, 8),
+        "gate_up_proj": randn(total, 8, 16),
+        "down_proj": randn(total, 8, 8),
+        "top_k_weights": weights,
+        "gate_up_proj_bias": randn(total, 16),
+        "down_proj_bias": randn(total, 8),
+    }
+    loss = randn(tokens, 8)
+
+    def run(function, at):
+        leaves = {n: whole[n][at[n]].clone().requires_grad_() for n in whole}
+        x, gate_up, down, routing, *biases = leaves.values()
+        out = function(x, gate_up, down, index[at["hidden_states"]], routing, *biases, 1.0, 1.702)
+        (out * loss[at["hidden_states"]]).sum().backward()
+        return [out.detach(), *(leaf.grad for leaf in leaves.values())]
+
+    everything = dict.fromkeys(whole, slice(None))
+    expected = run(variant.reference, everything)
+    rank = state.ep_rank
+    rows = slice(sum(tokens_of_rank[:rank]), sum(tokens_of_rank[: rank + 1]))
+    mine = slice(2 * rank, 2 * rank + 2)
+    at = {n: rows if n in ("hidden_states", "top_k_weights") else mine for n in whole}
+    got = run(ExpertParallel(KERNEL_REGISTRY.load("moe_experts", "biased", kernel)), at)
+    places = [rows, *at.values()]
+    errors = [(a - b[place]).abs() for a, b, place in zip(got, expected, places, strict=True)]
+    return max(e.max().item() for e in errors if e.numel())
+
+
+@pytest.mark.parametrize("kernel", ["grouped_mm", "fused_triton"])
+@pytest.mark.parametrize("tokens_of_rank", [(7, 4), (9, 0)])
+def test_biases_stay_with_their_experts(ranks, kernel, tokens_of_rank):
+    assert max(ranks.run(biased_parity, kernel, tokens_of_rank)) < 1e-4
+
+
+def travelled(dtype):
+    """Routing weights and indices as they arrive at this rank, against those that the ranks sent."""
+    state = init_parallel_state(device_type="cpu", ep=2)
+    p = problem(4, 12, 4, 3)
+    rows = slice(5 * state.ep_rank, 5 + 7 * state.ep_rank)
+    weights, index = p["weights"].to(dtype), p["index"]
+    seen = {}
+
+    def kernel(x, gate_up, down, local_index, local_weights):
+        seen["weights"], seen["index"] = local_weights, local_index
+        return x
+
+    gate_up = torch.zeros(2, 2 * WIDTH, HIDDEN)
+    ExpertParallel(kernel)(p["x"][rows], gate_up, torch.zeros(2, HIDDEN, WIDTH), index[rows], weights[rows])
+    mine = (index // 2) == state.ep_rank
+    arrived = sorted(zip(seen["index"].flatten().tolist(), seen["weights"].flatten().tolist(), strict=True))
+    sent = sorted(zip((index[mine] % 2).tolist(), weights[mine].tolist(), strict=True))
+    empty = [(2, 0.0)] * (len(arrived) - len(sent))
+    return seen["weights"].dtype == dtype, arrived == [*sent, *empty]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_routing_weights_arrive_as_they_were_sent(ranks, dtype):
+    assert ranks.run(travelled, dtype) == [(True, True)] * 2
 
 
 def test_weights_may_be_dtensors(ranks):

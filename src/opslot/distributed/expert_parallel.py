@@ -30,8 +30,9 @@ class ExpertParallel:
     """A kernel of the op moe_experts for ranks that hold parts of the experts.
 
     Called like the kernel: `hidden_states` [T, H], `gate_up_proj` and `down_proj` with this rank's experts (or DTensors
-    over ep), `top_k_index` [T, K] over all experts, `top_k_weights` [T, K]; returns [T, H]. Ranks may bring any number
-    of tokens, none included, and every rank must make the call, forward and backward.
+    over ep), `top_k_index` [T, K] over all experts, `top_k_weights` [T, K], and whatever else its variant takes, of
+    which tensors are parameters of this rank's experts too; returns [T, H]. Ranks may bring any number of tokens, none
+    included, and every rank must make the call, forward and backward.
 
     Attributes:
         kernel: gets the rows that came here, with indices of local experts; an index equal to their number marks an
@@ -49,26 +50,32 @@ class ExpertParallel:
         down_proj: Tensor,
         top_k_index: Tensor,
         top_k_weights: Tensor,
+        *gating: Any,
     ) -> Tensor:
         group = self._group or get_parallel_state().ep_group
-        gate_up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (gate_up_proj, down_proj))
+        gate_up, down = _local(gate_up_proj), _local(down_proj)
+        gating = tuple(_local(value) for value in gating)
         if group is None:
-            return self.kernel(hidden_states, gate_up, down, top_k_index, top_k_weights)
+            return self.kernel(hidden_states, gate_up, down, top_k_index, top_k_weights, *gating)
         route = plan_route(top_k_index, gate_up.shape[0], group)
+        index, weights = _Choices.apply(top_k_weights, top_k_index, gate_up.shape[0], route, group)
         x = _TakeRows.apply(hidden_states, route.token, route.order, route.first)
         x = all_to_all(x, group, route.received, route.sent)
-        weights = _Permute.apply(top_k_weights, route.source, route.place).view(-1, route.local_experts.shape[1])
-        weights = all_to_all(weights, group, route.received, route.sent)
         if len(x):
-            x = self.kernel(x, gate_up, down, route.local_experts, weights)
+            x = self.kernel(x, gate_up, down, index, weights, *gating)
         else:
             # Experts without tokens still owe the other ranks their part of every collective of the backward pass.
-            x = x + (gate_up[:0].sum() + down[:0].sum() + weights.sum()).to(x.dtype)
+            owed = [gate_up, down, weights, *(value for value in gating if isinstance(value, Tensor))]
+            x = x + sum(tensor[:0].sum() for tensor in owed).to(x.dtype)
         x = all_to_all(x, group, route.sent, route.received)
         return _AddRows.apply(x, route.token, route.order, route.first)
 
     def __repr__(self) -> str:
         return f"<expert parallel {self.kernel!r}>"
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 class Route(NamedTuple):
@@ -78,9 +85,8 @@ class Route(NamedTuple):
         token: [M] int64, the token of each row sent, in order of the rank it goes to.
         order, first: int64 [M] and [T], the rows grouped by token, and where each token's begin in that order.
         sent, received: rows to and from each rank.
-        source: [M * width] int64, the choice (token * K + k) at each place of the rows sent; T * K where there is none.
-        place: [T * K] int64, the inverse; M * width for a choice that goes nowhere.
-        local_experts: [N, width] int32, those of each row received; their number where there is none.
+        source: [M, width] int64, the choice (token * K + k) at each place of the rows sent; T * K where there is none.
+        place: [T, K] int64, the inverse: row * width + place in it; M * width or more for a choice that goes nowhere.
     """
 
     token: Tensor
@@ -90,11 +96,13 @@ class Route(NamedTuple):
     received: list[int]
     source: Tensor
     place: Tensor
-    local_experts: Tensor
 
 
 def plan_route(top_k_index: Tensor, experts: int, group: ProcessGroup) -> Route:
-    """Agree with the other ranks on what travels. Synchronizes with the device once, for the sizes.
+    """Agree with the other ranks on what travels.
+
+    The host waits for the device once, for the sizes. They are on their way while the rest is computed, in buffers as
+    large as the rows could need.
 
     Args:
         top_k_index: [T, K] over all experts; one that is none of them goes nowhere.
@@ -102,46 +110,86 @@ def plan_route(top_k_index: Tensor, experts: int, group: ProcessGroup) -> Route:
     """
     ranks, (tokens, choices) = group.size(), top_k_index.shape
     width = math.ceil(choices / ranks)
-    owner = (top_k_index // experts).clamp(max=ranks)
+    owner = (top_k_index // experts).clamp_(max=ranks)
     # How many of the token's earlier choices go to the same rank.
     nth = (owner[:, :, None] == owner[:, None, :]).tril(-1).sum(-1)
-    token = torch.arange(tokens, device=owner.device)[:, None].expand_as(owner)
-    rows = owner.new_zeros(ranks + 1, math.ceil(choices / width), tokens)
-    rows[owner, nth // width, token] = 1
-    leaving = rows[:ranks].sum((1, 2))
-    coming = torch.empty_like(leaving)
-    dist.all_to_all_single(coming, leaving, group=group)
-    sent, received = torch.stack([leaving, coming]).tolist()
+    # A row is a token with its first `width` choices at a rank, or the next `width`: numbered by rank, then by which,
+    # then by token, and those of no rank last.
+    waves = math.ceil(choices / width)
+    at = (owner * waves + nth // width).t()
+    rows = owner.new_zeros((ranks + 1) * waves, tokens).scatter_(0, at, 1)
+    sizes = _Sizes(rows.view(ranks + 1, -1)[:ranks].sum(1), group)
+    row = (rows.flatten().cumsum(0) - 1).view_as(rows).gather(0, at).t()
+    place = row * width + nth % width
+    most = tokens * min(choices, (choices + (ranks + 1) * (width - 1)) // width)
+    everything = torch.arange(place.numel(), device=place.device)
+    source = place.new_full((most * width,), place.numel()).scatter_(0, place.flatten(), everything)
+    # Where a row begins, and so once for each: its number goes to the next place of its token.
+    begins = ((nth % width == 0) & (owner < ranks)).flatten()
+    ends = begins.cumsum(0)
+    order = place.new_empty(most + 1).scatter_(0, torch.where(begins, ends - 1, most), row.flatten())
+    first = (ends - begins.to(ends.dtype)).view(tokens, choices)[:, 0]
+    sent, received = sizes.wait()
     total = sum(sent)
-    number = (rows.flatten().cumsum(0) - 1).view_as(rows).clamp(max=total)
-    row = torch.where(owner < ranks, number[owner, nth // width, token], total).flatten()
-    place = torch.where(row < total, row * width + nth.flatten() % width, total * width)
-
-    def placed(size: int, at: Tensor, value: Tensor, default: int) -> Tensor:
-        """[size] with `value` at the places `at`; one beyond the end is dropped."""
-        return value.new_full((size + 1,), default).scatter_(0, at, value.flatten())[:-1]
-
-    source = placed(total * width, place, torch.arange(place.numel(), device=place.device), place.numel())
-    index = placed(total * width, place, (top_k_index - owner * experts).to(torch.int32), experts).view(-1, width)
-    token = placed(total, row, token, 0)
-    first = F.pad(rows[:ranks].sum((0, 1)).cumsum(0), (1, 0))[:-1]
-    index = all_to_all(index, group, received, sent)
-    return Route(token, token.argsort(stable=True), first, sent, received, source, place, index)
+    source = source.view(-1, width)[:total]
+    return Route(source[:, 0] // choices, order[:total], first.contiguous(), sent, received, source, place)
 
 
-class _Permute(torch.autograd.Function):
-    """x.flatten()[source], 0 where `source` is x's size; `place` is the inverse."""
+class _Sizes:
+    """Rows to and from each rank, exchanged among the devices and on their way to the host."""
+
+    def __init__(self, leaving: Tensor, group: ProcessGroup) -> None:
+        coming = torch.empty_like(leaving)
+        dist.all_to_all_single(coming, leaving, group=group)
+        self._sizes = torch.stack([leaving, coming])
+        self._arrived = None
+        if self._sizes.is_cuda:
+            # Into pageable memory the host would wait for all that the device has still to do.
+            pinned = torch.empty(self._sizes.shape, dtype=self._sizes.dtype, pin_memory=True)
+            self._sizes = pinned.copy_(self._sizes, non_blocking=True)
+            self._arrived = torch.cuda.current_stream().record_event()
+
+    def wait(self) -> tuple[list[int], list[int]]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        sent, received = self._sizes.tolist()
+        return sent, received
+
+
+class _Choices(torch.autograd.Function):
+    """What travels beside the rows, in one message: their local experts and routing weights.
+
+    Returns [N, width] int32 local experts, their number where there is none, and [N, width] weights, there zero.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
-        ctx.shape = x.shape
-        return F.pad(x.flatten(), (0, 1))[source]
+    def forward(
+        ctx: Any, weights: Tensor, top_k_index: Tensor, experts: int, route: Route, group: ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(route.place)
+        ctx.exchange = group, route.sent, route.received
+        # The message is made of 32-bit words, which hold a narrower weight as float32 without loss.
+        wide = weights if weights.element_size() >= 4 else weights.float()
+        index = _at(top_k_index % experts, route.source, experts).to(torch.int32)
+        words = torch.cat([index, _at(wide, route.source, 0).view(torch.int32)], 1)
+        words = all_to_all(words, group, route.received, route.sent)
+        width = index.shape[1]
+        index, bits = (part.clone(memory_format=torch.contiguous_format) for part in words.tensor_split([width], 1))
+        ctx.mark_non_differentiable(index)
+        return index, bits.view(wide.dtype).to(weights.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return F.pad(grad, (0, 1))[ctx.saved_tensors[0]].view(ctx.shape), None, None
+    def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (place,) = ctx.saved_tensors
+        group, sent, received = ctx.exchange
+        grad = all_to_all(grad, group, sent, received)
+        return _at(grad, place.clamp(max=grad.numel()), 0), None, None, None, None
+
+
+def _at(values: Tensor, places: Tensor, default: int) -> Tensor:
+    """values.flatten()[places], `default` at the place after its last."""
+    return F.pad(values.flatten(), (0, 1), value=default)[places]
 
 
 class _TakeRows(torch.autograd.Function):
