@@ -41,12 +41,20 @@ def assert_refused(result, *messages, tmp_path):
         ("data", "train_path", "nowhere.txt", "no such file: nowhere.txt"),
         ("data", "train_path", "", "data.train_path is empty"),
         ("data", "eval_path", "nowhere.txt", "data.eval_path: no such file"),
+        ("data", "max_tokens_per_batch", 16, "=16 has no room for a document of data.max_seq_len=32 tokens"),
         ("data", "max_seq_len", 4096, "the model has positions for 128 tokens"),
     ],
 )
 def test_one_wrong_field(train, settings, tmp_path, section, field, value, message):
     settings[section][field] = value
     assert_refused(train(), message, tmp_path=tmp_path)
+
+
+def test_batches_by_rows_and_by_tokens_at_once(train, settings, tmp_path):
+    settings["data"] |= {"max_tokens_per_batch": 64, "packing": False}
+    settings["train"]["micro_batch_size"] = 2
+    messages = ("train.micro_batch_size=2 counts rows", "data.packing is off, but data.max_tokens_per_batch packs")
+    assert_refused(train(), "2 problems", *messages, tmp_path=tmp_path)
 
 
 def test_all_problems_at_once(train, settings, tmp_path):

@@ -85,6 +85,42 @@ def test_a_run_goes_on_with_other_processes(ranks, write, tmp_path, before, afte
     assert_same_curve(curve(tmp_path / "split"), curve(tmp_path / "straight"))
 
 
+@pytest.fixture
+def by_tokens(settings, write):
+    """Batches of whole documents, of more tokens in a step than one micro batch of any number of ranks holds."""
+    settings["data"] |= {"max_tokens_per_batch": 40, "sample_by": "paragraph"}
+    settings["train"] |= {"micro_batch_size": None, "global_batch_size": 10, "eval_steps": None}
+
+
+@pytest.mark.parametrize("axis", ["fsdp", "sp and ep"])
+def test_batches_by_tokens_draw_the_curve_of_one(ranks, write, by_tokens, tmp_path, axis):
+    assert run_config(write("one")) == 0
+    assert ranks.run(run_config, write("two", **SIZES[axis])) == [0, 0]
+    # The router's loss is averaged over micro batches, which are others on two ranks.
+    drop = {"aux_loss", "grad_norm"}
+    one, two = (
+        [{k: v for k, v in row.items() if k not in drop} for row in curve(tmp_path / n)] for n in ("one", "two")
+    )
+    assert_same_curve(two, one)
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, {"ep_size": 2}), (1, {})), ((2, {}), (4, {"ep_size": 2}))])
+def test_batches_by_tokens_go_on_with_other_processes(ranks, write, by_tokens, tmp_path, before, after):
+    def run(name, world, **changes):
+        file = write(name, **changes)
+        codes = [run_config(file)] if world == 1 else ranks.run(run_config, file, world=world)
+        assert codes == [0] * world
+
+    changes = {"lr_scheduler": "constant", "lr": 1e-3}
+    run("straight", 1, **changes)
+    run("split", before[0], max_steps=2, **changes, **before[1])
+    run("split", after[0], resume_from="latest", **changes, **after[1])
+    straight, split = (read_metrics(tmp_path / name) for name in ("straight", "split"))
+    assert [row["tokens"] for row in split] == [row["tokens"] for row in straight]
+    assert [row["epoch"] for row in split] == [row["epoch"] for row in straight]
+    assert [row["loss"] for row in split] == pytest.approx([row["loss"] for row in straight], rel=1e-5)
+
+
 def test_weights_are_streamed_and_computed_in_bfloat16(ranks, write, tmp_path):
     assert run_config(write("start")) == 0
     model = {"model_path": str(tmp_path / "start" / "hf")}

@@ -121,8 +121,8 @@ class _MeshFreeDraws(TorchDispatchMode):
         try:
             self._run(path, module, init)
         except _NeedsWhole:
-            own = {key: p for key, p in module._parameters.items() if isinstance(p, DTensor)}
-            wholes = {key: _whole(parameter) for key, parameter in own.items()}
+            own: dict[str, Any] = {key: p for key, p in module._parameters.items() if isinstance(p, DTensor)}
+            wholes = {key: _whole(part) for key, part in own.items()}
             module._parameters.update(wholes)
             try:
                 self._run(path, module, init)
@@ -132,8 +132,8 @@ class _MeshFreeDraws(TorchDispatchMode):
                 ) from None
             finally:
                 module._parameters.update(own)
-            for key, parameter in own.items():
-                local_tensor(parameter).copy_(wholes[key][local_ranges(parameter)])
+            for key, part in own.items():
+                local_tensor(part).copy_(wholes[key][local_ranges(part)])
 
     def _run(self, path: str, module: nn.Module, init: Callable[[nn.Module], Any] | None) -> None:
         self._place, self._count = path, 0

@@ -6,9 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from opslot.data.balance import share_out
     from opslot.data.config import DataConfig
     from opslot.data.corpus import TokenCorpus, tokenize_files
-    from opslot.data.loader import RowLoader, evaluation_batches
+    from opslot.data.loader import RowLoader, TokenLoader, evaluation_batches
     from opslot.data.packing import IGNORE_INDEX, PackedRows, collate, count_targets, split_documents
     from opslot.data.sources import find_files, list_problems, read_documents
     from opslot.data.tokenizer import load_tokenizer
@@ -19,6 +20,7 @@ _HOMES = {
     "PackedRows": "packing",
     "RowLoader": "loader",
     "TokenCorpus": "corpus",
+    "TokenLoader": "loader",
     "collate": "packing",
     "count_targets": "packing",
     "evaluation_batches": "loader",
@@ -26,6 +28,7 @@ _HOMES = {
     "list_problems": "sources",
     "load_tokenizer": "tokenizer",
     "read_documents": "sources",
+    "share_out": "balance",
     "split_documents": "packing",
     "tokenize_files": "corpus",
 }
@@ -36,6 +39,7 @@ __all__ = [
     "PackedRows",
     "RowLoader",
     "TokenCorpus",
+    "TokenLoader",
     "collate",
     "count_targets",
     "evaluation_batches",
@@ -43,6 +47,7 @@ __all__ = [
     "list_problems",
     "load_tokenizer",
     "read_documents",
+    "share_out",
     "split_documents",
     "tokenize_files",
 ]

@@ -18,6 +18,9 @@ class DataConfig:
         text_field: the field, or column, that holds the text in jsonl and parquet files.
         sample_by: what one document is in a plain text file: the file, a line, or a paragraph (up to a blank line).
         max_seq_len: tokens in a row.
+        max_tokens_per_batch: tokens that one process, or `train.sp_size` together, run at a time. With it, documents
+            stay whole up to max_seq_len and are not padded: a step takes as many as fit in `train.global_batch_size`
+            times max_seq_len tokens, and deals them out so that all processes compute equally long.
         packing: fill each row with as many documents as it holds; they do not see each other. Off: one document
             a row, padded.
         shuffle: draw documents and rows in an order that depends on `train.seed` and the epoch alone.
@@ -32,6 +35,7 @@ class DataConfig:
     text_field: str = "text"
     sample_by: Literal["document", "line", "paragraph"] = "document"
     max_seq_len: int = 2048
+    max_tokens_per_batch: int | None = None
     packing: bool = True
     shuffle: bool = True
     append_eos: bool = True

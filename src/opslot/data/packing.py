@@ -82,19 +82,27 @@ class PackedRows(Dataset):
 
         "padding" tells how many tokens at the end are padding; they are the last document.
         """
+        return padded_row(self.tokens(row), self.max_seq_len, self.pad_token_id)
+
+    def tokens(self, row: int) -> list[np.ndarray]:
+        """Tokens of each document of row number `row`, int32, without padding."""
         number, index = divmod(row, self.rows_per_epoch)
         epoch = self._plan(number)
-        pieces = self._pieces(epoch, int(epoch.rows[index]))
-        lengths = [len(piece) for piece in pieces]
-        padding = self.max_seq_len - sum(lengths)
-        if padding:
-            pieces.append(np.full(padding, self.pad_token_id, dtype=np.int32))
-            lengths.append(padding)
-        return {
-            "input_ids": torch.from_numpy(np.concatenate(pieces).astype(np.int64)),
-            "lengths": lengths,
-            "padding": padding,
-        }
+        return self._pieces(epoch, int(epoch.rows[index]))
+
+    def token_counts(self, first: int, stop: int) -> np.ndarray:
+        """Tokens of the rows [first, stop), int64, of rows of one document each."""
+        assert not self.packing, "packed rows are full"
+        counts = []
+        while first < stop:
+            number, index = divmod(first, self.rows_per_epoch)
+            epoch = self._plan(number)
+            rows = epoch.rows[index : index + stop - first]
+            place = np.searchsorted(epoch.starts, rows, side="right") - 1
+            before = (rows - epoch.starts[place]) * self.max_seq_len
+            counts.append(np.minimum(self.corpus.lengths[epoch.documents[place]] - before, self.max_seq_len))
+            first += len(rows)
+        return np.concatenate(counts)
 
     def identity(self) -> dict[str, Any]:
         """What decides which tokens row `i` holds."""
@@ -136,6 +144,20 @@ class PackedRows(Dataset):
             offset = int(epoch.starts[place])
             pieces.append(self.corpus.tokens(int(epoch.documents[place]), max(0, begin - offset), end - offset))
         return pieces
+
+
+def padded_row(pieces: list[np.ndarray], size: int, pad_token_id: int) -> dict[str, Any]:
+    """A row of `size` tokens from documents of at most as many, in the form of `PackedRows`' rows."""
+    lengths = [len(piece) for piece in pieces]
+    padding = size - sum(lengths)
+    if padding:
+        pieces = [*pieces, np.full(padding, pad_token_id, dtype=np.int32)]
+        lengths.append(padding)
+    return {
+        "input_ids": torch.from_numpy(np.concatenate(pieces).astype(np.int64)),
+        "lengths": lengths,
+        "padding": padding,
+    }
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -25,8 +26,8 @@ class OtherRankFailed(ParallelError):
 _ERROR, _SEEN, _DONE, _LEFT = "error", "seen", "done", "left"
 _GRACE_SECONDS = 5.0
 _SHOWN_SECONDS = 1.0
-# Every rank enters as often, so the number keeps one use's keys from the next one's.
-_runs = itertools.count()
+# Every rank of a group enters as often, so the number keeps one use's keys from the next one's.
+_runs: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -41,7 +42,8 @@ def failing_together(poll_seconds: float = 0.5) -> Iterator[None]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    store = dist.PrefixStore(f"opslot/{next(_runs)}", _own_connection())
+    run = next(_runs.setdefault(dist.distributed_c10d._get_default_group(), itertools.count()))
+    store = dist.PrefixStore(f"opslot/{run}", _own_connection())
     done = threading.Event()
     peers = LocalPeers(store)
     arguments = (store, peers, done, poll_seconds)

@@ -58,9 +58,10 @@ if TYPE_CHECKING:
 
 
 class BatchSource(Protocol):
-    """Endless micro batches with a place that can be saved; torchdata's StatefulDataLoader is one too."""
+    """Endless micro batches, or steps of them, with a place that can be saved; torchdata's StatefulDataLoader is one
+    too."""
 
-    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+    def __iter__(self) -> Iterator[Any]: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -162,6 +163,14 @@ class BaseTrainer(ABC):
         train = self.config.train
         return train.global_batch_size // (micro_batch_size(train) * self.state.dp_size)
 
+    def next_micro_batches(self, batches: Iterator[Any]) -> list[dict[str, Any]]:
+        """This rank's micro batches of an optimizer step; as many on every rank."""
+        return [next(batches) for _ in range(self.accumulation_steps)]
+
+    def count_tokens(self, micro_batches: list[dict[str, Any]]) -> int:
+        """Tokens of an optimizer step over all ranks, padding included, of which this rank has `micro_batches`."""
+        return sum(batch["input_ids"].numel() for batch in micro_batches) * self.state.dp_size
+
     def default_callbacks(self) -> list[Callback]:
         """Evaluation comes before those who report it, metrics before the checkpoint that counts on them.
 
@@ -244,9 +253,9 @@ class BaseTrainer(ABC):
     def _train_step(self, batches: Iterator[dict[str, Any]]) -> StepRecord:
         started = time.perf_counter()
         train = self.config.train
-        micro_batches = [next(batches) for _ in range(self.accumulation_steps)]
-        # The ranks of one sequence have the same rows.
+        micro_batches = self.next_micro_batches(batches)
         (counted,) = sum_over_ranks(sum(count_targets(batch["labels"]) for batch in micro_batches))
+        # The ranks of one sequence have the same rows.
         targets = round(counted) // self.state.sp
         lr = learning_rate(train, self.step + 1, self.max_steps)
         for group in self.optimizer.param_groups:
@@ -272,7 +281,7 @@ class BaseTrainer(ABC):
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        tokens = sum(batch["input_ids"].numel() for batch in micro_batches) * self.state.dp_size
+        tokens = self.count_tokens(micro_batches)
         self.tokens_seen += tokens
         return StepRecord(
             step=self.step,

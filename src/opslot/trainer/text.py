@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from opslot.data import (
     PackedRows,
     RowLoader,
     TokenCorpus,
+    TokenLoader,
     count_targets,
     evaluation_batches,
     load_tokenizer,
@@ -38,7 +40,7 @@ _COUNTED_TOKENS = 200_000_000
 class TextTrainer(BaseTrainer):
     """Trains `opslot.build_foundation_model`'s model to predict the next token of packed documents."""
 
-    def build_data(self) -> RowLoader:
+    def build_data(self) -> RowLoader | TokenLoader:
         config = self.config
         self.tokenizer = load_tokenizer(self.inputs.tokenizer_path, trust_remote_code=config.model.trust_remote_code)
         self.model_config = load_config(self.inputs.config_path, trust_remote_code=config.model.trust_remote_code)
@@ -53,15 +55,36 @@ class TextTrainer(BaseTrainer):
         elif config.train.eval_steps:
             train_documents, held_out = split_documents(self.corpus, config.data.eval_fraction, config.train.seed)
             self.eval_rows = self._rows(self.corpus, held_out, shuffle=False)
-        self.train_rows = self._rows(self.corpus, train_documents, shuffle=config.data.shuffle)
-        return RowLoader(
-            self.train_rows,
-            micro_batch_size(config.train),
-            rank=self.state.dp_rank,
-            world_size=self.state.dp_size,
-            num_workers=config.data.num_workers,
-            pin_memory=self.device.type == "cuda",
+        max_tokens = config.data.max_tokens_per_batch
+        self.train_rows = self._rows(
+            self.corpus,
+            train_documents,
+            shuffle=config.data.shuffle,
+            packing=config.data.packing and max_tokens is None,
         )
+        options: dict[str, Any] = {
+            "rank": self.state.dp_rank,
+            "world_size": self.state.dp_size,
+            "num_workers": config.data.num_workers,
+            "pin_memory": self.device.type == "cuda",
+        }
+        if max_tokens is None:
+            return RowLoader(self.train_rows, micro_batch_size(config.train), **options)
+        # A layer of width h multiplies a token by about 12 h^2 weights, 24 h^2 FLOPs, and causal attention takes 2 h
+        # for each token before it.
+        share = 1 / (12 * self.model_config.get_text_config().hidden_size)
+        step_tokens = config.train.global_batch_size * config.data.max_seq_len
+        return TokenLoader(self.train_rows, step_tokens, max_tokens, attention_share=share, **options)
+
+    def next_micro_batches(self, batches: Iterator[Any]) -> list[dict[str, Any]]:
+        if isinstance(self.batches, TokenLoader):
+            return next(batches)
+        return super().next_micro_batches(batches)
+
+    def count_tokens(self, micro_batches: list[dict[str, Any]]) -> int:
+        if isinstance(self.batches, TokenLoader):
+            return self.batches.step_size
+        return super().count_tokens(micro_batches)
 
     def build_model(self) -> PreTrainedModel:
         model = self.config.model
@@ -81,6 +104,8 @@ class TextTrainer(BaseTrainer):
         train = self.config.train
         if train.max_steps is not None:
             return train.max_steps
+        if isinstance(self.batches, TokenLoader):
+            return self.batches.steps(train.num_epochs)
         rows = self.train_rows.rows_per_epoch * train.num_epochs
         return max(1, math.ceil(rows / train.global_batch_size))
 
@@ -90,7 +115,10 @@ class TextTrainer(BaseTrainer):
         assert self.eval_rows is not None, "evaluation needs train.eval_steps or data.eval_path"
         self.model.eval()
         total, targets = 0.0, 0
-        batches = evaluation_batches(self.eval_rows, micro_batch_size(self.config.train))
+        data = self.config.data
+        by_tokens = data.max_tokens_per_batch
+        size = micro_batch_size(self.config.train) if by_tokens is None else by_tokens // data.max_seq_len
+        batches = evaluation_batches(self.eval_rows, size)
         while of_ranks := list(itertools.islice(batches, self.state.dp_size)):
             # Sharded parameters take every rank to gather, so a rank without a batch runs one that does not count.
             own = min(self.state.dp_rank, len(of_ranks) - 1)
@@ -130,13 +158,15 @@ class TextTrainer(BaseTrainer):
             cache_dir=data.cache_dir,
         )
 
-    def _rows(self, corpus: TokenCorpus, documents: np.ndarray | None, *, shuffle: bool) -> PackedRows:
+    def _rows(
+        self, corpus: TokenCorpus, documents: np.ndarray | None, *, shuffle: bool, packing: bool | None = None
+    ) -> PackedRows:
         data = self.config.data
         pad = self.tokenizer.pad_token_id
         return PackedRows(
             corpus,
             data.max_seq_len,
-            packing=data.packing,
+            packing=data.packing if packing is None else packing,
             shuffle=shuffle,
             seed=self.config.train.seed,
             documents=documents,

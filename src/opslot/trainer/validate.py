@@ -39,7 +39,7 @@ def validate(config: RunConfig) -> Inputs:
     """
     problems: list[str] = []
     _check_numbers(config, problems)
-    _check_processes(config.train, problems)
+    _check_processes(config, problems)
     config_path, tokenizer_path = _check_model(config.model, problems)
     data = config.data
     train_files = find_files(data.train_path, "data.train_path", problems)
@@ -104,9 +104,10 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
     problems += [f"{name}={value} must be in [0, 1)" for name, value in shares.items() if not 0 <= value < 1]
 
 
-def _check_processes(train: TrainConfig, problems: list[str]) -> None:
+def _check_processes(config: RunConfig, problems: list[str]) -> None:
     from opslot.distributed import check_sizes
 
+    train = config.train
     processes, sizes = world_size(), (train.fsdp.replicas, train.sp_size, train.ep_size)
     if min(sizes) < 1:
         return
@@ -123,7 +124,32 @@ def _check_processes(train: TrainConfig, problems: list[str]) -> None:
         except ConfigError as error:
             problems.append(f"{error} (train.fsdp.replicas is dp_replicate, train.sp_size sp, train.ep_size ep)")
             return
-    _check_batch(train, problems)
+    if config.data.max_tokens_per_batch is None:
+        _check_batch(train, problems)
+    else:
+        _check_token_batch(config, problems)
+
+
+def _check_token_batch(config: RunConfig, problems: list[str]) -> None:
+    train, ranks = config.train, data_parallel_size(config.train)
+    room, longest = config.data.max_tokens_per_batch or 0, config.data.max_seq_len
+    if room < longest:
+        problems.append(
+            f"data.max_tokens_per_batch={room} has no room for a document of data.max_seq_len={longest} tokens; "
+            f"make it at least {longest}, or max_seq_len at most {room}"
+        )
+    if train.micro_batch_size is not None:
+        problems.append(
+            f"train.micro_batch_size={train.micro_batch_size} counts rows, but data.max_tokens_per_batch="
+            f"{room} makes micro batches by tokens; leave out one of them"
+        )
+    if not config.data.packing:
+        problems.append("data.packing is off, but data.max_tokens_per_batch packs; leave out one of them")
+    if train.global_batch_size < ranks:
+        problems.append(
+            f"train.global_batch_size={train.global_batch_size} rows of data.max_seq_len tokens are too few for "
+            f"{ranks} data-parallel ranks; make it at least {ranks}"
+        )
 
 
 def _check_batch(train: TrainConfig, problems: list[str]) -> None:
