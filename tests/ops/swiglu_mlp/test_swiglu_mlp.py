@@ -216,6 +216,24 @@ def test_auto_keeps_eager_on_cpu_and_takes_triton_on_a_gpu():
     assert chosen(DeviceFacts("gpu", (9, 0))) == "triton"
 
 
+@pytest.mark.parametrize(
+    ("variant", "width", "expected"),
+    [
+        ("standard", 768, "eager"),
+        ("standard", 1536, "triton"),
+        ("clamped", 768, "triton"),
+        ("fused_gate_up", 768, "triton"),
+    ],
+)
+def test_auto_keeps_eager_where_a_narrow_site_gains_less_than_the_host_loses(variant, width, expected, monkeypatch):
+    monkeypatch.setattr("opslot.slots.spec.has_package", lambda name: True)
+    mlp = types.SimpleNamespace(down_proj=nn.Linear(width, 8))
+    request = KernelRequest("swiglu_mlp", variant, DeviceFacts("gpu", (9, 0)), torch.bfloat16, mlp)
+    assert KERNEL_REGISTRY.resolve(request).chosen == expected
+    named = KERNEL_REGISTRY.resolve(request, "triton")
+    assert (named.chosen, named.explicit) == ("triton", True)
+
+
 def test_liger_cannot_be_bound_to_the_fused_variant():
     request = KernelRequest("swiglu_mlp", "fused_gate_up", DeviceFacts("gpu", (9, 0)), torch.bfloat16)
     with pytest.raises(ConfigError, match="'liger_kernel' serves only the variant standard"):

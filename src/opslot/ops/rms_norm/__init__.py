@@ -22,6 +22,8 @@ def _quack_serves(request: KernelRequest) -> str | None:
     return None
 
 
+# Forward + backward on an H200, bf16, kernels alone, at 16384x4096, 16384x2048 and 524288x128 (ms): triton 0.175, 0.094
+# and 0.174, quack 0.189, 0.112 and 0.190, liger_kernel 0.300, 0.204 and 0.505, eager 2.69, 1.40 and 2.97.
 KERNEL_REGISTRY.register_op(OP)
 for _variant in OP.variants:
     KERNEL_REGISTRY.register(
