@@ -1,13 +1,13 @@
-"""moe_experts on a GPU: check every kernel, then time forward + backward beside the floor.
+"""moe_experts on a GPU: check every kernel of every variant, then time forward + backward beside the floor.
 
-python benchmarks/gpu_moe.py [--out DIR] [--kernels a,b] [--dtypes bfloat16,float16] [--skip-check]
+python benchmarks/gpu_moe.py [--out DIR] [--commit ID] [--variants a,b] [--kernels a,b] [--dtypes bfloat16,float16]
+    [--cases TEXT] [--skip-check] [--skip-bench]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 import traceback
@@ -18,21 +18,18 @@ from typing import Any
 import torch
 import triton
 
-from opslot._base.device import facts_of
+from opslot._base.device import facts_of, package_version
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, OpVariant
 from opslot.testing.parity import check_kernel
 
 BYTES_PER_SECOND = 4.3e12
 FLOPS_PER_SECOND = 790e12
+PACKAGES = ("torch", "triton", "transformers", "quack-kernels", "nvidia-cutlass-dsl")
 
 
-def usable(dtype: torch.dtype) -> dict[str, str | None]:
-    request = KernelRequest("moe_experts", "standard", facts_of("cuda"), dtype)
-    return {s.name: s.unusable(request) for s in KERNEL_REGISTRY.specs("moe_experts", "standard")}
-
-
-def load(name: str) -> Callable[..., Any]:
-    return KERNEL_REGISTRY.load("moe_experts", "standard", name)
+def usable(variant: str, dtype: torch.dtype) -> dict[str, str | None]:
+    request = KernelRequest("moe_experts", variant, facts_of("cuda"), dtype)
+    return {s.name: s.unusable(request) for s in KERNEL_REGISTRY.specs("moe_experts", variant)}
 
 
 def check(variant: OpVariant, names: list[str], dtypes: list[torch.dtype]) -> dict[str, list[str]]:
@@ -40,36 +37,71 @@ def check(variant: OpVariant, names: list[str], dtypes: list[torch.dtype]) -> di
     failed: dict[str, list[str]] = {}
     for name in names:
         failed[name] = []
-        kernel = load(name)
+        kernel = KERNEL_REGISTRY.load("moe_experts", variant.name, name)
         for dtype in dtypes:
-            if usable(dtype)[name]:
+            if usable(variant.name, dtype)[name]:
                 continue
             for case in variant.cases:
-                if case.role != "check" or (name == "fused_quack" and case.name == "odd sizes"):
+                if case.role != "check":
                     continue
                 result = check_kernel(kernel, "moe_experts", variant, case, dtype, "cuda", name=name)
                 if not result.ok:
                     failed[name].append(str(result))
                     print(result, flush=True)
-        print(f"check {name}: {len(failed[name])} failed", flush=True)
+        print(f"check {variant.name} {name}: {len(failed[name])} failed", flush=True)
     return failed
 
 
-def upstream(implementation: str) -> Callable[..., Any]:
-    """Transformers' own experts as a function of the contract's tensors."""
+def upstream_standard(
+    hidden_states: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Transformers' own experts with its grouped_mm, as a function of the contract's tensors."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    def run(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights):
-        experts, hidden, intermediate = down_proj.shape
-        config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=intermediate, num_experts=experts)
-        config._experts_implementation = implementation
-        with torch.device("meta"):
-            module = Qwen3MoeExperts(config)
-        weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
-        return torch.func.functional_call(module, weights, (hidden_states, top_k_index, top_k_weights))
+    experts, hidden, intermediate = down_proj.shape
+    config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=intermediate, num_experts=experts)
+    config._experts_implementation = "grouped_mm"
+    with torch.device("meta"):
+        module = Qwen3MoeExperts(config)
+    weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
+    return torch.func.functional_call(module, weights, (hidden_states, top_k_index, top_k_weights))
 
-    return run
+
+def upstream_biased(
+    hidden_states: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    gate_up_proj_bias: torch.Tensor,
+    down_proj_bias: torch.Tensor,
+    limit: float,
+    alpha: float,
+) -> torch.Tensor:
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    experts, intermediate, hidden = down_proj.shape
+    config = GptOssConfig(hidden_size=hidden, intermediate_size=intermediate, num_local_experts=experts)
+    config._experts_implementation = "grouped_mm"
+    with torch.device("meta"):
+        module = GptOssExperts(config)
+    module.limit, module.alpha = limit, alpha
+    weights = {
+        "gate_up_proj": gate_up_proj,
+        "down_proj": down_proj,
+        "gate_up_proj_bias": gate_up_proj_bias,
+        "down_proj_bias": down_proj_bias,
+    }
+    return torch.func.functional_call(module, weights, (hidden_states, top_k_index, top_k_weights))
+
+
+UPSTREAM = {"standard": upstream_standard, "biased": upstream_biased}
 
 
 def call(kernel: Callable[..., Any], arguments: dict[str, Any], variant: OpVariant) -> list[torch.Tensor]:
@@ -113,35 +145,23 @@ def timed(
     return {"ms": total, "forward_ms": alone, "peak_mib": peak / 2**20, "error": error}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--kernels", default="")
-    parser.add_argument("--dtypes", default="bfloat16,float16,float32")
-    parser.add_argument("--rest", type=float, default=0.5, help="seconds of idling before each timing")
-    parser.add_argument("--skip-check", action="store_true")
-    parser.add_argument("--skip-bench", action="store_true")
-    options = parser.parse_args()
-    variant = KERNEL_REGISTRY.op("moe_experts").variant("standard")
-    reasons = usable(torch.bfloat16)
-    names = options.kernels.split(",") if options.kernels else [n for n, reason in reasons.items() if not reason]
-    dtypes = [getattr(torch, d) for d in options.dtypes.split(",")]
-    failed = {} if options.skip_check else check(variant, names, dtypes)
+def bench(variant: OpVariant, names: list[str], failed: dict[str, list[str]], options: Any) -> list[dict[str, Any]]:
     rows = []
+    kernels = {n: KERNEL_REGISTRY.load("moe_experts", variant.name, n) for n in names}
+    if variant.name in UPSTREAM:
+        kernels["hf grouped_mm"] = UPSTREAM[variant.name]
+    kernels["eager"] = variant.reference
     for case in variant.cases:
-        if case.role != "bench" or options.skip_bench:
+        if case.role != "bench" or options.cases not in case.name:
             continue
-        generator = torch.Generator("cuda").manual_seed(0)
-        arguments = case.make(torch.bfloat16, torch.device("cuda"), generator)
+        arguments = case.make(torch.bfloat16, torch.device("cuda"), torch.Generator("cuda").manual_seed(0))
         cost = variant.cost(arguments)
-        wanted = call(upstream("grouped_mm"), arguments, variant)
+        wanted = call(variant.reference, arguments, variant)
         floor = max(cost.flops / FLOPS_PER_SECOND, cost.bytes / BYTES_PER_SECOND) * 1e3
-        for name in [*names, "hf grouped_mm"]:
-            row: dict[str, Any] = {"case": case.name, "kernel": name, "floor_ms": floor, "check": "ok"}
-            if failed.get(name):
-                row["check"] = "WRONG"
+        for name, kernel in kernels.items():
+            row: dict[str, Any] = {"variant": variant.name, "case": case.name, "kernel": name, "floor_ms": floor}
+            row["check"] = "WRONG" if failed.get(name) else "ok"
             try:
-                kernel = upstream(name[3:]) if name.startswith("hf ") else load(name)
                 row |= timed(kernel, arguments, variant, wanted, options.rest)
                 # Two bf16 results, each within a few roundings of the truth.
                 if not row["error"] < 2e-2:
@@ -153,26 +173,54 @@ def main() -> None:
             rows.append(row)
             torch.cuda.empty_cache()
         del arguments, wanted
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
     print(
-        f"{'case':36} {'kernel':14} {'ms':>8} {'forward':>8} {'floor':>7} {'share':>6} "
+        f"{'variant':9} {'case':31} {'kernel':14} {'ms':>8} {'forward':>8} {'floor':>7} {'share':>6} "
         f"{'TFLOP/s':>8} {'MiB':>7} {'error':>8} check"
     )
     for r in rows:
+        head = f"{r['variant']:9} {r['case']:31} {r['kernel']:14}"
         if r["check"] != "ok":
-            print(f"{r['case']:36} {r['kernel']:14} {'WRONG':>8} {'':47} {r['check']}")
+            print(f"{head} {'WRONG':>8} {'':47} {r['check']}")
             continue
         print(
-            f"{r['case']:36} {r['kernel']:14} {r['ms']:8.2f} {r['forward_ms']:8.2f} {r['floor_ms']:7.2f} "
+            f"{head} {r['ms']:8.2f} {r['forward_ms']:8.2f} {r['floor_ms']:7.2f} "
             f"{r['floor_ms'] / r['ms']:6.0%} {r['tflops']:8.0f} {r['peak_mib']:7.0f} {r['error']:8.1e} {r['check']}"
         )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--commit", default="", help="commit id to record; the machine may have no history")
+    parser.add_argument("--variants", default="standard,clamped,biased")
+    parser.add_argument("--kernels", default="")
+    parser.add_argument("--cases", default="", help="only those whose name contains this")
+    parser.add_argument("--dtypes", default="bfloat16,float16,float32")
+    parser.add_argument("--rest", type=float, default=0.5, help="seconds of idling before each timing")
+    parser.add_argument("--skip-check", action="store_true")
+    parser.add_argument("--skip-bench", action="store_true")
+    options = parser.parse_args()
+    dtypes = [getattr(torch, d) for d in options.dtypes.split(",")]
+    rows = []
+    for variant_name in options.variants.split(","):
+        variant = KERNEL_REGISTRY.op("moe_experts").variant(variant_name)
+        names = [n for n, reason in usable(variant_name, torch.bfloat16).items() if not reason]
+        names = [n for n in names if n in options.kernels.split(",")] if options.kernels else names
+        failed = {} if options.skip_check else check(variant, names, dtypes)
+        if not options.skip_bench:
+            rows += bench(variant, names, failed, options)
+    show(rows)
     if options.out:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
         record = {
             "machine": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
             "python": sys.version.split()[0],
-            "commit": commit,
+            "versions": {p: version for p in PACKAGES if (version := package_version(p))},
+            "commit": options.commit,
+            "date": time.strftime("%Y-%m-%d"),
             "rest_s": options.rest,
             "rows": rows,
         }

@@ -15,6 +15,7 @@ import torch
 import triton
 
 from opslot.ops.moe_experts import triton as fused
+from opslot.ops.moe_experts._autograd import Experts, Wanted
 from opslot.ops.moe_experts.op import OP
 from opslot.ops.moe_experts.routing import route
 
@@ -38,21 +39,22 @@ def triton_cuts(product: str) -> Iterator[fused.Tiles]:
 
 def tune_triton(arguments: dict[str, torch.Tensor], products: list[str]) -> None:
     x, gate_up, down, index, weights = arguments.values()
-    experts, hidden, intermediate = down.shape
+    count, hidden, intermediate = down.shape
     top_k = index.shape[1]
-    plan = fused.plan_for(down)
-    routing = route(index, experts, plan.align)
+    experts = Experts(gate_up, down)
+    plan = fused.plan_for(experts)
+    routing = route(index, count, plan.align)
     rows_x = fused.gather(x, top_k, routing)
     rows_grad = fused.gather(torch.randn_like(x), top_k, routing)
-    projected, act = fused.gate_up(plan, x, gate_up, top_k, routing)
+    projected, act = fused.gate_up(plan, x, experts, top_k, routing)
     act_grad = fused.rows_product(plan, plan.act_grad, rows_grad, down, intermediate, False, routing)
-    projected_grad, weighted_act, _ = fused.swiglu_grad(act_grad, projected, weights, routing)
+    projected_grad, weighted_act, _ = fused.gate_grad(plan, act_grad, projected, rows_grad, experts, weights, routing)
     outputs = fused.rows_product(plan, plan.down, act, down, hidden, True, routing)
-    weight = gate_up.view(2 * experts, intermediate, hidden)
+    weight = gate_up.view(2 * count, intermediate, hidden)
     for name, glue in {
-        "route": lambda: route(index, experts, plan.align),
+        "route": lambda: route(index, count, plan.align),
         "gather": lambda: fused.gather(x, top_k, routing),
-        "swiglu_grad": lambda: fused.swiglu_grad(act_grad, projected, weights, routing),
+        "gate_grad": lambda: fused.gate_grad(plan, act_grad, projected, rows_grad, experts, weights, routing),
         "combine": lambda: fused.combine(outputs, routing.places, weights, True),
     }.items():
         print(f"{name:13} {bench(glue):7.3f} ms")
@@ -60,7 +62,7 @@ def tune_triton(arguments: dict[str, torch.Tensor], products: list[str]) -> None
     def run(product: str, tiles: fused.Tiles, gather: bool) -> Any:
         trial = dataclasses.replace(plan, gather=gather, **{product: tiles})
         if product == "gate_up":
-            return fused.gate_up(trial, x, gate_up, top_k, routing, rows_x)
+            return fused.gate_up(trial, x, experts, top_k, routing, rows_x)
         if product == "down":
             return fused.rows_product(trial, tiles, act, down, hidden, True, routing)
         if product == "act_grad":
@@ -93,10 +95,11 @@ def tune_quack(arguments: dict[str, torch.Tensor], products: list[str]) -> None:
 
     x, gate_up, down, index, weights = arguments.values()
     grad = torch.randn_like(x)
-    _, *saved = quack._forward(x, gate_up, down, index, weights)
+    experts = Experts(gate_up, down)
+    _, *saved = quack._forward(x, experts, index, weights)
     runs = {
-        True: lambda: quack._forward(x, gate_up, down, index, weights),
-        False: lambda: quack._backward(grad, x, gate_up, down, weights, saved, True, True),
+        True: lambda: quack._forward(x, experts, index, weights),
+        False: lambda: quack._backward(grad, x, experts, weights, saved, Wanted(True, True, False)),
     }
     print(f"forward {bench(runs[True]):.3f} backward {bench(runs[False]):.3f}", flush=True)
     for product in products:

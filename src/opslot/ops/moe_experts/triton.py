@@ -24,6 +24,7 @@ from opslot._base.device import triton_interpreted
 from opslot._base.errors import KernelError, explain_problem
 from opslot.ops.moe_experts import triton_kernels as kernels
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
+from opslot.ops.moe_experts._beside import Beside
 from opslot.ops.moe_experts._call import prepare
 from opslot.ops.moe_experts.routing import Routing, empty_routing, route
 
@@ -183,10 +184,11 @@ def _cut(tiles: Tiles) -> dict[str, int | bool]:
     }
 
 
-def gather(x: Tensor, top_k: int, routing: Routing) -> Tensor:
+def gather(x: Tensor, top_k: int, routing: Routing, out: Tensor | None = None) -> Tensor:
     """Each row's token [1, R, H]; zero in rows without one."""
     rows, hidden = routing.slots.numel(), x.shape[1]
-    out = x.new_empty(1, rows, hidden)
+    if out is None:
+        out = x.new_empty(1, rows, hidden)
     block = min(triton.next_power_of_2(hidden), 256)
     experts = routing.counts.numel()
     kernels.gather_kernel[(triton.cdiv(rows, 32), triton.cdiv(hidden, block))](
@@ -195,11 +197,12 @@ def gather(x: Tensor, top_k: int, routing: Routing) -> Tensor:
     return out
 
 
-def combine(rows: Tensor, places: Tensor, top_k_weights: Tensor, weighted: bool) -> Tensor:
+def combine(rows: Tensor, places: Tensor, top_k_weights: Tensor, weighted: bool, out: Tensor | None = None) -> Tensor:
     """Each token's sum [T, H] over its rows of `rows` [..., R, H], times their weights if `weighted`."""
     tokens, top_k = top_k_weights.shape
     hidden = rows.shape[-1]
-    out = rows.new_empty(tokens, hidden)
+    if out is None:
+        out = rows.new_empty(tokens, hidden)
     block = min(triton.next_power_of_2(hidden), 1024)
     kernels.combine_kernel[(tokens, triton.cdiv(hidden, block))](
         rows, places, top_k_weights, out, hidden, TOP_K=top_k, WEIGHTED=weighted, BC=block, num_warps=4
@@ -309,25 +312,33 @@ def backward(
     projected_grad, weighted_act, weights_grad = gate_grad(
         plan, act_grad, projected, row_grad, experts, top_k_weights, routing
     )
-    x_grad = gate_up_grad = down_grad = gate_up_bias_grad = down_bias_grad = None
+    gate_up_grad = down_grad = gate_up_bias_grad = down_bias_grad = None
     if experts.biased and wanted.biases:
         gate_up_bias_grad = bias_grad(projected_grad, routing)
         down_bias_grad = bias_grad(row_grad, routing, top_k_weights)
     if wanted.weights:
-        outputs_inputs = (weighted_act, row_grad) if experts.biased else (row_grad, weighted_act)
-        down_grad = weight_grad_product(plan, plan.down_grad, *outputs_inputs, routing)
+        operands = (weighted_act, row_grad) if experts.biased else (row_grad, weighted_act)
+        down_grad = weight_grad_product(plan, plan.down_grad, *operands, routing)
     del row_grad, act_grad, weighted_act
-    if wanted.weights:
-        rows = gather(x, top_k, routing)
-        outputs_inputs = (rows, projected_grad) if experts.biased else (projected_grad, rows)
-        gate_up_grad = weight_grad_product(plan, plan.gate_up_grad, *outputs_inputs, routing)
-        gate_up_grad = gate_up_grad.view_as(experts.gate_up_proj)
+    rows = x.new_empty(1, routing.slots.numel() if wanted.weights else 0, hidden)
+    terms, x_grad = None, torch.empty_like(x) if wanted.inputs else None
+    beside = Beside(rows)
     if wanted.inputs:
         weight = experts.gate_up_proj
         if not experts.biased:
             weight = weight.view(2 * count, intermediate, hidden)
         terms = rows_product(plan, plan.input_grad, projected_grad, weight, hidden, experts.biased, routing)
-        x_grad = combine(terms, routing.places, top_k_weights, False)
+    if wanted.weights:
+        beside.launch(gather, x, top_k, routing, rows)
+    beside.join()
+    beside = Beside(rows)
+    if wanted.weights:
+        operands = (rows, projected_grad) if experts.biased else (projected_grad, rows)
+        gate_up_grad = weight_grad_product(plan, plan.gate_up_grad, *operands, routing)
+        gate_up_grad = gate_up_grad.view_as(experts.gate_up_proj)
+    if terms is not None:
+        beside.launch(combine, terms, routing.places, top_k_weights, False, x_grad)
+    beside.join()
     return Grads(x_grad, gate_up_grad, down_grad, weights_grad, gate_up_bias_grad, down_bias_grad)
 
 
