@@ -25,7 +25,7 @@ from opslot.testing.bench.proofs import Claim, prove
 from opslot.testing.parity import CheckResult, compare, expect
 from opslot.testing.peers import PEERS, check_peers, load_peers, peer_kernels
 
-WIDE = (("width", 24),)
+WIDE = (("heads", 1), ("width", 24))
 
 
 def wrong(hidden_states, weight, eps):
@@ -69,7 +69,7 @@ def test_a_wrong_kernel_has_no_time_that_counts_and_is_never_chosen(kernels, tmp
     assert not rows["wrong"].counts
     assert rows["wrong"].verdict.startswith("WRONG model width: ")
     assert rows["right"].counts
-    assert rows["eager"].shape == {"width": 24}
+    assert rows["eager"].shape == {"width": 24, "heads": 1}
     (timing,) = timings_of(rows.values())
     assert timing.failed == {"wrong": rows["wrong"].verdict}
     assert set(timing.ms) == {name for name, row in rows.items() if row.counts}
@@ -82,20 +82,19 @@ def test_a_wrong_kernel_has_no_time_that_counts_and_is_never_chosen(kernels, tmp
     write_profile([timing], CPU)
     fastest = min(timing.ms, key=timing.ms.get)
     assert bind(Norm()).chosen("rms_norm") == (fastest,)
-    assert read_profile(CPU).at("rms_norm", "standard", "float32", {"width": 24}) == timing
+    assert read_profile(CPU).at("rms_norm", "standard", "float32", {"width": 24, "heads": 1}) == timing
 
 
 def test_a_kernel_that_breaks_at_size_only_is_found_on_what_is_timed():
     def breaks(hidden_states, weight, eps):
-        # 64 tokens of a narrow norm are 2048 rows of heads.
-        return right(hidden_states, weight, eps) * (1.02 if hidden_states.shape[0] == 2048 else 1.0)
+        return right(hidden_states, weight, eps) * (1.02 if hidden_states.shape == (70, 24) else 1.0)
 
     KERNEL_REGISTRY.register(KernelSpec("breaks", "rms_norm", "standard", lambda: breaks))
     try:
-        row = rows_at(64, compiled=False)["breaks"]
+        row = rows_at(70, compiled=False)["breaks"]
     finally:
         KERNEL_REGISTRY.unregister("rms_norm", "standard", "breaks")
-    assert row.verdict.startswith("WRONG 2048x24: ")
+    assert row.verdict.startswith("WRONG 70x24: ")
 
 
 def test_a_kernel_that_raises_is_a_row_and_the_rest_goes_on():
@@ -133,7 +132,7 @@ def test_a_kernel_that_takes_its_process_down_is_wrong_and_others_are_not(monkey
 
 def test_norms_are_compared_where_elements_are_too_many():
     variant = KERNEL_REGISTRY.op("rms_norm").variant("standard")
-    case = variant.case_at({"width": 512}, 64)
+    case = variant.case_at({"width": 512, "heads": 1}, 64)
     expected = expect(variant, case.make(torch.bfloat16, torch.device("cpu"), torch.Generator().manual_seed(0)))
     label = CheckResult("rms_norm", "standard", "k", case.name, "bfloat16")
     assert compare(right, expected, label, by_norm=True).ok
@@ -240,7 +239,7 @@ def test_a_kernel_that_spoils_the_device_ends_the_run_after_its_row(calls_before
     calls = []
 
     def illegal(hidden_states, weight, eps):
-        if hidden_states.shape == (64, 24):
+        if hidden_states.shape == (2, 24):
             calls.append(1)
             if len(calls) > calls_before:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -251,7 +250,7 @@ def test_a_kernel_that_spoils_the_device_ends_the_run_after_its_row(calls_before
     found = bench("rms_norm", device="cpu", dtype=torch.float32, sites=sites, tokens=2, compiled=False)
     rows = []
     try:
-        with pytest.raises(KernelError, match="illegal left the device unusable at 64x24"):
+        with pytest.raises(KernelError, match="illegal left the device unusable at 2x24"):
             collections.deque(map(rows.append, found))
     finally:
         KERNEL_REGISTRY.unregister("rms_norm", "standard", "illegal")
@@ -285,3 +284,29 @@ def test_a_case_too_large_for_float64_keeps_the_verdict_of_the_small_ones(monkey
     assert rows["torch_fused"].verdict.startswith("ok (on the check cases;")
     assert rows["torch.compile"].verdict.startswith("unproven")
     assert not rows["torch.compile"].counts
+
+
+def test_the_sites_of_a_model_tell_norms_of_heads_from_its_own():
+    import opslot
+
+    config = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 99}
+    config |= {"num_hidden_layers": 2, "intermediate_size": 48}
+    from transformers import Qwen3Config
+
+    model = opslot.build_foundation_model(Qwen3Config(**config), init_device="meta", ops_implementation="eager")
+    found = {(s.op, s.variant, s.shape) for s in sites_of(model, torch.device("cpu"), torch.float32)}
+    heads = (("head_dim", 16), ("heads", 4), ("kv_heads", 2))
+    assert found >= {
+        ("rms_norm", "standard", (("heads", 4), ("width", 16))),
+        ("rms_norm", "standard", (("heads", 1), ("width", 64))),
+        ("rotary_pos_emb", "full", heads),
+        ("attention", "causal", heads),
+        ("swiglu_mlp", "standard", (("width", 48),)),
+        ("cross_entropy_loss", "causal", (("hidden", 64), ("vocab", 99))),
+    }
+    variants = {(op, variant) for op, variant, _ in found}
+    for op, variant, shape in found:
+        made = KERNEL_REGISTRY.op(op).variant(variant).case_at(dict(shape), 8)
+        assert made.role == "bench"
+        assert dict(made.shape) == dict(shape), "a case at a site's shape has that shape"
+    assert len(variants) >= 5

@@ -194,7 +194,7 @@ def _add_bench(add: Callable[..., argparse.ArgumentParser]) -> None:
     bench.add_argument("--trace", action="store_true", help="add torch's profiler's table of a training step")
     bench.add_argument("--no-compile", action="store_true", help="leave torch.compile of eager out")
     bench.add_argument("--peers-only", action="store_true", help=argparse.SUPPRESS)
-    bench.add_argument("--dtype", default="bfloat16", help="default bfloat16")
+    bench.add_argument("--dtype", default=None, help="default bfloat16; float32 on a CPU")
     bench.add_argument("--device", default=None, help="default the best of this machine")
     bench.add_argument("--output", metavar="FILE", help="write the result as JSON, with machine, versions and commit")
     bench.add_argument("--picture", metavar="FILE", help="draw who wins where (PNG or SVG)")

@@ -104,9 +104,10 @@ class _Setting:
         self.options = options
         where = options.device or {"gpu": "cuda"}.get(best_device().type, best_device().type)
         self.device = torch.device(where)
-        number = getattr(torch, options.dtype, None)
+        self.dtype_name = options.dtype or ("float32" if self.device.type == "cpu" else "bfloat16")
+        number = getattr(torch, self.dtype_name, None)
         if not isinstance(number, torch.dtype):
-            raise ConfigError(f"--dtype {options.dtype!r} is no dtype of torch; use bfloat16, float16 or float32")
+            raise ConfigError(f"--dtype {self.dtype_name!r} is no dtype of torch; use bfloat16, float16 or float32")
         self.dtype = number
         if options.op:
             KERNEL_REGISTRY.op(options.op)
@@ -168,7 +169,7 @@ class _Setting:
         _say(f"{peer}, in a process of its own")
         options = self.options
         command = [sys.executable, "-m", "opslot", "bench", "--peers-only", "--json", "--against", peer]
-        command += ["--device", str(self.device), "--dtype", options.dtype, "--steps", "0"]
+        command += ["--device", str(self.device), "--dtype", self.dtype_name, "--steps", "0"]
         for name, value in (("op", options.op), ("model", options.model), ("layers", options.layers)):
             command += [f"--{name}", str(value)] if value else []
         command += ["--tokens", str(self.tokens)] if self.tokens else []
@@ -191,7 +192,7 @@ class _Setting:
             self.batch,
             self.length,
             options.steps,
-            options.dtype,
+            self.dtype_name,
             str(self.device),
             self.ops,
             self.peer_paths,

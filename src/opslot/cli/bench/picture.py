@@ -57,7 +57,8 @@ def draw(
 def _draw_op(axis: Any, site: tuple[str, str, str], group: list[BenchRow]) -> None:
     op, variant, case = site
     values = {r.kernel: r.ms or 0.0 for r in group}
-    _bars(axis, values, min(values, key=lambda k: values[k]), "{:.3g}")
+    best = min(values, key=lambda k: values[k])
+    _bars(axis, values, best, "{:.3g}", bar_limit(list(values.values())))
     if group[0].floor_ms:
         axis.axvline(group[0].floor_ms, color=_FLOOR, linewidth=1.2, linestyle="--")
     axis.set_title(f"{op}/{variant}\n{case}", fontsize=9, loc="left", color=_INK)
@@ -65,12 +66,12 @@ def _draw_op(axis: Any, site: tuple[str, str, str], group: list[BenchRow]) -> No
 
 def _draw_steps(axis: Any, steps: list[dict[str, Any]]) -> None:
     values = {s["contender"]: s["tokens_per_s"] for s in steps}
-    _bars(axis, values, max(values, key=lambda k: values[k]), "{:,.0f}")
+    best = max(values, key=lambda k: values[k])
+    _bars(axis, values, best, "{:,.0f}", values[best])
     axis.set_title("training step, tokens/s\n(longer is better)", fontsize=9, loc="left", color=_INK)
 
 
-def _bars(axis: Any, values: dict[str, float], best: str, form: str) -> None:
-    limit = bar_limit(list(values.values()))
+def _bars(axis: Any, values: dict[str, float], best: str, form: str, limit: float) -> None:
     colours = [_BEST if name == best else _REST for name in values]
     axis.barh(list(values), [min(v, limit) for v in values.values()], color=colours, height=0.7)
     axis.invert_yaxis()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot.ops._common.cases import randn
+from opslot.ops._common.sites import head_sizes, text_config
 from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
 
 
@@ -100,8 +101,15 @@ def _case(
     view: str = "",
     scale: float = 1.0,
     weight_dtype: torch.dtype | None = None,
+    heads: int = 1,
 ) -> InputCase:
-    """`roles` name the tensors that the variant takes beside `hidden_states`; `view` says how those lie in memory."""
+    """One case.
+
+    Args:
+        roles: the tensors that the variant takes beside `hidden_states`.
+        view: how those lie in memory.
+        heads: rows that a token has; 1 but for norms of queries and keys.
+    """
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         *lead, width = shape
@@ -121,7 +129,7 @@ def _case(
                 arguments[name] = activation(scale if name == "residual" else 1.0)
         return arguments
 
-    return InputCase(name, make, role, {"width": shape[-1]})
+    return InputCase(name, make, role, {"width": shape[-1], "heads": heads})
 
 
 def _cases(*roles: str) -> list[InputCase]:
@@ -138,7 +146,7 @@ def _cases(*roles: str) -> list[InputCase]:
         _case("large values", (64, 160), roles, scale=1e3),
         _case("16384x4096", (16384, 4096), roles, role="bench"),
         _case("16384x2048", (16384, 2048), roles, role="bench"),
-        _case("524288x128", (524288, 128), roles, role="bench"),
+        _case("524288x128", (524288, 128), roles, role="bench", heads=32),
     ]
     if "weight" in roles:
         cases.insert(6, _case("fp32 weight", (3, 11, 64), roles, weight_dtype=torch.float32))
@@ -149,15 +157,18 @@ def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
     # The slot of `residual` is the decoder layer's.
     norm = getattr(request.module, "post_attention_layernorm", request.module)
     weight = getattr(norm, "weight", None)
-    return None if weight is None else {"width": weight.shape[-1]}
+    if weight is None:
+        return None
+    width = weight.shape[-1]
+    sizes = head_sizes(request)
+    of_heads = sizes is not None and width == sizes["head_dim"] != text_config(request).hidden_size
+    return {"width": width, "heads": sizes["heads"] if sizes and of_heads else 1}
 
 
 def _case_at(*roles: str) -> Callable[[Mapping[str, int], int], InputCase]:
     def case_at(shape: Mapping[str, int], tokens: int) -> InputCase:
-        width = shape["width"]
-        # A norm this narrow is one of heads, and a token has dozens of them.
-        rows = 32 * tokens if width <= 256 else tokens
-        return _case(f"{rows}x{width}", (rows, width), roles, role="bench")
+        width, heads = shape["width"], shape["heads"]
+        return _case(f"{tokens * heads}x{width}", (tokens * heads, width), roles, role="bench", heads=heads)
 
     return case_at
 
