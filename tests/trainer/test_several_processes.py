@@ -1,5 +1,7 @@
 """`opslot train` in several processes: the same curve as one, any mesh's checkpoint, one error for all."""
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -130,6 +132,28 @@ def test_weights_are_streamed_and_computed_in_bfloat16(ranks, write, tmp_path):
     for a, b in zip(curve(tmp_path / "two"), curve(tmp_path / "one"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-2)
         assert a["loss"] != b["loss"]
+
+
+def run_and_listen(file):
+    from opslot.trainer import cli_train
+
+    with contextlib.redirect_stderr(io.StringIO()) as heard:
+        code = cli_train([file])
+    return code, heard.getvalue()
+
+
+def test_a_damaged_part_of_one_rank_is_told_once(ranks, write, tmp_path):
+    assert ranks.run(run_config, write("run", max_steps=2)) == [0, 0]
+    part = tmp_path / "run" / "checkpoints" / "step_00000002" / "__1_0.distcp"
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    answers = ranks.run(run_and_listen, write("run", resume_from="latest"))
+    assert [code for code, _ in answers] == [1, 1]
+    told = "".join(text for _, text in answers)
+    assert told.count("opslot: error: ") == 1
+    assert "step_00000002 cannot be read" in told
+    assert "- __1_0.distcp is not the file that was written" in told
 
 
 def torchrun(file, **environment):

@@ -131,14 +131,18 @@ def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         CheckpointError: either file is damaged.
     """
-    try:
-        state, kernels = (json.loads((folder / name).read_text()) for name in (STATE_FILE, KERNELS_FILE))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{_damaged(folder)}: {error}") from error
+    state, kernels = (_read_json(folder, name) for name in (STATE_FILE, KERNELS_FILE))
     lacking = [name for name in ("step", "random") if name not in state]
     if lacking:
         raise CheckpointError(f"{_damaged(folder)}: {STATE_FILE} without {', '.join(lacking)}")
     return state, kernels
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        return json.loads((folder / name).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{_damaged(folder)}: {name}: {error}") from error
 
 
 def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
