@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from opslot import KERNEL_REGISTRY
 from opslot._base.device import facts_of
@@ -55,3 +56,75 @@ def test_references_are_float64_exact():
                 assert tensor.dtype == torch.float64, (
                     f"{op.name}/{variant.name} returns {tensor.dtype} for float64 input"
                 )
+
+
+# ---- on a GPU: `pytest -m gpu tests/ops`
+
+# Vendors that tune themselves for minutes before the first call; `opslot verify` proves them.
+TUNED_FOR_MINUTES = {("chunk_gated_delta_rule", "standard", "fla")}
+
+
+def gpu_specs(own=False):
+    if DEVICE != "cuda":
+        return []
+    specs = [spec for spec in usable_specs() if not own or spec.interpretable]
+    return [pytest.param(spec, id="-".join(spec.key)) for spec in specs if spec.key not in TUNED_FOR_MINUTES]
+
+
+def check_cases(spec):
+    return [c for c in KERNEL_REGISTRY.op(spec.op_name).variant(spec.variant).cases if c.role == "check"]
+
+
+def some_cases(spec):
+    """All for our own kernels; for vendors, who compile for seconds a case, one dense and one of packed documents."""
+    cases = check_cases(spec)
+    if spec.interpretable:
+        return cases
+    return cases[:1] + [case for case in cases[1:] if "packed" in case.name][:1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", gpu_specs())
+def test_bf16_on_a_gpu_against_fp64(spec):
+    if spec.dtypes is not None and torch.bfloat16 not in spec.dtypes:
+        pytest.skip("takes no bfloat16")
+    variant = KERNEL_REGISTRY.op(spec.op_name).variant(spec.variant)
+    kernel = KERNEL_REGISTRY.load(*spec.key)
+    results = [
+        check_kernel(kernel, spec.op_name, variant, case, torch.bfloat16, DEVICE, name=spec.name)
+        for case in some_cases(spec)
+    ]
+    assert [str(r) for r in results if not r.ok] == []
+    assert not all(r.refused for r in results), results[0].refused
+
+
+def forward_backward(kernel, variant, arguments):
+    """Outputs and gradients of one call, with the same incoming gradients for every kernel."""
+    call = {
+        n: v.detach().requires_grad_() if n in variant.differentiable and isinstance(v, torch.Tensor) else v
+        for n, v in arguments.items()
+    }
+    outputs = [o for o in tree_leaves(kernel(**call)) if isinstance(o, torch.Tensor)]
+    leaves = [v for n, v in call.items() if n in variant.differentiable and isinstance(v, torch.Tensor)]
+    rooted = [o for o in outputs if o.requires_grad]
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    douts = [torch.randn(o.shape, device=DEVICE, generator=generator).to(o) for o in rooted]
+    grads = torch.autograd.grad(rooted, leaves, douts, allow_unused=True) if rooted else ()
+    return [x for x in (*outputs, *grads) if x is not None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", gpu_specs(own=True))
+def test_triton_kernels_give_the_same_bits_every_time_and_compile_whole(spec):
+    """Forward and backward; compiled code launches the same kernels, so its bits are the same too."""
+    variant = KERNEL_REGISTRY.op(spec.op_name).variant(spec.variant)
+    kernel = KERNEL_REGISTRY.load(*spec.key)
+    case = check_cases(spec)[0]
+    arguments = case.make(torch.bfloat16, torch.device(DEVICE), torch.Generator().manual_seed(0))
+    expected = forward_backward(kernel, variant, arguments)
+    again = forward_backward(kernel, variant, arguments)
+    assert [torch.equal(a, b) for a, b in zip(expected, again, strict=True)] == [True] * len(expected)
+    torch._dynamo.reset()
+    compiled = torch.compile(kernel, fullgraph=True, backend="aot_eager")
+    found = forward_backward(compiled, variant, arguments)
+    assert [torch.equal(a, b) for a, b in zip(expected, found, strict=True)] == [True] * len(expected)

@@ -301,3 +301,104 @@ def test_auto_on_hardware_that_nobody_timed_is_sdpa():
 
 def test_auto_without_any_kernel_is_eager():
     assert KERNEL_REGISTRY.resolve(request(CPU, sinks=True)).chosen == "eager"
+
+
+# ---- on a GPU
+
+KERNELS = ("sdpa", "cudnn", "flex_attention", "flash_attention_4")
+
+
+def forward_backward(function, arguments, options, dtype):
+    leaves = [x.detach().to(dtype).requires_grad_() for x in arguments]
+    if "s_aux" in options:
+        leaves.append(options["s_aux"].detach().to(dtype).requires_grad_())
+        options = options | {"s_aux": leaves[-1]}
+    out, _ = function(Attention(), *leaves[:3], None, **options)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
+    return [out, *torch.autograd.grad(out, leaves, dout)]
+
+
+def assert_as_good_as_eager(kernel, arguments, options):
+    """Within twice the error of eager bf16 and a rounding, by norm: output and every gradient."""
+    found, eager, truth = (
+        forward_backward(function, arguments, options, dtype)
+        for function, dtype in (
+            (kernel, torch.bfloat16),
+            (op.reference, torch.bfloat16),
+            (op.reference, torch.float64),
+        )
+    )
+    for got, same, want in zip(found, eager, truth, strict=True):
+        error, eager_error = (got.double() - want).norm(), (same.double() - want).norm()
+        assert error <= 2 * eager_error + 2**-8 * want.norm(), (error, eager_error, want.norm())
+
+
+def usable(name):
+    spec = KERNEL_REGISTRY.get("attention", "causal", name)
+    reason = spec.unusable(KernelRequest("attention", "causal", HOPPER)) if torch.cuda.is_available() else "no GPU"
+    if reason:
+        pytest.skip(reason)
+    return load(name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("option", ["softcap", "s_aux", "dropout"])
+def test_options_on_a_gpu_are_served_right_or_refused(name, option):
+    kernel = usable(name)
+    arguments = tensors(width=64, length=70, device="cuda", dtype=torch.bfloat16)
+    options = {
+        "softcap": {"softcap": 2.0},
+        "s_aux": {"s_aux": torch.randn(4, device="cuda")},
+        "dropout": {"dropout": 0.5},
+    }[option]
+    served = {
+        "softcap": ("flex_attention", "flash_attention_4"),
+        "s_aux": ("flash_attention_4",),
+        "dropout": ("sdpa", "cudnn"),
+    }
+    if name not in served[option]:
+        with pytest.raises(KernelError, match=f"{name}.* has no {option}"):
+            kernel(Attention(), *arguments, None, scaling=0.125, **options)
+    elif option == "dropout":
+        # The mean over many draws is the result without dropout.
+        expected, _ = kernel(Attention(), *arguments, None, scaling=0.125)
+        mean = (
+            sum(kernel(Attention(), *arguments, None, scaling=0.125, **options)[0].double() for _ in range(400)) / 400
+        )
+        assert (mean - expected).norm() <= 0.1 * expected.norm()
+    else:
+        assert_as_good_as_eager(kernel, arguments, {"scaling": 0.125} | options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sdpa", "cudnn"])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(512, torch.bfloat16), (64, torch.float32), (64, torch.float64), (20, torch.bfloat16)]
+)
+def test_math_never_runs_on_a_gpu(name, width, dtype):
+    usable(name)
+    q, k, v = tensors(width=width, length=70, device="cuda", dtype=dtype)
+    found, refusal = None, ""
+    with torch.profiler.profile() as profile:
+        try:
+            found, _ = load(name)(Attention(), q, k, v, None)
+        except KernelError as error:
+            refusal = str(error)
+    assert found is not None or "no fused backend of torch serves query" in refusal
+    assert "torch gives no reason" not in refusal
+    assert "aten::_scaled_dot_product_attention_math" not in [event.name for event in profile.events()]
+    if found is not None:
+        expected, _ = op.reference(Attention(), q.double(), k.double(), v.double(), None)
+        assert (found.double() - expected).norm() <= 8 * torch.finfo(dtype).eps * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KERNELS)
+def test_documents_of_training_lengths(name):
+    """Grouped heads of 128 with documents longer than a tile, dense and with a window."""
+    kernel = usable(name)
+    arguments = tensors(heads=8, kv_heads=2, width=128, batch=1, length=700, device="cuda", dtype=torch.bfloat16)
+    for window in (None, 100):
+        options = documents(300, 1, 260, 139, device="cuda") | {"sliding_window": window, "scaling": 128**-0.5}
+        assert_as_good_as_eager(kernel, arguments, options)

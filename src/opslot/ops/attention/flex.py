@@ -6,12 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.masking_utils import flex_attention_mask
 
 from opslot._base.errors import KernelError
 from opslot.ops.attention.op import causal_of, refuse_options, window_of
+
+# Each costs seconds of compiling.
+_SHAPES = 64
 
 
 def flex_attention(
@@ -37,7 +41,17 @@ def flex_attention(
         )
     if attention_mask is None and query.shape[2] > 1:
         attention_mask = _block_mask(query, key, causal_of(module, kwargs), kwargs)
-    out = flex_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    if torch.compiler.is_compiling():
+        return flex_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0], None
+    # Past its limit of shapes Dynamo would run FlexAttention unfused, 50 times slower, without a word.
+    with torch._dynamo.config.patch(recompile_limit=_SHAPES, fail_on_recompile_limit_hit=True):
+        try:
+            out = flex_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        except FailOnRecompileLimitHit as error:
+            raise KernelError(
+                f"attn_implementation='flex_attention': compiled for {_SHAPES} shapes already, now asked for query "
+                f"{tuple(query.shape)}\n  to do: pad to fewer lengths, or use sdpa"
+            ) from error
     return out[0], None
 
 

@@ -70,16 +70,6 @@ def _tap(weight_ptr, column, LAG: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: t
     return tap
 
 
-@triton.jit
-def _place(position_ptr, token, end, PACKED: tl.constexpr):
-    """How many earlier tokens of the document there are."""
-    if PACKED:
-        place = tl.load(position_ptr + token, mask=token < end, other=0)
-    else:
-        place = token
-    return place
-
-
 @triton.jit(do_not_specialize=["length"])
 def _forward_kernel(
     x_ptr,
@@ -124,10 +114,11 @@ def _forward_kernel(
         for i in tl.static_range(AHEAD):
             token = first + step + i
             x0 = loaded[i].to(tl.float32)
-            place = _place(position_ptr, token, length, PACKED)
-            x1 = tl.where(place >= 1, x1, 0.0)
-            x2 = tl.where(place >= 2, x2, 0.0)
-            x3 = tl.where(place >= 3, x3, 0.0)
+            if PACKED:
+                place = tl.load(position_ptr + token, mask=token < length, other=0)
+                x1 = tl.where(place >= 1, x1, 0.0)
+                x2 = tl.where(place >= 2, x2, 0.0)
+                x3 = tl.where(place >= 3, x3, 0.0)
             out = w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3 + bias
             if SILU:
                 out = out / (1.0 + tl.exp(-out))
@@ -200,10 +191,18 @@ def _backward_kernel(
             token = first + step + i
             x0 = loaded[i].to(tl.float32)
             dout = arriving[i].to(tl.float32)
-            place = _place(position_ptr, token, end, PACKED)
-            x1 = tl.where(place >= 1, x1, 0.0)
-            x2 = tl.where(place >= 2, x2, 0.0)
-            x3 = tl.where(place >= 3, x3, 0.0)
+            if PACKED:
+                place = tl.load(position_ptr + token, mask=token < end, other=0)
+                x1 = tl.where(place >= 1, x1, 0.0)
+                x2 = tl.where(place >= 2, x2, 0.0)
+                x3 = tl.where(place >= 3, x3, 0.0)
+                v1 = tl.where(place >= 1, w1, 0.0)
+                v2 = tl.where(place >= 2, w2, 0.0)
+                v3 = tl.where(place >= 3, w3, 0.0)
+            else:
+                v1 = w1
+                v2 = w2
+                v3 = w3
             if SILU:
                 z = w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3 + bias
                 sigmoid = 1.0 / (1.0 + tl.exp(-z))
@@ -216,10 +215,10 @@ def _backward_kernel(
                 dw3 += own * x3
                 dbias += own
             # The oldest of the carried gradients gets its last term here.
-            done = dx3 + tl.where(place >= 3, w3 * dout, 0.0)
+            done = dx3 + v3 * dout
             _store_row(dx_ptr, token - 3, column, done, first, last, CHANNELS)
-            dx3 = dx2 + tl.where(place >= 2, w2 * dout, 0.0)
-            dx2 = dx1 + tl.where(place >= 1, w1 * dout, 0.0)
+            dx3 = dx2 + v2 * dout
+            dx2 = dx1 + v1 * dout
             dx1 = w0 * dout
             x3 = x2
             x2 = x1
@@ -251,14 +250,16 @@ class Plan:
 
 @functools.cache
 def forward_plan(length: int, channels: int) -> Plan:
-    """Forward: 512 channels at four a thread, eight rows in flight."""
-    return Plan(_span(length, 64), min(512, triton.next_power_of_2(channels)), 8, 4)
+    """Forward: four channels a thread, eight rows in flight."""
+    columns = min(512, triton.next_power_of_2(channels))
+    return Plan(_span(length, 64), columns, ahead=8, warps=max(1, columns // 128))
 
 
 @functools.cache
 def backward_plan(length: int, channels: int) -> Plan:
-    """Backward: 512 channels at four a thread, four rows of each input in flight."""
-    return Plan(_span(length, 128), min(512, triton.next_power_of_2(channels)), 4, 4)
+    """Backward: four channels a thread, four rows of each input in flight."""
+    columns = min(1024, triton.next_power_of_2(channels))
+    return Plan(_span(length, 128), columns, ahead=4, warps=max(1, columns // 128))
 
 
 def _span(length: int, most: int) -> int:

@@ -1,11 +1,26 @@
 """chunk_gated_delta_rule: registration of the op and of its kernels."""
 
+import re
+
 import torch
 
+from opslot._base.device import has_package, package_version
 from opslot.ops.chunk_gated_delta_rule.op import OP
-from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelSpec
+from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec
 
 _HERE = "opslot.ops.chunk_gated_delta_rule"
+
+
+def _right_on_hopper(request: KernelRequest) -> str | None:
+    """fla raises in backward where Triton's own fault makes its gradients wrong, unless TileLang computes them."""
+    found = tuple(int(part) for part in re.findall(r"\d+", package_version("triton") or "0")[:3])
+    if request.device.capability != (9, 0) or not (3, 4) <= found < (3, 7, 1) or has_package("tilelang"):
+        return None
+    return (
+        f"has no right gradients on Hopper with Triton 3.4 to 3.7.0 (flash-linear-attention issue 640), this is "
+        f"{'.'.join(map(str, found))}; install Triton 3.7.1 or tilelang"
+    )
+
 
 KERNEL_REGISTRY.register_op(OP)
 KERNEL_REGISTRY.register(
@@ -16,7 +31,8 @@ KERNEL_REGISTRY.register(
         f"{_HERE}.fla:chunk_gated_delta_rule",
         HardwareRequirement("gpu", min_compute_capability=(8, 0)),
         requires=("fla", "triton"),
-        dtypes=frozenset({torch.float16, torch.bfloat16}),
+        dtypes=frozenset({torch.bfloat16}),
+        supports=_right_on_hopper,
         description="flash-linear-attention's chunked kernel, packed documents by cu_seqlens",
     )
 )

@@ -27,13 +27,13 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`op.reference` for float16 and bfloat16 and keys up to 256 wide.
+    """`op.reference` for bfloat16 and keys up to 256 wide.
 
     The first call with new widths, heads or dtype tunes fla's kernels, minutes of compiling that fla keeps on disk.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dtype not in (torch.float16, torch.bfloat16):
-            refuse(_LABEL, name, f"its dtype is {tensor.dtype}, not bfloat16 or float16", "use torch_chunked")
+        if tensor.dtype != torch.bfloat16:
+            refuse(_LABEL, name, f"its dtype is {tensor.dtype}, not bfloat16", "use torch_chunked")
     if key.shape[3] > _WIDEST_KEY:
         refuse(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {_WIDEST_KEY}", "use torch_chunked")
     check_shapes(_LABEL, key, value, initial_state, cu_seqlens)
