@@ -274,6 +274,22 @@ def test_what_an_earlier_kernel_spoiled_is_proven_in_other_processes(monkeypatch
     assert rounds == [claims, [claims[1]]]
 
 
+def test_a_peer_is_proven_on_what_is_timed(monkeypatch):
+    class Room:
+        KERNELS = {  # noqa: RUF012
+            ("rms_norm", "standard"): {"good": right, "cheat": wrong, "picky": lambda **arguments: 1 / 0}
+        }
+
+    monkeypatch.setattr(type(PEERS["hf"]), "load", lambda self: Room)
+    rows = rows_at(70, compiled=False, against=["hf"])
+    assert rows["hf: good"].counts
+    assert rows["hf: cheat"].ms is not None
+    assert rows["hf: cheat"].verdict.startswith("WRONG 70x24: ")
+    assert rows["hf: picky"].ms is None
+    assert rows["hf: picky"].verdict == "refused: hf raised ZeroDivisionError: division by zero"
+    assert not {t for t in timings_of(rows.values())[0].ms if ":" in t}, "no peer enters a profile"
+
+
 def test_a_case_too_large_for_float64_keeps_the_verdict_of_the_small_ones(monkeypatch):
     def no_memory(variant, arguments, seed=0):
         raise torch.OutOfMemoryError("no room")

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from opslot._base.device import facts_of
 from opslot._base.errors import KernelError
 from opslot.slots import KERNEL_REGISTRY, InputCase, KernelRequest, OpVariant, walk_slots
-from opslot.testing.bench.proofs import Claim, brief, cannot_run, describe, prove, spoils_device
+from opslot.testing.bench.proofs import Claim, brief, cannot_run, describe, generator_of, prove, spoils_device
 from opslot.testing.bench.rows import BenchRow
 from opslot.testing.bench.timing import Time, measure, measure_ceilings
 from opslot.testing.parity import CheckResult, Expectation, compare, expect
@@ -94,22 +94,35 @@ def bench(
                     candidates |= _peer_candidates(setting, peer)
                 if candidates:
                     plan.append((setting, cases, candidates))
-    claims = [c.claim for _, _, candidates in plan for c in candidates.values() if c.claim is not None]
-    # All proofs come first: nothing else may run on the device while something is timed.
-    verdicts = prove(claims)
+    # All proofs come first: nothing else may run on the device while something is timed. A peer is proven on what is
+    # timed, one at a time and in another process, since what it does with other inputs is its users' business and
+    # what it does to the device must not be ours.
+    verdicts = prove([setting.claim(n) for setting, _, found in plan for n, c in found.items() if c.registered])
+    asked = [
+        setting.claim(n, c.peer, case)
+        for setting, cases, found in plan
+        for n, c in found.items()
+        if c.peer
+        for case in cases
+    ]
+    verdicts |= prove(asked, workers=1 if device.type == "cuda" else 0)
     for setting, cases, candidates in plan:
-        # Eager is what others are measured by; compiled code is proven on what is timed, a graph a shape.
-        proofs = {name: verdicts[c.claim] if c.claim else "ok" for name, c in candidates.items()}
         for case in cases:
+            proofs = {}
+            for name, candidate in candidates.items():
+                # Eager is what others are measured by; compiled code is proven on what is timed, a graph a shape.
+                claim = setting.claim(name, candidate.peer, case if candidate.peer else None)
+                proofs[name] = verdicts.get(claim, "ok")
             yield from _bench_case(setting, case, candidates, proofs)
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """An implementation, and what must be proven of it; None for eager code, compiled or not."""
+    """An implementation: a registered one, a peer's, or eager code, compiled or not."""
 
     kernel: _Kernel
-    claim: Claim | None = None
+    registered: bool = False
+    peer: str | None = None
 
 
 def _cases(op_name: str, variant: OpVariant, sites: Iterable[Site] | None, tokens: int | None) -> Iterator[InputCase]:
@@ -135,7 +148,7 @@ def _candidates(setting: _Setting, compiled: bool) -> dict[str, _Candidate]:
     for spec in KERNEL_REGISTRY.specs(setting.op, variant.name):
         interpreted = spec.interpretable and setting.device.type == "cpu"
         if not interpreted and spec.unusable(request) is None:
-            found[spec.name] = _Candidate(_late(spec.key), setting.claim(spec.name))
+            found[spec.name] = _Candidate(_late(spec.key), registered=True)
     return found
 
 
@@ -150,7 +163,7 @@ def _late(key: tuple[str, str, str]) -> _Kernel:
 
 def _peer_candidates(setting: _Setting, peer: str) -> dict[str, _Candidate]:
     kernels = peer_kernels([peer], setting.op, setting.variant.name)
-    return {name: _Candidate(kernel, setting.claim(name, peer)) for name, kernel in kernels.items()}
+    return {name: _Candidate(kernel, peer=peer) for name, kernel in kernels.items()}
 
 
 @dataclass(frozen=True)
@@ -172,8 +185,12 @@ class _Setting:
         tokens = self.tokens if shape else None
         return BenchRow(self.op, self.variant.name, case.name, kernel, self.dtype_name, shape=shape, tokens=tokens)
 
-    def claim(self, kernel: str, peer: str | None = None) -> Claim:
-        return Claim(self.op, self.variant.name, kernel, self.dtype, str(self.device), peer)
+    def claim(self, kernel: str, peer: str | None = None, case: InputCase | None = None) -> Claim:
+        claim = Claim(self.op, self.variant.name, kernel, self.dtype, str(self.device), peer)
+        if case is None:
+            return claim
+        shape = tuple(sorted((case.shape or {}).items()))
+        return replace(claim, case=case.name, tokens=self.tokens, shape=shape)
 
 
 def _bench_case(
@@ -195,7 +212,7 @@ def _case_rows(
     # One that spoiled the device just now comes first: nothing runs after it.
     for name in sorted(candidates, key=lambda n: not spoils_device(verdicts[n]) or spoils_device(proofs[n])):
         row = replace(setting.row(case, name), verdict=verdicts[name])
-        if not cannot_run(row.verdict):
+        if not cannot_run(row.verdict) and not row.verdict.startswith("refused"):
             try:
                 row = _timed(setting, case, row, candidates[name].kernel)
             except Exception as error:
@@ -212,7 +229,7 @@ def _release(device: torch.device) -> None:
 
 def _timed(setting: _Setting, case: InputCase, row: BenchRow, kernel: _Kernel) -> BenchRow:
     """The row with its times; fresh inputs for each implementation, since some write over theirs."""
-    arguments = case.make(setting.dtype, setting.device, _generator(setting.device))
+    arguments = case.make(setting.dtype, setting.device, generator_of(setting.device))
     time, peak = time_both_ways(kernel, setting.variant, arguments, setting.device)
     floor = _floor_ms(setting, arguments)
     return replace(row, ms=time.ms, alone_ms=time.alone_ms, floor_ms=floor, peak_mib=peak)
@@ -225,10 +242,10 @@ def _prove_at_size(
     setting: _Setting, case: InputCase, candidates: Mapping[str, _Candidate], proofs: Mapping[str, str]
 ) -> dict[str, str]:
     """The verdict of each implementation on the inputs that will be timed, where the small cases left it right."""
-    asked = {n: c for n, c in candidates.items() if n != "eager" and proofs[n] == "ok"}
+    asked = {n: c for n, c in candidates.items() if n != "eager" and not c.peer and proofs[n] == "ok"}
     found: dict[str, str] = {}
     try:
-        arguments = case.make(setting.dtype, setting.device, _generator(setting.device))
+        arguments = case.make(setting.dtype, setting.device, generator_of(setting.device))
         expected = expect(setting.variant, arguments) if asked else None
     except torch.OutOfMemoryError:
         expected = None
@@ -236,7 +253,7 @@ def _prove_at_size(
         found[name] = _TOO_LARGE
         if expected is not None:
             label = CheckResult(setting.op, setting.variant.name, name, case.name, setting.dtype_name)
-            # A peer may write over its arguments.
+            # A kernel of the optimizer writes over its arguments.
             own = replace(expected, arguments=_copies(expected))
             result = compare(candidate.kernel, own, label, by_norm=True)
             if not result.problem.startswith("raised OutOfMemoryError"):
@@ -251,10 +268,6 @@ def _prove_at_size(
 
 def _copies(expected: Expectation) -> dict[str, Any]:
     return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, expected.arguments)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.Generator(device=device).manual_seed(0)
 
 
 def _floor_ms(setting: _Setting, arguments: dict[str, Any]) -> float | None:

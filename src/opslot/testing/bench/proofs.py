@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from opslot._base.errors import KernelError
-from opslot.slots import KERNEL_REGISTRY
-from opslot.testing.parity import CheckResult, check_kernel
+from opslot.slots import KERNEL_REGISTRY, OpVariant
+from opslot.testing.parity import CheckResult, check_kernel, compare, expect
 from opslot.testing.peers import peer_kernels
 
 _MOST_WORKERS = 8
@@ -27,6 +27,8 @@ class Claim:
     Attributes:
         kernel: a registered kernel's name, or a peer's as `peer_kernels` calls it.
         peer: the peer, for a peer's.
+        case: a bench case's name, or what `tokens` and `shape` make, for a claim about that input alone; None for all
+            of the op's check cases.
     """
 
     op: str
@@ -35,18 +37,21 @@ class Claim:
     dtype: torch.dtype
     device: str
     peer: str | None = None
+    case: str | None = None
+    tokens: int | None = None
+    shape: tuple[tuple[str, int], ...] = ()
 
 
 def prove(claims: Sequence[Claim], workers: int | None = None) -> dict[Claim, str]:
     """The verdict on each claim: "ok", "unproven: why" where every case was refused, or "WRONG ...".
 
     Args:
-        workers: processes; default as many as help on a GPU, and this one alone elsewhere.
+        workers: processes beside this one, 0 for none; default as many as help on a GPU, and none elsewhere.
     """
     if workers is None:
         on_gpu = any(claim.device.startswith("cuda") for claim in claims)
-        workers = min(_MOST_WORKERS, os.cpu_count() or 1, len(claims)) if on_gpu else 1
-    if workers <= 1:
+        workers = min(_MOST_WORKERS, os.cpu_count() or 1, len(claims)) if on_gpu else 0
+    if not workers:
         return {claim: verdict_on(claim) for claim in claims}
     verdicts, lost = _in_processes(claims, workers)
     left = [claim for claim in claims if claim not in verdicts and claim not in lost]
@@ -104,7 +109,7 @@ def cannot_run(verdict: str) -> bool:
 
 
 def verdict_on(claim: Claim) -> str:
-    """Check one implementation on every check case of its op, until one fails."""
+    """Check one implementation on what its claim names, until something fails."""
     variant = KERNEL_REGISTRY.op(claim.op).variant(claim.variant)
     try:
         if claim.peer is not None:
@@ -113,6 +118,8 @@ def verdict_on(claim: Claim) -> str:
             kernel = KERNEL_REGISTRY.load(claim.op, claim.variant, claim.kernel)
     except KernelError as error:
         return f"unproven: {brief(error)}"
+    if claim.case is not None:
+        return _verdict_at(claim, variant, kernel)
     refusals = []
     for case in variant.cases:
         if case.role != "check":
@@ -122,6 +129,26 @@ def verdict_on(claim: Claim) -> str:
             return describe(result)
         refusals.append(result.refused)
     return f"unproven: {brief(refusals[0])}" if refusals and all(refusals) else "ok"
+
+
+def _verdict_at(claim: Claim, variant: OpVariant, kernel: Callable[..., Any]) -> str:
+    if claim.tokens is None:
+        case = next(c for c in variant.cases if c.name == claim.case)
+    else:
+        assert variant.case_at is not None
+        case = variant.case_at(dict(claim.shape), claim.tokens)
+    device = torch.device(claim.device)
+    label = CheckResult(claim.op, claim.variant, claim.kernel, case.name, str(claim.dtype).removeprefix("torch."))
+    try:
+        expected = expect(variant, case.make(claim.dtype, device, generator_of(device)))
+        return describe(compare(kernel, expected, label, by_norm=True))
+    except torch.OutOfMemoryError:
+        return "unproven: float64 of this case exceeds the memory"
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """What the inputs of timed cases are drawn from."""
+    return torch.Generator(device=device).manual_seed(0)
 
 
 def describe(result: CheckResult) -> str:
