@@ -56,6 +56,36 @@ def test_layers_and_experts_become_groups_and_slots_stay(ranks):
         assert found["dense here"] == (16, 32)
 
 
+FUSED_NORM = {"preset": "eager", "rms_norm_implementation": "triton"}
+
+
+def fused_norm(recompute):
+    """Gradients with the residual inside the norm, and how often that kernel ran."""
+    from opslot.ops.rms_norm import triton
+
+    state = init_parallel_state(device_type="cpu")
+    model = parallelize_model(tiny.build("llama", FUSED_NORM), state)
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ran, apply = [], triton._ResidualRMSNorm.apply
+    triton._ResidualRMSNorm.apply = lambda *args: (ran.append(type(args[2]).__name__), apply(*args))[1]
+    try:
+        loss_of(model.train(), state).backward()
+    finally:
+        triton._ResidualRMSNorm.apply = apply
+    return ran, {name: p.grad.full_tensor().tolist() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_layer_reads_its_norms_gathered_weight(ranks, recompute):
+    model = tiny.build("llama", FUSED_NORM)
+    loss_of(model, opslot.distributed.ParallelState()).backward()
+    for ran, grads in ranks.run(fused_norm, recompute):
+        assert ran == ["Parameter"] * (4 if recompute else 2)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(torch.tensor(grads[name]), parameter.grad, rtol=1e-4, atol=1e-5)
+
+
 def clipped(sizes, max_norm):
     """The norm that clip_grad_norm found, and the norm of the whole gradients afterwards."""
     state = init_parallel_state(device_type="cpu", **sizes)

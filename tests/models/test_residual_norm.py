@@ -101,6 +101,19 @@ def test_it_steps_aside_where_the_norm_is_eager(calls):
     assert_near(found, run(build({"rms_norm_implementation": "eager"})))
 
 
+def test_a_layer_whose_forward_was_replaced_refuses_nothing():
+    """The norms' own slots still serve, so naming their kernel stays possible."""
+    model = build({"rms_norm_implementation": "eager"})
+    opslot.restore(model)
+    layer = model.model.layers[0]
+    layer.forward = layer.forward
+    report = opslot.apply(model, {**EAGER_REST, **TRITON})
+    chosen = {r.modules: (r.chosen, r.why) for r in report if r.variant == "residual"}
+    assert chosen[("model.layers.1",)][0] == "triton"
+    assert chosen[("model.layers.0",)][0] == "eager"
+    assert "forward was replaced" in chosen[("model.layers.0",)][1]
+
+
 @pytest.mark.parametrize("kind", ["forward", "forward pre", "backward", "backward pre", "global"])
 def test_hooks_on_the_norm_are_heard(kind, calls):
     model = build(TRITON)
