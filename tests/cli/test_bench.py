@@ -78,6 +78,7 @@ def test_tune_measures_a_model_and_auto_follows(folder, tmp_path, capsys, monkey
         (["--output", "{folder}"], "is a folder; name a file"),
         (["--picture", "/proc/nothing.png"], "cannot be written"),
         (["--curve", "200"], "--curve needs --model"),
+        (["--tune"], "OPSLOT_PROFILE=off: there is no profile to write"),
         (["--model", "{folder}", "--curve", "2"], "at least 4 steps"),
         (["--model", "{folder}", "--curve", "4", "--step-only", "--steps", "0"], "vocab_size is 64"),
     ],

@@ -129,6 +129,9 @@ class _Setting:
             raise ConfigError(f"--curve {options.curve}: a curve needs at least 4 steps")
         rows, length = _SIZES.get(self.device.type, _SIZES["cuda"])
         self.batch, self.length = options.batch or rows, options.length or length
+        if options.tune:
+            # Adds nothing yet, but a profile that cannot be written is told before anything is measured.
+            write_profile([], facts_of(self.device))
         by_shape = options.tune or self.model is not None or self.device.type == "cpu"
         self.tokens = options.tokens or (self.batch * self.length if by_shape else None)
 
