@@ -8,7 +8,7 @@ from opslot.cli.bench.contender import main as contend
 from opslot.cli.bench.page import page
 from opslot.cli.bench.steps import Task, _judged, _reason, compare_steps, contenders
 from opslot.cli.bench.table import bar_limit, ops_table, sites
-from opslot.testing.bench import BenchRow
+from opslot.testing.bench import BenchRow, as_dict
 
 TINY = {
     "model_type": "qwen3_moe",
@@ -127,11 +127,11 @@ def test_contenders_start_alike_and_train_alike(tmp_path):
 
 
 def test_a_contender_that_fails_is_a_row_and_the_rest_goes_on(monkeypatch):
-    broken = Task({**TINY, "hidden_size": "wide"}, 1, 8, 1, "float32", "cpu")
+    broken = Task("tiny", {**TINY, "hidden_size": "wide"}, 1, 8, 1, "float32", "cpu")
     monkeypatch.setattr("opslot.cli.bench.steps.contenders", lambda peers: ["opslot", "hf"])
     said = []
     *_, rows = compare_steps(broken, [], said.append)
-    assert [r["contender"] for r in rows] == ["opslot", "hf"]
+    assert [(r["model"], r["contender"]) for r in rows] == [("tiny", "opslot"), ("tiny", "hf")]
     assert all("hidden_size" in r["error"] or "wide" in r["error"] for r in rows)
     assert said == ["training step: opslot", "training step: hf"]
 
@@ -164,9 +164,25 @@ ROWS = [
     BenchRow("rms_norm", "standard", "8x8", "peer: x", "float32", verdict="RuntimeError: no & device"),
 ]
 STEPS = [
-    {"contender": "opslot", "ms": 1.0, "tokens_per_s": 1e3, "peak_gib": 1.5, "first_loss": 3.0, "last_loss": 2.0},
-    {"contender": "hf", "ms": 2.0, "tokens_per_s": 5e2, "peak_gib": None, "first_loss": 3.0, "last_loss": 2.0},
-    {"contender": "liger", "error": "ImportError: <none>"},
+    {
+        "model": "tiny",
+        "contender": "opslot",
+        "ms": 1.0,
+        "tokens_per_s": 1e3,
+        "peak_gib": 1.5,
+        "first_loss": 3.0,
+        "last_loss": 2.0,
+    },
+    {
+        "model": "tiny",
+        "contender": "hf",
+        "ms": 2.0,
+        "tokens_per_s": 5e2,
+        "peak_gib": None,
+        "first_loss": 3.0,
+        "last_loss": 2.0,
+    },
+    {"model": "tiny", "contender": "liger", "error": "ImportError: <none>"},
 ]
 CURVE = {
     "steps": 4,
@@ -218,3 +234,27 @@ def test_a_bar_far_ahead_of_all_others_is_cut():
     assert bar_limit([1.0, 2.0, 3.0]) == 3.0
     assert bar_limit([1.0, 9.0]) == 9.0
     assert bar_limit([]) == 1.0
+
+
+def test_results_of_several_runs_make_one_page(tmp_path, capsys):
+    rows = [as_dict(r) for r in ROWS]
+    old = {"environment": MACHINE, "rows": [*rows[:1], {**rows[1], "ms": 9.0}], "steps": _judged([dict(STEPS[0])])}
+    new = {"environment": MACHINE, "rows": rows[1:], "curve": CURVE}
+    other = {**new, "environment": {**MACHINE, "device": "CPU"}}
+    files = []
+    for i, data in enumerate((old, new, other, {"rows": []})):
+        files.append(tmp_path / f"{i}.json")
+        files[-1].write_text(json.dumps(data))
+    page_file, out = tmp_path / "page.html", tmp_path / "all.json"
+    given = ["bench", "--merge", str(files[0]), str(files[1]), "--html", str(page_file), "--output", str(out)]
+    assert main(given) == 0
+    assert "triton" in capsys.readouterr().out
+    merged = json.loads(out.read_text())
+    assert [(r["kernel"], r["ms"]) for r in merged["rows"]] == [(r.kernel, r.ms) for r in ROWS]
+    assert merged["curve"] == CURVE
+    assert merged["steps"] == old["steps"]
+    assert "Loss curve" in page_file.read_text()
+    assert main(["bench", "--merge", str(files[0]), str(files[2])]) == 2
+    assert "different devices: CPU, NVIDIA <H200>" in capsys.readouterr().err
+    assert main(["bench", "--merge", str(files[3])]) == 2
+    assert "is no result of `opslot bench --output`" in capsys.readouterr().err

@@ -199,6 +199,9 @@ def _add_bench(add: Callable[..., argparse.ArgumentParser]) -> None:
     bench.add_argument("--output", metavar="FILE", help="write the result as JSON, with machine, versions and commit")
     bench.add_argument("--picture", metavar="FILE", help="draw who wins where (PNG or SVG)")
     bench.add_argument("--html", metavar="FILE", help="write one page that holds everything")
+    bench.add_argument(
+        "--merge", nargs="+", metavar="FILE", help="measure nothing; make one result of these that --output wrote"
+    )
     bench.add_argument("--commit", metavar="ID", help="commit to name in the result where there is no git")
     bench.add_argument("--json", action="store_true", help="print JSON")
     bench.set_defaults(run=_bench)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from opslot.cli.bench.table import curve_line, ops_table, shown_ms, steps_table
 from opslot.cli.bench.text import text_batches
 from opslot.models import MODEL_CONFIG_REGISTRY, load_config
 from opslot.slots import KERNEL_REGISTRY, write_profile
-from opslot.testing.bench import BenchRow, Site, as_dict, bench, environment, sites_of, timings_of
+from opslot.testing.bench import BenchRow, Site, as_dict, bench, environment, read_row, sites_of, timings_of
 from opslot.testing.peers import check_peers
 
 _BEGUN = time.monotonic()
@@ -35,8 +34,10 @@ _SIZES = {"cuda": (2, 8192), "cpu": (2, 256)}
 
 def run(options: argparse.Namespace, argv: Iterable[str] = ()) -> int:
     """Measure, print and write what was asked for; exit code 1 when the check of a registered kernel fails."""
+    if options.merge:
+        return _merge(options, shlex.join(["opslot", *argv]))
     setting = _Setting(options)
-    result = _Result(options, setting, shlex.join(["opslot", *argv]))
+    result = _Result(options, shlex.join(["opslot", *argv]), environment(setting.device))
     try:
         for row in setting.rows():
             _say(f"{row.op}/{row.variant}, {row.case}: {row.kernel} {shown_ms(row)}")
@@ -60,9 +61,9 @@ def run(options: argparse.Namespace, argv: Iterable[str] = ()) -> int:
 class _Result:
     """What was measured so far, written after each part: an hour's work is not lost to what comes last."""
 
-    def __init__(self, options: argparse.Namespace, setting: _Setting, command: str) -> None:
-        self.options, self.command, self.model = options, command, setting.model
-        self.machine = environment(setting.device) | ({"commit": options.commit} if options.commit else {})
+    def __init__(self, options: argparse.Namespace, command: str, machine: dict[str, Any]) -> None:
+        self.options, self.command = options, command
+        self.machine = machine | ({"commit": options.commit} if options.commit else {})
         self.rows: list[BenchRow] = []
         self.steps: list[dict[str, Any]] = []
         self.curve: dict[str, Any] | None = None
@@ -72,9 +73,19 @@ class _Result:
         return {
             "environment": self.machine,
             "rows": [as_dict(row) for row in self.rows],
-            **({"model": self.model, "steps": self.steps} if self.steps else {}),
+            **({"steps": self.steps} if self.steps else {}),
             **({"curve": self.curve} if self.curve else {}),
         }
+
+    def add(self, data: dict[str, Any]) -> None:
+        """Take in what an earlier run wrote; its rows and models replace those of the same name."""
+        rows = [read_row(row) for row in data["rows"]]
+        new = {(row.site, row.kernel) for row in rows}
+        self.rows = [row for row in self.rows if (row.site, row.kernel) not in new] + rows
+        steps = data.get("steps", [])
+        named = {step["model"] for step in steps}
+        self.steps = [step for step in self.steps if step["model"] not in named] + steps
+        self.curve = data.get("curve") or self.curve
 
     def write(self) -> None:
         """The files that were asked for, with all there is."""
@@ -95,6 +106,28 @@ class _Result:
             curve_line(self.curve) if self.curve else "",
         ]
         return "\n\n".join(part for part in parts if part)
+
+
+def _merge(options: argparse.Namespace, command: str) -> int:
+    """Make one result of several that were written with --output on one machine, measuring nothing."""
+    found = []
+    for file in options.merge:
+        try:
+            found.append(json.loads(Path(file).read_text()))
+            found[-1]["environment"]["device"], found[-1]["rows"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"--merge {file!r} is no result of `opslot bench --output`: {error!r}") from error
+    devices = {data["environment"]["device"] for data in found}
+    if len(devices) > 1:
+        raise ConfigError(f"--merge: the results are of different devices: {', '.join(sorted(devices))}")
+    for name in ("output", "picture", "html"):
+        _check_writable(f"--{name}", getattr(options, name))
+    result = _Result(options, command, found[-1]["environment"])
+    for data in found:
+        result.add(data)
+    result.write()
+    print(json.dumps(result.as_dict(), indent=1) if options.json else result)
+    return 0
 
 
 class _Setting:
@@ -183,14 +216,15 @@ class _Setting:
         if begin < 0:
             _say(f"{peer} failed: {done.stderr.strip()[-800:]}")
             return []
-        known = {f.name for f in fields(BenchRow)}
         rows = json.JSONDecoder().raw_decode(done.stdout, begin)[0]["rows"]
-        return [BenchRow(**{k: v for k, v in row.items() if k in known}) for row in rows]
+        return [read_row(row) for row in rows]
 
     def _task(self) -> Task:
         assert self.model is not None
         options = self.options
+        name = Path(options.model).stem if Path(options.model).suffix else Path(options.model).name
         return Task(
+            f"{name}, {options.layers} layers" if options.layers else name,
             self.model,
             self.batch,
             self.length,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from opslot.cli.bench.table import bar_limit, eager_of, shown_ms, sites
+from opslot.cli.bench.table import bar_limit, eager_of, models, shown_ms, sites
 from opslot.testing.bench import BenchRow
 
 _STYLE = """
@@ -51,7 +51,7 @@ def page(
     if rows:
         parts += [_summary(rows), "<h2>Ops</h2>", _legend(), *_ops(rows)]
     if steps:
-        parts += ["<h2>Training step</h2>", _steps(steps)]
+        parts += ["<h2>Training step</h2>", *_steps(steps)]
     if curve:
         parts += ["<h2>Loss curve</h2>", _curve(curve)]
     title = f"opslot bench: {escape(environment['device'])}"
@@ -149,7 +149,15 @@ def _mark(share: float) -> str:
     return f'<div class="floor" style="left:{share:.2%}"></div>'
 
 
-def _steps(steps: Sequence[dict[str, Any]]) -> str:
+def _steps(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield (
+        "<p>Each contender in a process of its own, from the same weights, on the same tokens; the check compares its "
+        "first and last loss with Transformers' own code.</p>"
+    )
+    yield from (_step_card(model, group) for model, group in models(steps).items())
+
+
+def _step_card(model: str, steps: Sequence[dict[str, Any]]) -> str:
     header = (
         '<tr><th class="l name">contender</th><th class="bar"></th>'
         + "".join(
@@ -160,11 +168,7 @@ def _steps(steps: Sequence[dict[str, Any]]) -> str:
     longest = max((s["tokens_per_s"] for s in steps if "error" not in s), default=1.0)
     fastest = max((s["tokens_per_s"] for s in steps if s.get("check") == "ok"), default=0.0)
     lines = "".join(_step_line(s, longest, fastest) for s in steps)
-    return (
-        "<p>Each contender in a process of its own, from the same weights, on the same tokens; the check compares its "
-        "first and last loss with Transformers' own code.</p>"
-        f'<div class="card"><table class="wide">{header}{lines}</table></div>'
-    )
+    return f'<section class="card"><h3>{escape(model)}</h3><table class="wide">{header}{lines}</table></section>'
 
 
 def _step_line(step: dict[str, Any], longest: float, fastest: float) -> str:

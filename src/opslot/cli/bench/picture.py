@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from opslot.cli.bench.table import bar_limit, sites
+from opslot.cli.bench.table import bar_limit, models, sites
 from opslot.testing.bench import BenchRow
 
 _BEST, _REST, _FLOOR, _INK = "#1f6feb", "#a9b4c2", "#d1242f", "#1f2933"
@@ -29,19 +29,19 @@ def draw(
     from matplotlib.figure import Figure
 
     groups = [(site, proven) for site, group in sites(rows).items() if (proven := [r for r in group if r.counts])]
-    done = [s for s in steps if s.get("check") == "ok"]
-    panels = len(groups) + bool(done) + bool(curve)
+    done = models([s for s in steps if s.get("check") == "ok"])
+    panels = len(groups) + len(done) + bool(curve)
     columns = min(_COLUMNS, max(1, panels))
     lines = -(-panels // columns)
-    tallest = max([len(group) for _, group in groups] + [len(done), 5 if curve else 0, 3])
+    tallest = max([len(group) for _, group in groups] + [len(g) for g in done.values()] + [5 if curve else 0, 3])
     figure = Figure(figsize=(5.2 * columns, (0.9 + 0.3 * tallest) * lines + 0.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axis, (site, group) in zip(axes, groups, strict=False):
         _draw_op(axis, site, group)
     rest = axes[len(groups) :]
-    if done:
-        _draw_steps(rest.pop(0), done)
+    for model, contenders in done.items():
+        _draw_steps(rest.pop(0), model, contenders)
     if curve:
         _draw_curve(rest.pop(0), curve)
     for axis in rest:
@@ -64,11 +64,11 @@ def _draw_op(axis: Any, site: tuple[str, str, str], group: list[BenchRow]) -> No
     axis.set_title(f"{op}/{variant}\n{case}", fontsize=9, loc="left", color=_INK)
 
 
-def _draw_steps(axis: Any, steps: list[dict[str, Any]]) -> None:
+def _draw_steps(axis: Any, model: str, steps: list[dict[str, Any]]) -> None:
     values = {s["contender"]: s["tokens_per_s"] for s in steps}
     best = max(values, key=lambda k: values[k])
     _bars(axis, values, best, "{:,.0f}", values[best])
-    axis.set_title("training step, tokens/s\n(longer is better)", fontsize=9, loc="left", color=_INK)
+    axis.set_title(f"training step, tokens/s (longer is better)\n{model}", fontsize=9, loc="left", color=_INK)
 
 
 def _bars(axis: Any, values: dict[str, float], best: str, form: str, limit: float) -> None:

@@ -30,6 +30,7 @@ class Task:
     """What every contender of one comparison gets.
 
     Attributes:
+        name: what the model is called in tables.
         model: a Transformers config as plain data, with its model_type.
         ops: opslot's `ops_implementation`.
         peer_paths: by peer, a folder whose packages come first in that peer's process.
@@ -37,6 +38,7 @@ class Task:
         limit: seconds that a contender may take.
     """
 
+    name: str
     model: Mapping[str, Any]
     batch: int
     length: int
@@ -68,7 +70,7 @@ def compare_steps(task: Task, peers: Sequence[str], say: Callable[[str], None]) 
             losses = result.pop("losses", None)
             if losses:
                 result |= {"first_loss": losses[0], "last_loss": losses[-1]}
-            rows.append({"contender": name, **result})
+            rows.append({"model": task.name, "batch": [task.batch, task.length], "contender": name, **result})
             yield _judged(rows)
 
 

@@ -59,16 +59,26 @@ def shown_ms(row: BenchRow) -> str:
     return f"{row.ms:.3f}" if row.counts else f"({row.ms:.3f})"
 
 
+def models(steps: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Training steps by model."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for step in steps:
+        groups.setdefault(step["model"], []).append(step)
+    return groups
+
+
 def steps_table(steps: Sequence[dict[str, Any]]) -> str:
-    header = ("training step", "ms", "tokens/s", "peak GiB", "first loss", "last loss", "check")
+    header = ("training step", "contender", "ms", "tokens/s", "peak GiB", "first loss", "last loss", "check")
     body = []
     for s in steps:
         if "error" in s:
-            body.append((s["contender"], "-", "-", "-", "-", "-", f"failed: {s['error']}"))
+            body.append((s["model"], s["contender"], "-", "-", "-", "-", "-", f"failed: {s['error']}"))
             continue
         peak = f"{s['peak_gib']:.1f}" if s["peak_gib"] is not None else "-"
         figures = f"{s['ms']:.1f}", f"{s['tokens_per_s']:,.0f}", peak
-        body.append((s["contender"], *figures, f"{s['first_loss']:.4f}", f"{s['last_loss']:.4f}", s["check"]))
+        body.append(
+            (s["model"], s["contender"], *figures, f"{s['first_loss']:.4f}", f"{s['last_loss']:.4f}", s["check"])
+        )
     return "\n".join(format_table(header, body))
 
 

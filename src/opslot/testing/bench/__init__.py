@@ -1,7 +1,7 @@
 """Measurements of ops and of training steps."""
 
 from opslot.testing.bench.ops import Site, bench, sites_of, time_both_ways
-from opslot.testing.bench.rows import BenchRow, as_dict, environment
+from opslot.testing.bench.rows import BenchRow, as_dict, environment, read_row
 from opslot.testing.bench.step import WARM_UP, compare_curves, draw_weights, measure_steps
 from opslot.testing.bench.timing import Ceilings, Time, measure, measure_ceilings
 from opslot.testing.bench.tune import timings_of
@@ -20,6 +20,7 @@ __all__ = [
     "measure",
     "measure_ceilings",
     "measure_steps",
+    "read_row",
     "sites_of",
     "time_both_ways",
     "timings_of",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 import subprocess
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -72,6 +73,11 @@ class BenchRow:
 def as_dict(row: BenchRow) -> dict[str, Any]:
     """A row as plain data, with its share of the floor."""
     return {**asdict(row), "share_of_floor": row.share}
+
+
+def read_row(data: Mapping[str, Any]) -> BenchRow:
+    """The row that `as_dict` made `data` of."""
+    return BenchRow(**{f.name: data[f.name] for f in fields(BenchRow) if f.name in data})
 
 
 def environment(device: torch.device | str) -> dict[str, Any]:
