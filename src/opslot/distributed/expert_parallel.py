@@ -59,16 +59,19 @@ class ExpertParallel:
             return self.kernel(hidden_states, gate_up, down, top_k_index, top_k_weights, *gating)
         route = plan_route(top_k_index, gate_up.shape[0], group)
         index, weights = _Choices.apply(top_k_weights, top_k_index, gate_up.shape[0], route, group)
-        x = _TakeRows.apply(hidden_states, route.token, route.order, route.first)
-        x = all_to_all(x, group, route.received, route.sent)
+        sent, received = route.sizes.wait()
+        rows = sum(sent)
+        token, order = route.token[:rows], route.order[:rows]
+        x = _TakeRows.apply(hidden_states, token, order, route.first)
+        x = all_to_all(x, group, received, sent)
         if len(x):
             x = self.kernel(x, gate_up, down, index, weights, *gating)
         else:
             # Experts without tokens still owe the other ranks their part of every collective of the backward pass.
             owed = [gate_up, down, weights, *(value for value in gating if isinstance(value, Tensor))]
             x = x + sum(tensor[:0].sum() for tensor in owed).to(x.dtype)
-        x = all_to_all(x, group, route.sent, route.received)
-        return _AddRows.apply(x, route.token, route.order, route.first)
+        x = all_to_all(x, group, sent, received)
+        return _AddRows.apply(x, token, order, route.first)
 
     def __repr__(self) -> str:
         return f"<expert parallel {self.kernel!r}>"
@@ -79,21 +82,20 @@ def _local(value: Any) -> Any:
 
 
 class Route(NamedTuple):
-    """Which rows go where.
+    """Which rows go where. L is as many rows as could be needed; those from the M-th on mean nothing.
 
     Attributes:
-        token: [M] int64, the token of each row sent, in order of the rank it goes to.
-        order, first: int64 [M] and [T], the rows grouped by token, and where each token's begin in that order.
-        sent, received: rows to and from each rank.
-        source: [M, width] int64, the choice (token * K + k) at each place of the rows sent; T * K where there is none.
+        sizes: rows to and from each rank, and so M and N, once they are known here.
+        token: [L] int64, the token of each row sent, in order of the rank it goes to.
+        order, first: int64 [L] and [T], the rows grouped by token, and where each token's begin in that order.
+        source: [L, width] int64, the choice (token * K + k) at each place of the rows sent; T * K where there is none.
         place: [T, K] int64, the inverse: row * width + place in it; M * width or more for a choice that goes nowhere.
     """
 
+    sizes: _Sizes
     token: Tensor
     order: Tensor
     first: Tensor
-    sent: list[int]
-    received: list[int]
     source: Tensor
     place: Tensor
 
@@ -101,8 +103,8 @@ class Route(NamedTuple):
 def plan_route(top_k_index: Tensor, experts: int, group: ProcessGroup) -> Route:
     """Agree with the other ranks on what travels.
 
-    The host waits for the device once, for the sizes. They are on their way while the rest is computed, in buffers as
-    large as the rows could need.
+    The host has to know the sizes, which it waits for when it needs them; what is computed here and next is queued on
+    the device by then, in buffers as large as could be needed.
 
     Args:
         top_k_index: [T, K] over all experts; one that is none of them goes nowhere.
@@ -129,14 +131,12 @@ def plan_route(top_k_index: Tensor, experts: int, group: ProcessGroup) -> Route:
     ends = begins.cumsum(0)
     order = place.new_empty(most + 1).scatter_(0, torch.where(begins, ends - 1, most), row.flatten())
     first = (ends - begins.to(ends.dtype)).view(tokens, choices)[:, 0]
-    sent, received = sizes.wait()
-    total = sum(sent)
-    source = source.view(-1, width)[:total]
-    return Route(source[:, 0] // choices, order[:total], first.contiguous(), sent, received, source, place)
+    source = source.view(-1, width)
+    return Route(sizes, source[:, 0] // choices, order, first.contiguous(), source, place)
 
 
 class _Sizes:
-    """Rows to and from each rank, exchanged among the devices and on their way to the host."""
+    """Rows to and from each rank, on their way from device to device and to the host."""
 
     def __init__(self, leaving: Tensor, group: ProcessGroup) -> None:
         coming = torch.empty_like(leaving)
@@ -167,12 +167,13 @@ class _Choices(torch.autograd.Function):
         ctx: Any, weights: Tensor, top_k_index: Tensor, experts: int, route: Route, group: ProcessGroup
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(route.place)
-        ctx.exchange = group, route.sent, route.received
         # The message is made of 32-bit words, which hold a narrower weight as float32 without loss.
         wide = weights if weights.element_size() >= 4 else weights.float()
         index = _at(top_k_index % experts, route.source, experts).to(torch.int32)
         words = torch.cat([index, _at(wide, route.source, 0).view(torch.int32)], 1)
-        words = all_to_all(words, group, route.received, route.sent)
+        sent, received = route.sizes.wait()
+        ctx.exchange = group, sent, received
+        words = all_to_all(words[: sum(sent)], group, received, sent)
         width = index.shape[1]
         index, bits = (part.clone(memory_format=torch.contiguous_format) for part in words.tensor_split([width], 1))
         ctx.mark_non_differentiable(index)

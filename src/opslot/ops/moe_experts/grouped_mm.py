@@ -172,7 +172,7 @@ def backward_grouped(
         down_grad = product(*_weight_grad_operands(row_grad, weighted_act, experts), ends)
     if experts.biased and wanted.biases:
         # Sums over an expert's rows as products too: 8 equal rows, as wide as an operand has to be.
-        ones, spread = torch.ones_like(scales).expand(-1, 8).contiguous(), scales.expand(-1, 8).contiguous()
+        ones, spread = torch.ones_like(scales).repeat(1, 8), scales.repeat(1, 8)
         gate_up_bias_grad = product(ones.t(), projected_grad, ends)[:, 0].contiguous()
         down_bias_grad = product(spread.t(), row_grad, ends)[:, 0].contiguous()
     grads = (x_grad, gate_up_grad, down_grad, weights_grad.view_as(weights), gate_up_bias_grad, down_bias_grad)

@@ -7,7 +7,8 @@ the routing weights' gradient as row dots; then the input gradient and both weig
 
 Measured on an H200: with SwiGLU's backward in the product's epilogue, that product runs out of registers and is slower
 than the two kernels; gathering tokens inside the weight gradients keeps their loads from being pipelined and is slower
-than gathering first. Keeping only gate and up for backward is SonicMoE's idea (arXiv 2512.14080).
+than gathering first; gathering and summing on a second stream beside the products takes as long as one after the other,
+since the chip is at its power limit. Keeping only gate and up for backward is SonicMoE's idea (arXiv 2512.14080).
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from opslot._base.device import triton_interpreted
 from opslot._base.errors import KernelError, explain_problem
 from opslot.ops.moe_experts import triton_kernels as kernels
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
-from opslot.ops.moe_experts._beside import Beside
 from opslot.ops.moe_experts._call import prepare
 from opslot.ops.moe_experts.routing import Routing, empty_routing, route
 
@@ -184,15 +184,14 @@ def _cut(tiles: Tiles) -> dict[str, int | bool]:
     }
 
 
-def gather(x: Tensor, top_k: int, routing: Routing, out: Tensor | None = None) -> Tensor:
+def gather(x: Tensor, top_k: int, routing: Routing) -> Tensor:
     """Each row's token [1, R, H]; zero in rows without one."""
     rows, hidden = routing.slots.numel(), x.shape[1]
-    if out is None:
-        out = x.new_empty(1, rows, hidden)
-    block = min(triton.next_power_of_2(hidden), 256)
+    out = x.new_empty(1, rows, hidden)
+    block = min(triton.next_power_of_2(hidden), 128)
     experts = routing.counts.numel()
-    kernels.gather_kernel[(triton.cdiv(rows, 32), triton.cdiv(hidden, block))](
-        x, routing.slots, out, routing.starts, experts, hidden, TOP_K=top_k, BM=32, BC=block, num_warps=4
+    kernels.gather_kernel[(triton.cdiv(rows, 64), triton.cdiv(hidden, block))](
+        x, routing.slots, out, routing.starts, experts, hidden, TOP_K=top_k, BM=64, BC=block, num_warps=4
     )
     return out
 
@@ -201,9 +200,8 @@ def combine(rows: Tensor, places: Tensor, top_k_weights: Tensor, weighted: bool,
     """Each token's sum [T, H] over its rows of `rows` [..., R, H], times their weights if `weighted`."""
     tokens, top_k = top_k_weights.shape
     hidden = rows.shape[-1]
-    if out is None:
-        out = rows.new_empty(tokens, hidden)
-    block = min(triton.next_power_of_2(hidden), 1024)
+    out = rows.new_empty(tokens, hidden)
+    block = min(triton.next_power_of_2(hidden), 512)
     kernels.combine_kernel[(tokens, triton.cdiv(hidden, block))](
         rows, places, top_k_weights, out, hidden, TOP_K=top_k, WEIGHTED=weighted, BC=block, num_warps=4
     )
@@ -312,7 +310,7 @@ def backward(
     projected_grad, weighted_act, weights_grad = gate_grad(
         plan, act_grad, projected, row_grad, experts, top_k_weights, routing
     )
-    gate_up_grad = down_grad = gate_up_bias_grad = down_bias_grad = None
+    x_grad = gate_up_grad = down_grad = gate_up_bias_grad = down_bias_grad = None
     if experts.biased and wanted.biases:
         gate_up_bias_grad = bias_grad(projected_grad, routing)
         down_bias_grad = bias_grad(row_grad, routing, top_k_weights)
@@ -320,25 +318,18 @@ def backward(
         operands = (weighted_act, row_grad) if experts.biased else (row_grad, weighted_act)
         down_grad = weight_grad_product(plan, plan.down_grad, *operands, routing)
     del row_grad, act_grad, weighted_act
-    rows = x.new_empty(1, routing.slots.numel() if wanted.weights else 0, hidden)
-    terms, x_grad = None, torch.empty_like(x) if wanted.inputs else None
-    beside = Beside(rows)
+    if wanted.weights:
+        rows = gather(x, top_k, routing)
+        operands = (rows, projected_grad) if experts.biased else (projected_grad, rows)
+        gate_up_grad = weight_grad_product(plan, plan.gate_up_grad, *operands, routing)
+        gate_up_grad = gate_up_grad.view_as(experts.gate_up_proj)
+        del rows, operands
     if wanted.inputs:
         weight = experts.gate_up_proj
         if not experts.biased:
             weight = weight.view(2 * count, intermediate, hidden)
         terms = rows_product(plan, plan.input_grad, projected_grad, weight, hidden, experts.biased, routing)
-    if wanted.weights:
-        beside.launch(gather, x, top_k, routing, rows)
-    beside.join()
-    beside = Beside(rows)
-    if wanted.weights:
-        operands = (rows, projected_grad) if experts.biased else (projected_grad, rows)
-        gate_up_grad = weight_grad_product(plan, plan.gate_up_grad, *operands, routing)
-        gate_up_grad = gate_up_grad.view_as(experts.gate_up_proj)
-    if terms is not None:
-        beside.launch(combine, terms, routing.places, top_k_weights, False, x_grad)
-    beside.join()
+        x_grad = combine(terms, routing.places, top_k_weights, False)
     return Grads(x_grad, gate_up_grad, down_grad, weights_grad, gate_up_bias_grad, down_bias_grad)
 
 
