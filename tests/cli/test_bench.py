@@ -6,7 +6,7 @@ import pytest
 from opslot.cli import main
 from opslot.cli.bench.contender import main as contend
 from opslot.cli.bench.page import page
-from opslot.cli.bench.steps import Task, _judged, _reason, compare_steps, contenders
+from opslot.cli.bench.steps import Task, _ended, _judged, _reason, compare_steps, contenders
 from opslot.cli.bench.table import bar_limit, ops_table, sites
 from opslot.testing.bench import BenchRow, as_dict
 
@@ -155,6 +155,8 @@ def test_the_reason_of_a_failure_is_its_exception():
     trace = "Traceback\n  File x\nValueError: first\n\nDuring\n  File y\nopslot.errors.ConfigError: bad:\n- one\n- two"
     assert _reason(trace) == "opslot.errors.ConfigError: bad: - one - two"
     assert _reason("Killed") == "Killed"
+    assert _reason("") == ""
+    assert (_ended(-9), _ended(3)) == ("killed by SIGKILL", "exit code 3")
 
 
 ROWS = [

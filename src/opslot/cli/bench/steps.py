@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -137,8 +138,13 @@ def _run(task: Task, contender: str, folder: Path, *, lr: float, text: str = "")
     except subprocess.TimeoutExpired:
         return {"error": f"not done after {task.limit} s"}
     if not answer.exists():
-        return {"error": _reason(done.stderr) or f"exit code {done.returncode}", "log": done.stderr[-3000:]}
+        return {"error": _reason(done.stderr) or _ended(done.returncode), "log": done.stderr[-3000:]}
     return json.loads(answer.read_text())
+
+
+def _ended(code: int) -> str:
+    # Nothing was printed: on Linux it is mostly the kernel's, for want of memory.
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _peers_of(contender: str) -> Iterator[str]:
