@@ -111,7 +111,8 @@ def run(configuration: Configuration, options: argparse.Namespace, device: torch
         loss.backward()
         model.clip_grad_norm_(MAX_NORM)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        # Its optimizer of several meshes takes no set_to_none.
+        optimizer.zero_grad()
         # FSDP averages gradients, so VeOmni's shares are its number of ranks too large.
         return loss.detach() / world_size()
 
