@@ -435,17 +435,21 @@ def test_gating_of_its_own_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "chosen"),
+    ("device", "dtype", "variant", "chosen"),
     [
-        (CPU, torch.float32, "grouped_mm"),
-        (DeviceFacts("gpu", (9, 0)), torch.float32, "grouped_mm"),
-        (DeviceFacts("gpu", (8, 0)), torch.bfloat16, "fused_triton"),
-        (DeviceFacts("gpu", (7, 5)), torch.float16, "grouped_mm"),
+        (CPU, torch.float32, "standard", "grouped_mm"),
+        (CPU, torch.float32, "biased", "grouped_mm"),
+        (CPU, torch.bfloat16, "clamped", "eager"),
+        (DeviceFacts("gpu", (9, 0)), torch.float32, "standard", "grouped_mm"),
+        (DeviceFacts("gpu", (8, 0)), torch.bfloat16, "standard", "fused_triton"),
+        (DeviceFacts("gpu", (9, 0)), torch.bfloat16, "clamped", "fused_triton"),
+        (DeviceFacts("gpu", (9, 0)), torch.bfloat16, "biased", "fused_triton"),
+        (DeviceFacts("gpu", (7, 5)), torch.float16, "standard", "grouped_mm"),
     ],
 )
-def test_auto_takes_what_was_measured_fastest(device, dtype, chosen):
+def test_auto_takes_what_was_measured_fastest(device, dtype, variant, chosen):
     pytest.importorskip("triton")
-    request = KernelRequest("moe_experts", "standard", device, dtype)
+    request = KernelRequest("moe_experts", variant, device, dtype)
     assert KERNEL_REGISTRY.resolve(request).chosen == chosen
 
 

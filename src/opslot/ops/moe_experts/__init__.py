@@ -10,8 +10,16 @@ _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def _triton_rank(request: KernelRequest) -> int | None:
-    """Not measured in fp32, where its products run without tensor cores."""
-    return 80 if request.device.type == "gpu" and request.dtype in _HALF else None
+    """Not measured in fp32, where its products run without tensor cores, and beyond `standard` only in bf16."""
+    measured = _HALF if request.variant == "standard" else {torch.bfloat16}
+    return 80 if request.device.type == "gpu" and request.dtype in measured else None
+
+
+def _grouped_mm_rank(request: KernelRequest) -> int | None:
+    """On CPUs in 16 bits, the bounded gatings take 0.7 to 1.2 of the loop's time."""
+    if request.device.type == "cpu" and request.variant != "standard" and request.dtype in _HALF:
+        return None
+    return {"gpu": 40, "cpu": 60, "npu": 20}.get(request.device.type)
 
 
 def _multiples_of_8(request: KernelRequest) -> str | None:
@@ -26,7 +34,7 @@ def _grouped_mm(variant: str) -> KernelSpec:
         "moe_experts",
         variant,
         f"{_HERE}.grouped_mm:{'grouped_mm' if variant == 'standard' else variant}",
-        priority={"gpu": 40, "cpu": 60, "npu": 20} if variant == "standard" else None,
+        priority=_grouped_mm_rank,
         description="tokens sorted by expert; torch's grouped product on GPUs, mm in place on CPUs",
     )
 
@@ -40,15 +48,18 @@ def _fused_triton(variant: str) -> KernelSpec:
         HardwareRequirement("gpu", min_compute_capability=80),
         requires=("triton",),
         dtypes=_HALF | {torch.float32},
-        priority=_triton_rank if variant == "standard" else None,
+        priority=_triton_rank,
         interpretable=True,
         description="grouped Triton products with gating and routing weights in their epilogues",
     )
 
 
-# Forward + backward on an H200, bf16, Qwen3-30B-A3B's layer at T=16384, one run of benchmarks/gpu_moe.py: fused_triton
-# 7.5 ms, fused_quack 7.5, grouped_mm 14.7, Transformers' grouped_mm 19.9; DeepSeek-V3 slice: 29.3, 28.7, 39.4, 48.1.
-# On two CPU cores, fp32, H 256: grouped_mm takes 0.62 to 0.87 of the time of Transformers' grouped_mm and of its loop.
+# Forward + backward on an H200, bf16, one run of benchmarks/gpu_moe.py. Qwen3-30B-A3B's layer at T=16384: fused_quack
+# 7.3 ms, fused_triton 7.5, grouped_mm 14.5, Transformers' grouped_mm 19.8, its loop 217; at T=2048: 1.8, 1.8, 3.1, 3.8,
+# 201; at T=256, where the host is what takes the time: 2.0, 1.7, 1.7, 2.2, 196. DeepSeek-V3 slice: 28.8, 29.3, 38.2,
+# 47.3, 140. Clamped experts of gpt-oss-20b's sizes at T=8192: fused_triton 9.0, grouped_mm 17.3, the loop 74.
+# On two CPU cores, H 128 to 512, grouped_mm takes 0.51 to 0.87 of the loop's time, in fp32 0.68 to 0.96 for the bounded
+# gatings.
 # The ranks on NPUs are not measured; they keep `auto` off upstream's loop, which synchronizes for every expert.
 KERNEL_REGISTRY.register_op(OP)
 for _spec in (
