@@ -23,6 +23,8 @@ _FUSED = {
     "cpu": [SDPBackend.FLASH_ATTENTION],
 }
 _HALF = (torch.float16, torch.bfloat16)
+# How torch says that none of the allowed backends serves a call.
+_NO_BACKEND = ("No available kernel", "No viable backend")
 
 
 def sdpa(
@@ -128,7 +130,7 @@ def _fused(
         try:
             return run()[..., :width]
         except RuntimeError as error:
-            if "No available kernel" not in str(error):
+            if not any(said in str(error) for said in _NO_BACKEND):
                 raise
             reasons = _reasons(run)
             raise KernelError(
