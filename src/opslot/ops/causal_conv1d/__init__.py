@@ -7,6 +7,7 @@ from opslot.ops.causal_conv1d.op import OP
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelSpec
 
 KERNEL_REGISTRY.register_op(OP)
+# triton and fla have no priority: neither has been timed beside eager code, so `auto` leaves them alone.
 KERNEL_REGISTRY.register(
     triton_kernel(
         OP.name,
