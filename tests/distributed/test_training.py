@@ -117,6 +117,9 @@ def wrong_options(case):
 
     state = init_parallel_state(device_type="cpu", sp=2)
     model = tiny.build("qwen3")
+    if case == "no projections":
+        for layer in model.model.layers:
+            layer.self_attn.k_proj = None
     pipeline = 2 if case == "pipeline" else 1
     parallelize_model(model, state, ulysses_overlap=True, ulysses_pipeline=pipeline)
     if case == "changed":
@@ -127,6 +130,7 @@ def wrong_options(case):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
+        ("no projections", r"Qwen3ForCausalLM has no attention with q_proj, k_proj.*\n  to do: set ulysses_overlap to"),
         ("pipeline", r"cannot be taken in 2 parts\n  to do: set ulysses_pipeline to 1"),
         (
             "changed",
