@@ -176,6 +176,25 @@ def test_a_save_waits_for_the_one_before(tmp_path, held_back):
     assert [path.name for path in checkpointing.find_checkpoints(tmp_path)] == ["step_00000002", "step_00000003"]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_save_in_the_background_holds_its_own_moment(tmp_path, device):
+    """On a GPU each save is staged in the memory of the one before."""
+    model, optimizer = trained(0)
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    saver, saved = CheckpointSaver(tmp_path), {}
+    for step in (1, 2, 3):
+        model(torch.arange(5, device=device)).square().sum().backward()
+        optimizer.step()
+        saved[saver.save(snapshot(step, model, optimizer))] = [p.detach().cpu().clone() for p in model.parameters()]
+    saver.wait()
+    for folder, parameters in saved.items():
+        other, other_optimizer = trained(1)
+        checkpointing.load_checkpoint(folder, other, other_optimizer)
+        assert all(map(torch.equal, parameters, other.parameters())), folder
+    saver.close()
+
+
 def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, monkeypatch):
     saver = CheckpointSaver(tmp_path)
     saver.save(snapshot(1, *trained(0)))

@@ -11,7 +11,7 @@ from opslot._base.logging import get_logger
 from opslot.trainer import checkpointing
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.staging import DefaultStager
+    from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 logger = get_logger(__name__)
 
@@ -36,7 +36,7 @@ class CheckpointSaver:
         self.keep = keep
         self.background = background
         self._group: Any = None
-        self._stager: DefaultStager | None = None
+        self._stager: BlockingAsyncStager | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -87,20 +87,16 @@ class CheckpointSaver:
             elif self._error is not None:
                 logger.warning("%s", self._error)
         self._thread = self._error = None
-        self._drop_copy()
+        self._stager = None
 
     def _stage(self, tensors: dict[str, Any]) -> Any:
         """A copy of `tensors` in host memory, page-locked and used again by the next save where a GPU fills it."""
         import torch
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-        gpu = torch.cuda.is_available()
         if self._stager is None:
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=gpu
-                )
-            )
+            # DefaultStager, which torch recommends, takes a second snapshot only from some release after 2.11 on.
+            self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
         return self._stager.stage(tensors)
 
     def _write(self, snapshot: checkpointing.Snapshot) -> None:
@@ -111,9 +107,4 @@ class CheckpointSaver:
         except BaseException as error:
             self._error = error
         if not torch.cuda.is_available():
-            self._drop_copy()
-
-    def _drop_copy(self) -> None:
-        stager, self._stager = self._stager, None
-        if stager is not None:
-            stager.close()
+            self._stager = None
