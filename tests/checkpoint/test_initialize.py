@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint import initialize_weights
+from opslot.checkpoint.initialize import initialize
 
 
 class Experts(nn.Module):
@@ -142,6 +143,22 @@ def test_the_seed_alone_decides_and_generators_stay() -> None:
     assert torch.equal(first, draw(5))
     assert not torch.equal(first, draw(6))
     assert torch.equal(draw(None), draw(torch.initial_seed()))
+
+
+def test_only_modules_with_something_to_fill_are_initialised() -> None:
+    """Or loading a checkpoint would draw all of its weights first, for a rotary embedding's frequencies."""
+    model = toy()
+    initialize_weights(model, 0)
+    before = {name: value.detach().clone() for name, value in values(model).items()}
+    seen: list[nn.Module] = []
+    model._init_weights = seen.append  # type: ignore[method-assign]
+    initialize(model, [], [])
+    assert seen == []
+    with pytest.raises(CheckpointError, match="frequencies"):
+        initialize(model, [], ["frequencies"])
+    assert seen == [model]
+    after = values(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items() if name != "frequencies")
 
 
 def test_a_parameter_that_nothing_sets_is_named() -> None:

@@ -63,17 +63,24 @@ def initialize_weights(
     meta_buffers = [plain_name(name) for name, buffer in model.named_buffers() if buffer.is_meta]
     materialize(model, device, dtype)
     parameters = [plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
-    initialize(model, parameters, meta_buffers, seed)
+    # A model's function may also set what modules below hold, e.g. scaled projections, so every module has its turn.
+    initialize(model, parameters, meta_buffers, seed, every_module=True)
 
 
 def initialize(
-    model: nn.Module, names: Collection[str], meta_buffers: Collection[str], seed: int | None = None
+    model: nn.Module,
+    names: Collection[str],
+    meta_buffers: Collection[str],
+    seed: int | None = None,
+    *,
+    every_module: bool = False,
 ) -> None:
     """Give `names`, which no checkpoint fills, and `meta_buffers`, which had no memory, the values that the
     model starts with.
 
-    Uses the `_init_weights(module)` of the nearest model around a module, else the module's `reset_parameters`. Other
-    tensors of the same modules may change: call it before weights are written.
+    Uses the `_init_weights(module)` of the nearest model around a module, else the module's `reset_parameters`; only on
+    modules that own such tensors, unless `every_module`. Other tensors of the same modules may change: call it before
+    weights are written.
 
     Raises:
         CheckpointError: tensors that neither sets.
@@ -82,7 +89,6 @@ def initialize(
     if not wanted:
         return
     owners = [(module, init, own) for _, module, init, own in _modules(model) if wanted.intersection(own)]
-    whole = len(wanted) >= sum(len(own) for *_, own in owners)
     devices = {tensor.device for *_, own in owners for tensor in own.values() if tensor.device.type == "cuda"}
     draws = _MeshFreeDraws(torch.initial_seed() if seed is None else seed)
     with torch.no_grad(), torch.random.fork_rng(sorted(devices, key=str)):
@@ -90,8 +96,7 @@ def initialize(
             for name in wanted.intersection(own):
                 _spoil(own[name])
         for path, module, init, own in _modules(model):
-            # A model's function may also set what modules below hold, e.g. scaled projections.
-            if whole or wanted.intersection(own):
+            if every_module or wanted.intersection(own):
                 draws.run(path, module, init)
     left = [name for *_, own in owners for name in wanted.intersection(own) if _is_spoiled(own[name])]
     if left:

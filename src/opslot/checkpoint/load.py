@@ -25,7 +25,16 @@ from opslot.checkpoint.folder import read_folder
 from opslot.checkpoint.initialize import initialize
 from opslot.checkpoint.materialize import materialize
 from opslot.checkpoint.model_tensors import ModelTensors, plain_name, tensors_of
-from opslot.checkpoint.placement import Placement, Region, copy_overlap, intersect, local_ranges, local_tensor, volume
+from opslot.checkpoint.placement import (
+    Placement,
+    Region,
+    copy_overlap,
+    intersect,
+    local_ranges,
+    local_tensor,
+    relative,
+    volume,
+)
 from opslot.checkpoint.plan import LoadPlan, Piece, Stream, make_plan
 from opslot.checkpoint.safetensors_file import MappedFile
 
@@ -35,6 +44,9 @@ logger = get_logger(__name__)
 # machine measured.
 _MAX_THREADS = 8
 _TASK_BYTES = 32 << 20
+# Enough under way to keep a disk busy, and little beside the model.
+_TASKS_AHEAD = 8
+_NEAR_BYTES = 1 << 20
 
 
 @dataclass
@@ -186,12 +198,18 @@ def _execute(plan: LoadPlan, tensors: Mapping[str, Tensor], regions: Mapping[str
         for file, pieces in by_file.items():
             mapped = MappedFile(file)
 
-            def copy(task: list[Piece], mapped: MappedFile = mapped) -> None:
-                for piece in task:
+            tasks = list(_tasks(pieces))
+            for task in tasks[:_TASKS_AHEAD]:
+                _read_ahead(task, mapped, regions)
+
+            def copy(number: int, mapped: MappedFile = mapped, tasks: list[list[Piece]] = tasks) -> None:
+                for task in tasks[number + _TASKS_AHEAD : number + _TASKS_AHEAD + 1]:
+                    _read_ahead(task, mapped, regions)
+                for piece in tasks[number]:
                     name = piece.placement.target
                     copy_overlap(local[name], regions[name], mapped.view(piece.entry), piece.placement)
 
-            list(pool.map(copy, _tasks(pieces)))
+            list(pool.map(copy, range(len(tasks))))
     for stream in plan.streams:
         _run_stream(stream, local, regions, report)
 
@@ -208,6 +226,32 @@ def _tasks(pieces: list[Piece]) -> Iterator[list[Piece]]:
             task, nbytes = [], 0
     if task:
         yield task
+
+
+def _read_ahead(task: list[Piece], mapped: MappedFile, regions: Mapping[str, Region]) -> None:
+    """Ask for the bytes that this rank keeps of the task's pieces, neighbours in one go."""
+    spans: list[tuple[int, int]] = []
+    for piece in task:
+        start, stop = _span(piece, regions[piece.placement.target])
+        if spans and start <= spans[-1][1] + _NEAR_BYTES:
+            spans[-1] = (spans[-1][0], stop)
+        else:
+            spans.append((start, stop))
+    for start, stop in spans:
+        mapped.read_ahead(start, stop)
+
+
+def _span(piece: Piece, region: Region) -> tuple[int, int]:
+    """Where in its file the part of `piece` that lies in `region` begins and ends."""
+    placement, entry = piece.placement, piece.entry
+    overlap = intersect(region, placement.region)
+    assert overlap is not None
+    if not placement.shape:
+        return entry.start, entry.start + entry.nbytes
+    kept = relative(overlap, placement.region)[-len(placement.shape) :]
+    rows = kept[-1] if placement.transposed and len(placement.shape) == 2 else kept[0]
+    row_bytes = entry.nbytes // placement.shape[0]
+    return entry.start + rows.start * row_bytes, entry.start + rows.stop * row_bytes
 
 
 def _run_stream(stream: Stream, local: Mapping[str, Tensor], regions: Mapping[str, Region], report: LoadReport) -> None:

@@ -146,8 +146,21 @@ class MappedFile:
             with file.open("rb") as stream:
                 # Copy-on-write, because torch wants writable memory; nothing here ever writes to it.
                 self._bytes = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+                self._descriptor = os.dup(stream.fileno())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file} cannot be mapped: {error}") from error
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    def read_ahead(self, start: int, stop: int) -> None:
+        """Have the system read the bytes [start, stop) into its cache, and return before it has.
+
+        Page faults of several threads would ask the disk for small pieces in no order.
+        """
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def view(self, entry: TensorEntry) -> Tensor:
         """The tensor of `entry`, sharing the file's pages; do not write to it."""
