@@ -407,6 +407,7 @@ def test_documents_of_training_lengths(name):
     """Grouped heads of 128 with documents longer than a tile, dense and with a window."""
     kernel = usable(name)
     arguments = tensors(heads=8, kv_heads=2, width=128, batch=1, length=700, device="cuda", dtype=torch.bfloat16)
-    for window in (None, 100):
+    # The others compile for seconds a window; `opslot verify` has them.
+    for window in (None, 100) if name in ("sdpa", "cudnn") else (None,):
         options = documents(300, 1, 260, 139, device="cuda") | {"sliding_window": window, "scaling": 128**-0.5}
         assert_as_good_as_eager(kernel, arguments, options)
