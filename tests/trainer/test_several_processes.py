@@ -142,6 +142,27 @@ def run_and_listen(file):
     return code, heard.getvalue()
 
 
+def run_with_fewer_kernels_on_the_second(file):
+    from opslot.slots import KERNEL_REGISTRY
+
+    missing = KERNEL_REGISTRY.get("rms_norm", "standard", "torch_fused")
+    if os.environ["RANK"] == "1":
+        KERNEL_REGISTRY.unregister(*missing.key)
+    try:
+        return run_and_listen(file)
+    finally:
+        KERNEL_REGISTRY.register(missing, replace=True)
+
+
+def test_ranks_that_choose_different_kernels_are_refused(ranks, write, tmp_path):
+    answers = ranks.run(run_with_fewer_kernels_on_the_second, write("run", max_steps=2))
+    assert all(code for code, _ in answers)
+    told = "".join(text for _, text in answers)
+    assert told.count("the ranks chose different kernels") == 1
+    assert "rms_norm is torch_fused on rank 0, eager on rank 1" in told
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_damaged_part_of_one_rank_is_told_once(ranks, write, tmp_path):
     assert ranks.run(run_config, write("run", max_steps=2)) == [0, 0]
     part = tmp_path / "run" / "checkpoints" / "step_00000002" / "__1_0.distcp"

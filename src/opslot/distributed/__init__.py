@@ -1,6 +1,6 @@
 """Several processes: who shares what, sequence and expert parallelism, FSDP2, gradient norms."""
 
-from opslot.distributed._collectives import sum_over_ranks
+from opslot.distributed._collectives import gather_objects, sum_over_ranks
 from opslot.distributed.errors import OtherRankFailed, failing_together
 from opslot.distributed.expert_parallel import ExpertParallel
 from opslot.distributed.fsdp import clip_grad_norm, gradient_sync, parallelize
@@ -33,6 +33,7 @@ __all__ = [
     "destroy_parallel_state",
     "failing_together",
     "gather_heads_scatter_seq",
+    "gather_objects",
     "gather_outputs",
     "gather_seq_scatter_heads",
     "get_parallel_state",

@@ -45,6 +45,15 @@ def sum_over_ranks(*values: float) -> list[float]:
     return whole.tolist()
 
 
+def gather_objects(value: Any) -> list[Any]:
+    """The value of every process, by rank; values are pickled."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 class Exchange:
     """An even all-to-all under way: `finish()` gives its result.
 

@@ -46,7 +46,7 @@ from opslot.trainer.callbacks import (
 )
 from opslot.trainer.config import RunConfig
 from opslot.trainer.display import make_console
-from opslot.trainer.kernels import hold_kernels, kernel_record
+from opslot.trainer.kernels import hold_kernels, kernel_record, require_same_kernels
 from opslot.trainer.optimizer import build_optimizer, learning_rate
 from opslot.trainer.parse import to_yaml
 from opslot.trainer.saver import CheckpointSaver
@@ -341,7 +341,9 @@ class BaseTrainer(ABC):
                 "reshard_after_forward": fsdp.reshard_after_forward,
                 "prefetch": fsdp.prefetch,
             }
-        return parallelize_model(model, self.state, **options)
+        model = parallelize_model(model, self.state, **options)
+        require_same_kernels(model)
+        return model
 
     def _fill(self, model: torch.nn.Module) -> None:
         """Give a model on meta memory and values; each rank its parts."""

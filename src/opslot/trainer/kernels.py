@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from opslot._base.errors import ConfigError
+from opslot.distributed import gather_objects
 from opslot.slots import KERNEL_REGISTRY, OpsImplementationConfig, bind, explain
 from opslot.slots.bind import bound_config
 
@@ -15,6 +16,28 @@ from opslot.slots.bind import bound_config
 def kernel_record(model: nn.Module) -> dict[str, Any]:
     """The kernel table of `model` as plain data."""
     return explain(model).to_dict()
+
+
+def require_same_kernels(model: nn.Module) -> None:
+    """Refuse ranks that would compute with different kernels, as machines with other packages or profiles choose.
+
+    Raises:
+        ConfigError: on every rank; names the first sites and what each rank chose there.
+    """
+    by_rank = [_choices(record) for record in gather_objects(kernel_record(model))]
+    differing = [
+        f"{path or 'model'}: {op} is "
+        + ", ".join(f"{choices.get((op, variant, path), 'absent')} on rank {r}" for r, choices in enumerate(by_rank))
+        for op, variant, path in by_rank[0]
+        if len({choices.get((op, variant, path)) for choices in by_rank}) > 1
+    ]
+    if differing:
+        more = f"\n  and {len(differing) - 3} more sites" if len(differing) > 3 else ""
+        raise ConfigError(
+            "the ranks chose different kernels\n  found: " + "\n  found: ".join(differing[:3]) + more + "\n"
+            "  to do: give all machines the same packages and the same profile (OPSLOT_PROFILE), or name the kernels "
+            "in model.ops_implementation"
+        )
 
 
 def hold_kernels(
