@@ -37,10 +37,17 @@ class ExpertParallel:
     Attributes:
         kernel: gets the rows that came here, with indices of local experts; an index equal to their number marks an
             expert of another rank.
+        add: adds up each token's rows, as `sum_rows` does, which is the default.
     """
 
-    def __init__(self, kernel: Callable[..., Tensor], group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        kernel: Callable[..., Tensor],
+        group: ProcessGroup | None = None,
+        add: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
         self.kernel = kernel
+        self.add = add or sum_rows
         self._group = group
 
     def __call__(
@@ -62,7 +69,7 @@ class ExpertParallel:
         sent, received = route.sizes.wait()
         rows = sum(sent)
         token, order = route.token[:rows], route.order[:rows]
-        x = _TakeRows.apply(hidden_states, token, order, route.first)
+        x = _TakeRows.apply(hidden_states, token, order, route.first, self.add)
         x = all_to_all(x, group, received, sent)
         if len(x):
             x = self.kernel(x, gate_up, down, index, weights, *gating)
@@ -71,7 +78,7 @@ class ExpertParallel:
             owed = [gate_up, down, weights, *(value for value in gating if isinstance(value, Tensor))]
             x = x + sum(tensor[:0].sum() for tensor in owed).to(x.dtype)
         x = all_to_all(x, group, sent, received)
-        return _AddRows.apply(x, token, order, route.first)
+        return _AddRows.apply(x, token, order, route.first, self.add)
 
     def __repr__(self) -> str:
         return f"<expert parallel {self.kernel!r}>"
@@ -197,14 +204,15 @@ class _TakeRows(torch.autograd.Function):
     """x[token]; the transpose of `_AddRows`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, order: Tensor, first: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, token: Tensor, order: Tensor, first: Tensor, add: Callable[..., Tensor]) -> Tensor:
         ctx.save_for_backward(order, first)
+        ctx.add = add
         return x.index_select(0, token)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _add_rows(grad, *ctx.saved_tensors), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.add(grad.contiguous(), *ctx.saved_tensors), None, None, None, None
 
 
 class _AddRows(torch.autograd.Function):
@@ -215,18 +223,31 @@ class _AddRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, token: Tensor, order: Tensor, first: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, token: Tensor, order: Tensor, first: Tensor, add: Callable[..., Tensor]
+    ) -> Tensor:
         ctx.save_for_backward(token)
-        return _add_rows(rows, order, first)
+        return add(rows, order, first)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None, None, None
 
 
-def _add_rows(rows: Tensor, order: Tensor, first: Tensor) -> Tensor:
-    """[T, H]; without atomics, in one order, and wider than 16 bits on the way."""
+def sum_rows(rows: Tensor, order: Tensor, first: Tensor) -> Tensor:
+    """out[t] = the sum of rows[order[first[t] : first[t + 1]]], the last token's going on to the end of `order`.
+
+    In plain torch; without atomics, in one order, and wider than 16 bits on the way.
+
+    Args:
+        rows: [M, H], contiguous.
+        order: int64 [M].
+        first: int64 [T], not descending.
+
+    Returns:
+        [T, H] like `rows`; zero for a token without rows.
+    """
     if len(rows) == 0:
         return rows.new_zeros(len(first), rows.shape[1])
     return F.embedding_bag(order, rows, first, mode="sum")

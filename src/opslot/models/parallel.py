@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
 from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state, parallelize
 from opslot.models._registry import ARCHITECTURES
@@ -54,7 +56,7 @@ def parallelize_model(
                 f"ep={state.ep}, but {model.config.model_type} has no parallel plan for experts\n"
                 "  to do: set ep to 1, or add parallel_plan.py to the architecture's folder"
             )
-        _spread_experts(model)
+        _spread_experts(model, state)
     if state.sp > 1:
         spread_sequences(model, state, ulysses_pipeline, ulysses_overlap)
     head = _set_head_apart(model) if state.mesh is not None else None
@@ -71,7 +73,8 @@ def _slot(name: str) -> str:
     return f"_opslot_{name}"
 
 
-def _spread_experts(model: Any) -> None:
+def _spread_experts(model: Any, state: ParallelState) -> None:
+    add = _row_sum(state.device)
     for path, module, slot, op_name, variant in walk_slots(model):
         if op_name != "moe_experts":
             continue
@@ -80,7 +83,16 @@ def _spread_experts(model: Any) -> None:
         if problem:
             raise ConfigError(f"{path} cannot be divided among ep ranks: {problem}\n  to do: set ep to 1")
         if not isinstance(module.__dict__.get(_slot(slot)), ExpertParallel):
-            module.__dict__[_slot(slot)] = ExpertParallel(kernel_of(module, slot, op_name, variant))
+            module.__dict__[_slot(slot)] = ExpertParallel(kernel_of(module, slot, op_name, variant), add=add)
+
+
+def _row_sum(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """What adds up rows that came back from other ranks: a kernel on GPUs, else None, which stands for plain torch."""
+    if device.type != "cuda" or not has_package("triton"):
+        return None
+    from opslot.ops.moe_experts.row_sum import sum_rows
+
+    return sum_rows
 
 
 class _Head(nn.Linear):

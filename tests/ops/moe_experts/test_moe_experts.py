@@ -345,6 +345,28 @@ class Config:
     _experts_implementation = "grouped_mm"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("tokens", "width"), [(7, 5), (1, 64), (4, 2049), (3, 0), (0, 8)])
+def test_rows_that_came_back_are_summed_as_plain_torch_does(dtype, tokens, width):
+    from opslot.distributed.expert_parallel import sum_rows as plain
+    from opslot.ops.moe_experts.row_sum import sum_rows
+
+    generator = torch.Generator().manual_seed(tokens + width)
+    held = torch.randint(0, 4, (tokens,), generator=generator)
+    held[-1:] = 2
+    count = int(held.sum())
+    rows = torch.randn(count, width, generator=generator, dtype=torch.float64).to(dtype)
+    order = torch.randperm(count, generator=generator)
+    first = held.cumsum(0) - held
+    found = sum_rows(rows, order, first)
+    token = torch.arange(tokens).repeat_interleave(held)
+    expected = torch.zeros(tokens, width, dtype=torch.float64).index_add_(0, token, rows[order].double())
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float64: 1e-14}[dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    if width and dtype != torch.bfloat16:  # torch sums bfloat16 bags on CPUs in another width
+        torch.testing.assert_close(found, plain(rows, order, first), rtol=tolerance, atol=tolerance)
+
+
 def test_eager_means_upstreams_loop_for_this_model_alone():
     config = Config()
     eager, fused = Model(config), Model(config)
