@@ -17,7 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from opslot.trainer.callbacks import read_metrics
 
-SIZES = {"fsdp": {}, "sp": {"sp_size": 2}, "ep": {"ep_size": 2}, "sp and ep": {"sp_size": 2, "ep_size": 2}}
+SIZES = {
+    "fsdp": {},
+    "sp": {"sp_size": 2, "ulysses_overlap": True},
+    "ep": {"ep_size": 2},
+    "sp and ep": {"sp_size": 2, "ep_size": 2},
+}
 
 
 def curve(folder):

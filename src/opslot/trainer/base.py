@@ -330,7 +330,10 @@ class BaseTrainer(ABC):
             recorded = checkpointing.read_state(self.inputs.checkpoint)[1]
             for line in hold_kernels(model, recorded, dtype, self.device):
                 self.say(line)
-        options: dict[str, Any] = {"activation_checkpointing": train.gradient_checkpointing}
+        options: dict[str, Any] = {
+            "activation_checkpointing": train.gradient_checkpointing,
+            "ulysses_overlap": train.ulysses_overlap,
+        }
         if any(parameter.is_meta for parameter in model.parameters()):
             options["load"] = self._fill
         if self.state.mesh is not None:

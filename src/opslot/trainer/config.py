@@ -117,6 +117,7 @@ class TrainConfig:
             checkpoint's folder.
         sp_size: processes that share one sequence (Ulysses).
         ep_size: processes that share the experts.
+        ulysses_overlap: with `sp_size`, send query, key and value each while the next one is projected.
         fsdp: sharding of the parameters.
         optimizer: AdamW's other settings.
         logging: what is reported.
@@ -141,6 +142,7 @@ class TrainConfig:
     resume_from: str | None = None
     sp_size: int = 1
     ep_size: int = 1
+    ulysses_overlap: bool = False
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
