@@ -11,6 +11,8 @@ from opslot._base.errors import CheckpointError
 from opslot.trainer import checkpointing
 from opslot.trainer.saver import CheckpointSaver
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
 
 def trained(seed):
     torch.manual_seed(seed)
@@ -176,7 +178,7 @@ def test_a_save_waits_for_the_one_before(tmp_path, held_back):
     assert [path.name for path in checkpointing.find_checkpoints(tmp_path)] == ["step_00000002", "step_00000003"]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])])
 def test_every_save_in_the_background_holds_its_own_moment(tmp_path, device):
     """On a GPU each save is staged in the memory of the one before."""
     model, optimizer = trained(0)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opslot import KERNEL_REGISTRY
 from opslot._base.device import CPU, DeviceFacts, facts_of
@@ -100,6 +101,28 @@ def test_twice_the_same_bits(name, variant):
     first, second = (gradients(load(name, variant), tensors) for _ in range(2))
     assert torch.equal(first[0], second[0])
     assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+
+
+class _Zeros(TorchDispatchMode):
+    """The largest tensor of zeros made inside."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "zeros" in func.__name__:
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_is_saved_for_backward_gets_no_gradient(name):
+    """At size a gradient of zeros for it costs as much as a pass over the activations."""
+    x, gate_up, down, index, weights = inputs(tokens=40)
+    out = load(name)(x, gate_up, down, index, weights)
+    with _Zeros() as zeros:
+        torch.autograd.grad(out.sum(), [x, gate_up, down, weights])
+    assert zeros.largest <= weights.numel()
 
 
 @pytest.mark.gpu

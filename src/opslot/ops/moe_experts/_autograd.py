@@ -115,6 +115,8 @@ def differentiable(
         hidden_states, gate_up_proj, down_proj, _, top_k_weights, *biases, ctx.limit, ctx.alpha, ctx.up_offset = inputs
         ctx.save_for_backward(hidden_states, gate_up_proj, down_proj, top_k_weights, *biases, *output[1:])
         ctx.mark_non_differentiable(*output[1:])
+        # Else autograd makes gradients of zeros for what is saved, which is as large as the activations.
+        ctx.set_materialize_grads(False)
 
     def run_backward(ctx, grad, *_):
         needs = ctx.needs_input_grad
