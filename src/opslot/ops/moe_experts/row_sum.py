@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opslot.ops._common.jit import narrow
 from opslot.ops._common.triton import cdiv
-from opslot.ops.moe_experts.triton_kernels import narrow
 
 _BLOCK = 2048
 

@@ -14,28 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opslot._base.device import triton_interpreted
-
-# Triton's interpreter multiplies the bit patterns of bf16 operands, and cuts bf16 off where GPUs round it.
-_INTERPRETED = tl.constexpr(triton_interpreted())
-
-
-@triton.jit
-def _dot(a, b, acc):
-    if _INTERPRETED:
-        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def narrow(x, dtype: tl.constexpr):
-    """float32 `x` rounded to `dtype`."""
-    if _INTERPRETED and dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return x.to(dtype)
+from opslot.ops._common.jit import dot, narrow
 
 
 @triton.jit
@@ -153,7 +132,7 @@ def gate_up_kernel(
                 b = _load_tile(gate_up, expert, k, 2 * col, hidden, 2 * intermediate, BK, 2 * BN, TMA)
             else:
                 b = _load_pair(gate_up, 2 * expert, col, k, intermediate, hidden, BN, BK, TMA).T
-            acc = _dot(a, b, acc)
+            acc = dot(a, b, acc)
         if BIASED:
             acc += _load_bias(bias, expert, 2 * col, 2 * intermediate, 2 * BN)
             gate, up = tl.split(acc.reshape(BM, BN, 2))
@@ -218,7 +197,7 @@ def rows_kernel(
                 right = _load_tile(weight, expert * PLANES + plane, col, k, columns, inner, BN, BK, TMA).T
             else:
                 right = _load_tile(weight, expert * PLANES + plane, k, col, inner, columns, BK, BN, TMA)
-            acc = _dot(left, right, acc)
+            acc = dot(left, right, acc)
         if BIASED:
             acc += _load_bias(bias, expert, col, columns, BN)
         _store_tile(out, 0, row, col, acc, rows, columns, BM, BN, TMA)
@@ -368,7 +347,7 @@ def weight_grad_kernel(
             row = start + k
             a = _load_tile(left, group - expert * PLANES, row, tm * BM, rows, left_columns, BK, BM, TMA)
             b = _load_tile(right, 0, row, tn * BN, rows, right_columns, BK, BN, TMA)
-            acc = _dot(a.T, b, acc)
+            acc = dot(a.T, b, acc)
         _store_tile(out, group, tm * BM, tn * BN, acc, left_columns, right_columns, BM, BN, TMA)
 
 
