@@ -253,7 +253,7 @@ def refused(case):
     [
         ("layers", r"Stack has no layers.*\n.*_no_split_modules is empty.*\n  to do: pass layers="),
         ("meta", r"parameters have no memory, e.g. model.embed_tokens.weight\n  to do: pass load="),
-        ("experts", r"ep=2, but qwen3 has no parallel plan"),
+        ("experts", r"ep=2, but qwen3 has no experts"),
         ("heads", r"sp=2 does not divide 3 query heads.*would: 1, 3"),
         ("checkpointing", r"activation_checkpointing needs a Transformers model, Stack is none"),
     ],

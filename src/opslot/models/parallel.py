@@ -51,9 +51,11 @@ def parallelize_model(
         bind(model, config, device=state.device, dtype=dtype)
     plan = parallel_plan(model)
     if state.ep > 1:
+        if not any(op_name == "moe_experts" for _, _, _, op_name, _ in walk_slots(model)):
+            raise ConfigError(f"ep={state.ep}, but {model.config.model_type} has no experts\n  to do: set ep to 1")
         if plan is None:
             raise ConfigError(
-                f"ep={state.ep}, but {model.config.model_type} has no parallel plan for experts\n"
+                f"ep={state.ep}, but {model.config.model_type} has no parallel plan for its experts\n"
                 "  to do: set ep to 1, or add parallel_plan.py to the architecture's folder"
             )
         _spread_experts(model, state)
