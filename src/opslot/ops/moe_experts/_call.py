@@ -1,6 +1,8 @@
-"""What every kernel of the op does before its own work: check the call, follow autocast."""
+"""What every kernel of the op does before its own work: take the contract's arguments, check them, follow autocast."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -9,6 +11,47 @@ from opslot._base.errors import KernelError, explain_problem
 from opslot.ops.moe_experts._autograd import Experts
 
 Problem = tuple[str, str] | None
+
+# (hidden_states, experts, top_k_index, top_k_weights) -> [T, H]
+Run = Callable[[Tensor, Experts, Tensor, Tensor], Tensor]
+
+
+def variants(run: Run) -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]:
+    """`run` behind the contracts of `op.standard`, `op.clamped` and `op.biased`."""
+
+    def standard(
+        hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        return run(hidden_states, Experts(gate_up_proj, down_proj), top_k_index, top_k_weights)
+
+    def clamped(
+        hidden_states: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        limit: float,
+        alpha: float = 1.0,
+        up_offset: float = 0.0,
+    ) -> Tensor:
+        experts = Experts(gate_up_proj, down_proj, limit=limit, alpha=alpha, up_offset=up_offset)
+        return run(hidden_states, experts, top_k_index, top_k_weights)
+
+    def biased(
+        hidden_states: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        gate_up_proj_bias: Tensor,
+        down_proj_bias: Tensor,
+        limit: float,
+        alpha: float,
+    ) -> Tensor:
+        experts = Experts(gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, limit, alpha, 1.0)
+        return run(hidden_states, experts, top_k_index, top_k_weights)
+
+    return standard, clamped, biased
 
 
 def prepare(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
-from opslot.ops.moe_experts._call import prepare
+from opslot.ops.moe_experts._call import prepare, variants
 
 # The output [T, H]; gate and up of the sorted rows [S, 2I]; their slots [S], token * K + choice; each expert's end [E].
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -21,47 +21,13 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def grouped_mm(
-    hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """The contract of `op.standard`, on any device and in any floating dtype. Deterministic."""
-    return _run(hidden_states, Experts(gate_up_proj, down_proj), top_k_index, top_k_weights)
-
-
-def clamped(
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    limit: float,
-    alpha: float = 1.0,
-    up_offset: float = 0.0,
-) -> Tensor:
-    """The contract of `op.clamped`, on any device and in any floating dtype. Deterministic."""
-    experts = Experts(gate_up_proj, down_proj, limit=limit, alpha=alpha, up_offset=up_offset)
-    return _run(hidden_states, experts, top_k_index, top_k_weights)
-
-
-def biased(
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up_proj_bias: Tensor,
-    down_proj_bias: Tensor,
-    limit: float,
-    alpha: float,
-) -> Tensor:
-    """The contract of `op.biased`, on any device and in any floating dtype. Deterministic."""
-    experts = Experts(gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, limit, alpha, 1.0)
-    return _run(hidden_states, experts, top_k_index, top_k_weights)
-
-
 def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """On any device and in any floating dtype. Deterministic."""
     x, experts = prepare("grouped_mm", hidden_states, experts, top_k_index, top_k_weights)
     return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
+
+
+grouped_mm, clamped, biased = variants(_run)
 
 
 def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:

@@ -25,7 +25,7 @@ from opslot._base.device import triton_interpreted
 from opslot._base.errors import KernelError, explain_problem
 from opslot.ops.moe_experts import triton_kernels as kernels
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
-from opslot.ops.moe_experts._call import prepare
+from opslot.ops.moe_experts._call import prepare, variants
 from opslot.ops.moe_experts.routing import Routing, empty_routing, route
 
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
@@ -108,55 +108,21 @@ def plan_for(experts: Experts, real: bool = True) -> Plan:
     return _hopper(programs)
 
 
-def fused_triton(
-    hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """The contract of `op.standard` for bf16, fp16 and fp32 on GPUs from SM80. Deterministic.
+def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """In bf16, fp16 and fp32 on GPUs from SM80. Deterministic.
 
     Raises:
         KernelError: shapes or dtypes that are not the contract's, or weights that are not contiguous.
     """
-    return _run(hidden_states, Experts(gate_up_proj, down_proj), top_k_index, top_k_weights)
-
-
-def clamped(
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    limit: float,
-    alpha: float = 1.0,
-    up_offset: float = 0.0,
-) -> Tensor:
-    """The contract of `op.clamped`, as `fused_triton`."""
-    experts = Experts(gate_up_proj, down_proj, limit=limit, alpha=alpha, up_offset=up_offset)
-    return _run(hidden_states, experts, top_k_index, top_k_weights)
-
-
-def biased(
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up_proj_bias: Tensor,
-    down_proj_bias: Tensor,
-    limit: float,
-    alpha: float,
-) -> Tensor:
-    """The contract of `op.biased`, as `fused_triton`."""
-    experts = Experts(gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, limit, alpha, 1.0)
-    return _run(hidden_states, experts, top_k_index, top_k_weights)
-
-
-def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     if hidden_states.device.type == "cpu" and not triton_interpreted():
         found = "tensors on the CPU"
         todo = "move them to a GPU, set TRITON_INTERPRET=1, or use moe_implementation=grouped_mm"
         raise KernelError(explain_problem("moe_implementation='fused_triton' cannot run this call", found, todo))
     x, experts = prepare("fused_triton", hidden_states, experts, top_k_index, top_k_weights, DTYPES, contiguous=True)
     return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
+
+
+fused_triton, clamped, biased = variants(_run)
 
 
 def _operand(
