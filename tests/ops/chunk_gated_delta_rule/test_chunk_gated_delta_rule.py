@@ -169,6 +169,135 @@ def test_fla_is_refused_where_triton_makes_its_gradients_wrong(monkeypatch, capa
     assert ("install Triton 3.7.1 or tilelang" in (reason or "")) == refused
 
 
+# ---- triton
+
+
+def load_triton():
+    return KERNEL_REGISTRY.load("chunk_gated_delta_rule", "standard", "triton")
+
+
+def doubles(arguments):
+    return {
+        n: t.detach().double().requires_grad_(t.requires_grad)
+        if isinstance(t, torch.Tensor) and t.is_floating_point()
+        else t
+        for n, t in arguments.items()
+    }
+
+
+def leaves_of(arguments):
+    return [t for t in arguments.values() if isinstance(t, torch.Tensor) and t.requires_grad]
+
+
+def assert_like_fp64(arguments, rtol=1e-5, want=(True, True)):
+    """Outputs and gradients of the kernel in fp32 against the reference in fp64; `want`: the outputs derived from."""
+    wide = doubles(arguments)
+    found, expected = load_triton()(**arguments), op.reference(**wide)
+    for got, exact in zip(found, expected, strict=True):
+        assert (got is None) == (exact is None)
+    pairs = [(got, exact) for got, exact in zip(found, expected, strict=True) if got is not None]
+    rooted = [pair for pair, wanted in zip(pairs, want, strict=False) if wanted]
+    got, exact = ([pair[i] for pair in rooted] for i in (0, 1))
+    pairs += zip(gradients(got, leaves_of(arguments)), gradients(exact, leaves_of(wide)), strict=True)
+    for got, exact in pairs:
+        torch.testing.assert_close(got.double(), exact, rtol=0, atol=rtol * max(1.0, exact.abs().max().item()))
+
+
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_triton_carries_states_through_packed_documents(l2norm):
+    documents = [3, 66, 0, 1]
+    given = inputs(sum(documents), k_heads=2, heads=2 if l2norm else 4, width=24, v_width=40, dtype=torch.float32)
+    if not l2norm:
+        given["key"] = (given["key"].detach() * 0.1).requires_grad_()
+    heads = given["value"].shape[2]
+    states = torch.randn(4, heads, 24, 40, generator=torch.Generator().manual_seed(2), dtype=torch.float32)
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(documents)], dtype=torch.int64)
+    given |= {"initial_state": states.requires_grad_(), "cu_seqlens": cu_seqlens}
+    assert_like_fp64(given | {"output_final_state": True, "use_qk_l2norm_in_kernel": l2norm})
+
+
+def test_triton_with_the_last_state_as_the_only_root():
+    given = inputs(65, k_heads=1, heads=1, dtype=torch.float32)
+    given["query"] = given["query"].detach()
+    assert_like_fp64(given | {"output_final_state": True, "use_qk_l2norm_in_kernel": True}, want=(False, True))
+
+
+def test_triton_stays_exact_where_all_keys_are_one_and_decay_is_deep():
+    """The system's hardest case: every token overwrites the one before; sums of the log decay reach -700."""
+    given = inputs(70, k_heads=1, heads=2, dtype=torch.float32)
+    given["key"] = given["key"].detach()[:, :1].expand(-1, 70, -1, -1).clone().requires_grad_()
+    given["beta"] = torch.ones(1, 70, 2, requires_grad=True)
+    given["g"] = torch.tensor([0.0, -10.0]).expand(1, 70, 2).clone().requires_grad_()
+    assert_like_fp64(given | {"use_qk_l2norm_in_kernel": True}, rtol=5e-5)
+
+
+def test_triton_reads_heads_where_a_projection_leaves_them():
+    given = inputs(20, batch=2, k_heads=1, heads=2, dtype=torch.float32)
+    mixed = torch.cat([given[n].detach().flatten(2) for n in ("query", "key", "value")], -1)
+    q, k, v = mixed.split([16, 16, 48], -1)
+    views = {"query": q.unflatten(2, (1, 16)), "key": k.unflatten(2, (1, 16)), "value": v.unflatten(2, (2, 24))}
+    found, _ = load_triton()(**(given | views))
+    expected, _ = load_triton()(**given)
+    assert torch.equal(found, expected)
+    # Rows of the batch that do not follow each other are copied.
+    turned = {n: t.transpose(0, 1).contiguous().transpose(0, 1) for n, t in given.items()}
+    assert torch.equal(load_triton()(**turned)[0], expected)
+
+
+@pytest.mark.parametrize("documents", [[64], [1] * 300, [0, 65, 0, 0, 128, 1, 63], [5] * 129 + [1000]])
+def test_chunk_table(documents):
+    from opslot.ops.chunk_gated_delta_rule import triton
+
+    bounds = list(itertools.accumulate(documents, initial=0))
+    found = triton._chunks(torch.tensor(bounds), 1, bounds[-1], torch.device("cpu"))
+    expected = [
+        (start, min(64, stop - start)) for a, stop in itertools.pairwise(bounds) for start in range(a, stop, 64)
+    ]
+    table = list(zip(found.start.tolist(), found.length.tolist(), strict=True))
+    assert table[: len(expected)] == expected
+    assert [length for _, length in table[len(expected) :]] == [0] * (found.count - len(expected))
+    assert found.first.tolist() == list(itertools.accumulate([-(-n // 64) for n in documents], initial=0))
+
+
+def test_triton_without_tokens():
+    given = inputs(0, dtype=torch.float32)
+    states = torch.randn(1, 4, 16, 24, requires_grad=True)
+    out, final = load_triton()(**given, initial_state=states, output_final_state=True)
+    assert out.shape == (1, 0, 4, 24)
+    assert torch.equal(final, states)
+    (dstates,) = torch.autograd.grad(final.square().sum(), states)
+    assert torch.equal(dstates, 2 * states.detach())
+    assert torch.equal(load_triton()(**given, output_final_state=True)[1], torch.zeros(1, 4, 16, 24))
+
+
+def test_triton_compiles_whole():
+    given = inputs(3, k_heads=1, heads=1, dtype=torch.bfloat16)
+    options = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": torch.tensor([0, 1, 3])}
+    kernel = load_triton()
+    compiled = torch.compile(lambda **given: kernel(**given, **options)[0], fullgraph=True, backend="aot_eager")
+    expected, found = kernel(**given, **options)[0], compiled(**given)
+    assert torch.equal(found, expected)
+    leaves = list(given.values())
+    for got, want in zip(gradients([found], leaves), gradients([expected], leaves), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [
+        ({"query": torch.zeros(1, 8, 2, 16, dtype=torch.float64)}, "query"),
+        ({"key": torch.zeros(1, 8, 2, 16, dtype=torch.bfloat16)}, "key"),
+        ({"key": torch.zeros(1, 8, 2, 257)}, "key"),
+        ({"value": torch.zeros(1, 8, 3, 24)}, "value"),
+        ({"initial_state": torch.zeros(2, 4, 16, 24)}, "initial_state"),
+        ({"beta": torch.zeros(1, 8, 4, dtype=torch.float64)}, "beta"),
+    ],
+)
+def test_triton_refusals_name_kernel_and_argument(change, argument):
+    with pytest.raises(KernelError, match=f"chunk_gated_delta_rule_implementation='triton' cannot take {argument}"):
+        load_triton()(**(inputs(8, dtype=torch.float32) | change))
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
 def test_fla_carries_states_between_documents():

@@ -8,9 +8,10 @@ arguments, which are all that is saved, walks back with the state's gradient, an
 as long as the documents could need, so that the host never waits for `cu_seqlens`.
 
 Floor on an H200 (4.3 TB/s, 790 TFLOP/s) in bf16 at 16384 tokens, 16 key and 32 value heads 128 wide: forward reads q, k
-and v and writes the output, 403 MB or 0.09 ms, backward moves 671 MB or 0.16 ms; the recurrence alone is 52 GFLOP
-forward and 103 backward, 0.07 and 0.13 ms. This form does 103 GFLOP forward and 309 in a backward pass, and moves
-2.2 GB and 6.4 GB through its intermediates: 0.5 and 1.5 ms. Not timed yet.
+and v and writes the output, 403 MB or 0.09 ms; backward reads these, writes three gradients, 671 MB or 0.16 ms. The
+recurrence alone is 52 GFLOP forward and 103 backward, 0.07 and 0.13 ms. This form does 100 and 239 GFLOP and moves its
+intermediates through memory, 2.3 and 6.0 GB in all or 0.55 and 1.4 ms, of which the L2 cache may spare some. Counted,
+not timed.
 """
 
 from __future__ import annotations
@@ -31,8 +32,6 @@ from opslot.ops.chunk_gated_delta_rule.op import check_shapes
 
 _LABEL = "chunk_gated_delta_rule_implementation='triton'"
 _CHUNK = 64
-# Rows and columns of the blocks by which a chunk's system is solved.
-_BLOCK = 16
 # A state's block of columns holds all its rows in registers.
 _WIDEST_KEY = 256
 
@@ -201,7 +200,7 @@ class _Pass:
             (self.k, log_decay, self.rate, *table, self.cumulated, self.inverse),
             _strides(self.k),
             (),
-            (self.heads, self.group, self.key, plan.key, _CHUNK, _BLOCK),
+            (self.heads, self.group, self.key, plan.key_block, _CHUNK),
             1,
         )
         _launch_reads_writes(
@@ -295,7 +294,7 @@ class _Pass:
                 drate,
             ),
             _strides(self.v, dout),
-            (),
+            (self.scale,),
             (self.heads, self.value, self.plan.value_block, _CHUNK),
             4,
         )
@@ -540,9 +539,9 @@ def chunk_gated_delta_rule(
         if tensor is not None and tensor.dtype not in FLOATS:
             found = f"its dtype is {tensor.dtype}, not float32, bfloat16 or float16"
             refuse(_LABEL, name, found, "use torch_chunked")
-    for name in ("key", "value"):
-        if named[name].dtype != query.dtype:
-            refuse(_LABEL, name, f"its dtype is {named[name].dtype}, query's is {query.dtype}", "give both the same")
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            refuse(_LABEL, name, f"its dtype is {tensor.dtype}, query's is {query.dtype}", "give all three the same")
     if key.shape[3] > _WIDEST_KEY:
         refuse(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {_WIDEST_KEY}", "use torch_chunked")
     check_shapes(_LABEL, key, value, initial_state, cu_seqlens)

@@ -151,15 +151,20 @@ def normalize_kernel(
 
 
 @triton.jit
-def _unit_inverse(below, SIZE: tl.constexpr):
-    """(I + below)^-1 of a strictly lower [SIZE, SIZE] block, by forward substitution."""
+def _unit_inverses(b0, b1, b2, b3, SIZE: tl.constexpr):
+    """(I + b)^-1 of four strictly lower [SIZE, SIZE] blocks, by forward substitution."""
     i = tl.arange(0, SIZE)
-    inverse = (i[:, None] == i[None, :]).to(tl.float32)
+    below = tl.join(tl.join(b0, b1), tl.join(b2, b3))
+    inverse = (i[:, None] == i[None, :]).to(tl.float32)[:, :, None, None] + tl.zeros_like(below)
     for j in range(SIZE - 1):
-        column = tl.sum(tl.where(i[None, :] == j, below, 0.0), 1)
-        row = tl.sum(tl.where(i[:, None] == j, inverse, 0.0), 0)
+        picked = i == j
+        column = tl.sum(tl.where(picked[None, :, None, None], below, 0.0), 1)
+        row = tl.sum(tl.where(picked[:, None, None, None], inverse, 0.0), 0)
         inverse -= column[:, None] * row[None, :]
-    return inverse
+    first, second = tl.split(inverse)
+    i0, i1 = tl.split(first)
+    i2, i3 = tl.split(second)
+    return i0, i1, i2, i3
 
 
 @triton.jit
@@ -178,57 +183,63 @@ def solve_kernel(
     K: tl.constexpr,
     BK: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """G [chunks * V_heads, CHUNK] and M [chunks * V_heads, CHUNK, CHUNK], BLOCK x BLOCK blocks at a time."""
+    """G [chunks * V_heads, CHUNK] and M [chunks * V_heads, CHUNK, CHUNK], in four by four blocks."""
+    BLOCK: tl.constexpr = CHUNK // 4
     program = tl.program_id(0)
     start = tl.load(start_ptr + program // HEADS)
     length = tl.load(length_ptr + program // HEADS)
     if length > 0:
         head = program % HEADS
-        column = tl.arange(0, BK)
         i = tl.arange(0, BLOCK)
-        BLOCKS: tl.constexpr = CHUNK // BLOCK
         cumulated = ()
         passed = tl.sum(tl.zeros((BLOCK,), dtype=tl.float32))
-        for r in tl.static_range(BLOCKS):
+        for r in tl.static_range(4):
             g = _scalars(g_ptr, start + r * BLOCK, length - r * BLOCK, head, HEADS, BLOCK)
             total = passed + tl.cumsum(g, 0)
             passed += tl.sum(g)
             tl.store(cumulated_ptr + program.to(tl.int64) * CHUNK + r * BLOCK + i, total)
             cumulated = cumulated + (total,)  # noqa: RUF005
         # Blocks of the lower triangle, row after row: (r, c) at r (r + 1) / 2 + c.
-        below = ()
-        for r in tl.static_range(BLOCKS):
-            rate = _scalars(beta_ptr, start + r * BLOCK, length - r * BLOCK, head, HEADS, BLOCK)
-            k_r = _tokens(
-                k_ptr, start + r * BLOCK, length - r * BLOCK, head // GROUP, k_token, k_head, column, K, BLOCK
-            )
-            for c in tl.static_range(r + 1):
-                k_c = _tokens(
-                    k_ptr, start + c * BLOCK, length - c * BLOCK, head // GROUP, k_token, k_head, column, K, BLOCK
+        zeros = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+        products = (zeros,) * 10
+        for first in tl.static_range(0, K, BK):
+            column = first + tl.arange(0, BK)
+            keys = ()
+            for r in tl.static_range(4):
+                k = _tokens(
+                    k_ptr, start + r * BLOCK, length - r * BLOCK, head // GROUP, k_token, k_head, column, K, BLOCK
                 )
+                keys = keys + (k,)  # noqa: RUF005
+            added = ()
+            for r in tl.static_range(4):
+                for c in tl.static_range(r + 1):
+                    added = added + (dot(keys[r], tl.trans(keys[c]), products[r * (r + 1) // 2 + c]),)  # noqa: RUF005
+            products = added
+        below = ()
+        for r in tl.static_range(4):
+            rate = _scalars(beta_ptr, start + r * BLOCK, length - r * BLOCK, head, HEADS, BLOCK)
+            for c in tl.static_range(r + 1):
                 between = cumulated[r][:, None] - cumulated[c][None, :]
                 if r == c:
                     between = tl.where(i[:, None] > i[None, :], between, float("-inf"))
-                products = dot(k_r, tl.trans(k_c), tl.zeros((BLOCK, BLOCK), dtype=tl.float32))
-                below = below + (rate[:, None] * products * tl.exp(between),)  # noqa: RUF005
+                block = rate[:, None] * products[r * (r + 1) // 2 + c] * tl.exp(between)
+                below = below + (block,)  # noqa: RUF005
+        own = _unit_inverses(below[0], below[2], below[5], below[9], BLOCK)
         solved = ()
-        for r in tl.static_range(BLOCKS):
-            own = _unit_inverse(below[r * (r + 1) // 2 + r], BLOCK)
+        for r in tl.static_range(4):
             for c in tl.static_range(r):
-                known = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+                known = zeros
                 for s in tl.static_range(c, r):
                     known = dot(below[r * (r + 1) // 2 + s], solved[s * (s + 1) // 2 + c], known)
-                solved = solved + (dot(-own, known, tl.zeros((BLOCK, BLOCK), dtype=tl.float32)),)  # noqa: RUF005
-            solved = solved + (own,)  # noqa: RUF005
+                solved = solved + (dot(-own[r], known, zeros),)  # noqa: RUF005
+            solved = solved + (own[r],)  # noqa: RUF005
         base = inverse_ptr + program.to(tl.int64) * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
-        for r in tl.static_range(BLOCKS):
-            for c in tl.static_range(BLOCKS):
+        for r in tl.static_range(4):
+            for c in tl.static_range(4):
+                block = zeros
                 if c <= r:
                     block = solved[r * (r + 1) // 2 + c]
-                else:
-                    block = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
                 tl.store(base + r * BLOCK * CHUNK + c * BLOCK, narrow(block, inverse_ptr.dtype.element_ty))
 
 
@@ -526,12 +537,13 @@ def dvalue_kernel(
     v_head,
     dout_token,
     dout_head,
+    scale,
     HEADS: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """x, dv, v's part of the rates' gradient, and dP L and dA L [chunks * V_heads, CHUNK, CHUNK]."""
+    """x, dv, v's part of the rates' gradient, and scale dP L and dA L [chunks * V_heads, CHUNK, CHUNK]."""
     program = tl.program_id(0)
     start = tl.load(start_ptr + program // HEADS)
     length = tl.load(length_ptr + program // HEADS)
@@ -557,7 +569,7 @@ def dvalue_kernel(
             drate += tl.sum(x * v, 1)
             dwithin = dot(dout, tl.trans(correction), dwithin)
             dsystem = dot(narrow(-x, dtype), tl.trans(correction), dsystem)
-        dwithin *= _decay(cumulated, cumulated, i[:, None] >= i[None, :])
+        dwithin *= _decay(cumulated, cumulated, i[:, None] >= i[None, :]) * scale
         dsystem *= _decay(cumulated, cumulated, i[:, None] > i[None, :])
         _store_plane(dwithin_ptr, dwithin, program, i, CHUNK, CHUNK)
         _store_plane(dsystem_ptr, dsystem, program, i, CHUNK, CHUNK)
@@ -620,7 +632,7 @@ def dkey_kernel(
         for first_row in range(0, K, BK):
             row = first_row + tl.arange(0, BK)
             dq = tl.zeros((CHUNK, BK), dtype=tl.float32)
-            stored = tl.zeros((CHUNK, BK), dtype=tl.float32)
+            written = tl.zeros((CHUNK, BK), dtype=tl.float32)
             read = tl.zeros((CHUNK, BK), dtype=tl.float32)
             for first_column in range(0, V, BV):
                 column = first_column + tl.arange(0, BV)
@@ -630,25 +642,26 @@ def dkey_kernel(
                 state = _state(states_ptr, program, row, column, K, V)
                 dstate = _state(dstates_ptr, program, row, column, K, V)
                 dq = dot(dout, tl.trans(state), dq)
-                stored = dot(correction, tl.trans(dstate), stored)
+                written = dot(correction, tl.trans(dstate), written)
                 read = dot(x, tl.trans(state), read)
                 faded += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
             q = _tokens(q_ptr, start, length, head // GROUP, q_token, q_head, row, K, CHUNK)
             k = _tokens(k_ptr, start, length, head // GROUP, k_token, k_head, row, K, CHUNK)
-            zeros = tl.zeros((CHUNK, BK), dtype=tl.float32)
-            dq = dot(dwithin, k, dq * tl.exp(cumulated)[:, None]) * scale
-            _store_tokens(dq_ptr, dq, start, length, head, row, HEADS, K, CHUNK)
-            asked = dot(tl.trans(dwithin), q, zeros) * scale
             wide = k.to(tl.float32)
-            # A's rows scale with the rate, as the read does; its columns are the keys that later tokens read.
-            rows = dot(dsystem, k, -read * tl.exp(cumulated)[:, None])
-            columns = dot(tl.trans(dsystem), narrow(wide * rate[:, None], dtype), zeros)
-            drate += tl.sum(rows * wide, 1)
-            rows *= rate[:, None]
-            stored *= tl.exp(last - cumulated)[:, None]
-            _store_tokens(dk_ptr, rows + columns + asked + stored, start, length, head, row, HEADS, K, CHUNK)
-            dcumulated += tl.sum(q.to(tl.float32) * dq + wide * (rows - columns - asked - stored), 1)
-            dcumulated += tl.where(i == CHUNK - 1, tl.sum(wide * stored), 0.0)
+            dq = dot(dwithin, k, dq * (scale * tl.exp(cumulated))[:, None])
+            _store_tokens(dq_ptr, dq, start, length, head, row, HEADS, K, CHUNK)
+            dcumulated += tl.sum(q.to(tl.float32) * dq, 1)
+            # What a key writes fades from its token on: state, output and corrections of later tokens.
+            written *= tl.exp(last - cumulated)[:, None]
+            dcumulated += tl.where(i == CHUNK - 1, tl.sum(wide * written), 0.0)
+            written = dot(tl.trans(dwithin), q, written)
+            written = dot(tl.trans(dsystem), narrow(wide * rate[:, None], dtype), written)
+            # What it reads has faded until its token.
+            read = dot(dsystem, k, -read * tl.exp(cumulated)[:, None])
+            drate += tl.sum(wide * read, 1)
+            read *= rate[:, None]
+            dcumulated += tl.sum(wide * (read - written), 1)
+            _store_tokens(dk_ptr, read + written, start, length, head, row, HEADS, K, CHUNK)
         dcumulated += tl.where(i == CHUNK - 1, tl.exp(last) * tl.sum(faded), 0.0)
         # A token's own log decay is part of its own and all later sums of the chunk.
         dg = tl.sum(tl.where(i[:, None] >= i[None, :], dcumulated[:, None], 0.0), 0)
