@@ -6,6 +6,7 @@ import pytest
 from opslot.cli import main
 from opslot.cli.bench.contender import main as contend
 from opslot.cli.bench.page import page
+from opslot.cli.bench.picture import draw
 from opslot.cli.bench.steps import Task, _ended, _judged, _reason, compare_steps, contenders
 from opslot.cli.bench.table import bar_limit, ops_table, sites
 from opslot.testing.bench import BenchRow, as_dict
@@ -260,3 +261,10 @@ def test_results_of_several_runs_make_one_page(tmp_path, capsys):
     assert "different devices: CPU, NVIDIA <H200>" in capsys.readouterr().err
     assert main(["bench", "--merge", str(files[3])]) == 2
     assert "is no result of `opslot bench --output`" in capsys.readouterr().err
+
+
+def test_nothing_measured_yet_is_no_picture(tmp_path):
+    draw([], [], None, MACHINE, tmp_path / "page.png")
+    assert not list(tmp_path.iterdir())
+    draw([], [], CURVE, MACHINE, tmp_path / "page.png")
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")

@@ -162,6 +162,9 @@ class _Setting:
             raise ConfigError(f"--curve {options.curve}: a curve needs at least 4 steps")
         rows, length = _SIZES.get(self.device.type, _SIZES["cuda"])
         self.batch, self.length = options.batch or rows, options.length or length
+        if options.curve and self.model is not None:
+            _say("loss curve: tokens")
+            self.text = text_batches(options.curve, self.batch, self.length, self.model["vocab_size"])
         if options.tune:
             # Adds nothing yet, but a profile that cannot be written is told before anything is measured.
             write_profile([], facts_of(self.device))
@@ -245,9 +248,7 @@ class _Setting:
 
     def curve(self) -> dict[str, Any]:
         assert self.model is not None
-        _say("loss curve: tokens")
-        tokens = text_batches(self.options.curve, self.batch, self.length, self.model["vocab_size"])
-        return loss_curve(self._task(), tokens, _say)
+        return loss_curve(self._task(), self.text, _say)
 
 
 def read_model(source: str, layers: int | None = None) -> dict[str, Any]:

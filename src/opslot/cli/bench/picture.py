@@ -23,7 +23,7 @@ def draw(
     """One panel per comparison: a bar per proven implementation, the fastest in blue, the floor as a dashed line.
 
     What failed its check is left out here; the table and the page name it. Then tokens/s of the training steps and the
-    loss curve, where there are any.
+    loss curve, where there are any. Nothing to draw yet, as before the first step of `--step-only`, makes no file.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -31,7 +31,9 @@ def draw(
     groups = [(site, proven) for site, group in sites(rows).items() if (proven := [r for r in group if r.counts])]
     done = models([s for s in steps if s.get("check") == "ok"])
     panels = len(groups) + len(done) + bool(curve)
-    columns = min(_COLUMNS, max(1, panels))
+    if not panels:
+        return
+    columns = min(_COLUMNS, panels)
     lines = -(-panels // columns)
     tallest = max([len(group) for _, group in groups] + [len(g) for g in done.values()] + [5 if curve else 0, 3])
     figure = Figure(figsize=(5.2 * columns, (0.9 + 0.3 * tallest) * lines + 0.6), dpi=150, layout="constrained")
