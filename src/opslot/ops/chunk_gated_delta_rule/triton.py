@@ -55,6 +55,7 @@ class Plan:
     Attributes:
         key: all of a key, a power of two.
         key_block, value_block: columns that the kernels over all chunks take at a time.
+        grad_block: columns of values that the two last kernels of backward take at a time.
         state_block: columns of a state that one walk along a document carries.
         stages: chunks that a walk has loads in flight for.
     """
@@ -62,15 +63,17 @@ class Plan:
     key: int
     key_block: int
     value_block: int
+    grad_block: int
     state_block: int
     stages: int
 
 
 @functools.cache
 def plan_for(key: int, value: int, element_bytes: int) -> Plan:
-    """Sized to shared memory (227 KB on Hopper), not measured.
+    """Sized to what ptxas says of registers and shared memory on Hopper, not measured.
 
     A walk is bound by its chain of small products, so its blocks are narrow: 128 wide values make four walks a head.
+    The last kernels of backward hold three accumulators; 64 columns of values would spill twice as many registers.
     """
     key_full, value_full = (max(16, triton.next_power_of_2(n)) for n in (key, value))
     most = 64 if element_bytes == 2 else 32
@@ -79,6 +82,7 @@ def plan_for(key: int, value: int, element_bytes: int) -> Plan:
         key=key_full,
         key_block=min(most, key_full),
         value_block=min(most, value_full),
+        grad_block=min(32, value_full),
         state_block=min(16 if narrow_state else 32, value_full),
         stages=1 if element_bytes > 2 else 2,
     )
@@ -208,7 +212,7 @@ class _Pass:
             (self.k, self.v, self.rate, *table, self.cumulated, self.inverse, self.reads, self.writes),
             _strides(self.k, self.v),
             (),
-            (self.heads, self.group, self.key, self.value, plan.key_block, plan.value_block, _CHUNK),
+            self._cut(plan.value_block),
             4,
         )
 
@@ -249,10 +253,8 @@ class _Pass:
             4,
         )
 
-    @property
-    def _cut(self) -> tuple[int, ...]:
-        plan = self.plan
-        return self.heads, self.group, self.key, self.value, plan.key_block, plan.value_block, _CHUNK
+    def _cut(self, value_block: int) -> tuple[int, ...]:
+        return self.heads, self.group, self.key, self.value, self.plan.key_block, value_block, _CHUNK
 
     def write_output(self, out: Tensor) -> None:
         chunks = self.chunks
@@ -261,7 +263,7 @@ class _Pass:
             (self.q, self.k, chunks.start, chunks.length, self.cumulated, self.states, self.correction, out),
             _strides(self.q, self.k),
             (self.scale,),
-            self._cut,
+            self._cut(self.plan.value_block),
             4,
         )
 
@@ -295,7 +297,7 @@ class _Pass:
             ),
             _strides(self.v, dout),
             (self.scale,),
-            (self.heads, self.value, self.plan.value_block, _CHUNK),
+            (self.heads, self.value, self.plan.grad_block, _CHUNK),
             4,
         )
         fold = normalize or self.group > 1
@@ -322,7 +324,7 @@ class _Pass:
             ),
             _strides(self.q, self.k, dout),
             (self.scale,),
-            self._cut,
+            self._cut(self.plan.grad_block),
             4,
         )
         if fold:
@@ -339,7 +341,7 @@ class _Pass:
             (self.q, self.k, dout, chunks.start, chunks.length, self.cumulated, local),
             strides,
             (self.scale,),
-            self._cut,
+            self._cut(self.plan.value_block),
             4,
         )
         _launch_dstates(

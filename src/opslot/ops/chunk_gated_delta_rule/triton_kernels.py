@@ -34,6 +34,9 @@ import triton.language as tl
 
 from opslot.ops._common.jit import dot, narrow
 
+# A width is a few blocks long: with more loads in flight, shared memory would hold fewer programs.
+_STAGES = tl.constexpr(2)
+
 
 @triton.jit
 def _tokens(ptr, start, length, head, token_stride, head_stride, column, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
@@ -155,12 +158,13 @@ def _unit_inverses(b0, b1, b2, b3, SIZE: tl.constexpr):
     """(I + b)^-1 of four strictly lower [SIZE, SIZE] blocks, by forward substitution."""
     i = tl.arange(0, SIZE)
     below = tl.join(tl.join(b0, b1), tl.join(b2, b3))
-    inverse = (i[:, None] == i[None, :]).to(tl.float32)[:, :, None, None] + tl.zeros_like(below)
+    rows = i[:, None, None, None]
+    columns = i[None, :, None, None]
+    inverse = tl.where(rows == columns, 1.0, tl.zeros_like(below))
     for j in range(SIZE - 1):
-        picked = i == j
-        column = tl.sum(tl.where(picked[None, :, None, None], below, 0.0), 1)
-        row = tl.sum(tl.where(picked[:, None, None, None], inverse, 0.0), 0)
-        inverse -= column[:, None] * row[None, :]
+        column = tl.sum(tl.where(columns == j, below, 0.0), 1, keep_dims=True)
+        row = tl.sum(tl.where(rows == j, inverse, 0.0), 0, keep_dims=True)
+        inverse -= column * row
     first, second = tl.split(inverse)
     i0, i1 = tl.split(first)
     i2, i3 = tl.split(second)
@@ -280,12 +284,12 @@ def reads_writes_kernel(
         # The rates scale columns of M instead of rows of k and v, which enter as they are.
         of_v = narrow(inverse * rate[None, :], dtype)
         of_k = narrow(inverse * (rate * tl.exp(cumulated))[None, :], dtype)
-        for first in range(0, V, BV):
+        for first in tl.range(0, V, BV, num_stages=_STAGES):
             column = first + tl.arange(0, BV)
             v = _tokens(v_ptr, start, length, head, v_token, v_head, column, V, CHUNK)
             writes = dot(of_v, v, tl.zeros((CHUNK, BV), dtype=tl.float32))
             _store_plane(writes_ptr, writes, program, column, V, CHUNK)
-        for first in range(0, K, BK):
+        for first in tl.range(0, K, BK, num_stages=_STAGES):
             column = first + tl.arange(0, BK)
             k = _tokens(k_ptr, start, length, head // GROUP, k_token, k_head, column, K, CHUNK)
             reads = dot(of_k, k, tl.zeros((CHUNK, BK), dtype=tl.float32))
@@ -389,7 +393,7 @@ def output_kernel(
         cumulated = tl.load(cumulated_ptr + program.to(tl.int64) * CHUNK + i)
         within = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
         out = tl.zeros((CHUNK, BV), dtype=tl.float32)
-        for first in range(0, K, BK):
+        for first in tl.range(0, K, BK, num_stages=_STAGES):
             row = first + tl.arange(0, BK)
             q = _tokens(q_ptr, start, length, head // GROUP, q_token, q_head, row, K, CHUNK)
             k = _tokens(k_ptr, start, length, head // GROUP, k_token, k_head, row, K, CHUNK)
@@ -435,14 +439,14 @@ def local_kernel(
         i = tl.arange(0, CHUNK)
         cumulated = tl.load(cumulated_ptr + program.to(tl.int64) * CHUNK + i)
         within = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-        for first in range(0, K, BK):
+        for first in tl.range(0, K, BK, num_stages=_STAGES):
             row = first + tl.arange(0, BK)
             q = _tokens(q_ptr, start, length, head // GROUP, q_token, q_head, row, K, CHUNK)
             k = _tokens(k_ptr, start, length, head // GROUP, k_token, k_head, row, K, CHUNK)
             within = dot(k, tl.trans(q), within)
         # Rows are keys here: the decay from a key to a later query.
         within *= _decay(-cumulated, -cumulated, i[:, None] <= i[None, :]) * scale
-        for first in range(0, V, BV):
+        for first in tl.range(0, V, BV, num_stages=_STAGES):
             column = first + tl.arange(0, BV)
             dout = _tokens(dout_ptr, start, length, head, dout_token, dout_head, column, V, CHUNK)
             local = dot(narrow(within, q_ptr.dtype.element_ty), dout, tl.zeros((CHUNK, BV), dtype=tl.float32))
@@ -557,7 +561,7 @@ def dvalue_kernel(
         dwithin = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
         dsystem = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
         drate = tl.zeros((CHUNK,), dtype=tl.float32)
-        for first in range(0, V, BV):
+        for first in tl.range(0, V, BV, num_stages=_STAGES):
             column = first + tl.arange(0, BV)
             v = _tokens(v_ptr, start, length, head, v_token, v_head, column, V, CHUNK).to(tl.float32)
             dout = _tokens(dout_ptr, start, length, head, dout_token, dout_head, column, V, CHUNK)
@@ -629,12 +633,12 @@ def dkey_kernel(
         dcumulated = tl.zeros((CHUNK,), dtype=tl.float32)
         # The state's decay over the chunk, column after column of the states.
         faded = tl.zeros((BV,), dtype=tl.float32)
-        for first_row in range(0, K, BK):
+        for first_row in tl.range(0, K, BK, num_stages=_STAGES):
             row = first_row + tl.arange(0, BK)
             dq = tl.zeros((CHUNK, BK), dtype=tl.float32)
             written = tl.zeros((CHUNK, BK), dtype=tl.float32)
             read = tl.zeros((CHUNK, BK), dtype=tl.float32)
-            for first_column in range(0, V, BV):
+            for first_column in tl.range(0, V, BV, num_stages=_STAGES):
                 column = first_column + tl.arange(0, BV)
                 dout = _tokens(dout_ptr, start, length, head, dout_token, dout_head, column, V, CHUNK)
                 correction = _plane(correction_ptr, program, column, V, CHUNK)
