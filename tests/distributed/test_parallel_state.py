@@ -10,7 +10,7 @@ from opslot.distributed.parallel_state import check_sizes
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch):
-    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR"):
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     yield
     destroy_parallel_state()
@@ -113,3 +113,28 @@ def test_one_process_may_have_a_group_of_its_own():
     state = init_parallel_state(device_type="cpu", group_of_one=True)
     assert state.fsdp_mesh.size() == 1
     assert state.sp_group is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK and MASTER_ADDR and MASTER_PORT are not set\n  to do: start the"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}, "WORLD_SIZE=2, but MASTER_PORT is not set"),
+        ({"RANK": "1"}, "RANK=1, but WORLD_SIZE is not set\n  to do: start the run with torchrun"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, but WORLD_SIZE is 2"),
+        ({"WORLD_SIZE": "0"}, "RANK=0, but WORLD_SIZE is 0"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two', which is no number"),
+    ],
+)
+def test_half_an_environment_says_what_is_missing(monkeypatch, environment, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        init_parallel_state(device_type="cpu")
+
+
+@pytest.mark.parametrize("environment", [{"MASTER_ADDR": "head.cluster"}, {"WORLD_SIZE": "", "RANK": "0"}])
+def test_what_a_cluster_leaves_in_the_environment_starts_no_group(monkeypatch, environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert init_parallel_state(device_type="cpu").mesh is None

@@ -139,6 +139,20 @@ def test_sizes_that_do_not_fit_the_processes(settings, tmp_path, monkeypatch, pr
         validate(load_config([str(file)]))
 
 
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "1"}, "RANK=1, but WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR and MASTER_PORT are not set"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many', which is no number"),
+    ],
+)
+def test_half_a_launchers_environment(train, tmp_path, monkeypatch, environment, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert_refused(train(), message, tmp_path=tmp_path)
+
+
 def test_wandb_asked_for_but_missing(train, settings, tmp_path, monkeypatch):
     monkeypatch.setattr("opslot.trainer.validate.has_package", lambda name: name != "wandb")
     settings["train"]["logging"]["wandb"] = True

@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from opslot._base.errors import ConfigError, ParallelError
+from opslot._base.launcher import launched_with_rendezvous, launched_world_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,11 +138,12 @@ def init_parallel_state(
         The state, which `get_parallel_state` returns from now on. Calling it again with the same sizes returns it too.
 
     Raises:
-        ConfigError: the sizes do not multiply to the world's, or the state was built with others.
+        ConfigError: the sizes do not multiply to the world's, the state was built with others, or the environment
+            holds a part of what a launcher sets.
     """
     global _state
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    world = dist.get_world_size() if dist.is_initialized() else launched_world_size()
     dp_shard = check_sizes(world, dp_replicate, dp_shard, sp, ep)
     if _state is not None and _state.mesh is not None:
         if (_state.dp_replicate, _state.dp_shard, _state.sp, _state.ep) != (dp_replicate, dp_shard, sp, ep):
@@ -155,21 +157,21 @@ def init_parallel_state(
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    if _join_group(device, world, timeout, group_of_one):
+    if _join_group(device, timeout, group_of_one):
         _state = _with_meshes(dp_replicate, dp_shard, sp, ep, device)
     else:
         _state = ParallelState(device=device)
     return _state
 
 
-def _join_group(device: torch.device, world: int, timeout: datetime.timedelta | None, group_of_one: bool) -> bool:
+def _join_group(device: torch.device, timeout: datetime.timedelta | None, group_of_one: bool) -> bool:
     """Whether there is a process group now; a process that is alone has one only if it asks."""
     if dist.is_initialized():
         return True
     # No device_id: with one, meshes split the group, and gloo's split reads out of bounds in a process whose earlier
     # group was of another size (torch 2.11).
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if world > 1 or "MASTER_ADDR" in os.environ:
+    if launched_with_rendezvous():
         dist.init_process_group(backend, timeout=timeout)
     elif group_of_one:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -204,7 +206,7 @@ def get_parallel_state() -> ParallelState:
     """
     if _state is not None:
         return _state
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    world = dist.get_world_size() if dist.is_initialized() else launched_world_size()
     if world > 1:
         raise ParallelError(
             f"there are {world} processes, but nobody said how they share the work\n"

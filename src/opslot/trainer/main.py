@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from opslot._base.errors import CheckpointError, OpslotError, ParallelError, TrainingError
+from opslot._base.launcher import launched_world_size
 from opslot.trainer.parse import USAGE, build_parser, load_config
 from opslot.trainer.threads import wait_without_spinning
 
@@ -40,6 +41,8 @@ def cli_train(argv: Sequence[str]) -> int:
     from opslot.distributed import OtherRankFailed
 
     try:
+        # While it is not known which rank this is, every process speaks.
+        launched_world_size()
         with _told_by_first_rank():
             config = load_config(arguments)
         run(config)
@@ -64,12 +67,11 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
     from opslot.distributed import destroy_parallel_state, failing_together
     from opslot.trainer.base import start_processes
     from opslot.trainer.display import make_console
-    from opslot.trainer.validate import world_size
 
     console = console or make_console()
     with _logging_to(console), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        if world_size() > 1:
+        if launched_world_size() > 1:
             # Before anything that only one of them may find wrong.
             with _told_by_first_rank():
                 start_processes(config)

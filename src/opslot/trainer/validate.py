@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
+from opslot._base.launcher import launched_world_size
 from opslot.data import find_files, list_problems
 from opslot.trainer.checkpointing import CHECKPOINTS, find_checkpoints, is_complete
 from opslot.trainer.config import ModelConfig, RunConfig, TrainConfig
@@ -53,14 +53,9 @@ def validate(config: RunConfig) -> Inputs:
     return Inputs(config_path, tokenizer_path, train_files, eval_files, checkpoint)
 
 
-def world_size() -> int:
-    """Processes of this run, as torchrun says."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def data_parallel_size(train: TrainConfig) -> int:
     """Processes, or groups of `sp_size`, that train on different rows."""
-    return max(1, world_size() // train.sp_size)
+    return max(1, launched_world_size() // train.sp_size)
 
 
 def micro_batch_size(train: TrainConfig) -> int:
@@ -108,7 +103,7 @@ def _check_processes(config: RunConfig, problems: list[str]) -> None:
     from opslot.distributed import check_sizes
 
     train = config.train
-    processes, sizes = world_size(), (train.fsdp.replicas, train.sp_size, train.ep_size)
+    processes, sizes = launched_world_size(), (train.fsdp.replicas, train.sp_size, train.ep_size)
     if min(sizes) < 1:
         return
     if processes == 1:

@@ -1,0 +1,51 @@
+"""What a launcher such as torchrun tells each process through its environment."""
+
+from __future__ import annotations
+
+import os
+
+from opslot._base.errors import ConfigError
+
+_TORCHRUN = (
+    "\n  to do: start the run with torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, "
+    "or unset those that are left over"
+)
+
+
+def launched_world_size() -> int:
+    """Processes of this run, WORLD_SIZE; 1 without a launcher.
+
+    Raises:
+        ConfigError: WORLD_SIZE or RANK is no number, or RANK is not below WORLD_SIZE.
+    """
+    world, rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
+    if world < 1 or not 0 <= rank < world:
+        size = os.environ.get("WORLD_SIZE") or "not set"
+        raise ConfigError(f"the environment says RANK={rank}, but WORLD_SIZE is {size}{_TORCHRUN}")
+    return world
+
+
+def launched_with_rendezvous() -> bool:
+    """Whether this process has all it needs to meet the others of its run; one that is alone need not.
+
+    Raises:
+        ConfigError: it is one of several and lacks something.
+    """
+    lacking = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    world = launched_world_size()
+    if world > 1 and lacking:
+        raise ConfigError(
+            f"the environment says WORLD_SIZE={world}, but {' and '.join(lacking)} "
+            f"{'is' if len(lacking) == 1 else 'are'} not set{_TORCHRUN}"
+        )
+    if not lacking:
+        _number("MASTER_PORT", 0)
+    return not lacking
+
+
+def _number(name: str, default: int) -> int:
+    value = os.environ.get(name) or str(default)
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"the environment says {name}={value!r}, which is no number{_TORCHRUN}") from None
