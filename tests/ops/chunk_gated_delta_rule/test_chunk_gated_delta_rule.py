@@ -300,18 +300,22 @@ def test_triton_refusals_name_kernel_and_argument(change, argument):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
-def test_fla_carries_states_between_documents():
+@pytest.mark.parametrize(("name", "width", "backward"), [("fla", 64, False), ("triton", 128, True)])
+def test_kernels_carry_states_between_documents(name, width, backward):
     """The last states of one call are the first states of the next, within bf16's products."""
-    spec = KERNEL_REGISTRY.get("chunk_gated_delta_rule", "standard", "fla")
+    spec = KERNEL_REGISTRY.get("chunk_gated_delta_rule", "standard", name)
     if not torch.cuda.is_available() or spec.unusable(KernelRequest(spec.op_name, "standard", facts_of("cuda"))):
-        pytest.skip("fla cannot run here")
+        pytest.skip(f"{name} cannot run here")
     kernel = KERNEL_REGISTRY.load(*spec.key)
-    given = inputs(200, width=64, v_width=64, dtype=torch.bfloat16, device="cuda")
+    given = inputs(200, width=width, v_width=width, dtype=torch.bfloat16, device="cuda")
     cu_seqlens = torch.tensor([0, 120, 200], device="cuda", dtype=torch.int32)
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    state = 0.1 * torch.randn(2, 4, 64, 64, device="cuda")
+    state = (0.1 * torch.randn(2, 4, width, width, device="cuda")).requires_grad_()
     found = kernel(**given, **options, initial_state=state, cu_seqlens=cu_seqlens)
-    wide = {n: t.double() for n, t in given.items()}
-    expected = op.reference(**wide, **options, initial_state=state.double(), cu_seqlens=cu_seqlens)
+    wide, wide_state = doubles(given), state.detach().double().requires_grad_()
+    expected = op.reference(**wide, **options, initial_state=wide_state, cu_seqlens=cu_seqlens)
+    if backward:
+        found += gradients(found, [*given.values(), state])
+        expected += gradients(expected, [*wide.values(), wide_state])
     for got, want in zip(found, expected, strict=True):
         assert (got.double() - want).norm() <= 1e-2 * want.norm()
