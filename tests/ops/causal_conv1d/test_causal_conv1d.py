@@ -96,6 +96,27 @@ def test_gradients_of_any_layout(layout):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["strided", "expanded"])
+def test_bias_of_any_layout(layout):
+    x, weight, bias = (t.detach() for t in inputs(9))
+    bias = bias.repeat_interleave(2)[::2] if layout == "strided" else bias[:1].expand(24)
+    arguments = (x.transpose(1, 2), weight, bias.requires_grad_())
+    expected = op.reference(*arguments, "silu")
+    found = load("triton")(*arguments, "silu")
+    torch.testing.assert_close(found, expected)
+    (expected_grad,) = torch.autograd.grad(expected.square().sum(), bias)
+    (found_grad,) = torch.autograd.grad(found.square().sum(), bias)
+    torch.testing.assert_close(found_grad, expected_grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_tokens_after_the_last_document_are_one_more(name):
+    x, weight, bias = inputs(13)
+    arguments = (x.transpose(1, 2), weight, bias, "silu")
+    expected = load(name)(*arguments, cumulative([4, 3, 6]))
+    assert torch.equal(load(name)(*arguments, cumulative([4, 3])), expected)
+
+
 def test_out_is_laid_out_as_the_projection_left_the_input():
     x, weight, _ = inputs(7, batch=2)
     assert load("triton")(x.transpose(1, 2), weight).transpose(1, 2).is_contiguous()

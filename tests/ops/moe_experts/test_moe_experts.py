@@ -208,6 +208,43 @@ def test_incoming_gradient_without_strides_of_its_own(name):
 
 
 @pytest.mark.parametrize("name", KERNELS)
+def test_routing_weights_of_any_layout(name):
+    tensors = inputs()
+    expected, expected_grads = gradients(load(name), tensors)
+    tensors[4] = tensors[4].detach().t().contiguous().t().requires_grad_()
+    out, grads = gradients(load(name), tensors)
+    assert torch.equal(out, expected)
+    assert all(torch.equal(g, e) for g, e in zip(grads, expected_grads, strict=True))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_negative_index_is_no_experts(name, variant):
+    tensors = inputs(variant=variant)
+    tensors[3][::3, 0] = -1
+    reference = KERNEL_REGISTRY.op("moe_experts").variant(variant).reference
+    expected, expected_grads = gradients(reference, tensors)
+    out, grads = gradients(load(name, variant), tensors)
+    torch.testing.assert_close((out, *grads), (expected, *expected_grads), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_gradient_that_nobody_made_is_none(name):
+    class Dropped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    tensors = inputs()
+    Dropped.apply(load(name)(*tensors)).sum().backward()
+    assert all(t.grad is None for t in differentiable(tensors))
+
+
+@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_extreme_gates_stay_finite(name):
     tensors = inputs()

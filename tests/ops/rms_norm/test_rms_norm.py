@@ -49,6 +49,35 @@ def test_references_are_upstream_bit_for_bit(module, cls, variant, dtype):
 
 
 @pytest.mark.parametrize(("variant", "name"), KERNELS)
+def test_a_single_vector_is_a_row(variant, name):
+    kernel = load(variant, name)
+    x, weight, dout = tensors((24,), (24,), (24,))
+    expected = torch.autograd.grad(getattr(op, variant)(x, weight, EPS), (x, weight), dout)
+    found = torch.autograd.grad(kernel(x, weight, EPS), (x, weight), dout)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("variant", "name"), KERNELS)
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+def test_rows_that_fill_no_tile_need_no_eps(variant, name):
+    kernel = load(variant, name)
+    x, weight, dout = tensors((3, 24), (24,), (3, 24))
+    expected = torch.autograd.grad(getattr(op, variant)(x, weight, 0.0), (x, weight), dout)
+    found = torch.autograd.grad(kernel(x, weight, 0.0), (x, weight), dout)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("variant", "name"), KERNELS)
+def test_backward_within_autocast_keeps_its_precision(variant, name):
+    kernel = load(variant, name)
+    x, weight, dout = tensors((6, 64), (64,), (6, 64))
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        expected = torch.autograd.grad(getattr(op, variant)(x, weight, EPS), (x, weight), dout)
+        found = torch.autograd.grad(kernel(x, weight, EPS), (x, weight), dout)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("variant", "name"), KERNELS)
 def test_only_the_wanted_gradients_are_made(variant, name):
     kernel = load(variant, name)
     x, weight = tensors((6, 16), (16,))

@@ -172,6 +172,8 @@ def _bad(name):
         "another batch": (q, k, cos.expand(3, -1, -1), sin.expand(3, -1, -1)),
         "angles with a gradient": (q, k, cos.clone().requires_grad_(), sin),
         "narrow angles": (q, k, cos[..., :8], sin[..., :8]),
+        "odd angles": (q, k, cos[..., :7], sin[..., :7]),
+        "wide angles": (q, k, cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)),
         "unsqueeze_dim": (q, k, cos, sin, 0),
     }[name]
 
@@ -192,6 +194,20 @@ def test_triton_refuses_what_it_does_not_serve(name, said):
     with pytest.raises(KernelError, match=said) as caught:
         load("full", "triton")(*_bad(name))
     assert "rotary_pos_emb_implementation='triton'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variant", "name", "said"),
+    [
+        ("full", "angles with a gradient", "cannot take cos: it requires a gradient"),
+        ("full", "narrow angles", "cannot take cos: it has 8 channels for heads of 16"),
+        ("partial", "odd angles", "cannot take cos: it has 7 channels for heads of 16"),
+        ("partial", "wide angles", "cannot take cos: it has 32 channels for heads of 16"),
+    ],
+)
+def test_torch_fused_refuses_what_it_would_get_wrong(variant, name, said):
+    with pytest.raises(KernelError, match=said):
+        load(variant, "torch_fused")(*_bad(name))
 
 
 @pytest.mark.parametrize("variant", ["partial", "interleaved", "multimodal", "vision"])

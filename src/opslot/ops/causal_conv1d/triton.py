@@ -272,10 +272,15 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(2) == 1 or rows.shape[2] == 1 else rows.contiguous()
 
 
+def _dense(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
+
+
 def _positions(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
     if cu_seqlens is None:
         return None
-    documents = cu_seqlens.numel() - 1
+    # The tokens after the last bound, if there are any, are a document too.
+    documents = cu_seqlens.numel()
     position = torch.empty(length, dtype=torch.int32, device=cu_seqlens.device)
     steps = max(documents - 1, 0).bit_length()
     grid = (cdiv(length, 256), 1, 1)
@@ -300,7 +305,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor 
     plan = forward_plan(length, channels)
     _launch_forward(
         (cdiv(channels, plan.columns), cdiv(length, plan.span), batch),
-        (x, weight.contiguous(), bias, _positions(cu_seqlens, length), out),
+        (x, weight.contiguous(), _dense(bias), _positions(cu_seqlens, length), out),
         (x.stride(0), x.stride(1)),
         (length,),
         (
@@ -323,7 +328,7 @@ def _gradients(x: Tensor, weight: Tensor, bias: Tensor | None, need_filter: bool
     batch, channels, length = x.shape
     dx = x.new_empty(batch, length, channels).transpose(1, 2)
     dweight = weight.new_empty(weight.shape if need_filter else (0,))
-    dbias = weight.new_empty(0) if bias is None or not need_filter else torch.empty_like(bias)
+    dbias = weight.new_empty(0) if bias is None or not need_filter else bias.new_empty(bias.shape)
     return dx, dweight, dbias
 
 
@@ -364,7 +369,7 @@ def _backward(
     partial = x.new_empty((batch * spans, 5, channels), dtype=torch.float32) if need_filter else None
     _launch_backward(
         (cdiv(channels, plan.columns), spans, batch),
-        (dout, x, weight.contiguous(), bias, _positions(cu_seqlens, length), dx, partial),
+        (dout, x, weight.contiguous(), _dense(bias), _positions(cu_seqlens, length), dx, partial),
         (dout.stride(0), dout.stride(1), x.stride(0), x.stride(1)),
         (length,),
         (

@@ -119,6 +119,8 @@ def differentiable(
         ctx.set_materialize_grads(False)
 
     def run_backward(ctx, grad, *_):
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
         needs = ctx.needs_input_grad
         # Read once: activation checkpointing recomputes at the first read and refuses a second.
         x, gate_up, down, weights, gate_up_bias, down_bias, *saved = ctx.saved_tensors

@@ -71,8 +71,12 @@ def _torch_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _sort(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots (token * K + choice) in order of their experts, each slot's place in that order, and each expert's end."""
-    by_expert, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    """Slots (token * K + choice) in order of their experts, each slot's place in that order, and each expert's end.
+
+    Slots of no expert held here, with an index outside 0..E-1, come last.
+    """
+    slots = top_k_index.reshape(-1)
+    by_expert, order = torch.sort(slots.masked_fill(slots < 0, experts), stable=True)
     edges = torch.arange(experts, device=order.device, dtype=by_expert.dtype)
     return order, _inverse(order), torch.searchsorted(by_expert, edges, right=True, out_int32=True)
 
@@ -127,7 +131,7 @@ def backward_grouped(
     projected_grad, weighted_act, dots = _gate_grad(projected, act_grad, scales, experts)
     if experts.down_bias is not None:
         dots += _row_dots(row_grad, experts.down_bias[_owners(order, ends)])
-    weights_grad = torch.zeros_like(weights).view(-1)
+    weights_grad = weights.new_zeros(weights.numel())
     weights_grad[order] = torch.where(mine, dots, 0.0).to(weights.dtype)
     x_grad = gate_up_grad = down_grad = gate_up_bias_grad = down_bias_grad = None
     if wanted.inputs:
@@ -263,7 +267,7 @@ def _backward_segments(
 ) -> Grads:
     token = order // weights.shape[1]
     scales = weights.reshape(-1)[order].unsqueeze(-1).to(x.dtype)
-    weights_grad = torch.zeros_like(weights).view(-1)
+    weights_grad = weights.new_zeros(weights.numel())
     segments = _segments(ends)
     whole = len(segments) == experts.sizes[0]
     fresh = torch.empty_like if whole else torch.zeros_like

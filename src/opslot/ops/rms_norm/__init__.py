@@ -3,7 +3,7 @@
 import re
 
 from opslot._base.device import package_version
-from opslot.ops._common.specs import liger_kernel, npu_kernel, quack_kernel, torch_kernel, triton_kernel
+from opslot.ops._common.specs import cpu_rank, liger_kernel, npu_kernel, quack_kernel, torch_kernel, triton_kernel
 from opslot.ops.rms_norm.op import OP
 from opslot.slots import KERNEL_REGISTRY, KernelRequest
 
@@ -45,7 +45,7 @@ for _variant in ("standard", "offset"):
         liger_kernel(OP.name, _variant, priority={"gpu": 60}, description="Liger-Kernel, out of place")
     )
     KERNEL_REGISTRY.register(
-        torch_kernel(OP.name, _variant, priority={"cpu": 60}, description="plain torch with its own backward")
+        torch_kernel(OP.name, _variant, priority=cpu_rank(60), description="plain torch with its own backward")
     )
 for _variant in ("standard", "offset", "unweighted"):
     KERNEL_REGISTRY.register(

@@ -42,10 +42,13 @@ class _RMSNorm(torch.autograd.Function):
             scale = scale + 1.0
         product = dy * x
         dx = dweight = None
-        along = torch.matmul(product, scale).unsqueeze(-1).mul_(rstd.pow(3)).div_(-width)
+        # Within autocast the product would be taken in 16 bits.
+        with torch.autocast(dout.device.type, enabled=False):
+            along = torch.matmul(product, scale)
+        along = along.unsqueeze(-1).mul_(rstd.pow(3)).div_(-width)
         if ctx.needs_input_grad[1]:
             # Not a matrix-vector product: its running sums over rows lose twice what torch.sum's tree does.
-            dweight = product.mul_(rstd).sum_to_size(width).to(weight.dtype)
+            dweight = product.mul_(rstd).reshape(-1, width).sum(0).to(weight.dtype)
         if ctx.needs_input_grad[0]:
             wide_dx = torch.mul(dy, scale, out=product).mul_(rstd).addcmul_(x, along)
             dx = wide_dx.to(hidden_states.dtype)

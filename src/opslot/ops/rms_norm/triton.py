@@ -113,6 +113,8 @@ def _backward_kernel(
         x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
         dnormalized = tl.load(dout_ptr + row * dout_stride + column, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / WIDTH + eps)
+        # Without an eps a row past the end, all zeros, would make the weight's gradient NaN.
+        rstd = tl.where(row < rows, rstd, 0.0)
         normalized = x * rstd
         if HAS_GATE:
             gate = tl.load(gate_ptr + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)

@@ -1,6 +1,6 @@
 """rotary_pos_emb: registration of the op and of its kernels."""
 
-from opslot.ops._common.specs import liger_kernel, npu_kernel, torch_kernel, triton_kernel
+from opslot.ops._common.specs import cpu_rank, liger_kernel, npu_kernel, torch_kernel, triton_kernel
 from opslot.ops.rotary_pos_emb.op import OP
 from opslot.slots import KERNEL_REGISTRY
 
@@ -11,7 +11,7 @@ for _variant in OP.variants:
     )
 for _variant in ("full", "partial"):
     KERNEL_REGISTRY.register(
-        torch_kernel(OP.name, _variant, priority={"cpu": 60}, description="plain torch with its own backward")
+        torch_kernel(OP.name, _variant, priority=cpu_rank(60), description="plain torch with its own backward")
     )
 # Its copies, which keep the caller's q and k, leave it faster than eager and slower than triton.
 KERNEL_REGISTRY.register(liger_kernel(OP.name, "full", priority={"gpu": 40}, description="Liger-Kernel, on copies"))

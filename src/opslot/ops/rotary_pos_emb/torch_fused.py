@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from opslot.ops._common.library import refuse
+
+_LABEL = "rotary_pos_emb_implementation='torch_fused'"
+
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """`x` [..., D] turned in its first `cos.shape[-1]` channels, by minus the angle if `inverse`."""
@@ -50,11 +54,24 @@ class _Rotary(torch.autograd.Function):
         return *grads, None, None
 
 
+def _apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
+    for name, angles in (("cos", cos), ("sin", sin)):
+        if angles.requires_grad:
+            refuse(_LABEL, name, "it requires a gradient, and only q and k receive one", "use eager")
+    return _Rotary.apply(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
+
+
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`op.full` for every floating dtype."""
-    return _Rotary.apply(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
+    if cos.shape[-1] != q.shape[-1]:
+        found = f"it has {cos.shape[-1]} channels for heads of {q.shape[-1]}"
+        refuse(_LABEL, "cos", found, "use eager, or the partial variant")
+    return _apply(q, k, cos, sin, unsqueeze_dim)
 
 
 def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`op.partial` for every floating dtype."""
-    return _Rotary.apply(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
+    rotary, width = cos.shape[-1], q.shape[-1]
+    if rotary % 2 or rotary > width:
+        refuse(_LABEL, "cos", f"it has {rotary} channels for heads of {width}", "use eager")
+    return _apply(q, k, cos, sin, unsqueeze_dim)
