@@ -59,3 +59,19 @@ def test_bad_sources_and_destinations(tmp_path, moe_folder, make_model) -> None:
         convert_folder(tmp_path / "part", tmp_path / "x", layout="fused")
     assert "experts of several dtypes" in str(caught.value)
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("layers", [(1,), (0, 1)])
+def test_a_last_expert_that_is_missing(tmp_path, make_model, layers) -> None:
+    """Among the layers that have it, or by the count in config.json."""
+    save_weights(make_model("qwen3_moe"), tmp_path / "part")
+    file = tmp_path / "part" / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    last = make_model("qwen3_moe").config.num_experts - 1
+    gone = tuple(f"model.layers.{layer}.mlp.experts.{last}." for layer in layers)
+    safetensors.torch.save_file({k: v for k, v in tensors.items() if not k.startswith(gone)}, file)
+    with pytest.raises(CheckpointError) as caught:
+        convert_folder(tmp_path / "part", tmp_path / "x", layout="fused")
+    for layer in layers:
+        assert f"layers.{layer}.mlp.experts: expert {last} lacks gate_proj, up_proj, down_proj" in str(caught.value)
+    assert not (tmp_path / "x").exists()

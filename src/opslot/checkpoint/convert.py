@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from opslot.checkpoint.save import outputs_for, parse_size, shard_outputs, write
 logger = get_logger(__name__)
 
 _OPEN_FILES = 4
+# What families call it.
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def convert_folder(
@@ -54,7 +57,8 @@ def convert_folder(
     entries = read_folder(source)
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise CheckpointError(f"{str(destination)!r} exists and is not an empty folder; give another destination")
-    experts = expert_targets_of_checkpoint({name: entry.shape for name, entry in entries.items()})
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    experts = expert_targets_of_checkpoint(shapes, at_least=_configured_experts(source))
     if not experts:
         raise CheckpointError(f"checkpoint {str(source)!r} holds no experts, so there is no layout to convert")
     model, pieces = _plan(source, entries, experts)
@@ -67,6 +71,19 @@ def convert_folder(
                 shutil.copy2(path, stage / path.name)
     logger.info("converted %s to %s in %s", source, layout, destination)
     return destination
+
+
+def _configured_experts(source: Path) -> int:
+    """Experts of a layer, as config.json says; 0 when it says nothing."""
+    try:
+        config = json.loads((source / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return 0
+    if not isinstance(config, dict):
+        return 0
+    sections = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    counts = [section.get(key) for section in sections for key in _COUNTS]
+    return max((count for count in counts if isinstance(count, int)), default=0)
 
 
 def _plan(

@@ -62,12 +62,13 @@ def expert_targets(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, 
     return targets
 
 
-def expert_targets_of_checkpoint(shapes: Shapes) -> dict[str, tuple[int, ...]]:
+def expert_targets_of_checkpoint(shapes: Shapes, at_least: int = 0) -> dict[str, tuple[int, ...]]:
     """The expert tensors that a model of this checkpoint has, in the [E, 2I, H], [E, H, I] form, whatever the
     checkpoint's layout.
 
-    A pair of fused tensors tells its own layout: [E, a, b] and [E, c, d] are direct when (c, d) = (b, a/2),
-    transposed when (c, d) = (b/2, a), and cannot be both.
+    Experts that are stored one by one are as many in each layer as in the one that holds most, and `at_least` so
+    many: which of them are absent is for the plan to find. A pair of fused tensors tells its own layout: [E, a, b]
+    and [E, c, d] are direct when (c, d) = (b, a/2), transposed when (c, d) = (b/2, a), and cannot be both.
     """
     fused: dict[str, tuple[int, ...]] = {}
     experts: dict[str, int] = defaultdict(int)
@@ -79,7 +80,11 @@ def expert_targets_of_checkpoint(shapes: Shapes) -> dict[str, tuple[int, ...]]:
             fused[name] = shape
     swapped = {name: (e, b, a) for name, (e, a, b) in fused.items()}
     targets = expert_targets(fused) | expert_targets(swapped)
+    most: dict[str, int] = defaultdict(lambda: at_least)
     for prefix, count in experts.items():
+        most[_family(prefix)] = max(most[_family(prefix)], count)
+    for prefix in experts:
+        count = most[_family(prefix)]
         inner, hidden = next(
             (shapes[n] for e in range(count) if (n := f"{prefix}.{e}.gate_proj.weight") in shapes), (0, 0)
         )
