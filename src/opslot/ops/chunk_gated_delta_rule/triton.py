@@ -183,8 +183,7 @@ class _Pass:
         self.raw_q, self.raw_k, self.v = _tokens(query), _tokens(key), _tokens(value)
         self.q, self.k = (_normalized(x) if normalize else x for x in (self.raw_q, self.raw_k))
         self.rate = _scalars(beta)
-        self._solve(_scalars(g))
-        self._walk(initial_state, want_final)
+        self._walk(self._solve(_scalars(g)), initial_state, want_final)
 
     @property
     def per_chunk(self) -> int:
@@ -194,11 +193,12 @@ class _Pass:
     def by_chunk(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.k.new_empty((self.per_chunk, *shape), dtype=dtype)
 
-    def _solve(self, log_decay: Tensor) -> None:
+    def _solve(self, log_decay: Tensor) -> Tensor:
+        """What each token would write if its chunk found an empty state, by chunk."""
         plan, table = self.plan, (self.chunks.start, self.chunks.length)
         self.cumulated = self.by_chunk(_CHUNK, dtype=torch.float32)
         self.inverse = self.by_chunk(_CHUNK, _CHUNK)
-        self.reads, self.writes = self.by_chunk(_CHUNK, self.key), self.by_chunk(_CHUNK, self.value)
+        self.reads, writes = self.by_chunk(_CHUNK, self.key), self.by_chunk(_CHUNK, self.value)
         _launch_solve(
             (self.per_chunk, 1, 1),
             (self.k, log_decay, self.rate, *table, self.cumulated, self.inverse),
@@ -209,14 +209,15 @@ class _Pass:
         )
         _launch_reads_writes(
             (self.per_chunk, 1, 1),
-            (self.k, self.v, self.rate, *table, self.cumulated, self.inverse, self.reads, self.writes),
+            (self.k, self.v, self.rate, *table, self.cumulated, self.inverse, self.reads, writes),
             _strides(self.k, self.v),
             (),
             self._cut(plan.value_block),
             4,
         )
+        return writes
 
-    def _walk(self, initial_state: Tensor | None, want_final: bool) -> None:
+    def _walk(self, writes: Tensor, initial_state: Tensor | None, want_final: bool) -> None:
         plan, chunks = self.plan, self.chunks
         self.states = self.by_chunk(self.key, self.value)
         self.correction = self.by_chunk(_CHUNK, self.value)
@@ -227,7 +228,7 @@ class _Pass:
             (
                 self.k,
                 self.reads,
-                self.writes,
+                writes,
                 self.cumulated,
                 chunks.cu_seqlens,
                 chunks.first,

@@ -15,12 +15,12 @@ b (v - exp(G) k S):
     dS = exp(G_last) dS' + scale (exp(G) q)^T dout - reads^T dd
     dP = tril(dout d^T),  dA = -strictly_lower(x d^T)
 
-and the products' rules give the rest. Every exponent is a difference that is never positive while the log decay is
-none. Every q, k and state enters G's gradient in a product of one of its own, so that gradient is made of row dots of
-q with dq and of k with the parts of dk.
+and the rule for products gives the rest. Wherever G_i occurs it scales a row of q, k or S, so that its gradient is made
+of row dots of q with dq and of k with the parts of dk. No exponent is positive, since no log decay is.
 
-No operand of a product is the transpose of a computed tile: what is needed transposed is made so, or goes through
-memory. Triton 3.4 to 3.7.0 computes wrong products from such operands on Hopper (flash-linear-attention issue 640).
+No operand of a product is the transpose of a computed tile: what is needed transposed is computed that way, or goes
+through memory. From such operands Triton 3.4 and later compute wrong products on Hopper (flash-linear-attention issues
+640 and 984).
 
 Layouts: tokens [T, heads, width] with strides, T over all rows; what only kernels see lies by chunk,
 [chunks * V_heads, 64, width], zero (reads, writes and what follows from them) behind a chunk's last token. The table of
