@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from opslot.slots import HardwareRequirement, KernelSpec
+from opslot.slots import HardwareRequirement, KernelRequest, KernelSpec
 
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
@@ -68,6 +69,15 @@ def npu_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
         dtypes=FLOATS,
         **options,
     )
+
+
+def cpu_rank(rank: int) -> Callable[[KernelRequest], int | None]:
+    """`rank` on CPUs in float32, where plain torch was measured ahead of eager; in bfloat16 it can be behind."""
+
+    def priority(request: KernelRequest) -> int | None:
+        return rank if request.device.type == "cpu" and request.dtype in (None, torch.float32) else None
+
+    return priority
 
 
 def torch_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
