@@ -119,7 +119,7 @@ def test_every_mistake_is_in_one_message(tmp_path):
     [
         ("train: {lr: 1", "is not valid YAML"),
         ("- a\n- b\n", "holds a list; it needs the sections model, data and train"),
-        ("train: 3\n", "train is not a field"),
+        ("train: 3\n", "train is a section, found 3; give its fields"),
     ],
 )
 def test_files_that_are_no_configuration(tmp_path, text, message):
@@ -168,3 +168,29 @@ def test_help_is_quick_and_lists_examples():
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_shipped_configurations_are_valid(file):
     load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {lr: 1e-3}\ndata: {}\ntrain: {max_steps: 3}\n", "train is given twice in one section.*\n.*line 3"),
+        ("train:\n  lr: 1e-3\n  seed: 1\n  lr: 1e-4\n", "lr is given twice in one section.*\n.*line 4"),
+        ("train: 5", "train is a section, found 5; give its fields, such as train.output_dir"),
+        ("train:\n  lr:\n", "train.lr: expected float, found None"),
+    ],
+)
+def test_what_yaml_would_take_in_silence(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, text))
+
+
+def test_null_on_the_command_line_is_for_fields_that_may_be_left_out(tmp_path):
+    file = str(write(tmp_path, "train: {max_steps: 3}"))
+    assert load_config([file, "--train.max_steps", "null"]).train.max_steps is None
+    with pytest.raises(ConfigError, match=r"train.lr: expected float, found None"):
+        load_config([file, "--train.lr", "null"])
+
+
+def test_a_merged_key_may_be_overridden(tmp_path):
+    config = load_config(write(tmp_path, "data: {<<: {max_seq_len: 8, text_field: body}, max_seq_len: 16}"))
+    assert (config.data.max_seq_len, config.data.text_field) == (16, "body")

@@ -90,9 +90,24 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a mapping that names a key twice, of which YAML's own loader would keep the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, yaml.Mark] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.value in seen:
+                found = f"{key.value} is given twice in one section; keep one of them"
+                raise yaml.constructor.ConstructorError("first", seen[key.value], found, key.start_mark)
+            seen[key.value] = key.start_mark
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except FileNotFoundError:
         raise ConfigError(f"no such file: {path}\n  usage: {USAGE}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -136,7 +151,10 @@ def _checked_values(
     kept: dict[str, Any] = {}
     for name, value in _flatten(values, schema):
         if name not in schema:
-            problems.append(_unknown(name, schema))
+            problems.append(_section(name, value, schema) or _unknown(name, schema))
+            continue
+        if value is None and not _takes_none(schema[name]):
+            problems.append(_wrong_type(name, value, schema))
             continue
         nested: Any = value
         for part in reversed(name.split(".")):
@@ -168,7 +186,9 @@ def _checked_overrides(
             position += 1
         field = next((leaf for leaf in schema if name == leaf or name.startswith(f"{leaf}.")), None)
         if field is None or (name != field and "dict" not in str(schema[field])):
-            problems.append(_unknown(name, schema))
+            problems.append(_section(name, value, schema) or _unknown(name, schema))
+        elif name == field and value == "null" and not _takes_none(schema[field]):
+            problems.append(_wrong_type(name, None, schema))
         elif _accepts(lambda name=name, value=value: parser.parse_args([f"--{name}={value}"])):
             kept.append(f"--{name}={value}")
         else:
@@ -186,12 +206,22 @@ def _accepts(parse: Any) -> bool:
     return True
 
 
+def _takes_none(kind: Any) -> bool:
+    return type(None) in typing.get_args(kind)
+
+
 def _merge(into: dict[str, Any], nested: dict[str, Any]) -> None:
     for key, value in nested.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             _merge(into[key], value)
         else:
             into[key] = value
+
+
+def _section(name: str, value: Any, schema: dict[str, Any]) -> str | None:
+    """The problem with a whole section's value; None where there is no such section."""
+    fields = [leaf for leaf in schema if leaf.startswith(f"{name}.")]
+    return f"{name} is a section, found {value!r}; give its fields, such as {fields[0]}" if fields else None
 
 
 def _unknown(name: str, schema: dict[str, Any]) -> str:

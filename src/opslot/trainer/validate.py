@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ from opslot._base.launcher import launched_world_size
 from opslot.data import find_files, list_problems
 from opslot.trainer.checkpointing import CHECKPOINTS, find_checkpoints, is_complete
 from opslot.trainer.config import ModelConfig, RunConfig, TrainConfig
+
+# NumPy takes 32 bits, and each rank adds its number.
+_SEEDS = 2**31
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,10 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
     optimizer = train.optimizer
     above_zero = {"train.lr": train.lr, "train.num_epochs": train.num_epochs, "train.optimizer.eps": optimizer.eps}
     problems += [f"{name}={value} must be above 0" for name, value in above_zero.items() if not value > 0]
+    finite = {**above_zero, "train.weight_decay": train.weight_decay}
+    problems += [f"{name} must be finite" for name, value in finite.items() if value == math.inf]
+    if train.seed >= _SEEDS:
+        problems.append(f"train.seed={train.seed} must be below {_SEEDS}")
     shares = {
         "train.optimizer.beta1": optimizer.beta1,
         "train.optimizer.beta2": optimizer.beta2,
@@ -207,6 +215,9 @@ def _first_with_tokenizer(*paths: str | None) -> str | None:
 
 def _check_output(train: TrainConfig, problems: list[str]) -> Path | None:
     """The checkpoint to resume from; also that the output folder may be written and belongs to this run."""
+    if not train.output_dir:
+        problems.append("train.output_dir is empty; name a folder")
+        return None
     output = Path(train.output_dir).expanduser()
     problem = _unwritable(output)
     if problem:
