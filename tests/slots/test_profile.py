@@ -122,6 +122,45 @@ def test_a_broken_profile_is_told_and_never_a_crash(shaped, file, monkeypatch, c
     assert bind(Doubler(), "eager").note == "", "a binding that leaves nothing to auto reads no profile"
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"ms": {"eager": 2.0, "fast": float("nan")}}, "toy_double/standard: fast took nan ms"),
+        ({"ms": {"eager": 2.0, "fast": -1.0}}, "fast took -1.0 ms"),
+        ({"ms": {"eager": 2.0, "fast": 0}}, "fast took 0 ms"),
+        ({"ms": {"eager": 2.0, "fast": "1"}}, "fast took '1' ms"),
+        ({"ms": {"eager": 2.0, "fast": None}}, "fast took None ms"),
+        ({"ms": [1.0]}, "AttributeError"),
+        ({"failed": None}, "failed None"),
+        ({"tokens": "many"}, "tokens 'many'"),
+        ({"unknown": 1}, "unknown"),
+    ],
+)
+def test_times_that_nothing_takes_are_told_and_never_chosen_by(shaped, file, monkeypatch, change, said):
+    write_profile([timing(eager=2.0, fast=1.0)], CPU)
+    data = json.loads(file.read_text())
+    data["machines"][0]["timings"][0].update(change)
+    file.write_text(json.dumps(data))
+    report = bind(Doubler())
+    assert report.rows[0].why == "fastest measured on cpu (rank 10)"
+    assert said in report.note
+    with pytest.raises(ConfigError, match=r"no profile of opslot's.*\n  to do: delete the file"):
+        write_profile([], CPU)
+    monkeypatch.setenv("OPSLOT_PROFILE", str(file))
+    with pytest.raises(ConfigError, match=r"OPSLOT_PROFILE: .*no profile of opslot's"):
+        bind(Doubler())
+
+
+@pytest.mark.parametrize("missing", ["versions", "device", "timings"])
+def test_a_section_without_its_parts_is_told_where_it_would_be_added_to(file, missing):
+    write_profile([], CPU)
+    data = json.loads(file.read_text())
+    del data["machines"][0][missing]
+    file.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=f"no profile of opslot's: KeyError\\('{missing}'\\)"):
+        write_profile([], CPU)
+
+
 def test_a_named_profile_must_exist_and_off_means_off(shaped, file, monkeypatch):
     write_profile([timing(eager=1.0, fast=2.0)], CPU)
     monkeypatch.setenv("OPSLOT_PROFILE", str(file) + "x")

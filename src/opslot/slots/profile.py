@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import platform
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ logger = get_logger(__name__)
 VARIABLE = "OPSLOT_PROFILE"
 _FORMAT = 1
 _DISTRIBUTIONS = ("opslot", "torch", "triton", "liger-kernel", "quack-kernels", "flash-attn-4", "fla-core", "torch-npu")
+
+_INSTEAD = "delete the file and run `opslot bench --tune`"
 
 _Key = tuple[str, str, str, tuple[tuple[str, int], ...]]
 
@@ -123,25 +127,43 @@ def read_profile(device: DeviceFacts) -> Profile:
 def _read(path: Path, changed: int, size: int, device: DeviceFacts, named: bool) -> Profile:
     """The arguments `changed` and `size` are there to notice another file at the same place."""
     try:
-        machines = _machines(path)
-        mine = [m for m in machines if _same_device(m, device)]
-        if not mine:
-            found = ", ".join(sorted({_show(m) for m in machines})) or "nothing"
-            return Profile(path, ignored=f"it holds {found}, this is {_show(machine_of(device))}")
-        section = mine[-1]
-        differing = _differing_versions(section["versions"], machine_of(device)["versions"])
-        if differing:
-            return Profile(path, ignored=f"measured with {differing}; run `opslot bench --tune` again")
-        timings = [Timing(**entry) for entry in section["timings"]]
-        return Profile(path, {t.key: t for t in timings}, section["date"])
-    except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
-        problem = str(error) if isinstance(error, ConfigError) else f"{path} is no profile of opslot's: {error!r}"
+        with _as_a_profile(path):
+            machines = _machines(path)
+            mine = [m for m in machines if _same_device(m, device)]
+            if not mine:
+                found = ", ".join(sorted({_show(m) for m in machines})) or "nothing"
+                return Profile(path, ignored=f"it holds {found}, this is {_show(machine_of(device))}")
+            section = mine[-1]
+            differing = _differing_versions(section["versions"], machine_of(device)["versions"])
+            if differing:
+                return Profile(path, ignored=f"measured with {differing}; run `opslot bench --tune` again")
+            timings = [_timing(entry) for entry in section["timings"]]
+            return Profile(path, {t.key: t for t in timings}, section["date"])
+    except ConfigError as error:
         if named:
-            raise ConfigError(
-                f"{VARIABLE}: {problem}\n  to do: delete the file and run `opslot bench --tune`, or set {VARIABLE}=off"
-            ) from error
-        logger.warning("%s; kernels are chosen without it", problem)
-        return Profile(path, ignored=problem)
+            raise ConfigError(f"{VARIABLE}: {error}\n  to do: {_INSTEAD}, or set {VARIABLE}=off") from error
+        logger.warning("%s; kernels are chosen without it", error)
+        return Profile(path, ignored=str(error))
+
+
+@contextmanager
+def _as_a_profile(path: Path) -> Iterator[None]:
+    """ConfigError where the block finds something else in the JSON of `path` than `write_profile` writes."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} is no profile of opslot's: {error!r}") from error
+
+
+def _timing(entry: Mapping[str, Any]) -> Timing:
+    """The timing that `_plain` made `entry` of; TypeError or ValueError for what no measurement gives."""
+    timing = Timing(**entry)
+    if not (isinstance(timing.failed, Mapping) and type(timing.tokens) is int):
+        raise TypeError(f"tokens {timing.tokens!r}, failed {timing.failed!r}")
+    for name, ms in timing.ms.items():
+        if type(ms) not in (int, float) or not 0 < ms < math.inf:
+            raise ValueError(f"{timing.op}/{timing.variant}: {name} took {ms!r} ms")
+    return timing
 
 
 def _machines(path: Path) -> list[dict[str, Any]]:
@@ -165,15 +187,18 @@ def write_profile(timings: Iterable[Timing], device: DeviceFacts) -> Path:
     path = profile_path()
     if path is None:
         raise ConfigError(f"{VARIABLE}=off: there is no profile to write; unset it, or name a file")
-    machines = _machines(path) if path.exists() else []
     here = machine_of(device)
     kept: dict[_Key, Timing] = {}
     others = []
-    for machine in machines:
-        if not _same_device(machine, device):
-            others.append(machine)
-        elif not _differing_versions(machine["versions"], here["versions"]):
-            kept.update((t.key, t) for t in (Timing(**entry) for entry in machine["timings"]))
+    try:
+        with _as_a_profile(path):
+            for machine in _machines(path) if path.exists() else []:
+                if not _same_device(machine, device):
+                    others.append(machine)
+                elif not _differing_versions(machine["versions"], here["versions"]):
+                    kept.update((t.key, t) for t in map(_timing, machine["timings"]))
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n  to do: {_INSTEAD}, or name another file with {VARIABLE}") from error
     kept.update((t.key, t) for t in timings)
     section = {**here, "date": time.strftime("%Y-%m-%d"), "timings": [_plain(t) for t in kept.values()]}
     beside = path.with_name(f".{path.name}.{os.getpid()}")
