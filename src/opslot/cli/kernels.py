@@ -27,8 +27,9 @@ def kernel_rows(op: str | None = None) -> list[dict[str, Any]]:
     ops = [KERNEL_REGISTRY.op(op)] if op else list(KERNEL_REGISTRY.ops.values())
     rows: list[dict[str, Any]] = []
     for spec_op in ops:
+        own = "Transformers' own code" if spec_op.in_model else "torch's own"
         for variant in spec_op.variants:
-            rows.append(_row(spec_op.name, variant, "eager", True, "Transformers' own code"))
+            rows.append(_row(spec_op.name, variant, "eager", True, own))
             for spec in KERNEL_REGISTRY.specs(spec_op.name, variant):
                 reasons = [spec.unusable(KernelRequest(spec.op_name, variant, device)) for device in machine_devices()]
                 usable = None in reasons
