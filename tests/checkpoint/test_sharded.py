@@ -169,6 +169,32 @@ def test_saving_from_any_mesh_gives_the_same_folder(ranks, folders, tmp_path, wa
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def save_tied(folder: str) -> str:
+    """A weight of one row, which leaves the second rank nothing, under two names."""
+    model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False), nn.Linear(3, 4))
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            parameter.fill_(i + 1.0)
+    model[1].weight = model[0].weight
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    save_weights(model, folder)
+    # Other objects, as state dicts of torch's DCP have them.
+    save_weights({name: tensor.detach() for name, tensor in model.state_dict().items()}, f"{folder}-state")
+    dist.barrier()
+    return "saved"
+
+
+def test_a_tied_weight_of_which_a_rank_has_nothing(ranks, tmp_path) -> None:
+    assert ranks.run(save_tied, str(tmp_path / "x")) == ["saved", "saved"]
+    for folder in (tmp_path / "x", tmp_path / "x-state"):
+        tensors = safetensors.torch.load_file(folder / "model.safetensors")
+        assert {name: tensor.unique().tolist() for name, tensor in tensors.items()} == {
+            "0.weight": [1.0],
+            "2.weight": [3.0],
+            "2.bias": [4.0],
+        }
+
+
 def fail_while_saving(source: str, folder: str) -> str:
     fsync, os.fsync = os.fsync, _full_disk
     try:

@@ -1,12 +1,14 @@
 """What parallelize does to a model, and what it refuses."""
 
 import importlib.util
+import math
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -115,6 +117,30 @@ def test_the_norm_of_plain_tensors_and_of_none():
     parameter.grad = torch.tensor([3.0, 4.0])
     assert clip_grad_norm([parameter], 1.0) == 5
     torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
+
+
+def spoiled(value):
+    """Norms of several orders when one rank's part of one gradient holds `value`."""
+    state = init_parallel_state(device_type="cpu")
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    for layer in layers:
+        fully_shard(layer, mesh=state.fsdp_mesh)
+    # The last layer has no gradient.
+    layers[1](layers[0](torch.ones(2, 4))).sum().backward()
+    parameters = [p for layer in layers for p in layer.parameters()]
+    if value is not None and state.rank == 1:
+        parameters[0].grad.to_local()[0, 0] = value
+    return [clip_grad_norm(parameters, math.inf, order).item() for order in (1.0, 2.0, math.inf)]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_on_one_rank_shows_in_every_norm(ranks, value):
+    for found in ranks.run(spoiled, value):
+        assert found == pytest.approx([value] * 3, nan_ok=True)
+    for found in ranks.run(spoiled, None):
+        assert all(map(math.isfinite, found))
+        assert found[0] > found[1] > found[2] > 0
 
 
 def communication():

@@ -24,6 +24,7 @@ from opslot.checkpoint.folder import INDEX, WEIGHTS, staged_folder
 from opslot.checkpoint.model_tensors import plain_name, tensors_of
 from opslot.checkpoint.placement import Placement, local_tensor
 from opslot.checkpoint.safetensors_file import NAMES, TensorSpec, write_safetensors
+from opslot.distributed import gather_objects
 
 logger = get_logger(__name__)
 
@@ -204,7 +205,11 @@ def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise CheckpointError(f"{name} is {tensor.dtype}, which safetensors cannot hold; cast it first")
         where = (local.device, local.data_ptr(), tuple(tensor.shape), local.stride())
         kept.setdefault(where if local.numel() else (name,), name)
-    return {name: tensors[name] for name in kept.values()}
+    aliases = tensors.keys() - kept.values()
+    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        # A rank whose parts are empty cannot see that they are one tensor's.
+        aliases = set().union(*gather_objects(aliases))
+    return {name: tensor for name, tensor in tensors.items() if name not in aliases}
 
 
 class _Gatherer:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from opslot._base.errors import ConfigError
+from opslot.distributed._collectives import sum_over_ranks
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
@@ -120,6 +121,11 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: flo
     norms = [get_total_norm([p.grad for p in group if p.grad is not None], norm_type) for group in owners.values()]
     whole = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
     total = torch.linalg.vector_norm(whole, norm_type)
+    if math.isinf(norm_type) and any(isinstance(norm, DTensor) for norm in norms):
+        # A maximum over ranks may drop the NaN of one of them.
+        own = [norm.to_local() if isinstance(norm, DTensor) else norm for norm in norms]
+        (spoiled,) = sum_over_ranks(float(any(norm.isnan() for norm in own)))
+        total = torch.full_like(total, math.nan) if spoiled else total
     if math.isfinite(max_norm):
         for group in owners.values():
             clip_grads_with_norm_(group, max_norm, total)
