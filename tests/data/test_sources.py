@@ -92,6 +92,14 @@ def test_a_long_list_of_problems_is_cut_and_counted(tmp_path):
         ("a.txt", b"caf\xe9", "not UTF-8 text (byte 3)"),
         ("a.txt", b" \n", "no text in any of them"),
         ("a.jsonl", b'{"text": ""}\n', "no text in any of them"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": "\\ud83d cut"}\n',
+            "line 2: field 'text' holds \\ud83d, half of a character",
+        ),
+        ("a.jsonl", b'{"text": "x", "n": ' + b"9" * 5000 + b"}\n", "line 1: not JSON (Exceeds the limit"),
+        ("a.jsonl", b'{"text": "x", "n": ' + b"[" * 99999 + b"\n", "line 1: not JSON (maximum recursion depth"),
+        ("a.jsonl", b'{"text": "x"\n', "line 1: not JSON (Expecting ',' delimiter: line 1 column 13"),
         ("a.parquet", b"PAR1 but no more", "not a readable parquet file"),
     ],
 )
@@ -99,6 +107,27 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
     with pytest.raises(DataError) as caught:
         list(read_documents([write(tmp_path / name, content)]))
     assert message in str(caught.value)
+
+
+def test_whole_characters_of_two_halves_are_text(tmp_path):
+    assert list(read_documents([write(tmp_path / "a.jsonl", '{"text": "\\ud83d\\ude00"}')])) == ["\U0001f600"]
+
+
+def test_parquet_strings_of_every_kind(tmp_path):
+    texts = pa.array(["one", None, "two", "one"])
+    for number, column in enumerate([texts, texts.cast(pa.large_string()), texts.dictionary_encode()]):
+        file = tmp_path / f"{number}.parquet"
+        pq.write_table(pa.table({"text": column}), file)
+        assert list(read_documents([file])) == ["one", "two", "one"]
+
+
+def test_a_file_that_may_not_be_read_is_named_before_reading(tmp_path, monkeypatch):
+    file = write(tmp_path / "a.txt", "x")
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    for name in (str(file), f"{tmp_path}/*.txt"):
+        problems = []
+        find_files(name, "data.train_path", problems)
+        assert problems == [f"data.train_path: {file} may not be read; check its permissions"]
 
 
 def test_parquet_without_the_column(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from opslot._base.errors import DataError
 
 JSON_LINES = frozenset({".jsonl", ".ndjson", ".json"})
 _SHOWN = 10
+# Arrow's types.
+_STRINGS = ("string", "large_string", "string_view")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def find_files(paths: str | Sequence[str], field: str, problems: list[str]) -> list[Path]:
@@ -39,6 +43,7 @@ def find_files(paths: str | Sequence[str], field: str, problems: list[str]) -> l
             matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(match)]
             if not matches:
                 problems.append(f"{field}: no file matches {name}; searched from {Path.cwd()}")
+            problems += [f"{field}: {problem}" for match in matches if (problem := _forbidden(match))]
             found.update(dict.fromkeys(matches))
         else:
             problems.append(f"{field}: no such file: {name}; relative paths start at {Path.cwd()}")
@@ -75,11 +80,13 @@ def list_problems(title: str, problems: Sequence[str], shown: int = _SHOWN) -> s
 def _unreadable(path: Path) -> str | None:
     if not path.is_file():
         return f"{path} is not a regular file"
-    if not os.access(path, os.R_OK):
-        return f"{path} may not be read; check its permissions"
     if path.stat().st_size == 0:
         return f"{path} is empty"
-    return None
+    return _forbidden(path)
+
+
+def _forbidden(path: Path) -> str | None:
+    return None if os.access(path, os.R_OK) else f"{path} may not be read; check its permissions"
 
 
 def _names(files: Sequence[Path]) -> str:
@@ -122,8 +129,9 @@ def _read_json_lines(file: Path, text_field: str, _sample_by: str, problems: lis
 
 def _text_of_line(line: bytes, text_field: str) -> tuple[str, str | None]:
     try:
-        record = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        record = json.loads(line.strip())
+    # Also for numbers of more digits, and brackets of more levels, than Python reads.
+    except (ValueError, RecursionError) as error:
         return "", f"not JSON ({error}); the file must hold one object a line"
     if not isinstance(record, dict):
         return "", f"holds a {type(record).__name__}; the file must hold one object a line"
@@ -133,6 +141,9 @@ def _text_of_line(line: bytes, text_field: str) -> tuple[str, str | None]:
     text = record[text_field]
     if not isinstance(text, str):
         return "", f"field {text_field!r} holds a {type(text).__name__}, not a string"
+    lone = _LONE_SURROGATE.search(text)
+    if lone:
+        return "", f"field {text_field!r} holds \\u{ord(lone[0]):04x}, half of a character, which is no text"
     return text, None
 
 
@@ -150,10 +161,11 @@ def _read_parquet(file: Path, text_field: str, _sample_by: str, problems: list[s
                 )
                 return
             kind = table.schema_arrow.field(text_field).type
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            values = kind.value_type if pa.types.is_dictionary(kind) else kind
+            if str(values) not in _STRINGS:
                 problems.append(f"{file}: column {text_field!r} holds {kind}, not strings")
                 return
             for batch in table.iter_batches(columns=[text_field]):
                 yield from (text for text in batch.column(0).to_pylist() if text)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
         problems.append(f"{file}: not a readable parquet file: {error}")
