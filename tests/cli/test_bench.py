@@ -74,7 +74,19 @@ def test_tune_measures_a_model_and_auto_follows(folder, tmp_path, capsys, monkey
         (["--model", "/no/such/place"], "neither a folder with config.json, nor such a file, nor a model type"),
         (["--model", "{folder}", "--set", "rms_norm"], "is not FIELD=VALUE"),
         (["--op", "rms_nrm"], "did you mean 'rms_norm'"),
-        (["--dtype", "bf17"], "is no dtype of torch"),
+        (["--dtype", "bf17"], "is no floating dtype"),
+        (["--dtype", "int32"], "--dtype 'int32' is no floating dtype"),
+        (["--device", "gpu0"], "device 'gpu0' is none that torch knows"),
+        (["--device", "cuda:99"], "device 'cuda:99': the number of GPUs"),
+        (["--tokens", "-1"], "--tokens -1: it takes 1 or more"),
+        (["--tokens", "0"], "--tokens 0: it takes 1 or more"),
+        (["--model", "{folder}", "--layers", "0"], "--layers 0: it takes 1 or more"),
+        (["--model", "{folder}", "--batch", "0"], "--batch 0: it takes 1 or more"),
+        (["--model", "{folder}", "--length", "1"], "--length 1: it takes 2 or more"),
+        (["--model", "{folder}", "--steps", "-3"], "--steps -3: it takes 0 or more"),
+        (["--model", "{folder}", "--limit", "0"], "--limit 0: it takes 1 or more"),
+        (["--model", "{folder}", "--set", "rms_norm=eager"], "rms_norm is not a field"),
+        (["--model", "{folder}", "--set", "rms_norm_implementation=trition"], "did you mean 'triton'"),
         (["--html", "/no/such/folder/page.html"], "does not exist; make it first"),
         (["--output", "{folder}"], "is a folder; name a file"),
         (["--picture", "/proc/nothing.png"], "cannot be written"),
@@ -261,6 +273,32 @@ def test_results_of_several_runs_make_one_page(tmp_path, capsys):
     assert "different devices: CPU, NVIDIA <H200>" in capsys.readouterr().err
     assert main(["bench", "--merge", str(files[3])]) == 2
     assert "is no result of `opslot bench --output`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": [1]},
+        {"rows": [{"op": "rms_norm"}]},
+        {"rows": {"a": 1}},
+        {"rows": [{**as_dict(ROWS[0]), "ms": "fast"}]},
+        {"rows": [{**as_dict(ROWS[0]), "ms": float("nan")}]},
+        {"steps": [{}]},
+        {"steps": 4},
+        {"curve": {"steps": 1}},
+        {"environment": {"device": ["CPU"]}},
+        {"environment": {**MACHINE, "versions": None}},
+    ],
+)
+def test_merge_tells_which_file_holds_something_else(tmp_path, capsys, change):
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    data = {"environment": MACHINE, "rows": [as_dict(ROWS[0])]}
+    good.write_text(json.dumps(data))
+    bad.write_text(json.dumps(data | change))
+    assert main(["bench", "--merge", str(good), str(bad), "--html", str(tmp_path / "page.html")]) == 2
+    err = capsys.readouterr().err
+    assert f"--merge {str(bad)!r} is no result of `opslot bench --output`" in err
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_nothing_measured_yet_is_no_picture(tmp_path):

@@ -70,7 +70,10 @@ def test_explain_names_what_was_set(folder, capsys):
         (["explain", "{folder}", "--set", "rms_norm_implementation"], "is not FIELD=VALUE"),
         (["explain", "{folder}", "--set", "rms_norm_implementation=trition"], "did you mean 'triton'"),
         (["explain", "{folder}", "--set", "moe_implementation=fused_npu"], "needs a NPU"),
+        (["explain", "{folder}", "--set", "overrides=eager"], "overrides='eager' must map globs"),
         (["verify", "--op", "nothing"], "unknown op 'nothing'"),
+        (["verify", "--op", "rms_norm", "--device", "gpu0"], "device 'gpu0' is none that torch knows"),
+        (["verify", "--op", "rms_norm", "--device", "cuda:99"], "device 'cuda:99': the number of GPUs"),
         (["verify", "--kernel", "nothing"], "no kernel of kernel 'nothing'"),
     ],
 )
@@ -79,6 +82,28 @@ def test_wrong_use_is_one_message_and_exit_code_2(folder, capsys, arguments, mes
     err = capsys.readouterr().err
     assert message in err
     assert "Traceback" not in err
+
+
+def test_explain_of_a_training_file_that_names_no_model(tmp_path, capsys):
+    file = tmp_path / "train.yaml"
+    file.write_text("")
+    assert main(["explain", str(file)]) == 2
+    assert "names no model; set model.config_path or model.model_path" in capsys.readouterr().err
+
+
+def test_explain_of_a_training_file_that_names_a_preset(folder, tmp_path, capsys):
+    file = tmp_path / "train.yaml"
+    file.write_text(f"model:\n  config_path: {folder}\n  ops_implementation: eager\n")
+    assert main(["explain", str(file), "--set", "rms_norm_implementation=auto", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["why"] for row in rows if row["op"] == "rotary_pos_emb"} == {"named by rotary_pos_emb_implementation"}
+    assert all("named by" not in row["why"] for row in rows if row["op"] == "rms_norm")
+
+
+def test_explain_of_a_model_type_that_is_no_name(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": ["qwen3"]}))
+    assert main(["explain", str(tmp_path)]) == 2
+    assert "names no model_type" in capsys.readouterr().err
 
 
 def test_convert_there_and_back(folder, tmp_path, capsys):

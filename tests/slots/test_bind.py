@@ -104,6 +104,18 @@ def test_a_field_for_an_absent_op_is_listed_as_absent(model):
     assert report.chosen("moe_experts") == ("absent",)
 
 
+@pytest.mark.parametrize("dtype", ["float32", torch.int8])
+def test_a_dtype_that_is_none_is_refused(model, dtype):
+    with pytest.raises(ConfigError, match=r"is no floating dtype of torch; pass torch\.bfloat16"):
+        bind(model, dtype=dtype)
+
+
+@pytest.mark.parametrize("device", ["gpu0", "cuda:99", 2.5])
+def test_a_device_that_is_none_is_refused(model, device):
+    with pytest.raises(ConfigError, match=r"device .*; use cpu"):
+        bind(model, device=device)
+
+
 def test_unbind_goes_back_to_eager(model):
     bind(model)
     unbind(model)

@@ -83,6 +83,12 @@ def test_overrides_by_glob_last_match_wins(toy):
         OpsImplementationConfig(overrides={"a": {"tou_implementation": "x"}})
 
 
+@pytest.mark.parametrize("overrides", ["eager", ["model.*"], {"model.*": "eager"}])
+def test_overrides_that_map_nothing_are_one_problem(overrides):
+    with pytest.raises(ConfigError, match=r"overrides=.* must map globs of module paths"):
+        OpsImplementationConfig(overrides=overrides)
+
+
 def test_round_trips(toy):
     config = OpsImplementationConfig(toy_double_implementation="fast", overrides={"a": {"moe_implementation": "eager"}})
     assert OpsImplementationConfig(**config.to_dict()) == config
@@ -97,3 +103,9 @@ def test_make_reads_what_users_write(value):
 def test_make_refuses_the_rest():
     with pytest.raises(ConfigError, match="got int"):
         OpsImplementationConfig.make(3)
+    with pytest.raises(ConfigError, match="a mapping by field names"):
+        OpsImplementationConfig.make({1: "eager"})
+    with pytest.raises(ConfigError, match="preset=3 is unknown"):
+        OpsImplementationConfig.make({"preset": 3})
+    with pytest.raises(ConfigError, match=r"preset=\['eager'\] is unknown"):
+        OpsImplementationConfig.make({"preset": ["eager"]})

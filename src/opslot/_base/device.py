@@ -9,6 +9,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from opslot._base.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
 
@@ -43,11 +45,31 @@ def _gpu_facts(index: int) -> DeviceFacts:
     return DeviceFacts("gpu", (major, minor), torch.cuda.get_device_name(index))
 
 
-def facts_of(device: torch.device | str) -> DeviceFacts:
-    """Facts of a torch device; the meta device answers for the machine's best one."""
+def usable_device(device: torch.device | str) -> torch.device:
+    """`device` as torch's; ConfigError when there is no such thing, or it is a GPU that this machine lacks."""
     import torch
 
-    device = torch.device(device)
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device {device!r} is none that torch knows; use cpu, cuda, cuda:1 or npu") from error
+    count = torch.cuda.device_count() if found.type == "cuda" else 0
+    if found.type == "cuda" and (found.index or 0) >= count:
+        raise ConfigError(
+            f"device {str(found)!r}: the number of GPUs that torch finds here is {count}; use cpu, or less"
+        )
+    return found
+
+
+def facts_of(device: torch.device | str) -> DeviceFacts:
+    """Facts of a torch device; the meta device answers for the machine's best one.
+
+    Raises:
+        ConfigError: see `usable_device`.
+    """
+    import torch
+
+    device = usable_device(device)
     if device.type == "cuda":
         return _gpu_facts(device.index if device.index is not None else torch.cuda.current_device())
     if device.type == "npu":

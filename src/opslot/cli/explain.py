@@ -34,8 +34,10 @@ def _read(model: str) -> tuple[Any, dict[str, Any], str | None]:
     from opslot.trainer import load_config
 
     config = load_config(path)
-    return (
-        config.model.config_path or config.model.model_path,
-        dict(config.model.ops_implementation or {}),
-        config.model.torch_dtype,
-    )
+    source = config.model.config_path or config.model.model_path
+    if not source:
+        raise ConfigError(f"{model} names no model; set model.config_path or model.model_path there")
+    chosen = config.model.ops_implementation or {}
+    if isinstance(chosen, str):
+        chosen = {} if chosen == "auto" else {"preset": chosen}
+    return source, dict(chosen), config.model.torch_dtype

@@ -114,7 +114,7 @@ def load_config(
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from error
     model_type = data.get("model_type") if isinstance(data, dict) else None
-    if model_type is None:
+    if not isinstance(model_type, str):
         raise ConfigError(f'{file} names no model_type, so its architecture is unknown; add e.g. "model_type": "qwen3"')
     if "auto_map" in data and trust_remote_code:
         return AutoConfig.from_pretrained(file.parent, trust_remote_code=True, **overrides)

@@ -36,7 +36,8 @@ def bind(
         dtype: compute dtype; default each module's own parameters', which autocast may differ from.
 
     Raises:
-        ConfigError: every slot that a named kernel cannot serve, with the reasons and the alternatives.
+        ConfigError: every slot that a named kernel cannot serve, with the reasons and the alternatives; a device or
+            dtype that there is not.
     """
     config = OpsImplementationConfig.make(ops)
     facts, default_dtype = _placement(model, device, dtype)
@@ -138,6 +139,10 @@ def _config_holder(model: Any) -> Any:
 def _placement(
     model: Any, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> tuple[DeviceFacts, torch.dtype | None]:
+    import torch
+
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"dtype={dtype!r} is no floating dtype of torch; pass torch.bfloat16, float16 or float32")
     first = next(iter(model.parameters()), None)
     where = device if device is not None else (first.device if first is not None else "cpu")
     return facts_of(where), dtype or _dtype_of(model)

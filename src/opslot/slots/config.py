@@ -66,12 +66,15 @@ class OpsImplementationConfig:
         problems: list[str] = []
         values = dict.fromkeys(known, "auto")
         if preset is not None:
-            if preset in PRESETS:
+            if isinstance(preset, str) and preset in PRESETS:
                 values.update(dict.fromkeys(known, "eager") if preset == "eager" else PRESETS[preset])
             else:
                 problems.append(f"preset={preset!r} is unknown; use one of {', '.join(PRESETS)}")
         values.update(_canonical(fields, known, problems))
         self.preset = preset
+        if not _maps_to_mappings(overrides):
+            problems.append(f"overrides={overrides!r} must map globs of module paths to the fields that hold there")
+            overrides = None
         self.overrides = {
             glob: _canonical(chosen, known, problems, where=f"overrides[{glob!r}].")
             for glob, chosen in (overrides or {}).items()
@@ -97,10 +100,11 @@ class OpsImplementationConfig:
             return cls()
         if isinstance(value, str):
             return cls(preset=value)
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
             return cls(**value)
         raise ConfigError(
-            f"ops must be an OpsImplementationConfig, a mapping, 'auto' or a preset's name, got {type(value).__name__}"
+            "ops must be an OpsImplementationConfig, a mapping by field names, 'auto' or a preset's name, "
+            f"got {type(value).__name__}"
         )
 
     def __getattr__(self, name: str) -> str:
@@ -147,6 +151,12 @@ class OpsImplementationConfig:
 
 def _unpickle(data: dict[str, Any]) -> OpsImplementationConfig:
     return OpsImplementationConfig(**data)
+
+
+def _maps_to_mappings(overrides: Any) -> bool:
+    if overrides is None:
+        return True
+    return isinstance(overrides, Mapping) and all(isinstance(fields, Mapping) for fields in overrides.values())
 
 
 def _aliases() -> dict[str, str]:

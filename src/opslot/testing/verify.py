@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from opslot._base.device import DeviceFacts, facts_of, machine_devices
+from opslot._base.device import DeviceFacts, facts_of, machine_devices, usable_device
 from opslot._base.errors import KernelError
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
 from opslot.testing.parity import CheckResult, check_kernel
@@ -34,7 +34,7 @@ def verify(
         One result per kernel, case and dtype, as it is found.
 
     Raises:
-        ConfigError: there is no such op.
+        ConfigError: there is no such op or device.
     """
     if op is not None:
         KERNEL_REGISTRY.op(op)
@@ -48,7 +48,7 @@ def verify(
 
 def _place(spec: KernelSpec, device: torch.device | str | None) -> torch.device | None:
     """The first device that can run `spec`: the fastest kind first, as training would."""
-    candidates = [torch.device(device)] if device is not None else [_device(f) for f in machine_devices()]
+    candidates = [usable_device(device)] if device is not None else [_device(f) for f in machine_devices()]
     for candidate in candidates:
         if spec.unusable(KernelRequest(spec.op_name, spec.variant, facts_of(candidate))) is None:
             return candidate

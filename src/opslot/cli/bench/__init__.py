@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import opslot
-from opslot._base.device import best_device, facts_of
+from opslot._base.device import best_device, facts_of, usable_device
 from opslot._base.errors import ConfigError
 from opslot.cli.bench.page import page
 from opslot.cli.bench.picture import draw
@@ -23,11 +23,13 @@ from opslot.cli.bench.steps import Task, compare_steps, loss_curve, peer_environ
 from opslot.cli.bench.table import curve_line, ops_table, shown_ms, steps_table
 from opslot.cli.bench.text import text_batches
 from opslot.models import MODEL_CONFIG_REGISTRY, load_config
-from opslot.slots import KERNEL_REGISTRY, write_profile
+from opslot.slots import KERNEL_REGISTRY, OpsImplementationConfig, write_profile
 from opslot.testing.bench import BenchRow, Site, as_dict, bench, environment, read_row, sites_of, timings_of
 from opslot.testing.peers import check_peers
 
 _BEGUN = time.monotonic()
+# The last token of a row predicts nothing, so a row has two.
+_LEAST = {"layers": 1, "tokens": 1, "batch": 1, "length": 2, "steps": 0, "limit": 1}
 # Rows and sequence length of a training step, by kind of device.
 _SIZES = {"cuda": (2, 8192), "cpu": (2, 256)}
 
@@ -95,8 +97,11 @@ class _Result:
         if options.picture:
             draw(self.rows, self.steps, self.curve, self.machine, Path(options.picture))
         if options.html:
-            text = page(self.rows, self.steps, self.curve, self.machine, self.command)
-            Path(options.html).write_text(text, encoding="utf-8")
+            Path(options.html).write_text(self.page(), encoding="utf-8")
+
+    def page(self) -> str:
+        """Everything as one HTML page."""
+        return page(self.rows, self.steps, self.curve, self.machine, self.command)
 
     def __str__(self) -> str:
         parts = [
@@ -114,8 +119,11 @@ def _merge(options: argparse.Namespace, command: str) -> int:
     for file in options.merge:
         try:
             found.append(json.loads(Path(file).read_text()))
-            found[-1]["environment"]["device"], found[-1]["rows"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            alone = _Result(options, command, found[-1]["environment"])
+            alone.add(found[-1])
+            # Reads every field that the outputs need: whose file lacks one is told here.
+            alone.page()
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(f"--merge {file!r} is no result of `opslot bench --output`: {error!r}") from error
     devices = {data["environment"]["device"] for data in found}
     if len(devices) > 1:
@@ -135,12 +143,16 @@ class _Setting:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
+        for name, least in _LEAST.items():
+            value = getattr(options, name)
+            if value is not None and value < least:
+                raise ConfigError(f"--{name} {value}: it takes {least} or more")
         where = options.device or {"gpu": "cuda"}.get(best_device().type, best_device().type)
-        self.device = torch.device(where)
+        self.device = usable_device(where)
         self.dtype_name = options.dtype or ("float32" if self.device.type == "cpu" else "bfloat16")
         number = getattr(torch, self.dtype_name, None)
-        if not isinstance(number, torch.dtype):
-            raise ConfigError(f"--dtype {self.dtype_name!r} is no dtype of torch; use bfloat16, float16 or float32")
+        if not isinstance(number, torch.dtype) or not number.is_floating_point:
+            raise ConfigError(f"--dtype {self.dtype_name!r} is no floating dtype; use bfloat16, float16 or float32")
         self.dtype = number
         if options.op:
             KERNEL_REGISTRY.op(options.op)
@@ -153,6 +165,7 @@ class _Setting:
         self.peers = [name for name in (options.against or "").split(",") if name]
         check_peers({*self.peers, *self.peer_paths}, elsewhere=self.peer_paths)
         self.ops = dict(_pair("--set", "FIELD=VALUE", item) for item in options.set)
+        OpsImplementationConfig.make(self.ops)
         self.model = read_model(options.model, options.layers) if options.model else None
         if self.model is None:
             for name in ("layers", "curve", "step_only"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import subprocess
 import time
@@ -76,8 +77,12 @@ def as_dict(row: BenchRow) -> dict[str, Any]:
 
 
 def read_row(data: Mapping[str, Any]) -> BenchRow:
-    """The row that `as_dict` made `data` of."""
-    return BenchRow(**{f.name: data[f.name] for f in fields(BenchRow) if f.name in data})
+    """The row that `as_dict` made `data` of; TypeError or ValueError for anything else."""
+    row = BenchRow(**{f.name: data[f.name] for f in fields(BenchRow) if f.name in data})
+    for value in (row.ms, row.alone_ms, row.floor_ms, row.peak_mib):
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{row.kernel} of {row.op} with {value}")
+    return row
 
 
 def environment(device: torch.device | str) -> dict[str, Any]:
