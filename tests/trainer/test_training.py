@@ -200,6 +200,16 @@ def test_going_back_past_later_checkpoints_is_refused_elsewhere_it_works(train, 
     assert curve(tmp_path / "branch") == curve(tmp_path / "out")[2:]
 
 
+def test_a_resumed_run_takes_the_optimizers_settings_from_its_configuration(settings, tmp_path):
+    settings["train"] |= {"max_steps": 2, "weight_decay": 0.0}
+    trainer_of(settings, tmp_path).train()
+    settings["train"] |= {"max_steps": 3, "weight_decay": 0.5, "optimizer": {"beta2": 0.9}, "resume_from": "latest"}
+    resumed = trainer_of(settings, tmp_path)
+    groups = resumed.optimizer.param_groups
+    assert [(group["weight_decay"], group["betas"]) for group in groups] == [(0.5, (0.9, 0.9)), (0.0, (0.9, 0.9))]
+    assert {state["step"].item() for state in resumed.optimizer.state.values()} == {2}
+
+
 def test_a_run_on_other_data_cannot_be_resumed(train, settings, tmp_path):
     assert train()[0] == 0
     code, _, err = train("--train.resume_from", "latest", "--data.max_seq_len", "64", "--train.max_steps", "6")

@@ -148,7 +148,8 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read the tensors of a checkpoint into `model` and `optimizer`.
 
-    Every file is compared with what was recorded of it first, each by one of the ranks.
+    Every file is compared with what was recorded of it first, each by one of the ranks. Of the optimizer its state is
+    read; settings, such as the weight decay, stay those that it was built with.
 
     Raises:
         CheckpointError: on every rank, when the checkpoint is damaged, or of another model.
@@ -156,6 +157,7 @@ def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     model_state, optimizer_state = get_state_dict(model, optimizer)
     tensors = {"model": model_state, "optimizer": optimizer_state}
     try:
@@ -170,6 +172,8 @@ def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim
     except (Exception, dcp.api.CheckpointException) as error:
         raise CheckpointError(f"{_damaged(folder)}: {_root_cause(error)}") from error
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
 
 
 def _make_room(folder: Path) -> None:
