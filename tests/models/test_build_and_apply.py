@@ -290,7 +290,7 @@ def test_lora_on_the_head_is_not_bypassed():
     expected = plain(input_ids=ids, labels=ids).loss
     opslot.apply(plain)
     torch.testing.assert_close(plain(input_ids=ids, labels=ids).loss, expected, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ConfigError, match="cross_entropy_loss_implementation='chunk_loss': the head is a"):
+    with pytest.raises(ConfigError, match="cross_entropy_loss_implementation='chunk_loss': the head is a peft"):
         opslot.apply(plain, {"cross_entropy_loss_implementation": "chunk_loss"})
 
 
@@ -384,8 +384,13 @@ def test_bad_configs(tmp_path, text, message):
 
 
 def test_bad_arguments():
-    with pytest.raises(ConfigError, match="no floating dtype"):
-        opslot.build_foundation_model(config_of("qwen3"), torch_dtype="int8")
+    for dtype in ("int8", torch.int8, 16):
+        with pytest.raises(ConfigError, match="no floating dtype"):
+            opslot.build_foundation_model(config_of("qwen3"), torch_dtype=dtype)
+    with pytest.raises(ConfigError, match="device 'gpu0' is none that torch knows"):
+        opslot.build_foundation_model(config_of("qwen3"), init_device="gpu0")
+    with pytest.raises(ConfigError, match="config_path=None: give a folder"):
+        opslot.build_foundation_model(None)
     with pytest.raises(ConfigError, match="without memory"):
         opslot.build_foundation_model(config_of("qwen3"), "somewhere", init_device="meta")
     with pytest.raises(ConfigError, match="'Qwen3ForImages' is not in opslot"):

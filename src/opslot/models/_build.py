@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from opslot._base.device import usable_device
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.models._registry import ARCHITECTURES, MODEL_CONFIG_REGISTRY, MODELING_REGISTRY
@@ -53,7 +54,7 @@ def build_foundation_model(
         Transformers' own class, untouched and unbound.
 
     Raises:
-        ConfigError: unreadable config, unknown architecture, or kernels that cannot be bound.
+        ConfigError: unreadable config, unknown architecture, dtype or device, or kernels that cannot be bound.
         CheckpointError: weights that do not fit the model exactly.
     """
     ops = OpsImplementationConfig.make(
@@ -70,6 +71,7 @@ def build_foundation_model(
             "initialize_weights(model), once the model is sharded"
         )
     dtype = _dtype(torch_dtype, config)
+    usable_device(init_device)
     cls = _model_class(config, architecture, backend)
     model = _instantiate(cls, config, dtype, init_device, empty=weights_path is not None)
     if weights_path is not None:
@@ -100,6 +102,8 @@ def load_config(
         for name, value in overrides.items():
             setattr(config, name, value)
         return config
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(f"config_path={source!r}: give a folder with config.json, that file, or a config object")
     path = Path(source)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -142,12 +146,10 @@ def _dtype(value: torch.dtype | str | None, config: PreTrainedConfig) -> torch.d
 
     if value is None:
         value = getattr(config, "dtype", None) or torch.float32
-    if isinstance(value, str):
-        found = getattr(torch, value.removeprefix("torch."), None)
-        if not isinstance(found, torch.dtype) or not found.is_floating_point:
-            raise ConfigError(f"torch_dtype={value!r} is no floating dtype; use float32, bfloat16 or float16")
-        value = found
-    return value
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"torch_dtype={value!r} is no floating dtype; use float32, bfloat16 or float16")
+    return found
 
 
 def _model_class(config: PreTrainedConfig, architecture: str | None, backend: str) -> type:

@@ -78,6 +78,17 @@ def test_a_closure_runs_before_the_step(optimizer_class):
     assert losses == sorted(losses, reverse=True)
 
 
+def test_hooks_of_a_step_run_once_also_beside_torchs_own_optimizer(optimizer_class):
+    torch.optim.AdamW(parameters(), fused=True)
+    params = parameters()
+    optimizer = optimizer_class(params, lr=1e-2)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    train(optimizer, params, 2)
+    assert calls == ["before", "after"] * 2
+
+
 def test_the_trainer_takes_the_kernel_that_is_named():
     import opslot
     from opslot.ops.adamw.triton import AdamW

@@ -92,6 +92,13 @@ def test_sdpa_serves_every_option(options, keys):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+def test_tokens_after_the_last_document_are_one_more():
+    q, k, v = tensors(dtype=torch.float64)
+    found, _ = load("sdpa")(Attention(), q, k, v, None, **documents(20, 4, 17))
+    expected, _ = op.reference(Attention(), q, k, v, None, **documents(20, 4, 17, 7))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
 def test_values_narrower_than_keys():
     q, k, v = tensors(dtype=torch.float64)
     found, _ = load("sdpa")(Attention(), q, k, v[..., :10], None)

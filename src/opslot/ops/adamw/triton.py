@@ -107,7 +107,7 @@ class AdamW(torch.optim.AdamW):
         for param, _ in large:
             param.grad = None
         try:
-            super().step()
+            _torch_step(self)
         finally:
             for param, grad in large:
                 param.grad = grad
@@ -140,6 +140,14 @@ class AdamW(torch.optim.AdamW):
             group["eps"],
             group["weight_decay"],
         )
+
+
+def _torch_step(optimizer: AdamW) -> None:
+    """torch's own step, without the hooks that torch wraps around its class's: those around `AdamW.step` run."""
+    step = torch.optim.AdamW.step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    step(optimizer)
 
 
 def _local(x: Tensor) -> Tensor:

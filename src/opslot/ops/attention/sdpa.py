@@ -230,9 +230,11 @@ def _documents_loop(
     if query.is_cuda and groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     q, k, v = (x.transpose(0, 1).reshape(1, x.shape[1], batch * length, -1) for x in (query, key, value))
+    # The tokens after the last bound, if there are any, are a document too.
+    bounds = [*cu_seqlens.tolist(), batch * length]
     parts = [
         _fused(name, backends, q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], None, dropout, causal, scaling)
-        for a, b in itertools.pairwise(cu_seqlens.tolist())
+        for a, b in itertools.pairwise(bounds)
         if b > a
     ]
     return torch.cat(parts, 2).transpose(1, 2).reshape(batch, length, heads, -1)

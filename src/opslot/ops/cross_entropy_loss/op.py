@@ -140,7 +140,8 @@ def _head_site(module: Any) -> str | None:
     if head is None:
         return None
     if not isinstance(head, nn.Linear):
-        return f"the head is a {type(head).__name__}, whose output is more than hidden_states @ weight.T"
+        kind = f"{type(head).__module__}.{type(head).__name__}"
+        return f"the head is a {kind}, whose output is more than hidden_states @ weight.T"
     if head.bias is not None:
         return "the head has a bias, which the fused loss leaves out"
     if not head.weight.is_floating_point():
