@@ -1,5 +1,6 @@
 """Whole runs through `opslot train`: what they write, and that stopping and going on changes no number."""
 
+import io
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from opslot.trainer import TextTrainer, load_config
@@ -167,6 +169,36 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(settings, tmp_pa
     assert not (tmp_path / "out" / "hf").exists()
     assert f"{signal.Signals(number).name}: finishing step" in capsys.readouterr().out
     assert signal.getsignal(number) is previous
+
+
+class _Interrupted(io.RawIOBase):
+    """A stream that a signal reaches in the middle of a write, when `armed`."""
+
+    armed = False
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        if self.armed:
+            self.armed = False
+            os.kill(os.getpid(), signal.SIGINT)
+        return len(data)
+
+
+def test_a_signal_in_the_middle_of_a_write(settings, tmp_path):
+    stream = _Interrupted()
+
+    class Speak(Callback):
+        def on_step_end(self, trainer, record):
+            stream.armed = record.step == 2
+            trainer.say(f"step {record.step}")
+
+    console = Console(file=io.TextIOWrapper(io.BufferedWriter(stream), line_buffering=True))
+    trainer = trainer_of(settings, tmp_path, console=console)
+    trainer.callbacks.insert(0, Speak())
+    assert (trainer.train().step, stream.armed) == (2, False)
+    assert [path.name for path in find_checkpoints(tmp_path / "out" / "checkpoints")] == ["step_00000002"]
 
 
 def test_latest_starts_anew_where_there_is_none_and_stops_where_all_is_done(train, settings):

@@ -400,10 +400,12 @@ class BaseTrainer(ABC):
 
         def ask_to_stop(number: int, _frame: Any) -> None:
             self._stop_signal = signal.Signals(number)
-            self.say(
-                f"{self._stop_signal.name}: finishing step {self.step + 1}, then saving (once more to stop at once)"
-            )
             signal.signal(number, previous[self._stop_signal])
+            # Python refuses to write to a stream in the middle of a write to it, which the signal may have interrupted.
+            with contextlib.suppress(RuntimeError):
+                self.say(
+                    f"{self._stop_signal.name}: finishing step {self.step + 1}, then saving (once more to stop at once)"
+                )
 
         try:
             for number in previous:
