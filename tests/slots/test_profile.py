@@ -117,8 +117,9 @@ def test_a_broken_profile_is_told_and_never_a_crash(shaped, file, monkeypatch, c
     assert "is ignored" in report.note
     assert sum("chosen without it" in r.message for r in caplog.records) <= 1
     monkeypatch.setenv("OPSLOT_PROFILE", str(file))
-    with pytest.raises(ConfigError, match=r"OPSLOT_PROFILE: .*profile\.json"):
+    with pytest.raises(ConfigError, match=r"OPSLOT_PROFILE: .*profile\.json") as caught:
         bind(Doubler())
+    assert str(caught.value).count("profile.json") == 1
     assert bind(Doubler(), "eager").note == "", "a binding that leaves nothing to auto reads no profile"
 
 

@@ -5,7 +5,8 @@ import torch
 
 from opslot import KERNEL_REGISTRY
 from opslot._base.errors import KernelError
-from opslot.testing import check_kernel, poisoned_memory
+from opslot.testing import CheckResult, check_kernel, poisoned_memory
+from opslot.testing.parity import compare, expect
 
 VARIANT = KERNEL_REGISTRY.op("rms_norm").variant("standard")
 CASE = next(c for c in VARIANT.cases if c.role == "check")
@@ -60,6 +61,22 @@ def test_catches(name):
     result = check(named)
     assert not result.ok
     assert "WRONG" in str(result)
+
+
+@pytest.mark.parametrize("by_norm", [False, True])
+def test_a_truth_that_is_nan_asks_for_nan_there_and_for_numbers_elsewhere(by_norm):
+    variant = KERNEL_REGISTRY.op("cross_entropy_loss").variant("causal")
+    labels = torch.full((1, 3), -100)
+    expected = expect(variant, {"hidden_states": torch.randn(1, 3, 8), "weight": torch.randn(5, 8), "labels": labels})
+    label = CheckResult("cross_entropy_loss", "causal", "kernel", "no labels", "float32")
+    assert expected.truth["out"].isnan()
+
+    def judged(kernel):
+        return compare(kernel, expected, label, by_norm=by_norm)
+
+    assert judged(KERNEL_REGISTRY.load("cross_entropy_loss", "causal", "chunk_loss")).ok
+    assert not judged(lambda *args, **kwargs: variant.reference(*args, **kwargs).nan_to_num(0.0)).ok
+    assert not judged(lambda hidden_states, **kwargs: variant.reference(hidden_states * float("nan"), **kwargs)).ok
 
 
 def test_passes_the_reference_itself():

@@ -151,6 +151,8 @@ def _as_a_profile(path: Path) -> Iterator[None]:
     """ConfigError where the block finds something else in the JSON of `path` than `write_profile` writes."""
     try:
         yield
+    except ConfigError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path} is no profile of opslot's: {error!r}") from error
 

@@ -194,8 +194,9 @@ def _compare_norms(name: str, got: Tensor, eager: Tensor, truth: Tensor, roundin
     if truth.numel() == 0:
         return Comparison(name, 0.0, 0.0, 0.0)
     count = truth.numel() ** 0.5
-    error, eager_error = (((x.double() - truth).norm() / count).item() for x in (got, eager))
-    bound = EAGER_FACTOR * eager_error + rounding * (truth.norm() / count).item()
+    error, eager_error = ((_apart(x, truth).norm() / count).item() for x in (got, eager))
+    known = truth.nan_to_num(0.0) if truth.isnan().any() else truth
+    bound = EAGER_FACTOR * eager_error + rounding * (known.norm() / count).item()
     return Comparison(name, error if error == error else float("inf"), eager_error, bound)
 
 
@@ -224,14 +225,21 @@ def _mismatch(got: Tensor | None, expected: Tensor) -> str | None:
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:
-    return max((t.abs().max().item() for t in tensors if t.numel()), default=0.0)
+    known = (t.abs().nan_to_num_(nan=0.0, posinf=float("inf")) for t in tensors if t.numel())
+    return max((t.max().item() for t in known), default=0.0)
+
+
+def _apart(x: Tensor, truth: Tensor) -> Tensor:
+    """x - truth in float64; 0 where both are NaN, as a mean over no labels is."""
+    apart = x.double() - truth
+    return apart.masked_fill_(x.isnan() & truth.isnan(), 0.0) if truth.isnan().any() else apart
 
 
 def _compare(name: str, got: Tensor, eager: Tensor, truth: Tensor, scale: float) -> Comparison:
     if truth.numel() == 0:
         return Comparison(name, 0.0, 0.0, 0.0)
-    error = (got.double() - truth).abs().max().item()
-    eager_error = (eager.double() - truth).abs().max().item()
+    error = _apart(got, truth).abs().max().item()
+    eager_error = _apart(eager, truth).abs().max().item()
     rounding = torch.finfo(got.dtype).eps * scale if got.dtype.is_floating_point else 0.0
     if error != error:
         error = float("inf")
