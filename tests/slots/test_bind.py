@@ -44,6 +44,13 @@ def test_glob_binds_one_layer_apart(model):
     assert {row.chosen: row.modules for row in report} == {"fast": ("0", "1.1"), "eager": ("1.0",)}
 
 
+def test_a_glob_that_reaches_nothing_is_told(model):
+    report = bind(model, {"overrides": {"layers.*": {"toy_double_implementation": "eager"}}})
+    absent = [row for row in report if row.chosen == "absent"]
+    assert [(row.site, row.op) for row in absent] == [("layers.*", "toy_double")]
+    assert "no such slot is at a module path like this" in str(report)
+
+
 def test_copies_pickles_and_state_dict_keep_the_binding(model):
     bind(model, {"toy_double_implementation": "fast"})
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

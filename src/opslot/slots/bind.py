@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.device import DeviceFacts, facts_of
 from opslot._base.errors import ConfigError
 from opslot.slots.config import OpsImplementationConfig
+from opslot.slots.op import OpSpec
 from opslot.slots.profile import read_profile
 from opslot.slots.registry import KERNEL_REGISTRY, Resolution
 from opslot.slots.report import BindingReport, BindingRow
@@ -227,19 +229,29 @@ def _absent_rows(
     plan: list[tuple[str, Any, str, Resolution]],
     model_choices: list[Resolution],
 ) -> list[BindingRow]:
-    """Fields that name a kernel for an op that this architecture does not have."""
-    present = {KERNEL_REGISTRY.op(r.op_name).field_of(r.variant) for r in [*(s[3] for s in plan), *model_choices]}
+    """Fields that name a kernel for an op that this architecture does not have, and overrides that reach no slot."""
+    chosen_at = [*((path, r) for path, _, _, r in plan), *(("", r) for r in model_choices)]
+    sites = [(path, KERNEL_REGISTRY.op(r.op_name).field_of(r.variant)) for path, r in chosen_at]
+    present = {field for _, field in sites}
     rows = []
     for field, value in config.named_fields():
-        if value == "eager" or field in present:
-            continue
-        op = next(
-            o for o in KERNEL_REGISTRY.ops.values() if field in {o.config_field, *(o.field_of(v) for v in o.variants)}
-        )
-        if op.in_model:
+        op = _op_of(field)
+        if value != "eager" and field not in present and op.in_model:
             why = f"{field}={value}, but this architecture has no such op"
             rows.append(BindingRow("-", op.name, "-", "absent", why, ()))
+    for glob, chosen in config.overrides.items():
+        for field, value in chosen.items():
+            if not any(field == own and fnmatch.fnmatchcase(path, glob) for path, own in sites):
+                why = f"overrides: {field}={value}, but no such slot is at a module path like this"
+                rows.append(BindingRow(glob, _op_of(field).name, "-", "absent", why, ()))
     return rows
+
+
+def _op_of(field: str) -> OpSpec:
+    """The op that a configuration field chooses for."""
+    return next(
+        op for op in KERNEL_REGISTRY.ops.values() if field in {op.config_field, *(op.field_of(v) for v in op.variants)}
+    )
 
 
 def _collapse(problems: list[str]) -> str:

@@ -12,9 +12,10 @@ class BindingRow:
     """One group of slots that share a class, a choice and its reasons.
 
     Attributes:
-        site: class and slot, e.g. "Qwen3RMSNorm.rms_norm"; "model" for a choice that holds for a whole model.
+        site: class and slot, e.g. "Qwen3RMSNorm.rms_norm"; "model" for a choice that holds for a whole model; of an
+            override that reaches nothing, its glob.
         modules: paths of the module instances.
-        chosen: kernel name, "eager", or "absent" for a field that names an op the architecture lacks.
+        chosen: kernel name, "eager", or "absent" for a field that names what the architecture lacks.
         rejected: (name, reason) of every other implementation.
     """
 
