@@ -42,7 +42,7 @@ def run(options: argparse.Namespace, argv: Iterable[str] = ()) -> int:
     result = _Result(options, shlex.join(["opslot", *argv]), environment(setting.device))
     try:
         for row in setting.rows():
-            _say(f"{row.op}/{row.variant}, {row.case}: {row.kernel} {shown_ms(row)}")
+            _say(f"{row.op}/{row.variant}, {row.case}: {row.kernel} {shown_ms(row)} ms")
             result.rows.append(row)
     finally:
         result.write()
