@@ -95,7 +95,7 @@ class CheckpointSaver:
         from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
         if self._stager is None:
-            # DefaultStager, which torch recommends, takes a second snapshot only from some release after 2.11 on.
+            # DefaultStager, which torch recommends, failed at its second snapshot on a GPU under torch 2.11.
             self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
         return self._stager.stage(tensors)
 
