@@ -16,7 +16,7 @@ def _triton_rank(request: KernelRequest) -> int | None:
 
 
 def _grouped_mm_rank(request: KernelRequest) -> int | None:
-    """On CPUs in 16 bits, the bounded gatings take 0.7 to 1.2 of the loop's time; on GPUs `biased` has no proven time."""
+    """On CPUs in 16 bits, the bounded gatings take 0.7 to 1.2 of the loop's time; on GPUs `biased` is not proven."""
     if request.device.type == "gpu" and request.variant == "biased":
         return None
     if request.device.type == "cpu" and request.variant != "standard" and request.dtype in _HALF:
