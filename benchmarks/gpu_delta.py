@@ -88,10 +88,11 @@ def proofs_at_size() -> list[CheckResult]:
 
 def plan_times() -> list[dict[str, Any]]:
     """Forward plus backward of the Triton delta rule with the plan it has and with one part of it changed."""
-    from opslot.ops.chunk_gated_delta_rule import triton
+    from opslot.ops.chunk_gated_delta_rule.kernels import call
 
+    kernel = KERNEL_REGISTRY.load(DELTA, "standard", "triton")
     variant = KERNEL_REGISTRY.op(DELTA).variant("standard")
-    default = triton.plan_for
+    default = call.plan_for
     usual = default(128, 128, 2)
     changes = [
         {},
@@ -108,15 +109,15 @@ def plan_times() -> list[dict[str, Any]]:
         arguments = drawn(case)
         for change in changes:
             plan = replace(usual, **change)
-            triton.plan_for = lambda *_, plan=plan: plan  # type: ignore[assignment]
+            call.plan_for = lambda *_, plan=plan: plan  # type: ignore[assignment]
             try:
-                time, _ = time_both_ways(triton.chunk_gated_delta_rule, variant, arguments, DEVICE)
+                time, _ = time_both_ways(kernel, variant, arguments, DEVICE)
                 row = {"case": case.name, "change": change, "ms": time.ms, "alone_ms": time.alone_ms}
             except Exception as error:
                 row = {"case": case.name, "change": change, "error": f"{type(error).__name__}: {str(error)[:120]}"}
             found.append(row)
             print(row, flush=True)
-        triton.plan_for = default
+        call.plan_for = default
         found += kernel_times(case, arguments)
     return found
 

@@ -246,10 +246,10 @@ def test_triton_reads_heads_where_a_projection_leaves_them():
 
 @pytest.mark.parametrize("documents", [[64], [1] * 300, [0, 65, 0, 0, 128, 1, 63], [5] * 129 + [1000]])
 def test_chunk_table(documents):
-    from opslot.ops.chunk_gated_delta_rule import triton
+    from opslot.ops.chunk_gated_delta_rule.kernels.chunks import chunk_table
 
     bounds = list(itertools.accumulate(documents, initial=0))
-    found = triton._chunks(torch.tensor(bounds), 1, bounds[-1], torch.device("cpu"))
+    found = chunk_table(torch.tensor(bounds), 1, bounds[-1], torch.device("cpu"))
     expected = [
         (start, min(64, stop - start)) for a, stop in itertools.pairwise(bounds) for start in range(a, stop, 64)
     ]
