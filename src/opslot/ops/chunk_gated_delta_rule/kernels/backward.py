@@ -328,10 +328,10 @@ def write_gradients(
     x = call.by_chunk(CHUNK, call.value)
     dwithin, dsystem = (call.by_chunk(CHUNK, CHUNK) for _ in range(2))
     drate = call.by_chunk(CHUNK, dtype=torch.float32)
-    arrived = (call.v, call.rate, dout, *table, found.cumulated, found.inverse, found.correction, dcorrection)
+    for_values = (call.v, call.rate, dout, *table, found.cumulated, found.inverse, found.correction, dcorrection)
     _launch_dvalue(
         (call.per_chunk, 1, 1),
-        (*arrived, x, dwithin, dsystem, dv, drate),
+        (*for_values, x, dwithin, dsystem, dv, drate),
         strides(call.v, dout),
         (call.scale,),
         (call.heads, call.value, plan.grad_block, CHUNK),
@@ -339,10 +339,10 @@ def write_gradients(
     )
     folds = normalize or call.group > 1
     of_heads = [dx.new_empty(dout.shape[0], call.heads, call.key) if folds else dx for dx in (dq, dk)]
-    arrived = (call.q, call.k, call.rate, dout, *table, found.cumulated, found.states, dstates, found.correction)
+    for_keys = (call.q, call.k, call.rate, dout, *table, found.cumulated, found.states, dstates, found.correction)
     _launch_dkey(
         (call.per_chunk, 1, 1),
-        (*arrived, x, dwithin, dsystem, drate, *of_heads, dbeta, dg),
+        (*for_keys, x, dwithin, dsystem, drate, *of_heads, dbeta, dg),
         strides(call.q, call.k, dout),
         (call.scale,),
         (*call.sizes, *call.blocks(plan.grad_block)),
@@ -369,10 +369,10 @@ def _walk_back(
         4,
     )
     last = None if dfinal is None else dfinal.contiguous()
-    arrived = (call.q, call.k, dout, found.reads, local, found.cumulated, chunks.cu_seqlens, chunks.first, last)
+    given = (call.q, call.k, dout, found.reads, local, found.cumulated, chunks.cu_seqlens, chunks.first, last)
     _launch_dstates(
         (chunks.documents * call.heads, cdiv(call.value, plan.state_block), 1),
-        (*arrived, dstates, dcorrection, dinitial),
+        (*given, dstates, dcorrection, dinitial),
         strides(call.q, call.k, dout),
         (call.scale,),
         (*call.sizes, last is not None, dinitial is not None, plan.key, plan.state_block, CHUNK, plan.stages),
