@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opslot._base.device import DeviceFacts, facts_of
 from opslot._base.errors import ConfigError
@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     import torch
 
 _STATE = "_opslot_state"
+
+
+class _Choice(NamedTuple):
+    """What was chosen for one slot of one module; `slot` is empty for an op of the whole model."""
+
+    path: str
+    module: Any
+    slot: str
+    resolution: Resolution
 
 
 def bind(
@@ -45,38 +54,34 @@ def bind(
     facts, default_dtype = _placement(model, device, dtype)
     model_config = getattr(_config_holder(model), "config", None)
     problems: list[str] = []
-    plan: list[tuple[str, Any, str, Resolution]] = []
+    at_slots: list[_Choice] = []
     for path, module, slot, op_name, variant in walk_slots(model):
         number = dtype or _dtype_of(module) or default_dtype
         request = KernelRequest(op_name, variant, facts, number, module, model_config)
         try:
-            plan.append((path, module, slot, _resolve(request, config.choice(op_name, variant, path))))
+            at_slots.append(_Choice(path, module, slot, _resolve(request, config.choice(op_name, variant, path))))
         except ConfigError as error:
             problems.append(f"{path or type(model).__name__}: {error}")
-    model_choices = _resolve_model_ops(model, config, facts, default_dtype, problems)
+    of_model = _resolve_model_ops(model, config, facts, default_dtype, problems)
     if problems:
         raise ConfigError(_collapse(problems))
+    resolutions = [choice.resolution for choice in (*at_slots, *of_model)]
     kernels = {
         (r.op_name, r.variant, r.chosen): KERNEL_REGISTRY.load(r.op_name, r.variant, r.chosen)
-        for r in [*(step[3] for step in plan), *model_choices]
+        for r in resolutions
         if r.chosen != "eager"
     }
     unbind(model)
-    for _, module, slot, r in plan:
+    for _, module, slot, r in at_slots:
         if r.chosen != "eager":
             kernel = kernels[r.op_name, r.variant, r.chosen]
             module.__dict__[PREFIX + slot] = BoundKernel(r.op_name, r.variant, r.chosen, r.explicit, kernel)
-    by_itself = any(not r.explicit for r in [*(step[3] for step in plan), *model_choices])
     report = BindingReport(
-        (*_rows(plan), *_model_rows(model_choices), *_absent_rows(config, plan, model_choices)),
+        (*_rows([*at_slots, *of_model]), *_absent_rows(config, [*at_slots, *of_model])),
         str(facts),
-        note=str(read_profile(facts)) if by_itself else "",
+        note="" if all(r.explicit for r in resolutions) else str(read_profile(facts)),
     )
-    model.__dict__[_STATE] = {
-        "report": report,
-        "config": config,
-        "attached": _attach(model, plan, model_choices, kernels),
-    }
+    model.__dict__[_STATE] = {"report": report, "config": config, "attached": _attach(model, resolutions, kernels)}
     return report
 
 
@@ -103,14 +108,12 @@ def explain(model: Any) -> BindingReport:
     for inner in model.modules():
         if inner is not model and _STATE in inner.__dict__:
             return inner.__dict__[_STATE]["report"]
-    plan = [
-        (path, module, slot, Resolution(op_name, variant, "eager", "not bound", (), False))
+    unbound = [
+        _Choice(path, module, slot, Resolution(op_name, variant, "eager", "not bound", (), False))
         for path, module, slot, op_name, variant in walk_slots(model)
     ]
-    note = (
-        "" if plan else f"{type(model).__name__} has no slots; opslot.apply(model) gives it those of its architecture"
-    )
-    return BindingReport(tuple(_rows(plan)), note=note)
+    note = f"{type(model).__name__} has no slots; opslot.apply(model) gives it those of its architecture"
+    return BindingReport(tuple(_rows(unbound)), note="" if unbound else note)
 
 
 def bound_config(model: Any) -> OpsImplementationConfig | None:
@@ -179,7 +182,7 @@ def _resolve_model_ops(
     facts: DeviceFacts,
     dtype: torch.dtype | None,
     problems: list[str],
-) -> list[Resolution]:
+) -> list[_Choice]:
     found = []
     holder = _config_holder(model)
     for op in KERNEL_REGISTRY.ops.values():
@@ -188,50 +191,39 @@ def _resolve_model_ops(
         variant = next(iter(op.variants))
         try:
             request = KernelRequest(op.name, variant, facts, dtype, holder, getattr(holder, "config", None))
-            found.append(KERNEL_REGISTRY.resolve(request, config.choice(op.name, variant)))
+            found.append(_Choice("", holder, "", KERNEL_REGISTRY.resolve(request, config.choice(op.name, variant))))
         except ConfigError as error:
             problems.append(str(error))
     return found
 
 
 def _attach(
-    model: Any,
-    plan: list[tuple[str, Any, str, Resolution]],
-    model_choices: list[Resolution],
-    kernels: dict[tuple[str, str, str], Any],
+    model: Any, resolutions: list[Resolution], kernels: dict[tuple[str, str, str], Any]
 ) -> list[tuple[str, Any]]:
+    """Tell the ops that prepare a model what was chosen; by op, what undoes it."""
     attached = []
     holder = _config_holder(model)
-    chosen = {r.op_name: r for r in [*(step[3] for step in plan), *model_choices]}
-    for op_name, r in chosen.items():
-        op = KERNEL_REGISTRY.op(op_name)
-        if op.attach is not None:
-            attached.append((op_name, op.attach(holder, r.chosen, kernels.get((op_name, r.variant, r.chosen)))))
+    for op_name, r in {r.op_name: r for r in resolutions}.items():
+        attach = KERNEL_REGISTRY.op(op_name).attach
+        if attach is not None:
+            attached.append((op_name, attach(holder, r.chosen, kernels.get((op_name, r.variant, r.chosen)))))
     return attached
 
 
-def _rows(plan: list[tuple[str, Any, str, Resolution]]) -> list[BindingRow]:
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for path, module, slot, r in plan:
-        groups.setdefault((f"{type(module).__name__}.{slot}", r), []).append(path)
+def _rows(choices: list[_Choice]) -> list[BindingRow]:
+    groups: dict[tuple[str, Resolution], list[str]] = {}
+    for path, module, slot, r in choices:
+        site = f"{type(module).__name__}.{slot}" if slot else "model"
+        groups.setdefault((site, r), []).append(path)
     return [
-        BindingRow(site, r.op_name, r.variant, r.chosen, r.why, r.rejected, tuple(paths))
+        BindingRow(site, r.op_name, r.variant, r.chosen, r.why, r.rejected, () if site == "model" else tuple(paths))
         for (site, r), paths in groups.items()
     ]
 
 
-def _model_rows(choices: list[Resolution]) -> list[BindingRow]:
-    return [BindingRow("model", r.op_name, r.variant, r.chosen, r.why, r.rejected) for r in choices]
-
-
-def _absent_rows(
-    config: OpsImplementationConfig,
-    plan: list[tuple[str, Any, str, Resolution]],
-    model_choices: list[Resolution],
-) -> list[BindingRow]:
+def _absent_rows(config: OpsImplementationConfig, choices: list[_Choice]) -> list[BindingRow]:
     """Fields that name a kernel for an op that this architecture does not have, and overrides that reach no slot."""
-    chosen_at = [*((path, r) for path, _, _, r in plan), *(("", r) for r in model_choices)]
-    sites = [(path, KERNEL_REGISTRY.op(r.op_name).field_of(r.variant)) for path, r in chosen_at]
+    sites = [(path, KERNEL_REGISTRY.op(r.op_name).field_of(r.variant)) for path, _, _, r in choices]
     present = {field for _, field in sites}
     rows = []
     for field, value in config.named_fields():
@@ -265,6 +257,3 @@ def _collapse(problems: list[str]) -> str:
         where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
         lines.append(f"- {where}: {text}")
     return "kernels cannot be bound:\n" + "\n".join(lines)
-
-
-__all__ = ["bind", "bound_config", "explain", "own_config", "unbind"]

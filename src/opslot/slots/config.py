@@ -9,7 +9,7 @@ from typing import Any
 
 from opslot._base.device import machine_devices
 from opslot._base.errors import ConfigError
-from opslot.slots.registry import KERNEL_REGISTRY, KernelRegistry
+from opslot.slots.registry import KERNEL_REGISTRY
 from opslot.slots.spec import KernelRequest
 
 # The GPU defaults of the specification that opslot implements (VeOmni's).
@@ -27,10 +27,10 @@ PRESETS: dict[str, dict[str, str]] = {
 }
 
 
-def config_fields(registry: KernelRegistry = KERNEL_REGISTRY) -> dict[str, list[tuple[str, str]]]:
+def config_fields() -> dict[str, list[tuple[str, str]]]:
     """Every configuration field with the (op, variant) pairs it chooses for; derived from the registered ops."""
     fields: dict[str, list[tuple[str, str]]] = {}
-    for op in registry.ops.values():
+    for op in KERNEL_REGISTRY.ops.values():
         fields.setdefault(op.config_field, [])
         for variant in op.variants:
             fields.setdefault(op.field_of(variant), []).append((op.name, variant))

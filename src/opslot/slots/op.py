@@ -134,11 +134,6 @@ class OpSpec:
         if not self.config_field:
             object.__setattr__(self, "config_field", f"{self.name}_implementation")
 
-    @property
-    def per_model(self) -> bool:
-        """Whether one choice holds for the whole model instead of one per slot."""
-        return self.applies_to is not None
-
     def variant(self, name: str) -> OpVariant:
         """Variant `name`; ConfigError naming those that exist."""
         if name not in self.variants:

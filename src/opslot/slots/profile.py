@@ -253,6 +253,3 @@ def _show(machine: Mapping[str, Any]) -> str:
 
 def _plain(timing: Timing) -> dict[str, Any]:
     return {name: dict(v) if isinstance(v, Mapping) else v for name, v in vars(timing).items()}
-
-
-__all__ = ["VARIABLE", "Profile", "Timing", "machine_of", "profile_path", "read_profile", "write_profile"]

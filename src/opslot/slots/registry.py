@@ -55,8 +55,6 @@ class KernelRegistry:
         self._lock = threading.RLock()
         self._discovering = False
 
-    # ---- registration
-
     def register_op(self, op: OpSpec) -> OpSpec:
         """Add an op. ConfigError when the name is taken by another one."""
         with self._lock:
@@ -132,8 +130,6 @@ class KernelRegistry:
                 # Somebody else's broken plug-in must not take training down, nor go unnoticed.
                 logger.warning("kernels of entry point %r are left out: %s", point.value, error)
 
-    # ---- lookup
-
     @property
     def ops(self) -> dict[str, OpSpec]:
         """Every op by name."""
@@ -201,8 +197,6 @@ class KernelRegistry:
         if problem:
             raise ConfigError(f"{label} {problem}")
         return kernel
-
-    # ---- choice
 
     def resolve(self, request: KernelRequest, wanted: str = "auto") -> Resolution:
         """Choose an implementation for `request`.
@@ -297,5 +291,3 @@ def _fastest(
 
 
 KERNEL_REGISTRY = KernelRegistry(sources=[_BUILTIN_SOURCE], entry_points=True)
-
-__all__ = ["ENTRY_POINT_GROUP", "KERNEL_REGISTRY", "KernelRegistry", "Resolution"]

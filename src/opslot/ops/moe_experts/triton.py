@@ -163,7 +163,7 @@ def gather(x: Tensor, top_k: int, routing: Routing) -> Tensor:
     return out
 
 
-def combine(rows: Tensor, places: Tensor, top_k_weights: Tensor, weighted: bool, out: Tensor | None = None) -> Tensor:
+def combine(rows: Tensor, places: Tensor, top_k_weights: Tensor, weighted: bool) -> Tensor:
     """Each token's sum [T, H] over its rows of `rows` [..., R, H], times their weights if `weighted`."""
     tokens, top_k = top_k_weights.shape
     hidden = rows.shape[-1]
