@@ -35,3 +35,16 @@ def ranks() -> Iterator:
 @pytest.fixture
 def rank_failed() -> type[Exception]:
     return _ranks_module().RankFailed
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """One token a byte, and <eos> as number 0."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={"<eos>": 0, **{c: i for i, c in enumerate(alphabet, 1)}}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", clean_up_tokenization_spaces=False)

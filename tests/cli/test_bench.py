@@ -11,28 +11,6 @@ from opslot.cli.bench.steps import Task, _ended, _judged, _reason, compare_steps
 from opslot.cli.bench.table import bar_limit, ops_table, sites
 from opslot.testing.bench import BenchRow, as_dict
 
-TINY = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-}
-
-
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    return tmp_path
-
 
 def test_tune_measures_a_model_and_auto_follows(folder, tmp_path, capsys, monkeypatch):
     profile = tmp_path / "profile.json"
@@ -105,9 +83,9 @@ def test_wrong_use_is_one_message_before_anything_is_measured(folder, capsys, ar
     assert not captured.out
 
 
-def task_file(tmp_path, contender, **changes):
+def task_file(folder, contender, **changes):
     task = {
-        "model": TINY,
+        "model": json.loads((folder / "config.json").read_text()),
         "batch": 2,
         "length": 16,
         "steps": 2,
@@ -119,15 +97,15 @@ def task_file(tmp_path, contender, **changes):
         "text": "",
         "contender": contender,
     }
-    path = tmp_path / f"{contender}.json"
+    path = folder / f"{contender}.json"
     path.write_text(json.dumps(task | changes))
     return path
 
 
-def test_contenders_start_alike_and_train_alike(tmp_path):
+def test_contenders_start_alike_and_train_alike(folder):
     losses = {}
     for name in ("opslot", "opslot eager", "hf"):
-        path = task_file(tmp_path, name)
+        path = task_file(folder, name)
         assert contend([str(path)]) == 0
         result = json.loads(path.with_suffix(".result").read_text())
         losses[name] = result["losses"]
@@ -139,8 +117,9 @@ def test_contenders_start_alike_and_train_alike(tmp_path):
     assert losses["opslot eager"] == pytest.approx(losses["hf"], rel=1e-6)
 
 
-def test_a_contender_that_fails_is_a_row_and_the_rest_goes_on(monkeypatch):
-    broken = Task("tiny", {**TINY, "hidden_size": "wide"}, 1, 8, 1, "float32", "cpu")
+def test_a_contender_that_fails_is_a_row_and_the_rest_goes_on(folder, monkeypatch):
+    model = json.loads((folder / "config.json").read_text())
+    broken = Task("tiny", {**model, "hidden_size": "wide"}, 1, 8, 1, "float32", "cpu")
     monkeypatch.setattr("opslot.cli.bench.steps.contenders", lambda peers: ["opslot", "hf"])
     said = []
     *_, rows = compare_steps(broken, [], said.append)

@@ -2,8 +2,6 @@ import json
 
 import pytest
 import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from opslot.trainer import cli_train
 
@@ -26,15 +24,10 @@ QWEN3_MOE = {
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory):
+def model_folder(tmp_path_factory, tokenizer):
     """config.json of a tiny Qwen3-MoE beside a tokenizer of one token a byte."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(QWEN3_MOE))
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={"<eos>": 0, **{c: i for i, c in enumerate(alphabet, 1)}}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", clean_up_tokenization_spaces=False)
     tokenizer.save_pretrained(folder)
     return folder
 
