@@ -21,6 +21,7 @@ import triton
 from opslot._base.device import facts_of, package_version
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, OpVariant
 from opslot.testing.parity import check_kernel
+from opslot.testing.peers.hf import grouped_mm
 
 BYTES_PER_SECOND = 4.3e12
 FLOPS_PER_SECOND = 790e12
@@ -52,26 +53,6 @@ def check(variant: OpVariant, names: list[str], dtypes: list[torch.dtype]) -> di
     return failed
 
 
-def upstream_standard(
-    hidden_states: torch.Tensor,
-    gate_up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
-    """Transformers' own experts with its grouped_mm, as a function of the contract's tensors."""
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
-    experts, hidden, intermediate = down_proj.shape
-    config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=intermediate, num_experts=experts)
-    config._experts_implementation = "grouped_mm"
-    with torch.device("meta"):
-        module = Qwen3MoeExperts(config)
-    weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
-    return torch.func.functional_call(module, weights, (hidden_states, top_k_index, top_k_weights))
-
-
 def upstream_biased(
     hidden_states: torch.Tensor,
     gate_up_proj: torch.Tensor,
@@ -83,6 +64,7 @@ def upstream_biased(
     limit: float,
     alpha: float,
 ) -> torch.Tensor:
+    """Transformers' own gpt-oss experts with its grouped_mm, as a function of the contract's tensors."""
     from transformers import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
@@ -101,7 +83,7 @@ def upstream_biased(
     return torch.func.functional_call(module, weights, (hidden_states, top_k_index, top_k_weights))
 
 
-UPSTREAM = {"standard": upstream_standard, "biased": upstream_biased}
+UPSTREAM = {"standard": grouped_mm, "biased": upstream_biased}
 
 
 def call(kernel: Callable[..., Any], arguments: dict[str, Any], variant: OpVariant) -> list[torch.Tensor]:

@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from opslot import __version__
 from opslot._base.errors import OpslotError
 
+_FORM = argparse.RawDescriptionHelpFormatter
+_Add = Callable[..., argparse.ArgumentParser]
+
 _EPILOG = """examples:
   opslot train config.yaml --train.lr 3e-4          train a model
   opslot explain config.yaml                        which kernels it would train with, and why
@@ -58,28 +61,36 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         "opslot",
         description="Choose, prove and train with the right kernel for each op of a Transformers model.",
         epilog=_EPILOG,
-        formatter_class=form,
+        formatter_class=_FORM,
     )
     parser.add_argument("--version", action="version", version=f"opslot {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add_command in (_add_kernels, _add_explain, _add_verify, _add_bench, _add_convert):
+        add_command(commands.add_parser)
+    commands.add_parser("train", help="train a model from a YAML file (opslot train --help)", add_help=False)
+    commands.add_parser("patchgen", help="generate and check patched modeling files", add_help=False)
+    return parser
 
-    kernels = commands.add_parser(
+
+def _add_kernels(add: _Add) -> None:
+    kernels = add(
         "kernels",
         help="list every kernel and whether it can run here",
         epilog="examples:\n  opslot kernels\n  opslot kernels --op moe_experts --json",
-        formatter_class=form,
+        formatter_class=_FORM,
     )
     kernels.add_argument("--op", metavar="NAME", help="only this op")
     kernels.add_argument("--json", action="store_true", help="print JSON")
     kernels.set_defaults(run=_kernels)
 
-    explain = commands.add_parser(
+
+def _add_explain(add: _Add) -> None:
+    explain = add(
         "explain",
         help="show which kernel stands where in a model, and why",
         epilog=(
@@ -87,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
             "  opslot explain path/to/model              a folder with config.json\n"
             "  opslot explain path/to/model --set rms_norm_implementation=eager --json"
         ),
-        formatter_class=form,
+        formatter_class=_FORM,
     )
     explain.add_argument(
         "model", metavar="MODEL_OR_YAML", help="a folder with config.json, that file, or a training YAML"
@@ -103,14 +114,16 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true", help="print JSON")
     explain.set_defaults(run=_explain)
 
-    verify = commands.add_parser(
+
+def _add_verify(add: _Add) -> None:
+    verify = add(
         "verify",
         help="prove every kernel that can run here: forward and gradients against fp64",
         epilog=(
             "examples:\n  opslot verify\n  opslot verify --op rms_norm --kernel triton --json\n"
             "  TRITON_INTERPRET=1 opslot verify --op swiglu_mlp      Triton kernels without a GPU, slowly"
         ),
-        formatter_class=form,
+        formatter_class=_FORM,
     )
     verify.add_argument("--op", metavar="NAME", help="only this op")
     verify.add_argument("--kernel", metavar="NAME", help="only kernels of this name")
@@ -119,29 +132,8 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(run=_verify)
 
-    _add_bench(commands.add_parser)
 
-    convert = commands.add_parser(
-        "convert",
-        help="rewrite an MoE checkpoint with its experts in another layout",
-        epilog=(
-            "examples:\n  opslot convert hub/Qwen3-30B-A3B fused/ --layout fused       one tensor for all experts\n"
-            "  opslot convert fused/ hub/ --layout per_expert              back to the hub's layout"
-        ),
-        formatter_class=form,
-    )
-    convert.add_argument("source", help="a Hugging Face folder with safetensors")
-    convert.add_argument("destination", help="a folder that does not exist yet or is empty")
-    convert.add_argument("--layout", required=True, help="per_expert, fused or transposed")
-    convert.add_argument("--max-shard-size", default="5GB", help="of a file; default 5GB")
-    convert.set_defaults(run=_convert)
-
-    commands.add_parser("train", help="train a model from a YAML file (opslot train --help)", add_help=False)
-    commands.add_parser("patchgen", help="generate and check patched modeling files", add_help=False)
-    return parser
-
-
-def _add_bench(add: Callable[..., argparse.ArgumentParser]) -> None:
+def _add_bench(add: _Add) -> None:
     bench = add(
         "bench",
         help="time every kernel that can run here, beside the floor and the check's verdict",
@@ -152,7 +144,7 @@ def _add_bench(add: Callable[..., argparse.ArgumentParser]) -> None:
             "  opslot bench --model path/to/model --against hf,liger --html result.html\n"
             "  opslot bench --model qwen3 --layers 4 --step-only --curve 200"
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_FORM,
     )
     bench.add_argument("--op", metavar="NAME", help="only this op, and no training step")
     bench.add_argument(
@@ -205,6 +197,23 @@ def _add_bench(add: Callable[..., argparse.ArgumentParser]) -> None:
     bench.add_argument("--commit", metavar="ID", help="commit to name in the result where there is no git")
     bench.add_argument("--json", action="store_true", help="print JSON")
     bench.set_defaults(run=_bench)
+
+
+def _add_convert(add: _Add) -> None:
+    convert = add(
+        "convert",
+        help="rewrite an MoE checkpoint with its experts in another layout",
+        epilog=(
+            "examples:\n  opslot convert hub/Qwen3-30B-A3B fused/ --layout fused       one tensor for all experts\n"
+            "  opslot convert fused/ hub/ --layout per_expert              back to the hub's layout"
+        ),
+        formatter_class=_FORM,
+    )
+    convert.add_argument("source", help="a Hugging Face folder with safetensors")
+    convert.add_argument("destination", help="a folder that does not exist yet or is empty")
+    convert.add_argument("--layout", required=True, help="per_expert, fused or transposed")
+    convert.add_argument("--max-shard-size", default="5GB", help="of a file; default 5GB")
+    convert.set_defaults(run=_convert)
 
 
 def _kernels(options: argparse.Namespace) -> int:
