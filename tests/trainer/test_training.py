@@ -110,6 +110,29 @@ def test_a_stopped_and_resumed_run_gives_the_same_numbers(train, settings, tmp_p
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
+@pytest.mark.parametrize("data", [{}, {"max_tokens_per_batch": 64}], ids=["rows", "tokens"])
+def test_a_resumed_run_drops_what_the_straight_one_does(settings, tmp_path, model_folder, data):
+    """Dropout draws from torch's generator, so a single draw more or less shows."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in model_folder.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    settings["model"] |= {"config_path": str(model), "ops_implementation": "eager"}
+    settings["data"] |= {**data, "sample_by": "paragraph"}
+    settings["train"] |= {"lr_scheduler": "constant"}
+
+    def run(name, steps, **changes):
+        settings["train"] |= {"output_dir": str(tmp_path / name), "max_steps": steps, **changes}
+        trainer_of(settings, tmp_path).train()
+        return curve(tmp_path / name)
+
+    straight = run("straight", 4)
+    assert run("halves", 2) == straight[:2]
+    assert run("halves", 4, resume_from="latest") == straight
+
+
 # Kills itself when a file of a checkpoint is due, or within the forward pass of a step.
 KILLED = """
 import os, signal, sys

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from opslot._base.errors import DataError
@@ -94,10 +95,16 @@ class RowLoader(_Loader):
             collate_fn=collate,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
+            generator=_own_generator(),
         )
         for batch in loader:
             self.consumed += self.micro_batch_size * self.world_size
             yield batch
+
+
+def _own_generator() -> torch.Generator:
+    """What a DataLoader draws its workers' seed from; from torch's own generator, that would shift the model's draws."""
+    return torch.Generator()
 
 
 class _RowNumbers:
@@ -160,6 +167,7 @@ class TokenLoader(_Loader):
             collate_fn=_as_it_is,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
+            generator=_own_generator(),
         )
         for count, self.step_size, micro_batches in loader:
             self.consumed += count

@@ -116,6 +116,7 @@ class BaseTrainer(ABC):
         _seed_everything(config.train.seed + self.state.rank)
         self.optimizer = build_optimizer(self.model, config.train)
         self.max_steps = self.count_steps()
+        self._random_states: dict[str, Any] | None = None
         self._restore()
         self.saver = CheckpointSaver(
             self.output_dir / checkpointing.CHECKPOINTS,
@@ -204,6 +205,9 @@ class BaseTrainer(ABC):
             for callback in self.callbacks:
                 callback.on_train_start(self)
             batches = iter(self.batches)
+            if self._random_states is not None:
+                # Last, since a loader's iterator draws a seed for its workers.
+                checkpointing.restore_random_states(self._random_states)
             while self.step < self.max_steps and not self._asked_to_stop():
                 record = self._train_step(batches)
                 for callback in self.callbacks:
@@ -367,7 +371,7 @@ class BaseTrainer(ABC):
         self.batches.load_state_dict(state["data"])
         checkpointing.load_checkpoint(checkpoint, self.model, self.optimizer)
         if self.state.rank < len(state["random"]):
-            checkpointing.restore_random_states(state["random"][self.state.rank])
+            self._random_states = state["random"][self.state.rank]
         self.step = state["step"]
         self.tokens_seen = state["tokens_seen"]
         done = ", which was the last: nothing is left to do" if self.step >= self.max_steps else ""
