@@ -81,31 +81,10 @@ def bench(
         ConfigError: there is no such op or peer, or the peer is not installed.
         KernelError: an implementation left the device unusable; its row comes before.
     """
-    device = torch.device(device)
     load_peers(against)
-    plan = []
-    for spec_op in [KERNEL_REGISTRY.op(op)] if op else KERNEL_REGISTRY.ops.values():
-        for variant in spec_op.variants.values():
-            setting = _Setting(spec_op.name, variant, device, dtype, tokens)
-            cases = list(_cases(spec_op.name, variant, sites, tokens))
-            if cases:
-                candidates = _candidates(setting, compiled) if own else {}
-                for peer in against:
-                    candidates |= _peer_candidates(setting, peer)
-                if candidates:
-                    plan.append((setting, cases, candidates))
-    # All proofs come first: nothing else may run on the device while something is timed. A peer is proven on what is
-    # timed, one at a time and in another process, since what it does with other inputs is its users' business and
-    # what it does to the device must not be ours.
-    verdicts = prove([setting.claim(n) for setting, _, found in plan for n, c in found.items() if c.registered])
-    asked = [
-        setting.claim(n, c.peer, case)
-        for setting, cases, found in plan
-        for n, c in found.items()
-        if c.peer
-        for case in cases
-    ]
-    verdicts |= prove(asked, workers=1 if device.type == "cuda" else 0)
+    plan = list(_planned(op, torch.device(device), dtype, sites, tokens, against, compiled, own))
+    # All proofs come first: nothing else may run on the device while something is timed.
+    verdicts = _verdicts(plan)
     for setting, cases, candidates in plan:
         for case in cases:
             proofs = {}
@@ -123,6 +102,51 @@ class _Candidate:
     kernel: _Kernel
     registered: bool = False
     peer: str | None = None
+
+
+_Planned = tuple["_Setting", list[InputCase], dict[str, _Candidate]]
+
+
+def _planned(
+    op: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    sites: Sequence[Site] | None,
+    tokens: int | None,
+    against: Sequence[str],
+    compiled: bool,
+    own: bool,
+) -> Iterator[_Planned]:
+    """Of each variant with anything to time: the cases and the implementations."""
+    for spec_op in [KERNEL_REGISTRY.op(op)] if op else KERNEL_REGISTRY.ops.values():
+        for variant in spec_op.variants.values():
+            setting = _Setting(spec_op.name, variant, device, dtype, tokens)
+            cases = list(_cases(spec_op.name, variant, sites, tokens))
+            if not cases:
+                continue
+            candidates = _candidates(setting, compiled) if own else {}
+            for peer in against:
+                candidates |= _peer_candidates(setting, peer)
+            if candidates:
+                yield setting, cases, candidates
+
+
+def _verdicts(plan: Sequence[_Planned]) -> dict[Claim, str]:
+    """Proofs of the registered kernels, and of the peers'.
+
+    A peer is proven on what is timed, one at a time and in another process, since what it does with other inputs is its
+    users' business and what it does to the device must not be ours.
+    """
+    own = [setting.claim(n) for setting, _, found in plan for n, c in found.items() if c.registered]
+    of_peers = [
+        setting.claim(n, c.peer, case)
+        for setting, cases, found in plan
+        for n, c in found.items()
+        if c.peer
+        for case in cases
+    ]
+    on_gpu = any(setting.device.type == "cuda" for setting, _, _ in plan)
+    return prove(own) | prove(of_peers, workers=1 if on_gpu else 0)
 
 
 def _cases(op_name: str, variant: OpVariant, sites: Iterable[Site] | None, tokens: int | None) -> Iterator[InputCase]:
