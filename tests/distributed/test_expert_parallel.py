@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from opslot._base.errors import ConfigError
 from opslot.distributed import ParallelPlan, init_parallel_state
@@ -217,6 +217,19 @@ def test_a_name_that_matches_nothing_is_an_error(name, message):
 def test_an_unknown_axis_is_an_error():
     with pytest.raises(ConfigError, match="names the axis tp"):
         ParallelPlan(extra_parallel_plan={"tp": {}})
+
+
+@pytest.mark.parametrize("placement", [Shard(1), Replicate()])
+def test_anything_but_whole_experts_is_an_error(placement):
+    with pytest.raises(ConfigError, match=r"places a\.b as .*experts, which are dim 0\n  to do: set it to Shard\(0\)"):
+        ParallelPlan(extra_parallel_plan={"ep": {"a.b": placement}})
+
+
+def test_the_plan_of_a_wrapped_model():
+    outer = nn.ModuleDict({"wrapped": Model()})
+    names = ["wrapped.layers.0.experts.gate_up_proj", "wrapped.layers.1.experts.gate_up_proj"]
+    assert sorted(plan().below("wrapped").match(outer)) == names
+    assert plan().below("") == plan()
 
 
 def applied(total):

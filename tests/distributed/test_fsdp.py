@@ -14,8 +14,15 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import opslot
 from opslot._base.errors import ConfigError
-from opslot.distributed import clip_grad_norm, gradient_sync, init_parallel_state, parallelize, shard_sequence
-from opslot.models.parallel import parallelize_model
+from opslot.distributed import (
+    ParallelPlan,
+    clip_grad_norm,
+    gradient_sync,
+    init_parallel_state,
+    parallelize,
+    shard_sequence,
+)
+from opslot.models.parallel import parallel_plan, parallelize_model
 
 _spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
 tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
@@ -268,6 +275,9 @@ def refused(case):
         parallelize_model(opslot.build_foundation_model(tiny.config_of("qwen3_moe"), init_device="meta"), state)
     elif case == "experts":
         parallelize_model(tiny.build("qwen3"), state)
+    elif case == "half a plan":
+        names = {"model.layers.*.mlp.experts.gate_up_proj": Shard(0)}
+        parallelize_model(tiny.build("qwen3_moe"), state, plan=ParallelPlan({"ep": names}))
     elif case == "heads":
         parallelize_model(tiny.build("qwen3", num_attention_heads=3, num_key_value_heads=3), state)
     elif case == "checkpointing":
@@ -280,6 +290,10 @@ def refused(case):
         ("layers", r"Stack has no layers.*\n.*_no_split_modules is empty.*\n  to do: pass layers="),
         ("meta", r"parameters have no memory, e.g. model.embed_tokens.weight\n  to do: pass load="),
         ("experts", r"ep=2, but qwen3 has no experts"),
+        (
+            "half a plan",
+            r"ep=2, but the parallel plan leaves model.layers.0.mlp.experts.down_proj whole\n",
+        ),
         ("heads", r"sp=2 does not divide 3 query heads.*would: 1, 3"),
         ("checkpointing", r"activation_checkpointing needs a Transformers model, Stack is none"),
     ],
@@ -287,6 +301,17 @@ def refused(case):
 def test_what_cannot_work_is_refused(ranks, rank_failed, case, message):
     with pytest.raises(rank_failed, match=message):
         ranks.run(refused, case)
+
+
+def test_a_models_own_plan_comes_before_its_architectures():
+    model = tiny.build("qwen3_moe")
+    assert set(parallel_plan(model).extra_parallel_plan["ep"]) == {
+        "model.layers.*.mlp.experts.gate_up_proj",
+        "model.layers.*.mlp.experts.down_proj",
+    }
+    model.get_parallel_plan = lambda: ParallelPlan({"ep": {"own": Shard(0)}})
+    assert parallel_plan(model) == ParallelPlan({"ep": {"own": Shard(0)}})
+    assert parallel_plan(tiny.build("qwen3")) is None
 
 
 def test_mixed_precision_in_one_process_needs_a_group():

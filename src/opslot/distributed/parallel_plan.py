@@ -19,7 +19,10 @@ class ParallelPlan:
 
     Attributes:
         extra_parallel_plan: axis ("ep") to {parameter name: placement}. A `*` in a name stands for one part of it, as
-            in "model.layers.*.mlp.experts.gate_up_proj".
+            in "model.layers.*.mlp.experts.gate_up_proj". The placement is Shard(0): ranks hold whole experts.
+
+    Raises:
+        ConfigError: another axis or placement.
     """
 
     extra_parallel_plan: Mapping[str, Mapping[str, Shard]]
@@ -28,6 +31,22 @@ class ParallelPlan:
         unknown = sorted(set(self.extra_parallel_plan) - {"ep"})
         if unknown:
             raise ConfigError(f"a parallel plan names the axis {', '.join(unknown)}; the axis that it can name is ep")
+        for name, placement in self.extra_parallel_plan.get("ep", {}).items():
+            if placement != Shard(0):
+                raise ConfigError(
+                    f"a parallel plan places {name} as {placement}, but ep divides whole experts, which are dim 0\n"
+                    "  to do: set it to Shard(0)"
+                )
+
+    def below(self, path: str) -> ParallelPlan:
+        """The plan of a model that holds the one planned for as its submodule `path`; "" is the model itself."""
+        prefix = f"{path}." if path else ""
+        return ParallelPlan(
+            {
+                axis: {prefix + name: placement for name, placement in names.items()}
+                for axis, names in self.extra_parallel_plan.items()
+            }
+        )
 
     def match(self, model: nn.Module) -> dict[str, Shard]:
         """Placement of each parameter that the plan names.

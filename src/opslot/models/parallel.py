@@ -20,6 +20,7 @@ def parallelize_model(
     model: Any,
     state: ParallelState | None = None,
     *,
+    plan: ParallelPlan | None = None,
     ulysses_pipeline: int = 1,
     ulysses_overlap: bool = False,
     **options: Any,
@@ -31,14 +32,15 @@ def parallelize_model(
     Args:
         model: built by `build_foundation_model`, or prepared by `opslot.apply`.
         state: default `get_parallel_state()`.
+        plan: what ep divides; default `parallel_plan(model)`.
         ulysses_pipeline: parts that a rank's heads are taken in under sequence parallelism; see `ulysses_attention`.
         ulysses_overlap: under sequence parallelism, send query, key and value each while the next one is projected; the
             same numbers, bit for bit where sp does not make it repeat key/value heads. Excludes a pipeline.
         options: of `opslot.distributed.parallelize`: param_dtype, activation_checkpointing, load, ...
 
     Raises:
-        ConfigError: heads or experts that the sizes do not divide, experts that the architecture does not have, an
-            attention whose projections cannot overlap.
+        ConfigError: heads or experts that the sizes do not divide, experts that the architecture does not have or that
+            the plan leaves out, an attention whose projections cannot overlap.
     """
     if ulysses_overlap and ulysses_pipeline != 1:
         raise ConfigError(
@@ -49,16 +51,16 @@ def parallelize_model(
     config, dtype = bound_config(model), options.get("param_dtype")
     if config is not None and dtype is not None:
         bind(model, config, device=state.device, dtype=dtype)
-    plan = parallel_plan(model)
+    plan = plan or parallel_plan(model)
     if state.ep > 1:
         if not any(op_name == "moe_experts" for _, _, _, op_name, _ in walk_slots(model)):
             raise ConfigError(f"ep={state.ep}, but {model.config.model_type} has no experts\n  to do: set ep to 1")
         if plan is None:
             raise ConfigError(
                 f"ep={state.ep}, but {model.config.model_type} has no parallel plan for its experts\n"
-                "  to do: set ep to 1, or add parallel_plan.py to the architecture's folder"
+                "  to do: set ep to 1, pass plan=ParallelPlan(...), or give the model a method get_parallel_plan"
             )
-        _spread_experts(model, state)
+        _spread_experts(model, state, plan)
     if state.sp > 1:
         spread_sequences(model, state, ulysses_pipeline, ulysses_overlap)
     head = _set_head_apart(model) if state.mesh is not None else None
@@ -66,20 +68,42 @@ def parallelize_model(
 
 
 def parallel_plan(model: Any) -> ParallelPlan | None:
-    """The parallel plan of the model's architecture, or None when it has nothing to divide."""
-    architecture = ARCHITECTURES.get(model.config.model_type)
-    return architecture.parallel_plan(model) if architecture is not None else None
+    """What the model's own `get_parallel_plan` says, else its architecture's plan; None when there is neither.
+
+    Args:
+        model: a Transformers model, or a wrapper around one, such as PEFT's.
+    """
+    path, inner = _transformers_model(model)
+    if hasattr(inner, "get_parallel_plan"):
+        return inner.get_parallel_plan().below(path)
+    architecture = ARCHITECTURES.get(inner.config.model_type)
+    plan = architecture.parallel_plan(inner) if architecture is not None else None
+    return plan.below(path) if plan is not None else None
+
+
+def _transformers_model(model: nn.Module) -> tuple[str, Any]:
+    """The outermost Transformers model in `model`, after its path."""
+    from transformers import PreTrainedModel
+
+    return next(((path, m) for path, m in model.named_modules() if isinstance(m, PreTrainedModel)), ("", model))
 
 
 def _slot(name: str) -> str:
     return f"_opslot_{name}"
 
 
-def _spread_experts(model: Any, state: ParallelState) -> None:
-    add = _row_sum(state.device)
+def _spread_experts(model: Any, state: ParallelState, plan: ParallelPlan) -> None:
+    add, divided = _row_sum(state.device), plan.match(model)
     for path, module, slot, op_name, variant in walk_slots(model):
         if op_name != "moe_experts":
             continue
+        # A kernel would pair a rank's part of one tensor with the wrong experts of another that is whole.
+        whole = [name for name, _ in module.named_parameters(path, recurse=False) if name not in divided]
+        if whole:
+            raise ConfigError(
+                f"ep={state.ep}, but the parallel plan leaves {', '.join(whole)} whole\n"
+                "  to do: name every parameter of the experts in it"
+            )
         check_site = KERNEL_REGISTRY.op(op_name).variant(variant).check_site
         problem = check_site(module) if check_site else None
         if problem:

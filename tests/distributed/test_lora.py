@@ -1,0 +1,52 @@
+"""PEFT's adapters on a model over two ranks: losses and gradient norms of one process."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from opslot.distributed import clip_grad_norm, get_parallel_state, init_parallel_state, shard_sequence
+from opslot.models.parallel import parallelize_model
+
+_spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
+tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
+if not hasattr(tiny, "train"):
+    _spec.loader.exec_module(tiny)
+
+
+def train(name, sizes):
+    if sizes is not None:
+        init_parallel_state(device_type="cpu", **sizes)
+    state = get_parallel_state()
+    base = tiny.build(name)
+    torch.manual_seed(3)
+    lora = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = parallelize_model(get_peft_model(base, lora), state, activation_checkpointing=True)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    history = []
+    for step in range(3):
+        whole = tiny.rows(step)
+        targets = int((whole["labels"][:, 1:] != -100).sum())
+        batch = shard_sequence({key: value[state.dp_rank :: state.dp_size] for key, value in whole.items()}, state)
+        loss = model(**batch, use_cache=False, num_items_in_batch=torch.tensor(targets)).loss
+        loss.backward()
+        loss = loss.detach().clone()
+        if state.mesh is not None:
+            torch.distributed.all_reduce(loss)
+        norm = clip_grad_norm(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append((loss.item(), norm.item()))
+    return history
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("qwen3", {}), ("qwen3", {"sp": 2}), ("qwen3_moe", {"ep": 2})])
+def test_adapters_over_ranks(ranks, name, sizes):
+    expected = torch.tensor(train(name, None))
+    assert expected[0, 1] > 1e-2
+    assert expected[0, 0] != expected[-1, 0]
+    for found in ranks.run(train, name, sizes):
+        torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0)
