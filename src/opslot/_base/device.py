@@ -29,6 +29,11 @@ class DeviceFacts:
     capability: tuple[int, int] | None = None
     name: str = ""
 
+    @property
+    def torch_type(self) -> str:
+        """The type as torch calls it: "cuda" for a GPU."""
+        return "cuda" if self.type == "gpu" else self.type
+
     def __str__(self) -> str:
         extra = f" sm_{self.capability[0]}{self.capability[1]}" if self.capability else ""
         return f"{self.name or self.type}{extra}"

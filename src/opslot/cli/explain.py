@@ -8,16 +8,13 @@ from typing import Any
 
 import opslot
 from opslot._base.errors import ConfigError
+from opslot.cli._pairs import pairs
 
 
 def run(model: str, assignments: list[str], dtype: str | None, as_json: bool) -> int:
     """Print the table of the model that `model` names, built without memory; exit code 0."""
     source, fields, default_dtype = _read(model)
-    for assignment in assignments:
-        name, separator, value = assignment.partition("=")
-        if not separator:
-            raise ConfigError(f"--set {assignment!r} is not FIELD=VALUE, e.g. --set rms_norm_implementation=eager")
-        fields[name] = value
+    fields |= pairs("--set", "FIELD=VALUE, e.g. rms_norm_implementation=eager", assignments)
     built = opslot.build_foundation_model(
         source, torch_dtype=dtype or default_dtype, init_device="meta", ops_implementation=fields
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.device import usable_device
+from opslot._base.dtypes import floating_dtype
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.models._registry import ARCHITECTURES, MODEL_CONFIG_REGISTRY, MODELING_REGISTRY
@@ -57,9 +58,7 @@ def build_foundation_model(
         ConfigError: unreadable config, unknown architecture, dtype or device, or kernels that cannot be bound.
         CheckpointError: weights that do not fit the model exactly.
     """
-    ops = OpsImplementationConfig.make(
-        ops_implementation if not isinstance(ops_implementation, Mapping) else dict(ops_implementation)
-    )
+    ops = OpsImplementationConfig.make(ops_implementation)
     config = load_config(config_path, trust_remote_code=trust_remote_code, **(config_kwargs or {}))
     backend = os.environ.get(BACKEND_VARIABLE, "opslot")
     if backend not in ("opslot", "hf"):
@@ -146,25 +145,20 @@ def _dtype(value: torch.dtype | str | None, config: PreTrainedConfig) -> torch.d
 
     if value is None:
         value = getattr(config, "dtype", None) or torch.float32
-    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"torch_dtype={value!r} is no floating dtype; use float32, bfloat16 or float16")
-    return found
+    return floating_dtype(value, f"torch_dtype={value!r}")
 
 
 def _model_class(config: PreTrainedConfig, architecture: str | None, backend: str) -> type:
+    name = architecture or next(iter(config.architectures or ()), None)
     if backend == "hf":
         import transformers
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-        name = architecture or next(iter(config.architectures or ()), None)
         found = getattr(transformers, name, None) if name else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         if found is None:
             raise ConfigError(f"Transformers has no class {name!r} for model_type {config.model_type!r}")
         return found
-    modeling = MODELING_REGISTRY.get(config.model_type)
-    name = architecture or next(iter(config.architectures or ()), None) or _causal_name(config)
-    return modeling(name)
+    return MODELING_REGISTRY.get(config.model_type)(name or _causal_name(config))
 
 
 def _causal_name(config: PreTrainedConfig) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opslot._base.device import machine_devices
+from opslot._base.dtypes import dtype_name
 from opslot._base.errors import ConfigError, KernelError
 from opslot._base.logging import get_logger
 from opslot.slots.op import OpSpec
@@ -265,8 +266,9 @@ class KernelRegistry:
         if not profile.timings or request.dtype is None or variant.site_shape is None:
             return None
         shape = variant.site_shape(request)
-        dtype = str(request.dtype).removeprefix("torch.")
-        return None if shape is None else profile.at(request.op_name, request.variant, dtype, shape)
+        if shape is None:
+            return None
+        return profile.at(request.op_name, request.variant, dtype_name(request.dtype), shape)
 
 
 def _fastest(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.device import DeviceFacts, has_package, triton_interpreted
+from opslot._base.dtypes import dtype_name
 from opslot._base.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -157,8 +158,8 @@ class KernelSpec:
         if missing:
             return f"needs the package{'s' if len(missing) > 1 else ''} {', '.join(missing)}, not installed"
         if self.dtypes is not None and request.dtype is not None and request.dtype not in self.dtypes:
-            accepted = ", ".join(sorted(str(d).removeprefix("torch.") for d in self.dtypes))
-            return f"takes {accepted}, not {str(request.dtype).removeprefix('torch.')}"
+            accepted = ", ".join(sorted(map(dtype_name, self.dtypes)))
+            return f"takes {accepted}, not {dtype_name(request.dtype)}"
         return self.supports(request) if self.supports else None
 
     def rank(self, request: KernelRequest) -> int | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from opslot._base.dtypes import dtype_name
 from opslot._base.errors import KernelError
 from opslot.slots import InputCase, OpVariant
 
@@ -94,7 +95,7 @@ def check_kernel(
     Fresh memory is poisoned with NaN while the kernel runs, so that an element it does not write is seen.
     """
     device = torch.device(device)
-    label = (op_name, variant.name, name, case.name, str(dtype).removeprefix("torch."))
+    label = (op_name, variant.name, name, case.name, dtype_name(dtype))
     # Not hash(): it differs between processes, and a failure must be repeatable.
     generator = torch.Generator().manual_seed(seed + zlib.crc32("/".join(label).encode()))
     expected = expect(variant, case.make(dtype, device, generator), seed)

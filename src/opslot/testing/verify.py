@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from opslot._base.device import DeviceFacts, facts_of, machine_devices, usable_device
+from opslot._base.device import facts_of, machine_devices, usable_device
 from opslot._base.errors import KernelError
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
 from opslot.testing.parity import CheckResult, check_kernel
@@ -48,15 +48,11 @@ def verify(
 
 def _place(spec: KernelSpec, device: torch.device | str | None) -> torch.device | None:
     """The first device that can run `spec`: the fastest kind first, as training would."""
-    candidates = [usable_device(device)] if device is not None else [_device(f) for f in machine_devices()]
-    for candidate in candidates:
+    names = [device] if device is not None else [facts.torch_type for facts in machine_devices()]
+    for candidate in map(usable_device, names):
         if spec.unusable(KernelRequest(spec.op_name, spec.variant, facts_of(candidate))) is None:
             return candidate
     return None
-
-
-def _device(facts: DeviceFacts) -> torch.device:
-    return torch.device({"gpu": "cuda"}.get(facts.type, facts.type))
 
 
 def _verify_spec(

@@ -16,7 +16,9 @@ import torch
 
 import opslot
 from opslot._base.device import best_device, facts_of, usable_device
+from opslot._base.dtypes import dtype_name, floating_dtype
 from opslot._base.errors import ConfigError
+from opslot.cli._pairs import pairs
 from opslot.cli.bench.page import page
 from opslot.cli.bench.picture import draw
 from opslot.cli.bench.steps import Task, compare_steps, loss_curve, peer_environment
@@ -147,24 +149,21 @@ class _Setting:
             value = getattr(options, name)
             if value is not None and value < least:
                 raise ConfigError(f"--{name} {value}: it takes {least} or more")
-        where = options.device or {"gpu": "cuda"}.get(best_device().type, best_device().type)
-        self.device = usable_device(where)
-        self.dtype_name = options.dtype or ("float32" if self.device.type == "cpu" else "bfloat16")
-        number = getattr(torch, self.dtype_name, None)
-        if not isinstance(number, torch.dtype) or not number.is_floating_point:
-            raise ConfigError(f"--dtype {self.dtype_name!r} is no floating dtype; use bfloat16, float16 or float32")
-        self.dtype = number
+        self.device = usable_device(options.device or best_device().torch_type)
+        dtype = options.dtype or ("float32" if self.device.type == "cpu" else "bfloat16")
+        self.dtype = floating_dtype(dtype, f"--dtype {dtype!r}")
+        self.dtype_name = dtype_name(self.dtype)
         if options.op:
             KERNEL_REGISTRY.op(options.op)
         for name in ("output", "picture", "html"):
             _check_writable(f"--{name}", getattr(options, name))
-        self.peer_paths = dict(_pair("--peer-path", "PEER=DIR", item) for item in options.peer_path)
+        self.peer_paths = pairs("--peer-path", "PEER=DIR", options.peer_path)
         for peer, folder in self.peer_paths.items():
             if not Path(folder).is_dir():
                 raise ConfigError(f"--peer-path {peer}={folder}: there is no such folder")
         self.peers = [name for name in (options.against or "").split(",") if name]
         check_peers({*self.peers, *self.peer_paths}, elsewhere=self.peer_paths)
-        self.ops = dict(_pair("--set", "FIELD=VALUE", item) for item in options.set)
+        self.ops = pairs("--set", "FIELD=VALUE, e.g. rms_norm_implementation=eager", options.set)
         OpsImplementationConfig.make(self.ops)
         self.model = read_model(options.model, options.layers) if options.model else None
         if self.model is None:
@@ -306,13 +305,6 @@ def _traces(steps: list[dict[str, Any]]) -> list[str]:
     # The table of what was chosen; why the others were not is in the JSON, and in `opslot explain`.
     found = [s["kernels"].partition("\n\n")[0] for s in steps if s["contender"] == "opslot" and s.get("kernels")]
     return found + [f"{s['contender']}\n{s['trace']}" for s in steps if "trace" in s]
-
-
-def _pair(option: str, form: str, item: str) -> tuple[str, str]:
-    name, separator, value = item.partition("=")
-    if not separator or not name or not value:
-        raise ConfigError(f"{option} {item!r} is not {form}")
-    return name, value
 
 
 def _check_writable(option: str, file: str | None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from opslot._base.dtypes import dtype_name
 from opslot._base.errors import KernelError, explain_problem
 from opslot.ops.moe_experts._autograd import Experts
 
@@ -149,7 +150,7 @@ def _dtype_problem(
             "use one dtype for all of them, or torch.autocast",
         )
     if dtypes is not None and x.dtype not in dtypes:
-        accepted = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        accepted = ", ".join(sorted(map(dtype_name, dtypes)))
         return f"hidden_states in {x.dtype}; this kernel takes {accepted}", "use moe_implementation=grouped_mm or eager"
     if not weights.dtype.is_floating_point or index.dtype.is_floating_point:
         return (

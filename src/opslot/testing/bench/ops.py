@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from opslot._base.device import facts_of
+from opslot._base.dtypes import dtype_name
 from opslot._base.errors import KernelError
 from opslot.slots import KERNEL_REGISTRY, InputCase, KernelRequest, OpVariant, walk_slots
 from opslot.testing.bench.proofs import Claim, brief, cannot_run, describe, generator_of, prove, spoils_device
@@ -200,14 +201,12 @@ class _Setting:
     dtype: torch.dtype
     tokens: int | None
 
-    @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
-
     def row(self, case: InputCase, kernel: str) -> BenchRow:
         shape = dict(case.shape) if case.shape else None
         tokens = self.tokens if shape else None
-        return BenchRow(self.op, self.variant.name, case.name, kernel, self.dtype_name, shape=shape, tokens=tokens)
+        return BenchRow(
+            self.op, self.variant.name, case.name, kernel, dtype_name(self.dtype), shape=shape, tokens=tokens
+        )
 
     def claim(self, kernel: str, peer: str | None = None, case: InputCase | None = None) -> Claim:
         claim = Claim(self.op, self.variant.name, kernel, self.dtype, str(self.device), peer)
@@ -276,7 +275,7 @@ def _prove_at_size(
     for name, candidate in asked.items():
         found[name] = _TOO_LARGE
         if expected is not None:
-            label = CheckResult(setting.op, setting.variant.name, name, case.name, setting.dtype_name)
+            label = CheckResult(setting.op, setting.variant.name, name, case.name, dtype_name(setting.dtype))
             # A kernel of the optimizer writes over its arguments.
             own = replace(expected, arguments=_copies(expected))
             result = compare(candidate.kernel, own, label, by_norm=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from opslot._base.dtypes import dtype_name
 from opslot._base.errors import KernelError
 from opslot.slots import KERNEL_REGISTRY, OpVariant
 from opslot.testing.parity import CheckResult, check_kernel, compare, expect
@@ -138,7 +139,7 @@ def _verdict_at(claim: Claim, variant: OpVariant, kernel: Callable[..., Any]) ->
         assert variant.case_at is not None
         case = variant.case_at(dict(claim.shape), claim.tokens)
     device = torch.device(claim.device)
-    label = CheckResult(claim.op, claim.variant, claim.kernel, case.name, str(claim.dtype).removeprefix("torch."))
+    label = CheckResult(claim.op, claim.variant, claim.kernel, case.name, dtype_name(claim.dtype))
     try:
         expected = expect(variant, case.make(claim.dtype, device, generator_of(device)))
         return describe(compare(kernel, expected, label, by_norm=True))

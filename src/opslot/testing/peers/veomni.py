@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.device import has_package
+from opslot._base.dtypes import dtype_name
 
 _MOE = "veomni.ops.kernels.moe"
 
@@ -65,7 +66,7 @@ def build(config: dict[str, Any], dtype: torch.dtype, device: str) -> nn.Module:
         }
     model = build_foundation_model(
         made,
-        torch_dtype=str(dtype).removeprefix("torch."),
+        torch_dtype=dtype_name(dtype),
         init_device=device,
         ops_implementation=OpsImplementationConfig(**chosen),
     )

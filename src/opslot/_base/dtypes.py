@@ -1,0 +1,25 @@
+"""Names of torch's dtypes, as users write and read them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from opslot._base.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """E.g. "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def floating_dtype(value: torch.dtype | str, asked: str) -> torch.dtype:
+    """The dtype that `value` is or names, with or without "torch."; ConfigError, led by `asked`, if it is none."""
+    import torch
+
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"{asked} is no floating dtype; use bfloat16, float16 or float32")
+    return found

@@ -1,0 +1,16 @@
+"""Options of the form NAME=VALUE."""
+
+from __future__ import annotations
+
+from opslot._base.errors import ConfigError
+
+
+def pairs(option: str, form: str, items: list[str]) -> dict[str, str]:
+    """`items`, each `form` such as "FIELD=VALUE", as a mapping; ConfigError naming `option` for one that is not."""
+    found = {}
+    for item in items:
+        name, _, value = item.partition("=")
+        if not name or not value:
+            raise ConfigError(f"{option} {item!r} is not {form}")
+        found[name] = value
+    return found
