@@ -36,6 +36,34 @@ def test_forward_and_gradients_against_fp64(spec, case):
             assert result.ok, str(result)
 
 
+def second_derivative(function, variant, arguments):
+    """Of the outputs' sum with respect to the first differentiable argument, the others' grads left out."""
+    name = variant.differentiable[0]
+    leaf = arguments[name].detach().requires_grad_()
+    outputs = tree_leaves(function(**{**arguments, name: leaf}))
+    total = sum(o.sum() for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad)
+    (first,) = torch.autograd.grad(total, leaf, create_graph=True)
+    if not first.requires_grad:
+        return torch.zeros_like(leaf)
+    return torch.autograd.grad(first.square().sum(), leaf, materialize_grads=True)[0]
+
+
+@pytest.mark.parametrize("spec", [pytest.param(s, id="-".join(s.key)) for s in usable_specs()])
+def test_a_second_derivative_is_right_or_refused(spec):
+    """Under create_graph a backward that returns constants is wrong without a word."""
+    variant = KERNEL_REGISTRY.op(spec.op_name).variant(spec.variant)
+    case = next(c for c in variant.cases if c.role == "check")
+    arguments = case.make(torch.float32, torch.device(DEVICE), torch.Generator().manual_seed(0))
+    if not variant.differentiable or not isinstance(arguments[variant.differentiable[0]], torch.Tensor):
+        pytest.skip("no single tensor to differentiate by")
+    expected = second_derivative(variant.reference, variant, arguments)
+    try:
+        found = second_derivative(KERNEL_REGISTRY.load(*spec.key), variant, arguments)
+    except RuntimeError:
+        return
+    torch.testing.assert_close(found, expected)
+
+
 def test_every_op_has_cases_that_exercise_its_contract():
     for op in KERNEL_REGISTRY.ops.values():
         for variant in op.variants.values():

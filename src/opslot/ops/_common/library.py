@@ -68,12 +68,24 @@ def _filled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's own decorator, without the no_grad context that it enters anew on every ordinary backward pass."""
+    """Refuse second derivatives of a kernel's backward, which knows none.
+
+    torch's own decorator misses those through the saved tensors: under `create_graph` it returns constants where no
+    incoming gradient needs one itself, as below every loss, and what is built on them is wrong without a word.
+    """
+    _, op, kernel = backward.__module__.rsplit(".", 2)
     guarded = torch_once_differentiable(backward)
 
     @functools.wraps(backward)
     def call(ctx: Any, *douts: Tensor | None) -> Any:
-        return (guarded if torch.is_grad_enabled() else backward)(ctx, *douts)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *douts)
+        if not torch.compiler.is_compiling():
+            raise KernelError(
+                f"{op}: a kernel of {kernel}.py has no second derivative, which create_graph=True asks for\n"
+                f"  to do: set {op} to eager, or leave create_graph out"
+            )
+        return guarded(ctx, *douts)
 
     return call
 

@@ -20,9 +20,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from opslot.ops._common.library import opaque_op, refuse
+from opslot.ops._common.library import once_differentiable, opaque_op, refuse
 from opslot.ops._common.specs import FLOATS
 from opslot.ops._common.triton import Launcher, cdiv
 

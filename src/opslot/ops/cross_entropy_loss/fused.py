@@ -8,10 +8,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from opslot.ops._common.library import opaque_op, refuse
+from opslot.ops._common.library import once_differentiable, opaque_op, refuse
 from opslot.ops.cross_entropy_loss.chunked import (
     Backend,
     Shaping,

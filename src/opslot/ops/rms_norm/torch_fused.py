@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from opslot.ops._common.library import once_differentiable
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from opslot.ops._common.library import refuse
+from opslot.ops._common.library import once_differentiable, refuse
 
 _LABEL = "rotary_pos_emb_implementation='torch_fused'"
 

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from liger_kernel.ops.swiglu import swiglu_backward, swiglu_forward
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from opslot.ops._common.library import refuse
+from opslot.ops._common.library import once_differentiable, refuse
 
 
 class _SwiGLU(torch.autograd.Function):
