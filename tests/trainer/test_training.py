@@ -6,14 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 import yaml
 from PIL import Image
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from opslot.checkpoint import ExpertTensorConverter
+from opslot.distributed import destroy_parallel_state
+from opslot.models import ARCHITECTURES
 from opslot.trainer import TextTrainer, load_config
 from opslot.trainer.callbacks import Callback, read_metrics
 from opslot.trainer.checkpointing import find_checkpoints
@@ -81,6 +86,39 @@ def test_plain_transformers_loads_the_exported_model(settings, tmp_path):
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
     exported = reloaded.state_dict()
     assert all(torch.equal(value, exported[name]) for name, value in trainer.model.state_dict().items())
+
+
+class Renaming:
+    """A checkpoint that calls the last norm by another name."""
+
+    def can_handle(self, name):
+        return name == "model.final_norm.weight"
+
+    def convert(self, name, tensor):
+        return [("model.norm.weight", tensor)]
+
+    def finalize(self):
+        return []
+
+
+@pytest.mark.parametrize("fsdp", [{}, {"compute_dtype": "float32"}], ids=["whole", "sharded"])
+def test_weights_pass_through_the_architectures_converters(settings, tmp_path, monkeypatch, fsdp):
+    settings["train"] |= {"max_steps": 1, "output_dir": str(tmp_path / "start")}
+    trainer_of(settings, tmp_path).train()
+    file = tmp_path / "start" / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    norm = tensors.pop("model.norm.weight") + 1
+    save_file({**tensors, "model.final_norm.weight": norm}, file)
+    settings["model"]["model_path"] = str(tmp_path / "start" / "hf")
+    settings["train"] |= {"output_dir": str(tmp_path / "out"), "fsdp": fsdp}
+    known = ARCHITECTURES["qwen3_moe"]
+    renaming = replace(known, converters=lambda model: [Renaming(), ExpertTensorConverter.for_model(model)])
+    monkeypatch.setitem(ARCHITECTURES, "qwen3_moe", renaming)
+    try:
+        found = trainer_of(settings, tmp_path).model.model.norm.weight.detach()
+        assert torch.equal(found.full_tensor() if fsdp else found, norm)
+    finally:
+        destroy_parallel_state()
 
 
 def test_a_stopped_and_resumed_run_gives_the_same_numbers(train, settings, tmp_path):

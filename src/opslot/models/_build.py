@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from opslot.checkpoint import LoadReport
+
 logger = get_logger(__name__)
 
 BACKEND_VARIABLE = "OPSLOT_BACKEND"
@@ -74,7 +76,7 @@ def build_foundation_model(
     cls = _model_class(config, architecture, backend)
     model = _instantiate(cls, config, dtype, init_device, empty=weights_path is not None)
     if weights_path is not None:
-        _load(model, Path(weights_path))
+        load_foundation_weights(model, weights_path)
     if backend == "hf":
         logger.info("%s=hf: Transformers' own %s, without slots", BACKEND_VARIABLE, cls.__name__)
     else:
@@ -185,17 +187,30 @@ def _instantiate(cls: Any, config: PreTrainedConfig, dtype: torch.dtype, device:
     return model
 
 
-def _load(model: PreTrainedModel, folder: Path) -> None:
+def load_foundation_weights(
+    model: PreTrainedModel, folder: str | Path, device: torch.device | str | None = None
+) -> LoadReport:
+    """`opslot.checkpoint.load_weights` with the converters of the model's architecture.
+
+    Args:
+        model: built by `build_foundation_model`, on any device or on meta, sharded or not.
+        folder: a Hugging Face checkpoint.
+        device: where meta parameters get memory.
+
+    Raises:
+        CheckpointError: weights that do not fit the model exactly.
+    """
     from opslot.checkpoint import load_weights
 
     architecture = ARCHITECTURES.get(model.config.model_type)
     converters = architecture.converters(model) if architecture and architecture.converters else None
     # A classifier starts from a language model's checkpoint: its own head is new, and theirs has no place in it.
     classifier = hasattr(model, "score")
-    load_weights(
+    return load_weights(
         model,
         folder,
         converters=converters,
+        device=device,
         allow_missing=["score.weight"] if classifier else (),
         allow_extra=["lm_head.weight"] if classifier else (),
     )

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from opslot._base.errors import TrainingError
-from opslot.checkpoint import initialize_weights, load_weights
+from opslot.checkpoint import initialize_weights
 from opslot.data import count_targets
 from opslot.distributed import (
     ParallelState,
@@ -29,6 +29,7 @@ from opslot.distributed import (
     shard_sequence,
     sum_over_ranks,
 )
+from opslot.models import load_foundation_weights
 from opslot.models.parallel import parallelize_model
 from opslot.slots import explain
 from opslot.trainer import checkpointing
@@ -116,6 +117,7 @@ class BaseTrainer(ABC):
         _seed_everything(config.train.seed + self.state.rank)
         self.optimizer = build_optimizer(self.model, config.train)
         self.max_steps = self.count_steps()
+        self.expected_steps: float | None = self.max_steps
         self._random_states: dict[str, Any] | None = None
         self._restore()
         self.saver = CheckpointSaver(
@@ -136,8 +138,13 @@ class BaseTrainer(ABC):
         those of `model.model_path`, or random ones."""
 
     @abstractmethod
-    def count_steps(self) -> int:
-        """Optimizer steps of the whole run."""
+    def count_steps(self) -> int | None:
+        """Optimizer steps of the whole run; None where counting them would delay the first one, then `share_done` ends
+        the run."""
+
+    def share_done(self) -> float:
+        """How much of the run's data is consumed, from 0 to 1 and beyond; for runs whose steps are not counted."""
+        raise NotImplementedError(f"{type(self).__name__}.count_steps() returned None, so it needs share_done()")
 
     @abstractmethod
     def evaluate(self) -> float:
@@ -208,11 +215,11 @@ class BaseTrainer(ABC):
             if self._random_states is not None:
                 # Last, since a loader's iterator draws a seed for its workers.
                 checkpointing.restore_random_states(self._random_states)
-            while self.step < self.max_steps and not self._asked_to_stop():
+            while not self._is_done() and not self._asked_to_stop():
                 record = self._train_step(batches)
                 for callback in self.callbacks:
                     callback.on_step_end(self, record)
-            completed = self.step >= self.max_steps
+            completed = self._is_done()
             for callback in self.callbacks:
                 callback.on_train_end(self, completed)
         return TrainResult(self.step, completed, record)
@@ -261,7 +268,7 @@ class BaseTrainer(ABC):
         (counted,) = sum_over_ranks(sum(count_targets(batch["labels"]) for batch in micro_batches))
         # The ranks of one sequence have the same rows.
         targets = round(counted) // self.state.sp
-        lr = learning_rate(train, self.step + 1, self.max_steps)
+        lr = learning_rate(train, self.step + 1, self._foresee(self.step + 1))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss = torch.zeros((), device=self.device)
@@ -298,6 +305,23 @@ class BaseTrainer(ABC):
             memory_gib=_peak_memory(self.device),
             extra={} if aux_loss is None else {"aux_loss": step_aux},
         )
+
+    def _is_done(self) -> bool:
+        return self.max_steps is not None and self.step >= self.max_steps
+
+    def _foresee(self, step: int) -> float:
+        """Steps of the run, once those up to `step` have taken their data.
+
+        Where they are not counted, what the share of the data says: the same number whatever is tokenized by then, and
+        right at the last step.
+        """
+        if self.max_steps is None:
+            share = self.share_done()
+            self.expected_steps = step / min(share, 1.0)
+            if share >= 1:
+                self.max_steps = step
+            return self.expected_steps
+        return self.max_steps
 
     def _asked_to_stop(self) -> bool:
         """Whether a signal reached any rank, so that all stop after the same step.
@@ -352,12 +376,12 @@ class BaseTrainer(ABC):
         require_same_kernels(model)
         return model
 
-    def _fill(self, model: torch.nn.Module) -> None:
+    def _fill(self, model: PreTrainedModel) -> None:
         """Give a model on meta memory and values; each rank its parts."""
         device = "cpu" if self.config.train.fsdp.cpu_offload else self.device
         folder = self.config.model.model_path
         if folder:
-            load_weights(model, folder, device=device)
+            load_foundation_weights(model, folder, device)
         else:
             initialize_weights(model, self.config.train.seed, device=device)
 
@@ -374,7 +398,9 @@ class BaseTrainer(ABC):
             self._random_states = state["random"][self.state.rank]
         self.step = state["step"]
         self.tokens_seen = state["tokens_seen"]
-        done = ", which was the last: nothing is left to do" if self.step >= self.max_steps else ""
+        if self.step:
+            self._foresee(self.step)
+        done = ", which was the last: nothing is left to do" if self._is_done() else ""
         self.say(f"resumed from {checkpoint} after step {self.step}{done}")
 
     def _write_description(self) -> None:
