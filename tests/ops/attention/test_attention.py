@@ -282,7 +282,7 @@ def request(device=CPU, flags=(), sinks=False, **config):
     if sinks:
         model.layer = nn.Module()
         model.layer.sinks = nn.Parameter(torch.zeros(4))
-    return KernelRequest("attention", "causal", device, torch.bfloat16, model)
+    return KernelRequest("attention", "causal", device, torch.bfloat16, model, model.config)
 
 
 @pytest.mark.parametrize(

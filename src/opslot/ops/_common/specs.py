@@ -10,6 +10,12 @@ import torch
 from opslot.slots import HardwareRequirement, KernelRequest, KernelSpec
 
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+HALF_FLOATS = frozenset({torch.bfloat16, torch.float16})
+
+
+def no_float(dtype: torch.dtype) -> str:
+    """What is found of an argument whose dtype is none of `FLOATS`."""
+    return f"its dtype is {dtype}, not float32, bfloat16 or float16"
 
 
 def triton_kernel(

@@ -3,29 +3,22 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from opslot.ops._common.sites import head_sizes, text_config
+from opslot.ops._common.specs import HALF_FLOATS
 from opslot.ops.attention.op import OP
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec
 
-_HALF = frozenset({torch.float16, torch.bfloat16})
 _HERE = "opslot.ops.attention"
 
 Supports = Callable[[KernelRequest], str | None]
 
 
-def _text_config(request: KernelRequest) -> Any:
-    config = getattr(request.module, "config", None)
-    return None if config is None else config.get_text_config()
-
-
 def _head_dim_to(limit: int) -> Supports:
     def supports(request: KernelRequest) -> str | None:
-        config = _text_config(request)
-        if config is None:
+        sizes = head_sizes(request)
+        if sizes is None or sizes["head_dim"] <= limit:
             return None
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return None if width <= limit else f"serves head_dim up to {limit}, this model has {width}"
+        return f"serves head_dim up to {limit}, this model has {sizes['head_dim']}"
 
     return supports
 
@@ -42,7 +35,7 @@ def _allowed(flag: str) -> Supports:
 
 
 def _no_softcap(request: KernelRequest) -> str | None:
-    softcap = getattr(_text_config(request), "attn_logit_softcapping", None)
+    softcap = getattr(text_config(request), "attn_logit_softcapping", None)
     return None if softcap is None else f"has no softcap, this model's is {softcap}"
 
 
@@ -54,7 +47,7 @@ def _no_sinks(request: KernelRequest) -> str | None:
 
 
 def _no_dropout(request: KernelRequest) -> str | None:
-    dropout = getattr(_text_config(request), "attention_dropout", 0.0)
+    dropout = getattr(text_config(request), "attention_dropout", 0.0)
     return f"has no dropout, this model's attention_dropout is {dropout}" if dropout else None
 
 
@@ -99,7 +92,7 @@ def _flash(version: int, package: str, hardware: HardwareRequirement, *supports:
         factory,
         hardware,
         requires=(package,),
-        dtypes=_HALF,
+        dtypes=HALF_FLOATS,
         supports=_all_of(_allowed("_supports_flash_attn"), *supports),
         priority=_ranked(name),
         description=f"FlashAttention {version}",
@@ -123,7 +116,7 @@ for _spec in (
         "causal",
         f"{_HERE}.sdpa:cudnn",
         HardwareRequirement("gpu", min_compute_capability=(9, 0)),
-        dtypes=_HALF,
+        dtypes=HALF_FLOATS,
         supports=_all_of(_allowed("_supports_sdpa"), _head_dim_to(128), _no_softcap, _no_sinks),
         priority=_ranked("cudnn"),
         description="cuDNN fused attention through torch SDPA",

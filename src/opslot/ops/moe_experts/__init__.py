@@ -2,16 +2,16 @@
 
 import torch
 
+from opslot.ops._common.specs import FLOATS, HALF_FLOATS
 from opslot.ops.moe_experts.op import OP
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec
 
 _HERE = "opslot.ops.moe_experts"
-_HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def _triton_rank(request: KernelRequest) -> int | None:
     """Not measured in fp32, where its products run without tensor cores; `clamped` only in bf16, `biased` nowhere."""
-    measured = {"standard": _HALF, "clamped": {torch.bfloat16}}.get(request.variant, frozenset())
+    measured = {"standard": HALF_FLOATS, "clamped": {torch.bfloat16}}.get(request.variant, frozenset())
     return 80 if request.device.type == "gpu" and request.dtype in measured else None
 
 
@@ -19,7 +19,7 @@ def _grouped_mm_rank(request: KernelRequest) -> int | None:
     """On CPUs in 16 bits, the bounded gatings take 0.7 to 1.2 of the loop's time; on GPUs `biased` is not proven."""
     if request.device.type == "gpu" and request.variant == "biased":
         return None
-    if request.device.type == "cpu" and request.variant != "standard" and request.dtype in _HALF:
+    if request.device.type == "cpu" and request.variant != "standard" and request.dtype in HALF_FLOATS:
         return None
     return {"gpu": 40, "cpu": 60, "npu": 20}.get(request.device.type)
 
@@ -49,7 +49,7 @@ def _fused_triton(variant: str) -> KernelSpec:
         f"{_HERE}.triton:{'fused_triton' if variant == 'standard' else variant}",
         HardwareRequirement("gpu", min_compute_capability=80),
         requires=("triton",),
-        dtypes=_HALF | {torch.float32},
+        dtypes=FLOATS,
         priority=_triton_rank,
         interpretable=True,
         description="grouped Triton products with gating and routing weights in their epilogues",
@@ -74,7 +74,7 @@ for _spec in (
         f"{_HERE}.npu:fused_npu",
         HardwareRequirement("npu"),
         requires=("torch_npu",),
-        dtypes=_HALF,
+        dtypes=HALF_FLOATS,
         priority={"npu": 80},
         description="grouped_mm on Ascend's grouped products",
     ),
@@ -85,7 +85,7 @@ for _spec in (
         f"{_HERE}.quack:fused_quack",
         HardwareRequirement("gpu", min_compute_capability=90),
         requires=("quack", "triton"),
-        dtypes=_HALF,
+        dtypes=HALF_FLOATS,
         supports=_multiples_of_8,
         priority={"gpu": 90},
         description="quack-kernels' grouped CuTe products with gather and SwiGLU inside",

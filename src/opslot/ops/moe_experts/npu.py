@@ -8,11 +8,10 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from opslot.ops._common.specs import HALF_FLOATS
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare
 from opslot.ops.moe_experts.grouped_mm import Outputs, backward_grouped, fake, forward_grouped
-
-DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 
 def fused_npu(
@@ -20,7 +19,7 @@ def fused_npu(
 ) -> Tensor:
     """The contract of `op.standard` for bf16 and fp16 on an Ascend NPU."""
     x, experts = prepare(
-        "fused_npu", hidden_states, Experts(gate_up_proj, down_proj), top_k_index, top_k_weights, dtypes=DTYPES
+        "fused_npu", hidden_states, Experts(gate_up_proj, down_proj), top_k_index, top_k_weights, dtypes=HALF_FLOATS
     )
     return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
 

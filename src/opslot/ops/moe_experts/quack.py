@@ -15,12 +15,11 @@ from quack.gemm_config import GemmConfig
 from quack.gemm_interface import gemm_dgated_tuned, gemm_gated_tuned, gemm_tuned
 from torch import Tensor
 
+from opslot.ops._common.specs import HALF_FLOATS
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare
 from opslot.ops.moe_experts.routing import Routing, empty_routing, route
 from opslot.ops.moe_experts.triton import combine, slot_sum
-
-DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 
 def _cut(tile_m: int, tile_n: int, pingpong: bool) -> GemmConfig:
@@ -52,7 +51,7 @@ def fused_quack(
         Experts(gate_up_proj, down_proj),
         top_k_index,
         top_k_weights,
-        dtypes=DTYPES,
+        dtypes=HALF_FLOATS,
         contiguous=True,
         multiple=8,
     )

@@ -24,12 +24,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from opslot._base.device import triton_interpreted
 from opslot._base.errors import KernelError, explain_problem
+from opslot.ops._common.specs import FLOATS
 from opslot.ops.moe_experts import triton_kernels as kernels
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare, variants
 from opslot.ops.moe_experts.routing import Routing, empty_routing, route
-
-DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_wei
         found = "tensors on the CPU"
         todo = "move them to a GPU, set TRITON_INTERPRET=1, or use moe_implementation=grouped_mm"
         raise KernelError(explain_problem("moe_implementation='fused_triton' cannot run this call", found, todo))
-    x, experts = prepare("fused_triton", hidden_states, experts, top_k_index, top_k_weights, DTYPES, contiguous=True)
+    x, experts = prepare("fused_triton", hidden_states, experts, top_k_index, top_k_weights, FLOATS, contiguous=True)
     return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
 
 

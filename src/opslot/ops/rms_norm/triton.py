@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot.ops._common.library import as_rows, once_differentiable, opaque_op, refuse
+from opslot.ops._common.specs import FLOATS, no_float
 from opslot.ops._common.triton import Launcher, cdiv, multiprocessor_count
 
-DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 MAX_WIDTH = 65536
 
 
@@ -423,18 +423,18 @@ class _ResidualRMSNorm(torch.autograd.Function):
 def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None = None, residual: Tensor | None = None) -> None:
     width = x.shape[-1:]
     if (
-        x.dtype in DTYPES
+        x.dtype in FLOATS
         and width[0] <= MAX_WIDTH
-        and (weight is None or (weight.dtype in DTYPES and weight.shape == width))
-        and (gate is None or (gate.dtype in DTYPES and gate.shape == x.shape))
-        and (residual is None or (residual.dtype in DTYPES and residual.shape == x.shape))
+        and (weight is None or (weight.dtype in FLOATS and weight.shape == width))
+        and (gate is None or (gate.dtype in FLOATS and gate.shape == x.shape))
+        and (residual is None or (residual.dtype in FLOATS and residual.shape == x.shape))
     ):
         return
     label = f"rms_norm{'_gated' if gate is not None else ''}_implementation='triton'"
     wanted = {"hidden_states": (x, x.shape), "weight": (weight, width), "gate": (gate, x.shape)}
     for name, (tensor, shape) in (wanted | {"residual": (residual, x.shape)}).items():
-        if tensor is not None and tensor.dtype not in DTYPES:
-            refuse(label, name, f"its dtype is {tensor.dtype}, not float32, bfloat16 or float16", "use eager")
+        if tensor is not None and tensor.dtype not in FLOATS:
+            refuse(label, name, no_float(tensor.dtype), "use eager")
         if tensor is not None and tensor.shape != shape:
             refuse(label, name, f"its shape is {tuple(tensor.shape)}, not {tuple(shape)}", "use eager")
     refuse(label, "hidden_states", f"its rows are {width[0]} wide, the limit is {MAX_WIDTH}", "use eager")

@@ -21,10 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot.ops._common.library import once_differentiable, opaque_op, refuse
+from opslot.ops._common.specs import FLOATS, no_float
 from opslot.ops._common.triton import Launcher, cdiv
 from opslot.ops.rotary_pos_emb.op import merge_sections
 
-DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _LABEL = "rotary_pos_emb_implementation='triton'"
 # Elements of the tile of one half of a program's heads; more heads go to further programs of the same token.
 _TILE = 4096
@@ -369,9 +369,9 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         if (
             (k_batch, k_tokens, k_width, cos_tokens) == (batch, tokens, width, tokens)
             and rows in (1, batch)
-            and q.dtype in DTYPES
-            and cos.dtype in DTYPES
-            and sin.dtype in DTYPES
+            and q.dtype in FLOATS
+            and cos.dtype in FLOATS
+            and sin.dtype in FLOATS
             and not cos.requires_grad
             and not sin.requires_grad
         ):
@@ -381,8 +381,8 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 def _explain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> NoReturn:
     for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
-        if x.dtype not in DTYPES:
-            refuse(_LABEL, name, f"its dtype is {x.dtype}, not float32, bfloat16 or float16", "use eager")
+        if x.dtype not in FLOATS:
+            refuse(_LABEL, name, no_float(x.dtype), "use eager")
         if x.ndim != (4 if name in "qk" else 3):
             refuse(_LABEL, name, f"its shape is {tuple(x.shape)}", "use eager, or the layout of the op's contract")
     if q.dtype != k.dtype:

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot.ops._common.library import as_rows, once_differentiable, opaque_op, refuse
+from opslot.ops._common.specs import FLOATS, no_float
 from opslot.ops._common.triton import Launcher, cdiv
 
-DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _BLOCK = 1024
 _WARPS = 4
 
@@ -300,8 +300,8 @@ _LABEL = "swiglu_mlp_implementation='triton'"
 
 
 def _check(name: str, x: Tensor) -> None:
-    if x.dtype not in DTYPES:
-        refuse(_LABEL, name, f"its dtype is {x.dtype}, not float32, bfloat16 or float16", "use eager")
+    if x.dtype not in FLOATS:
+        refuse(_LABEL, name, no_float(x.dtype), "use eager")
 
 
 def _check_pair(gate: Tensor, up: Tensor) -> None:
