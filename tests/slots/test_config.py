@@ -1,3 +1,4 @@
+import copy
 import pickle
 
 import pytest
@@ -93,6 +94,14 @@ def test_round_trips(toy):
     config = OpsImplementationConfig(toy_double_implementation="fast", overrides={"a": {"moe_implementation": "eager"}})
     assert OpsImplementationConfig(**config.to_dict()) == config
     assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_a_made_config_does_not_take_a_field_that_nobody_would_read():
+    config = OpsImplementationConfig()
+    with pytest.raises(ConfigError, match="make another"):
+        config.rms_norm_implementation = "eager"
+    assert config.rms_norm_implementation == config.choice("rms_norm", "standard") == "auto"
+    assert copy.deepcopy(config) == config
 
 
 @pytest.mark.parametrize("value", [None, "auto", {}, "eager", {"moe_implementation": "eager"}])

@@ -110,6 +110,31 @@ def test_bad_requirements_are_refused():
         HardwareRequirement("cpu", (8, 0))
     with pytest.raises(ConfigError, match="own choice"):
         KernelSpec("auto", "toy", "standard", lambda: right)
+    with pytest.raises(ConfigError, match=r"min_compute_capability 9\.0 is above max_compute_capability 8\.0"):
+        HardwareRequirement("gpu", 90, 80)
+
+
+@pytest.mark.parametrize("capability", [9, 8.9, "sm_90", (9,), (9, "a"), True])
+def test_a_capability_that_is_none_is_refused(capability):
+    with pytest.raises(ConfigError, match=r"min_compute_capability=.* is no compute capability"):
+        HardwareRequirement("gpu", capability)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("factory", None),
+        ("factory", "package.module"),
+        ("hardware", "gpu"),
+        ("supports", "float32"),
+        ("priority", "high"),
+        ("priority", {"gpu": "high"}),
+    ],
+)
+def test_a_field_that_would_fail_in_somebody_elses_model_is_refused_at_once(field, value):
+    fields = {"factory": lambda: right, field: value}
+    with pytest.raises(ConfigError, match=rf"toy/standard mine: KernelSpec\.{field} must be .*, got "):
+        KernelSpec("mine", "toy", "standard", **fields)
 
 
 def test_dtype_and_supports_come_after_hardware(toy):

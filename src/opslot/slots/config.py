@@ -51,10 +51,16 @@ class OpsImplementationConfig:
             `{"model.layers.0.*": {"rms_norm_implementation": "eager"}}`.
         **fields: implementation by field.
 
+    A config does not change once it is made: what was validated is what is bound.
+
     Raises:
         ConfigError: lists every unknown field, unknown value, missing package and unfit hardware at once, each with
             the usable alternatives and why the others are not.
     """
+
+    preset: str | None
+    overrides: dict[str, dict[str, str]]
+    _values: dict[str, str]
 
     def __init__(
         self,
@@ -71,18 +77,17 @@ class OpsImplementationConfig:
             else:
                 problems.append(f"preset={preset!r} is unknown; use one of {', '.join(PRESETS)}")
         values.update(_canonical(fields, known, problems))
-        self.preset = preset
         if not _maps_to_mappings(overrides):
             problems.append(f"overrides={overrides!r} must map globs of module paths to the fields that hold there")
             overrides = None
-        self.overrides = {
+        by_glob = {
             glob: _canonical(chosen, known, problems, where=f"overrides[{glob!r}].")
             for glob, chosen in (overrides or {}).items()
         }
-        self._values = values
+        self.__dict__.update(preset=preset, overrides=by_glob, _values=values)
         for field, value in [
             *values.items(),
-            *(i for chosen in self.overrides.values() for i in chosen.items()),
+            *(i for chosen in by_glob.values() for i in chosen.items()),
         ]:
             problem = _value_problem(field, value, known.get(field, []))
             if problem and problem not in problems:
@@ -115,6 +120,12 @@ class OpsImplementationConfig:
         if name in aliases:
             return values[aliases[name]]
         raise AttributeError(f"{type(self).__name__} has no field {name!r}; it has {', '.join(values)}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ConfigError(
+            f"{name}={value!r} is set on an {type(self).__name__} that is made already, and validated\n"
+            f"  to do: make another, OpsImplementationConfig(**{{**config.to_dict(), {name!r}: {value!r}}})"
+        )
 
     def choice(self, op_name: str, variant: str, path: str = "") -> str:
         """Implementation wanted for an op at module `path`; the last matching override wins."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +18,17 @@ DEVICE_TYPES = ("gpu", "npu", "cpu", "any")
 Capability = tuple[int, int]
 
 
-def _as_capability(value: Any) -> Capability | None:
+def _as_capability(name: str, value: Any) -> Capability | None:
     """(9, 0), 90 and "9.0" all name compute capability 9.0."""
     if value is None:
         return None
-    if isinstance(value, int):
+    # 9 is left out: it reads as 0.9, which every GPU has, where 9.0 is meant.
+    if isinstance(value, int) and value >= 10:
         return divmod(value, 10)
-    if isinstance(value, str):
-        major, _, minor = value.partition(".")
-        return int(major), int(minor or 0)
-    major, minor = value
-    return int(major), int(minor)
+    parts = value.split(".") if isinstance(value, str) else value
+    if isinstance(parts, list | tuple) and len(parts) == 2 and all(str(part).isdecimal() for part in parts):
+        return int(parts[0]), int(parts[1])
+    raise ConfigError(f"{name}={value!r} is no compute capability; write (9, 0), 90 or '9.0'")
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,16 @@ class HardwareRequirement:
         if self.device_type not in DEVICE_TYPES:
             raise ConfigError(f"device_type={self.device_type!r} is unknown; use one of {', '.join(DEVICE_TYPES)}")
         for name in ("min_compute_capability", "max_compute_capability"):
-            value = _as_capability(getattr(self, name))
+            value = _as_capability(name, getattr(self, name))
             if value is not None and self.device_type != "gpu":
                 raise ConfigError(f"{name} is a property of GPUs, but device_type is {self.device_type!r}")
             object.__setattr__(self, name, value)
+        low, high = self.min_compute_capability, self.max_compute_capability
+        if low and high and low > high:
+            raise ConfigError(
+                f"min_compute_capability {low[0]}.{low[1]} is above max_compute_capability {high[0]}.{high[1]}; "
+                "no GPU fits, exchange them"
+            )
 
     def unmet_by(self, device: DeviceFacts) -> str | None:
         """Why `device` does not fit, or None when it does."""
@@ -138,6 +144,21 @@ class KernelSpec:
                 raise ConfigError(f"KernelSpec.{label} must be a non-empty string, got {value!r}")
         if isinstance(self.requires, str):
             object.__setattr__(self, "requires", (self.requires,))
+        for label, wanted in self._misfits():
+            name = f"{self.op_name}/{self.variant} {self.name}"
+            raise ConfigError(f"{name}: KernelSpec.{label} must be {wanted}, got {getattr(self, label)!r}")
+
+    def _misfits(self) -> Iterator[tuple[str, str]]:
+        """Fields that would fail far from here, in a model that asks for another kernel: (field, what it must be)."""
+        if not callable(self.factory) and not (isinstance(self.factory, str) and ":" in self.factory):
+            yield "factory", "a function that makes the kernel, or 'package.module:attribute'"
+        if not isinstance(self.hardware, HardwareRequirement):
+            yield "hardware", "a HardwareRequirement"
+        if self.supports is not None and not callable(self.supports):
+            yield "supports", "a function of a KernelRequest, or None"
+        ranks = self.priority.values() if isinstance(self.priority, Mapping) else [self.priority]
+        if not callable(self.priority) and not all(rank is None or isinstance(rank, int | float) for rank in ranks):
+            yield "priority", "a number, a mapping from device type to numbers, a function of a KernelRequest, or None"
 
     @property
     def key(self) -> tuple[str, str, str]:
