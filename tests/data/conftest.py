@@ -1,6 +1,6 @@
 import pytest
 
-from opslot.data import tokenize_files
+from opslot.data import open_corpus
 
 
 @pytest.fixture
@@ -13,6 +13,6 @@ def corpus_of(tmp_path, tokenizer):
         file.write_text(
             "".join(f'{{"text": "{letters[i % 26] * (length - 1)}"}}\n' for i, length in enumerate(lengths))
         )
-        return tokenize_files([file], tokenizer, cache_dir=str(tmp_path / "cache"))
+        return open_corpus([file], tokenizer, cache_dir=str(tmp_path / "cache"))
 
     return make

@@ -12,12 +12,16 @@ class Documents:
     """A corpus in memory: document i holds the numbers 1000 * i, 1000 * i + 1, ..."""
 
     fingerprint = "in memory"
+    sizes = np.array([1])
 
     def __init__(self, lengths):
         self.lengths = np.array(lengths, dtype=np.int64)
 
-    def __len__(self):
-        return len(self.lengths)
+    def prepare(self, numbers):
+        pass
+
+    def block(self, number):
+        return self
 
     def tokens(self, document, start=0, stop=None):
         return np.arange(1000 * document, 1000 * document + self.lengths[document], dtype=np.int32)[start:stop]
@@ -142,12 +146,12 @@ def test_evaluation_sees_every_row_once():
 
 def test_held_out_documents_are_not_trained_on():
     documents = Documents([5] * 50)
-    train, held_out = split_documents(documents, 0.1, seed=0)
+    train, held_out = (part.of(0, documents) for part in split_documents(documents, 0.1, seed=0))
     assert len(held_out) == 5
     assert sorted([*train, *held_out]) == list(range(50))
-    rows = PackedRows(documents, 5, documents=train)
+    rows = PackedRows(documents, 5, documents=split_documents(documents, 0.1, seed=0)[0])
     seen = {int(t) // 1000 for row in epoch_of(rows) for t in row["input_ids"]}
-    assert not seen & set(held_out.tolist())
+    assert seen == set(train.tolist())
     with pytest.raises(DataError, match=r"set data\.eval_path"):
         split_documents(Documents([5]), 0.1, seed=0)
 

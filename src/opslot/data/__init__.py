@@ -1,4 +1,4 @@
-"""Text files to packed batches: sources, a tokenized corpus, rows, and a loader that resumes exactly."""
+"""Text files to packed batches: sources, a corpus tokenized as it is needed, rows, and loaders that resume exactly."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from opslot.data.balance import share_out
     from opslot.data.config import DataConfig
-    from opslot.data.corpus import TokenCorpus, tokenize_files
+    from opslot.data.corpus import TokenBlock, TokenCorpus, open_corpus
     from opslot.data.loader import RowLoader, TokenLoader, evaluation_batches
-    from opslot.data.packing import IGNORE_INDEX, PackedRows, collate, count_targets, split_documents
+    from opslot.data.packing import IGNORE_INDEX, Documents, PackedRows, collate, count_targets
     from opslot.data.sources import find_files, list_problems, read_documents
+    from opslot.data.split import split_documents
     from opslot.data.tokenizer import load_tokenizer
 
 _HOMES = {
     "IGNORE_INDEX": "packing",
     "DataConfig": "config",
+    "Documents": "packing",
     "PackedRows": "packing",
     "RowLoader": "loader",
+    "TokenBlock": "corpus",
     "TokenCorpus": "corpus",
     "TokenLoader": "loader",
     "collate": "packing",
@@ -27,17 +30,19 @@ _HOMES = {
     "find_files": "sources",
     "list_problems": "sources",
     "load_tokenizer": "tokenizer",
+    "open_corpus": "corpus",
     "read_documents": "sources",
     "share_out": "balance",
-    "split_documents": "packing",
-    "tokenize_files": "corpus",
+    "split_documents": "split",
 }
 
 __all__ = [
     "IGNORE_INDEX",
     "DataConfig",
+    "Documents",
     "PackedRows",
     "RowLoader",
+    "TokenBlock",
     "TokenCorpus",
     "TokenLoader",
     "collate",
@@ -46,10 +51,10 @@ __all__ = [
     "find_files",
     "list_problems",
     "load_tokenizer",
+    "open_corpus",
     "read_documents",
     "share_out",
     "split_documents",
-    "tokenize_files",
 ]
 
 

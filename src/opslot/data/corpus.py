@@ -1,11 +1,13 @@
-"""Documents as tokens, computed once and kept on disk."""
+"""Documents as tokens, block by block: each block is tokenized when it is needed, once, and kept on disk."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,55 +15,235 @@ import numpy as np
 
 from opslot._base.errors import DataError
 from opslot._base.logging import get_logger
-from opslot.data.sources import read_documents
+from opslot.data.sources import Span, list_problems, no_text, read_spans, split_files
+from opslot.data.tokenizing import TokenizingProcesses
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 logger = get_logger(__name__)
 
-# Part of every fingerprint: raise it when the same text must become other tokens.
-_FORMAT = 1
+# Part of every fingerprint: raise it when the same text must become other tokens, or lie elsewhere.
+_FORMAT = 2
+# Text of a block: a few seconds of tokenizing on one core, and what a kill can cost.
+BLOCK_BYTES = 4 << 20
 _BATCH_CHARACTERS = 1 << 20
+_SECONDS_BETWEEN_LOOKS = 0.05
 
 
-class TokenCorpus:
-    """Tokenized documents, memory-mapped: any piece of any document at once, however large the corpus.
+class TokenBlock:
+    """Tokenized documents of one block, memory-mapped.
 
     Attributes:
         lengths: tokens in each document, int64 [documents].
-        fingerprint: names the texts, the tokenizer and the way from one to the other.
     """
 
-    def __init__(self, dataset: Dataset, fingerprint: str) -> None:
-        import pyarrow.compute as pc
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
 
-        self._column = dataset.data.column("input_ids")
-        self.lengths: np.ndarray = pc.list_value_length(self._column).to_numpy().astype(np.int64)
-        self.fingerprint = fingerprint
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in all documents, end-of-sequence tokens included."""
-        return int(self.lengths.sum())
+        column = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0).column(0)
+        self._starts = column.offsets.to_numpy()
+        self._tokens = column.values.to_numpy()
+        self.lengths: np.ndarray = np.diff(self._starts)
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Tokens [start, stop) of a document, int32, without a copy."""
-        return self._column[document].values[start:stop].to_numpy()
+        """Tokens [start, stop) of a document, unsigned integers, without a copy."""
+        return self._tokens[self._starts[document] : self._starts[document + 1]][start:stop]
 
     def counts(self, vocab_size: int) -> np.ndarray:
         """How often each token occurs, int64 [vocab_size]."""
-        total = np.zeros(vocab_size, dtype=np.int64)
-        for chunk in self._column.chunks:
-            total += np.bincount(chunk.flatten().to_numpy(), minlength=vocab_size)
-        return total
+        return np.bincount(self._tokens, minlength=vocab_size)
 
 
-def tokenize_files(
+class TokenCorpus:
+    """Blocks of documents, known from the start, whose tokens are there when they are asked for.
+
+    Processes that share the folder share the work: whoever needs a block that is not there writes it, unless another is
+    at it. A block is there whole or not at all.
+
+    Args:
+        blocks: the text of each, from `split_files`.
+        tokenize: texts to token numbers.
+        folder: where blocks are kept; belongs to these files, this tokenizer and these settings alone.
+        text_field, sample_by: as in `DataConfig`.
+        dtype: of the kept tokens.
+
+    Attributes:
+        sizes: bytes of text in each block, int64 [blocks].
+        fingerprint: names the texts, the tokenizer and the way from one to the other.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Sequence[Span]],
+        tokenize: Callable[[list[str]], Iterable[list[int]]],
+        folder: Path,
+        fingerprint: str,
+        *,
+        text_field: str = "text",
+        sample_by: str = "document",
+        dtype: type[np.unsignedinteger] = np.uint32,
+    ) -> None:
+        self.fingerprint = fingerprint
+        self.sizes = np.array([sum(span.size for span in block) for block in blocks], dtype=np.int64)
+        self._blocks = blocks
+        self._tokenize = tokenize
+        self._folder = folder
+        self._text_field = text_field
+        self._sample_by = sample_by
+        self._dtype = dtype
+        self._stamps = {span.file: _stamp(span.file) for block in blocks for span in block}
+        self._there: set[int] = set()
+        self._processes: TokenizingProcesses | None = None
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            self._there = {int(name[: -len(_SUFFIX)]) for name in os.listdir(folder) if name.endswith(_SUFFIX)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Processes belong to the one that started them.
+        return {**self.__dict__, "_processes": None}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every block is there."""
+        return all(self._is_there(number) for number in range(len(self.sizes)))
+
+    def block(self, number: int) -> TokenBlock:
+        """The documents of a block, tokenized now if they are not there."""
+        self.prepare([number])
+        try:
+            return TokenBlock(self._path(number))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"tokenized text is missing or damaged: {self._path(number)}: {error}\n"
+                f"  to do: remove {self._folder} and run again with train.resume_from: latest; "
+                "the text is tokenized anew"
+            ) from error
+
+    def prepare(self, numbers: Sequence[int] | np.ndarray, check: Callable[[], None] | None = None) -> None:
+        """Return when these blocks are there; those that no other process is at are tokenized here.
+
+        Args:
+            check: called every second or so; raises to give up.
+
+        Raises:
+            DataError: malformed text, a file that changed, or a cache folder that cannot be written.
+        """
+        check = check or self.check_processes
+        while absent := [number for number in numbers if not self._is_there(number)]:
+            written = sum([self._write_unless_others_do(number, check) for number in absent])
+            if not written:
+                check()
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+    def start_processes(self, count: int, numbers: Sequence[int]) -> None:
+        """Let `count` processes tokenize the blocks `numbers` in this order, ahead of need."""
+        if count and not all(self._is_there(number) for number in numbers):
+            self._processes = TokenizingProcesses(self, numbers, count)
+
+    def check_processes(self) -> None:
+        """Raise what a process found wrong, although nobody asked for that block yet.
+
+        Raises:
+            DataError: see `prepare`; also for a process that was killed.
+        """
+        if self._processes is not None:
+            self._processes.check()
+
+    def close(self) -> None:
+        """End the processes; a block that one was at is done again by the next run."""
+        if self._processes is not None:
+            self._processes.stop()
+            self._processes = None
+
+    def num_tokens(self) -> int:
+        """Tokens in all documents, end-of-sequence tokens included; tokenizes what is not there."""
+        return sum(int(block.lengths.sum()) for block in self._all_blocks())
+
+    def num_documents(self) -> int:
+        """Documents that are not blank; tokenizes what is not there."""
+        return sum(len(block.lengths) for block in self._all_blocks())
+
+    def counts(self, vocab_size: int) -> np.ndarray:
+        """How often each token occurs, int64 [vocab_size]; tokenizes what is not there."""
+        return np.sum([block.counts(vocab_size) for block in self._all_blocks()], axis=0, dtype=np.int64)
+
+    def _all_blocks(self) -> Iterator[TokenBlock]:
+        self.prepare(range(len(self.sizes)))
+        return (self.block(number) for number in range(len(self.sizes)))
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:06d}{_SUFFIX}"
+
+    def _is_there(self, number: int) -> bool:
+        if number not in self._there and self._path(number).exists():
+            self._there.add(number)
+        return number in self._there
+
+    def _write_unless_others_do(self, number: int, check: Callable[[], None]) -> bool:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with _locked(self._folder / "lock", number) as held:
+                if held and not self._path(number).exists():
+                    self._write(number, check)
+                return held
+        except OSError as error:
+            raise DataError(
+                f"tokenized text cannot be kept in {self._folder.parent}: {error}\n"
+                "  to do: make room there, or set data.cache_dir to a folder that can be written and locked"
+            ) from error
+
+    def _write(self, number: int, check: Callable[[], None]) -> None:
+        import pyarrow as pa
+
+        documents = self._token_lists(number, check)
+        offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+        values = np.concatenate([np.empty(0, self._dtype), *documents])
+        column = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
+        unfinished = self._path(number).with_suffix(".unfinished")
+        try:
+            with unfinished.open("wb") as file:
+                with pa.ipc.new_file(file, pa.schema({"input_ids": column.type})) as table:
+                    table.write_batch(pa.record_batch([column], ["input_ids"]))
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(self._path(number))
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+    def _token_lists(self, number: int, check: Callable[[], None]) -> list[np.ndarray]:
+        spans, problems = self._blocks[number], []
+        self._require_unchanged(spans)
+        documents: list[np.ndarray] = []
+        for texts in _batches(read_spans(spans, self._text_field, self._sample_by, problems)):
+            check()
+            documents += [np.array(ids, dtype=self._dtype) for ids in self._tokenize(texts) if ids]
+        # A file that changes under the reader makes for malformed text; say the cause.
+        self._require_unchanged(spans)
+        if not problems and not documents and len(self.sizes) == 1:
+            problems.append(no_text(list(self._stamps)))
+        if problems:
+            raise DataError(list_problems("the data cannot be read", problems))
+        return documents
+
+    def _require_unchanged(self, spans: Sequence[Span]) -> None:
+        for file in {span.file for span in spans}:
+            try:
+                found = "it has changed" if _stamp(file) != self._stamps[file] else None
+            except OSError as error:
+                found = str(error.strerror)
+            if found:
+                raise DataError(
+                    f"{file}: {found} while the run was reading it\n"
+                    "  to do: put it back as it was and go on with train.resume_from: latest, "
+                    "or start a new run on what is there now"
+                )
+
+
+_SUFFIX = ".arrow"
+
+
+def open_corpus(
     files: Sequence[Path],
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -69,73 +251,75 @@ def tokenize_files(
     sample_by: str = "document",
     append_eos: bool = True,
     cache_dir: str | None = None,
+    block_bytes: int = BLOCK_BYTES,
 ) -> TokenCorpus:
-    """Tokenize `files`, or open what an earlier run made of the same files with the same tokenizer.
+    """The documents of `files`, to be tokenized as they are needed; what an earlier run made of them is there already.
+
+    Args:
+        text_field, sample_by, append_eos, cache_dir: as in `DataConfig`.
+        block_bytes: text that is tokenized at a time; of a plain text file that is longer, each such part, cut at the
+            end of a line, is a document.
 
     Raises:
-        DataError: every malformed place in the files, a tokenizer without the end-of-sequence token it should append,
-            or a cache folder that cannot be written.
+        DataError: parquet files without the text, or a tokenizer without the end-of-sequence token it should append.
     """
-    import datasets
-
     if append_eos and tokenizer.eos_token_id is None:
         raise DataError(
             "data.append_eos is on, but the tokenizer has no end-of-sequence token\n"
             "  to do: set eos_token in its tokenizer_config.json, or data.append_eos: false"
         )
-    fingerprint = _fingerprint(files, tokenizer, text_field, sample_by, append_eos)
     # Rust's own threads tokenize a batch; once used, a later fork warns unless this is said.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    problems: list[str] = []
+    blocks = split_files(files, text_field, block_bytes, problems)
+    if not problems and not blocks:
+        problems.append(no_text(files))
+    if problems:
+        raise DataError(list_problems("the data cannot be read", problems))
+    fingerprint = _fingerprint(files, tokenizer, text_field, sample_by, append_eos, block_bytes)
+    return TokenCorpus(
+        blocks,
+        _Tokenize(tokenizer, tokenizer.eos_token_id if append_eos else None),
+        (Path(cache_dir).expanduser() if cache_dir else _default_cache()) / f"opslot-{fingerprint}",
+        fingerprint,
+        text_field=text_field,
+        sample_by=sample_by,
+        dtype=np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32,
+    )
+
+
+class _Tokenize:
+    """Texts to token numbers with an end; a class, so that other processes can be given it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos: int | None) -> None:
+        self.tokenizer = tokenizer
+        self.end = [] if eos is None else [eos]
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        lists = self.tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+        return [ids if ids[-1:] == self.end else ids + self.end for ids in lists]
+
+
+@contextlib.contextmanager
+def _locked(path: Path, number: int) -> Iterator[bool]:
+    """Hold the lock of one block; False where another process does. The end of a process, however it comes, frees it.
+
+    Block n's lock is byte n of one file, by POSIX, so it also holds between the machines of a shared file system. A
+    process must not take a second one meanwhile: closing the file frees both.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        with _quiet(datasets):
-            dataset = datasets.Dataset.from_generator(
-                _token_rows,
-                features=datasets.Features({"input_ids": datasets.LargeList(datasets.Value("int32"))}),
-                gen_kwargs={
-                    "documents": _Documents(files, text_field, sample_by),
-                    "tokenizer": tokenizer,
-                    "eos": tokenizer.eos_token_id if append_eos else None,
-                },
-                fingerprint=fingerprint,
-                cache_dir=cache_dir,
-            )
-    except (datasets.exceptions.DatasetGenerationError, OSError) as error:
-        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
-        if isinstance(cause, DataError):
-            raise cause from None
-        if not isinstance(cause, OSError):
-            raise
-        folder = cache_dir or datasets.config.HF_DATASETS_CACHE
-        raise DataError(
-            f"tokenized text cannot be kept in {folder}: {cause}\n  to do: set data.cache_dir to a folder with room"
-        ) from error
-    corpus = TokenCorpus(dataset, fingerprint)
-    logger.info("%s documents, %s tokens from %s files", f"{len(corpus):,}", f"{corpus.num_tokens:,}", len(files))
-    return corpus
+        held = True
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+        except (BlockingIOError, PermissionError):
+            held = False
+        yield held
+    finally:
+        os.close(handle)
 
 
-class _Documents:
-    """Re-iterable `read_documents`: datasets wants arguments that can be pickled, not a generator."""
-
-    def __init__(self, files: Sequence[Path], text_field: str, sample_by: str) -> None:
-        self.arguments = (list(files), text_field, sample_by)
-
-    def __iter__(self) -> Iterator[str]:
-        return read_documents(*self.arguments)
-
-
-def _token_rows(
-    documents: _Documents, tokenizer: PreTrainedTokenizerBase, eos: int | None
-) -> Iterator[dict[str, np.ndarray]]:
-    end = [] if eos is None else [eos]
-    for batch in _batches(documents):
-        for ids in tokenizer(batch, return_attention_mask=False, verbose=False)["input_ids"]:
-            ended = ids if ids[-1:] == end else ids + end
-            if ended:
-                yield {"input_ids": np.array(ended, dtype=np.int32)}
-
-
-def _batches(documents: _Documents) -> Iterator[list[str]]:
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
     batch: list[str] = []
     size = 0
     for text in documents:
@@ -148,6 +332,18 @@ def _batches(documents: _Documents) -> Iterator[list[str]]:
         yield batch
 
 
+def _stamp(file: Path) -> tuple[int, int]:
+    facts = file.stat()
+    return facts.st_size, facts.st_mtime_ns
+
+
+def _default_cache() -> Path:
+    """The folder of Hugging Face datasets, without importing them."""
+    from huggingface_hub.constants import HF_HOME
+
+    return Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME) / "datasets").expanduser()
+
+
 def _fingerprint(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, *settings: Any) -> str:
     rust = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = rust.to_str() if rust is not None else repr((type(tokenizer), sorted(tokenizer.get_vocab().items())))
@@ -155,21 +351,6 @@ def _fingerprint(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, *set
     for part in (_FORMAT, vocabulary, tokenizer.eos_token_id, *settings):
         digest.update(repr(part).encode())
     for file in files:
-        stat = file.stat()
-        digest.update(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+        size, changed = _stamp(file)
+        digest.update(f"{file.resolve()}\0{size}\0{changed}\n".encode())
     return digest.hexdigest()[:32]
-
-
-@contextlib.contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
-    """No progress bars and no log lines of datasets inside: the trainer speaks for itself."""
-    shown = datasets.utils.logging.is_progress_bar_enabled()
-    verbosity = datasets.utils.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        datasets.utils.logging.set_verbosity(verbosity)
-        if shown:
-            datasets.enable_progress_bars()

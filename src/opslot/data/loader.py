@@ -13,6 +13,9 @@ from opslot._base.errors import DataError
 from opslot.data.balance import share_out
 from opslot.data.packing import PackedRows, collate, padded_row
 
+# Rows of which a step may look ahead.
+_COUNTED_AT_ONCE = 64
+
 
 class _Loader:
     """What loaders of rows share: how many rows are consumed, over all ranks; follows torch's Stateful protocol, as
@@ -28,8 +31,8 @@ class _Loader:
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far."""
-        return self.consumed / self.rows.rows_per_epoch
+        """Passes over the data so far, see `PackedRows.epochs`."""
+        return self.rows.epochs(self.consumed)
 
     def identity(self) -> dict[str, Any]:
         """What decides what a number of consumed rows means."""
@@ -91,7 +94,7 @@ class RowLoader(_Loader):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         loader = DataLoader(
             self.rows,
-            batch_sampler=_RowNumbers(self.consumed, self.micro_batch_size, self.rank, self.world_size),
+            batch_sampler=_RowNumbers(self),
             collate_fn=collate,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
@@ -110,14 +113,19 @@ def _own_generator() -> torch.Generator:
 class _RowNumbers:
     """This rank's row numbers, batch by batch, without end."""
 
-    def __init__(self, start: int, micro_batch_size: int, rank: int, world_size: int) -> None:
-        self.first = start + rank * micro_batch_size
-        self.size = micro_batch_size
-        self.stride = micro_batch_size * world_size
+    def __init__(self, loader: RowLoader) -> None:
+        self.rows = loader.rows
+        self.size = loader.micro_batch_size
+        self.first = loader.consumed + loader.rank * self.size
+        self.stride = self.size * loader.world_size
+        # Here, so that workers inherit what is known of the rows before.
+        self.rows.prepare(self.first)
 
     def __iter__(self) -> Iterator[list[int]]:
         first = self.first
         while True:
+            # Workers never tokenize: they are told numbers whose tokens are there.
+            self.rows.prepare(first + self.size - 1)
             yield list(range(first, first + self.size))
             first += self.stride
 
@@ -186,9 +194,13 @@ class TokenLoader(_Loader):
 
     def step_lengths(self, first: int) -> np.ndarray:
         """Tokens of each document of the step that begins with row number `first`, int64."""
-        count = 64
-        while (ends := self.rows.token_counts(first, first + count).cumsum())[-1] <= self.step_tokens:
-            count *= 2
+        lengths: list[np.ndarray] = []
+        tokens = count = 0
+        while tokens <= self.step_tokens:
+            lengths.append(self.rows.token_counts(first + count, first + count + _COUNTED_AT_ONCE))
+            tokens += int(lengths[-1].sum())
+            count += _COUNTED_AT_ONCE
+        ends = np.concatenate(lengths).cumsum()
         taken = max(1, int(np.searchsorted(ends, self.step_tokens, side="right")))
         return np.diff(ends[:taken], prepend=0)
 

@@ -90,9 +90,12 @@ def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]
     trainer.console.print(kernel_table(explain(trainer.model)))
     processes = f" x {trainer.state.world_size} ({trainer.state})" if trainer.state.world_size > 1 else ""
     size = "at most " if config.data.max_tokens_per_batch else ""
+    if trainer.max_steps is None:
+        steps = f"{config.train.num_epochs:g} epochs in steps"
+    else:
+        steps = f"{trainer.max_steps - trainer.step:,} steps"
     trainer.say(
-        f"{trainer.title} on {trainer.device}{processes}; {trainer.corpus.num_tokens:,} tokens in "
-        f"{len(trainer.corpus):,} documents; {trainer.max_steps - trainer.step:,} steps of "
+        f"{trainer.title} on {trainer.device}{processes}; {trainer.describe_data()}; {steps} of "
         f"{size}{config.train.global_batch_size * config.data.max_seq_len:,} tokens"
     )
     result = trainer.train()

@@ -46,7 +46,7 @@ def adamw_of(model: nn.Module) -> Callable[..., torch.optim.AdamW]:
     return KERNEL_REGISTRY.load("adamw", "standard", chosen).optimizer  # type: ignore[attr-defined]
 
 
-def learning_rate(train: TrainConfig, step: int, max_steps: int) -> float:
+def learning_rate(train: TrainConfig, step: int, max_steps: float) -> float:
     """Learning rate of step `step` (the first is 1) of `max_steps`.
 
     It rises linearly to `lr` at `warmup_steps`, then follows the scheduler down to `lr * min_lr_ratio`, which the step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -15,6 +16,7 @@ import torch
 from opslot._base.errors import ConfigError
 from opslot.checkpoint import export_hf
 from opslot.data import (
+    Documents,
     PackedRows,
     RowLoader,
     TokenCorpus,
@@ -22,19 +24,21 @@ from opslot.data import (
     count_targets,
     evaluation_batches,
     load_tokenizer,
+    open_corpus,
     split_documents,
-    tokenize_files,
 )
 from opslot.distributed import sum_over_ranks
 from opslot.models import build_foundation_model, load_config
-from opslot.trainer.base import BaseTrainer
+from opslot.trainer.base import BaseTrainer, TrainResult
 from opslot.trainer.validate import micro_batch_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Counting the tokens of more text than this would delay the first step.
-_COUNTED_TOKENS = 200_000_000
+# Bytes of text that are tokenized before the first step, where its steps are to be counted or it is evaluated on.
+_COUNTED_AT_START = 16 << 20
+# Bytes of text whose tokens are counted for the loss curve.
+_COUNTED_FOR_CURVE = 1 << 30
 
 
 class TextTrainer(BaseTrainer):
@@ -47,11 +51,11 @@ class TextTrainer(BaseTrainer):
         if self.tokenizer.eos_token_id is None:
             self._take_eos_from_model()
         self._check_vocabulary()
-        self.corpus = self._tokenize(self.inputs.train_files)
-        train_documents: np.ndarray | None = None
+        self.corpus = self._open(self.inputs.train_files)
+        train_documents: Documents | None = None
         self.eval_rows: PackedRows | None = None
         if self.inputs.eval_files:
-            self.eval_rows = self._rows(self._tokenize(self.inputs.eval_files), None, shuffle=False)
+            self.eval_rows = self._rows(self._open(self.inputs.eval_files), None, shuffle=False)
         elif config.train.eval_steps:
             train_documents, held_out = split_documents(self.corpus, config.data.eval_fraction, config.train.seed)
             self.eval_rows = self._rows(self.corpus, held_out, shuffle=False)
@@ -62,6 +66,7 @@ class TextTrainer(BaseTrainer):
             shuffle=config.data.shuffle,
             packing=config.data.packing and max_tokens is None,
         )
+        self._start_tokenizing()
         options: dict[str, Any] = {
             "rank": self.state.dp_rank,
             "world_size": self.state.dp_size,
@@ -77,6 +82,7 @@ class TextTrainer(BaseTrainer):
         return TokenLoader(self.train_rows, step_tokens, max_tokens, attention_share=share, **options)
 
     def next_micro_batches(self, batches: Iterator[Any]) -> list[dict[str, Any]]:
+        self.corpus.check_processes()
         if isinstance(self.batches, TokenLoader):
             return next(batches)
         return super().next_micro_batches(batches)
@@ -85,6 +91,10 @@ class TextTrainer(BaseTrainer):
         if isinstance(self.batches, TokenLoader):
             return self.batches.step_size
         return super().count_tokens(micro_batches)
+
+    def train(self) -> TrainResult:
+        with contextlib.closing(self.corpus):
+            return super().train()
 
     def build_model(self) -> PreTrainedModel:
         model = self.config.model
@@ -100,14 +110,19 @@ class TextTrainer(BaseTrainer):
             trust_remote_code=model.trust_remote_code,
         )
 
-    def count_steps(self) -> int:
+    def count_steps(self) -> int | None:
         train = self.config.train
         if train.max_steps is not None:
             return train.max_steps
+        if self.corpus.sizes.sum() > _COUNTED_AT_START:
+            return None
         if isinstance(self.batches, TokenLoader):
             return self.batches.steps(train.num_epochs)
         rows = self.train_rows.rows_per_epoch * train.num_epochs
         return max(1, math.ceil(rows / train.global_batch_size))
+
+    def share_done(self) -> float:
+        return self.batches.epoch / self.config.train.num_epochs
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -145,11 +160,32 @@ class TextTrainer(BaseTrainer):
 
     @property
     def reference_loss(self) -> float | None:
-        return self.unigram_entropy if self.corpus.num_tokens <= _COUNTED_TOKENS else None
+        counted = self.corpus.is_complete and self.corpus.sizes.sum() <= _COUNTED_FOR_CURVE
+        return self.unigram_entropy if counted else None
 
-    def _tokenize(self, files: list[Path]) -> TokenCorpus:
+    def describe_data(self) -> str:
+        """How much text there is, in words."""
+        if self.corpus.is_complete and self.corpus.sizes.sum() <= _COUNTED_AT_START:
+            return f"{self.corpus.num_tokens():,} tokens in {self.corpus.num_documents():,} documents"
+        beside = "" if self.corpus.is_complete else ", tokenized while it trains"
+        return f"{self.corpus.sizes.sum() / 1e6:,.0f} MB of text in {len(self.inputs.train_files):,} files{beside}"
+
+    def _start_tokenizing(self) -> None:
+        """Have what the first step and the first evaluation need come first, and find here what is wrong with it."""
+        order = self.train_rows.blocks_in_order()
+        if self.eval_rows is not None and self.eval_rows.corpus is self.corpus:
+            # An evaluation waits for all of its blocks, training for the next ones.
+            held_out = self.eval_rows.documents.blocks
+            order = np.concatenate([order[:1], held_out, order[~np.isin(order, held_out)]])
+        self.corpus.start_processes(self.config.data.num_workers, order.tolist())
+        self.train_rows.prepare(0)
+        if self.eval_rows is not None:
+            small = self.eval_rows.corpus.sizes.sum() <= _COUNTED_AT_START
+            self.eval_rows.corpus.prepare(self.eval_rows.documents.blocks if small else [0])
+
+    def _open(self, files: list[Path]) -> TokenCorpus:
         data = self.config.data
-        return tokenize_files(
+        return open_corpus(
             files,
             self.tokenizer,
             text_field=data.text_field,
@@ -159,7 +195,7 @@ class TextTrainer(BaseTrainer):
         )
 
     def _rows(
-        self, corpus: TokenCorpus, documents: np.ndarray | None, *, shuffle: bool, packing: bool | None = None
+        self, corpus: TokenCorpus, documents: Documents | None, *, shuffle: bool, packing: bool | None = None
     ) -> PackedRows:
         data = self.config.data
         pad = self.tokenizer.pad_token_id

@@ -36,7 +36,7 @@ class ProgressCallback(Callback):
         if wanted == "bar" or (wanted == "auto" and self.console.is_terminal):
             self._bar = _make_bar(self.console)
             self._task = self._bar.add_task(
-                "training", total=trainer.max_steps, completed=trainer.step, loss=float("nan"), speed="", memory=""
+                "training", total=trainer.expected_steps, completed=trainer.step, loss=float("nan"), speed="", memory=""
             )
             self._bar.start()
 
@@ -44,6 +44,7 @@ class ProgressCallback(Callback):
         if self._bar is not None and self._task is not None:
             self._bar.update(
                 self._task,
+                total=_rounded(trainer.expected_steps),
                 completed=record.step,
                 loss=record.loss,
                 speed=f"{record.tokens_per_s:,.0f} tok/s",
@@ -68,10 +69,12 @@ class ProgressCallback(Callback):
     def _line(self, trainer: BaseTrainer, record: StepRecord) -> str:
         assert self._clock_from is not None
         spent, done = time.monotonic() - self._started, record.step - self._clock_from
-        left = f"{_clock(spent / done * (trainer.max_steps - record.step))} left" if done else ""
+        expected = _rounded(trainer.expected_steps)
+        about = "~" if trainer.max_steps is None else ""
+        left = f"{_clock(spent / done * (expected - record.step))} left" if done and expected else ""
         extra = "".join(f"  {name} {value:.4f}" for name, value in record.extra.items())
         return (
-            f"step {record.step}/{trainer.max_steps}  loss {record.loss:.4f}{extra}  grad_norm {record.grad_norm:.2f}  "
+            f"step {record.step}/{about}{expected}  loss {record.loss:.4f}{extra}  grad_norm {record.grad_norm:.2f}  "
             f"lr {record.lr:.2e}  {record.tokens_per_s:,.0f} tok/s  {record.memory_gib:.1f} GiB  {left}"
         )
 
@@ -99,6 +102,10 @@ def _make_bar(console: Console) -> Progress:
         console=console,
         refresh_per_second=4,
     )
+
+
+def _rounded(steps: float | None) -> int | None:
+    return None if steps is None else round(steps)
 
 
 def _clock(seconds: float) -> str:

@@ -1,0 +1,76 @@
+"""Processes that tokenize ahead of the training one."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from opslot._base.errors import DataError
+
+if TYPE_CHECKING:
+    from opslot.data.corpus import TokenCorpus
+
+
+class TokenizingProcesses:
+    """`count` processes that write the blocks `numbers` of a corpus, in this order; they end with their parent."""
+
+    def __init__(self, corpus: TokenCorpus, numbers: Sequence[int], count: int) -> None:
+        context = multiprocessing.get_context()
+        self._members = []
+        for _ in range(count):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_tokenize, args=(corpus, numbers, sender), daemon=True)
+            process.start()
+            sender.close()
+            self._members.append((process, receiver))
+
+    def check(self) -> None:
+        """Raise what one of them found wrong.
+
+        Raises:
+            DataError: its own, or one that says how it ended. One that a signal asked to end is no error: the training
+                process does its work.
+        """
+        for process, receiver in self._members:
+            code = process.exitcode
+            if code in (None, 0, -signal.SIGTERM):
+                continue
+            with contextlib.suppress(EOFError):
+                raise DataError(receiver.recv())
+            how = f"signal {-code}; out of memory?" if code < 0 else f"exit code {code}, see above"
+            raise DataError(
+                f"a process that tokenizes has ended ({how})\n"
+                "  to do: lower data.num_workers, and go on with train.resume_from: latest"
+            )
+
+    def stop(self) -> None:
+        """End them at once."""
+        for process, receiver in self._members:
+            process.terminate()
+            process.join()
+            receiver.close()
+
+
+def _tokenize(corpus: TokenCorpus, numbers: Sequence[int], errors: Connection) -> None:
+    # Ctrl-C reaches every process of a terminal; the training one decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # The processes are the parallelism; and threads that the parent had started do not exist here.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    parent = multiprocessing.parent_process()
+
+    def end_with_parent() -> None:
+        if parent is not None and not parent.is_alive():
+            os._exit(0)
+
+    try:
+        corpus.prepare(numbers, end_with_parent)
+    except DataError as error:
+        errors.send(str(error))
+        sys.exit(1)
