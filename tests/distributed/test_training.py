@@ -112,7 +112,7 @@ def test_transfers_begin_before_the_next_projection(ranks):
 
 
 def wrong_options(case):
-    from opslot.distributed import init_parallel_state
+    from opslot.distributed import init_parallel_state, shard_sequence
     from opslot.models.parallel import parallelize_model
 
     state = init_parallel_state(device_type="cpu", sp=2)
@@ -124,7 +124,7 @@ def wrong_options(case):
     parallelize_model(model, state, ulysses_overlap=True, ulysses_pipeline=pipeline)
     if case == "changed":
         model.model.layers[0].self_attn.q_norm.register_forward_hook(lambda m, a, out: out + 1)
-        model(input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False)
+        model(**shard_sequence(tiny.rows(0), state), use_cache=False)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,25 @@ def wrong_options(case):
 def test_what_cannot_overlap_is_refused(ranks, rank_failed, case, message):
     with pytest.raises(rank_failed, match=message):
         ranks.run(wrong_options, case)
+
+
+def without(entry):
+    from opslot.distributed import init_parallel_state, shard_sequence
+    from opslot.models.parallel import parallelize_model
+
+    state = init_parallel_state(device_type="cpu", sp=2)
+    model = parallelize_model(tiny.build("qwen3"), state)
+    model(**{name: value for name, value in shard_sequence(tiny.rows(0), state).items() if name != entry})
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [("position_ids", "each rank would count from 0"), ("shift_labels", "last token of each part would lose")],
+)
+def test_a_part_of_a_sequence_alone_is_refused(ranks, rank_failed, entry, message):
+    """Both would go unnoticed: wrong positions, and one label less at each border."""
+    with pytest.raises(rank_failed, match=rf"without {entry}, so.*{message}.*\n  to do: .*shard_sequence"):
+        ranks.run(without, entry)
 
 
 @pytest.mark.parametrize("length", [11, 12])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opslot._base.errors import ConfigError
+from opslot._base.errors import ConfigError, ParallelError
 from opslot.distributed import ParallelState, gather_outputs, ulysses_attention
 from opslot.distributed.ulysses import Arrivals, kv_repeats
 from opslot.ops.attention.op import PREFIX as ATTENTION_PREFIX
@@ -17,6 +17,8 @@ from opslot.slots import KERNEL_REGISTRY, own_config, walk_slots
 from opslot.slots.slot import PREFIX as SLOT_PREFIX
 
 _SUFFIX = "_ulysses"
+# Transformers' decoders take input_ids, attention_mask and position_ids in this order.
+_POSITION_IDS = 3
 
 
 def kernel_of(module: nn.Module, slot: str, op_name: str, variant: str) -> Callable[..., Any]:
@@ -55,9 +57,28 @@ def spread_sequences(model: Any, state: ParallelState, pipeline: int = 1, overla
     # Masks are made from the part of the sequence that a rank holds; documents of the whole come as cu_seq_lens.
     AttentionMaskInterface.register(spread, _no_mask)
     model.config._attn_implementation = spread
+    model.register_forward_pre_hook(_require_places, with_kwargs=True)
     for _, module, slot, op_name, variant in walk_slots(model):
         if op_name == "load_balancing_loss":
             module.__dict__[SLOT_PREFIX + slot] = _OverWholeSequences(kernel_of(module, slot, op_name, variant))
+
+
+def _require_places(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: what a rank cannot know from its part of the rows must be given.
+
+    Raises:
+        ParallelError: there are no position_ids, or labels that the model would shift within the part.
+    """
+    problem = ""
+    if kwargs.get("position_ids") is None and len(args) < _POSITION_IDS:
+        problem = "position_ids, so each rank would count from 0"
+    elif kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+        problem = "shift_labels, so the last token of each part would lose its successor"
+    if problem:
+        raise ParallelError(
+            f"{type(model).__name__} holds parts of sequences (sp > 1) and was called without {problem}\n"
+            "  to do: call it with opslot.distributed.shard_sequence(batch)"
+        )
 
 
 def _kv_repeats(model: Any, state: ParallelState) -> int:
