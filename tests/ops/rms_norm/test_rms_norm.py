@@ -399,3 +399,41 @@ def test_gated_refuses_another_activation_at_the_site():
     assert check_site(types.SimpleNamespace(activation="silu")) is None
     assert check_site(types.SimpleNamespace()) is None
     assert "sigmoid" in check_site(types.SimpleNamespace(activation="sigmoid"))
+
+
+@pytest.fixture
+def fla(monkeypatch):
+    """The adapter over a stand-in for flash-linear-attention, which is not installed here."""
+
+    def rms_norm_gated(x, g, weight, bias, activation="swish", residual=None, eps=1e-5):
+        assert (bias, activation, residual) == (None, "swish", None)
+        assert x.numel(), "fla divides by the number of its programs"
+        return op.gated(x, weight, eps, g)
+
+    for name in ("fla", "fla.modules"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(
+        sys.modules, "fla.modules.fused_norm_gate", types.SimpleNamespace(rms_norm_gated=rms_norm_gated)
+    )
+    monkeypatch.delitem(sys.modules, "opslot.ops.rms_norm.fla", raising=False)
+    loaded = importlib.import_module("opslot.ops.rms_norm.fla")
+    monkeypatch.delitem(sys.modules, "opslot.ops.rms_norm.fla")
+    return loaded
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_fla_gates_with_the_contracts_arguments(fla, rows):
+    x, weight, gate = tensors((rows, 16), (16,), (rows, 16))
+    expected, found = op.gated(x, weight, EPS, gate), fla.gated(x, weight, EPS, gate)
+    torch.testing.assert_close(found, expected)
+    dout = torch.randn_like(found)
+    grads = [torch.autograd.grad(out, (x, weight, gate), dout) for out in (found, expected)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(
+    ("width", "gate", "said"), [(16385, (2, 16385), "16385 wide, the limit is 16384"), (8, (2, 4), "gate: its shape")]
+)
+def test_fla_says_what_it_does_not_gate(fla, width, gate, said):
+    with pytest.raises(KernelError, match=said):
+        fla.gated(torch.zeros(2, width), torch.zeros(width), EPS, torch.zeros(gate))

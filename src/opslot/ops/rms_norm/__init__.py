@@ -3,9 +3,17 @@
 import re
 
 from opslot._base.device import package_version
-from opslot.ops._common.specs import cpu_rank, liger_kernel, npu_kernel, quack_kernel, torch_kernel, triton_kernel
+from opslot.ops._common.specs import (
+    FLOATS,
+    cpu_rank,
+    liger_kernel,
+    npu_kernel,
+    quack_kernel,
+    torch_kernel,
+    triton_kernel,
+)
 from opslot.ops.rms_norm.op import OP
-from opslot.slots import KERNEL_REGISTRY, KernelRequest
+from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -53,4 +61,17 @@ for _variant in ("standard", "offset", "unweighted"):
             OP.name, _variant, supports=_quack_serves, priority={"gpu": 70}, description="quack-kernels, on CuTe"
         )
     )
+# Not timed beside triton, so never chosen by itself.
+KERNEL_REGISTRY.register(
+    KernelSpec(
+        "fla",
+        OP.name,
+        "gated",
+        "opslot.ops.rms_norm.fla:gated",
+        HardwareRequirement("gpu", min_compute_capability=(8, 0)),
+        requires=("fla", "triton"),
+        dtypes=FLOATS,
+        description="flash-linear-attention's kernel",
+    )
+)
 KERNEL_REGISTRY.register(npu_kernel(OP.name, "standard", priority={"npu": 60}, description="torch_npu.npu_rms_norm"))
