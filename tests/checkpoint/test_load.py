@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -233,6 +234,42 @@ def test_a_collecting_converter(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=message):
             load_weights(untouched, save(tmp_path / "x", count=count, **tensors), converters=[Doubling()])
         assert not untouched.joined.any()
+
+
+class Again(Doubling):
+    """Hands out what it has handed out before."""
+
+    def finalize(self) -> list[tuple[str, Tensor]]:
+        return [("joined", torch.zeros(5, 2))]
+
+
+class ByValue(Doubling):
+    def convert(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]] | None:
+        return super().convert(name, tensor) if tensor.sum() else None
+
+
+@pytest.mark.parametrize(
+    ("converter", "more", "message"),
+    [
+        (
+            Again,
+            {},
+            r"a converter and another source fill \(1\):\n    joined\n    to do: have each",
+        ),
+        (Doubling, {"joined": torch.zeros(5, 2)}, r"a converter and another source fill \(1\):\n    joined"),
+        (
+            ByValue,
+            {},
+            r"ByValue.convert\('a'\) failed on tensors without values.*\n.*RuntimeError: .*\n    to do",
+        ),
+    ],
+)
+def test_converters_that_break_their_contract(tmp_path: Path, converter: Any, more: Any, message: str) -> None:
+    model = Joined()
+    folder = save(tmp_path / "x", a=torch.ones(2, 2), b=torch.ones(3, 2), count=torch.tensor(7), **more)
+    with pytest.raises(CheckpointError, match=message):
+        load_weights(model, folder, converters=[converter()])
+    assert not model.joined.any()
 
 
 def test_meta_buffers_that_nothing_sets_are_an_error(tmp_path: Path) -> None:

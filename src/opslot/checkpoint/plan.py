@@ -90,6 +90,7 @@ class _Planner:
         self.result = LoadPlan()
         self.filled: dict[str, int] = defaultdict(int)
         self.taken: dict[tuple[str, tuple[tuple[int, int], ...]], TensorEntry] = {}
+        self.handed: set[str] = set()
         self.damaged: set[str] = set()
         self.explained = False
 
@@ -134,17 +135,26 @@ class _Planner:
         handed: list[tuple[str, Tensor]] = []
         try:
             for name, entry in mine.items():
+                at = f"convert({name!r})"
                 handed += rehearsal.convert(name, torch.empty(entry.shape, dtype=entry.dtype, device="meta")) or ()
+            at = "finalize"
             handed += rehearsal.finalize()
         except CheckpointError as error:
             self.problems.add("tensors that a converter refuses", str(error), "see above")
             return
+        except Exception as error:
+            raise CheckpointError(
+                f"{type(converter).__name__}.{at} failed on tensors without values, which show what it will hand out\n"
+                f"    found: {type(error).__name__}: {error}\n"
+                "    to do: have it decide by names and shapes, and return (name, tensor) pairs"
+            ) from error
         source = next(iter(mine.values()))
         for name, tensor in handed:
             target = self.model.targets.get(name)
             if target is None:
                 self._leave_out(name)
                 continue
+            self.handed.add(target.name)
             entry = TensorEntry(name, source.file, tensor.dtype, tuple(tensor.shape), 0, 0)
             self._account(name, entry, Placement.whole(target.name, target.shape))
         self.result.streams.append(Stream(converter, list(mine.items())))
@@ -169,6 +179,10 @@ class _Planner:
             self.damaged.add(target.name)
             return False
         key = target.name, tuple((r.start, r.stop) for r in placement.region)
+        if key in self.taken and target.name in self.handed:
+            todo = "have each parameter come once, and tied ones under one name"
+            self.problems.add("parameters that a converter and another source fill", name, todo)
+            return False
         if key in self.taken:
             self._check_same(name, self.taken[key], entry)
             return False
