@@ -525,7 +525,8 @@ def test_gating_of_its_own_is_refused():
         (DeviceFacts("gpu", (9, 0)), torch.float32, "standard", "grouped_mm"),
         (DeviceFacts("gpu", (8, 0)), torch.bfloat16, "standard", "fused_triton"),
         (DeviceFacts("gpu", (9, 0)), torch.bfloat16, "clamped", "fused_triton"),
-        (DeviceFacts("gpu", (9, 0)), torch.bfloat16, "biased", "eager"),
+        (DeviceFacts("gpu", (9, 0)), torch.bfloat16, "biased", "fused_triton"),
+        (DeviceFacts("gpu", (9, 0)), torch.float16, "biased", "eager"),
         (DeviceFacts("gpu", (7, 5)), torch.float16, "standard", "grouped_mm"),
     ],
 )
@@ -533,6 +534,15 @@ def test_auto_takes_what_was_measured_fastest(device, dtype, variant, chosen):
     pytest.importorskip("triton")
     request = KernelRequest("moe_experts", variant, device, dtype)
     assert KERNEL_REGISTRY.resolve(request).chosen == chosen
+
+
+def test_quack_without_its_compiler_is_not_chosen(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr("opslot.slots.spec.has_package", lambda name: name in ("quack", "triton"))
+    request = KernelRequest("moe_experts", "standard", DeviceFacts("gpu", (9, 0)), torch.bfloat16)
+    assert KERNEL_REGISTRY.resolve(request).chosen == "fused_triton"
+    with pytest.raises(ConfigError, match="cutlass"):
+        KERNEL_REGISTRY.resolve(request, "fused_quack")
 
 
 def test_npu_elsewhere_tells_every_alternative():

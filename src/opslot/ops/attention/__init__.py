@@ -78,7 +78,7 @@ def _ranked(name: str) -> Callable[[KernelRequest], int | None]:
     return priority
 
 
-def _flash(version: int, package: str, hardware: HardwareRequirement, *supports: Supports) -> KernelSpec:
+def _flash(version: int, packages: tuple[str, ...], hardware: HardwareRequirement, *supports: Supports) -> KernelSpec:
     def factory() -> Callable[..., Any]:
         from opslot.ops.attention.flash import make_flash
 
@@ -91,7 +91,7 @@ def _flash(version: int, package: str, hardware: HardwareRequirement, *supports:
         "causal",
         factory,
         hardware,
-        requires=(package,),
+        requires=packages,
         dtypes=HALF_FLOATS,
         supports=_all_of(_allowed("_supports_flash_attn"), *supports),
         priority=_ranked(name),
@@ -122,11 +122,16 @@ for _spec in (
         description="cuDNN fused attention through torch SDPA",
     ),
     # The compiled extension: FlashAttention 4 alone also makes a package flash_attn.
-    _flash(2, "flash_attn_2_cuda", HardwareRequirement("gpu", (8, 0)), _head_dim_to(256), _no_sinks),
+    _flash(2, ("flash_attn_2_cuda",), HardwareRequirement("gpu", (8, 0)), _head_dim_to(256), _no_sinks),
     _flash(
-        3, "flash_attn_interface", HardwareRequirement("gpu", (9, 0), (9, 0)), _head_dim_to(256), _no_sinks, _no_dropout
+        3,
+        ("flash_attn_interface",),
+        HardwareRequirement("gpu", (9, 0), (9, 0)),
+        _head_dim_to(256),
+        _no_sinks,
+        _no_dropout,
     ),
-    _flash(4, "flash_attn.cute", HardwareRequirement("gpu", (9, 0)), _head_dim_to(128), _no_dropout),
+    _flash(4, ("flash_attn.cute", "cutlass"), HardwareRequirement("gpu", (9, 0)), _head_dim_to(128), _no_dropout),
     KernelSpec(
         "flex_attention",
         "attention",

@@ -16,6 +16,9 @@ from opslot.ops.attention.op import causal_of, refuse_options, window_of
 
 # Each costs seconds of compiling.
 _SHAPES = 64
+# Below this, torch takes its decoding kernel, which has no plan for several rows of queries (torch 2.11: "No choices
+# exist for backend"); one query, as in generation, is what it is made for.
+_DECODING = 128
 
 
 def flex_attention(
@@ -41,6 +44,11 @@ def flex_attention(
         )
     if attention_mask is None and query.shape[2] > 1:
         attention_mask = _block_mask(query, key, causal_of(module, kwargs), kwargs)
+    if query.is_cuda and 1 < query.shape[2] < _DECODING:
+        kwargs = {
+            **kwargs,
+            "kernel_options": {"FORCE_USE_FLEX_ATTENTION": True, **(kwargs.get("kernel_options") or {})},
+        }
     if torch.compiler.is_compiling():
         return flex_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0], None
     # Past its limit of shapes Dynamo would run FlexAttention unfused, 50 times slower, without a word.

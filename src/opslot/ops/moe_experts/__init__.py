@@ -10,14 +10,14 @@ _HERE = "opslot.ops.moe_experts"
 
 
 def _triton_rank(request: KernelRequest) -> int | None:
-    """Not measured in fp32, where its products run without tensor cores; `clamped` only in bf16, `biased` nowhere."""
-    measured = {"standard": HALF_FLOATS, "clamped": {torch.bfloat16}}.get(request.variant, frozenset())
+    """Not measured in fp32, where its products run without tensor cores; the bounded gatings only in bf16."""
+    measured = HALF_FLOATS if request.variant == "standard" else {torch.bfloat16}
     return 80 if request.device.type == "gpu" and request.dtype in measured else None
 
 
 def _grouped_mm_rank(request: KernelRequest) -> int | None:
-    """On CPUs in 16 bits, the bounded gatings take 0.7 to 1.2 of the loop's time; on GPUs `biased` is not proven."""
-    if request.device.type == "gpu" and request.variant == "biased":
+    """On CPUs in 16 bits, the bounded gatings take 0.7 to 1.2 of the loop's time; on GPUs they ran only in bf16."""
+    if request.device.type == "gpu" and request.variant != "standard" and request.dtype != torch.bfloat16:
         return None
     if request.device.type == "cpu" and request.variant != "standard" and request.dtype in HALF_FLOATS:
         return None
@@ -59,7 +59,7 @@ def _fused_triton(variant: str) -> KernelSpec:
 # Forward + backward on an H200, bf16, one run of benchmarks/gpu_moe.py. Qwen3-30B-A3B's layer at T=16384: fused_quack
 # 7.3 ms, fused_triton 7.5, grouped_mm 14.5, Transformers' grouped_mm 19.8, its loop 217; at T=2048: 1.8, 1.8, 3.1, 3.8,
 # 201; at T=256, where the host is what takes the time: 2.0, 1.7, 1.7, 2.2, 196. DeepSeek-V3 slice: 28.8, 29.3, 38.2,
-# 47.3, 140. Clamped experts of gpt-oss-20b's sizes at T=8192: fused_triton 9.0, grouped_mm 17.3, the loop 74.
+# 47.3, 140. gpt-oss-20b's sizes at T=8192: clamped fused_triton 9.4, grouped_mm 17.5, loop 75; biased 9.7, 19.0, 90.
 # On two CPU cores, H 128 to 512, grouped_mm takes 0.51 to 0.87 of the loop's time, in fp32 0.68 to 0.96 for the bounded
 # gatings.
 # The ranks on NPUs are not measured; they keep `auto` off upstream's loop, which synchronizes for every expert.
@@ -84,7 +84,7 @@ for _spec in (
         "standard",
         f"{_HERE}.quack:fused_quack",
         HardwareRequirement("gpu", min_compute_capability=90),
-        requires=("quack", "triton"),
+        requires=("quack", "cutlass", "triton"),
         dtypes=HALF_FLOATS,
         supports=_multiples_of_8,
         priority={"gpu": 90},
