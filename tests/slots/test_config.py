@@ -43,7 +43,7 @@ def test_one_error_lists_every_problem(toy, monkeypatch):
     assert "did you mean rms_norm_implementation" in text
     assert "needs the package no_such_package_x" in text
     assert "usable here: auto, eager, fast" in text
-    assert "gpu_only: needs a NPU" in text
+    assert "gpu_only: needs an NPU" in text
     assert "did you mean 'fused_triton'" in text
 
 

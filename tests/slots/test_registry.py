@@ -71,7 +71,7 @@ def test_auto_takes_the_highest_usable_rank_and_says_why_not_the_others(toy):
     assert r.chosen == "fast"
     assert not r.explicit
     reasons = dict(r.rejected)
-    assert "needs a NPU" in reasons["gpu_only"]
+    assert "needs an NPU" in reasons["gpu_only"]
     assert "no_such_package_x" in reasons["needs_package"]
     assert "not measured faster" in reasons["unranked"]
     assert "slower" in reasons["eager"]
@@ -83,7 +83,7 @@ def test_explicit_unusable_kernel_lists_alternatives(toy):
     text = str(caught.value)
     assert "needs the package no_such_package_x" in text
     assert "usable here: eager, fast, unranked" in text
-    assert "gpu_only: needs a NPU" in text
+    assert "gpu_only: needs an NPU" in text
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ class HardwareRequirement:
         if self.device_type == "any":
             return None
         if device.type != self.device_type:
-            return f"needs a {self.device_type.upper()}, this is {device}"
+            article = "an" if self.device_type == "npu" else "a"
+            return f"needs {article} {self.device_type.upper()}, this is {device}"
         low, high = self.min_compute_capability, self.max_compute_capability
         if low and device.capability and device.capability < low:
             return f"needs compute capability {low[0]}.{low[1]} or higher, this is {device}"
