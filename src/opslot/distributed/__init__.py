@@ -1,6 +1,7 @@
 """Several processes: who shares what, sequence and expert parallelism, FSDP2, gradient norms."""
 
 from opslot.distributed._collectives import gather_objects, sum_over_ranks
+from opslot.distributed.dummy import dummy_forward
 from opslot.distributed.errors import OtherRankFailed, failing_together
 from opslot.distributed.expert_parallel import ExpertParallel
 from opslot.distributed.fsdp import clip_grad_norm, gradient_sync, parallelize
@@ -31,6 +32,7 @@ __all__ = [
     "check_sizes",
     "clip_grad_norm",
     "destroy_parallel_state",
+    "dummy_forward",
     "failing_together",
     "gather_heads_scatter_seq",
     "gather_objects",
