@@ -99,3 +99,35 @@ def test_the_trainer_takes_the_kernel_that_is_named():
     assert adamw_of(model) is AdamW
     opslot.bind(model, "auto")
     assert adamw_of(model) is not AdamW
+
+
+@pytest.mark.parametrize("steps", [1, 3, 400])
+def test_slow_averages_are_exact_from_the_first_step(optimizer_class, steps):
+    """1 - 0.999 in float32 is 1e-5 off, and so would be the first updates."""
+    grad = torch.linspace(0.5, 2.0, 8)
+    ours = torch.nn.Parameter(torch.zeros(8))
+    optimizer = optimizer_class([ours], lr=1e-3, betas=(0.9, 0.999), eps=1e-12, weight_decay=0.0)
+    ours.grad = grad
+    # torch makes the state in a first step of its own.
+    optimizer.step()
+    state = optimizer.state[ours]
+    state["step"].fill_(steps - 1)
+    state["exp_avg"].zero_()
+    state["exp_avg_sq"].zero_()
+    with torch.no_grad():
+        ours.zero_()
+    optimizer.step()
+    wide = grad.double()
+    mean, square = wide * (1 - 0.9), wide.square() * (1 - 0.999)
+    update = 1e-3 * mean / (1 - 0.9**steps) / (square / (1 - 0.999**steps)).sqrt()
+    torch.testing.assert_close(state["exp_avg_sq"].double(), square, rtol=2e-7, atol=0.0)
+    torch.testing.assert_close(-ours.detach().double(), update, rtol=5e-7, atol=0.0)
+
+
+def test_no_average_at_all(optimizer_class):
+    ours, theirs = parameters(), parameters()
+    options = {"lr": 1e-2, "betas": (0.0, 0.0), "weight_decay": 0.0}
+    train(optimizer_class(ours, **options), ours, 3)
+    train(torch.optim.AdamW(theirs, fused=True, **options), theirs, 3)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
