@@ -353,12 +353,13 @@ def test_peak_memory_of_a_large_vocabulary():
         ({"labels": torch.zeros(2, 4, dtype=torch.long)}, r"labels: shape \(2, 4\)"),
         ({"labels": torch.zeros(2, 9)}, "labels: torch.float32"),
         ({"num_items_in_batch": torch.ones(2)}, r"num_items_in_batch: shape \(2,\)"),
+        ({"label_smoothing": 1.5}, r"label_smoothing: 1\.5, not between 0 and 1"),
     ],
 )
 def test_misfits_are_one_error(name, change, words):
     hidden, weight, labels = inputs(grad=False)
     arguments = {"hidden_states": hidden, "weight": weight, "labels": labels}
-    arguments |= {k: v.to(DEVICE) for k, v in change.items()}
+    arguments |= {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in change.items()}
     with pytest.raises(KernelError, match=words) as caught:
         load(name)(**arguments)
     assert f"'{name}'" in str(caught.value)

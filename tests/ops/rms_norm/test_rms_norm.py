@@ -295,6 +295,13 @@ def test_triton_refuses_what_it_does_not_serve(x, weight, said):
     assert "to do: use eager" in str(caught.value)
 
 
+@pytest.mark.parametrize("shape", [(1,), (4,), (2, 8)])
+def test_torch_fused_refuses_weights_that_would_broadcast(shape):
+    for variant in ("standard", "offset"):
+        with pytest.raises(KernelError, match=r"weight: its shape is .*, not \(8,\)"):
+            load(variant, "torch_fused")(torch.zeros(2, 8), torch.zeros(shape), EPS)
+
+
 @pytest.fixture
 def quack(monkeypatch):
     """`ops.rms_norm.quack` over a stand-in for the vendor that computes what its documentation says, in fp32."""

@@ -172,6 +172,7 @@ def _bad(name):
         "another batch": (q, k, cos.expand(3, -1, -1), sin.expand(3, -1, -1)),
         "angles with a gradient": (q, k, cos.clone().requires_grad_(), sin),
         "narrow angles": (q, k, cos[..., :8], sin[..., :8]),
+        "wider keys": (q, torch.cat([k, k], -1), cos, sin),
         "odd angles": (q, k, cos[..., :7], sin[..., :7]),
         "wide angles": (q, k, cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)),
         "unsqueeze_dim": (q, k, cos, sin, 0),
@@ -201,6 +202,7 @@ def test_triton_refuses_what_it_does_not_serve(name, said):
     [
         ("full", "angles with a gradient", "cannot take cos: it requires a gradient"),
         ("full", "narrow angles", "cannot take cos: it has 8 channels for heads of 16"),
+        ("full", "wider keys", "cannot take cos: it has 16 channels for heads of 16 and 32"),
         ("partial", "odd angles", "cannot take cos: it has 7 channels for heads of 16"),
         ("partial", "wide angles", "cannot take cos: it has 32 channels for heads of 16"),
     ],

@@ -173,6 +173,8 @@ def _loss(
     shaping: ShapingArguments,
 ) -> Tensor:
     hidden, weight, labels = _served(name, *flat_inputs(name, hidden_states, weight, labels))
+    if not 0.0 <= shaping[1] <= 1.0:
+        _refuse(name, "label_smoothing", f"{shaping[1]}, not between 0 and 1")
     divisor = loss_divisor(name, labels, num_items, shaping[0], wide(hidden.dtype))
     recording = torch.is_grad_enabled()
     wanted = (recording and hidden.requires_grad, recording and weight.requires_grad)

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.library import once_differentiable
+from opslot.ops._common.library import once_differentiable, refuse
+
+_LABEL = "rms_norm_implementation='torch_fused'"
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -56,11 +58,18 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dweight, None, None
 
 
+def _apply(hidden_states: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+    if weight.shape != hidden_states.shape[-1:]:
+        found = f"its shape is {tuple(weight.shape)}, not {tuple(hidden_states.shape[-1:])}"
+        refuse(_LABEL, "weight", found, "give it one element a channel, or use eager")
+    return _RMSNorm.apply(hidden_states, weight, eps, offset)
+
+
 def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`op.standard` for every floating dtype."""
-    return _RMSNorm.apply(hidden_states, weight, eps, False)
+    return _apply(hidden_states, weight, eps, False)
 
 
 def offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`op.offset` for every floating dtype."""
-    return _RMSNorm.apply(hidden_states, weight, eps, True)
+    return _apply(hidden_states, weight, eps, True)

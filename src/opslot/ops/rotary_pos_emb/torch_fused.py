@@ -62,8 +62,9 @@ def _apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -
 
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`op.full` for every floating dtype."""
-    if cos.shape[-1] != q.shape[-1]:
-        found = f"it has {cos.shape[-1]} channels for heads of {q.shape[-1]}"
+    rotary = cos.shape[-1]
+    if rotary % 2 or not rotary == q.shape[-1] == k.shape[-1]:
+        found = f"it has {rotary} channels for heads of {q.shape[-1]} and {k.shape[-1]}"
         refuse(_LABEL, "cos", found, "use eager, or the partial variant")
     return _apply(q, k, cos, sin, unsqueeze_dim)
 
