@@ -48,11 +48,8 @@ def draw(
         _draw_curve(rest.pop(0), curve)
     for axis in rest:
         axis.axis("off")
-    figure.suptitle(
-        f"forward + backward, ms; dashed: the floor   ({environment['device']}, {environment['date']})",
-        fontsize=11,
-        color=_INK,
-    )
+    what = "forward + backward, ms; dashed: the floor\n" if groups else ""
+    figure.suptitle(f"{what}{environment['device']}, {environment['date']}", fontsize=11, color=_INK)
     figure.savefig(path)
 
 
