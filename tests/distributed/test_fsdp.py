@@ -150,6 +150,21 @@ def test_what_is_not_finite_on_one_rank_shows_in_every_norm(ranks, value):
         assert found[0] > found[1] > found[2] > 0
 
 
+def norms_of_few_rows():
+    """Norms of several orders of gradients of which the second rank holds nothing."""
+    state = init_parallel_state(device_type="cpu")
+    torch.manual_seed(0)
+    layer = fully_shard(nn.Linear(4, 1), mesh=state.fsdp_mesh)
+    layer(torch.tensor([[3.0, -4.0, 0.0, 0.5]])).sum().backward()
+    assert state.rank == 0 or layer.weight.grad.to_local().numel() == 0
+    return [clip_grad_norm(layer.parameters(), math.inf, order).item() for order in (1.0, 2.0, math.inf)]
+
+
+def test_a_rank_that_holds_nothing_of_a_gradient(ranks):
+    for found in ranks.run(norms_of_few_rows):
+        assert found == pytest.approx([8.5, math.sqrt(26.25), 4.0])
+
+
 def communication():
     """Reductions of a micro batch in the middle of a step and of its last one."""
     state = init_parallel_state(device_type="cpu", ep=2)

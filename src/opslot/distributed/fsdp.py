@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from opslot._base.errors import ConfigError
-from opslot.distributed._collectives import sum_over_ranks
+from opslot.distributed._collectives import gather_objects
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
@@ -118,18 +118,28 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: flo
             owners[(grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None].append(parameter)
     if not owners:
         return torch.tensor(0.0)
-    norms = [get_total_norm([p.grad for p in group if p.grad is not None], norm_type) for group in owners.values()]
-    whole = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
-    total = torch.linalg.vector_norm(whole, norm_type)
-    if math.isinf(norm_type) and any(isinstance(norm, DTensor) for norm in norms):
-        # A maximum over ranks may drop the NaN of one of them.
-        own = [norm.to_local() if isinstance(norm, DTensor) else norm for norm in norms]
-        (spoiled,) = sum_over_ranks(float(any(norm.isnan() for norm in own)))
-        total = torch.full_like(total, math.nan) if spoiled else total
+    if norm_type == math.inf:
+        total = _largest([p.grad for group in owners.values() for p in group if p.grad is not None])
+    else:
+        norms = [get_total_norm([p.grad for p in group if p.grad is not None], norm_type) for group in owners.values()]
+        whole = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
+        total = torch.linalg.vector_norm(whole, norm_type)
     if math.isfinite(max_norm):
         for group in owners.values():
             clip_grads_with_norm_(group, max_norm, total)
     return total
+
+
+def _largest(grads: list[Tensor]) -> Tensor:
+    """The largest magnitude over all ranks; NaN when one of them has a NaN.
+
+    torch's own reduction over a mesh may drop a NaN, and fails on the ranks that hold nothing of a gradient.
+    """
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    own = torch.stack([local[0].new_zeros(()), *(part.abs().max() for part in local if part.numel())]).max()
+    if any(isinstance(grad, DTensor) for grad in grads):
+        own = own.new_tensor(gather_objects(own.item())).max()
+    return own
 
 
 @contextlib.contextmanager
