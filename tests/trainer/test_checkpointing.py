@@ -9,6 +9,7 @@ import torch
 
 from opslot._base.errors import CheckpointError
 from opslot.trainer import checkpointing
+from opslot.trainer.random_states import random_states, restore_random_states
 from opslot.trainer.saver import CheckpointSaver
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -229,8 +230,8 @@ def test_random_generators_go_on_where_they_were():
         return random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1), np.random.randn()  # noqa: NPY002
 
     draw()
-    states = checkpointing.random_states()
+    states = random_states()
     first = draw()
     draw()
-    checkpointing.restore_random_states(states)
+    restore_random_states(states)
     assert draw() == first

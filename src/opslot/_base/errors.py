@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class OpslotError(Exception):
     """Base of every error that opslot raises on purpose; the command line prints it without a traceback."""
@@ -38,3 +40,16 @@ class TrainingError(OpslotError, RuntimeError):
 def explain_problem(asked: str, found: str, todo: str) -> str:
     """One message in the house form: what was asked, what was found, what to do."""
     return f"{asked}\n  found: {found}\n  to do: {todo}"
+
+
+def list_problems(title: str, problems: Sequence[str], shown: int = 10) -> str:
+    """`title`, then a line a problem; a long list is cut and counted."""
+    lines = [f"- {problem}" for problem in problems[:shown]]
+    if len(problems) > shown:
+        lines.append(f"- and {len(problems) - shown} more")
+    return f"{title}:\n" + "\n".join(lines)
+
+
+def count_of(problems: Sequence[str]) -> str:
+    """E.g. "1 problem" or "3 problems"."""
+    return "1 problem" if len(problems) == 1 else f"{len(problems)} problems"

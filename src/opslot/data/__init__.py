@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from opslot.data.corpus import TokenBlock, TokenCorpus, open_corpus
     from opslot.data.loader import RowLoader, TokenLoader, evaluation_batches
     from opslot.data.packing import IGNORE_INDEX, Documents, PackedRows, collate, count_targets
-    from opslot.data.sources import find_files, list_problems, read_documents
+    from opslot.data.sources import find_files, read_documents
     from opslot.data.split import split_documents
     from opslot.data.tokenizer import load_tokenizer
 
@@ -28,7 +28,6 @@ _HOMES = {
     "count_targets": "packing",
     "evaluation_batches": "loader",
     "find_files": "sources",
-    "list_problems": "sources",
     "load_tokenizer": "tokenizer",
     "open_corpus": "corpus",
     "read_documents": "sources",
@@ -49,7 +48,6 @@ __all__ = [
     "count_targets",
     "evaluation_batches",
     "find_files",
-    "list_problems",
     "load_tokenizer",
     "open_corpus",
     "read_documents",

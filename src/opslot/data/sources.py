@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from opslot._base.errors import DataError
+from opslot._base.errors import DataError, list_problems
 
 JSON_LINES = frozenset({".jsonl", ".ndjson", ".json"})
-_SHOWN = 10
 # Arrow's types.
 _STRINGS = ("string", "large_string", "string_view")
 _NEWLINE = re.compile(rb"\n")
@@ -125,14 +124,6 @@ def read_spans(spans: Sequence[Span], text_field: str, sample_by: str, problems:
 def no_text(files: Sequence[Path]) -> str:
     """The problem of files that hold nothing but blanks."""
     return f"{_names(files)}: no text in any of them, so there is nothing to train on"
-
-
-def list_problems(title: str, problems: Sequence[str], shown: int = _SHOWN) -> str:
-    """`title`, then a line a problem; a long list is cut and counted."""
-    lines = [f"- {problem}" for problem in problems[:shown]]
-    if len(problems) > shown:
-        lines.append(f"- and {len(problems) - shown} more")
-    return f"{title}:\n" + "\n".join(lines)
 
 
 def _unreadable(path: Path) -> str | None:

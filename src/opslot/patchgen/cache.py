@@ -11,6 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from opslot._base.files import write_text
+
 _SEAL = "# opslot cache, sha256 of all above: "
 _KEPT_PER_ARCH = 8
 _UNUSED_SECONDS = 30 * 24 * 3600
@@ -65,22 +67,7 @@ def read_sealed(path: Path) -> str | None:
 def write_sealed(path: Path, text: str) -> None:
     """Write `text` and its hash. A reader sees the old file or the new one, never a part."""
     seal = f"{_SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n"
-    write_atomic(path, text + seal)
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write a file so that nobody sees it half-written, whoever else writes it at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    write_text(path, text + seal)
 
 
 def touch(entry: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from opslot._base.errors import OpslotError, PatchError
-from opslot.patchgen.cache import write_atomic
+from opslot._base.files import write_text
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.materialization import find_patch, known_archs, materialize, require_patch
 from opslot.patchgen.releases import find_release
@@ -157,9 +157,9 @@ def _generate(arch: str, patch: PatchConfig, release: Release, args: argparse.Na
     elif args.output is not None:
         path = args.output / patch.target_file
         try:
-            write_atomic(path, generated.text)
+            write_text(path, generated.text)
             if args.diff:
-                write_atomic(path.with_suffix(".diff"), diff)
+                write_text(path.with_suffix(".diff"), diff)
         except OSError as error:
             raise PatchError(f"cannot write {path}: {error.strerror}") from error
         print(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from opslot._base.errors import PatchError
-from opslot.patchgen.cache import write_atomic
+from opslot._base.files import write_text
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.engine import apply_all, watched_symbols
 from opslot.patchgen.releases import find_release, version_key
@@ -63,7 +63,7 @@ class Lock:
         }
         lines = {digest: " ".join(self.lines[digest]) for digest in sorted(used - {_ABSENT})}
         text = json.dumps({"format": _FORMAT, "archs": archs, "lines": lines}, indent=1)
-        write_atomic(path, text + "\n")
+        write_text(path, text + "\n")
 
     def record(self, arch: str, version: str, symbols: dict[str, Symbol | None]) -> None:
         """Take over a release's symbols."""

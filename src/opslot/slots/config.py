@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from opslot._base.device import machine_devices
-from opslot._base.errors import ConfigError
+from opslot._base.errors import ConfigError, count_of, list_problems
 from opslot.slots.registry import KERNEL_REGISTRY
 from opslot.slots.spec import KernelRequest
 
@@ -93,8 +93,7 @@ class OpsImplementationConfig:
             if problem and problem not in problems:
                 problems.append(problem)
         if problems:
-            count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
-            raise ConfigError(f"ops_implementation has {count}:\n" + "\n".join(f"- {p}" for p in problems))
+            raise ConfigError(list_problems(f"ops_implementation has {count_of(problems)}", problems, shown=30))
 
     @classmethod
     def make(cls, value: OpsImplementationConfig | Mapping[str, Any] | str | None) -> OpsImplementationConfig:

@@ -21,6 +21,7 @@ from typing import Any
 
 from opslot._base.device import DeviceFacts, package_version
 from opslot._base.errors import ConfigError
+from opslot._base.files import write_json
 from opslot._base.logging import get_logger
 
 logger = get_logger(__name__)
@@ -203,11 +204,8 @@ def write_profile(timings: Iterable[Timing], device: DeviceFacts) -> Path:
         raise ConfigError(f"{error}\n  to do: {_INSTEAD}, or name another file with {VARIABLE}") from error
     kept.update((t.key, t) for t in timings)
     section = {**here, "date": time.strftime("%Y-%m-%d"), "timings": [_plain(t) for t in kept.values()]}
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps({"format": _FORMAT, "machines": [*others, section]}, indent=1) + "\n")
-        beside.replace(path)
+        write_json(path, {"format": _FORMAT, "machines": [*others, section]})
     except OSError as error:
         raise ConfigError(
             f"the profile {path} cannot be written: {error.strerror}\n  to do: name another file with {VARIABLE}"

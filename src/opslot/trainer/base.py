@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from opslot._base.errors import TrainingError
+from opslot._base.files import write_json, write_text
 from opslot.checkpoint import initialize_weights
 from opslot.data import count_targets
 from opslot.distributed import (
@@ -50,6 +51,7 @@ from opslot.trainer.display import make_console
 from opslot.trainer.kernels import hold_kernels, kernel_record, require_same_kernels
 from opslot.trainer.optimizer import build_optimizer, learning_rate
 from opslot.trainer.parse import to_yaml
+from opslot.trainer.random_states import restore_random_states
 from opslot.trainer.saver import CheckpointSaver
 from opslot.trainer.validate import Inputs, micro_batch_size, validate
 
@@ -214,7 +216,7 @@ class BaseTrainer(ABC):
             batches = iter(self.batches)
             if self._random_states is not None:
                 # Last, since a loader's iterator draws a seed for its workers.
-                checkpointing.restore_random_states(self._random_states)
+                restore_random_states(self._random_states)
             while not self._is_done() and not self._asked_to_stop():
                 record = self._train_step(batches)
                 for callback in self.callbacks:
@@ -407,9 +409,9 @@ class BaseTrainer(ABC):
         if self.state.rank:
             return
         self.output_dir.mkdir(parents=True, exist_ok=True)
-        checkpointing.write_text(self.output_dir / "config.yaml", to_yaml(self.config))
-        checkpointing.write_text(self.output_dir / "kernels.txt", f"{explain(self.model)}\n")
-        checkpointing.write_json(self.output_dir / "kernels.json", kernel_record(self.model))
+        write_text(self.output_dir / "config.yaml", to_yaml(self.config))
+        write_text(self.output_dir / "kernels.txt", f"{explain(self.model)}\n")
+        write_json(self.output_dir / "kernels.json", kernel_record(self.model))
 
     @contextlib.contextmanager
     def _closing_callbacks(self) -> Iterator[None]:

@@ -5,22 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from opslot._base.errors import CheckpointError
-from opslot.data.sources import list_problems
+from opslot._base.errors import CheckpointError, list_problems
+from opslot._base.files import write_json
+from opslot.trainer.random_states import random_states
+from opslot.trainer.ranks import RankError, is_first_rank, of_all_ranks, on_first_rank, root_cause, torch_distributed
 
 if TYPE_CHECKING:
     import torch
-
-T = TypeVar("T")
 
 CHECKPOINTS = "checkpoints"
 STATE_FILE = "trainer_state.json"
@@ -103,7 +102,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot, keep: int | None = None, gr
         if is_first_rank():
             shutil.rmtree(unfinished, ignore_errors=True)
         raise CheckpointError(
-            f"the checkpoint of step {snapshot.step} cannot be written to {folder}: {_root_cause(error)}\n"
+            f"the checkpoint of step {snapshot.step} cannot be written to {folder}: {root_cause(error)}\n"
             "  to do: make room there, then run again with train.resume_from: latest; earlier checkpoints are intact"
         ) from error
     if keep and is_first_rank():
@@ -170,7 +169,7 @@ def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim
     except CheckpointError:
         raise
     except (Exception, dcp.api.CheckpointException) as error:
-        raise CheckpointError(f"{_damaged(folder)}: {_root_cause(error)}") from error
+        raise CheckpointError(f"{_damaged(folder)}: {root_cause(error)}") from error
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
@@ -248,107 +247,12 @@ def _checksum(path: Path) -> str:
     return f"{value:08x}"
 
 
-class RankError(Exception):
-    """What failed on one rank, raised on all."""
-
-
-def torch_distributed() -> bool:
-    """Whether a process group exists."""
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
-
-
-def is_first_rank() -> bool:
-    """Whether this process writes what is written once."""
-    import torch.distributed as dist
-
-    return not torch_distributed() or dist.get_rank() == 0
-
-
-def of_all_ranks(act: Callable[[], T], group: Any = None) -> list[T]:
-    """What `act` returns on each rank, in their order; when it fails on any of them, an error on all.
-
-    Raises:
-        RankError: what failed first, by rank; in a single process the error itself.
-    """
-    import torch.distributed as dist
-
-    if not torch_distributed():
-        return [act()]
-    value, error = None, None
-    try:
-        value = act()
-    except Exception as problem:
-        error = problem
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, (value, None if error is None else _root_cause(error)), group=group)
-    for rank, (_, message) in enumerate(answers):
-        if message is not None:
-            raise RankError(f"rank {rank}: {message}") from error
-    return [value for value, _ in answers]
-
-
-def on_first_rank(act: Callable[[], None], group: Any = None) -> None:
-    """`of_all_ranks` for what rank 0 does while the others wait."""
-    of_all_ranks(lambda: act() if is_first_rank() else None, group)
-
-
 @contextlib.contextmanager
 def _one_process_is_fine() -> Iterator[None]:
     """Without the warning that DCP gives when there is no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
-
-
-def random_states() -> dict[str, Any]:
-    """States of Python's, NumPy's and torch's generators, as plain data."""
-    import numpy as np
-    import torch
-
-    version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002  (users' code draws from it)
-    states: dict[str, Any] = {
-        "python": [version, list(internal), gauss],
-        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
-    return states
-
-
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Undo what was drawn since `random_states`."""
-    import numpy as np
-    import torch
-
-    def bytes_of(text: str) -> torch.Tensor:
-        return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
-    torch.set_rng_state(bytes_of(states["torch"]))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(bytes_of(states["cuda"]))
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that a reader sees the old file or the new one, never half of one."""
-    write_text(path, json.dumps(value, indent=1) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """As `write_json`, for text."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
 
 
 def _discard(folder: Path) -> None:
@@ -379,12 +283,3 @@ def _damaged(folder: Path) -> str:
         f"the checkpoint {folder} cannot be read; move it away and resume from the one before\n"
         "  (train.resume_from: latest, or a folder)\n  found"
     )
-
-
-def _root_cause(error: BaseException) -> str:
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, first = next(iter(sorted(failures.items())))
-        cause = _root_cause(first[0] if isinstance(first, tuple) else first)
-        return f"rank {rank}: {cause}" if torch_distributed() else cause
-    return str(error) or type(error).__name__

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from opslot._base.files import replacing
 
 _INK = "#1f2933"
 _FAINT = "#9aa5b1"
@@ -66,9 +67,8 @@ def draw_loss_curve(rows: Sequence[dict[str, Any]], path: Path, title: str, refe
         fontweight="bold",
     )
     _dress(axes, title)
-    beside = path.with_name(f".{path.stem}.{os.getpid()}.png")
-    figure.savefig(beside)
-    beside.replace(path)
+    with replacing(path) as beside:
+        figure.savefig(beside)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

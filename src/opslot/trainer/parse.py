@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from opslot._base.errors import ConfigError
+from opslot._base.errors import ConfigError, count_of, list_problems
 from opslot.trainer.config import RunConfig
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ def load_config(source: str | Path | Sequence[str]) -> RunConfig:
     kept = _checked_values(values, schema, parser, problems)
     overrides = _checked_overrides(argv, schema, parser, problems)
     if problems:
-        count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
-        raise ConfigError(f"the configuration has {count}:\n" + "\n".join(f"- {problem}" for problem in problems))
+        raise ConfigError(list_problems(f"the configuration has {count_of(problems)}", problems, shown=30))
     namespace = parser.parse_object(kept)
     namespace = parser.parse_args(overrides, namespace=namespace)
     parsed = parser.instantiate_classes(namespace)

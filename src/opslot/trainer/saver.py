@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.logging import get_logger
 from opslot.trainer import checkpointing
+from opslot.trainer.ranks import torch_distributed
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -54,7 +55,7 @@ class CheckpointSaver:
         self.wait()
         if not self.background:
             return checkpointing.write_snapshot(self.folder, snapshot, self.keep)
-        if self._group is None and checkpointing.torch_distributed():
+        if self._group is None and torch_distributed():
             import torch.distributed as dist
 
             self._group = dist.new_group(backend="gloo")

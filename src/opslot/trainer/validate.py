@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opslot._base.device import has_package
-from opslot._base.errors import ConfigError
+from opslot._base.errors import ConfigError, count_of, list_problems
 from opslot._base.launcher import launched_world_size
-from opslot.data import find_files, list_problems
+from opslot.data import find_files
 from opslot.trainer.checkpointing import CHECKPOINTS, find_checkpoints, is_complete
 from opslot.trainer.config import ModelConfig, RunConfig, TrainConfig
 
@@ -52,8 +52,7 @@ def validate(config: RunConfig) -> Inputs:
     if config.train.logging.wandb and not has_package("wandb"):
         problems.append("train.logging.wandb is on, but wandb is not installed; pip install wandb, or turn it off")
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(list_problems(f"the run cannot start, {count}", problems, shown=30))
+        raise ConfigError(list_problems(f"the run cannot start, {count_of(problems)}", problems, shown=30))
     return Inputs(config_path, tokenizer_path, train_files, eval_files, checkpoint)
 
 

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from opslot._base.files import write_text
 from opslot.trainer.callbacks.base import Callback, StepRecord
-from opslot.trainer.checkpointing import is_first_rank, write_text
+from opslot.trainer.ranks import is_first_rank
 
 if TYPE_CHECKING:
     from opslot.trainer.base import BaseTrainer

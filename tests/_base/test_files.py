@@ -1,0 +1,36 @@
+import json
+
+import pytest
+
+from opslot._base.files import replacing, write_json, write_text
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path):
+    path = tmp_path / "new" / "file"
+    write_text(path, "old\n")
+    with replacing(path) as beside:
+        beside.write_text("half of the n")
+        assert path.read_text() == "old\n"
+        beside.write_text("new\n")
+    assert path.read_text() == "new\n"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("moment", ["os.fsync", "pathlib.Path.replace"])
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, moment):
+    def full(*_: object) -> None:
+        raise OSError("disk full")
+
+    path = tmp_path / "file"
+    write_json(path, {"step": 1})
+    monkeypatch.setattr(moment, full)
+    with pytest.raises(OSError, match="disk full"):
+        write_json(path, {"step": 2})
+    assert json.loads(path.read_text()) == {"step": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_follow_the_umask(tmp_path):
+    write_text(tmp_path / "ours", "text")
+    (tmp_path / "plain").write_text("text")
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode
