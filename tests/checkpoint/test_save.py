@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from transformers.utils import logging as transformers_logging
 
 from opslot._base.errors import CheckpointError, ConfigError
@@ -161,6 +162,22 @@ def test_meta_models_and_wrong_arguments(tmp_path, make_model) -> None:
     with pytest.raises(ConfigError, match="'5 apples' is no size"):
         save_weights(make_model("qwen3"), tmp_path / "x", max_shard_size="5 apples")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_adapters_are_refused_and_what_they_are_merged_into_is_saved(tmp_path, make_model) -> None:
+    """Under PEFT's names plain Transformers would find no weight and draw them all anew."""
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(make_model("qwen3"), lora)
+    with pytest.raises(CheckpointError, match=r"PeftModel has PEFT adapters \(default\).*\n  to do: save model"):
+        save_weights(model, tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+    merged = model.merge_and_unload()
+    save_weights(merged, tmp_path / "x")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in merged.state_dict().items())
+    assert not torch.equal(
+        loaded["model.layers.0.self_attn.q_proj.weight"], make_model("qwen3").model.layers[0].self_attn.q_proj.weight
+    )
 
 
 @pytest.mark.parametrize(

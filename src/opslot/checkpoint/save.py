@@ -136,12 +136,14 @@ def save_weights(
         The folder.
 
     Raises:
-        CheckpointError: the folder cannot be written or the disk is full, or a tensor has no memory (meta).
+        CheckpointError: the folder cannot be written or the disk is full, a tensor has no memory (meta), or the model
+            has adapters, which plain Transformers would leave out.
         ConfigError: unknown layout or size.
     """
     check_layout(layout)
     max_bytes, folder = parse_size(max_shard_size), Path(folder)
     if isinstance(model_or_state_dict, nn.Module):
+        _refuse_adapters(model_or_state_dict)
         model, tensors = model_or_state_dict, tensors_of(model_or_state_dict)
     else:
         model, tensors = None, {plain_name(name): tensor for name, tensor in model_or_state_dict.items()}
@@ -188,6 +190,15 @@ def export_hf(
             if processor is not None:
                 processor.save_pretrained(saved)
     return saved
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    adapters = getattr(model, "peft_config", None)
+    if adapters:
+        raise CheckpointError(
+            f"{type(model).__name__} has PEFT adapters ({', '.join(adapters)}), whose names Transformers does not know\n"
+            "  to do: save model.merge_and_unload(), or the adapters alone with model.save_pretrained(folder)"
+        )
 
 
 def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
