@@ -69,6 +69,21 @@ def test_without_sequence_parallelism_the_batch_is_returned():
     assert shard_sequence(batch, ParallelState()) is batch
 
 
-def test_a_mask_that_is_more_than_padding_is_refused():
-    with pytest.raises(ConfigError, match=r"shape \(1, 1, 2, 2\)"):
-        parts({"input_ids": torch.ones(1, 2, dtype=torch.long), "attention_mask": torch.ones(1, 1, 2, 2)})
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"attention_mask": torch.ones(1, 1, 2, 2)},
+            r"attention_mask of shape \(1, 1, 2, 2\) for .* \(1, 2\)\n  to do",
+        ),
+        (
+            {"attention_mask": {"full_attention": torch.ones(1, 2)}},
+            r"attention_mask of shape dict for .*\n  to do: give",
+        ),
+        ({"input_ids": None, "inputs_embeds": torch.ones(1, 2, 3)}, r"has inputs_embeds\n  to do: let the model embed"),
+    ],
+)
+def test_batches_that_cannot_be_cut_are_refused(changes, message):
+    batch = {"input_ids": torch.ones(1, 2, dtype=torch.long), **changes}
+    with pytest.raises(ConfigError, match=message):
+        parts({name: value for name, value in batch.items() if value is not None})

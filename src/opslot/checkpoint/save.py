@@ -196,7 +196,7 @@ def _refuse_adapters(model: nn.Module) -> None:
     adapters = getattr(model, "peft_config", None)
     if adapters:
         raise CheckpointError(
-            f"{type(model).__name__} has PEFT adapters ({', '.join(adapters)}), whose names Transformers does not know\n"
+            f"{type(model).__name__} has adapters ({', '.join(adapters)}), whose names Transformers does not know\n"
             "  to do: save model.merge_and_unload(), or the adapters alone with model.save_pretrained(folder)"
         )
 

@@ -32,11 +32,12 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
         padding apart.
 
     Raises:
-        ConfigError: an attention mask that is more than padding.
+        ConfigError: no input_ids, or an attention mask that is more than padding.
     """
     state = state or get_parallel_state()
     if state.sp == 1:
         return batch
+    _check_shapes(batch)
     input_ids: Tensor = batch["input_ids"]
     labels: Tensor | None = batch.get("labels")
     positions: Tensor | None = batch.get("position_ids")
@@ -71,6 +72,22 @@ _REPLACED = (
 )
 
 
+def _check_shapes(batch: dict[str, Any]) -> None:
+    input_ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if input_ids is None:
+        raise ConfigError(
+            f"sequence parallelism divides input_ids, and the batch has {', '.join(batch)}\n"
+            "  to do: let the model embed the tokens itself, or set sp to 1"
+        )
+    shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    if mask is not None and shape != input_ids.shape:
+        raise ConfigError(
+            f"sequence parallelism got an attention_mask of shape {shape} for input_ids of shape "
+            f"{tuple(input_ids.shape)}\n"
+            "  to do: give a [B, S] padding mask, or documents as cu_seq_lens_q"
+        )
+
+
 def _documents(starts: Tensor) -> dict[str, Any]:
     """What attention kernels want to know of documents that begin where `starts` [B, S] is True; nothing of whole rows,
     which causal attention keeps apart by itself, and faster."""
@@ -98,10 +115,5 @@ def _document_starts(batch: dict[str, Any]) -> Tensor:
     elif positions is not None:
         starts[:, 1:] |= positions.expand_as(input_ids).diff(dim=1) != 1
     if mask is not None:
-        if mask.shape != input_ids.shape:
-            raise ConfigError(
-                f"sequence parallelism got an attention_mask of shape {tuple(mask.shape)} for input_ids of shape "
-                f"{tuple(input_ids.shape)}\n  to do: give a [B, S] padding mask, or documents as cu_seq_lens_q"
-            )
         starts[:, 1:] |= mask[:, 1:].bool() != mask[:, :-1].bool()
     return starts
