@@ -7,7 +7,7 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,7 @@ class TokenCorpus:
 
     Args:
         blocks: the text of each, from `split_files`.
+        stamps: size in bytes and time of change (ns) of each file, which must not change while it is read.
         tokenize: texts to token numbers.
         folder: where blocks are kept; belongs to these files, this tokenizer and these settings alone.
         text_field, sample_by: as in `DataConfig`.
@@ -76,6 +77,7 @@ class TokenCorpus:
     def __init__(
         self,
         blocks: Sequence[Sequence[Span]],
+        stamps: Mapping[Path, tuple[int, int]],
         tokenize: Callable[[list[str]], Iterable[list[int]]],
         folder: Path,
         fingerprint: str,
@@ -92,7 +94,7 @@ class TokenCorpus:
         self._text_field = text_field
         self._sample_by = sample_by
         self._dtype = dtype
-        self._stamps = {span.file: _stamp(span.file) for block in blocks for span in block}
+        self._stamps = stamps
         self._there: set[int] = set()
         self._processes: TokenizingProcesses | None = None
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -165,7 +167,10 @@ class TokenCorpus:
 
     def counts(self, vocab_size: int) -> np.ndarray:
         """How often each token occurs, int64 [vocab_size]; tokenizes what is not there."""
-        return np.sum([block.counts(vocab_size) for block in self._all_blocks()], axis=0, dtype=np.int64)
+        total = np.zeros(vocab_size, dtype=np.int64)
+        for block in self._all_blocks():
+            total += block.counts(vocab_size)
+        return total
 
     def _all_blocks(self) -> Iterator[TokenBlock]:
         self.prepare(range(len(self.sizes)))
@@ -212,7 +217,8 @@ class TokenCorpus:
             raise
 
     def _token_lists(self, number: int, check: Callable[[], None]) -> list[np.ndarray]:
-        spans, problems = self._blocks[number], []
+        spans = self._blocks[number]
+        problems: list[str] = []
         self._require_unchanged(spans)
         documents: list[np.ndarray] = []
         for texts in _batches(read_spans(spans, self._text_field, self._sample_by, problems)):
@@ -268,17 +274,18 @@ def open_corpus(
             "data.append_eos is on, but the tokenizer has no end-of-sequence token\n"
             "  to do: set eos_token in its tokenizer_config.json, or data.append_eos: false"
         )
-    # Rust's own threads tokenize a batch; once used, a later fork warns unless this is said.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    _tokenize_with_threads()
+    stamps = {file: _stamp(file) for file in files}
     problems: list[str] = []
     blocks = split_files(files, text_field, block_bytes, problems)
     if not problems and not blocks:
         problems.append(no_text(files))
     if problems:
         raise DataError(list_problems("the data cannot be read", problems))
-    fingerprint = _fingerprint(files, tokenizer, text_field, sample_by, append_eos, block_bytes)
+    fingerprint = _fingerprint(stamps, tokenizer, text_field, sample_by, append_eos, block_bytes)
     return TokenCorpus(
         blocks,
+        stamps,
         _Tokenize(tokenizer, tokenizer.eos_token_id if append_eos else None),
         (Path(cache_dir).expanduser() if cache_dir else _default_cache()) / f"opslot-{fingerprint}",
         fingerprint,
@@ -286,6 +293,14 @@ def open_corpus(
         sample_by=sample_by,
         dtype=np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32,
     )
+
+
+def _tokenize_with_threads() -> None:
+    """Unless the user says otherwise, let Rust's own threads tokenize a batch; without a word, a later fork warns."""
+    if "TOKENIZERS_PARALLELISM" not in os.environ:
+        os.environ["TOKENIZERS_PARALLELISM"] = "true"
+        # A forked process would wait for threads that exist in its parent alone.
+        os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))
 
 
 class _Tokenize:
@@ -344,13 +359,12 @@ def _default_cache() -> Path:
     return Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME) / "datasets").expanduser()
 
 
-def _fingerprint(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, *settings: Any) -> str:
+def _fingerprint(stamps: Mapping[Path, tuple[int, int]], tokenizer: PreTrainedTokenizerBase, *settings: Any) -> str:
     rust = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = rust.to_str() if rust is not None else repr((type(tokenizer), sorted(tokenizer.get_vocab().items())))
     digest = hashlib.sha256()
     for part in (_FORMAT, vocabulary, tokenizer.eos_token_id, *settings):
         digest.update(repr(part).encode())
-    for file in files:
-        size, changed = _stamp(file)
+    for file, (size, changed) in stamps.items():
         digest.update(f"{file.resolve()}\0{size}\0{changed}\n".encode())
     return digest.hexdigest()[:32]

@@ -11,6 +11,7 @@ windows are small, so that training starts when a single block is tokenized.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,7 +48,7 @@ class Corpus(Protocol):
 
     def block(self, number: int) -> Block: ...
 
-    def prepare(self, numbers: np.ndarray) -> None: ...
+    def prepare(self, numbers: Sequence[int] | np.ndarray) -> None: ...
 
 
 class Documents:

@@ -61,7 +61,7 @@ def _tokenize(corpus: TokenCorpus, numbers: Sequence[int], errors: Connection) -
     # Ctrl-C reaches every process of a terminal; the training one decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # The processes are the parallelism; and threads that the parent had started do not exist here.
+    # The processes are the parallelism; and after a fork, threads of the parent do not exist here.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
 

@@ -96,7 +96,8 @@ class TrainConfig:
     Args:
         output_dir: folder that receives everything the run writes.
         max_steps: optimizer steps; default as many as `num_epochs` need.
-        num_epochs: passes over the data when `max_steps` is not given.
+        num_epochs: passes over the data when `max_steps` is not given. Above 16 MiB of text the steps are not counted
+            before the first one, and the learning rate follows the share of the text that is done.
         global_batch_size: rows in an optimizer step, over all processes and micro batches; with
             `data.max_tokens_per_batch`, that many times `data.max_seq_len` tokens at most.
         micro_batch_size: rows that one process, or `sp_size` together, run at a time; default its share of the global

@@ -122,6 +122,7 @@ class TextTrainer(BaseTrainer):
         return max(1, math.ceil(rows / train.global_batch_size))
 
     def share_done(self) -> float:
+        assert isinstance(self.batches, RowLoader | TokenLoader), "only these know how much of the text is done"
         return self.batches.epoch / self.config.train.num_epochs
 
     @torch.no_grad()
@@ -177,7 +178,8 @@ class TextTrainer(BaseTrainer):
             # An evaluation waits for all of its blocks, training for the next ones.
             held_out = self.eval_rows.documents.blocks
             order = np.concatenate([order[:1], held_out, order[~np.isin(order, held_out)]])
-        self.corpus.start_processes(self.config.data.num_workers, order.tolist())
+        # The first block is this process's own, with as many threads as there are.
+        self.corpus.start_processes(self.config.data.num_workers, np.roll(order, -1).tolist())
         self.train_rows.prepare(0)
         if self.eval_rows is not None:
             small = self.eval_rows.corpus.sizes.sum() <= _COUNTED_AT_START
