@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         bind,
         explain,
     )
-    from opslot.testing import verify
+    from opslot.testing import bisect, verify
 
 _HOMES = {
     "KERNEL_REGISTRY": "opslot.slots",
@@ -36,6 +36,7 @@ _HOMES = {
     "apply": "opslot.models",
     "build_foundation_model": "opslot.models",
     "restore": "opslot.models",
+    "bisect": "opslot.testing",
     "verify": "opslot.testing",
 }
 
@@ -48,6 +49,7 @@ __all__ = [
     "OpsImplementationConfig",
     "apply",
     "bind",
+    "bisect",
     "build_foundation_model",
     "explain",
     "restore",

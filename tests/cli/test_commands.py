@@ -2,7 +2,9 @@ import json
 
 import pytest
 
+from opslot import KERNEL_REGISTRY, KernelSpec
 from opslot.cli import main
+from opslot.cli.bench import read_model
 
 
 def test_kernels_json_has_the_promised_keys(capsys):
@@ -133,3 +135,39 @@ def test_verify_passes_and_fails_by_exit_code(capsys):
 def _wrong(hidden_states, eps):
     reference = hidden_states.float() * (hidden_states.float().pow(2).mean(-1, keepdim=True) + eps).rsqrt()
     return (reference * 1.01).to(hidden_states.dtype)
+
+
+def test_bisect_names_the_slot_by_exit_code(folder, capsys):
+    assert main(["bisect", str(folder), "--length", "16"]) == 0
+    assert capsys.readouterr().out.startswith("no slot breaks parity")
+    right = KERNEL_REGISTRY.load("rms_norm", "standard", "torch_fused")
+
+    def wrong(hidden_states, weight, eps):
+        return right(hidden_states, weight, eps) * 1.01
+
+    KERNEL_REGISTRY.register(KernelSpec("wrong", "rms_norm", "standard", lambda: wrong))
+    try:
+        arguments = ["bisect", str(folder), "--layers", "1", "--set", "rms_norm_implementation=wrong", "--json"]
+        assert main(arguments) == 1
+    finally:
+        KERNEL_REGISTRY.unregister("rms_norm", "standard", "wrong")
+    found = json.loads(capsys.readouterr().out)
+    paths = {path for culprit in found["culprits"] for path in culprit["paths"]}
+    assert not found["ok"]
+    assert "model.layers.0.self_attn.q_norm" in paths
+    assert all(c["kernel"] == "wrong" for c in found["culprits"])
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_another_number_of_layers_fits_a_config_that_lists_their_types(folder, capsys, layers):
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
+    file.write_text(json.dumps(config))
+    assert main(["bisect", str(folder), "--layers", str(layers), "--length", "8"]) == 0
+    assert read_model(str(folder), layers)["layer_types"] == ["full_attention"] * layers
+
+
+@pytest.mark.parametrize("option", [["--length", "1"], ["--batch", "0"], ["--layers", "0"]])
+def test_bisect_needs_something_to_judge(folder, capsys, option):
+    assert main(["bisect", str(folder), *option]) == 2
+    assert "two tokens in it, and a layer" in capsys.readouterr().err

@@ -18,6 +18,7 @@ _EPILOG = """examples:
   opslot explain config.yaml                        which kernels it would train with, and why
   opslot kernels --op rms_norm                      what can run here
   opslot verify                                     prove every kernel that can run here
+  opslot bisect path/to/model                       name the slot that breaks parity
   opslot bench --op moe_experts                     time them beside the floor
   opslot convert SRC DST --layout fused             rewrite an MoE checkpoint's experts
   opslot patchgen --list                            the architectures and their patches
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"opslot {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add_command in (_add_kernels, _add_explain, _add_verify, _add_bench, _add_convert):
+    for add_command in (_add_kernels, _add_explain, _add_verify, _add_bisect, _add_bench, _add_convert):
         add_command(commands.add_parser)
     commands.add_parser("train", help="train a model from a YAML file (opslot train --help)", add_help=False)
     commands.add_parser("patchgen", help="generate and check patched modeling files", add_help=False)
@@ -89,6 +90,21 @@ def _add_kernels(add: _Add) -> None:
     kernels.set_defaults(run=_kernels)
 
 
+def _add_model(command: argparse.ArgumentParser) -> None:
+    """The options that say which model, with which kernels, in which dtype."""
+    command.add_argument(
+        "model", metavar="MODEL_OR_YAML", help="a folder with config.json, that file, or a training YAML"
+    )
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="a field of ops_implementation; may be repeated",
+    )
+    command.add_argument("--dtype", default=None, help="compute dtype, e.g. bfloat16; default the model's")
+
+
 def _add_explain(add: _Add) -> None:
     explain = add(
         "explain",
@@ -100,17 +116,7 @@ def _add_explain(add: _Add) -> None:
         ),
         formatter_class=_FORM,
     )
-    explain.add_argument(
-        "model", metavar="MODEL_OR_YAML", help="a folder with config.json, that file, or a training YAML"
-    )
-    explain.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="a field of ops_implementation; may be repeated",
-    )
-    explain.add_argument("--dtype", default=None, help="compute dtype, e.g. bfloat16; default the model's")
+    _add_model(explain)
     explain.add_argument("--json", action="store_true", help="print JSON")
     explain.set_defaults(run=_explain)
 
@@ -131,6 +137,27 @@ def _add_verify(add: _Add) -> None:
     verify.add_argument("--seed", type=int, default=0, help="of the random inputs")
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(run=_verify)
+
+
+def _add_bisect(add: _Add) -> None:
+    bisect = add(
+        "bisect",
+        help="name the slot and layer whose kernel breaks parity with upstream's code",
+        epilog=(
+            "examples:\n"
+            "  opslot bisect path/to/model                        what auto chooses, with the weights that lie there\n"
+            "  opslot bisect path/to/model --layers 4 --set rms_norm_implementation=triton --dtype bfloat16"
+        ),
+        formatter_class=_FORM,
+    )
+    _add_model(bisect)
+    bisect.add_argument("--layers", type=int, metavar="N", help="another number of layers, and random weights")
+    bisect.add_argument("--device", default=None, help="cpu, cuda or npu; default a GPU where there is one")
+    bisect.add_argument("--batch", type=int, default=2, metavar="N", help="rows; default 2")
+    bisect.add_argument("--length", type=int, default=64, metavar="N", help="tokens of a row; default 64")
+    bisect.add_argument("--seed", type=int, default=0, help="of the random tokens and weights")
+    bisect.add_argument("--json", action="store_true", help="print JSON")
+    bisect.set_defaults(run=_bisect)
 
 
 def _add_bench(add: _Add) -> None:
@@ -226,6 +253,22 @@ def _explain(options: argparse.Namespace) -> int:
     from opslot.cli.explain import run
 
     return run(options.model, options.set, options.dtype, options.json)
+
+
+def _bisect(options: argparse.Namespace) -> int:
+    from opslot.cli.bisect import run
+
+    return run(
+        options.model,
+        options.set,
+        options.dtype,
+        layers=options.layers,
+        batch=options.batch,
+        length=options.length,
+        device=options.device,
+        seed=options.seed,
+        as_json=options.json,
+    )
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from opslot.cli._pairs import pairs
 
 def run(model: str, assignments: list[str], dtype: str | None, as_json: bool) -> int:
     """Print the table of the model that `model` names, built without memory; exit code 0."""
-    source, fields, default_dtype = _read(model)
+    source, fields, default_dtype = read_source(model)
     fields |= pairs("--set", "FIELD=VALUE, e.g. rms_norm_implementation=eager", assignments)
     built = opslot.build_foundation_model(
         source, torch_dtype=dtype or default_dtype, init_device="meta", ops_implementation=fields
@@ -23,7 +23,7 @@ def run(model: str, assignments: list[str], dtype: str | None, as_json: bool) ->
     return 0
 
 
-def _read(model: str) -> tuple[Any, dict[str, Any], str | None]:
+def read_source(model: str) -> tuple[Any, dict[str, Any], str | None]:
     """Config source, ops_implementation and dtype of a model folder, a config.json or a training YAML."""
     path = Path(model)
     if path.suffix not in (".yaml", ".yml"):

@@ -18,6 +18,7 @@ import opslot
 from opslot._base.device import best_device, facts_of, usable_device
 from opslot._base.dtypes import dtype_name, floating_dtype
 from opslot._base.errors import ConfigError
+from opslot.cli._layers import with_layers
 from opslot.cli._pairs import pairs
 from opslot.cli.bench.page import page
 from opslot.cli.bench.picture import draw
@@ -281,7 +282,7 @@ def read_model(source: str, layers: int | None = None) -> dict[str, Any]:
             f"model types are {', '.join(MODEL_CONFIG_REGISTRY)}"
         )
     if layers:
-        data["num_hidden_layers"] = layers
+        data |= with_layers(data, layers)
     # Filled in, so that every contender reads the same sizes whatever its release's defaults are.
     data.setdefault("vocab_size", MODEL_CONFIG_REGISTRY.get(data["model_type"])()().vocab_size)
     return data

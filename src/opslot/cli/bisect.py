@@ -1,0 +1,63 @@
+"""`opslot bisect`: which slot of a model, in which layer, breaks parity with upstream's code."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import opslot
+from opslot._base.device import usable_device
+from opslot._base.errors import ConfigError
+from opslot.cli._layers import with_layers
+from opslot.cli._pairs import pairs
+from opslot.cli.explain import read_source
+from opslot.models import load_config
+
+
+def run(
+    model: str,
+    assignments: list[str],
+    dtype: str | None,
+    *,
+    layers: int | None,
+    batch: int,
+    length: int,
+    device: str | None,
+    seed: int,
+    as_json: bool,
+) -> int:
+    """Judge the model that `model` names on random tokens; exit code 1 where a slot breaks parity.
+
+    The weights are those beside config.json, random where there are none or `layers` makes another model of it.
+    """
+    if batch < 1 or length < 2 or (layers is not None and layers < 1):
+        raise ConfigError(
+            f"--batch {batch} --length {length}{f' --layers {layers}' if layers is not None else ''}: a loss needs a "
+            "row, two tokens in it, and a layer"
+        )
+    source, fields, default_dtype = read_source(model)
+    fields |= pairs("--set", "FIELD=VALUE, e.g. rms_norm_implementation=triton", assignments)
+    place = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch.manual_seed(seed)
+    built = opslot.build_foundation_model(
+        source,
+        None if layers else _weights(source),
+        dtype or default_dtype,
+        str(place),
+        fields,
+        config_kwargs=with_layers(load_config(source).to_dict(), layers) if layers else None,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(built.config.vocab_size, (batch, length), generator=generator).to(place)
+    found = opslot.bisect(built, {"input_ids": tokens, "labels": tokens})
+    print(json.dumps({**asdict(found), "ok": found.ok}, indent=2) if as_json else found)
+    return 0 if found.ok else 1
+
+
+def _weights(source: Any) -> Path | None:
+    folder = Path(source)
+    return folder if folder.is_dir() and any(folder.glob("*.safetensors")) else None
