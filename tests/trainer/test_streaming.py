@@ -1,0 +1,150 @@
+"""Runs whose text is tokenized while they train: nothing is counted first, and every number is the same."""
+
+import functools
+import json
+import math
+import multiprocessing
+import shutil
+
+import pytest
+import yaml
+
+from opslot.data import open_corpus
+from opslot.trainer import TextTrainer, cli_train, load_config
+from opslot.trainer.callbacks import Callback, read_metrics
+from opslot.trainer.optimizer import learning_rate
+
+NAMES = ("step", "loss", "grad_norm", "lr", "epoch", "tokens", "eval_loss")
+
+
+def in_small_blocks(monkeypatch):
+    monkeypatch.setattr("opslot.trainer.text.open_corpus", functools.partial(open_corpus, block_bytes=1500))
+    monkeypatch.setattr("opslot.trainer.text._COUNTED_AT_START", 0)
+
+
+@pytest.fixture
+def streaming(settings, monkeypatch):
+    """`settings` for two epochs of a text that counts as large, in several blocks."""
+    in_small_blocks(monkeypatch)
+    settings["data"]["max_seq_len"] = 64
+    settings["train"] |= {"num_epochs": 2, "global_batch_size": 8, "save_steps": 5, "lr": 1e-3}
+    del settings["train"]["max_steps"]
+    return settings
+
+
+def curve(folder):
+    return [{name: row[name] for name in NAMES if name in row} for row in read_metrics(folder)]
+
+
+def trainer_of(settings, tmp_path, **keywords):
+    file = tmp_path / "trainer.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    return TextTrainer(load_config([str(file), "--train.logging.progress", "off"]), **keywords)
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_tokens_per_batch": 128}])
+def test_a_run_ends_with_its_epochs_though_nobody_counted(streaming, tmp_path, changes):
+    streaming["data"] |= changes
+    streaming["train"] |= {"eval_steps": 1000, "warmup_steps": 3}
+    trainer = trainer_of(streaming, tmp_path)
+    assert trainer.max_steps is None
+    assert not trainer.corpus.is_complete
+    result = trainer.train()
+    rows = trainer.train_rows.rows_per_epoch
+    steps = trainer.batches.steps(2) if changes else math.ceil(2 * rows / 8)
+    assert (result.step, result.completed) == (steps, True)
+    rows = curve(tmp_path / "out")
+    assert len(rows) == steps
+    assert [row["step"] for row in rows if "eval_loss" in row] == [steps]
+    assert rows[-2]["epoch"] < 2 <= rows[-1]["epoch"]
+    train = trainer.config.train
+    exact = [learning_rate(train, step, steps) for step in range(1, steps + 1)]
+    assert [row["lr"] for row in rows] == pytest.approx(exact, abs=0.05 * train.lr)
+    assert rows[-1]["lr"] == exact[-1]
+
+
+def test_a_killed_run_goes_on_whatever_is_in_the_cache(streaming, tmp_path):
+    trainer_of(streaming, tmp_path).train()
+    straight = curve(tmp_path / "out")
+    streaming["train"] |= {"output_dir": str(tmp_path / "again"), "resume_from": "latest"}
+
+    class Kill(Callback):
+        def on_step_end(self, trainer, record):
+            if record.step == self.step:
+                raise KeyboardInterrupt
+
+    for step, workers in ((7, 0), (len(straight) - 3, 1)):
+        shutil.rmtree(tmp_path / "cache")
+        streaming["data"]["num_workers"] = workers
+        killed = trainer_of(streaming, tmp_path)
+        killed.callbacks.append(Kill())
+        killed.callbacks[-1].step = step
+        with pytest.raises(KeyboardInterrupt):
+            killed.train()
+        assert len(curve(tmp_path / "again")) == step
+    shutil.rmtree(tmp_path / "cache")
+    trainer_of(streaming, tmp_path).train()
+    assert curve(tmp_path / "again") == straight
+
+
+def test_a_run_that_is_done_is_done(streaming, tmp_path, capsys):
+    done = trainer_of(streaming, tmp_path).train()
+    streaming["train"]["resume_from"] = "latest"
+    again = trainer_of(streaming, tmp_path)
+    assert again.max_steps == done.step
+    assert "which was the last: nothing is left to do" in capsys.readouterr().out
+    assert again.train().record is None
+
+
+def run_in_small_blocks(file):
+    with pytest.MonkeyPatch.context() as patch:
+        in_small_blocks(patch)
+        return cli_train([file])
+
+
+def test_two_processes_tokenize_and_train_together(ranks, streaming, tmp_path):
+    curves = []
+    for name in ("one", "two"):
+        streaming["train"] |= {"output_dir": str(tmp_path / name), "num_epochs": 0.5, "eval_steps": 5}
+        streaming["data"]["cache_dir"] = str(tmp_path / f"cache of {name}")
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(streaming))
+        if name == "one":
+            assert run_in_small_blocks(str(file)) == 0
+        else:
+            assert ranks.run(run_in_small_blocks, str(file)) == [0, 0]
+        curves.append(curve(tmp_path / name))
+    assert len(curves[0]) == len(curves[1])
+    for one, two in zip(*curves, strict=True):
+        assert two == pytest.approx(one, rel=1e-5)
+
+
+def test_processes_tokenize_ahead_and_are_gone_at_the_end(train, streaming, tmp_path):
+    code, out, err = train("--data.num_workers=2", "--train.num_epochs=0.5")
+    assert (code, err) == (0, "")
+    assert " MB of text in 20 files" in out
+    assert "; 0.5 epochs in steps of 512 tokens" in out
+    assert "step 1/~" in out
+    assert multiprocessing.active_children() == []
+    rows = curve(tmp_path / "out")
+    assert train(f"--train.output_dir={tmp_path / 'here'}", "--train.num_epochs=0.5")[0] == 0
+    assert curve(tmp_path / "here") == rows
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_malformed_line_in_the_middle(train, streaming, tmp_path, workers):
+    lines = [json.dumps({"text": "one and two, " * 30})] * 40
+    lines[25] = '{"text": '
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines))
+    streaming["data"] |= {"train_path": str(tmp_path / "bad.jsonl"), "shuffle": False, "num_workers": workers}
+    streaming["train"]["save_steps"] = 1
+    code, _, err = train()
+    assert code == 2
+    assert err.startswith("opslot: error: the data cannot be read:\n- ")
+    assert err.count("bad.jsonl, line 26: not JSON") == 1
+    assert "Traceback" not in err
+    assert multiprocessing.active_children() == []
+    steps = [row["step"] for row in curve(tmp_path / "out")] if (tmp_path / "out").exists() else []
+    # The blocks before hold 23 lines of 391 tokens, and a step takes 512. Processes look ahead and stop it earlier.
+    assert steps == list(range(1, (17 if workers == 0 else len(steps)) + 1))
+    assert len(steps) <= 17
