@@ -1,3 +1,4 @@
+import json
 import os
 import random
 import shutil
@@ -112,9 +113,26 @@ def empty(folder, _other):
     (folder / checkpointing.STATE_FILE).write_text("{}")
 
 
+def another_step(folder, _other):
+    state = json.loads((folder / checkpointing.STATE_FILE).read_text())
+    state["step"] += 1
+    (folder / checkpointing.STATE_FILE).write_text(json.dumps(state))
+
+
+def listing(folder, _other):
+    (folder / checkpointing.STATE_FILE).write_text("[]")
+
+
+def other_kernels(folder, _other):
+    (folder / checkpointing.KERNELS_FILE).write_text('{"kernels": []}')
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (another_step, "trainer_state.json is not the file that was written"),
+        (listing, "trainer_state.json is not the file that was written"),
+        (other_kernels, r"kernels.json has 15 bytes, but \d+ were written"),
         (lose, "__0_0.distcp is missing"),
         (truncate, r"__0_0.distcp has 1,000 bytes, but [\d,]+ were written"),
         (flip, "__0_0.distcp is not the file that was written"),

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -318,6 +319,20 @@ def test_a_damaged_checkpoint_is_named(train, tmp_path, damaged):
     code, _, err = train("--train.resume_from", "latest", "--train.max_steps", "6")
     assert code == 1
     assert "step_00000004 cannot be read; move it away and resume from the one before" in err
+
+
+@pytest.mark.parametrize("lost", [".metadata", "trainer_state.json"])
+def test_the_newest_checkpoint_is_not_passed_over_when_a_file_is_lost(train, settings, tmp_path, lost):
+    settings["train"]["save_steps"] = 2
+    assert train()[0] == 0
+    checkpoints = tmp_path / "out" / "checkpoints"
+    (checkpoints / "step_00000004" / lost).unlink()
+    code, _, err = train("--train.resume_from", "latest", "--train.max_steps", "6")
+    assert code == 2
+    assert "step_00000004 has lost files" in err
+    assert "go on from step_00000002" in err
+    shutil.rmtree(checkpoints / "step_00000002")
+    assert "go on from the first step" in train("--train.resume_from", "latest")[2]
 
 
 @pytest.mark.parametrize("extra", [{}, {"output_router_logits": True}])

@@ -27,6 +27,8 @@ KERNELS_FILE = "kernels.json"
 _UNFINISHED = ".unfinished-"
 _DISCARDED = ".discarded-"
 _PIECE_BYTES = 16 << 20
+# Where the state file keeps the checksum of the rest of it.
+_OWN_CHECKSUM = "crc32"
 
 
 def checkpoint_name(step: int) -> str:
@@ -37,6 +39,11 @@ def checkpoint_name(step: int) -> str:
 def is_complete(folder: Path) -> bool:
     """Whether `folder` is a checkpoint; one that is being written, or was cut short, has another name."""
     return folder.name.startswith("step_") and (folder / STATE_FILE).is_file() and (folder / ".metadata").is_file()
+
+
+def damaged_checkpoints(folder: Path) -> list[Path]:
+    """Those below `folder` that have lost a file without which they are none, oldest first."""
+    return sorted(path for path in folder.glob("step_*") if not is_complete(path)) if folder.is_dir() else []
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -134,14 +141,24 @@ def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     lacking = [name for name in ("step", "random") if name not in state]
     if lacking:
         raise CheckpointError(f"{_damaged(folder)}: {STATE_FILE} without {', '.join(lacking)}")
+    own = state.pop(_OWN_CHECKSUM, None)
+    if own is not None and own != _checksum_of(state):
+        raise CheckpointError(f"{_damaged(folder)}: {_other_than_written(STATE_FILE)}")
+    recorded = state.get("files", {}).get(KERNELS_FILE)
+    change = recorded and _change(folder / KERNELS_FILE, recorded)
+    if change:
+        raise CheckpointError(f"{_damaged(folder)}: {change}")
     return state, kernels
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
-        return json.loads((folder / name).read_text())
+        value = json.loads((folder / name).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{_damaged(folder)}: {name}: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{_damaged(folder)}: {_other_than_written(name)}")
+    return value
 
 
 def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -187,12 +204,14 @@ def _own_files(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     # torch names them after the rank.
     names = sorted(folder.glob(f"__{dist.get_rank() if torch_distributed() else 0}_*"))
     own = [*names, folder / ".metadata"] if is_first_rank() else names
-    return [(path.name, {"bytes": path.stat().st_size, "crc32": _checksum(path)}) for path in own]
+    return [(path.name, _facts(path)) for path in own]
 
 
 def _finish(unfinished: Path, final: Path, snapshot: Snapshot, files: dict[str, Any]) -> None:
     write_json(unfinished / KERNELS_FILE, snapshot.kernels)
-    write_json(unfinished / STATE_FILE, {**snapshot.state, "step": snapshot.step, "files": files})
+    files = {**files, KERNELS_FILE: _facts(unfinished / KERNELS_FILE)}
+    state = {**snapshot.state, "step": snapshot.step, "files": files}
+    write_json(unfinished / STATE_FILE, {**state, _OWN_CHECKSUM: _checksum_of(state)})
     if final.exists():
         _discard(final)
     unfinished.rename(final)
@@ -206,16 +225,21 @@ def _changed_files(folder: Path) -> list[str]:
     state, _ = read_state(folder)
     recorded: dict[str, Any] = state.get("files", {})
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if torch_distributed() else (0, 1)
-    problems = []
-    for name in list(recorded)[rank::ranks]:
-        path, facts = folder / name, recorded[name]
-        if not path.is_file():
-            problems.append(f"{name} is missing")
-        elif path.stat().st_size != facts["bytes"]:
-            problems.append(f"{name} has {path.stat().st_size:,} bytes, but {facts['bytes']:,} were written")
-        elif _checksum(path) != facts["crc32"]:
-            problems.append(f"{name} is not the file that was written: its checksum differs")
-    return problems
+    changes = [_change(folder / name, recorded[name]) for name in list(recorded)[rank::ranks]]
+    return [change for change in changes if change is not None]
+
+
+def _change(path: Path, facts: dict[str, Any]) -> str | None:
+    """How a file differs from what was recorded of it."""
+    if not path.is_file():
+        return f"{path.name} is missing"
+    if path.stat().st_size != facts["bytes"]:
+        return f"{path.name} has {path.stat().st_size:,} bytes, but {facts['bytes']:,} were written"
+    return None if _checksum(path) == facts["crc32"] else _other_than_written(path.name)
+
+
+def _other_than_written(name: str) -> str:
+    return f"{name} is not the file that was written: its checksum differs"
 
 
 def _check_model(folder: Path, model_state: dict[str, Any]) -> None:
@@ -237,6 +261,16 @@ def _check_model(folder: Path, model_state: dict[str, Any]) -> None:
             list_problems(f"the checkpoint {folder} is of another model", problems)
             + "\n  to do: set model.config_path to the config that it was trained with, or another train.output_dir"
         )
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "crc32": _checksum(path)}
+
+
+def _checksum_of(state: dict[str, Any]) -> str:
+    """Of what JSON keeps of `state`."""
+    kept = json.loads(json.dumps(state))
+    return f"{zlib.crc32(json.dumps(kept, sort_keys=True).encode()):08x}"
 
 
 def _checksum(path: Path) -> str:

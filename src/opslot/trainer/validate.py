@@ -11,7 +11,7 @@ from opslot._base.device import has_package
 from opslot._base.errors import ConfigError, count_of, list_problems
 from opslot._base.launcher import launched_world_size
 from opslot.data import find_files
-from opslot.trainer.checkpointing import CHECKPOINTS, find_checkpoints, is_complete
+from opslot.trainer.checkpointing import CHECKPOINTS, STATE_FILE, damaged_checkpoints, find_checkpoints, is_complete
 from opslot.trainer.config import ModelConfig, RunConfig, TrainConfig
 
 # NumPy takes 32 bits, and each rank adds its number.
@@ -231,7 +231,7 @@ def _check_output(train: TrainConfig, problems: list[str]) -> Path | None:
             )
         return None
     if train.resume_from == "latest":
-        return present[-1] if present else None
+        return _latest(output / CHECKPOINTS, present, problems)
     wanted = Path(train.resume_from).expanduser()
     if not is_complete(wanted):
         what = "not a complete checkpoint" if wanted.exists() else "no such folder"
@@ -249,6 +249,18 @@ def _check_output(train: TrainConfig, problems: list[str]) -> Path | None:
             f"({', '.join(later or [path.name for path in present])}); use another train.output_dir, or move them away"
         )
     return wanted
+
+
+def _latest(folder: Path, present: list[Path], problems: list[str]) -> Path | None:
+    """The newest checkpoint; a damaged one must not be passed over in silence, and steps with it."""
+    newest = max([*present, *damaged_checkpoints(folder)], default=None)
+    if newest is not None and newest not in present:
+        before = present[-1].name if present else "the first step"
+        problems.append(
+            f"train.resume_from=latest: {newest} has lost files ({STATE_FILE} or .metadata), so it cannot be read; "
+            f"restore it, or move it away to go on from {before}"
+        )
+    return present[-1] if present else None
 
 
 def _unwritable(folder: Path) -> str | None:
