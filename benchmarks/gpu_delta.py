@@ -12,6 +12,7 @@ kernels.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,7 +36,8 @@ def upstream(op: str) -> Callable[..., Any]:
     from transformers.models.qwen3_next import modeling_qwen3_next as modeling
 
     if op == DELTA:
-        return modeling.torch_chunk_gated_delta_rule
+        # Newer releases wrap it in what prefers fla's where that is installed.
+        return inspect.unwrap(modeling.torch_chunk_gated_delta_rule)
     return lambda hidden_states, weight, activation: torch.nn.functional.silu(
         torch.nn.functional.conv1d(
             hidden_states, weight.unsqueeze(1), padding=weight.shape[1] - 1, groups=weight.shape[0]

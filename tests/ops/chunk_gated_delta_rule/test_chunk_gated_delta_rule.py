@@ -319,3 +319,17 @@ def test_kernels_carry_states_between_documents(name, width, backward):
         expected += gradients(expected, [*wide.values(), wide_state])
     for got, want in zip(found, expected, strict=True):
         assert (got.double() - want).norm() <= 1e-2 * want.norm()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "chosen"),
+    [
+        (DeviceFacts("gpu", (9, 0)), torch.bfloat16, "triton"),
+        (DeviceFacts("gpu", (9, 0)), torch.float32, "eager"),
+        (DeviceFacts("cpu"), torch.float32, "torch_chunked"),
+    ],
+)
+def test_auto_takes_what_was_timed(device, dtype, chosen):
+    pytest.importorskip("triton")
+    request = KernelRequest("chunk_gated_delta_rule", "standard", device, dtype)
+    assert KERNEL_REGISTRY.resolve(request).chosen == chosen
