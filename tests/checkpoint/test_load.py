@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import transformers
 from torch import Tensor, nn
 
 from opslot._base.errors import CheckpointError
-from opslot.checkpoint import ExpertTensorConverter, load_weights
+from opslot.checkpoint import ExpertTensorConverter, load_weights, save_weights
+from opslot.checkpoint.safetensors_file import MappedFile
 
 INDEX = "model.safetensors.index.json"
 
@@ -234,6 +236,46 @@ def test_a_collecting_converter(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=message):
             load_weights(untouched, save(tmp_path / "x", count=count, **tensors), converters=[Doubling()])
         assert not untouched.joined.any()
+
+
+class Renaming:
+    def __init__(self, mapped: Any) -> None:
+        self.mapped, self.seen = mapped, []
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return Renaming(self.mapped)
+
+    def can_handle(self, name: str) -> bool:
+        return True
+
+    def convert(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        self.seen.append(len(self.mapped))
+        return [(name.replace("old", "new"), tensor)]
+
+    def finalize(self) -> list[tuple[str, Tensor]]:
+        return []
+
+
+def test_a_converter_is_given_one_file_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read of a file stays in memory while it is mapped: model and one shard, not model and checkpoint."""
+    mapped, opened = weakref.WeakSet(), []
+
+    class Counted(MappedFile):
+        def __init__(self, file: Path) -> None:
+            super().__init__(file)
+            mapped.add(self)
+            opened.append(file)
+
+    monkeypatch.setattr("opslot.checkpoint.load.MappedFile", Counted)
+    tensors = {f"old.{i}": torch.randn(3, 4) for i in range(6)}
+    save_weights(tensors, tmp_path / "x", max_shard_size=2 * 3 * 4 * 4)
+    model = nn.Module()
+    model.new = nn.ParameterList(torch.zeros(3, 4) for _ in range(6))
+    converter = Renaming(mapped)
+    load_weights(model, tmp_path / "x", converters=[converter])
+    assert all(torch.equal(model.new[i], tensors[f"old.{i}"]) for i in range(6))
+    assert len(opened) == len(set(opened)) == 3
+    assert converter.seen == [1] * 6
 
 
 class Again(Doubling):

@@ -256,15 +256,17 @@ def _span(piece: Piece, region: Region) -> tuple[int, int]:
 
 def _run_stream(stream: Stream, local: Mapping[str, Tensor], regions: Mapping[str, Region], report: LoadReport) -> None:
     """Feed a collecting converter and write what it hands out; tensors are read whole."""
-    files: dict[Path, MappedFile] = {}
 
     def write(handed: Sequence[tuple[str, Tensor]]) -> None:
         for name, tensor in handed:
             if name in local:
                 copy_overlap(local[name], regions[name], tensor, Placement.whole(name, tensor.shape))
 
+    file: Path | None = None
     for name, entry in stream.entries:
-        mapped = files.setdefault(entry.file, MappedFile(entry.file))
+        if entry.file != file:
+            # The pages that were read count as this process's memory as long as their file is mapped.
+            file, mapped = entry.file, MappedFile(entry.file)
         write(list(stream.converter.convert(name, mapped.view(entry)) or ()))
         report.tensors += 1
         report.bytes_read += entry.nbytes
