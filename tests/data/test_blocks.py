@@ -129,7 +129,7 @@ def tokenize_all(corpus, written):
 def test_processes_at_once_on_one_cache_share_the_work(corpus, tokenizer):
     context = multiprocessing.get_context("fork")
     written = context.Queue()
-    processes = [context.Process(target=tokenize_all, args=(corpus(), written)) for _ in range(3)]
+    processes = [context.Process(target=tokenize_all, args=(corpus(), written), daemon=True) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:
@@ -152,7 +152,7 @@ def hold_first_block(corpus, flag):
 def test_a_process_killed_at_a_block_leaves_it_to_others(tmp_path, corpus):
     context = multiprocessing.get_context("fork")
     flag = context.Event()
-    process = context.Process(target=hold_first_block, args=(corpus(), flag))
+    process = context.Process(target=hold_first_block, args=(corpus(), flag), daemon=True)
     process.start()
     assert flag.wait(10)
     one = corpus()
