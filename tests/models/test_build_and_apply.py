@@ -392,3 +392,33 @@ def test_meta_models_bind_for_this_machine():
     model = opslot.build_foundation_model(config_of("qwen3_moe"), init_device="meta")
     assert all(p.is_meta for p in model.parameters())
     assert len(opslot.explain(model)) >= 5
+
+
+def test_every_model_that_one_module_holds_gets_its_attention():
+    pair = torch.nn.ModuleDict({"teacher": upstream("qwen3"), "student": upstream("qwen3_moe")})
+    before = [m.config._attn_implementation for m in pair.values()]
+    overrides = {"teacher": {"attn_implementation": "eager"}}
+    report = opslot.apply(pair, {"attn_implementation": "sdpa", "overrides": overrides})
+    assert [m.config._attn_implementation for m in pair.values()] == ["eager", "opslot_sdpa"]
+    assert {r.modules: r.chosen for r in report if r.op == "attention"} == {
+        ("teacher",): "eager",
+        ("student",): "sdpa",
+    }
+    opslot.restore(pair)
+    assert [m.config._attn_implementation for m in pair.values()] == before
+
+
+def test_a_model_inside_lora_gets_its_attention_and_gives_it_back():
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=["q_proj"], r=2)
+    wrapped = peft.get_peft_model(upstream("qwen3_moe"), lora)
+    inner = wrapped.base_model.model
+    inner.config._experts_implementation = "grouped_mm"
+    before = (inner.config._attn_implementation, "grouped_mm")
+    opslot.apply(wrapped, {"attn_implementation": "sdpa", "moe_implementation": "eager"})
+    assert (inner.config._attn_implementation, inner.config._experts_implementation) == ("opslot_sdpa", "eager")
+    assert wrapped.config is inner.config
+    assert inner.model.layers[0].self_attn.config is inner.config
+    opslot.restore(wrapped)
+    assert (inner.config._attn_implementation, inner.config._experts_implementation) == before
+    assert inner.model.layers[0].mlp.experts.config._experts_implementation == before[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opslot._base.device import DeviceFacts, facts_of
@@ -52,17 +53,18 @@ def bind(
     """
     config = OpsImplementationConfig.make(ops)
     facts, default_dtype = _placement(model, device, dtype)
-    model_config = getattr(_config_holder(model), "config", None)
+    inner_models = _inner_models(model)
+    configs = {path: _config_of(inner) for path, inner in inner_models.items()}
     problems: list[str] = []
     at_slots: list[_Choice] = []
     for path, module, slot, op_name, variant in walk_slots(model):
         number = dtype or _dtype_of(module) or default_dtype
-        request = KernelRequest(op_name, variant, facts, number, module, model_config)
+        request = KernelRequest(op_name, variant, facts, number, module, next(iter(_around(path, configs)), None))
         try:
             at_slots.append(_Choice(path, module, slot, _resolve(request, config.choice(op_name, variant, path))))
         except ConfigError as error:
             problems.append(f"{path or type(model).__name__}: {error}")
-    of_model = _resolve_model_ops(model, config, facts, default_dtype, problems)
+    of_model = _resolve_model_ops(inner_models, config, facts, default_dtype, problems)
     if problems:
         raise ConfigError(_collapse(problems))
     resolutions = [choice.resolution for choice in (*at_slots, *of_model)]
@@ -81,7 +83,8 @@ def bind(
         str(facts),
         note="" if all(r.explicit for r in resolutions) else str(read_profile(facts)),
     )
-    model.__dict__[_STATE] = {"report": report, "config": config, "attached": _attach(model, resolutions, kernels)}
+    attached = _attach(inner_models, at_slots, of_model, kernels)
+    model.__dict__[_STATE] = {"report": report, "config": config, "attached": attached}
     return report
 
 
@@ -89,10 +92,10 @@ def unbind(model: Any) -> None:
     """Every slot of `model` back to eager, upstream's own code, and its attention and experts as they were."""
     state = model.__dict__.pop(_STATE, None)
     if state:
-        for op_name, previous in state["attached"]:
+        for path, op_name, previous in state["attached"]:
             detach = KERNEL_REGISTRY.op(op_name).detach
             if detach is not None:
-                detach(_config_holder(model), previous)
+                detach(model.get_submodule(path), previous)
     for _, module, slot, _, _ in walk_slots(model):
         module.__dict__.pop(PREFIX + slot, None)
 
@@ -133,12 +136,31 @@ def own_config(model: Any) -> None:
         held = module.__dict__.get("config")
         if held is not None and id(held) in copies:
             module.config = copies[id(held)]
+            module.__dict__["_opslot_owns_config"] = True
     model.__dict__["_opslot_owns_config"] = True
 
 
-def _config_holder(model: Any) -> Any:
-    """The outermost module with a Transformers config: the model itself, or the one inside a PEFT or DDP wrapper."""
-    return next((m for m in model.modules() if m.__dict__.get("config") is not None), model)
+def _inner_models(model: Any) -> dict[str, Any]:
+    """By path, the outermost modules that ops of a whole model apply to; `model` itself where there are none.
+
+    One inside a wrapper (PEFT, DDP), or several, such as a teacher and a student that one module holds.
+    """
+    per_model = [op.applies_to for op in KERNEL_REGISTRY.ops.values() if op.applies_to is not None]
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        if not _around(path, found) and any(applies(module) for applies in per_model):
+            found[path] = module
+    return found or {"": model}
+
+
+def _around(path: str, outer: Mapping[str, Any]) -> list[Any]:
+    """What `outer` holds, by path, for the modules that the one at `path` is, or is a part of."""
+    return [held for above, held in outer.items() if not above or f"{path}.".startswith(f"{above}.")]
+
+
+def _config_of(model: Any) -> Any:
+    """Transformers config of `model`, or of the outermost part of it that has one; None where there is none."""
+    return next((m.config for m in model.modules() if m.__dict__.get("config") is not None), None)
 
 
 def _placement(
@@ -177,36 +199,43 @@ def _resolve(request: KernelRequest, wanted: str) -> Resolution:
 
 
 def _resolve_model_ops(
-    model: Any,
+    inner_models: Mapping[str, Any],
     config: OpsImplementationConfig,
     facts: DeviceFacts,
     dtype: torch.dtype | None,
     problems: list[str],
 ) -> list[_Choice]:
     found = []
-    holder = _config_holder(model)
     for op in KERNEL_REGISTRY.ops.values():
-        if op.applies_to is None or not op.applies_to(holder):
-            continue
-        variant = next(iter(op.variants))
-        try:
-            request = KernelRequest(op.name, variant, facts, dtype, holder, getattr(holder, "config", None))
-            found.append(_Choice("", holder, "", KERNEL_REGISTRY.resolve(request, config.choice(op.name, variant))))
-        except ConfigError as error:
-            problems.append(str(error))
+        for path, inner in inner_models.items():
+            if op.applies_to is None or not op.applies_to(inner):
+                continue
+            variant = next(iter(op.variants))
+            request = KernelRequest(op.name, variant, facts, dtype, inner, _config_of(inner))
+            try:
+                resolution = KERNEL_REGISTRY.resolve(request, config.choice(op.name, variant, path))
+                found.append(_Choice(path, inner, "", resolution))
+            except ConfigError as error:
+                problems.append(f"{path}: {error}" if path else str(error))
     return found
 
 
 def _attach(
-    model: Any, resolutions: list[Resolution], kernels: dict[tuple[str, str, str], Any]
-) -> list[tuple[str, Any]]:
-    """Tell the ops that prepare a model what was chosen; by op, what undoes it."""
+    inner_models: Mapping[str, Any],
+    at_slots: list[_Choice],
+    of_model: list[_Choice],
+    kernels: dict[tuple[str, str, str], Any],
+) -> list[tuple[str, str, Any]]:
+    """Tell the ops that prepare a model what was chosen; (path of the model, op, what undoes it)."""
     attached = []
-    holder = _config_holder(model)
-    for op_name, r in {r.op_name: r for r in resolutions}.items():
-        attach = KERNEL_REGISTRY.op(op_name).attach
-        if attach is not None:
-            attached.append((op_name, attach(holder, r.chosen, kernels.get((op_name, r.variant, r.chosen)))))
+    for path, inner in inner_models.items():
+        inside = [c for c in at_slots if _around(c.path, {path: inner})]
+        own = [c for c in of_model if c.path == path]
+        for op_name, r in {c.resolution.op_name: c.resolution for c in (*inside, *own)}.items():
+            attach = KERNEL_REGISTRY.op(op_name).attach
+            if attach is not None:
+                kernel = kernels.get((op_name, r.variant, r.chosen))
+                attached.append((path, op_name, attach(inner, r.chosen, kernel)))
     return attached
 
 
@@ -216,9 +245,14 @@ def _rows(choices: list[_Choice]) -> list[BindingRow]:
         site = f"{type(module).__name__}.{slot}" if slot else "model"
         groups.setdefault((site, r), []).append(path)
     return [
-        BindingRow(site, r.op_name, r.variant, r.chosen, r.why, r.rejected, () if site == "model" else tuple(paths))
+        BindingRow(site, r.op_name, r.variant, r.chosen, r.why, r.rejected, _told(site, paths))
         for (site, r), paths in groups.items()
     ]
+
+
+def _told(site: str, paths: list[str]) -> tuple[str, ...]:
+    """Paths that a row shows: none for the one model that was bound itself."""
+    return () if site == "model" and paths == [""] else tuple(paths)
 
 
 def _absent_rows(config: OpsImplementationConfig, choices: list[_Choice]) -> list[BindingRow]:
