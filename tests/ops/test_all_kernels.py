@@ -89,7 +89,7 @@ def test_references_are_float64_exact():
                 )
 
 
-# ---- on a GPU: `pytest -m gpu tests/ops`; what compilers and vendors warn of there is not ours to mend
+# On a GPU: `pytest -m gpu tests/ops`; what compilers and vendors warn of there is not ours to mend
 
 # Vendors that tune themselves for minutes before the first call; `opslot verify` proves them.
 TUNED_FOR_MINUTES = {("chunk_gated_delta_rule", "standard", "fla")}

@@ -165,7 +165,7 @@ def test_reference_sinks_are_one_more_logit():
     torch.testing.assert_close(found, bare * weight.transpose(1, 2)[..., None], rtol=0, atol=1e-12)
 
 
-# ---- FlashAttention's adapter, over a stand-in for the library that computes by the reference
+# FlashAttention's adapter, over a stand-in for the library that computes by the reference
 
 
 class Library:
@@ -266,7 +266,7 @@ def test_flash_takes_no_fp32(flash):
         flash[1](4)(Attention(), *tensors(), None)
 
 
-# ---- what is known when a model is bound
+# What is known when a model is bound
 
 
 def request(device=CPU, flags=(), sinks=False, **config):
@@ -316,7 +316,7 @@ def test_auto_without_any_kernel_is_eager():
     assert KERNEL_REGISTRY.resolve(request(CPU, sinks=True)).chosen == "eager"
 
 
-# ---- on a GPU; what compilers and vendors warn of there is not ours to mend
+# On a GPU; what compilers and vendors warn of there is not ours to mend
 
 KERNELS = ("sdpa", "cudnn", "flex_attention", "flash_attention_4")
 

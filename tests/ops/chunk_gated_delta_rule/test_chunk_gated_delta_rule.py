@@ -169,9 +169,6 @@ def test_fla_is_refused_where_triton_makes_its_gradients_wrong(monkeypatch, capa
     assert ("install Triton 3.7.1 or tilelang" in (reason or "")) == refused
 
 
-# ---- triton
-
-
 def load_triton():
     return KERNEL_REGISTRY.load("chunk_gated_delta_rule", "standard", "triton")
 

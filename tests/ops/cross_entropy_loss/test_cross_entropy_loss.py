@@ -57,9 +57,6 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(chunked, "_chunk_rows", lambda backend, hidden, vocab: 4)
 
 
-# ---- numbers
-
-
 def test_loss_is_upstreams(name):
     loss_utils = pytest.importorskip("transformers.loss.loss_utils")
     hidden, weight, labels = inputs(grad=False)
@@ -173,9 +170,6 @@ def test_same_inputs_same_bits(name, small_chunks):
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
-# ---- token_log_probs
-
-
 def test_policy_gradient_equals_the_loss(name):
     """Minus the mean log-probability is the causal loss, value and gradients."""
     hidden, weight, labels = inputs()
@@ -196,9 +190,6 @@ def test_entropy_of_a_uniform_distribution(name, small_chunks):
     log_vocab = torch.tensor(37.0).log().item()
     torch.testing.assert_close(entropy, counts * log_vocab)
     torch.testing.assert_close(log_probs, counts * -log_vocab)
-
-
-# ---- autograd
 
 
 def test_backward_scales(name):
@@ -277,9 +268,6 @@ def test_transposed_weight(name):
     assert_same(gradients(load(name), hidden, turned, labels, 2.0), gradients(reference(), hidden, weight, labels, 2.0))
 
 
-# ---- torch.compile and custom ops
-
-
 def test_compiled_whole(name):
     if name == "triton" and DEVICE == "cpu":
         pytest.skip("the interpreter is no target of torch.compile")
@@ -316,9 +304,6 @@ def test_opcheck(name, dtype):
     torch.library.opcheck(op.default, (hidden, weight, labels, *rows, *shaping, True, True), test_utils=tests)
 
 
-# ---- memory
-
-
 def test_the_logits_fit_the_budget():
     """On CPU a chunk takes 8 MiB, or 128 rows; on a GPU 640 MiB at most, in even chunks."""
     chunk_loss, triton = (importlib.import_module(f"opslot.ops.cross_entropy_loss.{n}") for n in KERNELS)
@@ -340,9 +325,6 @@ def test_peak_memory_of_a_large_vocabulary():
     gradients(load("triton"), hidden, weight, labels)
     extra = torch.cuda.max_memory_allocated() - before
     assert extra < (640 << 20) + 2 * (weight.numel() + hidden.numel()) + (64 << 20)
-
-
-# ---- refusals
 
 
 @pytest.mark.parametrize(
