@@ -116,7 +116,8 @@ class OpSpec:
         attach: for an op chosen per model rather than per slot (attention) or that must prepare the model (experts):
             `(model, chosen name, kernel or None) -> state`, called when a model is bound; `state` is what
                 `detach(model, state)` needs to undo it.
-        applies_to: whether a model has such a per-model op at all.
+        applies_to: whether a module is a model with such a per-model op; asked of modules from the outside in, since a
+            model may stand inside a wrapper.
         in_model: False for an op that the trainer chooses for itself and no model is bound to (the optimizer).
     """
 
