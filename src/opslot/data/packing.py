@@ -98,6 +98,7 @@ class _Window:
     Attributes:
         blocks: the blocks.
         places, documents: for each document, its block's place in `blocks` and its number there; int64 [documents].
+        lengths: tokens in each document, int64 [documents].
         carried: the tokens before this window that belong to its first row, document by document.
         starts: where each of `carried`, then each document, then what follows starts in the epoch's stream, int64.
         rows: the rows that end here, in the order in which they are drawn.
@@ -106,6 +107,7 @@ class _Window:
     blocks: list[Block]
     places: np.ndarray
     documents: np.ndarray
+    lengths: np.ndarray
     carried: list[np.ndarray]
     starts: np.ndarray
     rows: np.ndarray
@@ -202,11 +204,7 @@ class PackedRows(Dataset):
             rows = window.rows[begin : begin + stop - first]
             positions = np.searchsorted(window.starts, rows, side="right") - 1
             before = (rows - window.starts[positions]) * self.max_seq_len
-            counts.append(
-                np.minimum(
-                    _lengths_of(window.blocks, window.places, window.documents)[positions] - before, self.max_seq_len
-                )
-            )
+            counts.append(np.minimum(window.lengths[positions] - before, self.max_seq_len))
             first += len(rows)
         return np.concatenate(counts)
 
@@ -297,13 +295,16 @@ class PackedRows(Dataset):
             blocks, places, documents = self._draw(epoch, place)
             start = _before(epoch.ends, place)
             carried = self._carried(epoch, place, start % self.max_seq_len) if self.packing else []
-            lengths = np.array([len(tokens) for tokens in carried], dtype=np.int64)
-            sizes = np.concatenate([lengths, self._stretch(_lengths_of(blocks, places, documents))])
+            lengths = _lengths_of(blocks, places, documents)
+            before = np.array([len(tokens) for tokens in carried], dtype=np.int64)
+            sizes = np.concatenate([before, self._stretch(lengths)])
             rows = np.arange(_before(epoch.rows, place), epoch.rows[place])
             if self.shuffle:
                 rows = np.random.default_rng([self.seed, *key, _ROWS]).permutation(rows)
-            starts = start - int(lengths.sum()) + np.concatenate([[0], np.cumsum(sizes)])
-            self._windows = _with(self._windows, key, _Window(blocks, places, documents, carried, starts, rows))
+            starts = start - int(before.sum()) + np.concatenate([[0], np.cumsum(sizes)])
+            self._windows = _with(
+                self._windows, key, _Window(blocks, places, documents, lengths, carried, starts, rows)
+            )
         return self._windows[key]
 
     def _draw(self, epoch: _Epoch, place: int) -> tuple[list[Block], np.ndarray, np.ndarray]:
@@ -349,6 +350,7 @@ class PackedRows(Dataset):
 
 
 def _lengths_of(blocks: list[Block], places: np.ndarray, documents: np.ndarray) -> np.ndarray:
+    """Tokens in each document, given as in `_Window`."""
     firsts = np.cumsum([0, *(len(block.lengths) for block in blocks)])[:-1]
     return np.concatenate([block.lengths for block in blocks])[firsts[places] + documents]
 

@@ -35,8 +35,8 @@ from opslot.trainer.validate import micro_batch_size
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Bytes of text that are tokenized before the first step, where its steps are to be counted or it is evaluated on.
-_COUNTED_AT_START = 16 << 20
+# Bytes of text that are tokenized whole before the first step, in seconds, so that the steps can be counted.
+_TOKENIZED_AT_START = 16 << 20
 # Bytes of text whose tokens are counted for the loss curve.
 _COUNTED_FOR_CURVE = 1 << 30
 
@@ -114,7 +114,7 @@ class TextTrainer(BaseTrainer):
         train = self.config.train
         if train.max_steps is not None:
             return train.max_steps
-        if self.corpus.sizes.sum() > _COUNTED_AT_START:
+        if self.corpus.sizes.sum() > _TOKENIZED_AT_START:
             return None
         if isinstance(self.batches, TokenLoader):
             return self.batches.steps(train.num_epochs)
@@ -166,10 +166,10 @@ class TextTrainer(BaseTrainer):
 
     def describe_data(self) -> str:
         """How much text there is, in words."""
-        if self.corpus.is_complete and self.corpus.sizes.sum() <= _COUNTED_AT_START:
+        if self.corpus.sizes.sum() <= _TOKENIZED_AT_START:
             return f"{self.corpus.num_tokens():,} tokens in {self.corpus.num_documents():,} documents"
         beside = "" if self.corpus.is_complete else ", tokenized while it trains"
-        return f"{self.corpus.sizes.sum() / 1e6:,.0f} MB of text in {len(self.inputs.train_files):,} files{beside}"
+        return f"{self.corpus.sizes.sum() / 1e6:,.0f} MB of text{beside}"
 
     def _start_tokenizing(self) -> None:
         """Have what the first step and the first evaluation need come first, and find here what is wrong with it."""
@@ -180,10 +180,13 @@ class TextTrainer(BaseTrainer):
             order = np.concatenate([order[:1], held_out, order[~np.isin(order, held_out)]])
         # The first block is this process's own, with as many threads as there are.
         self.corpus.start_processes(self.config.data.num_workers, np.roll(order, -1).tolist())
-        self.train_rows.prepare(0)
-        if self.eval_rows is not None:
-            small = self.eval_rows.corpus.sizes.sum() <= _COUNTED_AT_START
-            self.eval_rows.corpus.prepare(self.eval_rows.documents.blocks if small else [0])
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.corpus.close)
+            for rows in [self.train_rows] if self.eval_rows is None else [self.train_rows, self.eval_rows]:
+                if rows.corpus.sizes.sum() <= _TOKENIZED_AT_START:
+                    rows.corpus.prepare(rows.documents.blocks)
+                rows.prepare(0)
+            on_error.pop_all()
 
     def _open(self, files: list[Path]) -> TokenCorpus:
         data = self.config.data
