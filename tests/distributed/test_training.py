@@ -95,7 +95,8 @@ def overlapped():
     try:
         _collectives._Flight.begin = lambda self, x: (seen.append("begin"), begin(self, x))[1]
         _collectives._Flight.end = lambda self: (seen.append("end"), end(self))[1]
-        loss = model(**shard_sequence(tiny.rows(0), state), use_cache=False).loss
+        batch = shard_sequence(tiny.rows(0), state)
+        loss = model(**batch, use_cache=False, num_items_in_batch=torch.tensor(30)).loss
         forward, seen[:] = list(seen), []
         loss.backward()
     finally:
@@ -124,7 +125,7 @@ def wrong_options(case):
     parallelize_model(model, state, ulysses_overlap=True, ulysses_pipeline=pipeline)
     if case == "changed":
         model.model.layers[0].self_attn.q_norm.register_forward_hook(lambda m, a, out: out + 1)
-        model(**shard_sequence(tiny.rows(0), state), use_cache=False)
+        model(**shard_sequence({"input_ids": tiny.rows(0)["input_ids"]}, state), use_cache=False)
 
 
 @pytest.mark.parametrize(
@@ -149,16 +150,21 @@ def without(entry):
 
     state = init_parallel_state(device_type="cpu", sp=2)
     model = parallelize_model(tiny.build("qwen3"), state)
-    model(**{name: value for name, value in shard_sequence(tiny.rows(0), state).items() if name != entry})
+    whole = {**shard_sequence(tiny.rows(0), state), "num_items_in_batch": torch.tensor(30)}
+    model(**{name: value for name, value in whole.items() if name != entry})
 
 
 @pytest.mark.parametrize(
     ("entry", "message"),
-    [("position_ids", "each rank would count from 0"), ("shift_labels", "last token of each part would lose")],
+    [
+        ("position_ids", "each rank would count from 0"),
+        ("shift_labels", "the last token of each part would lose its successor"),
+        ("num_items_in_batch", "each rank would average over its own tokens"),
+    ],
 )
 def test_a_part_of_a_sequence_alone_is_refused(ranks, rank_failed, entry, message):
-    """Both would go unnoticed: wrong positions, and one label less at each border."""
-    with pytest.raises(rank_failed, match=rf"without {entry}, so.*{message}.*\n  to do: .*shard_sequence"):
+    """All would go unnoticed: wrong positions, one label less at each border, and the sum of the ranks' means."""
+    with pytest.raises(rank_failed, match=rf"without {entry}, so {message}\n  to do: .*shard_sequence"):
         ranks.run(without, entry)
 
 

@@ -67,17 +67,19 @@ def _require_places(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     """Forward pre-hook: what a rank cannot know from its part of the rows must be given.
 
     Raises:
-        ParallelError: there are no position_ids, or labels that the model would shift within the part.
+        ParallelError: no position_ids, or labels that the model would shift or average within the part.
     """
-    problem = ""
-    if kwargs.get("position_ids") is None and len(args) < _POSITION_IDS:
-        problem = "position_ids, so each rank would count from 0"
-    elif kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
-        problem = "shift_labels, so the last token of each part would lose its successor"
-    if problem:
+    needed = {} if len(args) >= _POSITION_IDS else {"position_ids": "each rank would count from 0"}
+    if kwargs.get("labels") is not None:
+        needed["shift_labels"] = "the last token of each part would lose its successor"
+        needed["num_items_in_batch"] = "each rank would average over its own tokens"
+    lacking = next((name for name in needed if kwargs.get(name) is None), None)
+    if lacking is not None:
         raise ParallelError(
-            f"{type(model).__name__} holds parts of sequences (sp > 1) and was called without {problem}\n"
-            "  to do: call it with opslot.distributed.shard_sequence(batch)"
+            f"{type(model).__name__} holds parts of sequences (sp > 1) and was called without {lacking}, so "
+            f"{needed[lacking]}\n"
+            "  to do: call it with **opslot.distributed.shard_sequence(batch), and with labels also with "
+            "num_items_in_batch, a tensor: the labels of all ranks"
         )
 
 

@@ -27,6 +27,9 @@ def parallelize_model(
 ) -> Any:
     """Make `model`, whose kernels are bound, compute the same over the ranks of `state`; in place.
 
+    Ranks add up their gradients, so a rank's loss is its share of the whole: call the model with
+    `shard_sequence(batch)` and `num_items_in_batch`, a tensor with the number of labels of the step over all ranks.
+
     Its kernels are bound anew for the dtype and device that it will compute in, where those are not its parameters'.
 
     Args:
