@@ -204,6 +204,54 @@ def test_a_killed_process_is_an_error(corpus, monkeypatch):
     one.close()
 
 
+def start_and_wait(corpus, pids):
+    tokenize = corpus._tokenize
+
+    def slowly(texts):
+        time.sleep(0.1)
+        return tokenize(texts)
+
+    corpus._tokenize = slowly
+    corpus.start_processes(1, list(range(10)))
+    pids.put(corpus._processes._members[0][0].pid)
+    signal.pause()
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_processes_end_with_a_parent_that_is_killed(corpus):
+    context = multiprocessing.get_context("fork")
+    pids = context.Queue()
+    parent = context.Process(target=start_and_wait, args=(corpus(), pids))
+    parent.start()
+    child = pids.get(timeout=10)
+    assert is_running(child)
+    parent.kill()
+    parent.join()
+    wait_for(lambda: not is_running(child), seconds=5)
+    assert not corpus().is_complete
+
+
+def test_a_long_wait_is_told(corpus, monkeypatch, caplog):
+    monkeypatch.setattr("opslot.data.corpus._LONG_SECONDS", 0.0)
+    one = corpus()
+    with caplog.at_level("INFO", logger="opslot"):
+        one.prepare([0])
+    assert "for text to be tokenized; data.num_workers says how many do it ahead" in caplog.text
+
+
+def test_a_file_that_is_gone_at_the_start(tmp_path, tokenizer):
+    with pytest.raises(DataError, match=r"gone\.txt: No such file or directory"):
+        open_corpus([tmp_path / "gone.txt"], tokenizer, cache_dir=str(tmp_path / "cache"))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

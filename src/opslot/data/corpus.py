@@ -29,6 +29,8 @@ _FORMAT = 2
 BLOCK_BYTES = 4 << 20
 _BATCH_CHARACTERS = 1 << 20
 _SECONDS_BETWEEN_LOOKS = 0.05
+# A wait that is worth a word.
+_LONG_SECONDS = 10.0
 
 
 class TokenBlock:
@@ -130,12 +132,16 @@ class TokenCorpus:
         Raises:
             DataError: malformed text, a file that changed, or a cache folder that cannot be written.
         """
-        check = check or self.check_processes
+        look = check or self.check_processes
+        began = time.monotonic()
         while absent := [number for number in numbers if not self._is_there(number)]:
-            written = sum([self._write_unless_others_do(number, check) for number in absent])
+            written = sum([self._write_unless_others_do(number, look) for number in absent])
             if not written:
-                check()
+                look()
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
+        waited = time.monotonic() - began
+        if check is None and waited > _LONG_SECONDS:
+            logger.info("waited %.0f s for text to be tokenized; data.num_workers says how many do it ahead", waited)
 
     def start_processes(self, count: int, numbers: Sequence[int]) -> None:
         """Let `count` processes tokenize the blocks `numbers` in this order, ahead of need."""
@@ -267,7 +273,8 @@ def open_corpus(
             end of a line, is a document.
 
     Raises:
-        DataError: parquet files without the text, or a tokenizer without the end-of-sequence token it should append.
+        DataError: a file that is gone, parquet files without the text, or a tokenizer without the end-of-sequence token
+            it should append.
     """
     if append_eos and tokenizer.eos_token_id is None:
         raise DataError(
@@ -275,9 +282,12 @@ def open_corpus(
             "  to do: set eos_token in its tokenizer_config.json, or data.append_eos: false"
         )
     _tokenize_with_threads()
-    stamps = {file: _stamp(file) for file in files}
     problems: list[str] = []
-    blocks = split_files(files, text_field, block_bytes, problems)
+    try:
+        stamps = {file: _stamp(file) for file in files}
+        blocks = split_files(files, text_field, block_bytes, problems)
+    except OSError as error:
+        raise DataError(f"the data cannot be read:\n- {error.filename}: {error.strerror}") from error
     if not problems and not blocks:
         problems.append(no_text(files))
     if problems:
