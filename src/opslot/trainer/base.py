@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 import resource
-import signal
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -15,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 
 from opslot._base.errors import TrainingError
@@ -51,8 +47,9 @@ from opslot.trainer.display import make_console
 from opslot.trainer.kernels import hold_kernels, kernel_record, require_same_kernels
 from opslot.trainer.optimizer import build_optimizer, learning_rate
 from opslot.trainer.parse import to_yaml
-from opslot.trainer.random_states import restore_random_states
+from opslot.trainer.random_states import restore_random_states, seed_everything
 from opslot.trainer.saver import CheckpointSaver
+from opslot.trainer.stopping import StopRequest
 from opslot.trainer.validate import Inputs, micro_batch_size, validate
 
 if TYPE_CHECKING:
@@ -113,10 +110,10 @@ class BaseTrainer(ABC):
         self.step = 0
         self.tokens_seen = 0
         self.batches: BatchSource = self.build_data()
-        _seed_everything(config.train.seed)
+        seed_everything(config.train.seed)
         self.model: PreTrainedModel = self._parallelize(self.build_model())
         # Until here all ranks drew the same numbers, for a model that `build_model` may have filled.
-        _seed_everything(config.train.seed + self.state.rank)
+        seed_everything(config.train.seed + self.state.rank)
         self.optimizer = build_optimizer(self.model, config.train)
         self.max_steps = self.count_steps()
         self.expected_steps: float | None = self.max_steps
@@ -128,7 +125,7 @@ class BaseTrainer(ABC):
             background=config.train.async_save,
         )
         self.callbacks = list(callbacks) if callbacks is not None else self.default_callbacks()
-        self._stop_signal: signal.Signals | None = None
+        self._stop = StopRequest(self._say_that_it_stops)
 
     @abstractmethod
     def build_data(self) -> BatchSource:
@@ -210,7 +207,7 @@ class BaseTrainer(ABC):
         self._write_description()
         self.model.train()
         record: StepRecord | None = None
-        with self._stoppable(), self._closing_callbacks():
+        with self._stop.listening(), self._closing_callbacks():
             for callback in self.callbacks:
                 callback.on_train_start(self)
             batches = iter(self.batches)
@@ -331,7 +328,7 @@ class BaseTrainer(ABC):
         Raises:
             CheckpointError: on every rank, when a save in the background failed on any.
         """
-        stopped, failed = sum_over_ranks(float(self._stop_signal is not None), float(self.saver.failed))
+        stopped, failed = sum_over_ranks(float(self._stop.received), float(self.saver.failed))
         if failed:
             self.saver.wait()
         return stopped > 0
@@ -422,30 +419,8 @@ class BaseTrainer(ABC):
                 callback.close(self)
             self.saver.close()
 
-    @contextlib.contextmanager
-    def _stoppable(self) -> Iterator[None]:
-        """Inside, the first SIGINT or SIGTERM only asks the loop to end; signals reach the main thread alone."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-        def ask_to_stop(number: int, _frame: Any) -> None:
-            self._stop_signal = signal.Signals(number)
-            signal.signal(number, previous[self._stop_signal])
-            # Python refuses to write to a stream in the middle of a write to it, which the signal may have interrupted.
-            with contextlib.suppress(RuntimeError):
-                self.say(
-                    f"{self._stop_signal.name}: finishing step {self.step + 1}, then saving (once more to stop at once)"
-                )
-
-        try:
-            for number in previous:
-                signal.signal(number, ask_to_stop)
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    def _say_that_it_stops(self, signal_name: str) -> None:
+        self.say(f"{signal_name}: finishing step {self.step + 1}, then saving (once more to stop at once)")
 
 
 def start_processes(config: RunConfig) -> ParallelState:
@@ -466,12 +441,6 @@ def start_processes(config: RunConfig) -> ParallelState:
 
 def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
-
-
-def _seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002  (users' code draws from it)
-    torch.manual_seed(seed)
 
 
 def _peak_memory(device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""The random generators that a run draws from, as plain data that a checkpoint keeps."""
+"""The random generators that a run draws from: seeded, and as plain data that a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  (users' code draws from it)
+    torch.manual_seed(seed)
 
 
 def random_states() -> dict[str, Any]:

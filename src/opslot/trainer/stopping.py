@@ -1,0 +1,44 @@
+"""Ending a run on SIGINT or SIGTERM without losing the step that is under way."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class StopRequest:
+    """Remembers that a signal asked the run to end; a second signal ends it at once.
+
+    Args:
+        announce: called with the signal's name when it arrives.
+    """
+
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        self.received = False
+        self._announce = announce
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, the first SIGINT or SIGTERM is only remembered; signals reach the main thread alone."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+        def remember(number: int, _frame: Any) -> None:
+            self.received = True
+            signal.signal(number, previous[signal.Signals(number)])
+            # Python refuses to write to a stream in the middle of a write to it, which the signal may have interrupted.
+            with contextlib.suppress(RuntimeError):
+                self._announce(signal.Signals(number).name)
+
+        try:
+            for number in previous:
+                signal.signal(number, remember)
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
