@@ -1,15 +1,17 @@
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
 from torch import nn
 
-from opslot import KERNEL_REGISTRY, bind, explain
+from opslot import KERNEL_REGISTRY, HardwareRequirement, KernelSpec, bind, explain
+from opslot._base.device import DeviceFacts
 from opslot._base.errors import ConfigError
 from opslot.slots import BoundKernel, unbind
 
-from .conftest import Doubler, fast
+from .conftest import Doubler, fast, other_fast
 
 
 @pytest.fixture
@@ -171,3 +173,60 @@ def test_a_fused_loss_refuses_heads_it_would_get_wrong(head, loss, reason):
 def test_a_plain_head_is_served():
     head = nn.Linear(2, 3, bias=False)
     assert BoundKernel("cross_entropy_loss", "causal", "chunk_loss", True, print).serves_head(head_model(head), head)
+
+
+def on_a_gpu(model, ops, monkeypatch):
+    """Bind as if the model were on a GPU."""
+    gpu = DeviceFacts("gpu", (9, 0), "a GPU")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["opslot.slots.bind"], "facts_of", lambda device: gpu)
+        patch.setattr(sys.modules["opslot.slots.config"], "machine_devices", lambda: (gpu,))
+        return bind(model, ops)
+
+
+def test_a_model_that_moved_chooses_again(model, monkeypatch, caplog):
+    KERNEL_REGISTRY.register(
+        KernelSpec("gpu_best", "toy_double", "standard", lambda: fast, HardwareRequirement("gpu"), priority=90)
+    )
+    on_a_gpu(model, "auto", monkeypatch)
+    assert model[0].toy.name == "gpu_best"
+    twin = copy.deepcopy(model)
+    model(torch.randn(3))
+    assert [m.toy.name for m in (model[0], model[1][0])] == ["fast", "fast"]
+    assert "was bound for cuda and runs on cpu" in caplog.text
+    caplog.clear()
+    model(torch.randn(3))
+    assert not caplog.text
+    # A copy watches for itself, and an unbound model no longer.
+    assert twin[0].toy.name == "gpu_best"
+    unbind(twin)
+    twin(torch.randn(3))
+    assert twin[0].toy is None
+    assert not twin._forward_pre_hooks
+
+
+def test_a_model_that_moved_before_it_was_compiled_chooses_again(model, monkeypatch):
+    KERNEL_REGISTRY.register(
+        KernelSpec("gpu_best", "toy_double", "standard", lambda: other_fast, HardwareRequirement("gpu"), priority=90)
+    )
+    on_a_gpu(model, "auto", monkeypatch)
+    x = torch.randn(3)
+    torch.testing.assert_close(torch.compile(model, backend="eager")(x), 8 * x)
+    assert model[0].toy.name == "fast"
+
+
+def test_a_named_kernel_that_the_new_device_lacks_is_an_error(model, monkeypatch):
+    KERNEL_REGISTRY.register(KernelSpec("gpu_best", "toy_double", "standard", lambda: fast, HardwareRequirement("gpu")))
+    on_a_gpu(model, {"toy_double_implementation": "gpu_best"}, monkeypatch)
+    with pytest.raises(ConfigError, match=r"toy_double_implementation=.gpu_best. .*needs a GPU, this is CPU"):
+        model(torch.randn(3))
+
+
+def test_parameters_that_rest_elsewhere_than_they_compute_move_nothing(model, monkeypatch):
+    on_a_gpu(model, {"toy_double_implementation": "fast"}, monkeypatch)
+    report = explain(model)
+    model.to("meta")(torch.randn(3, device="meta"))
+    assert explain(model) is report
+    with pytest.raises(RuntimeError):
+        model(torch.randn(3))
+    assert explain(model) is report

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opslot._base.device import DeviceFacts, facts_of
 from opslot._base.errors import ConfigError
+from opslot._base.logging import get_logger
 from opslot.slots.config import OpsImplementationConfig
 from opslot.slots.op import OpSpec
 from opslot.slots.profile import read_profile
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 _STATE = "_opslot_state"
+
+logger = get_logger(__name__)
 
 
 class _Choice(NamedTuple):
@@ -44,7 +47,8 @@ def bind(
     Args:
         model: a module whose submodules declare slots (a generated model, or classes with `OpSlot`s of your own).
         ops: a config, a mapping of its fields, "auto", "eager" or a preset.
-        device: where the model will run; default where its first parameter is (meta: this machine's best device).
+        device: where the model will run; default where its first parameter is (meta: this machine's best device). A
+            model that runs on another kind of device later chooses again there, before its first forward pass.
         dtype: compute dtype; default each module's own parameters', which autocast may differ from.
 
     Raises:
@@ -83,15 +87,45 @@ def bind(
         str(facts),
         note="" if all(r.explicit for r in resolutions) else str(read_profile(facts)),
     )
-    attached = _attach(inner_models, at_slots, of_model, kernels)
-    model.__dict__[_STATE] = {"report": report, "config": config, "attached": attached}
+    model.__dict__[_STATE] = {
+        "report": report,
+        "config": config,
+        "attached": _attach(inner_models, at_slots, of_model, kernels),
+        "placement": (facts.torch_type, dtype),
+        "watch": model.register_forward_pre_hook(_follow, with_kwargs=True),
+    }
     return report
+
+
+def _follow(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Choose again where a model has moved to another kind of device since it was bound.
+
+    Without this, a model that was built on a CPU and moved to a GPU would train there with a CPU's kernels. Only
+    parameters and inputs that agree count: offloaded parameters rest elsewhere than they compute.
+    """
+    import torch
+
+    bound, dtype = model.__dict__[_STATE]["placement"]
+    parameter = next(iter(model.parameters()), None)
+    given = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+    if parameter is None or given is None or parameter.device.type != given.device.type:
+        return
+    now = given.device.type
+    if now not in (bound, "meta"):
+        torch.compiler.disable(_bind_again)(model, bound, given.device, dtype)
+
+
+def _bind_again(model: Any, bound: str, device: torch.device, dtype: torch.dtype | None) -> None:
+    name = type(model).__name__
+    logger.warning("%s was bound for %s and runs on %s: its kernels are chosen anew", name, bound, device.type)
+    bind(model, model.__dict__[_STATE]["config"], device=device, dtype=dtype)
 
 
 def unbind(model: Any) -> None:
     """Every slot of `model` back to eager, upstream's own code, and its attention and experts as they were."""
     state = model.__dict__.pop(_STATE, None)
     if state:
+        state["watch"].remove()
         for path, op_name, previous in state["attached"]:
             detach = KERNEL_REGISTRY.op(op_name).detach
             if detach is not None:
