@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opslot._base.errors import DataError
@@ -30,6 +30,7 @@ def documents_of(files, max_bytes, sample_by="document"):
     return documents
 
 
+@settings(deadline=None)
 @given(pieces=pieces, max_bytes=st.integers(1, 40))
 def test_lines_are_the_same_in_blocks_of_any_size(tmp_path_factory, pieces, max_bytes):
     file = tmp_path_factory.mktemp("text") / "a.txt"
@@ -38,6 +39,7 @@ def test_lines_are_the_same_in_blocks_of_any_size(tmp_path_factory, pieces, max_
     assert documents_of([file], max_bytes, "line") == whole
 
 
+@settings(deadline=None)
 @given(pieces=pieces, max_bytes=st.integers(1, 40))
 def test_paragraphs_and_cut_documents_lose_nothing(tmp_path_factory, pieces, max_bytes):
     file = tmp_path_factory.mktemp("text") / "a.txt"

@@ -156,7 +156,7 @@ def test_held_out_documents_are_not_trained_on():
         split_documents(Documents([5]), 0.1, seed=0)
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(2, 30), min_size=1, max_size=8))
 def test_rows_from_disk_equal_rows_from_memory(corpus_of, lengths):
     rows = PackedRows(corpus_of(lengths), 8, shuffle=False)

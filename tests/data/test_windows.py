@@ -1,11 +1,14 @@
 """Rows of a corpus in many blocks: the same stream however it is cut, and no block before it is needed."""
 
 import itertools
+import multiprocessing
+import os
+import signal
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opslot._base.errors import DataError
@@ -55,6 +58,7 @@ def tokens_of(rows, number=0):
 blocks = st.lists(st.lists(st.integers(1, 30), max_size=6), min_size=1, max_size=9).filter(any)
 
 
+@settings(deadline=None)
 @given(blocks=blocks, size=st.integers(2, 40), shuffle=st.booleans(), number=st.integers(0, 2))
 def test_a_packed_epoch_holds_each_token_once_but_for_the_last_partial_row(blocks, size, shuffle, number):
     corpus = Corpus(blocks)
@@ -67,6 +71,7 @@ def test_a_packed_epoch_holds_each_token_once_but_for_the_last_partial_row(block
         assert got == every[: len(got)]
 
 
+@settings(deadline=None)
 @given(blocks=blocks, size=st.integers(2, 40), number=st.integers(0, 2))
 def test_rows_are_made_of_runs_of_single_documents_across_windows_too(blocks, size, number):
     rows = PackedRows(Corpus(blocks), size, pad_token_id=-1)
@@ -76,6 +81,7 @@ def test_rows_are_made_of_runs_of_single_documents_across_windows_too(blocks, si
             assert (piece == -1).all() or (piece.diff() == 1).all()
 
 
+@settings(deadline=None)
 @given(blocks=blocks, size=st.integers(2, 40), number=st.integers(0, 2))
 def test_without_packing_every_token_comes_once(blocks, size, number):
     corpus = Corpus(blocks)
@@ -85,6 +91,7 @@ def test_without_packing_every_token_comes_once(blocks, size, number):
     assert counts.tolist() == [size - row["padding"] for row in epoch_of(rows, number)]
 
 
+@settings(deadline=None)
 @given(blocks=blocks, size=st.integers(2, 40), place=st.integers(0, 200), packing=st.booleans())
 def test_a_row_does_not_depend_on_what_was_asked_for_before(blocks, size, place, packing):
     walked, jumped = (PackedRows(Corpus(blocks), size, packing=packing, seed=2) for _ in range(2))
@@ -93,6 +100,7 @@ def test_a_row_does_not_depend_on_what_was_asked_for_before(blocks, size, place,
     assert torch.equal(walked[place]["input_ids"], jumped[place]["input_ids"])
 
 
+@settings(deadline=None)
 @given(blocks=blocks, size=st.integers(2, 40), packing=st.booleans())
 def test_the_share_of_the_text_grows_and_is_whole_at_the_end_of_each_epoch(blocks, size, packing):
     rows = PackedRows(Corpus(blocks), size, packing=packing)
@@ -182,6 +190,24 @@ def test_workers_give_what_is_given_without_them():
         return torch.stack([next(iterator)["input_ids"] for _ in range(120)])
 
     assert torch.equal(take(2), take(0))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_workers_outlive_the_signals_that_stop_a_run(number):
+    before = set(multiprocessing.active_children())
+    iterator = iter(RowLoader(PackedRows(Corpus([[13] * 50]), 8), 2, num_workers=2))
+    for _ in range(4):
+        next(iterator)
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    for worker in workers:
+        os.kill(worker.pid, number)
+    for _ in range(100):
+        next(iterator)
+    del iterator
+    for worker in workers:
+        worker.join(10)
+        assert worker.exitcode == 0
 
 
 def test_held_out_documents_of_many_blocks():

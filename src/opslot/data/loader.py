@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,10 +100,17 @@ class RowLoader(_Loader):
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             generator=_own_generator(),
+            worker_init_fn=_leave_signals_to_parent,
         )
         for batch in loader:
             self.consumed += self.micro_batch_size * self.world_size
             yield batch
+
+
+def _leave_signals_to_parent(_worker: int) -> None:
+    """Signals that stop a run often reach all of its processes; workers are needed until the step is done."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _own_generator() -> torch.Generator:
@@ -176,6 +184,7 @@ class TokenLoader(_Loader):
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             generator=_own_generator(),
+            worker_init_fn=_leave_signals_to_parent,
         )
         for count, self.step_size, micro_batches in loader:
             self.consumed += count
