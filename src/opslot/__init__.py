@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         OpSlot,
         bind,
         explain,
+        loss_only,
     )
     from opslot.testing import bisect, verify
 
@@ -33,6 +34,7 @@ _HOMES = {
     "OpsImplementationConfig": "opslot.slots",
     "bind": "opslot.slots",
     "explain": "opslot.slots",
+    "loss_only": "opslot.slots",
     "apply": "opslot.models",
     "build_foundation_model": "opslot.models",
     "restore": "opslot.models",
@@ -52,6 +54,7 @@ __all__ = [
     "bisect",
     "build_foundation_model",
     "explain",
+    "loss_only",
     "restore",
     "verify",
 ]

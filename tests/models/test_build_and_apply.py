@@ -422,3 +422,18 @@ def test_a_model_inside_lora_gets_its_attention_and_gives_it_back():
     opslot.restore(wrapped)
     assert (inner.config._attn_implementation, inner.config._experts_implementation) == before
     assert inner.model.layers[0].mlp.experts.config._experts_implementation == before[1]
+
+
+def test_evaluation_returns_the_logits_of_transformers():
+    reference = upstream("qwen3").eval()
+    model = ours("qwen3", reference, {"cross_entropy_loss_implementation": "chunk_loss"}).eval()
+    ids = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        found, expected = model(input_ids=ids, labels=ids), reference(input_ids=ids, labels=ids)
+        torch.testing.assert_close(found.logits, expected.logits)
+        torch.testing.assert_close(found.loss, expected.loss)
+        with opslot.loss_only(model):
+            alone = model(input_ids=ids, labels=ids)
+        assert alone.logits is None
+        torch.testing.assert_close(alone.loss, expected.loss)
+        assert model(input_ids=ids, labels=ids).logits is not None

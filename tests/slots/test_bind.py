@@ -175,6 +175,19 @@ def test_a_plain_head_is_served():
     assert BoundKernel("cross_entropy_loss", "causal", "chunk_loss", True, print).serves_head(head_model(head), head)
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_evaluation_makes_logits_unless_only_the_loss_is_asked_for(explicit):
+    head = nn.Linear(2, 3, bias=False)
+    model = head_model(head)
+    kernel = BoundKernel("cross_entropy_loss", "causal", "chunk_loss", explicit, print)
+    model.eval()
+    assert kernel.serves_head(model, head)
+    with torch.no_grad():
+        assert not kernel.serves_head(model, head)
+        model.train()
+        assert kernel.serves_head(model, head)
+
+
 def on_a_gpu(model, ops, monkeypatch):
     """Bind as if the model were on a GPU."""
     gpu = DeviceFacts("gpu", (9, 0), "a GPU")

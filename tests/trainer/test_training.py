@@ -37,6 +37,17 @@ def trainer_of(settings, tmp_path, **keywords):
     return TextTrainer(load_config([str(file), "--train.logging.progress", "off"]), **keywords)
 
 
+def test_evaluation_makes_no_logits_where_training_makes_none(settings, tmp_path):
+    settings["model"]["ops_implementation"] = {"preset": "eager", "cross_entropy_loss_implementation": "chunk_loss"}
+    settings["train"] |= {"max_steps": 1, "eval_steps": 1}
+    trainer = trainer_of(settings, tmp_path)
+    logits = []
+    trainer.model.register_forward_hook(lambda module, arguments, output: logits.append(output.logits))
+    trainer.train()
+    assert len(logits) > 1
+    assert logits == [None] * len(logits)
+
+
 def test_the_output_folder_holds_what_is_promised(train, settings, tmp_path):
     settings["train"] |= {"max_steps": 30, "save_steps": 10, "eval_steps": 10, "save_total_limit": 2, "lr": 3e-2}
     settings["train"]["logging"] = {"tensorboard": True}

@@ -6,7 +6,7 @@ from opslot.slots.op import Cost, InputCase, OpSpec, OpVariant
 from opslot.slots.profile import Profile, Timing, profile_path, read_profile, write_profile
 from opslot.slots.registry import KERNEL_REGISTRY, KernelRegistry, Resolution
 from opslot.slots.report import BindingReport, BindingRow, format_table
-from opslot.slots.slot import BoundKernel, OpSlot, declared_slots, walk_slots
+from opslot.slots.slot import BoundKernel, OpSlot, declared_slots, loss_only, walk_slots
 from opslot.slots.spec import HardwareRequirement, KernelRequest, KernelSpec
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "declared_slots",
     "explain",
     "format_table",
+    "loss_only",
     "own_config",
     "profile_path",
     "read_profile",

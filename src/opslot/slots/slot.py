@@ -7,6 +7,7 @@ Binding writes a `BoundKernel` into the instance's `__dict__`; reading it is an 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from opslot.slots.registry import KERNEL_REGISTRY
 
 SLOTS_ATTRIBUTE = "_opslot_slots"
 PREFIX = "_opslot_"
+_LOSS_ONLY = "_opslot_loss_only"
 
 
 class BoundKernel:
@@ -64,11 +66,14 @@ class BoundKernel:
     def serves_head(self, model: Any, head: Any) -> bool:
         """Whether a fused linear + loss kernel computes what `model`'s own head and loss would.
 
-        It does when `head` is a bias-free nn.Linear with its own forward and the loss is upstream's.
+        It does when `head` is a bias-free nn.Linear with its own forward and the loss is upstream's. It makes no
+        logits, which callers read in evaluation (in eval mode without gradients, outside `loss_only`): not then.
 
         Raises:
-            KernelError: it does not, and the kernel was named explicitly.
+            KernelError: it does not compute the same, and the kernel was named explicitly.
         """
+        if not (model.training or _grad_enabled() or model.__dict__.get(_LOSS_ONLY)):
+            return False
         problem = _head_problem(model, head)
         if problem is None:
             return True
@@ -78,6 +83,29 @@ class BoundKernel:
                 "  to do: set cross_entropy_loss_implementation to eager or auto, or keep the head a plain nn.Linear"
             )
         return False
+
+
+@contextlib.contextmanager
+def loss_only(model: Any) -> Iterator[None]:
+    """Within it, `model` evaluates for the loss alone: a fused loss makes no logits there, as in training.
+
+    Without it, a model in eval mode and without gradients returns logits beside the loss as Transformers' does, which
+    takes rows x vocabulary of memory.
+    """
+    models = [module for _, module, _, op_name, _ in walk_slots(model) if op_name == "cross_entropy_loss"]
+    for module in models:
+        module.__dict__[_LOSS_ONLY] = True
+    try:
+        yield
+    finally:
+        for module in models:
+            module.__dict__.pop(_LOSS_ONLY, None)
+
+
+def _grad_enabled() -> bool:
+    import torch
+
+    return torch.is_grad_enabled()
 
 
 def _rebind(op_name: str, variant: str, name: str, explicit: bool) -> BoundKernel:

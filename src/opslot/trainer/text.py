@@ -29,6 +29,7 @@ from opslot.data import (
 )
 from opslot.distributed import sum_over_ranks
 from opslot.models import build_foundation_model, load_config
+from opslot.slots import loss_only
 from opslot.trainer.base import BaseTrainer, TrainResult
 from opslot.trainer.validate import micro_batch_size
 
@@ -140,7 +141,8 @@ class TextTrainer(BaseTrainer):
             own = min(self.state.dp_rank, len(of_ranks) - 1)
             batch = of_ranks[own]
             count = count_targets(batch["labels"]) if own == self.state.dp_rank else 0
-            cross_entropy, _ = self.split_loss(self.forward(batch, count))
+            with loss_only(self.model):
+                cross_entropy, _ = self.split_loss(self.forward(batch, count))
             total += cross_entropy.item() * count
             targets += count
         self.model.train()
