@@ -34,7 +34,7 @@ $(VENV)/ready-dev: $(VENV)/ready
 	touch $@
 
 constraints:
-	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//' > constraints.txt
+	$(BIN)/python -m pip freeze --exclude-editable | sed -e '1i# The versions that CI and the demo install. Regenerate with: make constraints' -e 's/+cpu//' > constraints.txt
 
 clean:
 	rm -rf $(VENV) outputs
