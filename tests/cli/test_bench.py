@@ -233,7 +233,7 @@ def test_a_bar_far_ahead_of_all_others_is_cut():
 def test_results_of_several_runs_make_one_page(tmp_path, capsys):
     rows = [as_dict(r) for r in ROWS]
     old = {"environment": MACHINE, "rows": [*rows[:1], {**rows[1], "ms": 9.0}], "steps": _judged([dict(STEPS[0])])}
-    new = {"environment": MACHINE, "rows": rows[1:], "curve": CURVE}
+    new = {"environment": {**MACHINE, "commit": "def5678"}, "rows": rows[1:], "curve": CURVE}
     other = {**new, "environment": {**MACHINE, "device": "CPU"}}
     files = []
     for i, data in enumerate((old, new, other, {"rows": []})):
@@ -246,6 +246,7 @@ def test_results_of_several_runs_make_one_page(tmp_path, capsys):
     merged = json.loads(out.read_text())
     assert [(r["kernel"], r["ms"]) for r in merged["rows"]] == [(r.kernel, r.ms) for r in ROWS]
     assert merged["curve"] == CURVE
+    assert merged["environment"] == {**MACHINE, "commit": "abc1234, def5678"}
     assert merged["steps"] == old["steps"]
     assert "Loss curve" in page_file.read_text()
     assert main(["bench", "--merge", str(files[0]), str(files[2])]) == 2

@@ -133,12 +133,19 @@ def _merge(options: argparse.Namespace, command: str) -> int:
         raise ConfigError(f"--merge: the results are of different devices: {', '.join(sorted(devices))}")
     for name in ("output", "picture", "html"):
         _check_writable(f"--{name}", getattr(options, name))
-    result = _Result(options, command, found[-1]["environment"])
+    machines = [data["environment"] for data in found]
+    result = _Result(options, command, machines[-1] | _all_of(machines, "commit") | _all_of(machines, "date"))
     for data in found:
         result.add(data)
     result.write()
     print(json.dumps(result.as_dict(), indent=1) if options.json else result)
     return 0
+
+
+def _all_of(machines: list[dict[str, Any]], field: str) -> dict[str, str]:
+    """What the results say of `field`, in their order; nothing where none says anything."""
+    said = dict.fromkeys(machine[field] for machine in machines if machine.get(field))
+    return {field: ", ".join(said)} if said else {}
 
 
 class _Setting:
