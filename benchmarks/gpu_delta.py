@@ -1,6 +1,6 @@
 """causal_conv1d and chunk_gated_delta_rule on a GPU: proof and forward plus backward in bf16, at Qwen3-Next's sizes.
 
-    python benchmarks/gpu_delta.py [--output FILE] [--commit ID] [--op NAME] [--plans]
+    python benchmarks/gpu_delta.py [--output FILE] [--commit ID] [--op NAME] [--plans] [--without fla]
 
 Beside opslot's kernels stands what Transformers runs without them ("hf eager"), which knows no packed documents. fla
 tunes itself before its first call at each size, for minutes where no cache of Triton's has it, and is left out where
@@ -167,7 +167,13 @@ def main() -> None:
     parser.add_argument("--commit", help="of the code that runs, where there is no git")
     parser.add_argument("--op", choices=OPS, nargs="+", default=OPS)
     parser.add_argument("--plans", action="store_true", help="time the Triton delta rule cut in other ways, too")
+    parser.add_argument(
+        "--without", nargs="*", default=[], metavar="KERNEL", help="leave these out, as fla, which tunes itself"
+    )
     options = parser.parse_args()
+    for op in options.op:
+        for kernel in options.without:
+            KERNEL_REGISTRY.unregister(op, "standard", kernel)
     rows: list[BenchRow] = []
     for op in options.op:
         rows += [*bench(op, device=DEVICE, compiled=False), *upstream_rows(op)]

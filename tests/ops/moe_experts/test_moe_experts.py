@@ -309,6 +309,11 @@ def changed(**other):
         ),
         (changed(top_k_index=lambda t: t.float()), "top_k_index in torch.float32"),
         (changed(top_k_weights=lambda t: t.to("meta")), "tensors on"),
+        (
+            changed(top_k_index=lambda t: t[:, :0], top_k_weights=lambda t: t[:, :0]),
+            "4 experts and 0 choices a token",
+        ),
+        (changed(gate_up_proj=lambda t: t[:0], down_proj=lambda t: t[:0]), "0 experts and 2 choices a token"),
     ],
 )
 def test_a_call_that_is_not_the_contracts_is_refused(name, arguments, found):

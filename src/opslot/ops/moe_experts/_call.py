@@ -125,6 +125,8 @@ def _shape_problem(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) 
             f"hidden_states {list(x.shape)} with top_k_index {list(index.shape)} and hidden width {hidden}",
             "pass hidden_states as [T, H] and top_k_index as [T, K]",
         )
+    if not count or not index.shape[1]:
+        return f"{count} experts and {index.shape[1]} choices a token", "pass at least one of both"
     if weights.shape != index.shape:
         return (
             f"top_k_weights {list(weights.shape)} with top_k_index {list(index.shape)}",
