@@ -123,10 +123,10 @@ def test_proofs_in_a_process_of_their_own_say_the_same():
 def test_a_kernel_that_takes_its_process_down_is_wrong_and_others_are_not(monkeypatch):
     fatal, innocent = (Claim("rms_norm", "standard", name, torch.float32, "cpu") for name in ("fatal", "innocent"))
 
-    def in_processes(claims, workers):
+    def in_processes(function, claims, workers, spoils):
         return ({}, list(claims)) if fatal in claims else (dict.fromkeys(claims, "ok"), [])
 
-    monkeypatch.setattr("opslot.testing.bench.proofs._in_processes", in_processes)
+    monkeypatch.setattr("opslot.testing.apart._in_processes", in_processes)
     verdicts = prove([fatal, innocent], workers=2)
     assert verdicts == {fatal: "WRONG: the process that checked it died", innocent: "ok"}
 
@@ -264,13 +264,13 @@ def test_what_an_earlier_kernel_spoiled_is_proven_in_other_processes(monkeypatch
     claims = [Claim("rms_norm", "standard", name, torch.float32, "cuda") for name in ("bad", "next", "far")]
     rounds = []
 
-    def in_processes(asked, workers):
+    def in_processes(function, asked, workers, spoils):
         rounds.append(list(asked))
         if claims[0] in asked:
             return {claims[0]: "WRONG CUDA error", claims[2]: "ok"}, []
         return dict.fromkeys(asked, "ok"), []
 
-    monkeypatch.setattr("opslot.testing.bench.proofs._in_processes", in_processes)
+    monkeypatch.setattr("opslot.testing.apart._in_processes", in_processes)
     assert prove(claims, workers=2) == {claims[0]: "WRONG CUDA error", claims[2]: "ok", claims[1]: "ok"}
     assert rounds == [claims, [claims[1]]]
 

@@ -1,11 +1,13 @@
 """The harness itself: it must catch what kernels get wrong."""
 
+import sys
+
 import pytest
 import torch
 
 from opslot import KERNEL_REGISTRY
 from opslot._base.errors import KernelError
-from opslot.testing import CheckResult, check_kernel, poisoned_memory
+from opslot.testing import CheckResult, check_kernel, poisoned_memory, verify
 from opslot.testing.parity import compare, expect
 
 VARIANT = KERNEL_REGISTRY.op("rms_norm").variant("standard")
@@ -119,3 +121,22 @@ def test_poison_ends_with_the_block():
     with poisoned_memory():
         assert torch.empty(3).isnan().all()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_workers_find_the_same():
+    alone = list(verify("rms_norm", "torch_fused", device="cpu", dtypes=(torch.float32, torch.bfloat16)))
+    shared = list(verify("rms_norm", "torch_fused", device="cpu", dtypes=(torch.float32, torch.bfloat16), workers=2))
+    assert shared == alone
+    assert len(alone) > 20
+
+
+def test_a_worker_that_dies_is_a_failed_check(monkeypatch):
+    def died(function, shares, workers, spoils):
+        return {share: function(share) for share in shares[1:]}, [shares[0]]
+
+    monkeypatch.setattr(sys.modules["opslot.testing.verify"], "run_apart", died)
+    first, *rest = verify("rms_norm", "torch_fused", device="cpu", dtypes=(torch.float32,), workers=2)
+    assert not first.ok
+    assert "rms_norm/standard torch_fused [-, float32]: the process that checked it died" in str(first)
+    assert rest
+    assert all(result.ok for result in rest)

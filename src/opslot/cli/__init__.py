@@ -135,6 +135,9 @@ def _add_verify(add: _Add) -> None:
     verify.add_argument("--kernel", metavar="NAME", help="only kernels of this name")
     verify.add_argument("--device", default=None, help="cpu, cuda or npu; default the best that each kernel runs on")
     verify.add_argument("--seed", type=int, default=0, help="of the random inputs")
+    verify.add_argument(
+        "--workers", type=int, metavar="N", help="processes that check; default as many as help on a GPU, else none"
+    )
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(run=_verify)
 
@@ -290,4 +293,4 @@ def _convert(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from opslot.cli.verify import run
 
-    return run(options.op, options.kernel, options.device, options.seed, options.json)
+    return run(options.op, options.kernel, options.device, options.seed, options.workers, options.json)

@@ -19,7 +19,8 @@ from opslot._base.device import facts_of
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import KernelError
 from opslot.slots import KERNEL_REGISTRY, InputCase, KernelRequest, OpVariant, walk_slots
-from opslot.testing.bench.proofs import Claim, brief, cannot_run, describe, generator_of, prove, spoils_device
+from opslot.testing.apart import spoils_device
+from opslot.testing.bench.proofs import Claim, brief, cannot_run, describe, generator_of, prove
 from opslot.testing.bench.rows import BenchRow
 from opslot.testing.bench.timing import Time, measure, measure_ceilings
 from opslot.testing.parity import CheckResult, Expectation, compare, expect

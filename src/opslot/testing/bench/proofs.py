@@ -1,11 +1,8 @@
-"""Proofs of many kernels at once: most of a proof's time is compiling the kernel for each case's shape, on the host."""
+"""Proofs of many kernels at once, in processes of their own on a GPU."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +11,10 @@ import torch
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import KernelError
 from opslot.slots import KERNEL_REGISTRY, OpVariant
+from opslot.testing.apart import run_apart, spoils_device, workers_for
 from opslot.testing.parity import CheckResult, check_kernel, compare, expect
 from opslot.testing.peers import peer_kernels
 
-_MOST_WORKERS = 8
 _DIED = "WRONG: the process that checked it died"
 
 
@@ -50,58 +47,11 @@ def prove(claims: Sequence[Claim], workers: int | None = None) -> dict[Claim, st
         workers: processes beside this one, 0 for none; default as many as help on a GPU, and none elsewhere.
     """
     if workers is None:
-        on_gpu = any(claim.device.startswith("cuda") for claim in claims)
-        workers = min(_MOST_WORKERS, os.cpu_count() or 1, len(claims)) if on_gpu else 0
+        workers = workers_for(len(claims), any(claim.device.startswith("cuda") for claim in claims))
     if not workers:
         return {claim: verdict_on(claim) for claim in claims}
-    verdicts, lost = _in_processes(claims, workers)
-    left = [claim for claim in claims if claim not in verdicts and claim not in lost]
-    if left:
-        verdicts |= prove(left, workers)
-    for claim in lost:
-        # A kernel that takes its process down takes those of others with it: each of them gets one of its own.
-        alone, died = _in_processes([claim], 1)
-        verdicts |= alone
-        verdicts |= dict.fromkeys(died, _DIED)
-    return verdicts
-
-
-def _in_processes(claims: Sequence[Claim], workers: int) -> tuple[dict[Claim, str], list[Claim]]:
-    """Verdicts, and claims whose process died; those in neither fell to a process that an earlier one had spoiled."""
-    verdicts: dict[Claim, str] = {}
-    lost = []
-    # CUDA does not survive a fork.
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {claim: pool.submit(_in_worker, claim) for claim in claims}
-        for claim, future in futures.items():
-            try:
-                verdicts[claim] = future.result()
-            except BrokenExecutor:
-                lost.append(claim)
-            except _Spoiled:
-                pass
-    return verdicts, lost
-
-
-class _Spoiled(Exception):
-    """A kernel before this one left the process without a usable device."""
-
-
-_spoiled = False
-
-
-def _in_worker(claim: Claim) -> str:
-    global _spoiled
-    if _spoiled:
-        raise _Spoiled
-    verdict = verdict_on(claim)
-    _spoiled = spoils_device(verdict)
-    return verdict
-
-
-def spoils_device(verdict: str) -> bool:
-    """Whether the failure that a verdict tells of leaves nothing usable for others in the same process."""
-    return "CUDA error" in verdict
+    verdicts, died = run_apart(verdict_on, claims, workers, spoils_device)
+    return verdicts | dict.fromkeys(died, _DIED)
 
 
 def cannot_run(verdict: str) -> bool:
