@@ -8,7 +8,7 @@ import torch
 import opslot.ops.chunk_gated_delta_rule as room
 from opslot import KERNEL_REGISTRY
 from opslot._base.device import DeviceFacts, facts_of
-from opslot._base.errors import KernelError
+from opslot._base.errors import ConfigError, KernelError
 from opslot.ops.chunk_gated_delta_rule import op
 from opslot.slots import KernelRequest
 
@@ -330,3 +330,15 @@ def test_auto_takes_what_was_timed(device, dtype, chosen):
     pytest.importorskip("triton")
     request = KernelRequest("chunk_gated_delta_rule", "standard", device, dtype)
     assert KERNEL_REGISTRY.resolve(request).chosen == chosen
+
+
+def test_keys_too_wide_for_triton_are_known_when_bound():
+    pytest.importorskip("triton")
+    module = torch.nn.Module()
+    gpu = DeviceFacts("gpu", (9, 0))
+    for width, chosen in ((256, "triton"), (512, "eager")):
+        module.head_k_dim = width
+        request = KernelRequest("chunk_gated_delta_rule", "standard", gpu, torch.bfloat16, module)
+        assert KERNEL_REGISTRY.resolve(request).chosen == chosen
+    with pytest.raises(ConfigError, match="keys up to 256 wide, this module's are 512"):
+        KERNEL_REGISTRY.resolve(request, "triton")

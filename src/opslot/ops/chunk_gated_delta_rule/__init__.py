@@ -6,10 +6,16 @@ import torch
 
 from opslot._base.device import has_package, package_version
 from opslot.ops._common.specs import triton_kernel
-from opslot.ops.chunk_gated_delta_rule.op import OP
+from opslot.ops.chunk_gated_delta_rule.op import OP, WIDEST_KEY
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec
 
 _HERE = "opslot.ops.chunk_gated_delta_rule"
+
+
+def _keys_fit(request: KernelRequest) -> str | None:
+    width = getattr(request.module, "head_k_dim", None)
+    fits = not isinstance(width, int) or width <= WIDEST_KEY
+    return None if fits else f"takes keys up to {WIDEST_KEY} wide, this module's are {width}"
 
 
 def _right_on_hopper(request: KernelRequest) -> str | None:
@@ -37,6 +43,7 @@ KERNEL_REGISTRY.register(
         OP.name,
         "standard",
         function="chunk_gated_delta_rule",
+        supports=_keys_fit,
         priority=_triton_rank,
         description="chunks of 64 tokens, deterministic, packed documents by cu_seqlens",
     )
@@ -50,7 +57,7 @@ KERNEL_REGISTRY.register(
         HardwareRequirement("gpu", min_compute_capability=(8, 0)),
         requires=("fla", "triton"),
         dtypes=frozenset({torch.bfloat16}),
-        supports=_right_on_hopper,
+        supports=lambda request: _keys_fit(request) or _right_on_hopper(request),
         description="flash-linear-attention's chunked kernel, packed documents by cu_seqlens",
     )
 )

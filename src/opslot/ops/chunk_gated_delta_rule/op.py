@@ -24,6 +24,8 @@ from opslot.slots import Cost, InputCase, OpSpec, OpVariant
 
 # Tokens of a chunk: within one, the recurrence is products and a triangular system; between two it is one step.
 _CHUNK = 64
+# The limit of opslot's Triton kernels, whose block of a state holds all its rows in registers, and of fla's.
+WIDEST_KEY = 256
 
 
 def reference(

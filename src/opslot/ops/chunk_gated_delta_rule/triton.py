@@ -26,11 +26,9 @@ from opslot.ops._common.specs import FLOATS, no_float
 from opslot.ops.chunk_gated_delta_rule.kernels.backward import write_gradients
 from opslot.ops.chunk_gated_delta_rule.kernels.call import prepare
 from opslot.ops.chunk_gated_delta_rule.kernels.forward import recur, write_output
-from opslot.ops.chunk_gated_delta_rule.op import check_shapes
+from opslot.ops.chunk_gated_delta_rule.op import WIDEST_KEY, check_shapes
 
 _LABEL = "chunk_gated_delta_rule_implementation='triton'"
-# A state's block of columns holds all its rows in registers.
-_WIDEST_KEY = 256
 
 
 def _fake_forward(
@@ -188,8 +186,8 @@ def chunk_gated_delta_rule(
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
             refuse(_LABEL, name, f"its dtype is {tensor.dtype}, query's is {query.dtype}", "give all three the same")
-    if key.shape[3] > _WIDEST_KEY:
-        refuse(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {_WIDEST_KEY}", "use torch_chunked")
+    if key.shape[3] > WIDEST_KEY:
+        refuse(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {WIDEST_KEY}", "use torch_chunked")
     check_shapes(_LABEL, key, value, initial_state, cu_seqlens)
     out, final = _GatedDeltaRule.apply(
         query, key, value, g, beta, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, output_final_state
