@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from opslot._base.errors import DataError
+from opslot._base.errors import DataError, list_problems
 from opslot._base.logging import get_logger
-from opslot.data.sources import Span, list_problems, no_text, read_spans, split_files
+from opslot.data.sources import Span, no_text, read_spans, split_files
 from opslot.data.tokenizing import TokenizingProcesses
 
 if TYPE_CHECKING:

@@ -136,15 +136,15 @@ class TextTrainer(BaseTrainer):
         by_tokens = data.max_tokens_per_batch
         size = micro_batch_size(self.config.train) if by_tokens is None else by_tokens // data.max_seq_len
         batches = evaluation_batches(self.eval_rows, size)
-        while of_ranks := list(itertools.islice(batches, self.state.dp_size)):
-            # Sharded parameters take every rank to gather, so a rank without a batch runs one that does not count.
-            own = min(self.state.dp_rank, len(of_ranks) - 1)
-            batch = of_ranks[own]
-            count = count_targets(batch["labels"]) if own == self.state.dp_rank else 0
-            with loss_only(self.model):
+        with loss_only(self.model):
+            while of_ranks := list(itertools.islice(batches, self.state.dp_size)):
+                # Sharded parameters take every rank to gather, so a rank without a batch runs one that does not count.
+                own = min(self.state.dp_rank, len(of_ranks) - 1)
+                batch = of_ranks[own]
+                count = count_targets(batch["labels"]) if own == self.state.dp_rank else 0
                 cross_entropy, _ = self.split_loss(self.forward(batch, count))
-            total += cross_entropy.item() * count
-            targets += count
+                total += cross_entropy.item() * count
+                targets += count
         self.model.train()
         total, counted = sum_over_ranks(total, targets)
         # The ranks of a sequence have the same targets, and each a share of their loss.
