@@ -22,13 +22,23 @@ COMMON = {
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 
 
-def build(name: str, ops: Any = "eager", scale: float = 0.2, device: str = "cpu", **changes: Any) -> Any:
-    """A model of the architecture, the same on every rank; `scale` is its weights', `device` what it runs on."""
+def build(
+    name: str,
+    ops: Any = "eager",
+    scale: float = 0.2,
+    device: str = "cpu",
+    run_dtype: torch.dtype | None = None,
+    **changes: Any,
+) -> Any:
+    """A model of the architecture, the same on every rank.
+
+    `scale` is its weights', `device` what it runs on, `run_dtype` what it computes in where its weights are more exact.
+    """
     import opslot
 
     config = config_of(name, **changes)
     torch.manual_seed(7)
-    model = opslot.build_foundation_model(config, ops_implementation=ops, run_device=device)
+    model = opslot.build_foundation_model(config, ops_implementation=ops, run_device=device, run_dtype=run_dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * scale + (parameter == 1))
@@ -104,7 +114,7 @@ def train(
         init_parallel_state(device_type=device, **sizes)
     state = get_parallel_state()
     changes = {**({"output_router_logits": True} if aux_loss else {}), **(changes or {})}
-    model = build(name, ops, scale, device, **changes).to(state.device)
+    model = build(name, ops, scale, device, (options or {}).get("param_dtype"), **changes).to(state.device)
     model.train()
     if one_expert_for_all:
         for layer in model.model.layers:

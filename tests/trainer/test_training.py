@@ -17,6 +17,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from opslot import KERNEL_REGISTRY, KernelSpec, explain
+from opslot._base.errors import ConfigError
 from opslot.checkpoint import ExpertTensorConverter
 from opslot.distributed import destroy_parallel_state
 from opslot.models import ARCHITECTURES
@@ -131,6 +133,25 @@ def test_weights_pass_through_the_architectures_converters(settings, tmp_path, m
         assert torch.equal(found.full_tensor() if fsdp else found, norm)
     finally:
         destroy_parallel_state()
+
+
+def test_a_kernel_can_be_named_that_takes_only_the_dtype_of_the_computation(settings, tmp_path):
+    right = KERNEL_REGISTRY.load("rms_norm", "standard", "torch_fused")
+    half = KernelSpec("half", "rms_norm", "standard", lambda: right, dtypes=frozenset({torch.bfloat16}))
+    KERNEL_REGISTRY.register(half)
+    settings["model"]["ops_implementation"] = {"rms_norm_implementation": "half"}
+    try:
+        with pytest.raises(ConfigError, match="takes bfloat16, not float32"):
+            trainer_of(settings, tmp_path)
+        settings["train"] |= {"max_steps": 1, "fsdp": {"compute_dtype": "bfloat16"}}
+        trainer = trainer_of(settings, tmp_path)
+        rows = [row for row in explain(trainer.model).rows if (row.op, row.variant) == ("rms_norm", "standard")]
+        assert {row.chosen for row in rows} == {"half"}
+        assert trainer.model.model.norm.weight.dtype == torch.float32
+        trainer.train()
+    finally:
+        destroy_parallel_state()
+        KERNEL_REGISTRY.unregister("rms_norm", "standard", "half")
 
 
 def test_a_stopped_and_resumed_run_gives_the_same_numbers(train, settings, tmp_path):

@@ -36,6 +36,7 @@ def build_foundation_model(
     architecture: str | None = None,
     config_kwargs: Mapping[str, Any] | None = None,
     run_device: str | None = None,
+    run_dtype: torch.dtype | str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Build a model of an architecture that opslot knows, with its kernels bound.
@@ -50,6 +51,8 @@ def build_foundation_model(
         architecture: class name; default the first of the config's `architectures`, else <Model>ForCausalLM.
         config_kwargs: values that override the config's.
         run_device: what kernels are chosen for; default `init_device`, and for "meta" this machine's best device.
+        run_dtype: what the model will compute in, where autocast or FSDP2's mixed precision makes that another dtype
+            than its parameters', e.g. "bfloat16" for float32 parameters; kernels are chosen for it.
         trust_remote_code: allow a config class that ships with the checkpoint to run.
 
     Returns:
@@ -72,6 +75,7 @@ def build_foundation_model(
             "initialize_weights(model), once the model is sharded"
         )
     dtype = _dtype(torch_dtype, config)
+    computed = None if run_dtype is None else floating_dtype(run_dtype, f"run_dtype={run_dtype!r}")
     usable_device(init_device)
     cls = _model_class(config, architecture, backend)
     model = _instantiate(cls, config, dtype, init_device, empty=weights_path is not None)
@@ -81,7 +85,8 @@ def build_foundation_model(
         logger.info("%s=hf: Transformers' own %s, without slots", BACKEND_VARIABLE, cls.__name__)
     else:
         own_config(model)
-        bind(model, ops, device=run_device or (None if init_device == "meta" else init_device))
+        device = run_device or (None if init_device == "meta" else init_device)
+        bind(model, ops, device=device, dtype=computed)
     model.train()
     return model
 
