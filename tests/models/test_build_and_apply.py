@@ -437,3 +437,26 @@ def test_evaluation_returns_the_logits_of_transformers():
         assert alone.logits is None
         torch.testing.assert_close(alone.loss, expected.loss)
         assert model(input_ids=ids, labels=ids).logits is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("applied", [False, True], ids=["built", "applied"])
+def test_a_model_that_moves_to_a_gpu_trains_with_the_gpus_kernels(applied, caplog):
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "dtype": "bfloat16"}
+    config = config_of("qwen3", **wide)
+    if applied:
+        model = transformers.Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
+        opslot.apply(model)
+    else:
+        model = opslot.build_foundation_model(config)
+    on_cpu = {(row.op, row.variant): row.chosen for row in opslot.explain(model).rows}
+    model.cuda()
+    ids = torch.arange(90, device="cuda").view(2, 45)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert "was bound for cpu and runs on cuda" in caplog.text
+    moved = opslot.explain(model)
+    there = opslot.build_foundation_model(config, init_device="cuda")
+    assert str(moved) == str(opslot.explain(there))
+    assert {(row.op, row.variant): row.chosen for row in moved.rows} != on_cpu
