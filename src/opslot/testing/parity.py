@@ -7,6 +7,7 @@ nothing is still made of terms of that size, and another order of summation may 
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -255,7 +256,10 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
-        yield
+        with warnings.catch_warnings():
+            # torch fills memory only where it is told to be deterministic, and then tells of each backend that is not.
+            warnings.filterwarnings("ignore", ".*(non-deterministic algorithm|not have a deterministic implementation)")
+            yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = before[1]

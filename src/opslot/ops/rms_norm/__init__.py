@@ -4,7 +4,7 @@ import re
 
 from opslot._base.device import package_version
 from opslot.ops._common.specs import (
-    FLOATS,
+    HALF_FLOATS,
     cpu_rank,
     liger_kernel,
     npu_kernel,
@@ -70,7 +70,8 @@ KERNEL_REGISTRY.register(
         "opslot.ops.rms_norm.fla:gated",
         HardwareRequirement("gpu", min_compute_capability=(8, 0)),
         requires=("fla", "triton"),
-        dtypes=FLOATS,
+        # In fp32 its forward misses by 14 times eager code's error on an H200.
+        dtypes=HALF_FLOATS,
         description="flash-linear-attention's kernel",
     )
 )
