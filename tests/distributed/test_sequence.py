@@ -33,6 +33,11 @@ def test_labels_are_shifted_over_the_whole_row():
     assert not {"cu_seq_lens_q", "attention_mask"} & set(found[0])
 
 
+def test_labels_that_are_shifted_already_are_not_shifted_again():
+    found = parts({"input_ids": torch.tensor([[1, 2, 3]]), "shift_labels": torch.tensor([[2, 3, -100]])})
+    assert joined(found, "shift_labels") == joined(found, "labels") == [[2, 3, -100, -100]]
+
+
 def test_rows_are_padded():
     found = parts({"input_ids": torch.tensor([[1, 2, 3], [4, 5, 6]]), "labels": torch.tensor([[1, 2, 3], [4, 5, 6]])})
     assert joined(found, "input_ids") == [[1, 2, 3, 0], [4, 5, 6, 0]]
@@ -46,6 +51,7 @@ def test_rows_are_padded():
     [
         {"position_ids": torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]])},
         {"cu_seq_lens_q": torch.tensor([0, 2, 5, 10], dtype=torch.int32)},
+        {"cu_seq_lens_q": torch.tensor([0, 2, 2, 5, 10, 10], dtype=torch.int32)},
         {"attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])},
     ],
 )
@@ -81,6 +87,13 @@ def test_without_sequence_parallelism_the_batch_is_returned():
             r"attention_mask of shape dict for .*\n  to do: give",
         ),
         ({"input_ids": None, "inputs_embeds": torch.ones(1, 2, 3)}, r"has inputs_embeds\n  to do: let the model embed"),
+        ({"input_ids": torch.ones(2, dtype=torch.long)}, r"input_ids of shape \(2,\)\n  to do: give \[B, S\]"),
+        ({"labels": torch.ones(1, 1)}, r"labels of shape \(1, 1\) for input_ids of shape \(1, 2\)"),
+        ({"shift_labels": torch.ones(2, 2)}, r"shift_labels of shape \(2, 2\) for input_ids of shape \(1, 2\)"),
+        ({"position_ids": torch.ones(3, 1, 2)}, r"position_ids of shape \(3, 1, 2\) for"),
+        ({"cu_seq_lens_q": torch.tensor([0, 1])}, r"rise from 0 to the 2 tokens.*\n  found: \[0, 1\]\n  to do: give"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 1, 2])}, r"rise from 0 to the 2 tokens"),
+        ({"cu_seq_lens_q": torch.tensor([1, 2])}, r"rise from 0 to the 2 tokens"),
     ],
 )
 def test_batches_that_cannot_be_cut_are_refused(changes, message):

@@ -84,6 +84,23 @@ def test_one_process_gets_its_input_back():
 
 
 @pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (partial(gather_seq_scatter_heads, seq_dim=1, head_dim=-2), r"dim 1 of .* both the sequence and the heads"),
+        (partial(gather_seq_scatter_heads, seq_dim=1, head_dim=3), r"has no dim 3\n  to do: give one of -3 to 2"),
+        (partial(gather_heads_scatter_seq, head_dim=-4, seq_dim=0), "has no dim -4"),
+        (partial(gather_outputs, dim=3), "has no dim 3"),
+        (partial(sp_pad_and_slice, dim=0, pad_scale=0), "pad_scale=0 must be at least 1"),
+        (partial(unpad_tensor, dim=1, size=6), r"\(2, 5, 3\) has no first 6 elements\n  to do: give the size"),
+        (partial(unpad_tensor, dim=1, size=-1), "has no first -1 elements"),
+    ],
+)
+def test_dims_and_sizes_that_do_not_exist_are_refused(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call(random(2, 5, 3))
+
+
+@pytest.mark.parametrize(
     ("heads", "kv_heads", "sp", "repeats"),
     [(8, 8, 2, 1), (8, 2, 2, 1), (8, 2, 4, 2), (8, 1, 8, 8), (12, 4, 6, 3), (12, 6, 4, 2)],
 )

@@ -12,6 +12,7 @@ from opslot._base.errors import ConfigError
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
 IGNORE_INDEX = -100
+_SHOWN = 8
 
 
 def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) -> dict[str, Any]:
@@ -20,9 +21,10 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
     Rows are padded at their end to a multiple of the ranks; padding predicts nothing and nothing before it sees it.
 
     Args:
-        batch: the same on all ranks of a sequence. input_ids int64 [B, S]; labels [B, S]; position_ids [B, S], which
-            restart with each document; attention_mask [B, S], 1 for tokens; cu_seq_lens_q int [documents + 1] over
-            B * S tokens. All but input_ids may be absent. Other entries are passed on.
+        batch: the same on all ranks of a sequence. input_ids int64 [B, S]; labels [B, S], or shift_labels [B, S], which
+            are shifted already; position_ids [B, S], which restart with each document; attention_mask [B, S], 1 for
+            tokens; cu_seq_lens_q int [documents + 1] over B * S tokens. All but input_ids may be absent. Other entries
+            are passed on.
 
     Returns:
         input_ids, position_ids, labels and shift_labels [B, S / sp] of this rank's positions, the last two both shifted
@@ -32,14 +34,14 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
         padding apart.
 
     Raises:
-        ConfigError: no input_ids, or an attention mask that is more than padding.
+        ConfigError: no input_ids, an attention mask that is more than padding, or entries of other shapes.
     """
     state = state or get_parallel_state()
     if state.sp == 1:
         return batch
     _check_shapes(batch)
     input_ids: Tensor = batch["input_ids"]
-    labels: Tensor | None = batch.get("labels")
+    labels = _shifted_labels(batch)
     positions: Tensor | None = batch.get("position_ids")
     starts = _document_starts(batch)
     padding = -input_ids.shape[1] % state.sp
@@ -50,7 +52,7 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
         "position_ids": F.pad(positions.expand_as(input_ids), (0, padding)),
     }
     if labels is not None:
-        shifted = F.pad(labels, (0, 1 + padding), value=IGNORE_INDEX)[:, 1:]
+        shifted = F.pad(labels, (0, padding), value=IGNORE_INDEX)
         whole |= {"labels": shifted, "shift_labels": shifted}
     mask: Tensor | None = batch.get("attention_mask")
     if padding or mask is not None:
@@ -60,9 +62,19 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
     return {**rest, **parts, **_documents(F.pad(starts, (0, padding)))}
 
 
+def _shifted_labels(batch: dict[str, Any]) -> Tensor | None:
+    """[B, S]: what each position predicts."""
+    labels: Tensor | None = batch.get("labels")
+    shifted: Tensor | None = batch.get("shift_labels")
+    if shifted is None and labels is not None:
+        shifted = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
+    return shifted
+
+
 _REPLACED = (
     "input_ids",
     "labels",
+    "shift_labels",
     "position_ids",
     "attention_mask",
     "cu_seq_lens_q",
@@ -79,12 +91,39 @@ def _check_shapes(batch: dict[str, Any]) -> None:
             f"sequence parallelism divides input_ids, and the batch has {', '.join(batch)}\n"
             "  to do: let the model embed the tokens itself, or set sp to 1"
         )
+    if input_ids.dim() != 2:
+        raise ConfigError(
+            f"sequence parallelism got input_ids of shape {tuple(input_ids.shape)}\n"
+            "  to do: give [B, S], for a single row input_ids[None]"
+        )
     shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
     if mask is not None and shape != input_ids.shape:
         raise ConfigError(
             f"sequence parallelism got an attention_mask of shape {shape} for input_ids of shape "
             f"{tuple(input_ids.shape)}\n"
             "  to do: give a [B, S] padding mask, or documents as cu_seq_lens_q"
+        )
+    one_row = (input_ids.shape[1:], input_ids[:1].shape)
+    for name in ("labels", "shift_labels", "position_ids"):
+        value = batch.get(name)
+        if value is None or value.shape == input_ids.shape or (name == "position_ids" and value.shape in one_row):
+            continue
+        raise ConfigError(
+            f"sequence parallelism got {name} of shape {tuple(value.shape)} for input_ids of shape "
+            f"{tuple(input_ids.shape)}\n  to do: give one for each token, [B, S]"
+        )
+    _check_borders(batch.get("cu_seq_lens_q"), input_ids)
+
+
+def _check_borders(cu_seqlens: Tensor | None, input_ids: Tensor) -> None:
+    if cu_seqlens is None:
+        return
+    ends = cu_seqlens.tolist()
+    if ends[:1] != [0] or ends[-1] != input_ids.numel() or ends != sorted(ends):
+        found = str(ends) if len(ends) <= _SHOWN else f"{ends[:_SHOWN]} ... {ends[-1]}"
+        raise ConfigError(
+            f"cu_seq_lens_q must rise from 0 to the {input_ids.numel()} tokens of input_ids {tuple(input_ids.shape)}\n"
+            f"  found: {found}\n  to do: give the borders of all documents, padding as a document of its own"
         )
 
 
@@ -111,7 +150,9 @@ def _document_starts(batch: dict[str, Any]) -> Tensor:
     starts[:, 0] = True
     cu_seqlens, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
     if cu_seqlens is not None:
-        starts.view(-1)[cu_seqlens[:-1].long()] = True
+        borders = cu_seqlens.long()
+        # Documents without tokens begin where the next one does, and the last of them after the last token.
+        starts.view(-1)[borders[borders < starts.numel()]] = True
     elif positions is not None:
         starts[:, 1:] |= positions.expand_as(input_ids).diff(dim=1) != 1
     if mask is not None:

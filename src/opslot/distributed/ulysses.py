@@ -38,15 +38,30 @@ def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: Proc
 
 
 def _transpose(x: Tensor, gathered: int, scattered: int, group: ProcessGroup | None) -> Tensor:
+    gathered, scattered = _dim(x, gathered), _dim(x, scattered)
+    if gathered == scattered:
+        raise ConfigError(
+            f"dim {gathered} of a tensor of shape {tuple(x.shape)} cannot be both the sequence and the heads\n"
+            "  to do: give two dims as seq_dim and head_dim"
+        )
     group = group or get_parallel_state().sp_group
     if group is None:
         return x
     return _merge(all_to_all(_split(x, scattered, group), group), gathered)
 
 
+def _dim(x: Tensor, dim: int) -> int:
+    """`dim` counted from the first one."""
+    if not -x.dim() <= dim < x.dim():
+        raise ConfigError(
+            f"a tensor of shape {tuple(x.shape)} has no dim {dim}\n  to do: give one of {-x.dim()} to {x.dim() - 1}"
+        )
+    return dim % x.dim()
+
+
 def _split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """[ranks, ...] with `dim` divided among them."""
-    ranks, dim = group.size(), dim % x.dim()
+    ranks, dim = group.size(), _dim(x, dim)
     if x.shape[dim] % ranks:
         raise ConfigError(
             f"dim {dim} of a tensor of shape {tuple(x.shape)} cannot be divided among {ranks} sequence-parallel ranks\n"
@@ -56,8 +71,7 @@ def _split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 def _merge(x: Tensor, dim: int) -> Tensor:
-    """[ranks, ...] with the parts joined along `dim` of the rest."""
-    dim = dim % (x.dim() - 1)
+    """[ranks, ...] with the parts joined along `dim` of the rest, counted from the first."""
     return x.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -67,6 +81,7 @@ def gather_outputs(x: Tensor, dim: int, group: ProcessGroup | None = None, unpad
     Args:
         unpadded_size: size of `dim` before `sp_pad_and_slice`; what was padded is cut off.
     """
+    dim = _dim(x, dim)
     group = group or get_parallel_state().sp_group
     if group is not None:
         x = _merge(all_gather(x, group), dim)
@@ -87,6 +102,8 @@ def sp_pad_and_slice(
     Args:
         pad_scale: tokens that must stay together, e.g. 4 patches that a vision model merges.
     """
+    if pad_scale < 1:
+        raise ConfigError(f"pad_scale={pad_scale} must be at least 1")
     group = group or get_parallel_state().sp_group
     if group is None:
         return x
@@ -94,13 +111,19 @@ def sp_pad_and_slice(
 
 
 def _pad(x: Tensor, dim: int, value: float, multiple: int) -> Tensor:
+    dim = _dim(x, dim)
     missing = -x.shape[dim] % multiple
-    after = x.dim() - 1 - dim % x.dim()
+    after = x.dim() - 1 - dim
     return F.pad(x, (0, 0) * after + (0, missing), value=value) if missing else x
 
 
 def unpad_tensor(x: Tensor, dim: int, size: int) -> Tensor:
-    """The first `size` elements of `dim`."""
+    """The first `size` elements of `dim`, which are those before `sp_pad_and_slice`."""
+    if not 0 <= size <= x.shape[_dim(x, dim)]:
+        raise ConfigError(
+            f"dim {dim} of a tensor of shape {tuple(x.shape)} has no first {size} elements\n"
+            "  to do: give the size that it had before padding, not what was added"
+        )
     return x.narrow(dim, 0, size)
 
 
