@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import opslot
@@ -124,6 +124,37 @@ def test_the_norm_of_plain_tensors_and_of_none():
     parameter.grad = torch.tensor([3.0, 4.0])
     assert clip_grad_norm([parameter], 1.0) == 5
     torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
+    # As torch's own function takes it.
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert clip_grad_norm(parameter, 1.0, "inf") == 4
+
+
+@pytest.mark.parametrize("limit", [-1.0, math.nan])
+def test_a_limit_that_is_none_is_refused(limit):
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    with pytest.raises(ConfigError, match=f"max_norm={limit} must be at least 0"):
+        clip_grad_norm([parameter], limit)
+    assert parameter.grad.tolist() == [1.0, 1.0]
+
+
+def norms_of_16_bits(dtype, value):
+    state = init_parallel_state(device_type="cpu")
+    wide = nn.Parameter(torch.zeros(3))
+    wide.grad = torch.full((3,), value)
+    narrow = nn.Parameter(distribute_tensor(torch.zeros(301, dtype=dtype), state.fsdp_mesh, [Shard(0)]))
+    narrow.grad = distribute_tensor(torch.full((301,), value, dtype=dtype), state.fsdp_mesh, [Shard(0)])
+    found = clip_grad_norm([narrow, wide], 1.0).item()
+    return found, narrow.grad.dtype, narrow.grad.full_tensor().float().norm().item()
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.bfloat16, 1.015625), (torch.float16, 6e4)])
+def test_the_norm_of_16_bit_gradients_has_32(ranks, dtype, value):
+    """bfloat16 would round it by half a percent, and it has no place in float16."""
+    for found, stored, after in ranks.run(norms_of_16_bits, dtype, value):
+        assert found == pytest.approx(value * math.sqrt(304), rel=1e-5)
+        assert stored is dtype
+        assert after == pytest.approx(math.sqrt(301 / 304), rel=4e-3)
 
 
 def spoiled(value):
@@ -297,6 +328,24 @@ def refused(case):
         parallelize_model(tiny.build("qwen3", num_attention_heads=3, num_key_value_heads=3), state)
     elif case == "checkpointing":
         parallelize(Stack(), state, layers=["Block"], activation_checkpointing=True)
+    elif case == "dtypes":
+        model = Stack()
+        model.blocks[1].bias.data = model.blocks[1].bias.data.bfloat16()
+        parallelize(model, state, layers=["Block"])
+
+
+def half_frozen():
+    """One process's gradient of a layer whose frozen weight has another dtype than its bias."""
+    state = init_parallel_state(device_type="cpu")
+    model = Stack()
+    model.blocks[0].bias.requires_grad_(False).data = model.blocks[0].bias.data.bfloat16()
+    parallelize(model, state, layers=["Block"], param_dtype=torch.float32)
+    model(torch.ones(1, 4)).sum().backward()
+    return model.blocks[1].bias.grad.full_tensor().tolist()
+
+
+def test_frozen_parameters_may_have_another_dtype(ranks):
+    assert ranks.run(half_frozen) == [[2.0] * 4] * 2
 
 
 @pytest.mark.parametrize(
@@ -311,6 +360,10 @@ def refused(case):
         ),
         ("heads", r"sp=2 does not divide 3 query heads.*would: 1, 3"),
         ("checkpointing", r"activation_checkpointing needs a Transformers model, Stack is none"),
+        (
+            "dtypes",
+            r"blocks.1 has trainable.*\n  found: blocks.1.weight is float32, blocks.1.bias is bfloat16\n  to do: give",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(ranks, rank_failed, case, message):

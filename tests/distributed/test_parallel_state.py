@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from opslot._base.errors import ConfigError, ParallelError
-from opslot.distributed import destroy_parallel_state, get_parallel_state, init_parallel_state
+from opslot.distributed import ParallelState, destroy_parallel_state, get_parallel_state, init_parallel_state
 from opslot.distributed.parallel_state import check_sizes
 
 
@@ -37,6 +37,29 @@ def test_one_process_is_built_without_a_group():
     assert not torch.distributed.is_initialized()
 
 
+def test_what_is_shared_is_told():
+    state = ParallelState(dp_shard=2, sp=2, ep=4)
+    assert (state.sp_enabled, state.ep_enabled) == (True, True)
+    assert (get_parallel_state().sp_enabled, get_parallel_state().ep_enabled) == (False, False)
+
+
+def test_devices_that_are_not_there_are_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="device 'tpu' is none that torch knows"):
+        init_parallel_state(device_type="tpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="device 'cuda': the number of GPUs that torch finds here is 0"):
+        init_parallel_state(device_type="cuda")
+
+
+def test_more_processes_than_gpus_are_refused_on_each_of_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for rank in range(4):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        with pytest.raises(ConfigError, match=r"4 processes and 2 GPUs\n  to do: start 2"):
+            init_parallel_state(device_type="cuda")
+
+
 def test_sizes_that_fit():
     assert check_sizes(8, dp_replicate=1, dp_shard=None, sp=2, ep=8) == 4
     assert check_sizes(8, dp_replicate=2, dp_shard=None, sp=2, ep=4) == 2
@@ -51,7 +74,9 @@ def test_sizes_that_fit():
         ({"dp_replicate": 2, "ep": 8}, r"ep=8 does not divide the 4 ranks"),
         ({"dp_replicate": 3}, r"dp_replicate=3 does not divide the 8 ranks.*1, 2, 4, 8"),
         ({"dp_shard": 3}, r"is 3, but there are 8 processes\n  to do: set dp_shard to 8, leave it out, or start 3"),
-        ({"sp": 0}, r"sp=0 must be at least 1"),
+        ({"sp": 0}, r"sp=0 must be a whole number, at least 1"),
+        ({"ep": "2"}, r"ep='2' must be a whole number, at least 1"),
+        ({"dp_shard": 4.0}, r"dp_shard=4\.0 must be a whole number"),
     ],
 )
 def test_sizes_that_do_not_fit_name_those_that_would(sizes, message):

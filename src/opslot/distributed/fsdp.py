@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from opslot._base.errors import ConfigError
 from opslot.distributed._collectives import gather_objects
@@ -66,7 +66,8 @@ def parallelize(
         `model`.
 
     Raises:
-        ConfigError: no layers, a plan that does not fit, or options that need several processes.
+        ConfigError: no layers, a plan that does not fit, trainable parameters of several dtypes in one group, or
+            options that need several processes.
     """
     state = state or get_parallel_state()
     if activation_checkpointing:
@@ -90,6 +91,8 @@ def parallelize(
     if load is not None:
         load(model)
     _check_memory(model)
+    if state.mesh is not None:
+        _check_dtypes(model)
     return model
 
 
@@ -102,32 +105,68 @@ def _check_memory(model: nn.Module) -> None:
         )
 
 
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def _check_dtypes(model: nn.Module) -> None:
+    """FSDP moves the trainable parameters of a group as one tensor."""
+    groups = {path for path, module in model.named_modules() if isinstance(module, FSDPModule)}
+    found: defaultdict[str, dict[torch.dtype, str]] = defaultdict(dict)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            path = name
+            while path not in groups:
+                path = path.rpartition(".")[0]
+            found[path].setdefault(parameter.dtype, name)
+    mixed = next((path for path, dtypes in found.items() if len(dtypes) > 1), None)
+    if mixed is not None:
+        examples = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in found[mixed].items())
+        raise ConfigError(
+            f"{mixed or type(model).__name__} has trainable parameters of several dtypes, and FSDP shards them as one\n"
+            f"  found: {examples}\n"
+            "  to do: give them one dtype (float32, and param_dtype=torch.bfloat16 to compute in less), or freeze some "
+            "of them"
+        )
+
+
+def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale the gradients down to `max_norm`, and return the norm they had over all ranks.
 
-    It is the norm of one process's gradients whatever each parameter is sharded over.
+    It is the norm of one process's gradients whatever each parameter is sharded over, of 16-bit gradients in float32.
 
     Args:
-        parameters: tensors or DTensors of any meshes; those without a gradient are left out.
+        parameters: tensors or DTensors of any meshes, or one of them; those without a gradient are left out.
         max_norm: infinity only measures.
+
+    Raises:
+        ConfigError: `max_norm` is negative or no number.
     """
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if not max_norm >= 0:
+        raise ConfigError(f"max_norm={max_norm} must be at least 0; infinity measures the norm and scales nothing")
     owners: defaultdict[Any, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
+    for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
         grad = parameter.grad
         if grad is not None:
-            owners[(grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None].append(parameter)
+            place = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+            owners[place, grad.dtype].append(parameter)
     if not owners:
         return torch.tensor(0.0)
     if norm_type == math.inf:
         total = _largest([p.grad for group in owners.values() for p in group if p.grad is not None])
     else:
-        norms = [get_total_norm([p.grad for p in group if p.grad is not None], norm_type) for group in owners.values()]
-        whole = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
-        total = torch.linalg.vector_norm(whole, norm_type)
+        norms = [_norm([p.grad for p in group if p.grad is not None], norm_type) for group in owners.values()]
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if math.isfinite(max_norm):
         for group in owners.values():
             clip_grads_with_norm_(group, max_norm, total)
     return total
+
+
+@torch.no_grad()
+def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
+    """Of gradients of one dtype and one placement, over all ranks."""
+    # In their own 16 bits, a norm would have 3 digits, and float16's end at 65504.
+    wider = {"dtype": torch.float32} if grads[0].itemsize == 2 else {}
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, norm_type, **wider)), norm_type)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _largest(grads: list[Tensor]) -> Tensor:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from opslot._base.device import usable_device
 from opslot._base.errors import ConfigError, ParallelError
 from opslot._base.launcher import launched_with_rendezvous, launched_world_size
 
@@ -69,6 +70,16 @@ class ParallelState:
     @property
     def sp_rank(self) -> int:
         return self.rank % self.sp
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether ranks hold parts of sequences, so that what counts positions must be given."""
+        return self.sp > 1
+
+    @property
+    def ep_enabled(self) -> bool:
+        """Whether ranks hold parts of the experts."""
+        return self.ep > 1
 
     @property
     def ep_rank(self) -> int:
@@ -138,11 +149,11 @@ def init_parallel_state(
         The state, which `get_parallel_state` returns from now on. Calling it again with the same sizes returns it too.
 
     Raises:
-        ConfigError: the sizes do not multiply to the world's, the state was built with others, or the environment
-            holds a part of what a launcher sets.
+        ConfigError: the sizes do not multiply to the world's, the state was built with others, the machine lacks
+            the devices, or the environment holds a part of what a launcher sets.
     """
     global _state
-    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = _own_device(device_type or ("cuda" if torch.cuda.is_available() else "cpu"))
     world = dist.get_world_size() if dist.is_initialized() else launched_world_size()
     dp_shard = check_sizes(world, dp_replicate, dp_shard, sp, ep)
     if _state is not None and _state.mesh is not None:
@@ -153,15 +164,28 @@ def init_parallel_state(
                 "  to do: build it once, at the start; call destroy_parallel_state() first to build another"
             )
         return _state
-    device = torch.device(device_type)
-    if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     if _join_group(device, timeout, group_of_one):
         _state = _with_meshes(dp_replicate, dp_shard, sp, ep, device)
     else:
         _state = ParallelState(device=device)
     return _state
+
+
+def _own_device(device_type: str) -> torch.device:
+    """The device of this process among those of its machine; an error is one on all of them."""
+    device = usable_device(device_type)
+    if device.type != "cuda":
+        return device
+    rank = int(os.environ.get("LOCAL_RANK") or 0)
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE") or rank + 1), torch.cuda.device_count()
+    if processes > gpus:
+        raise ConfigError(
+            f"each process takes a GPU of its own: this machine has {processes} processes and {gpus} GPUs\n"
+            f"  to do: start {gpus} (torchrun --nproc-per-node {gpus}), or set device_type to cpu"
+        )
+    return torch.device("cuda", rank)
 
 
 def _join_group(device: torch.device, timeout: datetime.timedelta | None, group_of_one: bool) -> bool:
@@ -226,8 +250,8 @@ def destroy_parallel_state(*, keep_group: bool = False) -> None:
 def check_sizes(world: int, dp_replicate: int = 1, dp_shard: int | None = None, sp: int = 1, ep: int = 1) -> int:
     """What dp_shard is for `world` processes; ConfigError naming the sizes that would fit."""
     for name, size in {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "sp": sp, "ep": ep}.items():
-        if size is not None and size < 1:
-            raise ConfigError(f"{name}={size} must be at least 1")
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ConfigError(f"{name}={size!r} must be a whole number, at least 1")
     if world % sp:
         raise ConfigError(f"sp={sp} does not divide the {world} processes; sizes that would: {_divisors(world)}")
     if world // sp % dp_replicate:

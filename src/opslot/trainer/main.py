@@ -108,15 +108,16 @@ def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]
 
 @contextlib.contextmanager
 def _told_by_first_rank() -> Iterator[None]:
-    """For what goes wrong on all ranks if on one: an error inside is OtherRankFailed's on all but the first."""
+    """For what goes wrong on all ranks of a machine if on one: an error inside is OtherRankFailed's on all but its
+    first."""
     from opslot.distributed import OtherRankFailed
 
     try:
         yield
     except OpslotError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if (os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or "0") == "0":
             raise
-        raise OtherRankFailed("rank 0 failed") from error
+        raise OtherRankFailed("the machine's first rank failed") from error
 
 
 @contextlib.contextmanager
