@@ -394,3 +394,42 @@ def test_float64_is_not_computed_in_float32():
     hidden, weight, labels = inputs(dtype=torch.float64, grad=False)
     with pytest.raises(KernelError, match=r"torch\.float64, not float32"):
         load("triton")(hidden, weight, labels)
+
+
+@pytest.mark.parametrize("spread", ["every other label", "one label for all", "one token a row"])
+def test_labels_that_lie_apart_in_memory(name, spread):
+    hidden, weight, labels = inputs(rows=(6, 1))
+    table = torch.randint(37, (6, 2), device=DEVICE)
+    labels = table[:, :1] if spread != "one label for all" else labels.new_tensor([[3]]).expand(6, 1)
+    variant = "token_log_probs"
+    options = {} if spread == "one token a row" else {"shift_labels": labels}
+    found = load(name, variant)(hidden, weight, labels, **options)
+    assert_same(found, reference(variant)(hidden, weight, labels, **options))
+    if spread != "one token a row":
+        flat = labels.squeeze(1)
+        variant = "sequence_classification"
+        found = gradients(load(name, variant), hidden.squeeze(1), weight, flat)
+        assert_same(found, gradients(reference(variant), hidden.squeeze(1), weight, flat))
+
+
+def test_items_counted_in_a_tensor_of_one_element_leave_a_scalar(name):
+    for function in (load(name), reference()):
+        assert function(*inputs(), num_items_in_batch=torch.tensor([5])).shape == ()
+
+
+@pytest.mark.parametrize("smoothing", [0.5, 1.0])
+def test_smoothed_gradients_do_not_cancel(name, smoothing):
+    hidden, weight, labels = inputs(rows=(1, 4), width=8, vocab=2000)
+    weight = (weight.detach() * 0.1).requires_grad_()
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    options = {"label_smoothing": smoothing}
+    truth = gradients(reference(), *wide, labels, **options)[2]
+    eager = gradients(reference(), hidden, weight, labels, **options)[2]
+    found = gradients(load(name), hidden, weight, labels, **options)[2]
+    bound = 2 * (eager - truth).abs().max() + torch.finfo(torch.float32).eps * truth.abs().max()
+    assert (found - truth).abs().max() <= bound
+
+
+def test_inputs_without_numbers_are_refused(name):
+    with pytest.raises(KernelError, match=f"{name}.*hidden_states: it is on meta"):
+        load(name)(*(x.detach().to("meta") for x in inputs()))

@@ -43,8 +43,10 @@ def loss_step(
     losses.copy_(loss.masked_fill_(ignored, 0.0))
     if not grad:
         return logits
-    # p - 1 as minus the sum of the others: nothing cancels when p is near 1.
-    gradient = soft.others.scatter_(1, index, shaping.smoothing - soft.rest)
+    # p - 1 as minus the sum of the others: nothing cancels when p is near 1. Nor, smoothed, when p is near 0.
+    sure = shaping.smoothing - soft.rest
+    own = torch.where(soft.own > soft.rest, sure, soft.own - (1.0 - shaping.smoothing)) if shaping.smoothing else sure
+    gradient = soft.others.scatter_(1, index, own)
     if shaping.smoothing:
         gradient.sub_(shaping.smoothing / x.shape[1])
     return _finish(gradient, slope, ignored, factor, logits.dtype)

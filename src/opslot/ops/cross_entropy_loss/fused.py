@@ -120,6 +120,8 @@ def flat_inputs(name: str, hidden_states: Tensor, weight: Tensor, labels: Tensor
         KernelError: shapes, dtypes or devices do not fit together.
     """
     device = hidden_states.device
+    if device.type == "meta":
+        _refuse(name, "hidden_states", "it is on meta, where no tensor holds numbers")
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
         hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
@@ -136,7 +138,9 @@ def flat_inputs(name: str, hidden_states: Tensor, weight: Tensor, labels: Tensor
         _refuse(name, "weight", f"it is on {weight.device}, hidden_states on {device}")
     if labels.is_floating_point():
         _refuse(name, "labels", f"{labels.dtype}, not integer class indices")
-    return hidden_states.reshape(-1, width), weight, labels.reshape(-1).to(device=device, dtype=torch.int64)
+    # Kernels read labels one after the other; rows of one label each, or a column of a table, lie apart in memory.
+    flat = labels.reshape(-1).to(device=device, dtype=torch.int64).contiguous()
+    return hidden_states.reshape(-1, width), weight, flat
 
 
 def loss_divisor(

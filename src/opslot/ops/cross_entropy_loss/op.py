@@ -125,7 +125,8 @@ def _loss(
     )
     if num_items is None:
         return loss
-    return loss / (num_items.to(loss.device) if isinstance(num_items, Tensor) else num_items)
+    # Some callers count with a tensor of one element, [1], which would make the loss one.
+    return loss / (num_items.to(loss.device).reshape(()) if isinstance(num_items, Tensor) else num_items)
 
 
 def head_of(module: Any) -> Any:

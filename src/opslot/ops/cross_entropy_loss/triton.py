@@ -123,15 +123,20 @@ def _loss_kernel(
             factor = tl.load(factor_ptr)
         # Factors that all of a row shares are applied to its normalizer.
         norm = factor / total
+        # Of p - (1 - e) and e - (1 - p), the one whose terms cancel less.
+        sure = own_exp > others
+        own_grad = tl.where(sure, -others * norm + factor * smoothing, own_exp * norm - factor * (1.0 - smoothing))
         # Backwards: the end of the row is what the caches still hold.
         blocks = tl.cdiv(vocab, BLOCK)
         for i in range(blocks):
             column = (blocks - 1 - i) * BLOCK + columns
             z = tl.load(row_ptr + column, mask=column < vocab, other=0.0)
             x = _shape(z, scale, cap, SCALED, CAPPED)
-            grad = tl.where(column == label, -others, tl.exp(x - highest)) * norm
             if SMOOTHED:
-                grad += factor * (tl.where(column == label, smoothing, 0.0) - smoothing / vocab)
+                grad = tl.exp(x - highest) * norm
+                grad = tl.where(column == label, own_grad, grad) - factor * (smoothing / vocab)
+            else:
+                grad = tl.where(column == label, -others, tl.exp(x - highest)) * norm
             if CAPPED:
                 grad *= _slope(x, scale, cap, False, CAPPED)
             tl.store(row_ptr + column, grad.to(logits_ptr.dtype.element_ty), mask=column < vocab)
