@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,29 @@ def test_there_and_back_is_the_same_folder(tmp_path, make_model) -> None:
     convert_folder(tmp_path / "a", tmp_path / "b", layout="transposed")
     convert_folder(tmp_path / "b", tmp_path / "c", layout="per_expert")
     assert contents(tmp_path / "c") == contents(tmp_path / "a")
+
+
+def test_what_lies_beside_the_weights(tmp_path, make_model, caplog) -> None:
+    """An index may say anything of sizes, and belongs to the old files."""
+    source = tmp_path / "a"
+    save_weights(make_model("qwen3_moe"), source, max_shard_size="10KB")
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    (source / "model.safetensors.index.json").write_text(json.dumps(index | {"metadata": {"total_size": "wrong"}}))
+    (source / "adapter.safetensors").write_text("none of the checkpoint's")
+    (source / "README.md").write_text("read me")
+    for folder in ("additional_chat_templates", "original"):
+        (source / folder).mkdir()
+        (source / folder / "tool.jinja").write_text("{{ tools }}")
+    with caplog.at_level("INFO", logger="opslot"):
+        convert_folder(source, tmp_path / "b", layout="fused")
+    assert {path.relative_to(tmp_path / "b").as_posix() for path in (tmp_path / "b").rglob("*") if path.is_file()} == {
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+        "README.md",
+        "additional_chat_templates/tool.jinja",
+    }
+    assert "left out, as no part of the checkpoint: adapter.safetensors, original" in caplog.text
 
 
 def test_a_checkpoint_that_transformers_saved(tmp_path, moe_folder, make_model, same_tensors) -> None:

@@ -24,6 +24,8 @@ from opslot.checkpoint.save import outputs_for, parse_size, shard_outputs, write
 logger = get_logger(__name__)
 
 _OPEN_FILES = 4
+# Where Transformers keeps the templates beside the default one.
+_TEMPLATES = "additional_chat_templates"
 # What families call it.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -34,8 +36,10 @@ def convert_folder(
     """Write the checkpoint in `source` to `destination` with its experts in `layout`; everything else is
     kept.
 
-    Tensors outside the experts, config.json, tokenizer files and the like are copied. The destination appears
-    whole or not at all; memory is one tensor of the result and the mapped pages of a few shards.
+    Tensors outside the experts are copied, and all other files beside them, such as config.json and the tokenizer's;
+    folders are not, but for additional chat templates, nor safetensors that are no part of the checkpoint, and a log
+    line says so. The destination appears whole or not at all; memory is one tensor of the result and the mapped pages
+    of a few shards.
 
     Args:
         source: a Hugging Face checkpoint of any layout.
@@ -66,11 +70,23 @@ def convert_folder(
     shards = shard_outputs(outputs_for(described, experts, layout), max_bytes)
     with staged_folder(destination, sum(entry.nbytes for entry in entries.values())) as stage:
         write_shards(stage, shards, _Reader(model, pieces))
-        for path in source.iterdir():
-            if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX:
-                shutil.copy2(path, stage / path.name)
+        _copy_companions(source, stage, {entry.file.name for entry in entries.values()})
     logger.info("converted %s to %s in %s", source, layout, destination)
     return destination
+
+
+def _copy_companions(source: Path, destination: Path, shards: set[str]) -> None:
+    left_out = []
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix != ".safetensors":
+            if path.name != INDEX:
+                shutil.copy2(path, destination / path.name)
+        elif path.name == _TEMPLATES and path.is_dir():
+            shutil.copytree(path, destination / path.name)
+        elif path.name not in shards:
+            left_out.append(path.name)
+    if left_out:
+        logger.info("left out, as no part of the checkpoint: %s", ", ".join(left_out))
 
 
 def _configured_experts(source: Path) -> int:

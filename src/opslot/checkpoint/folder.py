@@ -131,7 +131,7 @@ def staged_folder(folder: Path, nbytes: int) -> Iterator[Path]:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(folder.parent).free < nbytes:
-            raise OSError(errno.ENOSPC, f"the weights take {nbytes / 1e9:.1f} GB, more than the disk has left")
+            raise OSError(errno.ENOSPC, f"the weights take {_gigabytes(nbytes)}, more than the disk has left")
         for leftover in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
         stage = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
@@ -144,12 +144,16 @@ def staged_folder(folder: Path, nbytes: int) -> Iterator[Path]:
     except OSError as error:
         free = shutil.disk_usage(next(p for p in [folder, *folder.parents] if p.exists())).free
         raise CheckpointError(
-            f"checkpoint {str(folder)!r} cannot be written: {error.strerror or error} ({free / 1e9:.1f} GB free); "
+            f"checkpoint {str(folder)!r} cannot be written: {error.strerror or error} ({_gigabytes(free)} free); "
             "give a folder that can be written, with room for the weights"
         ) from error
     finally:
         if stage is not None:
             shutil.rmtree(stage, ignore_errors=True)
+
+
+def _gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2g} GB" if nbytes < 1e9 else f"{nbytes / 1e9:,.1f} GB"
 
 
 def _publish(stage: Path, folder: Path) -> None:
