@@ -181,7 +181,7 @@ def test_adapters_are_refused_and_what_they_are_merged_into_is_saved(tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [(7, 7), ("7", 7), ("1.5GB", 1_500_000_000), ("2 MiB", 2 << 20), ("3kb", 3000)]
+    ("text", "nbytes"), [(7, 7), ("7", 7), ("1.5GB", 1_500_000_000), ("2 MiB", 2 << 20), ("3kb", 3000), ("1TB", 10**12)]
 )
 def test_sizes(text: int | str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
@@ -196,3 +196,13 @@ def test_export_saves_processors_beside_the_weights(tmp_path, make_model) -> Non
     found = {path.name for path in (tmp_path / "x").iterdir()}
     assert found == {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"}
     assert transformers_logging.get_verbosity() >= transformers_logging.ERROR
+
+
+def test_a_processor_that_cannot_be_saved_is_one_error(tmp_path):
+    class Full:
+        def save_pretrained(self, folder):
+            raise Exception("No space left on device (os error 28)")
+
+    with pytest.raises(CheckpointError, match=r"Full cannot be saved to '.*hf': No space left .*\n  to do: make room"):
+        export_hf(torch.nn.Linear(2, 2), tmp_path / "hf", processors=[Full()])
+    assert (tmp_path / "hf" / "model.safetensors").is_file()

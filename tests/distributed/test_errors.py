@@ -1,5 +1,6 @@
 """A rank that fails takes the others along, and its own error reaches the user."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from opslot.distributed import failing_together
+from opslot._base.errors import ConfigError
+from opslot.distributed import errors, failing_together
 
 SCRIPT = """
 import os, sys, time
 import torch.distributed as dist
 from opslot._base.errors import ConfigError
-from opslot.distributed import failing_together, init_parallel_state
+from opslot.distributed import errors, failing_together, init_parallel_state
 
+errors._LEAD_SECONDS = float(os.environ.get("LEAD", errors._LEAD_SECONDS))
 case, culprit = sys.argv[1], int(sys.argv[2])
 rank = init_parallel_state(device_type="cpu").rank
 with failing_together():
@@ -37,8 +40,8 @@ print("done", rank, flush=True)
 """
 
 
-def run(tmp_path, case, culprit=0):
-    """[(exit code, stderr)] of two ranks, and the seconds that the later one took."""
+def start(tmp_path, case, culprit=0, lead=None):
+    """The processes of two ranks."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     sys.path.insert(0, str(Path(__file__).parent))
@@ -48,7 +51,8 @@ def run(tmp_path, case, culprit=0):
         sys.path.pop(0)
     common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     common |= {"MASTER_PORT": str(free_port())}
-    processes = [
+    common |= {} if lead is None else {"LEAD": str(lead)}
+    return [
         subprocess.Popen(
             [sys.executable, str(script), case, str(culprit)],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -58,6 +62,11 @@ def run(tmp_path, case, culprit=0):
         )
         for rank in range(2)
     ]
+
+
+def run(tmp_path, case, culprit=0):
+    """[(exit code, stderr)] of two ranks, and the seconds that the later one took."""
+    processes = start(tmp_path, case, culprit)
     started = time.monotonic()
     outputs = [process.communicate(timeout=50) for process in processes]
     return [
@@ -76,6 +85,41 @@ def test_the_others_stop_and_name_the_rank(tmp_path, case, kind, culprit):
     assert message in other
     assert ("Traceback" in other) == (case == "defect")
     assert seconds < 30
+
+
+@pytest.mark.parametrize("case", ["user", "all"])
+def test_the_one_that_failed_ends_first(tmp_path, case):
+    """A launcher then ends the others, and shows the error of the first."""
+    processes = start(tmp_path, case, lead=20)
+    try:
+        while all(process.poll() is None for process in processes):
+            time.sleep(0.02)
+        ended = [process for process in processes if process.poll() is not None]
+        assert len(ended) == 1
+        assert "ConfigError: " in ended[0].stderr.read()
+        assert case == "all" or ended == processes[:1]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("kind", [ConfigError, IndexError])
+def test_torchrun_gets_a_users_error_without_the_traceback(tmp_path, monkeypatch, kind):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    try:
+        raise kind("seen here")
+    except kind as error:
+        errors._record(error)
+    told = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
+    assert f"{kind.__name__}: seen here" in told
+    assert ("Traceback" in told) == (kind is IndexError)
+
+
+def test_an_error_that_no_file_takes_does_not_become_another(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "error.json"))
+    errors._record(ConfigError("seen here"))
 
 
 def test_an_error_of_all_ranks_is_told_once_in_full(tmp_path):

@@ -58,6 +58,16 @@ def test_one_wrong_field(train, settings, tmp_path, section, field, value, messa
     assert_refused(train(), message, tmp_path=tmp_path)
 
 
+def test_a_file_where_checkpoints_go(train, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "checkpoints").write_text("")
+    code, _, err = train()
+    assert code == 2
+    assert "train.output_dir: " in err
+    assert "out/checkpoints is a file" in err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoints"]
+
+
 def test_batches_by_rows_and_by_tokens_at_once(train, settings, tmp_path):
     settings["data"] |= {"max_tokens_per_batch": 64, "packing": False}
     settings["train"]["micro_batch_size"] = 2

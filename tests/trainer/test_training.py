@@ -1,5 +1,6 @@
 """Whole runs through `opslot train`: what they write, and that stopping and going on changes no number."""
 
+import errno
 import io
 import json
 import os
@@ -23,8 +24,9 @@ from opslot.checkpoint import ExpertTensorConverter
 from opslot.distributed import destroy_parallel_state
 from opslot.models import ARCHITECTURES
 from opslot.trainer import TextTrainer, load_config
-from opslot.trainer.callbacks import Callback, read_metrics
+from opslot.trainer.callbacks import Callback, MetricsCallback, read_metrics
 from opslot.trainer.checkpointing import find_checkpoints
+from opslot.trainer.saver import CheckpointSaver
 
 TIMELESS = ("step", "loss", "grad_norm", "lr", "epoch", "tokens", "eval_loss")
 
@@ -303,6 +305,7 @@ def test_latest_starts_anew_where_there_is_none_and_stops_where_all_is_done(trai
     code, out, _ = train()
     assert code == 0
     assert "after step 4, which was the last: nothing is left to do" in out
+    assert "; 0 steps of" in train("--train.max_steps", "3")[1]
 
 
 def test_the_checkpoints_of_another_run_are_not_overwritten(train, tmp_path):
@@ -423,6 +426,35 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(t
     monkeypatch.undo()
     assert train("--train.resume_from", "latest")[0] == 0
     assert [row["step"] for row in read_metrics(tmp_path / "out")] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("moment", ["on_train_start", "on_step_end", "close"])
+def test_a_full_disk_is_one_error_and_every_callback_is_closed(train, settings, monkeypatch, moment):
+    settings["train"] |= {"save_steps": 2, "max_steps": 3}
+    closed, really = [], getattr(MetricsCallback, moment)
+
+    def full(self, trainer, *record):
+        really(self, trainer, *record)
+        if moment == "on_train_start" or trainer.step == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(MetricsCallback, moment, full)
+    monkeypatch.setattr(CheckpointSaver, "close", lambda self: closed.append(self))
+    code, _, err = train()
+    assert code == 1
+    assert err.startswith(f"opslot: error: the run's files cannot be written to {settings['train']['output_dir']}: No ")
+    assert "make room there, then run again with train.resume_from: latest" in err
+    assert "Traceback" not in err
+    assert len(closed) == 1
+
+
+def test_another_os_error_is_no_full_disk(settings, tmp_path, monkeypatch):
+    def refused(self, trainer, record):
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+    monkeypatch.setattr(MetricsCallback, "on_step_end", refused)
+    with pytest.raises(ConnectionRefusedError):
+        trainer_of(settings, tmp_path).train()
 
 
 def test_gradient_checkpointing_changes_no_loss(settings, tmp_path):

@@ -34,7 +34,7 @@ class ParallelError(OpslotError, RuntimeError):
 
 
 class TrainingError(OpslotError, RuntimeError):
-    """A run cannot go on: its loss or gradients are not finite."""
+    """A run cannot go on: its loss or gradients are not finite, or its files cannot be written."""
 
 
 def explain_problem(asked: str, found: str, todo: str) -> str:

@@ -28,7 +28,8 @@ from opslot.distributed import gather_objects
 
 logger = get_logger(__name__)
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_DECIMAL = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {**_DECIMAL, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_size(size: int | str) -> int:
@@ -37,7 +38,7 @@ def parse_size(size: int | str) -> int:
     Raises:
         ConfigError: it cannot be read, or is not positive.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", str(size).upper())
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", str(size).upper())
     nbytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if nbytes <= 0:
         raise ConfigError(f'max_shard_size={size!r} is no size; use a number of bytes or e.g. "5GB" or "512MiB"')
@@ -183,13 +184,26 @@ def export_hf(
     Args:
         processors: objects with `save_pretrained(folder)`, saved by rank 0; None among them is skipped.
         model, folder, layout, max_shard_size: as in `save_weights`, which also tells the errors.
+
+    Raises:
+        CheckpointError: a processor cannot be saved; on rank 0 alone, where the weights are saved by then.
     """
     saved = save_weights(model, folder, layout=layout, max_shard_size=max_shard_size)
     if not dist.is_initialized() or dist.get_rank() == 0:
         for processor in processors:
             if processor is not None:
-                processor.save_pretrained(saved)
+                _save_processor(processor, saved)
     return saved
+
+
+def _save_processor(processor: Any, folder: Path) -> None:
+    try:
+        processor.save_pretrained(folder)
+    except Exception as error:  # tokenizers raises nothing narrower on a full disk
+        raise CheckpointError(
+            f"{type(processor).__name__} cannot be saved to {str(folder)!r}: {error}\n"
+            "  to do: make room there, or save it yourself with save_pretrained; the weights are there"
+        ) from error
 
 
 def _refuse_adapters(model: nn.Module) -> None:

@@ -26,6 +26,8 @@ class OtherRankFailed(ParallelError):
 _ERROR, _SEEN, _DONE, _LEFT = "error", "seen", "done", "left"
 _GRACE_SECONDS = 5.0
 _SHOWN_SECONDS = 1.0
+# torchrun ends all ranks with the first one that ends, which should be the one that tells why.
+_LEAD_SECONDS = 1.0
 # Every rank of a group enters as often, so the number keeps one use's keys from the next one's.
 _runs: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
@@ -60,15 +62,32 @@ def failing_together(poll_seconds: float = 0.5) -> Iterator[None]:
         own = f"rank {dist.get_rank()} failed: {_describe(error)}" if lost is None else _gone(lost)
         first = _publish(store, own, readers=dist.get_world_size() - (1 if lost is None else 2))
         if first is None:
-            get_error_handler().record_exception(error)
             if lost is None:
+                _record(error)
                 raise
-            raise ParallelError(own) from error
+            gone = ParallelError(own)
+            _record(gone)
+            raise gone from error
+        time.sleep(_LEAD_SECONDS)
         raise OtherRankFailed(first) from error
     finally:
         done.set()
         watcher.join()
         peers.close()
+
+
+def _record(error: Exception) -> None:
+    """Leave the error that is being handled, or a user's `error` by its message alone, where torchrun looks for it."""
+    # The disk may be what the error is about.
+    with contextlib.suppress(OSError):
+        if not isinstance(error, OpslotError):
+            get_error_handler().record_exception(error)
+            return
+        try:
+            raise type(error)(str(error)) from None
+        except OpslotError as told:
+            told.__traceback__ = None
+            get_error_handler().record_exception(told)
 
 
 def _own_connection() -> dist.Store:
@@ -125,11 +144,12 @@ def _watch(store: dist.Store, peers: LocalPeers, done: threading.Event, poll_sec
     """End this process when another rank files an error or is gone; its main thread may be in a collective, deaf to
     signals."""
     while not done.wait(poll_seconds):
-        lost = peers.lost()
+        lost, lead = peers.lost(), 0.0
         try:
             if store.check([_ERROR]):
                 message = store.get(_ERROR).decode().partition(" ")[2]
                 store.add(_SEEN, 1)
+                lead = _LEAD_SECONDS
             elif lost is not None and store.add(_DONE, 0) < dist.get_world_size():
                 message = _publish(store, _gone(lost), readers=dist.get_world_size() - 2) or _gone(lost)
             else:
@@ -142,4 +162,5 @@ def _watch(store: dist.Store, peers: LocalPeers, done: threading.Event, poll_sec
             return
         sys.stdout.flush()
         print(f"opslot: rank {dist.get_rank()} stops: {message}", file=sys.stderr, flush=True)
+        time.sleep(lead)
         os._exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import resource
 import time
@@ -55,6 +56,10 @@ from opslot.trainer.validate import Inputs, micro_batch_size, validate
 if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedModel
+
+
+# What a disk says that takes no more.
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
 
 
 class BatchSource(Protocol):
@@ -201,9 +206,13 @@ class BaseTrainer(ABC):
         SIGINT and SIGTERM end the run after the step they arrive in, with a checkpoint; a second one ends it at once.
 
         Raises:
-            TrainingError: a loss or gradient that is not finite, before it reaches the weights.
+            TrainingError: a loss or gradient that is not finite, before it reaches the weights; a full disk.
             CheckpointError: a checkpoint cannot be written.
         """
+        with self._naming_the_disk():
+            return self._train()
+
+    def _train(self) -> TrainResult:
         self._write_description()
         self.model.train()
         record: StepRecord | None = None
@@ -370,6 +379,7 @@ class BaseTrainer(ABC):
                 "cpu_offload": fsdp.cpu_offload,
                 "reshard_after_forward": fsdp.reshard_after_forward,
                 "prefetch": fsdp.prefetch,
+                "copy_engine": fsdp.copy_engine,
             }
         model = parallelize_model(model, self.state, **options)
         require_same_kernels(model)
@@ -411,13 +421,26 @@ class BaseTrainer(ABC):
         write_json(self.output_dir / "kernels.json", kernel_record(self.model))
 
     @contextlib.contextmanager
-    def _closing_callbacks(self) -> Iterator[None]:
+    def _naming_the_disk(self) -> Iterator[None]:
+        """What goes wrong on a full disk inside, as the user's error."""
         try:
             yield
-        finally:
-            for callback in self.callbacks:
-                callback.close(self)
-            self.saver.close()
+        except OSError as error:
+            if error.errno not in _DISK_ERRORS:
+                raise
+            file = f" ({error.filename})" if error.filename else ""
+            raise TrainingError(
+                f"the run's files cannot be written to {self.output_dir}: {error.strerror}{file}\n"
+                "  to do: make room there, then run again with train.resume_from: latest; checkpoints are intact"
+            ) from error
+
+    @contextlib.contextmanager
+    def _closing_callbacks(self) -> Iterator[None]:
+        with contextlib.ExitStack() as closing:
+            closing.callback(self.saver.close)
+            for callback in reversed(self.callbacks):
+                closing.callback(callback.close, self)
+            yield
 
     def _say_that_it_stops(self, signal_name: str) -> None:
         self.say(f"{signal_name}: finishing step {self.step + 1}, then saving (once more to stop at once)")

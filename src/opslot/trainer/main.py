@@ -93,7 +93,7 @@ def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]
     if trainer.max_steps is None:
         steps = f"{config.train.num_epochs:g} epochs in steps"
     else:
-        steps = f"{trainer.max_steps - trainer.step:,} steps"
+        steps = f"{max(0, trainer.max_steps - trainer.step):,} steps"
     trainer.say(
         f"{trainer.title} on {trainer.device}{processes}; {trainer.describe_data()}; {steps} of "
         f"{size}{config.train.global_batch_size * config.data.max_seq_len:,} tokens"
