@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from opslot import KERNEL_REGISTRY
+from opslot._base.errors import KernelError
 from opslot.ops._common.triton import Launcher
 
 
@@ -80,12 +82,10 @@ def test_another_form_is_compiled_of_its_own(kernel, change):
         (lambda x: (x,), (24,), ()),
         (lambda x: (x,), (2**31,), ()),
         (lambda x: (x,), (16,), (2**31,)),
-        (lambda x: (x, torch.zeros(16, device="meta")), (16,), ()),
     ],
-    ids=["address", "one of a tuple", "stride", "wide stride", "wide scalar", "another device"],
+    ids=["address", "one of a tuple", "stride", "wide stride", "wide scalar"],
 )
-def test_what_triton_specializes_otherwise_goes_its_own_way(kernel, tensors, strides, scalars, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0 if x.device.type == "meta" else -1)
+def test_what_triton_specializes_otherwise_goes_its_own_way(kernel, tensors, strides, scalars):
     launch = Launcher(kernel)
     x = torch.zeros(32)
     for _ in range(2):
@@ -109,5 +109,27 @@ def test_another_current_device_is_entered(kernel, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 1)
     Launcher(kernel)(GRID, (torch.zeros(16),), (), (), (), 4)
-    assert (entered, len(kernel.slow)) == ([-1], 1)
+    assert (entered, len(kernel.slow)) == ([1], 1)
+
+
+def test_a_tensor_on_another_device_is_an_error(kernel, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0 if x.device.type == "meta" else -1)
+    with pytest.raises(KernelError, match="pointer 1: it is on meta, others are on cpu"):
+        Launcher(kernel)(GRID, (torch.zeros(16), torch.zeros(16, device="meta")), (), (), (), 4)
+
+
+def test_tensors_on_no_gpu_are_an_error(kernel, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(KernelError, match="pointer 0: it is on cpu, not a GPU"):
+        Launcher(kernel)(GRID, (torch.zeros(16),), (), (), (), 4)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "said"), [("meta", "meta", "x: .*meta, not"), ("cpu", "meta", "weight: .*meta")]
+)
+def test_the_error_names_op_and_argument(x, weight, said):
+    rms_norm = KERNEL_REGISTRY.load("rms_norm", "standard", "triton")
+    with pytest.raises(KernelError, match=f"(?s)the Triton kernel of rms_norm cannot take {said}.*eager"):
+        rms_norm(torch.ones(3, 8, device=x), torch.ones(8, device=weight), 1e-6)

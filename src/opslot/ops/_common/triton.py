@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from opslot._base.device import triton_interpreted
+from opslot.ops._common.library import refuse
 
 
 @functools.cache
@@ -52,16 +53,23 @@ class Launcher:
     ) -> None:
         """Launch on the device of the first tensor.
 
+        Raises:
+            KernelError: a tensor is on no GPU, or on another than the first.
+
         Args:
             tensors: one a pointer; None where a constant says that there is none, and for a parameter that is a tuple
                 of pointers as many tensors, alike in dtype and device, as a constant says.
         """
         if not self._direct:
+            if not _on_one_cpu_or_gpu(tensors):
+                self._refuse_devices(tensors)
             self._kernel[grid](*tensors, *strides, *scalars, *constants, num_warps=warps)
             return
         first = tensors[0]
         index = (first[0] if isinstance(first, tuple) else first).get_device()  # type: ignore[union-attr]
         if index != torch.cuda.current_device():
+            if index < 0:
+                self._refuse_devices(tensors)
             with torch.cuda.device(index):
                 self(grid, tensors, strides, scalars, constants, warps)
             return
@@ -86,8 +94,7 @@ class Launcher:
                 addresses.append(address)
             key.append(tensor.dtype)
             if tensor.get_device() != index:
-                # Triton's own way says what is wrong, where an address of other memory would not.
-                bits |= 1
+                self._refuse_devices(tensors)
         for scalar in scalars:
             if type(scalar) is int:
                 sizes |= scalar
@@ -102,3 +109,26 @@ class Launcher:
         else:
             # Addresses instead of tensors: of each tensor the driver would ask CUDA what memory it is.
             compiled[grid](*addresses, *strides, *scalars, *constants)
+
+    def _refuse_devices(self, tensors: tuple[Tensor | tuple[Tensor, ...] | None, ...]) -> NoReturn:
+        """Name the first tensor that is on another device than the first of all, else that one, for being on no GPU."""
+        module = getattr(self._kernel, "fn", self._kernel).__module__
+        op = module.removeprefix("opslot.ops.").partition(".")[0]
+        names = getattr(self._kernel, "arg_names", ())
+        named = [
+            (names[place].removesuffix("_ptr") if place < len(names) else f"pointer {place}", tensor)
+            for place, given in enumerate(tensors)
+            for tensor in (given if isinstance(given, tuple) else (given,))
+            if tensor is not None
+        ]
+        home = named[0][1].device
+        name, odd = next(((n, x) for n, x in named if x.device != home), named[0])
+        found = f"it is on {odd.device}, {'not a GPU' if odd.device == home else f'others are on {home}'}"
+        refuse(f"the Triton kernel of {op}", name, found, f"move it, or set {op} to eager")
+
+
+def _on_one_cpu_or_gpu(tensors: tuple[Tensor | tuple[Tensor, ...] | None, ...]) -> bool:
+    devices = {
+        x.device for given in tensors for x in (given if isinstance(given, tuple) else (given,)) if x is not None
+    }
+    return len(devices) == 1 and devices.pop().type in ("cpu", "cuda")
