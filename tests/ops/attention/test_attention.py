@@ -10,6 +10,7 @@ from torch import nn
 from opslot import KERNEL_REGISTRY
 from opslot._base.device import CPU, DeviceFacts
 from opslot._base.errors import ConfigError, KernelError
+from opslot.ops._common import documents as documents_room
 from opslot.ops.attention import op
 from opslot.ops.attention.flash import make_flash
 from opslot.slots import KernelRequest
@@ -97,6 +98,23 @@ def test_tokens_after_the_last_document_are_one_more():
     found, _ = load("sdpa")(Attention(), q, k, v, None, **documents(20, 4, 17))
     expected, _ = op.reference(Attention(), q, k, v, None, **documents(20, 4, 17, 7))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_documents_end_with_their_rows():
+    q, k, v = tensors(dtype=torch.float64)
+    found, _ = load("sdpa")(Attention(), q, k, v, None, **documents(40, 8))
+    expected, _ = op.reference(Attention(), q, k, v, None, **documents(24, 16, 8))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_sdpa_compiles_whole_at_several_lengths(dynamic):
+    torch._dynamo.reset()
+    module = Attention()
+    compiled = torch.compile(load("sdpa"), fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for length in (24, 17, 9):
+        given = tensors(length=length)
+        torch.testing.assert_close(compiled(module, *given, None)[0], load("sdpa")(module, *given, None)[0])
 
 
 def test_values_narrower_than_keys():
@@ -227,6 +245,43 @@ def test_flash_hands_every_option_on(flash, options):
     found, _ = flash[1](4)(Attention(), q, k, v, None, **options)
     expected, _ = op.reference(Attention(), q.double(), k.double(), v.double(), None, **options)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("borders", "longest", "said"),
+    [
+        ([0, 20, 24, 41], None, "ends with 41 where there are 48 tokens"),
+        ([0, 24, 48, 50], None, "ends with 50"),
+        ([4, 24, 48], None, "not rising from 0"),
+        ([0, 24, 20, 48], None, "not rising from 0"),
+        ([], None, "not rising from 0"),
+        ([0, 40, 48], None, "a document crosses token 24, where a row of 24 ends"),
+        ([0, 24, 48], 23, "24 tokens, the longest is said to have 23"),
+    ],
+)
+def test_documents_that_flash_would_leave_out_are_refused(flash, borders, longest, said):
+    q, k, v = tensors(dtype=torch.bfloat16)
+    given = {"cu_seq_lens_q": torch.tensor(borders, dtype=torch.int32), "max_length_q": longest}
+    with pytest.raises(KernelError, match=f"(?s)flash_attention_4.*cu_seq_lens_q.*{said}.*to do"):
+        flash[1](4)(Attention(), q, k, v, None, **given)
+
+
+def test_documents_on_a_gpu_are_looked_at_once_without_waiting(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "_assert_async", lambda right, said: asked.append((right, said)))
+
+    def look(borders, longest=None):
+        documents_room._assert_on_device("kernel", "cu_seqlens", borders, 2, 24, longest)
+
+    borders = torch.tensor([0, 24, 48])
+    for _ in range(3):
+        look(borders, 24)
+    look(borders.mul_(1), 24)
+    for wrong in ([0, 24, 47], [0, 47, 48], [1, 24, 48], [0, 30, 24, 48]):
+        look(torch.tensor(wrong))
+    look(borders, 23)
+    assert [bool(right) for right, _ in asked] == [True, True, False, False, False, False, False]
+    assert "kernel: cu_seqlens does not cover 2 rows of 24 tokens" in asked[-1][1]
 
 
 def test_flash_drops_padding_and_puts_zeros_back(flash):

@@ -145,6 +145,16 @@ def test_refusals_name_the_argument(change, argument):
         op.reference(**(inputs(8, dtype=torch.float32) | change))
 
 
+@pytest.mark.parametrize("name", ["triton", "torch_chunked"])
+@pytest.mark.parametrize(
+    ("borders", "said"), [([0, 5], "ends with 5 where there are 9"), ([2, 9], "not rising from 0")]
+)
+def test_documents_that_leave_tokens_out_are_refused(name, borders, said):
+    kernel = KERNEL_REGISTRY.load("chunk_gated_delta_rule", "standard", name)
+    with pytest.raises(KernelError, match=f"cu_seqlens: .*{said}"):
+        kernel(**inputs(9, dtype=torch.float32), cu_seqlens=torch.tensor(borders))
+
+
 def test_documents_of_several_rows_are_refused():
     with pytest.raises(KernelError, match="cannot take cu_seqlens: packed documents are one row, there are 2"):
         op.reference(**inputs(8, batch=2), cu_seqlens=torch.tensor([0, 16]))

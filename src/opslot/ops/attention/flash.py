@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import flash_attention_mask
 
 from opslot._base.errors import KernelError
+from opslot.ops._common.documents import check_borders
 from opslot.ops.attention.op import causal_of, refuse_options
 
 # version -> module with flash_attn_func and flash_attn_varlen_func
@@ -45,7 +46,9 @@ def make_flash(version: int) -> Callable[..., Any]:
 
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         if kwargs.get("cu_seq_lens_q") is not None:
-            out = _packed(functools.partial(run, varlen), q, k, v, kwargs)
+            out = _packed(
+                f"attn_implementation='flash_attention_{version}'", functools.partial(run, varlen), q, k, v, kwargs
+            )
         elif attention_mask is not None:
             out = _padded(functools.partial(run, varlen), q, k, v, attention_mask)
         else:
@@ -72,7 +75,7 @@ def _options(
     served = ("softcap", "s_aux") if version == 4 else ("softcap",)
     refuse_options(f"flash_attention_{version}", kwargs, served)
     causal = causal_of(module, kwargs)
-    options: dict[str, Any] = {"softmax_scale": scaling, "causal": causal and query.shape[2] > 1}
+    options: dict[str, Any] = {"softmax_scale": scaling, "causal": query.shape[2] > 1 and causal}
     window = kwargs.get("sliding_window")
     if window is not None:
         options["window_size"] = (window - 1, 0 if causal else window - 1)
@@ -98,12 +101,13 @@ def _sunk(out: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
     return (out * weight[..., None]).to(out.dtype)
 
 
-def _packed(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]) -> Tensor:
+def _packed(name: str, run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]) -> Tensor:
     cu_q = kwargs["cu_seq_lens_q"]
     cu_k = kwargs.get("cu_seq_lens_k")
     cu_k = cu_q if cu_k is None else cu_k
     longest = {f"max_seqlen_{s}": kwargs.get(f"max_length_{s}") for s in "qk"}
-    for side, cu in (("q", cu_q), ("k", cu_k)):
+    for side, cu, x in (("q", cu_q, q), ("k", cu_k, k)):
+        check_borders(name, f"cu_seq_lens_{side}", cu, x.shape[0], x.shape[1], longest[f"max_seqlen_{side}"])
         if longest[f"max_seqlen_{side}"] is None:
             longest[f"max_seqlen_{side}"] = int(cu.diff().max())
     flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))

@@ -3,7 +3,9 @@
 The contract is that interface's: `query` [B, heads, S, D], `key` and `value` [B, kv_heads, S_kv, D], `attention_mask`
 as the implementation's mask function makes it, `scaling` the factor before softmax; returns ([B, S, heads, D], None).
 Packed documents come as `cu_seq_lens_q` / `cu_seq_lens_k` (int32, [documents + 1], over B * S tokens) with
-`max_length_q` / `max_length_k`.
+`max_length_q` / `max_length_k`. A document lies within a row. Where the last border is not B * S, the tokens after it
+are a document of their own to eager code and to `sdpa` on a CPU; kernels with a variable-length launch, which would
+leave them unwritten, refuse them, on a GPU by an assertion there.
 """
 
 from __future__ import annotations

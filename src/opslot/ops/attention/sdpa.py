@@ -15,6 +15,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.masking_utils import sdpa_mask
 
 from opslot._base.errors import KernelError
+from opslot.ops._common.documents import check_borders
 from opslot.ops.attention.op import causal_of, refuse_options, visible, window_of
 
 # Math is left out: it makes the full score matrix, an order of magnitude slower at training lengths, without a word.
@@ -92,7 +93,7 @@ def _attend(
         # torch's `is_causal` is that of a square.
         square = query.shape[2] == key.shape[2]
         attention_mask = visible(module, query, key, kwargs) if cu_seqlens is not None or window or not square else None
-    causal = causal and attention_mask is None and query.shape[2] > 1
+    causal = query.shape[2] > 1 and attention_mask is None and causal
     groups = query.shape[1] // key.shape[1]
     # On CUDA only flash and cuDNN know grouped heads, and flash takes neither a mask nor fp32.
     if groups > 1 and query.is_cuda and (attention_mask is not None or query.dtype not in _HALF):
@@ -117,7 +118,8 @@ def _fused(
     if query.is_cpu and width < query.shape[-1]:
         # The CPU's fused attention takes values as wide as queries (DeepSeek's are narrower).
         value = pad(value, (0, query.shape[-1] - width))
-    grouped = query.shape[1] != key.shape[1]
+    # Branches, here and for `causal`, since torch.compile decides them, where it hands a comparison on as a symbol.
+    grouped = True if query.shape[1] != key.shape[1] else False  # noqa: SIM210
 
     def run() -> Tensor:
         return scaled_dot_product_attention(
@@ -174,7 +176,7 @@ def _varlen(
             f"query has {query.shape[-1]} and value {value.shape[-1]}\n  to do: use eager or flex_attention"
         )
     batch, _, length, width = query.shape
-    cu_q, cu_k, longest_q, longest_k = _bounds(query, key, kwargs)
+    cu_q, cu_k, longest_q, longest_k = _bounds(name, query, key, kwargs)
     q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], width) for x in (query, key, value))
     out = torch.ops.aten._flash_attention_forward(
         q,
@@ -194,17 +196,18 @@ def _varlen(
     return out.view(batch, length, -1, width)
 
 
-def _bounds(query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, int, int]:
+def _bounds(name: str, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, int, int]:
     cu_q = kwargs.get("cu_seq_lens_q")
     if cu_q is None:
         rows = torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device)
         return rows * query.shape[2], rows * key.shape[2], query.shape[2], key.shape[2]
     cu_k = kwargs.get("cu_seq_lens_k")
     cu_k = cu_q if cu_k is None else cu_k
-    longest = [
-        int(cu.diff().max()) if kwargs.get(given) is None else int(kwargs[given])
-        for cu, given in ((cu_q, "max_length_q"), (cu_k, "max_length_k"))
-    ]
+    longest = []
+    for side, cu, x in (("q", cu_q, query), ("k", cu_k, key)):
+        given = kwargs.get(f"max_length_{side}")
+        check_borders(f"attn_implementation={name!r}", f"cu_seq_lens_{side}", cu, x.shape[0], x.shape[2], given)
+        longest.append(int(cu.diff().max()) if given is None else int(given))
     return cu_q.to(torch.int32), cu_k.to(torch.int32), longest[0], longest[1]
 
 
@@ -230,8 +233,8 @@ def _documents_loop(
     if query.is_cuda and groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     q, k, v = (x.transpose(0, 1).reshape(1, x.shape[1], batch * length, -1) for x in (query, key, value))
-    # The tokens after the last bound, if there are any, are a document too.
-    bounds = [*cu_seqlens.tolist(), batch * length]
+    # No document goes on in the next row, and the tokens after the last bound, if there are any, are one too.
+    bounds = sorted([*cu_seqlens.tolist(), *range(length, batch * length + 1, length or 1)])
     parts = [
         _fused(name, backends, q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], None, dropout, causal, scaling)
         for a, b in itertools.pairwise(bounds)

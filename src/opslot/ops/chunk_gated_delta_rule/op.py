@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from opslot.ops._common.cases import randn
+from opslot.ops._common.documents import check_borders
 from opslot.ops._common.library import refuse
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant
 
@@ -49,7 +50,7 @@ def reference(
         `cu_seqlens`: of each document) in the dtype computed in; `initial_state` has the same shape.
 
     Raises:
-        KernelError: `cu_seqlens` with several rows, or heads that do not divide.
+        KernelError: `cu_seqlens` with several rows or other borders than the tokens', or heads that do not divide.
     """
     check_shapes("chunk_gated_delta_rule", key, value, initial_state, cu_seqlens)
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -79,6 +80,8 @@ def check_shapes(
         refuse(kernel, "value", found, "give value a multiple of key's heads")
     if cu_seqlens is not None and key.shape[0] != 1:
         refuse(kernel, "cu_seqlens", f"packed documents are one row, there are {key.shape[0]}", "flatten the rows")
+    if cu_seqlens is not None:
+        check_borders(kernel, "cu_seqlens", cu_seqlens, 1, key.shape[1])
     states = key.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     wanted = (states, value.shape[2], key.shape[3], value.shape[3])
     if initial_state is not None and initial_state.shape != wanted:
