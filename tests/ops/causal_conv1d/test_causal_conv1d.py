@@ -122,6 +122,14 @@ def test_out_is_laid_out_as_the_projection_left_the_input():
     assert load("triton")(x.transpose(1, 2), weight).transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_an_activation_may_write_over_the_result(name):
+    x, weight, _ = inputs(7, batch=2)
+    out = torch.nn.functional.silu(load(name)(x.transpose(1, 2), weight), inplace=True)
+    expected = op.reference(x.transpose(1, 2), weight, activation="silu")
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (out, expected)))
+
+
 def test_only_the_wanted_gradients_are_made():
     x, weight, bias = inputs(9)
     kernel = load("triton")

@@ -92,6 +92,13 @@ def test_padding_changes_nothing(name):
         assert x[10:].count_nonzero() == 0
 
 
+@pytest.mark.parametrize("layout", ["every other weight", "one weight for all"])
+def test_weights_of_rows_that_lie_apart_in_memory(name, layout):
+    layers, weights = logits(rows=10), torch.rand(1, 20, device=DEVICE)
+    weights = weights[:, ::2] if layout == "every other weight" else weights[:, :1].expand(1, 10)
+    assert_same(*(gradients(load(n), layers, 8, 2, weights) for n in (name, "eager")))
+
+
 def test_same_inputs_same_bits(name):
     layers = logits(rows=301)
     first, second = (gradients(load(name), layers, 8, 2) for _ in range(2))

@@ -68,6 +68,16 @@ def test_rows_that_fill_no_tile_need_no_eps(variant, name):
 
 
 @pytest.mark.parametrize(("variant", "name"), KERNELS)
+def test_rows_of_equal_values_add_up(variant, name):
+    # Each sum of squares rounds the same way, so that a running sum's error grows with the width.
+    x, weight = torch.rand(5, 1, device=DEVICE).expand(5, 2048), torch.ones(2048, device=DEVICE)
+    reference = op.OP.variant(variant).reference
+    truth = reference(x.double(), weight.double(), EPS)
+    apart, eager = ((kernel(x, weight, EPS) - truth).abs().max() for kernel in (load(variant, name), reference))
+    assert apart <= 2 * eager + torch.finfo(torch.float32).eps * truth.abs().max()
+
+
+@pytest.mark.parametrize(("variant", "name"), KERNELS)
 def test_backward_within_autocast_keeps_its_precision(variant, name):
     kernel = load(variant, name)
     x, weight, dout = tensors((6, 64), (64,), (6, 64))

@@ -286,7 +286,7 @@ def standard(
     device = gate_logits[0].device
     weights = None
     if attention_mask is not None:
-        weights = attention_mask.reshape(-1).to(device=device, dtype=torch.float32)
+        weights = attention_mask.reshape(-1).to(device=device, dtype=torch.float32).contiguous()
     gate_logits = tuple([layer if layer.device == device else layer.to(device) for layer in gate_logits])
     return _LoadBalancingLoss.apply(weights, top_k, *gate_logits)
 
