@@ -84,10 +84,15 @@ def test_overrides_by_glob_last_match_wins(toy):
         OpsImplementationConfig(overrides={"a": {"tou_implementation": "x"}})
 
 
-@pytest.mark.parametrize("overrides", ["eager", ["model.*"], {"model.*": "eager"}])
+@pytest.mark.parametrize("overrides", ["eager", ["model.*"], {"model.*": "eager"}, {"a": {3: "eager"}}, {3: {}}])
 def test_overrides_that_map_nothing_are_one_problem(overrides):
     with pytest.raises(ConfigError, match=r"overrides=.* must map globs of module paths"):
         OpsImplementationConfig(overrides=overrides)
+
+
+def test_the_beginning_of_several_names_suggests_them_all():
+    with pytest.raises(ConfigError, match="did you mean 'fused_triton' or 'fused_npu' or 'fused_quack'"):
+        OpsImplementationConfig(moe_implementation="fused")
 
 
 def test_round_trips(toy):

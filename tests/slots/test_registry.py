@@ -45,6 +45,20 @@ def test_a_failing_factory_is_one_clear_error(toy):
         KERNEL_REGISTRY.register(KernelSpec("broken", toy.name, "standard", factory))
 
 
+def test_a_kernel_given_for_its_factory_says_what_to_pass(toy):
+    with pytest.raises(KernelError, match=r"(?s)missing 1 required .*pass `lambda: kernel`"):
+        KERNEL_REGISTRY.register(KernelSpec("itself", toy.name, "standard", right))
+    with pytest.raises(ConfigError, match=r"its factory gave None; it must return the kernel"):
+        KERNEL_REGISTRY.register(KernelSpec("nothing", toy.name, "standard", lambda: None))
+
+
+def test_what_is_no_spec_is_refused(toy):
+    with pytest.raises(ConfigError, match="register takes a KernelSpec, got"):
+        KERNEL_REGISTRY.register(right)
+    with pytest.raises(ConfigError, match="register_op takes an OpSpec, got"):
+        KERNEL_REGISTRY.register_op("toy_double")
+
+
 def test_factory_is_called_once_and_late(toy):
     calls = []
 
@@ -129,6 +143,11 @@ def test_a_capability_that_is_none_is_refused(capability):
         ("supports", "float32"),
         ("priority", "high"),
         ("priority", {"gpu": "high"}),
+        ("priority", {"tpu": 3}),
+        ("requires", None),
+        ("requires", (1,)),
+        ("dtypes", torch.float32),
+        ("dtypes", {"float32"}),
     ],
 )
 def test_a_field_that_would_fail_in_somebody_elses_model_is_refused_at_once(field, value):
@@ -148,6 +167,35 @@ def test_dtype_and_supports_come_after_hardware(toy):
     )
     assert "takes bfloat16, not float32" in spec.unusable(KernelRequest(toy.name, "standard", CPU, torch.float32))
     assert spec.unusable(KernelRequest(toy.name, "standard", CPU, torch.bfloat16)) == "never"
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (lambda request: 1 / 0, r"supports\(\) raised ZeroDivisionError"),
+        (lambda request: True, r"supports\(\) returned True, where None means"),
+        (lambda request: False, r"supports\(\) returned False, where None means"),
+    ],
+    ids=["raises", "True", "False"],
+)
+def test_supports_that_answers_otherwise_is_the_reason_and_keeps_no_other_kernel_from_use(toy, told, said):
+    KERNEL_REGISTRY.register(KernelSpec("odd", toy.name, "standard", lambda: right, supports=told, priority=99))
+    found = KERNEL_REGISTRY.resolve(KernelRequest(toy.name, "standard", CPU))
+    assert found.chosen == "fast"
+    with pytest.raises(ConfigError, match=said):
+        KERNEL_REGISTRY.resolve(KernelRequest(toy.name, "standard", CPU), "odd")
+
+
+def test_a_priority_that_raises_is_a_reason(toy):
+    KERNEL_REGISTRY.register(KernelSpec("odd", toy.name, "standard", lambda: right, priority=lambda r: 1 / 0))
+    found = KERNEL_REGISTRY.resolve(KernelRequest(toy.name, "standard", CPU))
+    assert found.chosen == "fast"
+    assert "priority() raised ZeroDivisionError" in dict(found.rejected)["odd"]
+
+
+def test_cuda_in_a_priority_is_a_gpu(toy):
+    spec = KernelSpec("mine", toy.name, "standard", lambda: right, priority={"cuda": 7})
+    assert spec.rank(KernelRequest(toy.name, "standard", H200)) == 7
 
 
 def test_priority_may_depend_on_the_request(toy):

@@ -166,7 +166,9 @@ def _unpickle(data: dict[str, Any]) -> OpsImplementationConfig:
 def _maps_to_mappings(overrides: Any) -> bool:
     if overrides is None:
         return True
-    return isinstance(overrides, Mapping) and all(isinstance(fields, Mapping) for fields in overrides.values())
+    if not isinstance(overrides, Mapping) or not all(isinstance(fields, Mapping) for fields in overrides.values()):
+        return False
+    return all(isinstance(name, str) for name in [*overrides, *(n for fields in overrides.values() for n in fields)])
 
 
 def _aliases() -> dict[str, str]:
@@ -215,5 +217,7 @@ def _value_problem(field: str, value: Any, targets: list[tuple[str, str]]) -> st
 
 
 def _unknown_value(value: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(value, names, 1)
-    return "no such implementation" + (f"; did you mean {near[0]!r}?" if near else "")
+    # "fused" stands for any fused_*, and the nearest spelling alone would name one of other hardware.
+    begun = [name for name in names if value and name.startswith(f"{value}_")]
+    near = begun or difflib.get_close_matches(value, names, 1)
+    return "no such implementation" + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")

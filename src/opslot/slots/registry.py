@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -57,7 +58,9 @@ class KernelRegistry:
         self._discovering = False
 
     def register_op(self, op: OpSpec) -> OpSpec:
-        """Add an op. ConfigError when the name is taken by another one."""
+        """Add an op. ConfigError when the name is taken by another one, or `op` is no OpSpec."""
+        if not isinstance(op, OpSpec):
+            raise ConfigError(f"register_op takes an OpSpec, got {op!r}")
         with self._lock:
             if self._ops.setdefault(op.name, op) is not op:
                 raise ConfigError(f"op {op.name!r} is registered already; give the new one another name")
@@ -71,6 +74,10 @@ class KernelRegistry:
                 signature differs from the op's contract. A kernel that cannot load on this machine is checked when it
                 does.
         """
+        if not isinstance(spec, KernelSpec):
+            raise ConfigError(
+                f"register takes a KernelSpec, got {spec!r}; wrap the kernel: KernelSpec(name, op, variant, ...)"
+            )
         self._discover()
         with self._lock:
             op = self.op(spec.op_name)
@@ -193,7 +200,10 @@ class KernelRegistry:
             else:
                 kernel = spec.factory()
         except Exception as error:
-            raise KernelError(f"{label} could not be loaded: {type(error).__name__}: {error}") from error
+            hint = _factory_hint(spec)
+            raise KernelError(f"{label} could not be loaded: {type(error).__name__}: {error}{hint}") from error
+        if not callable(kernel):
+            raise ConfigError(f"{label}: its factory gave {kernel!r}; it must return the kernel, a function")
         problem = self.op(spec.op_name).variant(spec.variant).signature_problem(kernel)
         if problem:
             raise ConfigError(f"{label} {problem}")
@@ -237,7 +247,13 @@ class KernelRegistry:
             usable = {n: t for n, t in timing.ms.items() if n == "eager" or reasons.get(n, "gone") is None}
             if usable:
                 return _fastest(request, usable, timing, profile, reasons)
-        ranks = {s.name: s.rank(request) for s in specs if reasons[s.name] is None}
+        ranks: dict[str, int | None] = {}
+        for spec in specs:
+            if reasons[spec.name] is None:
+                try:
+                    ranks[spec.name] = spec.rank(request)
+                except Exception as error:
+                    reasons[spec.name] = f"its priority() raised {type(error).__name__}: {error}"
         ranked = sorted(((rank, name) for name, rank in ranks.items() if rank is not None and rank > 0), reverse=True)
         device = request.device.type
         if ranked:
@@ -269,6 +285,21 @@ class KernelRegistry:
         if shape is None:
             return None
         return profile.at(request.op_name, request.variant, dtype_name(request.dtype), shape)
+
+
+def _factory_hint(spec: KernelSpec) -> str:
+    """What to do where the kernel itself was given for its factory, or nothing."""
+    if isinstance(spec.factory, str):
+        return ""
+    try:
+        inspect.signature(spec.factory).bind()
+    except TypeError:
+        return (
+            "\n  to do: the factory is called without arguments; where it is the kernel itself, pass `lambda: kernel`"
+        )
+    except ValueError:
+        pass
+    return ""
 
 
 def _fastest(

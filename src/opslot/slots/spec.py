@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +100,12 @@ class KernelRequest:
 Priority = int | Mapping[str, int] | Callable[[KernelRequest], "int | None"] | None
 
 
+def _all_dtypes(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, Collection) and all(isinstance(x, torch.dtype) for x in value)
+
+
 @dataclass(frozen=True)
 class KernelSpec:
     """One implementation of one variant of an op.
@@ -145,6 +151,9 @@ class KernelSpec:
                 raise ConfigError(f"KernelSpec.{label} must be a non-empty string, got {value!r}")
         if isinstance(self.requires, str):
             object.__setattr__(self, "requires", (self.requires,))
+        if isinstance(self.priority, Mapping) and "cuda" in self.priority:
+            named = {"gpu" if device == "cuda" else device: rank for device, rank in self.priority.items()}
+            object.__setattr__(self, "priority", named)
         for label, wanted in self._misfits():
             name = f"{self.op_name}/{self.variant} {self.name}"
             raise ConfigError(f"{name}: KernelSpec.{label} must be {wanted}, got {getattr(self, label)!r}")
@@ -155,11 +164,17 @@ class KernelSpec:
             yield "factory", "a function that makes the kernel, or 'package.module:attribute'"
         if not isinstance(self.hardware, HardwareRequirement):
             yield "hardware", "a HardwareRequirement"
+        if not isinstance(self.requires, tuple | list) or not all(isinstance(x, str) and x for x in self.requires):
+            yield "requires", "names of packages, e.g. ('triton',)"
+        if self.dtypes is not None and not _all_dtypes(self.dtypes):
+            yield "dtypes", "a set of torch dtypes, or None for every floating dtype"
         if self.supports is not None and not callable(self.supports):
             yield "supports", "a function of a KernelRequest, or None"
         ranks = self.priority.values() if isinstance(self.priority, Mapping) else [self.priority]
         if not callable(self.priority) and not all(rank is None or isinstance(rank, int | float) for rank in ranks):
             yield "priority", "a number, a mapping from device type to numbers, a function of a KernelRequest, or None"
+        elif isinstance(self.priority, Mapping) and not set(self.priority) <= set(DEVICE_TYPES) - {"any"}:
+            yield "priority", "a mapping from the device types gpu, npu and cpu, or one number for all"
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -182,10 +197,21 @@ class KernelSpec:
         if self.dtypes is not None and request.dtype is not None and request.dtype not in self.dtypes:
             accepted = ", ".join(sorted(map(dtype_name, self.dtypes)))
             return f"takes {accepted}, not {dtype_name(request.dtype)}"
-        return self.supports(request) if self.supports else None
+        return self._told_by_supports(request) if self.supports else None
+
+    def _told_by_supports(self, request: KernelRequest) -> str | None:
+        """What `supports` says; where it fails, that is the reason, so that one bad kernel keeps no other from use."""
+        assert self.supports is not None
+        try:
+            told = self.supports(request)
+        except Exception as error:
+            return f"its supports() raised {type(error).__name__}: {error}"
+        if told is None or (isinstance(told, str) and told):
+            return told
+        return f"its supports() returned {told!r}, where None means that it serves and a text why it does not"
 
     def rank(self, request: KernelRequest) -> int | None:
-        """Measured priority at `request`; None keeps `auto` from choosing it."""
+        """Measured priority at `request`; None keeps `auto` from choosing it. A priority of one's own may raise."""
         if self.interpretable and request.device.type == "cpu":
             return None
         if isinstance(self.priority, Mapping):
