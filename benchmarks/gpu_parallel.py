@@ -35,9 +35,11 @@ from opslot.distributed import (
     clip_grad_norm,
     destroy_parallel_state,
     failing_together,
+    gradient_sync,
     init_parallel_state,
     shard_sequence,
 )
+from opslot.distributed.copy_engine import opened_bytes
 from opslot.models.parallel import parallelize_model
 
 
@@ -89,7 +91,8 @@ def run(name: str, configuration: Configuration, spread: dict[str, Any], options
         if (router := getattr(outputs, "aux_loss", None)) is not None:
             # Every rank has a whole router loss, and losses of ranks add up.
             loss = loss - (1 - 1 / state.world_size) * model.config.router_aux_loss_coef * router
-        loss.backward()
+        with gradient_sync(model, True):
+            loss.backward()
         clip_grad_norm(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -98,6 +101,7 @@ def run(name: str, configuration: Configuration, spread: dict[str, Any], options
     # What building the model whole took is gone by now.
     free_memory()
     result = measure(step, ids.numel() * state.dp_size, options.steps, state.device)
+    result["gib"] = round(result["gib"] + opened_bytes() / 2**30, 1)
     chosen = {row.op: row.chosen for row in opslot.explain(model).rows}
     if state.rank == 0:
         record(options.json, name, configuration, {**result, "kernels": chosen, "spread": str(state)})

@@ -95,6 +95,13 @@ def test_experts_on_four(ranks, sizes):
     check(ranks, 4, "qwen3_moe", sizes, ops="auto", aux_loss=True)
 
 
+@pytest.mark.parametrize("options", [{"copy_engine": False}, {"copy_engine": True}], ids=str)
+@pytest.mark.parametrize(("name", "sizes"), [("qwen3", {}), ("qwen3_moe", {"ep": 2})], ids=str)
+def test_collectives_by_kernels_and_by_copies(ranks, name, sizes, options):
+    """On four GPUs ep=2 leaves two ranks to each expert's parameters."""
+    check(ranks, 2 if name == "qwen3" or GPUS < 4 else 4, name, sizes, ops="auto", options=options)
+
+
 @functools.cache
 def unusable(attention):
     request = KernelRequest("attention", "causal", facts_of(torch.device("cuda")), torch.bfloat16)

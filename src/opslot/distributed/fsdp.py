@@ -15,14 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import clip_grads_with_norm_
 
 from opslot._base.errors import ConfigError
 from opslot.distributed._collectives import gather_objects
+from opslot.distributed.copy_engine import CopyReduceScatter, use_copies
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state
+
+_REDUCTIONS = "_opslot_reductions"
 
 
 def parallelize(
@@ -38,6 +42,7 @@ def parallelize(
     cpu_offload: bool = False,
     reshard_after_forward: bool = True,
     prefetch: int = 1,
+    copy_engine: bool | None = None,
     load: Callable[[nn.Module], Any] | None = None,
 ) -> nn.Module:
     """Shard `model` over the ranks, in place. Slots keep their kernels: bind before or after.
@@ -59,6 +64,8 @@ def parallelize(
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         reshard_after_forward: gather a layer's parameters again for the backward pass instead of keeping them.
         prefetch: layers whose parameters are gathered ahead of the one that runs.
+        copy_engine: gather and reduce by copies between the GPUs of one host instead of NCCL's kernels; default where
+            that can be. See `opslot.distributed.copy_engine`.
         load: called with the sharded model; gives meta parameters memory and values,
             e.g. `lambda model: load_weights(model, folder)`.
 
@@ -81,8 +88,11 @@ def parallelize(
             else OffloadPolicy(),
         }
         blocks = _find_layers(model, layers)
-        groups = _shard(model, state, blocks, experts if state.ep > 1 else [], head, reshard_after_forward, options)
+        apart = experts if state.ep > 1 else []
+        groups = _shard(model, state, blocks, apart, head, reshard_after_forward, options)
         _set_prefetch(model, groups, prefetch)
+        reductions = use_copies(_shard_groups(model, state, apart), state.device, copy_engine)
+        model.__dict__[_REDUCTIONS] = _Reductions(reductions, param_dtype)
     elif param_dtype is not None or cpu_offload:
         raise ConfigError(
             "param_dtype and cpu_offload are FSDP's, which needs a process group\n"
@@ -190,13 +200,37 @@ def gradient_sync(model: nn.Module, enabled: bool) -> Iterator[None]:
     if not isinstance(model, FSDPModule):
         yield
         return
+    reductions = model.__dict__.get(_REDUCTIONS) or _Reductions([], None)
     model.set_requires_gradient_sync(enabled)
     model.set_is_last_backward(enabled)
     try:
-        yield
+        with reductions.of_backward(enabled):
+            yield
     finally:
         model.set_requires_gradient_sync(True)
         model.set_is_last_backward(True)
+
+
+class _Reductions:
+    """Gradients of one backward pass travel as they were computed; sums of several keep the dtype they are added up in.
+
+    Outside of `gradient_sync` nobody says which it is, and they keep it, too.
+    """
+
+    def __init__(self, reductions: list[CopyReduceScatter], computed: torch.dtype | None) -> None:
+        self._reductions, self._computed = reductions, computed
+        self._summed = False
+
+    @contextlib.contextmanager
+    def of_backward(self, reduced: bool) -> Iterator[None]:
+        for reduction in self._reductions:
+            reduction.sent_dtype = None if self._summed else self._computed
+        try:
+            yield
+        finally:
+            self._summed = not reduced
+            for reduction in self._reductions:
+                reduction.sent_dtype = None
 
 
 def _enable_checkpointing(model: nn.Module) -> None:
@@ -259,6 +293,19 @@ def _shard(
     inside = {id(module): layer for layer in layers for module in layer.modules() if module in owners}
     groups = [[layer, *(owner for owner in owners if inside.get(id(owner)) is layer)] for layer in layers]
     return groups if head is None else [*groups, [head]]
+
+
+def _shard_groups(model: nn.Module, state: ParallelState, experts: list[str]) -> list[tuple[FSDPModule, ProcessGroup]]:
+    """FSDP's modules, and the ranks that shard each."""
+    owners = [model.get_submodule(path) for path in experts]
+    found: list[tuple[FSDPModule, ProcessGroup]] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            mesh = state.expert_fsdp_mesh if module in owners else state.fsdp_mesh
+            assert mesh is not None, "FSDP shards over meshes"
+            # The axis of replicas, if there is one, comes first.
+            found.append((module, mesh.get_group(mesh.ndim - 1)))
+    return found
 
 
 def _check_expert_shapes(path: str, owner: nn.Module, state: ParallelState) -> None:

@@ -27,6 +27,7 @@ from opslot.distributed import (
     shard_sequence,
     sum_over_ranks,
 )
+from opslot.distributed.copy_engine import opened_bytes
 from opslot.models import load_foundation_weights
 from opslot.models.parallel import parallelize_model
 from opslot.slots import explain
@@ -467,7 +468,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _peak_memory(device: torch.device) -> float:
-    """GiB: of the GPU's allocator, else of this process."""
+    """GiB: of the GPU's allocator and what it shares with other GPUs, else of this process."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        return (torch.cuda.max_memory_allocated(device) + opened_bytes()) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -60,6 +60,8 @@ class FSDPConfig:
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         reshard_after_forward: gather a layer's parameters again for the backward pass instead of keeping them.
         prefetch: layers whose parameters are gathered ahead of the one that runs.
+        copy_engine: gather parameters and reduce gradients by copies between the GPUs of one host, instead of NCCL's
+            kernels; default where that can be.
     """
 
     replicas: int = 1
@@ -68,6 +70,7 @@ class FSDPConfig:
     cpu_offload: bool = False
     reshard_after_forward: bool = True
     prefetch: int = 1
+    copy_engine: bool | None = None
 
 
 @dataclass

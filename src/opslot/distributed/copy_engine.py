@@ -1,0 +1,253 @@
+"""FSDP2's collectives within one host as copies between its GPUs, which take no multiprocessor from the kernels beside.
+
+NCCL's kernels hold multiprocessors while they send, and persistent kernels of products, which want all of them, wait:
+under FSDP on four H200s the experts' products took twice their time. A copy from one GPU's memory to another's is done
+by copy engines. What is left for kernels is a barrier, and adding up what was received.
+
+Gradients travel in the dtype in which they were computed and are added up in `reduce_dtype`: for bfloat16 gradients
+added up in float32 that is half of what a float32 reduce-scatter sends, and the same sum but for the order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from opslot._base.errors import ConfigError
+from opslot._base.logging import get_logger
+
+logger = get_logger(__name__)
+
+# Bytes a rank holds of one buffer: large enough that a barrier is nothing beside filling it, and small beside a layer.
+_BUFFER_BYTES = 2**28
+# Ranks fill one buffer while the others may still read what they need of the one before; see `_Buffers`.
+_TURNS = 2
+
+
+class SharedMemory(Protocol):
+    """Memory of which every rank of a group holds a piece of one size, and can reach those of all."""
+
+    pieces: list[Tensor]
+    """uint8, by rank; one's own is on the device itself."""
+
+    def barrier(self) -> None:
+        """On the current stream: wait until every rank's stream has come here."""
+
+
+class _PeerMemory:
+    """`SharedMemory` on GPUs of one host, by torch's symmetric memory."""
+
+    def __init__(self, size: int, group: ProcessGroup, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        own = symmetric.empty(size, dtype=torch.uint8, device=device)
+        self._handle = symmetric.rendezvous(own, group.group_name)
+        self.pieces = [self._handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]
+        _opened.add(self)
+
+    def barrier(self) -> None:
+        self._handle.barrier(channel=0)
+
+
+_opened: weakref.WeakSet[_PeerMemory] = weakref.WeakSet()
+
+
+def open_memory(size: int, group: ProcessGroup, device: torch.device) -> SharedMemory:
+    """`size` bytes on each rank of `group`; all of them call it."""
+    return _PeerMemory(size, group, device)
+
+
+def opened_bytes() -> int:
+    """Bytes on this rank's GPU that are shared with other ranks; torch's own count of its memory leaves them out."""
+    return sum(memory.pieces[0].nbytes for memory in _opened)
+
+
+class _Buffers:
+    """Shared memory for one transfer after another.
+
+    Two buffers take turns, and each transfer has one barrier, between a rank's writing and its reading. Whoever has
+    passed the barrier of a transfer knows that all have done with the one before, whose buffer is the next one's.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._turn = 0
+        self._memory: list[SharedMemory] = []
+        self._done: torch.cuda.Event | None = None
+
+    def next(self) -> SharedMemory:
+        """The buffer of the next transfer."""
+        if not self._memory:
+            self._memory = [open_memory(_BUFFER_BYTES, self._group, self._device) for _ in range(_TURNS)]
+        self._turn = (self._turn + 1) % _TURNS
+        return self._memory[self._turn]
+
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Transfers that are started inside follow those before, on whatever stream these were.
+
+        FSDP gathers on a stream of its own or on the current one, as the need may be.
+        """
+        if self._device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.current_stream()
+        if self._done is not None:
+            stream.wait_event(self._done)
+        yield
+        self._done = stream.record_event()
+
+
+class CopyAllGather(AllGather):
+    """FSDP2's all-gather by copies."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._buffers = _Buffers(group, device)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Fill `output_tensor` [ranks * n] with every rank's `input_tensor` [n], on the current stream."""
+        rank, count = group.rank(), group.size()
+        rows = output_tensor.view(count, input_tensor.numel())
+        # FSDP hands in a part of the output.
+        if rows[rank].data_ptr() != input_tensor.data_ptr():
+            rows[rank].copy_(input_tensor)
+        with self._buffers.in_turn():
+            for part in _parts(input_tensor.numel(), _BUFFER_BYTES // input_tensor.element_size()):
+                memory, own = self._buffers.next(), input_tensor[part]
+                _rows(memory, rank, own)[0].copy_(own)
+                memory.barrier()
+                # Each starts with another, so that no GPU is read by all at once.
+                for other in ((rank + step) % count for step in range(1, count)):
+                    rows[other, part].copy_(_rows(memory, other, own)[0])
+
+
+class CopyReduceScatter(ReduceScatter):
+    """FSDP2's summing reduce-scatter by copies and one local sum, in an order that is always the same.
+
+    Attributes:
+        sent_dtype: what gradients are sent in while they are no sums of several backward passes; see `gradient_sync`.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._buffers = _Buffers(group, device)
+        self._gives_input = True
+        self.sent_dtype: torch.dtype | None = None
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP2 asks for a reduction's input and then for its output."""
+        given = self.sent_dtype if self._gives_input and self.sent_dtype is not None else dtype
+        self._gives_input = not self._gives_input
+        return torch.empty(*size, dtype=given, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """`output_tensor` [n] = the sum over ranks of their `input_tensor` [ranks * n], of which it is this rank's."""
+        if op != dist.ReduceOp.SUM:
+            raise AssertionError(f"gradients are summed here, FSDP asked for {op}")
+        rank, count = group.rank(), group.size()
+        rows = input_tensor.view(count, output_tensor.numel())
+        with self._buffers.in_turn():
+            for part in _parts(output_tensor.numel(), _BUFFER_BYTES // count // input_tensor.element_size()):
+                memory = self._buffers.next()
+                for other in ((rank + step) % count for step in range(count)):
+                    sent = rows[other, part]
+                    _rows(memory, other, sent, count)[rank].copy_(sent)
+                memory.barrier()
+                received = _rows(memory, rank, rows[rank, part], count)
+                torch.sum(received, 0, dtype=output_tensor.dtype, out=output_tensor[part])
+
+
+def _parts(length: int, most: int) -> Iterator[slice]:
+    return (slice(start, min(start + most, length)) for start in range(0, length, most))
+
+
+def _rows(memory: SharedMemory, rank: int, like: Tensor, count: int = 1) -> Tensor:
+    """A rank's memory as `count` rows like `like` [n]."""
+    return memory.pieces[rank][: count * like.nbytes].view(like.dtype).view(count, like.numel())
+
+
+def use_copies(
+    groups: list[tuple[FSDPModule, ProcessGroup]], device: torch.device, wanted: bool | None
+) -> list[CopyReduceScatter]:
+    """Let FSDP's collectives be copies. Every rank calls it alike.
+
+    Args:
+        groups: modules, and the ranks that shard each.
+        wanted: True makes it an error where copies cannot be; None leaves NCCL there.
+
+    Returns:
+        What reduces the gradients now; empty where NCCL does.
+
+    Raises:
+        ConfigError: a group's ranks are on several hosts, or their GPUs do not reach each other's memory.
+    """
+    shared = {group.group_name: group for _, group in groups if group.size() > 1}
+    if wanted is False or not shared:
+        return []
+    obstacle = next(filter(None, (obstacle_to_copies(group, device) for group in shared.values())), None)
+    if obstacle is not None:
+        if wanted:
+            raise ConfigError(
+                f"fsdp.copy_engine is on, but {obstacle}\n  to do: leave it out; NCCL then does what copies cannot"
+            )
+        logger.info("FSDP's collectives are NCCL's: %s", obstacle)
+        return []
+    comms = {name: (CopyAllGather(group, device), CopyReduceScatter(group, device)) for name, group in shared.items()}
+    for module, group in groups:
+        if group.group_name in comms:
+            gather, reduce = comms[group.group_name]
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(reduce)
+    return [reduce for _, reduce in comms.values()]
+
+
+def obstacle_to_copies(group: ProcessGroup, device: torch.device) -> str | None:
+    """Why the ranks of `group` cannot copy from each other's memory, or None; the same on every rank."""
+    if device.type != "cuda":
+        return f"the model runs on {device.type}, and copies need GPUs"
+    places = _gather((_host(), device.index), group)
+    if len({host for host, _ in places}) > 1:
+        return "the ranks that shard a parameter are on several hosts"
+    if len(set(places)) < len(places):
+        return "each process sees a GPU of its own alone (CUDA_VISIBLE_DEVICES)"
+    others = [index for _, index in places if index != device.index]
+    reached = all(torch.cuda.can_device_access_peer(device.index, index) for index in others)
+    if not all(_gather(reached, group)):
+        return "not all of the GPUs reach each other's memory"
+    failure = ""
+    try:
+        open_memory(2**16, group, device).barrier()
+    except (RuntimeError, ImportError, AttributeError) as error:
+        failure = str(error).strip().splitlines()[0]
+    return next((f"torch's symmetric memory fails: {found}" for found in _gather(failure, group) if found), None)
+
+
+def _host() -> str:
+    """Names this machine; containers may share a host name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return socket.gethostname()
+
+
+def _gather(value: Any, group: ProcessGroup) -> list[Any]:
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values

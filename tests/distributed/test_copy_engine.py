@@ -1,0 +1,161 @@
+"""FSDP's collectives as copies: the same training as by the process group's own, from memory that ranks share.
+
+Files that several processes map stand for the memory of peers' GPUs; `test_multigpu.py` runs the same on GPUs.
+"""
+
+import contextlib
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from opslot._base.errors import ConfigError
+from opslot.distributed import copy_engine, gradient_sync, init_parallel_state, parallelize
+
+_spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
+tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
+if not hasattr(tiny, "train"):
+    _spec.loader.exec_module(tiny)
+
+
+class MappedMemory:
+    """A file for each rank, mapped by all."""
+
+    def __init__(self, size, group, device):
+        self._group = group
+        folder = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder, dist.get_global_rank(group, 0), group=group)
+        files = [Path(folder[0], str(rank)) for rank in range(group.size())]
+        files[group.rank()].write_bytes(bytes(size))
+        dist.barrier(group)
+        self.pieces = [torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8) for file in files]
+
+    def barrier(self):
+        dist.barrier(self._group)
+
+
+@contextlib.contextmanager
+def mapped_memory(buffer_bytes=1000):
+    """Inside, copies go through mapped files, in parts; gives the dtypes in which gradients are sent."""
+    sent = []
+    send = copy_engine.CopyReduceScatter.__call__
+
+    def noting(self, output_tensor, input_tensor, *rest, **options):
+        sent.append(input_tensor.dtype)
+        return send(self, output_tensor, input_tensor, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copy_engine, "_BUFFER_BYTES", buffer_bytes)
+        patch.setattr(copy_engine, "open_memory", MappedMemory)
+        patch.setattr(copy_engine, "obstacle_to_copies", lambda group, device: None)
+        patch.setattr(copy_engine.CopyReduceScatter, "__call__", noting)
+        yield sent
+
+
+def both_ways(name, sizes, options, kwargs):
+    expected = tiny.train(name, sizes, options={**options, "copy_engine": False}, **kwargs)
+    with mapped_memory() as sent:
+        found = tiny.train(name, sizes, options={**options, "copy_engine": True}, **kwargs)
+    return found, expected, sent
+
+
+BF16 = {"param_dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "sizes", "options", "kwargs"),
+    [
+        (2, "qwen3", {}, {}, {}),
+        (2, "qwen3", {}, BF16, {"micro_batches": 4}),
+        (3, "qwen3", {}, {"reshard_after_forward": False}, {"micro_batches": 3}),
+        (2, "qwen3_moe", {"ep": 2}, BF16, {"aux_loss": True, "micro_batches": 2}),
+        (4, "qwen3_moe", {"ep": 2}, {"prefetch": 2}, {"micro_batches": 4}),
+        (4, "qwen3", {"dp_replicate": 2}, BF16, {"micro_batches": 4}),
+        (4, "qwen3", {"sp": 2}, {"prefetch": 0}, {"micro_batches": 4}),
+    ],
+)
+def test_copies_train_as_the_process_group_does(ranks, world, name, sizes, options, kwargs):
+    kwargs = {"steps": 3, "micro_batches": world, **kwargs}
+    for found, expected, sent in ranks.run(both_ways, name, sizes, options, kwargs, world=world):
+        assert sent
+        # Two ranks' sums have one order.
+        exact = world == 2
+        torch.testing.assert_close(
+            torch.tensor(found, dtype=torch.float64),
+            torch.tensor(expected, dtype=torch.float64),
+            rtol=0 if exact else 1e-5,
+            atol=0,
+        )
+
+
+def gradients(accumulated):
+    """Gradients without copies and with, and the dtypes in which these were sent."""
+    state = init_parallel_state(device_type="cpu")
+    found = []
+    for engine in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        with mapped_memory() as sent:
+            parallelize(model, state, layers=["Linear"], param_dtype=torch.bfloat16, copy_engine=engine)
+            for i in range(accumulated):
+                with gradient_sync(model, i == accumulated - 1):
+                    model(torch.randn(5, 8)).square().sum().backward()
+            found.append([p.grad.full_tensor().tolist() for p in model.parameters()])
+            model.zero_grad()
+            # Nobody says that these are no sums.
+            model(torch.ones(5, 8)).sum().backward()
+    return *found, sent
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_gradients_of_one_pass_travel_as_computed_and_sums_in_full(ranks, accumulated):
+    for expected, found, sent in ranks.run(gradients, accumulated):
+        own = torch.bfloat16 if accumulated == 1 else torch.float32
+        assert sent == [own, own, torch.float32, torch.float32]
+        assert found == expected
+
+
+def refused():
+    state = init_parallel_state(device_type="cpu")
+    try:
+        parallelize(nn.Sequential(nn.Linear(8, 8)), state, layers=["Linear"], copy_engine=True)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_copies_that_cannot_be_are_refused_when_asked_for(ranks):
+    for message in ranks.run(refused):
+        assert "fsdp.copy_engine is on, but the model runs on cpu, and copies need GPUs" in message
+        assert "to do: leave it out" in message
+
+
+def ring():
+    """Transfers of growing and shrinking sizes, one after another without a wait between them; what came out wrong."""
+    device = init_parallel_state(device_type="cpu").device
+    group = dist.group.WORLD
+    rank, world = group.rank(), group.size()
+    gather, reduce = copy_engine.CopyAllGather(group, device), copy_engine.CopyReduceScatter(group, device)
+    wrong = []
+    with mapped_memory(buffer_bytes=4096):
+        for turn, count in enumerate([5, 300, 7, 1 << 14, 3, 3, 3, 0, 1024]):
+            own = torch.arange(count, dtype=torch.float32) + 1000 * rank + turn
+            whole = gather.allocate((count * world,), dtype=own.dtype, device=device)
+            gather(whole, own, group)
+            expected = torch.cat([torch.arange(count) + 1000.0 * other + turn for other in range(world)])
+            if not torch.equal(whole, expected):
+                wrong.append(("gather", turn))
+            sums = reduce.allocate((count,), dtype=torch.float32, device=device)
+            reduce(sums, expected * (rank + 1), group, dist.ReduceOp.SUM)
+            if not torch.equal(sums, own * sum(range(1, world + 1))):
+                wrong.append(("reduce", turn))
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_transfers_of_any_size_follow_one_another(ranks, world):
+    assert ranks.run(ring, world=world) == [[]] * world
