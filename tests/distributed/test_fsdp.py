@@ -328,6 +328,8 @@ def refused(case):
         parallelize_model(tiny.build("qwen3", num_attention_heads=3, num_key_value_heads=3), state)
     elif case == "checkpointing":
         parallelize(Stack(), state, layers=["Block"], activation_checkpointing=True)
+    elif case == "twice":
+        parallelize_model(parallelize_model(tiny.build("qwen3_moe"), state), state)
     elif case == "dtypes":
         model = Stack()
         model.blocks[1].bias.data = model.blocks[1].bias.data.bfloat16()
@@ -360,6 +362,7 @@ def test_frozen_parameters_may_have_another_dtype(ranks):
         ),
         ("heads", r"sp=2 does not divide 3 query heads.*would: 1, 3"),
         ("checkpointing", r"activation_checkpointing needs a Transformers model, Stack is none"),
+        ("twice", r"Qwen3MoeForCausalLM is spread over ranks already\n  to do: build it again"),
         (
             "dtypes",
             r"blocks.1 has trainable.*\n  found: blocks.1.weight is float32, blocks.1.bias is bfloat16\n  to do: give",

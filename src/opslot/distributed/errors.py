@@ -34,7 +34,7 @@ _runs: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.Wea
 
 @contextlib.contextmanager
 def failing_together(poll_seconds: float = 0.5) -> Iterator[None]:
-    """Inside, an exception on one rank ends every rank within seconds, whatever collective it waits in.
+    """Inside, an exception (or sys.exit) on one rank ends every rank within seconds, whatever collective it waits in.
 
     The rank that fails first raises its own exception on, and records it for torchrun. The others print it and exit
     with code 1, or, when they have an exception of their own by then, raise OtherRankFailed with the first one. For a
@@ -54,7 +54,7 @@ def failing_together(poll_seconds: float = 0.5) -> Iterator[None]:
     try:
         yield
         _leave(store, done)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         done.set()
         watcher.join()
         # The end of a process breaks the others' collectives a moment before it shows.
@@ -76,7 +76,7 @@ def failing_together(poll_seconds: float = 0.5) -> Iterator[None]:
         peers.close()
 
 
-def _record(error: Exception) -> None:
+def _record(error: BaseException) -> None:
     """Leave the error that is being handled, or a user's `error` by its message alone, where torchrun looks for it."""
     # The disk may be what the error is about.
     with contextlib.suppress(OSError):
@@ -133,7 +133,7 @@ def _await_count(store: dist.Store, key: str, count: int, seconds: float = float
         time.sleep(0.05)
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     """A user's error by its message; a defect with its traceback."""
     if isinstance(error, OpslotError):
         return f"{type(error).__name__}: {error}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
@@ -43,8 +44,13 @@ def parallelize_model(
 
     Raises:
         ConfigError: heads or experts that the sizes do not divide, experts that the architecture does not have or that
-            the plan leaves out, an attention whose projections cannot overlap.
+            the plan leaves out, an attention whose projections cannot overlap, a model that is spread already.
     """
+    if isinstance(model, FSDPModule):
+        raise ConfigError(
+            f"{type(model).__name__} is spread over ranks already\n"
+            "  to do: build it again to spread it otherwise, and call parallelize_model once"
+        )
     if ulysses_overlap and ulysses_pipeline != 1:
         raise ConfigError(
             f"ulysses_overlap sends all heads at once, so they cannot be taken in {ulysses_pipeline} parts\n"
