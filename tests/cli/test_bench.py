@@ -68,6 +68,12 @@ def test_tune_measures_a_model_and_auto_follows(folder, tmp_path, capsys, monkey
         (["--html", "/no/such/folder/page.html"], "does not exist; make it first"),
         (["--output", "{folder}"], "is a folder; name a file"),
         (["--picture", "/proc/nothing.png"], "cannot be written"),
+        (["--picture", "{folder}/who.txt"], "who.txt' must end in .png or .svg"),
+        (["--picture", "{folder}/who"], "who' must end in .png or .svg"),
+        (["--html", "{folder}/a.svg", "--picture", "{folder}/a.svg"], "--picture and --html name the same file"),
+        (["--dtype", "float64"], "--dtype 'float64': kernels are judged against float64"),
+        (["--peer-path", "hf={folder}", "--against", "liger"], "--peer-path hf=...: it is not compared with"),
+        (["--model", "{folder}", "--step-only", "--steps", "0"], "--step-only --steps 0 measures nothing"),
         (["--curve", "200"], "--curve needs --model"),
         (["--tune"], "OPSLOT_PROFILE=off: there is no profile to write"),
         (["--model", "{folder}", "--curve", "2"], "at least 4 steps"),
@@ -81,6 +87,7 @@ def test_wrong_use_is_one_message_before_anything_is_measured(folder, capsys, ar
     assert message in captured.err
     assert "Traceback" not in captured.err
     assert not captured.out
+    assert [path.name for path in folder.iterdir() if not path.stat().st_size] == []
 
 
 def task_file(folder, contender, **changes):

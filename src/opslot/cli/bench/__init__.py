@@ -21,7 +21,7 @@ from opslot._base.errors import ConfigError
 from opslot.cli._layers import with_layers
 from opslot.cli._pairs import pairs
 from opslot.cli.bench.page import page
-from opslot.cli.bench.picture import draw
+from opslot.cli.bench.picture import PICTURES, draw
 from opslot.cli.bench.steps import Task, compare_steps, loss_curve, peer_environment
 from opslot.cli.bench.table import curve_line, ops_table, shown_ms, steps_table
 from opslot.cli.bench.text import text_batches
@@ -33,6 +33,8 @@ from opslot.testing.peers import check_peers
 _BEGUN = time.monotonic()
 # The last token of a row predicts nothing, so a row has two.
 _LEAST = {"layers": 1, "tokens": 1, "batch": 1, "length": 2, "steps": 0, "limit": 1}
+# What kernels claim; in float64 there is nothing more exact to judge them by.
+_DTYPES = ("bfloat16", "float16", "float32")
 # Rows and sequence length of a training step, by kind of device.
 _SIZES = {"cuda": (2, 8192), "cpu": (2, 256)}
 
@@ -131,8 +133,7 @@ def _merge(options: argparse.Namespace, command: str) -> int:
     devices = {data["environment"]["device"] for data in found}
     if len(devices) > 1:
         raise ConfigError(f"--merge: the results are of different devices: {', '.join(sorted(devices))}")
-    for name in ("output", "picture", "html"):
-        _check_writable(f"--{name}", getattr(options, name))
+    _check_files(options)
     machines = [data["environment"] for data in found]
     result = _Result(options, command, machines[-1] | _all_of(machines, "commit") | _all_of(machines, "date"))
     for data in found:
@@ -161,15 +162,20 @@ class _Setting:
         dtype = options.dtype or ("float32" if self.device.type == "cpu" else "bfloat16")
         self.dtype = floating_dtype(dtype, f"--dtype {dtype!r}")
         self.dtype_name = dtype_name(self.dtype)
+        if self.dtype_name not in _DTYPES:
+            raise ConfigError(
+                f"--dtype {dtype!r}: kernels are judged against float64, in {', '.join(_DTYPES)}; use one of these"
+            )
         if options.op:
             KERNEL_REGISTRY.op(options.op)
-        for name in ("output", "picture", "html"):
-            _check_writable(f"--{name}", getattr(options, name))
+        _check_files(options)
         self.peer_paths = pairs("--peer-path", "PEER=DIR", options.peer_path)
         for peer, folder in self.peer_paths.items():
             if not Path(folder).is_dir():
                 raise ConfigError(f"--peer-path {peer}={folder}: there is no such folder")
         self.peers = [name for name in (options.against or "").split(",") if name]
+        if missing := [peer for peer in self.peer_paths if peer not in self.peers]:
+            raise ConfigError(f"--peer-path {missing[0]}=...: it is not compared with; add it to --against")
         check_peers({*self.peers, *self.peer_paths}, elsewhere=self.peer_paths)
         self.ops = pairs("--set", "FIELD=VALUE, e.g. rms_norm_implementation=eager", options.set)
         OpsImplementationConfig.make(self.ops)
@@ -178,6 +184,8 @@ class _Setting:
             for name in ("layers", "curve", "step_only"):
                 if getattr(options, name):
                     raise ConfigError(f"--{name.replace('_', '-')} needs --model CONFIG")
+        if options.step_only and not options.steps and not options.curve:
+            raise ConfigError("--step-only --steps 0 measures nothing; give --steps or --curve a number")
         if options.curve and options.curve < 4:
             raise ConfigError(f"--curve {options.curve}: a curve needs at least 4 steps")
         rows, length = _SIZES.get(self.device.type, _SIZES["cuda"])
@@ -315,17 +323,33 @@ def _traces(steps: list[dict[str, Any]]) -> list[str]:
     return found + [f"{s['contender']}\n{s['trace']}" for s in steps if "trace" in s]
 
 
-def _check_writable(option: str, file: str | None) -> None:
-    if file is None:
-        return
+def _check_files(options: argparse.Namespace) -> None:
+    """What would fail when all is measured: files that cannot be written, and a picture that cannot be drawn."""
+    named: dict[Path, str] = {}
+    for name in ("output", "picture", "html"):
+        if (file := getattr(options, name)) is None:
+            continue
+        path = Path(file).resolve()
+        if path in named:
+            raise ConfigError(f"--{named[path]} and --{name} name the same file, {file!r}; give each its own")
+        named[path] = name
+        _check_writable(f"--{name}", file)
+    if options.picture and Path(options.picture).suffix.lower() not in PICTURES:
+        raise ConfigError(f"--picture {options.picture!r} must end in {' or '.join(PICTURES)}")
+
+
+def _check_writable(option: str, file: str) -> None:
     path = Path(file)
     if path.is_dir():
         raise ConfigError(f"{option} {file!r} is a folder; name a file")
     if not path.parent.is_dir():
         raise ConfigError(f"{option} {file!r}: the folder {path.parent} does not exist; make it first")
+    new = not path.exists()
     try:
         with path.open("a"):
             pass
+        if new:
+            path.unlink()
     except OSError as error:
         raise ConfigError(f"{option} {file!r} cannot be written: {error.strerror}") from error
 

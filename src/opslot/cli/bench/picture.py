@@ -11,6 +11,8 @@ from opslot.testing.bench import BenchRow
 
 _BEST, _REST, _FLOOR, _INK = "#1f6feb", "#a9b4c2", "#d1242f", "#1f2933"
 _COLUMNS = 3
+# Formats that `draw` writes, by the file's ending.
+PICTURES = (".png", ".svg")
 
 
 def draw(
