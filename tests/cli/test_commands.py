@@ -116,6 +116,22 @@ def test_unknown_command_exits_2():
     assert caught.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["verify", "--device", "meta"], "on 'meta' nothing is computed"),
+        (["bench", "--device", "meta:0"], "on 'meta' nothing is computed"),
+        (["verify", "--seed", str(10**20)], "is no seed"),
+        (["bisect", "model", "--seed", str(-(2**40))], "is no seed"),
+    ],
+)
+def test_devices_and_seeds_that_nothing_can_use_exit_2(capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_verify_passes_and_fails_by_exit_code(capsys):
     from opslot import KERNEL_REGISTRY, KernelSpec
 

@@ -78,6 +78,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _device(text: str) -> str:
+    if text.partition(":")[0] == "meta":
+        raise argparse.ArgumentTypeError("on 'meta' nothing is computed; use cpu, cuda, cuda:1 or npu")
+    return text
+
+
+def _seed(text: str) -> int:
+    number = int(text)
+    if abs(number) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is no seed; take a number below 2**32")
+    return number
+
+
 def _add_kernels(add: _Add) -> None:
     kernels = add(
         "kernels",
@@ -133,8 +146,10 @@ def _add_verify(add: _Add) -> None:
     )
     verify.add_argument("--op", metavar="NAME", help="only this op")
     verify.add_argument("--kernel", metavar="NAME", help="only kernels of this name")
-    verify.add_argument("--device", default=None, help="cpu, cuda or npu; default the best that each kernel runs on")
-    verify.add_argument("--seed", type=int, default=0, help="of the random inputs")
+    verify.add_argument(
+        "--device", type=_device, default=None, help="cpu, cuda or npu; default the best that each kernel runs on"
+    )
+    verify.add_argument("--seed", type=_seed, default=0, help="of the random inputs")
     verify.add_argument(
         "--workers", type=int, metavar="N", help="processes that check; default as many as help on a GPU, else none"
     )
@@ -155,10 +170,12 @@ def _add_bisect(add: _Add) -> None:
     )
     _add_model(bisect)
     bisect.add_argument("--layers", type=int, metavar="N", help="another number of layers, and random weights")
-    bisect.add_argument("--device", default=None, help="cpu, cuda or npu; default a GPU where there is one")
+    bisect.add_argument(
+        "--device", type=_device, default=None, help="cpu, cuda or npu; default a GPU where there is one"
+    )
     bisect.add_argument("--batch", type=int, default=2, metavar="N", help="rows; default 2")
     bisect.add_argument("--length", type=int, default=64, metavar="N", help="tokens of a row; default 64")
-    bisect.add_argument("--seed", type=int, default=0, help="of the random tokens and weights")
+    bisect.add_argument("--seed", type=_seed, default=0, help="of the random tokens and weights")
     bisect.add_argument("--json", action="store_true", help="print JSON")
     bisect.set_defaults(run=_bisect)
 
@@ -217,7 +234,7 @@ def _add_bench(add: _Add) -> None:
     bench.add_argument("--no-compile", action="store_true", help="leave torch.compile of eager out")
     bench.add_argument("--peers-only", action="store_true", help=argparse.SUPPRESS)
     bench.add_argument("--dtype", default=None, help="default bfloat16; float32 on a CPU")
-    bench.add_argument("--device", default=None, help="default the best of this machine")
+    bench.add_argument("--device", type=_device, default=None, help="default the best of this machine")
     bench.add_argument("--output", metavar="FILE", help="write the result as JSON, with machine, versions and commit")
     bench.add_argument("--picture", metavar="FILE", help="draw who wins where (PNG or SVG)")
     bench.add_argument("--html", metavar="FILE", help="write one page that holds everything")
