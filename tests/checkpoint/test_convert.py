@@ -11,6 +11,7 @@ import torch
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint import convert_folder, load_weights, save_weights
 from opslot.checkpoint.experts import LAYOUTS
+from opslot.checkpoint.folder import _in_words
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -57,6 +58,13 @@ def test_what_lies_beside_the_weights(tmp_path, make_model, caplog) -> None:
         "additional_chat_templates/tool.jinja",
     }
     assert "left out, as no part of the checkpoint: adapter.safetensors, original" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"), [(0, "0 bytes"), (1500, "1.5 KB"), (2 * 10**6, "2.0 MB"), (1234 * 10**9, "1,234.0 GB")]
+)
+def test_sizes_in_words(nbytes: int, words: str) -> None:
+    assert _in_words(nbytes) == words
 
 
 def test_a_checkpoint_that_transformers_saved(tmp_path, moe_folder, make_model, same_tensors) -> None:

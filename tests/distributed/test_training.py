@@ -168,6 +168,47 @@ def test_a_part_of_a_sequence_alone_is_refused(ranks, rank_failed, entry, messag
         ranks.run(without, entry)
 
 
+def noticed():
+    """Lines logged when a model on two ranks gets no labels, their count too, labels in evaluation, labels alone."""
+    import logging
+
+    from opslot.distributed import init_parallel_state
+    from opslot.models.parallel import parallelize_model
+
+    model = parallelize_model(tiny.build("qwen3"), init_parallel_state(device_type="cpu"))
+    batch, counts, lines = tiny.rows(0), [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("opslot").addHandler(handler)
+    try:
+        for labels, count, grad in (
+            (None, None, True),
+            (0, 30, True),
+            (0, None, False),
+            (0, None, True),
+            (0, None, True),
+        ):
+            given = {} if labels is None else {"labels": batch["labels"]}
+            with torch.set_grad_enabled(grad):
+                model(
+                    input_ids=batch["input_ids"],
+                    num_items_in_batch=None if count is None else torch.tensor(count),
+                    use_cache=False,
+                    **given,
+                )
+            counts.append(len(lines))
+    finally:
+        logging.getLogger("opslot").removeHandler(handler)
+    return counts, lines
+
+
+def test_losses_that_are_no_shares_are_noticed_once(ranks):
+    for counts, lines in ranks.run(noticed):
+        assert counts == [0, 0, 0, 1, 1]
+        assert "Qwen3ForCausalLM is trained on several ranks" in lines[0]
+        assert "pass num_items_in_batch" in lines[0]
+
+
 @pytest.mark.parametrize("length", [11, 12])
 def test_a_router_loss_leaves_padding_out(ranks, length):
     check(ranks, "qwen3_moe", SIZES["sp"], length=length, aux_loss=True)

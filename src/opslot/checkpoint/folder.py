@@ -18,6 +18,7 @@ from opslot.checkpoint.safetensors_file import TensorEntry, read_header
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_SIZES = {"GB": 10**9, "MB": 10**6, "KB": 10**3}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -131,7 +132,7 @@ def staged_folder(folder: Path, nbytes: int) -> Iterator[Path]:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(folder.parent).free < nbytes:
-            raise OSError(errno.ENOSPC, f"the weights take {_gigabytes(nbytes)}, more than the disk has left")
+            raise OSError(errno.ENOSPC, f"the weights take {_in_words(nbytes)}, more than the disk has left")
         for leftover in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
         stage = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
@@ -144,7 +145,7 @@ def staged_folder(folder: Path, nbytes: int) -> Iterator[Path]:
     except OSError as error:
         free = shutil.disk_usage(next(p for p in [folder, *folder.parents] if p.exists())).free
         raise CheckpointError(
-            f"checkpoint {str(folder)!r} cannot be written: {error.strerror or error} ({_gigabytes(free)} free); "
+            f"checkpoint {str(folder)!r} cannot be written: {error.strerror or error} ({_in_words(free)} free); "
             "give a folder that can be written, with room for the weights"
         ) from error
     finally:
@@ -152,8 +153,9 @@ def staged_folder(folder: Path, nbytes: int) -> Iterator[Path]:
             shutil.rmtree(stage, ignore_errors=True)
 
 
-def _gigabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2g} GB" if nbytes < 1e9 else f"{nbytes / 1e9:,.1f} GB"
+def _in_words(nbytes: int) -> str:
+    unit, size = next(((unit, size) for unit, size in _SIZES.items() if nbytes >= size), ("bytes", 1))
+    return f"{nbytes / size:,.1f} {unit}" if size > 1 else f"{nbytes} bytes"
 
 
 def _publish(stage: Path, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
+from opslot._base.logging import get_logger
 from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state, parallelize
 from opslot.models._registry import ARCHITECTURES
 from opslot.models._sequence import kernel_of, spread_sequences
 from opslot.slots import KERNEL_REGISTRY, BoundKernel, bind, bound_config, walk_slots
+
+logger = get_logger(__name__)
 
 
 def parallelize_model(
@@ -72,8 +76,10 @@ def parallelize_model(
         _spread_experts(model, state, plan)
     if state.sp > 1:
         spread_sequences(model, state, ulysses_pipeline, ulysses_overlap)
+    elif state.world_size > 1:
+        model.register_forward_pre_hook(_notice_means, with_kwargs=True)
     head = _set_head_apart(model) if state.mesh is not None else None
-    return parallelize(model, state, plan=plan, head=head, **options)
+    return parallelize(model, state, plan=plan, head=head, add=_sum_of_parts(state.device), **options)
 
 
 def parallel_plan(model: Any) -> ParallelPlan | None:
@@ -88,6 +94,24 @@ def parallel_plan(model: Any) -> ParallelPlan | None:
     architecture = ARCHITECTURES.get(inner.config.model_type)
     plan = architecture.parallel_plan(inner) if architecture is not None else None
     return plan.below(path) if plan is not None else None
+
+
+def _notice_means(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: ranks' gradients are added up, so their losses should be shares of one."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
+        _warn_of_means(type(model).__name__.removeprefix("FSDP"))
+
+
+@functools.cache
+def _warn_of_means(name: str) -> None:
+    logger.warning(
+        "%s is trained on several ranks and was called with labels but without num_items_in_batch, so each rank's loss "
+        "is the mean over its own tokens, and the gradients are the sum of theirs; pass num_items_in_batch, a tensor: "
+        "the labels of all ranks",
+        name,
+    )
 
 
 def _transformers_model(model: nn.Module) -> tuple[str, Any]:
@@ -128,6 +152,15 @@ def _row_sum(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]
     from opslot.ops.moe_experts.row_sum import sum_rows
 
     return sum_rows
+
+
+def _sum_of_parts(device: torch.device) -> Callable[[Tensor, Tensor, int, Tensor], None] | None:
+    """What adds up the ranks' gradients where these are copied: a kernel on GPUs, else None, as above."""
+    if device.type != "cuda" or not has_package("triton"):
+        return None
+    from opslot.ops._common.sum_parts import sum_parts
+
+    return sum_parts
 
 
 class _Head(nn.Linear):
