@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,9 @@ from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 
 logger = get_logger(__name__)
+
+# (own, parts, rank, out), as `sum_parts`.
+SumParts = Callable[[Tensor, Tensor, int, Tensor], None]
 
 # Bytes a rank holds of one buffer: large enough that a barrier is nothing beside filling it, and small beside a layer.
 _BUFFER_BYTES = 2**28
@@ -144,8 +147,9 @@ class CopyReduceScatter(ReduceScatter):
         sent_dtype: what gradients are sent in while they are no sums of several backward passes; see `gradient_sync`.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: ProcessGroup, device: torch.device, add: SumParts | None = None) -> None:
         self._buffers = _Buffers(group, device)
+        self._add = add or sum_parts
         self._gives_input = True
         self.sent_dtype: torch.dtype | None = None
 
@@ -166,12 +170,21 @@ class CopyReduceScatter(ReduceScatter):
         with self._buffers.in_turn():
             for part in _parts(output_tensor.numel(), _BUFFER_BYTES // count // input_tensor.element_size()):
                 memory = self._buffers.next()
-                for other in ((rank + step) % count for step in range(count)):
+                for other in ((rank + step) % count for step in range(1, count)):
                     sent = rows[other, part]
                     _rows(memory, other, sent, count)[rank].copy_(sent)
                 memory.barrier()
-                received = _rows(memory, rank, rows[rank, part], count)
-                torch.sum(received, 0, dtype=output_tensor.dtype, out=output_tensor[part])
+                own = rows[rank, part]
+                self._add(own, _rows(memory, rank, own, count), rank, output_tensor[part])
+
+
+def sum_parts(own: Tensor, parts: Tensor, rank: int, out: Tensor) -> None:
+    """out [n] = the sum over dim 0 of `parts` [ranks, n], where `own` [n] stands for row `rank`, in the dtype of `out`.
+
+    The row itself is overwritten.
+    """
+    parts[rank].copy_(own)
+    torch.sum(parts, 0, dtype=out.dtype, out=out)
 
 
 def _parts(length: int, most: int) -> Iterator[slice]:
@@ -184,13 +197,17 @@ def _rows(memory: SharedMemory, rank: int, like: Tensor, count: int = 1) -> Tens
 
 
 def use_copies(
-    groups: list[tuple[FSDPModule, ProcessGroup]], device: torch.device, wanted: bool | None
+    groups: list[tuple[FSDPModule, ProcessGroup]],
+    device: torch.device,
+    wanted: bool | None,
+    add: SumParts | None = None,
 ) -> list[CopyReduceScatter]:
     """Let FSDP's collectives be copies. Every rank calls it alike.
 
     Args:
         groups: modules, and the ranks that shard each.
         wanted: True makes it an error where copies cannot be; None leaves NCCL there.
+        add: adds up the gradients that came from the ranks; default `sum_parts`.
 
     Returns:
         What reduces the gradients now; empty where NCCL does.
@@ -209,7 +226,9 @@ def use_copies(
             )
         logger.info("FSDP's collectives are NCCL's: %s", obstacle)
         return []
-    comms = {name: (CopyAllGather(group, device), CopyReduceScatter(group, device)) for name, group in shared.items()}
+    comms = {
+        name: (CopyAllGather(group, device), CopyReduceScatter(group, device, add)) for name, group in shared.items()
+    }
     for module, group in groups:
         if group.group_name in comms:
             gather, reduce = comms[group.group_name]

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from opslot._base.errors import ConfigError
 from opslot.distributed._collectives import gather_objects
-from opslot.distributed.copy_engine import CopyReduceScatter, use_copies
+from opslot.distributed.copy_engine import CopyReduceScatter, SumParts, use_copies
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
@@ -43,6 +43,7 @@ def parallelize(
     reshard_after_forward: bool = True,
     prefetch: int = 1,
     copy_engine: bool | None = None,
+    add: SumParts | None = None,
     load: Callable[[nn.Module], Any] | None = None,
 ) -> nn.Module:
     """Shard `model` over the ranks, in place. Slots keep their kernels: bind before or after.
@@ -66,6 +67,7 @@ def parallelize(
         prefetch: layers whose parameters are gathered ahead of the one that runs.
         copy_engine: gather and reduce by copies between the GPUs of one host instead of NCCL's kernels; default where
             that can be. See `opslot.distributed.copy_engine`.
+        add: adds up the gradients that were copied; default `opslot.distributed.copy_engine.sum_parts`.
         load: called with the sharded model; gives meta parameters memory and values,
             e.g. `lambda model: load_weights(model, folder)`.
 
@@ -91,7 +93,7 @@ def parallelize(
         apart = experts if state.ep > 1 else []
         groups = _shard(model, state, blocks, apart, head, reshard_after_forward, options)
         _set_prefetch(model, groups, prefetch)
-        reductions = use_copies(_shard_groups(model, state, apart), state.device, copy_engine)
+        reductions = use_copies(_shard_groups(model, state, apart), state.device, copy_engine, add)
         model.__dict__[_REDUCTIONS] = _Reductions(reductions, param_dtype)
     elif param_dtype is not None or cpu_offload:
         raise ConfigError(
