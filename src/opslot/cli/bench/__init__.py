@@ -255,7 +255,7 @@ class _Setting:
         options = self.options
         name = Path(options.model).stem if Path(options.model).suffix else Path(options.model).name
         return Task(
-            f"{name}, {options.layers} layers" if options.layers else name,
+            f"{name}, {options.layers} layer{'s' if options.layers > 1 else ''}" if options.layers else name,
             self.model,
             self.batch,
             self.length,

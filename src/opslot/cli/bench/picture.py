@@ -75,7 +75,8 @@ def _draw_steps(axis: Any, model: str, steps: list[dict[str, Any]]) -> None:
 def _bars(axis: Any, values: dict[str, float], best: str, form: str, limit: float) -> None:
     colours = [_BEST if name == best else _REST for name in values]
     axis.barh(list(values), [min(v, limit) for v in values.values()], color=colours, height=0.7)
-    axis.invert_yaxis()
+    # From the top down; one bar alone is as thick as one of three.
+    axis.set_ylim(max(len(values), 3) - 0.5, -0.5)
     for i, value in enumerate(values.values()):
         # An arrow says that the bar goes on beyond what is drawn.
         text = f" {form.format(value)}" + (" →" if value > limit else "")
