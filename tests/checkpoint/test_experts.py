@@ -27,6 +27,10 @@ def targets(experts: int, inner: int, hidden: int, layers: int = 1) -> dict[str,
 def stored(shapes: dict[str, tuple[int, ...]], layout: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Random values of the targets, and the same as a checkpoint holds them, made with plain torch."""
     values = {name: torch.randn(shape) for name, shape in shapes.items()}
+    return values, as_stored(values, layout)
+
+
+def as_stored(values: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
     checkpoint: dict[str, torch.Tensor] = {}
     for name, value in values.items():
         prefix, _, tensor = name.rpartition(".")
@@ -42,7 +46,7 @@ def stored(shapes: dict[str, tuple[int, ...]], layout: str) -> tuple[dict[str, t
         else:
             for expert in range(len(value)):
                 checkpoint[f"{prefix}.{expert}.down_proj.weight"] = value[expert]
-    return values, checkpoint
+    return checkpoint
 
 
 def shapes_of(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
@@ -150,6 +154,23 @@ def test_convert_refuses_what_does_not_fit() -> None:
         converter.convert(f"{EXPERTS}.gate_up_proj", torch.zeros(2, 6, 7))
     with pytest.raises(CheckpointError, match="the model has 2 experts"):
         converter.convert(f"{EXPERTS}.2.up_proj.weight", torch.zeros(3, 5))
+    with pytest.raises(CheckpointError, match="lm_head.weight is not an expert tensor of this model; ask can_handle"):
+        converter.convert("lm_head.weight", torch.zeros(3, 5))
+
+
+@pytest.mark.parametrize("narrow_first", [True, False])
+def test_experts_of_several_dtypes_become_the_widest(narrow_first: bool) -> None:
+    shapes = targets(2, 3, 5)
+    _, checkpoint = stored(shapes, "per_expert")
+    converter = ExpertTensorConverter(shapes)
+    handed: dict[str, torch.Tensor] = {}
+    for number, (name, tensor) in enumerate(checkpoint.items()):
+        narrow = number % 2 == (0 if narrow_first else 1)
+        handed |= dict(converter.convert(name, tensor.bfloat16() if narrow else tensor) or ())
+    again = as_stored(handed, "per_expert")
+    for number, (name, tensor) in enumerate(checkpoint.items()):
+        narrow = number % 2 == (0 if narrow_first else 1)
+        assert torch.equal(again[name], tensor.bfloat16().float() if narrow else tensor), name
 
 
 def test_a_lone_square_tensor_is_refused_until_told() -> None:

@@ -201,11 +201,12 @@ class ExpertTensorConverter:
         shape tells.
 
         Raises:
-            CheckpointError: an expert that the model lacks, or a lone square tensor whose direction nothing
-                tells.
+            CheckpointError: an expert that the model lacks, a tensor of no expert, or a lone square tensor whose
+                direction nothing tells.
         """
         target = self.target_of(name)
-        assert target is not None, f"{name} is not an expert tensor of this model"
+        if target is None:
+            raise CheckpointError(f"{name} is not an expert tensor of this model; ask can_handle first")
         wanted, split = self.targets[target], _SPLIT.fullmatch(name)
         if split:
             if int(split["expert"]) >= wanted[0]:
@@ -258,6 +259,10 @@ class ExpertTensorConverter:
         buffer, arrived = self._open[place.target]
         if name in arrived:
             raise CheckpointError(f"{name} came twice; keep the shards of one save only")
+        if tensor.dtype != buffer.dtype:
+            # Whichever came first, no expert loses digits.
+            buffer = buffer.to(torch.promote_types(tensor.dtype, buffer.dtype))
+            self._open[place.target] = buffer, arrived
         copy_overlap(buffer, full_region(wanted), tensor, place)
         arrived[name] = volume(place.region)
         if sum(arrived.values()) < buffer.numel():
