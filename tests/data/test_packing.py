@@ -135,6 +135,16 @@ def test_a_loader_refuses_a_place_in_other_data():
     assert "train.seed: 0 then, 3 now" in str(caught.value)
 
 
+@pytest.mark.parametrize("state", [{}, {"_snapshot": {}}, {"consumed": "8", "rows": {}}, {"consumed": 8, "rows": None}])
+def test_a_loader_refuses_the_place_of_another_kind_of_loader(state):
+    loader = RowLoader(PackedRows(Documents([9] * 4), 4), 2)
+    with pytest.raises(
+        DataError, match=r"not one of a RowLoader\n  found: .*; expected: consumed, rows\n  to do: go on"
+    ):
+        loader.load_state_dict(state)
+    assert loader.consumed == 0
+
+
 def test_evaluation_sees_every_row_once():
     rows = PackedRows(Documents([5] * 9), 4, shuffle=False)
     batches = list(evaluation_batches(rows, 4))

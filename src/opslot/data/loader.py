@@ -47,9 +47,16 @@ class _Loader:
         """Go on from where `state` was taken; takes effect at the next `iter`.
 
         Raises:
-            DataError: the rows are not the same ones, so the place means nothing; names what changed.
+            DataError: the rows are not the same ones, so the place means nothing; names what changed. Or the state is
+                another loader's.
         """
-        now, then = self.identity(), state["rows"]
+        now, then = self.identity(), state.get("rows")
+        if not isinstance(then, dict) or not isinstance(state.get("consumed"), int):
+            raise DataError(
+                f"the saved place in the data is not one of a {type(self).__name__}\n"
+                f"  found: {', '.join(map(str, state)) or 'nothing'}; expected: consumed, rows\n"
+                "  to do: go on with the loader that it was saved with, or start a new run in another train.output_dir"
+            )
         changed = [
             f"{name}: {then.get(name, 'none')} then, {now.get(name, 'none')} now"
             for name in (now | then)
