@@ -155,6 +155,15 @@ def test_documents_that_leave_tokens_out_are_refused(name, borders, said):
         kernel(**inputs(9, dtype=torch.float32), cu_seqlens=torch.tensor(borders))
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_reference_compiles_whole_at_several_lengths(dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(op.reference, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for length in (70, 9, 5):
+        given = inputs(length, batch=2, dtype=torch.float32)
+        torch.testing.assert_close(compiled(**given)[0], op.reference(**given)[0])
+
+
 def test_documents_of_several_rows_are_refused():
     with pytest.raises(KernelError, match="cannot take cu_seqlens: packed documents are one row, there are 2"):
         op.reference(**inputs(8, batch=2), cu_seqlens=torch.tensor([0, 16]))

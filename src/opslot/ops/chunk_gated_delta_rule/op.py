@@ -55,7 +55,8 @@ def reference(
     check_shapes("chunk_gated_delta_rule", key, value, initial_state, cu_seqlens)
     wide = torch.promote_types(query.dtype, torch.float32)
     batch, length, heads, v_width = value.shape
-    bounds = [length * i for i in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    # len(range(n)) is n, and a number also where torch.compile holds a symbol, which cannot say how many chunks come.
+    bounds = [len(range(length * i)) for i in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
     plan = _Schedule(bounds, value.device)
     q, k, v, log_decay, rate = (plan.chunks(x, wide) for x in (query, key, value, g[..., None], beta[..., None]))
     if use_qk_l2norm_in_kernel:
