@@ -430,6 +430,19 @@ def test_smoothed_gradients_do_not_cancel(name, smoothing):
     assert (found - truth).abs().max() <= bound
 
 
+@pytest.mark.parametrize("argument", ["softcap", "logit_scale"])
+@pytest.mark.parametrize("variant", ["causal", "token_log_probs"])
+def test_a_scale_that_trains_is_refused(name, variant, argument):
+    with pytest.raises(KernelError, match=f"{argument}: it requires a gradient"):
+        load(name, variant)(*inputs(), **{argument: torch.tensor(2.0, requires_grad=True)})
+
+
+def test_a_mask_in_the_place_of_labels_is_refused(name):
+    hidden, weight, labels = inputs()
+    with pytest.raises(KernelError, match=r"labels: torch\.bool, not integer"):
+        load(name)(hidden, weight, labels > 3)
+
+
 def test_inputs_without_numbers_are_refused(name):
     with pytest.raises(KernelError, match=f"{name}.*hidden_states: it is on meta"):
         load(name)(*(x.detach().to("meta") for x in inputs()))

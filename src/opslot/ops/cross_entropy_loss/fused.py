@@ -71,7 +71,7 @@ def make_kernels(backend: Backend) -> Kernels:
     ) -> Tensor:
         if shift_labels is None:
             shift_labels = shifted(labels, ignore_index)
-        shaping = (ignore_index, float(label_smoothing), float(softcap or 0.0), float(logit_scale))
+        shaping = (ignore_index, float(label_smoothing), *_shape(name, softcap, logit_scale))
         return _loss(name, hidden_states, weight, shift_labels, num_items_in_batch, shaping)
 
     def sequence_classification(
@@ -100,12 +100,20 @@ def make_kernels(backend: Backend) -> Kernels:
     ) -> tuple[Tensor, Tensor]:
         if shift_labels is None:
             shift_labels = shifted(labels, ignore_index)
-        shaping = (ignore_index, 0.0, float(softcap or 0.0), float(logit_scale))
+        shaping = (ignore_index, 0.0, *_shape(name, softcap, logit_scale))
         flat = _served(name, *flat_inputs(name, hidden_states, weight, shift_labels))
         log_probs, entropy = _TokenLogProbs.apply(name, *flat, *shaping)
         return log_probs.view(shift_labels.shape), entropy.view(shift_labels.shape)
 
     return Kernels(causal, sequence_classification, token_log_probs)
+
+
+def _shape(name: str, softcap: float | None, logit_scale: float) -> tuple[float, float]:
+    """Both as numbers; a tensor that trains would lose its gradient here."""
+    for argument, value in (("softcap", softcap), ("logit_scale", logit_scale)):
+        if isinstance(value, Tensor) and value.requires_grad:
+            _refuse(name, argument, "it requires a gradient, and only hidden_states and weight receive one")
+    return float(softcap or 0.0), float(logit_scale)
 
 
 def shifted(labels: Tensor, ignore_index: int) -> Tensor:
@@ -136,7 +144,7 @@ def flat_inputs(name: str, hidden_states: Tensor, weight: Tensor, labels: Tensor
         _refuse(name, "weight", f"{weight.dtype} beside hidden_states of {hidden_states.dtype} without torch.autocast")
     if device != weight.device:
         _refuse(name, "weight", f"it is on {weight.device}, hidden_states on {device}")
-    if labels.is_floating_point():
+    if labels.is_floating_point() or labels.dtype == torch.bool:
         _refuse(name, "labels", f"{labels.dtype}, not integer class indices")
     # Kernels read labels one after the other; rows of one label each, or a column of a table, lie apart in memory.
     flat = labels.reshape(-1).to(device=device, dtype=torch.int64).contiguous()
