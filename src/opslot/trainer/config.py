@@ -104,7 +104,8 @@ class TrainConfig:
         global_batch_size: rows in an optimizer step, over all processes and micro batches; with
             `data.max_tokens_per_batch`, that many times `data.max_seq_len` tokens at most.
         micro_batch_size: rows that one process, or `sp_size` together, run at a time; default its share of the global
-            batch.
+            batch. Routers' balancing loss is the mean of that of each micro batch, so runs that should have the same
+            need the same size, whatever their number of processes.
         lr: highest learning rate.
         lr_scheduler: its course after the warm-up.
         warmup_steps: steps over which it rises linearly from 0.
