@@ -178,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--commit", default="", help="commit id to record; the machine may have no history")
-    parser.add_argument("--variants", default="standard,clamped,biased")
+    parser.add_argument("--variants", default="standard,clamped,biased,split")
     parser.add_argument("--kernels", default="")
     parser.add_argument("--cases", default="", help="only those whose name contains this")
     parser.add_argument("--dtypes", default="bfloat16,float16,float32")

@@ -1,5 +1,7 @@
 """moe_experts: what the parity harness does not ask."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ from opslot.slots import KernelRequest, OpSlot, bind, explain, unbind
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = ["grouped_mm", "fused_triton"]
-VARIANTS = ["standard", "clamped", "biased"]
+VARIANTS = ["standard", "clamped", "biased", "split"]
 NAMES = ("hidden_states", "gate_up_proj", "down_proj", "top_k_index", "top_k_weights")
 
 
@@ -35,6 +37,9 @@ def inputs(tokens=11, experts=4, top_k=2, hidden=32, intermediate=16, dtype=torc
         gate_up, down = randn(experts, hidden, 2 * intermediate, inner=hidden), randn(experts, intermediate, hidden)
         biases = [randn(experts, 2 * intermediate, inner=1), randn(experts, hidden, inner=1)]
         return [x, gate_up, down, index, weights, *biases, 1.05, 1.702]
+    if variant == "split":
+        gate, up = (randn(experts, intermediate, hidden) for _ in range(2))
+        return [x, gate, up, randn(experts, hidden, intermediate), index, weights]
     standard = [x, randn(experts, 2 * intermediate, hidden), randn(experts, hidden, intermediate), index, weights]
     return [*standard, 0.75] if variant == "clamped" else standard
 
@@ -167,7 +172,7 @@ def test_bounds_let_nan_through(name):
     assert not out[[0, 1, 2, 4]].isnan().any()
 
 
-@pytest.mark.parametrize("variant", ["clamped", "biased"])
+@pytest.mark.parametrize("variant", ["clamped", "biased", "split"])
 @pytest.mark.parametrize("name", ["fused_quack", "fused_npu"])
 def test_kernels_of_the_standard_gating_are_nowhere_else(name, variant):
     assert name in {s.name for s in KERNEL_REGISTRY.specs("moe_experts", "standard")}
@@ -221,7 +226,7 @@ def test_routing_weights_of_any_layout(name):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_negative_index_is_no_experts(name, variant):
     tensors = inputs(variant=variant)
-    tensors[3][::3, 0] = -1
+    next(t for t in tensors if t.dtype == torch.int64)[::3, 0] = -1
     reference = KERNEL_REGISTRY.op("moe_experts").variant(variant).reference
     expected, expected_grads = gradients(reference, tensors)
     out, grads = gradients(load(name, variant), tensors)
@@ -273,7 +278,7 @@ def test_compiles_without_a_graph_break(name, variant):
 def test_opcheck(name, biased):
     load(name)
     tensors = inputs(tokens=5, variant="biased" if biased else "standard")
-    gating = (*tensors[5:], 1.0) if biased else (None, None, None, 1.0, 0.0)
+    gating = (None, *tensors[5:], 1.0) if biased else (None, None, None, None, 1.0, 0.0)
     operator = getattr(torch.ops.opslot, f"moe_{name}").default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(operator, (*tensors[:5], *gating), test_utils=checks)
@@ -347,11 +352,13 @@ def test_triton_with_tensor_descriptors(gather, variant):
     tiles = fused.Tiles(32, 32, 32, 4, 2, group=2)
     plan = fused.Plan(32, tiles, tiles, tiles, tiles, tiles, tiles, tma=True, programs=3, gather=gather)
     tensors = inputs(tokens=45, experts=3, hidden=72, intermediate=40, variant=variant)
-    x, gate_up, down, index, weights, *rest = tensors
+    named = dict(zip(inspect.signature(load("fused_triton", variant)).parameters, tensors, strict=False))
+    x, index, weights, down = (named[n] for n in ("hidden_states", "top_k_index", "top_k_weights", "down_proj"))
     experts = {
-        "standard": lambda: Experts(gate_up, down),
-        "clamped": lambda: Experts(gate_up, down, limit=rest[0]),
-        "biased": lambda: Experts(gate_up, down, *rest, 1.0),
+        "standard": lambda: Experts(named["gate_up_proj"], down),
+        "clamped": lambda: Experts(named["gate_up_proj"], down, limit=named["limit"]),
+        "biased": lambda: Experts(named["gate_up_proj"], down, None, *tensors[5:], 1.0),
+        "split": lambda: Experts(named["gate_proj"], down, named["up_proj"]),
     }[variant]()
     with torch.no_grad():
         out, projected, *routing = fused.forward(plan, x, experts, index, weights)
@@ -360,7 +367,9 @@ def test_triton_with_tensor_descriptors(gather, variant):
     reference = KERNEL_REGISTRY.op("moe_experts").variant(variant).reference
     expected, expected_grads = gradients(reference, tensors)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    for got, wanted in zip([g for g in grads if g is not None], expected_grads, strict=True):
+    order = ("hidden_states", "gate_up_proj", "up_proj", "down_proj", "top_k_weights", "gate_up_bias", "down_bias")
+    found = [getattr(grads, name) for name in order if getattr(grads, name) is not None]
+    for got, wanted in zip(found, expected_grads, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -532,6 +541,8 @@ def test_gating_of_its_own_is_refused():
         (DeviceFacts("gpu", (9, 0)), torch.bfloat16, "clamped", "fused_triton"),
         (DeviceFacts("gpu", (9, 0)), torch.bfloat16, "biased", "fused_triton"),
         (DeviceFacts("gpu", (9, 0)), torch.float16, "biased", "eager"),
+        (CPU, torch.float32, "split", "grouped_mm"),
+        (DeviceFacts("gpu", (9, 0)), torch.bfloat16, "split", "eager"),
         (DeviceFacts("gpu", (7, 5)), torch.float16, "standard", "grouped_mm"),
     ],
 )

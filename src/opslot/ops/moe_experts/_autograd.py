@@ -13,14 +13,17 @@ class Experts(NamedTuple):
     """The parameters of the experts held here, and how they gate.
 
     Attributes:
-        gate_up_proj: [E, 2I, H], gate rows first; with biases [E, H, 2I], gate and up columns in turn.
+        gate_up_proj: [E, 2I, H], gate rows first; with biases [E, H, 2I], gate and up columns in turn; beside `up_proj`
+            the gate alone, [E, I, H].
         down_proj: [E, H, I]; with biases [E, I, H].
+        up_proj: [E, I, H], or None where `gate_up_proj` has both.
         gate_up_bias, down_bias: [E, 2I] and [E, H], or None.
         limit, alpha, up_offset: as in `op.clamped`; no `limit`, no clamp.
     """
 
     gate_up_proj: Tensor
     down_proj: Tensor
+    up_proj: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     limit: float | None = None
@@ -30,6 +33,11 @@ class Experts(NamedTuple):
     @property
     def biased(self) -> bool:
         return self.gate_up_bias is not None
+
+    @property
+    def inward(self) -> tuple[Tensor, ...]:
+        """The weights that tokens meet first: gate and up in one, or one after the other."""
+        return (self.gate_up_proj,) if self.up_proj is None else (self.gate_up_proj, self.up_proj)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -58,6 +66,7 @@ class Grads(NamedTuple):
     gate_up_proj: Tensor | None
     down_proj: Tensor | None
     top_k_weights: Tensor
+    up_proj: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
@@ -67,7 +76,7 @@ Forward = Callable[[Tensor, Experts, Tensor, Tensor], tuple[Tensor, ...]]
 # (grad, hidden_states, experts, top_k_weights, what forward saved, wanted)
 Backward = Callable[[Tensor, Tensor, Experts, Tensor, Sequence[Tensor], Wanted], Grads]
 
-_GATING = "Tensor? gate_up_bias, Tensor? down_bias, float? limit, float alpha, float up_offset"
+_GATING = "Tensor? up_proj, Tensor? gate_up_bias, Tensor? down_bias, float? limit, float alpha, float up_offset"
 _INPUTS = "Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj"
 
 
@@ -89,13 +98,11 @@ def differentiable(
     def run_fake(x, gate_up, down, index, weights, *rest):
         return fake(x, Experts(gate_up, down, *rest), index, weights)
 
-    def run_wanted(grad, x, gate_up, down, weights, gate_up_bias, down_bias, limit, alpha, up_offset, saved, *wanted):
+    def run_wanted(grad, x, gate_up, down, weights, *rest):
         """An operator returns tensors, and no tensor twice: unwanted gradients become empty ones."""
-        experts = Experts(gate_up, down, gate_up_bias, down_bias, limit, alpha, up_offset)
-        grads = _on_its_device(backward, grad, x, experts, weights, saved, Wanted(*wanted))
-        return tuple(
-            g if w and g is not None else grad.new_empty(0) for g, w in zip(grads, _each(Wanted(*wanted)), strict=True)
-        )
+        *gating, saved, wanted = *rest[:-3], Wanted(*rest[-3:])
+        grads = _on_its_device(backward, grad, x, Experts(gate_up, down, *gating), weights, saved, wanted)
+        return tuple(g if w and g is not None else grad.new_empty(0) for g, w in zip(grads, _each(wanted), strict=True))
 
     op = torch.library.custom_op(
         f"opslot::{name}",
@@ -108,12 +115,13 @@ def differentiable(
         run_wanted,
         mutates_args=(),
         schema=f"(Tensor grad, {_INPUTS}, Tensor top_k_weights, {_GATING}, Tensor[] saved, bool input_grad,"
-        " bool weight_grad, bool bias_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        " bool weight_grad, bool bias_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     )
 
     def setup_context(ctx, inputs, output) -> None:
-        hidden_states, gate_up_proj, down_proj, _, top_k_weights, *biases, ctx.limit, ctx.alpha, ctx.up_offset = inputs
-        ctx.save_for_backward(hidden_states, gate_up_proj, down_proj, top_k_weights, *biases, *output[1:])
+        hidden_states, gate_up_proj, down_proj, _, top_k_weights, *optional = inputs
+        *optional, ctx.limit, ctx.alpha, ctx.up_offset = optional
+        ctx.save_for_backward(hidden_states, gate_up_proj, down_proj, top_k_weights, *optional, *output[1:])
         ctx.mark_non_differentiable(*output[1:])
         # Else autograd makes gradients of zeros for what is saved, which is as large as the activations.
         ctx.set_materialize_grads(False)
@@ -123,11 +131,11 @@ def differentiable(
             return (None,) * len(ctx.needs_input_grad)
         needs = ctx.needs_input_grad
         # Read once: activation checkpointing recomputes at the first read and refuses a second.
-        x, gate_up, down, weights, gate_up_bias, down_bias, *saved = ctx.saved_tensors
-        gating = (gate_up_bias, down_bias, ctx.limit, ctx.alpha, ctx.up_offset)
-        wanted = Wanted(needs[0], needs[1] or needs[2], needs[5] or needs[6])
+        x, gate_up, down, weights, up, gate_up_bias, down_bias, *saved = ctx.saved_tensors
+        gating = (up, gate_up_bias, down_bias, ctx.limit, ctx.alpha, ctx.up_offset)
+        wanted = Wanted(needs[0], needs[1] or needs[2] or needs[5], needs[6] or needs[7])
         grads = backward_op(grad, x, gate_up, down, weights, *gating, saved, *wanted)
-        kept = [g if needed else None for g, needed in zip(grads, (*needs[:3], *needs[4:7]), strict=True)]
+        kept = [g if needed else None for g, needed in zip(grads, (*needs[:3], *needs[4:8]), strict=True)]
         return *kept[:3], None, *kept[3:], None, None, None
 
     op.register_fake(run_fake)
@@ -142,7 +150,7 @@ def differentiable(
 
 def _each(wanted: Wanted) -> tuple[bool, ...]:
     """`wanted` for every field of `Grads`."""
-    return (wanted.inputs, wanted.weights, wanted.weights, True, wanted.biases, wanted.biases)
+    return (wanted.inputs, wanted.weights, wanted.weights, True, wanted.weights, wanted.biases, wanted.biases)
 
 
 def _on_its_device(function: Callable[..., Any], tensor: Tensor, *rest: Any) -> Any:
@@ -153,9 +161,9 @@ def _on_its_device(function: Callable[..., Any], tensor: Tensor, *rest: Any) -> 
         return function(tensor, *rest)
 
 
-def _fake_backward(grad, x, gate_up, down, weights, gate_up_bias, down_bias, limit, alpha, up_offset, saved, *wanted):
-    like = (x, gate_up, down, weights, gate_up_bias, down_bias)
+def _fake_backward(grad, x, gate_up, down, weights, up, gate_up_bias, down_bias, *rest):
+    like = (x, gate_up, down, weights, up, gate_up_bias, down_bias)
     return tuple(
         torch.empty_like(t, memory_format=torch.contiguous_format) if w and t is not None else grad.new_empty(0)
-        for t, w in zip(like, _each(Wanted(*wanted)), strict=True)
+        for t, w in zip(like, _each(Wanted(*rest[-3:])), strict=True)
     )

@@ -15,10 +15,11 @@ Problem = tuple[str, str] | None
 
 # (hidden_states, experts, top_k_index, top_k_weights) -> [T, H]
 Run = Callable[[Tensor, Experts, Tensor, Tensor], Tensor]
+Contract = Callable[..., Tensor]
 
 
-def variants(run: Run) -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]:
-    """`run` behind the contracts of `op.standard`, `op.clamped` and `op.biased`."""
+def variants(run: Run) -> tuple[Contract, Contract, Contract, Contract]:
+    """`run` behind the contracts of `op.standard`, `op.clamped`, `op.biased` and `op.split`."""
 
     def standard(
         hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -49,10 +50,20 @@ def variants(run: Run) -> tuple[Callable[..., Tensor], Callable[..., Tensor], Ca
         limit: float,
         alpha: float,
     ) -> Tensor:
-        experts = Experts(gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, limit, alpha, 1.0)
+        experts = Experts(gate_up_proj, down_proj, None, gate_up_proj_bias, down_proj_bias, limit, alpha, 1.0)
         return run(hidden_states, experts, top_k_index, top_k_weights)
 
-    return standard, clamped, biased
+    def split(
+        hidden_states: Tensor,
+        gate_proj: Tensor,
+        up_proj: Tensor,
+        down_proj: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+    ) -> Tensor:
+        return run(hidden_states, Experts(gate_proj, down_proj, up_proj), top_k_index, top_k_weights)
+
+    return standard, clamped, biased, split
 
 
 def prepare(
@@ -75,10 +86,11 @@ def prepare(
     if torch.is_autocast_enabled(device):
         wanted = torch.get_autocast_dtype(device)
         hidden_states = hidden_states.to(wanted)
-        experts = experts._replace(**{name: t.to(wanted) for name, t in _parameters(experts).items()})
+        cast = {name: t.to(wanted) for name, t in experts._asdict().items() if isinstance(t, Tensor)}
+        experts = experts._replace(**cast)
     problem = (
         _shape_problem(hidden_states, experts, top_k_index, top_k_weights)
-        or _device_problem(hidden_states, *_parameters(experts).values(), top_k_index, top_k_weights)
+        or _device_problem(hidden_states, *_named(experts).values(), top_k_index, top_k_weights)
         or _dtype_problem(hidden_states, experts, top_k_index, top_k_weights, dtypes)
         or (_stride_problem(experts) if contiguous else None)
     )
@@ -94,25 +106,39 @@ def prepare(
     return hidden_states, experts
 
 
-def _parameters(experts: Experts) -> dict[str, Tensor]:
-    return {name: t for name, t in experts._asdict().items() if isinstance(t, Tensor)}
+def _named(experts: Experts) -> dict[str, Tensor]:
+    """The parameters by their names in the contract."""
+    first = "gate_up_proj" if experts.up_proj is None else "gate_proj"
+    named = {
+        first: experts.gate_up_proj,
+        "up_proj": experts.up_proj,
+        "down_proj": experts.down_proj,
+        "gate_up_proj_bias": experts.gate_up_bias,
+        "down_proj_bias": experts.down_bias,
+    }
+    return {name: t for name, t in named.items() if t is not None}
 
 
 def _shape_problem(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Problem:
-    gate_up, down = experts.gate_up_proj, experts.down_proj
-    layout = ("[E, H, 2I]", "[E, I, H]") if experts.biased else ("[E, 2I, H]", "[E, H, I]")
-    if x.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3 or index.dim() != 2:
-        dims = [t.dim() for t in (x, gate_up, down, index)]
+    down = experts.down_proj
+    inward = {name: t for name, t in _named(experts).items() if name in ("gate_up_proj", "gate_proj", "up_proj")}
+    layout, outward = ("[E, H, 2I]", "[E, I, H]") if experts.biased else ("[E, 2I, H]", "[E, H, I]")
+    if experts.up_proj is not None:
+        layout = "[E, I, H]"
+    if x.dim() != 2 or any(t.dim() != 3 for t in (*inward.values(), down)) or index.dim() != 2:
+        dims = [t.dim() for t in (x, *inward.values(), down, index)]
         return (
-            f"hidden_states, gate_up_proj, down_proj and top_k_index of {dims} dimensions",
-            f"pass [T, H], {layout[0]}, {layout[1]} and [T, K]",
+            f"hidden_states, {', '.join(inward)}, down_proj and top_k_index of {dims} dimensions",
+            f"pass [T, H], {', '.join([layout] * len(inward))}, {outward} and [T, K]",
         )
     count, hidden, intermediate = experts.sizes
-    wanted = (count, hidden, 2 * intermediate) if experts.biased else (count, 2 * intermediate, hidden)
-    if gate_up.shape != wanted:
+    rows = 2 * intermediate // len(inward)
+    wanted = (count, hidden, rows) if experts.biased else (count, rows, hidden)
+    if any(t.shape != wanted for t in inward.values()):
+        found = " and ".join(f"{name} {list(t.shape)}" for name, t in inward.items())
         return (
-            f"gate_up_proj {list(gate_up.shape)} with down_proj {list(down.shape)}",
-            f"pass gate_up_proj as {layout[0]} and down_proj as {layout[1]}",
+            f"{found} with down_proj {list(down.shape)}",
+            f"pass {' and '.join(inward)} as {layout} and down_proj as {outward}",
         )
     biases = [t for t in (experts.gate_up_bias, experts.down_bias) if t is not None]
     if biases and [list(b.shape) for b in biases] != [[count, 2 * intermediate], [count, hidden]]:
@@ -145,7 +171,7 @@ def _device_problem(*tensors: Tensor) -> Problem:
 def _dtype_problem(
     x: Tensor, experts: Experts, index: Tensor, weights: Tensor, dtypes: frozenset[torch.dtype] | None
 ) -> Problem:
-    named = {"hidden_states": x, **_parameters(experts)}
+    named = {"hidden_states": x, **_named(experts)}
     if len({t.dtype for t in named.values()}) > 1:
         return (
             ", ".join(f"{name} in {t.dtype}" for name, t in named.items()),
@@ -163,7 +189,7 @@ def _dtype_problem(
 
 
 def _stride_problem(experts: Experts) -> Problem:
-    strided = {name: t for name, t in _parameters(experts).items() if not t.is_contiguous()}
+    strided = {name: t for name, t in _named(experts).items() if not t.is_contiguous()}
     if not strided:
         return None
     return (

@@ -15,8 +15,11 @@ from torch.nn import functional as F
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare, variants
 
-# The output [T, H]; gate and up of the sorted rows [S, 2I]; their slots [S], token * K + choice; each expert's end [E].
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+# The output [T, H]; gate and up of the sorted rows [S, 2I], or [S, I] each where their weights are apart, else the
+# second is empty; the rows' slots [S], token * K + choice; each expert's end [E].
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+# (gate and up [S, 2I],) or (gate [S, I], up [S, I])
+Parts = tuple[Tensor, ...]
 # (rows [S, M], weights [E, M, N], ends) -> [S, N], or (rows [M, S], rows [S, N], ends) -> [E, M, N]
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -27,7 +30,7 @@ def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_wei
     return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
 
 
-grouped_mm, clamped, biased = variants(_run)
+grouped_mm, clamped, biased, split = variants(_run)
 
 
 def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:
@@ -37,13 +40,24 @@ def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Out
 
 
 def fake(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:
-    count, _, intermediate = experts.sizes
+    count = experts.sizes[0]
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
-        x.new_empty(index.numel(), 2 * intermediate),
+        *_saved(_empty_parts(x, experts, index.numel(), experts.sizes[2])),
         index.new_empty(index.numel(), dtype=torch.int64),
         index.new_empty(count, dtype=torch.int32),
     )
+
+
+def _empty_parts(like: Tensor, experts: Experts, rows: int, width: int) -> Parts:
+    if experts.up_proj is None:
+        return (like.new_empty(rows, 2 * width),)
+    return (like.new_empty(rows, width), like.new_empty(rows, width))
+
+
+def _saved(parts: Parts) -> tuple[Tensor, Tensor]:
+    """An operator returns as many tensors for every variant."""
+    return (parts[0], parts[1] if len(parts) > 1 else parts[0].new_empty(0))
 
 
 def _backward(
@@ -103,13 +117,13 @@ def _gather_sum(rows: Tensor, places: Tensor, weights: Tensor | None, ends: Tens
 
 def forward_grouped(product: Product, x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:
     order, places, ends = _sort(index, experts.sizes[0])
-    projected = product(x[order // index.shape[1]], _columns_last(experts.gate_up_proj, experts), ends)
+    parts = _inward(product, x[order // index.shape[1]], experts, ends)
     if experts.gate_up_bias is not None:
-        projected += experts.gate_up_bias[_owners(order, ends)]
-    rows = product(_gate(projected, experts), _columns_last(experts.down_proj, experts), ends)
+        parts[0].add_(experts.gate_up_bias[_owners(order, ends)])
+    rows = product(_gate(*_halves(parts, experts), experts), _columns_last(experts.down_proj, experts), ends)
     if experts.down_bias is not None:
         rows += experts.down_bias[_owners(order, ends)]
-    return _gather_sum(rows, places, weights, ends, index.shape), projected, order, ends
+    return _gather_sum(rows, places, weights, ends, index.shape), *_saved(parts), order, ends
 
 
 def backward_grouped(
@@ -118,7 +132,8 @@ def backward_grouped(
     x: Tensor,
     experts: Experts,
     weights: Tensor,
-    projected: Tensor,
+    gate_up: Tensor,
+    up: Tensor,
     order: Tensor,
     ends: Tensor,
     wanted: Wanted,
@@ -128,25 +143,50 @@ def backward_grouped(
     row_grad = grad[token]
     act_grad = product(row_grad, _columns_last(experts.down_proj, experts).transpose(1, 2), ends)
     scales = weights.reshape(-1)[order].unsqueeze(-1).to(x.dtype)
-    projected_grad, weighted_act, dots = _gate_grad(projected, act_grad, scales, experts)
+    halves = _halves((gate_up, up)[: len(experts.inward)], experts)
+    parts_grad, weighted_act, dots = _gate_grad(*halves, act_grad, scales, experts)
     if experts.down_bias is not None:
         dots += _row_dots(row_grad, experts.down_bias[_owners(order, ends)])
     weights_grad = weights.new_zeros(weights.numel())
     weights_grad[order] = torch.where(mine, dots, 0.0).to(weights.dtype)
-    x_grad = gate_up_grad = down_grad = gate_up_bias_grad = down_bias_grad = None
+    x_grad = gate_up_grad = up_grad = down_grad = gate_up_bias_grad = down_bias_grad = None
     if wanted.inputs:
-        rows = product(projected_grad, _columns_last(experts.gate_up_proj, experts).transpose(1, 2), ends)
+        rows = _tokens_grad(product, parts_grad, experts, ends)
         x_grad = _gather_sum(rows, _inverse(order), None, ends, weights.shape)
     if wanted.weights:
-        gate_up_grad = product(*_weight_grad_operands(projected_grad, x[token], experts), ends)
+        gate_up_grad, up_grad = _pair(_inward_grads(product, parts_grad, x[token], experts, ends))
         down_grad = product(*_weight_grad_operands(row_grad, weighted_act, experts), ends)
     if experts.biased and wanted.biases:
         # Sums over an expert's rows as products too: 8 equal rows, as wide as an operand has to be.
         ones, spread = torch.ones_like(scales).repeat(1, 8), scales.repeat(1, 8)
-        gate_up_bias_grad = product(ones.t(), projected_grad, ends)[:, 0].contiguous()
+        gate_up_bias_grad = product(ones.t(), parts_grad[0], ends)[:, 0].contiguous()
         down_bias_grad = product(spread.t(), row_grad, ends)[:, 0].contiguous()
-    grads = (x_grad, gate_up_grad, down_grad, weights_grad.view_as(weights), gate_up_bias_grad, down_bias_grad)
-    return Grads(*grads)
+    weights_grad = weights_grad.view_as(weights)
+    return Grads(x_grad, gate_up_grad, down_grad, weights_grad, up_grad, gate_up_bias_grad, down_bias_grad)
+
+
+def _inward(product: Product, tokens: Tensor, experts: Experts, ends: Tensor) -> Parts:
+    return tuple(product(tokens, _columns_last(w, experts), ends) for w in experts.inward)
+
+
+def _tokens_grad(product: Product, parts_grad: Parts, experts: Experts, ends: Tensor) -> Tensor:
+    weights = (_columns_last(w, experts).transpose(1, 2) for w in experts.inward)
+    rows, *others = (product(part, weight, ends) for part, weight in zip(parts_grad, weights, strict=True))
+    for other in others:  # torch's grouped product does not add to what is there
+        rows += other
+    return rows
+
+
+def _inward_grads(
+    product: Product, parts_grad: Parts, tokens: Tensor, experts: Experts, ends: Tensor
+) -> Sequence[Tensor]:
+    return [product(*_weight_grad_operands(part, tokens, experts), ends) for part in parts_grad]
+
+
+def _pair(grads: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Of `gate_up_proj` and `up_proj`."""
+    first, second, *_ = (*grads, None, None)
+    return first, second
 
 
 def _columns_last(weight: Tensor, experts: Experts) -> Tensor:
@@ -169,10 +209,10 @@ def _row_dots(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(-1, dtype=torch.promote_types(a.dtype, torch.float32))
 
 
-def _halves(projected: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+def _halves(parts: Parts, experts: Experts) -> tuple[Tensor, Tensor]:
     if experts.biased:
-        return projected[:, ::2], projected[:, 1::2]
-    gate, up = projected.chunk(2, dim=-1)
+        return parts[0][:, ::2], parts[0][:, 1::2]
+    gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
     return gate, up
 
 
@@ -180,18 +220,19 @@ def _bounded(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Ten
     return (gate, up) if limit is None else (gate.clamp(max=limit), up.clamp(min=-limit, max=limit))
 
 
-def _gate(projected: Tensor, experts: Experts) -> Tensor:
-    gate, up = _bounded(*_halves(projected, experts), experts.limit)
+def _gate(gate: Tensor, up: Tensor, experts: Experts) -> Tensor:
+    gate, up = _bounded(gate, up, experts.limit)
     activated = F.silu(gate) if experts.alpha == 1.0 else torch.sigmoid(gate * experts.alpha).mul_(gate)
     return activated.mul_(up + experts.up_offset if experts.up_offset else up)
 
 
-def _gate_grad(projected: Tensor, act_grad: Tensor, scales: Tensor, experts: Experts) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of gate and up [S, 2I], scale * act [S, I], row dots of act and `act_grad`; overwrites `act_grad`."""
+def _gate_grad(
+    given_gate: Tensor, given_up: Tensor, act_grad: Tensor, scales: Tensor, experts: Experts
+) -> tuple[Parts, Tensor, Tensor]:
+    """Gradient of gate and up, scale * act [S, I], row dots of act and `act_grad`; overwrites `act_grad`."""
     if experts.plain:
-        return _swiglu_grad(projected, act_grad, scales, experts)
-    wide = torch.promote_types(projected.dtype, torch.float32)
-    given_gate, given_up = _halves(projected, experts)
+        return _swiglu_grad(given_gate, given_up, act_grad, scales, experts)
+    wide = torch.promote_types(act_grad.dtype, torch.float32)
     gate, up = _bounded(given_gate.to(wide), given_up.to(wide), experts.limit)
     sigmoid = torch.sigmoid(gate * experts.alpha)
     glu, lifted = gate * sigmoid, up + experts.up_offset
@@ -200,29 +241,28 @@ def _gate_grad(projected: Tensor, act_grad: Tensor, scales: Tensor, experts: Exp
     grad = grad * scales
     gate_grad = lifted.mul_(grad) * (glu * (1 - sigmoid)).mul_(experts.alpha).add_(sigmoid)
     up_grad = glu.mul_(grad)
-    projected_grad = torch.empty_like(projected)
-    gate_part, up_part = _halves(projected_grad, experts)
+    parts_grad = _empty_parts(act_grad, experts, *act_grad.shape)
+    gate_part, up_part = _halves(parts_grad, experts)
     if experts.limit is not None:
         gate_grad.masked_fill_(given_gate > experts.limit, 0)
         up_grad.masked_fill_(given_up.abs() > experts.limit, 0)
     gate_part.copy_(gate_grad)
     up_part.copy_(up_grad)
-    return projected_grad, act.mul_(scales).to(projected.dtype), dots
+    return parts_grad, act.mul_(scales).to(act_grad.dtype), dots
 
 
 def _swiglu_grad(
-    projected: Tensor, act_grad: Tensor, scales: Tensor, experts: Experts
-) -> tuple[Tensor, Tensor, Tensor]:
-    gate, up = _halves(projected, experts)
+    gate: Tensor, up: Tensor, act_grad: Tensor, scales: Tensor, experts: Experts
+) -> tuple[Parts, Tensor, Tensor]:
     silu = F.silu(gate)
     act = silu * up
     dots = _row_dots(act, act_grad)
     act_grad.mul_(scales)
-    projected_grad = torch.empty_like(projected)
-    gate_grad, up_grad = _halves(projected_grad, experts)
+    parts_grad = _empty_parts(act_grad, experts, *act_grad.shape)
+    gate_grad, up_grad = _halves(parts_grad, experts)
     torch.mul(act_grad, silu, out=up_grad)
     torch.ops.aten.silu_backward(act_grad.mul_(up), gate, grad_input=gate_grad)
-    return projected_grad, act.mul_(scales), dots
+    return parts_grad, act.mul_(scales), dots
 
 
 def _segments(ends: Tensor) -> list[tuple[int, slice]]:
@@ -236,16 +276,18 @@ def _segments(ends: Tensor) -> list[tuple[int, slice]]:
 
 
 def _forward_segments(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:
-    count, _, intermediate = experts.sizes
-    order, places, ends = _sort(index, count)
+    order, places, ends = _sort(index, experts.sizes[0])
     token = order // index.shape[1]
-    projected = x.new_empty(order.numel(), 2 * intermediate)
+    parts = _empty_parts(x, experts, order.numel(), experts.sizes[2])
+    gate, up = _halves(parts, experts)
     rows = x.new_empty(order.numel(), x.shape[1])
-    gate_up, down = (_columns_last(w, experts) for w in (experts.gate_up_proj, experts.down_proj))
-    for expert, part in _segments(ends):
-        _linear(x[token[part]], gate_up[expert], experts.gate_up_bias, expert, projected[part])
-        _linear(_gate(projected[part], experts), down[expert], experts.down_bias, expert, rows[part])
-    return _gather_sum(rows, places, weights, ends, index.shape), projected, order, ends
+    *inward, down = (_columns_last(w, experts) for w in (*experts.inward, experts.down_proj))
+    for expert, mine in _segments(ends):
+        tokens = x[token[mine]]
+        for weight, part in zip(inward, parts, strict=True):
+            _linear(tokens, weight[expert], experts.gate_up_bias, expert, part[mine])
+        _linear(_gate(gate[mine], up[mine], experts), down[expert], experts.down_bias, expert, rows[mine])
+    return _gather_sum(rows, places, weights, ends, index.shape), *_saved(parts), order, ends
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, out: Tensor) -> None:
@@ -260,7 +302,8 @@ def _backward_segments(
     x: Tensor,
     experts: Experts,
     weights: Tensor,
-    projected: Tensor,
+    gate_up: Tensor,
+    up: Tensor,
     order: Tensor,
     ends: Tensor,
     wanted: Wanted,
@@ -271,35 +314,39 @@ def _backward_segments(
     segments = _segments(ends)
     whole = len(segments) == experts.sizes[0]
     fresh = torch.empty_like if whole else torch.zeros_like
-    gate_up_grad, down_grad = (
-        fresh(w, memory_format=torch.contiguous_format) if wanted.weights else None
-        for w in (experts.gate_up_proj, experts.down_proj)
-    )
+    inward_grads = [fresh(w, memory_format=torch.contiguous_format) for w in experts.inward if wanted.weights]
+    down_grad = fresh(experts.down_proj, memory_format=torch.contiguous_format) if wanted.weights else None
     gate_up_bias_grad, down_bias_grad = (
         fresh(b) if b is not None and wanted.biases else None for b in (experts.gate_up_bias, experts.down_bias)
     )
-    gate_up, down = (_columns_last(w, experts) for w in (experts.gate_up_proj, experts.down_proj))
+    *inward, down = (_columns_last(w, experts) for w in (*experts.inward, experts.down_proj))
+    gate, up = _halves((gate_up, up)[: len(inward)], experts)
     rows = x.new_empty(order.numel() if wanted.inputs else 0, x.shape[1])
-    for expert, part in segments:
-        row_grad = grad[token[part]]
+    for expert, mine in segments:
+        row_grad = grad[token[mine]]
         act_grad = torch.mm(row_grad, down[expert].t())
-        projected_grad, weighted_act, dots = _gate_grad(projected[part], act_grad, scales[part], experts)
+        parts_grad, weighted_act, dots = _gate_grad(gate[mine], up[mine], act_grad, scales[mine], experts)
         if experts.down_bias is not None:
             dots += _row_dots(row_grad, experts.down_bias[expert])
-        weights_grad[order[part]] = dots.to(weights.dtype)
-        if gate_up_grad is not None and down_grad is not None:
+        weights_grad[order[mine]] = dots.to(weights.dtype)
+        if down_grad is not None:
+            tokens = x[token[mine]]
             torch.mm(*_weight_grad_operands(row_grad, weighted_act, experts), out=down_grad[expert])
-            torch.mm(*_weight_grad_operands(projected_grad, x[token[part]], experts), out=gate_up_grad[expert])
+            for part, out in zip(parts_grad, inward_grads, strict=True):
+                torch.mm(*_weight_grad_operands(part, tokens, experts), out=out[expert])
         if gate_up_bias_grad is not None and down_bias_grad is not None:
-            torch.sum(projected_grad, 0, out=gate_up_bias_grad[expert])
-            torch.mm(scales[part].t(), row_grad, out=down_bias_grad[expert : expert + 1])
+            torch.sum(parts_grad[0], 0, out=gate_up_bias_grad[expert])
+            torch.mm(scales[mine].t(), row_grad, out=down_bias_grad[expert : expert + 1])
         if wanted.inputs:
-            torch.mm(projected_grad, gate_up[expert].t(), out=rows[part])
+            row = torch.mm(parts_grad[0], inward[0][expert].t(), out=rows[mine])
+            for part, weight in zip(parts_grad[1:], inward[1:], strict=True):
+                row.addmm_(part, weight[expert].t())
     x_grad = None
     if wanted.inputs:
         x_grad = _gather_sum(rows, _inverse(order), None, ends, weights.shape)
-    grads = (x_grad, gate_up_grad, down_grad, weights_grad.view_as(weights), gate_up_bias_grad, down_bias_grad)
-    return Grads(*grads)
+    gate_up_grad, up_grad = _pair(inward_grads)
+    weights_grad = weights_grad.view_as(weights)
+    return Grads(x_grad, gate_up_grad, down_grad, weights_grad, up_grad, gate_up_bias_grad, down_bias_grad)
 
 
 _experts = differentiable("moe_grouped_mm", _forward, _backward, fake)

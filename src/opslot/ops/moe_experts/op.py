@@ -3,7 +3,7 @@
 Shapes: T tokens, K experts a token, E experts held here, H hidden and I intermediate width. `hidden_states` [T, H];
 `gate_up_proj` [E, 2I, H], the first I rows of an expert being its gate; `down_proj` [E, H, I]; `top_k_index` [T, K]
 integer; `top_k_weights` [T, K] in the activations' dtype or in float32. An index equal to E marks an expert of another
-rank. Every variant takes the parameters as Transformers' modules hold them; those of `biased` lie otherwise.
+rank. Every variant takes the parameters as a module holds them; those of `biased` and `split` lie otherwise.
 """
 
 from __future__ import annotations
@@ -90,6 +90,24 @@ def biased(
         return gated @ down_proj[e] + down_proj_bias[e]
 
     return _sum_over_experts(hidden_states, top_k_index, top_k_weights, expert, gate_up_proj.shape[0])
+
+
+def split(
+    hidden_states: Tensor,
+    gate_proj: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """`standard` with gate and up in tensors of their own, `gate_proj` and `up_proj` [E, I, H]."""
+    return _sum_over_experts(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        lambda x, e: linear(_gated(linear(x, gate_proj[e]), linear(x, up_proj[e])), down_proj[e]),
+        gate_proj.shape[0],
+    )
 
 
 def _gated(gate: Tensor, up: Tensor, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0) -> Tensor:
@@ -189,6 +207,12 @@ def _biased(dtype: torch.dtype, arguments: dict[str, Any], limit: float | None =
     }
 
 
+def _split(dtype: torch.dtype, arguments: dict[str, Any]) -> dict[str, Any]:
+    rest = dict(arguments)
+    gate, up = (half.contiguous() for half in rest.pop("gate_up_proj").chunk(2, dim=1))
+    return {"hidden_states": rest.pop("hidden_states"), "gate_proj": gate, "up_proj": up, **rest}
+
+
 # With the limits of DeepSeek-V4 and gpt-oss, for shapes whose results are compared with eager code's in the same dtype:
 # biases added to rounded products put many values on the other side of a near bound.
 _DEEPSEEK_V4 = partial(_bounded, limit=10.0)
@@ -212,23 +236,34 @@ def _cases_of(form: Form, timed: Form) -> list[InputCase]:
     ]
 
 
+def _unbounded_checks(form: Form | None = None) -> list[InputCase]:
+    return [
+        _case("plain", 97, 4, 2, 64, 32, form=form),
+        _case("float32 routing weights", 97, 4, 2, 64, 32, float32_weights=True, form=form),
+        _case("empty experts", 21, 8, 2, 32, 48, hit=3, form=form),
+        _case("one expert gets all", 50, 6, 1, 32, 16, hit=1, form=form),
+        _case("experts of other ranks", 99, 4, 3, 64, 32, sentinels=0.6, float32_weights=True, form=form),
+        _case("all on other ranks", 9, 4, 2, 32, 16, sentinels=1.1, form=form),
+        _case("odd sizes", 19, 5, 3, 45, 27, form=form),
+        _case("one token", 1, 8, 4, 32, 16, form=form),
+        _case("every expert", 33, 3, 3, 40, 24, form=form),
+        _case("strided tokens", 93, 4, 2, 32, 16, strided=True, form=form),
+        _case("no tokens", 0, 4, 2, 32, 16, form=form),
+        _case("several tiles", 130, 2, 1, 136, 72, form=form),
+    ]
+
+
+def _qwen3(tokens: int, form: Form | None = None) -> InputCase:
+    name = f"Qwen3-30B-A3B layer, T={tokens}"
+    return _case(name, tokens, 128, 8, 2048, 768, float32_weights=True, form=form, role="bench")
+
+
 _CASES = [
-    _case("plain", 97, 4, 2, 64, 32),
-    _case("float32 routing weights", 97, 4, 2, 64, 32, float32_weights=True),
-    _case("empty experts", 21, 8, 2, 32, 48, hit=3),
-    _case("one expert gets all", 50, 6, 1, 32, 16, hit=1),
-    _case("experts of other ranks", 99, 4, 3, 64, 32, sentinels=0.6, float32_weights=True),
-    _case("all on other ranks", 9, 4, 2, 32, 16, sentinels=1.1),
-    _case("odd sizes", 19, 5, 3, 45, 27),
-    _case("one token", 1, 8, 4, 32, 16),
-    _case("every expert", 33, 3, 3, 40, 24),
-    _case("strided tokens", 93, 4, 2, 32, 16, strided=True),
-    _case("no tokens", 0, 4, 2, 32, 16),
-    _case("several tiles", 130, 2, 1, 136, 72),
-    _case("Qwen3-30B-A3B layer, T=16384", 16384, 128, 8, 2048, 768, float32_weights=True, role="bench"),
+    *_unbounded_checks(),
+    _qwen3(16384),
     _case("DeepSeek-V3 slice E=32, T=8192", 8192, 32, 8, 7168, 2048, float32_weights=True, role="bench"),
-    _case("Qwen3-30B-A3B layer, T=256", 256, 128, 8, 2048, 768, float32_weights=True, role="bench"),
-    _case("Qwen3-30B-A3B layer, T=2048", 2048, 128, 8, 2048, 768, float32_weights=True, role="bench"),
+    _qwen3(256),
+    _qwen3(2048),
     _case("Mixtral layer, T=8192", 8192, 8, 2, 4096, 14336, float32_weights=True, role="bench"),
 ]
 
@@ -244,11 +279,7 @@ def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
     return {"experts": experts, "top_k": top_k, "hidden": hidden, "intermediate": intermediate}
 
 
-def _case_at(
-    shape: Mapping[str, int],
-    tokens: int,
-    form: Form | None = None,
-) -> InputCase:
+def _case_at(shape: Mapping[str, int], tokens: int, form: Form | None = None) -> InputCase:
     sizes = shape["experts"], shape["top_k"], shape["hidden"], shape["intermediate"]
     name = "T={} E={} K={} H={} I={}".format(tokens, *sizes)
     return _case(name, tokens, *sizes, float32_weights=True, form=form, role="bench")
@@ -259,11 +290,10 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
 
     Tokens, their output and both their gradients pass once; weights are read twice and their gradients written.
     """
-    x, gate_up, down = arguments["hidden_states"], arguments["gate_up_proj"], arguments["down_proj"]
-    chosen = int((arguments["top_k_index"] < gate_up.shape[0]).sum())
-    parameters = gate_up.numel() + down.numel()
+    x, down = arguments["hidden_states"], arguments["down_proj"]
+    chosen = int((arguments["top_k_index"] < down.shape[0]).sum())
     return Cost(
-        bytes=(4 * x.numel() + 3 * parameters) * x.element_size(),
+        bytes=(4 * x.numel() + 9 * down.numel()) * x.element_size(),
         flops=18 * chosen * down.shape[1] * down.shape[2],
     )
 
@@ -273,12 +303,24 @@ def check_standard(module: Any) -> str | None:
     if module is None:
         return None
     problem = _activation_problem(module) or _layout_problem(module)
-    if problem:
-        return problem
-    gating = getattr(type(module), "_apply_gate", None)
-    if gating is not None and gating.__name__ != "_default_apply_gate":
-        return f"{type(module).__name__} has a gating of its own (_apply_gate)"
-    return None
+    return problem or _gating_problem(module)
+
+
+def check_split(module: Any) -> str | None:
+    """Why `module` does not compute the split variant, or None."""
+    if module is None:
+        return None
+    names = ("gate_proj", "up_proj", "down_proj")
+    shapes = [_shape_of(module, name) for name in names]
+    down = shapes[2]
+    if down is None or len(down) != 3:
+        return f"down_proj must be a 3-D tensor, found shape {down}"
+    experts, hidden, intermediate = down
+    wanted = (experts, intermediate, hidden)
+    if shapes[:2] != [wanted, wanted] or getattr(module, "is_transposed", False):
+        found = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
+        return f"weights must be [E, I, H], [E, I, H] and [E, H, I], found {found}"
+    return _activation_problem(module) or _extras_problem(module, names) or _gating_problem(module)
 
 
 def check_clamped(module: Any) -> str | None:
@@ -324,6 +366,22 @@ def _activation_problem(module: Any) -> str | None:
     return f"the experts' activation is {activation}, the kernels compute SiLU"
 
 
+def _gating_problem(module: Any) -> str | None:
+    gating = getattr(type(module), "_apply_gate", None)
+    if gating is not None and gating.__name__ != "_default_apply_gate":
+        return f"{type(module).__name__} has a gating of its own (_apply_gate)"
+    return None
+
+
+def _extras_problem(module: Any, weights: tuple[str, ...]) -> str | None:
+    """Why the experts compute more than products and a gating, or None."""
+    if getattr(module, "has_bias", False) or any(getattr(module, f"{n}_bias", None) is not None for n in weights):
+        return "the experts have biases"
+    if getattr(module, "has_post_expert_norm", False):
+        return "the experts' outputs are normalized before they are summed"
+    return None
+
+
 def _layout_problem(module: Any) -> str | None:
     """Why the parameters are not gate_up [E, 2I, H], gate first, and down [E, H, I] without biases, or None."""
     shapes = [_shape_of(module, name) for name in ("gate_up_proj", "down_proj")]
@@ -332,13 +390,9 @@ def _layout_problem(module: Any) -> str | None:
     experts, double, hidden = shapes[0]  # type: ignore[misc]
     if getattr(module, "is_transposed", False) or shapes[1] != (experts, hidden, double // 2):
         return f"weights must be [E, 2I, H] and [E, H, I], found shapes {shapes[0]} and {shapes[1]}"
-    if getattr(module, "has_bias", False) or getattr(module, "gate_up_proj_bias", None) is not None:
-        return "the experts have biases"
     if not getattr(module, "is_concatenated", True):
         return "gate and up rows are interleaved, the kernels expect all gate rows first"
-    if getattr(module, "has_post_expert_norm", False):
-        return "the experts' outputs are normalized before they are summed"
-    return None
+    return _extras_problem(module, ("gate_up_proj", "down_proj"))
 
 
 def _is_number(module: Any, name: str) -> bool:
@@ -419,6 +473,18 @@ _VARIANTS = (
         site_shape=_site_shape,
         case_at=partial(_case_at, form=_GPT_OSS),
         description="transposed and interleaved gate_up [E, H, 2I], biases, gate and up within a limit (gpt-oss)",
+    ),
+    OpVariant(
+        "split",
+        split,
+        [*_unbounded_checks(_split), _qwen3(16384, _split), _qwen3(256, _split)],
+        ("hidden_states", "gate_proj", "up_proj", "down_proj", "top_k_weights"),
+        _cost,
+        check_split,
+        roundings=_ROUNDINGS,
+        site_shape=_site_shape,
+        case_at=partial(_case_at, form=_split),
+        description="gate and up apart, [E, I, H] each, SiLU, no bias",
     ),
 )
 

@@ -4,6 +4,8 @@ Forward: sort slots by expert (`routing.py`); one product makes gate, up and sil
 output; a weighted sum over a token's rows follows, without atomics. Saved for backward: gate and up [2, R, I] and the
 routing. Backward: the down product's input gradient; one pass back through SwiGLU, which recomputes act and also gives
 the routing weights' gradient as row dots; then the input gradient and both weight gradients, over each expert's rows.
+Where gate and up have weights of their own, the first product sums up both beside each other, and the input gradient's
+product goes from one to the other halfway.
 
 Measured on an H200: with SwiGLU's backward in the product's epilogue, that product runs out of registers and is slower
 than the two kernels; gathering tokens inside the weight gradients keeps their loads from being pipelined and is slower
@@ -15,7 +17,7 @@ backward is SonicMoE's idea (arXiv 2512.14080).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -102,10 +104,14 @@ def plan_for(experts: Experts, real: bool = True) -> Plan:
         return _uniform(64, Tiles(64, 64, 32, 4, 2, per_sm=2), tma=False, programs=programs)
     aligned = all(n % 8 == 0 for n in down_proj.shape[1:])
     if real:
-        aligned = aligned and all(w.data_ptr() % 16 == 0 for w in (experts.gate_up_proj, down_proj))
+        aligned = aligned and all(w.data_ptr() % 16 == 0 for w in (*experts.inward, down_proj))
     if properties.major < 9 or not aligned:
         return _uniform(128, Tiles(128, 128, 32, 8, 3), tma=False, programs=programs)
-    return _hopper(programs)
+    plan = _hopper(programs)
+    if experts.up_proj is None:
+        return plan
+    # Two products a step: Triton waits for each apart where a flattened loop ends a tile, and ptxas serializes both.
+    return replace(plan, gate_up=replace(plan.gate_up, flatten=False))
 
 
 def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -122,7 +128,7 @@ def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_wei
     return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
 
 
-fused_triton, clamped, biased = variants(_run)
+fused_triton, clamped, biased, split = variants(_run)
 
 
 def _operand(
@@ -193,14 +199,19 @@ def rows_product(
     weight_nk: bool,
     routing: Routing,
     bias: Tensor | None = None,
+    other: Tensor | None = None,
 ) -> Tensor:
-    """[1, R, columns]: rows of `a` [PLANES, R, K] times their experts' `weight`, plus `bias` [E, columns]."""
+    """[1, R, columns]: rows of `a` [PLANES, R, K] times their experts' `weight`, plus `bias` [E, columns].
+
+    `other`: the weight of the second plane, where `weight` has that of the first alone.
+    """
     planes, rows, inner = a.shape
     out = a.new_empty(1, rows, columns)
     blocks = (tiles.bn, tiles.bk) if weight_nk else (tiles.bk, tiles.bn)
     kernels.rows_kernel[_grid(plan, tiles, rows // tiles.bm * triton.cdiv(columns, tiles.bn))](
         _operand(plan, a, tiles.bm, tiles.bk),
         _operand(plan, weight, *blocks),
+        None if other is None else _operand(plan, other, *blocks),
         bias,
         _operand(plan, out, tiles.bm, tiles.bn),
         routing.starts,
@@ -210,6 +221,7 @@ def rows_product(
         columns,
         inner,
         BIASED=bias is not None,
+        SPLIT=other is not None,
         PLANES=planes,
         WEIGHT_NK=weight_nk,
         TMA=plan.tma,
@@ -268,7 +280,7 @@ def backward(
     count, hidden, intermediate = experts.sizes
     top_k = top_k_weights.shape[1]
     if routing.slots.numel() == 0:
-        zeros = {n: None if t is None else torch.zeros_like(t) for n, t in zip(Grads._fields[4:], experts[2:4])}
+        zeros = {n: None if t is None else torch.zeros_like(t) for n, t in zip(Grads._fields[4:], experts[2:5])}
         return Grads(*(torch.zeros_like(t) for t in (x, *experts[:2], top_k_weights)), **zeros)
     x, grad, top_k_weights = x.contiguous(), grad.contiguous(), top_k_weights.contiguous()
     row_grad = gather(grad, top_k, routing)
@@ -276,7 +288,7 @@ def backward(
     projected_grad, weighted_act, weights_grad = gate_grad(
         plan, act_grad, projected, row_grad, experts, top_k_weights, routing
     )
-    x_grad = gate_up_grad = down_grad = gate_up_bias_grad = down_bias_grad = None
+    x_grad = gate_up_grad = down_grad = up_grad = gate_up_bias_grad = down_bias_grad = None
     if experts.biased and wanted.biases:
         gate_up_bias_grad = bias_grad(projected_grad, routing)
         down_bias_grad = bias_grad(row_grad, routing, top_k_weights)
@@ -286,17 +298,29 @@ def backward(
     del row_grad, act_grad, weighted_act
     if wanted.weights:
         rows = gather(x, top_k, routing)
-        operands = (rows, projected_grad) if experts.biased else (projected_grad, rows)
-        gate_up_grad = weight_grad_product(plan, plan.gate_up_grad, *operands, routing)
-        gate_up_grad = gate_up_grad.view_as(experts.gate_up_proj)
-        del rows, operands
+        gate_up_grad, up_grad = inward_grads(plan, projected_grad, rows, experts, routing)
+        del rows
     if wanted.inputs:
-        weight = experts.gate_up_proj
-        if not experts.biased:
+        weight, other = experts.gate_up_proj, experts.up_proj
+        if not experts.biased and other is None:
             weight = weight.view(2 * count, intermediate, hidden)
-        terms = rows_product(plan, plan.input_grad, projected_grad, weight, hidden, experts.biased, routing)
+        tiles, nk = plan.input_grad, experts.biased
+        terms = rows_product(plan, tiles, projected_grad, weight, hidden, nk, routing, other=other)
         x_grad = combine(terms, routing.places, top_k_weights, False)
-    return Grads(x_grad, gate_up_grad, down_grad, weights_grad, gate_up_bias_grad, down_bias_grad)
+    return Grads(x_grad, gate_up_grad, down_grad, weights_grad, up_grad, gate_up_bias_grad, down_bias_grad)
+
+
+def inward_grads(
+    plan: Plan, projected_grad: Tensor, rows: Tensor, experts: Experts, routing: Routing
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of `gate_up_proj` and `up_proj`; each of two weights gets a tensor of its own."""
+    if experts.up_proj is not None:
+        gate, up = (
+            weight_grad_product(plan, plan.gate_up_grad, part, rows, routing) for part in projected_grad.split(1)
+        )
+        return gate, up
+    operands = (rows, projected_grad) if experts.biased else (projected_grad, rows)
+    return weight_grad_product(plan, plan.gate_up_grad, *operands, routing).view_as(experts.gate_up_proj), None
 
 
 def _gating(experts: Experts) -> dict[str, float | bool | None]:
@@ -319,7 +343,10 @@ def gate_up(
     source = x
     if not plan.gather:
         source = _operand(plan, gather(x, top_k, routing) if row_tokens is None else row_tokens, tiles.bm, tiles.bk)
-    if experts.biased:
+    up_weight = None
+    if experts.up_proj is not None:
+        weight, up_weight = (_operand(plan, w, tiles.bn, tiles.bk) for w in experts.inward)
+    elif experts.biased:
         weight = _operand(plan, experts.gate_up_proj, tiles.bk, 2 * tiles.bn)
     else:
         halves = experts.gate_up_proj.view(2 * count, intermediate, hidden)
@@ -328,6 +355,7 @@ def gate_up(
         source,
         routing.slots,
         weight,
+        up_weight,
         experts.gate_up_bias,
         _operand(plan, projected, tiles.bm, tiles.bn),
         _operand(plan, act, tiles.bm, tiles.bn),
@@ -337,6 +365,7 @@ def gate_up(
         rows,
         hidden,
         intermediate,
+        SPLIT=up_weight is not None,
         TOP_K=top_k,
         GATHER=plan.gather,
         TMA=plan.tma,

@@ -86,6 +86,7 @@ def gate_up_kernel(
     x,
     slots,
     gate_up,
+    up_weight,
     bias,
     projected,
     act,
@@ -99,6 +100,7 @@ def gate_up_kernel(
     ALPHA: tl.constexpr,
     UP_OFFSET: tl.constexpr,
     BIASED: tl.constexpr,
+    SPLIT: tl.constexpr,
     TOP_K: tl.constexpr,
     GATHER: tl.constexpr,
     TMA: tl.constexpr,
@@ -111,7 +113,7 @@ def gate_up_kernel(
 ):
     """projected = gate and up of x (plus bias), and act = (up + UP_OFFSET) * gate * sigmoid(ALPHA * gate), bounded.
 
-    x: [T, H] if GATHER, else [1, R, H].
+    x: [T, H] if GATHER, else [1, R, H]. SPLIT: `gate_up` has the gate alone, [E, I, H], and `up_weight` [E, I, H] up.
     """
     row_tiles = tl.load(starts + experts) // BM
     col_tiles = tl.cdiv(intermediate, BN)
@@ -122,21 +124,31 @@ def gate_up_kernel(
         col = tn * BN
         if GATHER:
             slot = tl.load(slots + row + tl.arange(0, BM))
-        acc = tl.zeros((BM, 2 * BN), tl.float32)
+        if SPLIT:
+            gate = tl.zeros((BM, BN), tl.float32)
+            up = tl.zeros((BM, BN), tl.float32)
+        else:
+            acc = tl.zeros((BM, 2 * BN), tl.float32)
         for k in range(0, hidden, BK):
             if GATHER:
                 a = _load_tokens(x, slot, k, hidden, TOP_K, BK)
             else:
                 a = _load_tile(x, 0, row, k, rows, hidden, BM, BK, TMA)
-            if BIASED:
-                b = _load_tile(gate_up, expert, k, 2 * col, hidden, 2 * intermediate, BK, 2 * BN, TMA)
+            if SPLIT:
+                b = _load_tile(gate_up, expert, col, k, intermediate, hidden, BN, BK, TMA).T
+                c = _load_tile(up_weight, expert, col, k, intermediate, hidden, BN, BK, TMA).T
+                gate = dot(a, b, gate)
+                up = dot(a, c, up)
             else:
-                b = _load_pair(gate_up, 2 * expert, col, k, intermediate, hidden, BN, BK, TMA).T
-            acc = dot(a, b, acc)
+                if BIASED:
+                    b = _load_tile(gate_up, expert, k, 2 * col, hidden, 2 * intermediate, BK, 2 * BN, TMA)
+                else:
+                    b = _load_pair(gate_up, 2 * expert, col, k, intermediate, hidden, BN, BK, TMA).T
+                acc = dot(a, b, acc)
         if BIASED:
             acc += _load_bias(bias, expert, 2 * col, 2 * intermediate, 2 * BN)
             gate, up = tl.split(acc.reshape(BM, BN, 2))
-        else:
+        elif not SPLIT:
             gate, up = tl.split(acc.reshape(BM, 2, BN).permute(0, 2, 1))
         _store_tile(projected, 0, row, col, gate, rows, intermediate, BM, BN, TMA)
         _store_tile(projected, 1, row, col, up, rows, intermediate, BM, BN, TMA)
@@ -157,6 +169,7 @@ def _load_bias(bias, expert, col, columns, BN: tl.constexpr):
 def rows_kernel(
     a,
     weight,
+    other,
     bias,
     out,
     starts,
@@ -166,6 +179,7 @@ def rows_kernel(
     columns,
     inner,
     BIASED: tl.constexpr,
+    SPLIT: tl.constexpr,
     PLANES: tl.constexpr,
     WEIGHT_NK: tl.constexpr,
     TMA: tl.constexpr,
@@ -178,7 +192,7 @@ def rows_kernel(
 ):
     """out [1, R, N] = sum over planes of a [PLANES, R, K] times weight [E * PLANES, N, K]^T or [E * PLANES, K, N].
 
-    BIASED: plus bias [E, N].
+    BIASED: plus bias [E, N]. SPLIT: plane 0's weights are `weight` and plane 1's `other`, [E, N, K] or [E, K, N] each.
     """
     row_tiles = tl.load(starts + experts) // BM
     col_tiles = tl.cdiv(columns, BN)
@@ -193,10 +207,18 @@ def rows_kernel(
             plane = step // steps
             k = (step - plane * steps) * BK
             left = _load_tile(a, plane, row, k, rows, inner, BM, BK, TMA)
-            if WEIGHT_NK:
-                right = _load_tile(weight, expert * PLANES + plane, col, k, columns, inner, BN, BK, TMA).T
+            source = weight
+            if SPLIT:
+                # The pointer or descriptor is chosen, not the tile: a load inside the branch would not be pipelined.
+                if plane == 1:
+                    source = other
+                group = expert
             else:
-                right = _load_tile(weight, expert * PLANES + plane, k, col, inner, columns, BK, BN, TMA)
+                group = expert * PLANES + plane
+            if WEIGHT_NK:
+                right = _load_tile(source, group, col, k, columns, inner, BN, BK, TMA).T
+            else:
+                right = _load_tile(source, group, k, col, inner, columns, BK, BN, TMA)
             acc = dot(left, right, acc)
         if BIASED:
             acc += _load_bias(bias, expert, col, columns, BN)
