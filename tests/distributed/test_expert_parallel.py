@@ -1,5 +1,6 @@
 """Plans that name parameters, and experts on two ranks against one process."""
 
+import inspect
 from functools import partial
 
 import pytest
@@ -97,30 +98,37 @@ def test_four_ranks_compute_what_one_does(ranks, total, tokens_of_rank, hit, top
     assert max(ranks.run(parity, total, tokens_of_rank, hit, top_k, world=4)) < 1e-13
 
 
-def biased_parity(kernel, tokens_of_rank):
-    """Largest error of the output and every gradient of gpt-oss-like experts in fp32, biases over ep included."""
+WEIGHTS = {
+    "biased": {
+        "gate_up_proj": (4, 8, 16),
+        "down_proj": (4, 8, 8),
+        "gate_up_proj_bias": (4, 16),
+        "down_proj_bias": (4, 8),
+    },
+    "split": {"gate_proj": (4, 6, 8), "up_proj": (4, 6, 8), "down_proj": (4, 8, 6)},
+}
+
+
+def variant_parity(variant_name, kernel, tokens_of_rank):
+    """Largest error of the output and every gradient in fp32, over two ranks of ep with two experts each."""
     from opslot import KERNEL_REGISTRY
 
     state = init_parallel_state(device_type="cpu", ep=2)
-    variant = KERNEL_REGISTRY.op("moe_experts").variant("biased")
+    variant = KERNEL_REGISTRY.op("moe_experts").variant(variant_name)
     tokens, total = sum(tokens_of_rank), 4
     g = torch.Generator().manual_seed(tokens)
     randn = partial(torch.randn, generator=g)
     weights, index = torch.rand(tokens, total, generator=g).topk(2)
-    whole = {
-        "hidden_states": randn(tokens, 8),
-        "gate_up_proj": randn(total, 8, 16),
-        "down_proj": randn(total, 8, 8),
-        "top_k_weights": weights,
-        "gate_up_proj_bias": randn(total, 16),
-        "down_proj_bias": randn(total, 8),
-    }
+    whole = {"hidden_states": randn(tokens, 8), "top_k_weights": weights}
+    whole |= {name: randn(*shape) for name, shape in WEIGHTS[variant_name].items()}
     loss = randn(tokens, 8)
+    order = list(inspect.signature(variant.reference).parameters)
+    bounds = {"limit": 1.0, "alpha": 1.702} if variant_name == "biased" else {}
 
     def run(function, at):
         leaves = {n: whole[n][at[n]].clone().requires_grad_() for n in whole}
-        x, gate_up, down, routing, *biases = leaves.values()
-        out = function(x, gate_up, down, index[at["hidden_states"]], routing, *biases, 1.0, 1.702)
+        given = {**leaves, "top_k_index": index[at["hidden_states"]], **bounds}
+        out = function(*(given[name] for name in order))
         (out * loss[at["hidden_states"]]).sum().backward()
         return [out.detach(), *(leaf.grad for leaf in leaves.values())]
 
@@ -130,16 +138,17 @@ def biased_parity(kernel, tokens_of_rank):
     rows = slice(sum(tokens_of_rank[:rank]), sum(tokens_of_rank[: rank + 1]))
     mine = slice(2 * rank, 2 * rank + 2)
     at = {n: rows if n in ("hidden_states", "top_k_weights") else mine for n in whole}
-    got = run(ExpertParallel(KERNEL_REGISTRY.load("moe_experts", "biased", kernel)), at)
+    got = run(ExpertParallel(KERNEL_REGISTRY.load("moe_experts", variant_name, kernel)), at)
     places = [rows, *at.values()]
     errors = [(a - b[place]).abs() for a, b, place in zip(got, expected, places, strict=True)]
     return max(e.max().item() for e in errors if e.numel())
 
 
+@pytest.mark.parametrize("variant", WEIGHTS)
 @pytest.mark.parametrize("kernel", ["grouped_mm", "fused_triton"])
 @pytest.mark.parametrize("tokens_of_rank", [(7, 4), (9, 0)])
-def test_biases_stay_with_their_experts(ranks, kernel, tokens_of_rank):
-    assert max(ranks.run(biased_parity, kernel, tokens_of_rank)) < 1e-4
+def test_every_parameter_stays_with_its_expert(ranks, variant, kernel, tokens_of_rank):
+    assert max(ranks.run(variant_parity, variant, kernel, tokens_of_rank)) < 1e-4
 
 
 def travelled(dtype):

@@ -29,9 +29,9 @@ from opslot.distributed.parallel_state import get_parallel_state
 class ExpertParallel:
     """A kernel of the op moe_experts for ranks that hold parts of the experts.
 
-    Called like the kernel: `hidden_states` [T, H], `gate_up_proj` and `down_proj` with this rank's experts (or DTensors
-    over ep), `top_k_index` [T, K] over all experts, `top_k_weights` [T, K], and whatever else its variant takes, of
-    which tensors are parameters of this rank's experts too; returns [T, H]. Ranks may bring any number of tokens, none
+    Called like the kernel: `hidden_states` [T, H], the variant's weights with this rank's experts (or DTensors over
+    ep), `top_k_index` [T, K] over all experts, `top_k_weights` [T, K], and whatever else its variant takes, of which
+    tensors are parameters of this rank's experts too; returns [T, H]. Ranks may bring any number of tokens, none
     included, and every rank must make the call, forward and backward.
 
     Attributes:
@@ -50,32 +50,26 @@ class ExpertParallel:
         self.add = add or sum_rows
         self._group = group
 
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        *gating: Any,
-    ) -> Tensor:
-        group = self._group or get_parallel_state().ep_group
-        gate_up, down = _local(gate_up_proj), _local(down_proj)
-        gating = tuple(_local(value) for value in gating)
+    def __call__(self, hidden_states: Tensor, *arguments: Any) -> Tensor:
+        # Variants differ in how many weights they have; all come before the indices.
+        at = next(i for i, value in enumerate(arguments) if not value.is_floating_point())
+        top_k_index, top_k_weights = arguments[at : at + 2]
+        weights, gating = ([_local(value) for value in part] for part in (arguments[:at], arguments[at + 2 :]))
+        group, held = self._group or get_parallel_state().ep_group, len(weights[0])
         if group is None:
-            return self.kernel(hidden_states, gate_up, down, top_k_index, top_k_weights, *gating)
-        route = plan_route(top_k_index, gate_up.shape[0], group)
-        index, weights = _Choices.apply(top_k_weights, top_k_index, gate_up.shape[0], route, group)
+            return self.kernel(hidden_states, *weights, top_k_index, top_k_weights, *gating)
+        route = plan_route(top_k_index, held, group)
+        index, routing_weights = _Choices.apply(top_k_weights, top_k_index, held, route, group)
         sent, received = route.sizes.wait()
         rows = sum(sent)
         token, order = route.token[:rows], route.order[:rows]
         x = _TakeRows.apply(hidden_states, token, order, route.first, self.add)
         x = all_to_all(x, group, received, sent)
         if len(x):
-            x = self.kernel(x, gate_up, down, index, weights, *gating)
+            x = self.kernel(x, *weights, index, routing_weights, *gating)
         else:
             # Experts without tokens still owe the other ranks their part of every collective of the backward pass.
-            owed = [gate_up, down, weights, *(value for value in gating if isinstance(value, Tensor))]
+            owed = [*weights, routing_weights, *(value for value in gating if isinstance(value, Tensor))]
             x = x + sum(tensor[:0].sum() for tensor in owed).to(x.dtype)
         x = all_to_all(x, group, sent, received)
         return _AddRows.apply(x, token, order, route.first, self.add)
