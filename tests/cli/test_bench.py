@@ -3,6 +3,7 @@ import re
 
 import pytest
 
+from opslot._base.errors import KernelError
 from opslot.cli import main
 from opslot.cli.bench.contender import main as contend
 from opslot.cli.bench.page import page
@@ -122,6 +123,24 @@ def test_contenders_start_alike_and_train_alike(folder):
     assert losses["hf"][-1] < losses["hf"][0] - 0.01, "five steps on one batch lower its loss"
     assert losses["opslot"] == pytest.approx(losses["hf"], rel=1e-5)
     assert losses["opslot eager"] == pytest.approx(losses["hf"], rel=1e-6)
+
+
+def test_every_op_is_written_before_the_next_is_measured(tmp_path, monkeypatch):
+    file = tmp_path / "ops.json"
+    seen = []
+
+    def rows(op, *, say, **options):
+        for name in ("adamw", "rms_norm"):
+            say(f"{name}: proofs of triton")
+            seen.append({row["op"] for row in json.loads(file.read_text())["rows"]} if file.exists() else set())
+            for kernel in ("eager", "triton"):
+                yield BenchRow(name, "standard", "a case", kernel, "float32", ms=1.0)
+        raise KernelError("triton left the device unusable")
+
+    monkeypatch.setattr("opslot.cli.bench.bench", rows)
+    assert main(["bench", "--device", "cpu", "--output", str(file)]) == 2
+    assert seen == [set(), {"adamw"}]
+    assert len(json.loads(file.read_text())["rows"]) == 4
 
 
 def test_a_contender_that_fails_is_a_row_and_the_rest_goes_on(folder, monkeypatch):

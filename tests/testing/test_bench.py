@@ -10,6 +10,7 @@ from opslot import KERNEL_REGISTRY, KernelSpec, bind
 from opslot._base.device import CPU
 from opslot._base.errors import ConfigError, KernelError
 from opslot.slots import OpSlot, read_profile, write_profile
+from opslot.testing.apart import Processes
 from opslot.testing.bench import (
     BenchRow,
     as_dict,
@@ -117,7 +118,10 @@ def test_proofs_in_a_process_of_their_own_say_the_same():
         Claim("rms_norm", "standard", "torch_fused", torch.float32, "cpu"),
         Claim("rms_norm", "offset", "torch_fused", torch.bfloat16, "cpu"),
     ]
-    assert prove(claims, workers=2) == dict.fromkeys(claims, "ok")
+    with Processes(2) as workers:
+        assert prove(claims, workers) == dict.fromkeys(claims, "ok")
+        # They are there for the next ones.
+        assert prove(claims[:1], workers) == {claims[0]: "ok"}
 
 
 def test_a_kernel_that_takes_its_process_down_is_wrong_and_others_are_not(monkeypatch):
@@ -127,7 +131,7 @@ def test_a_kernel_that_takes_its_process_down_is_wrong_and_others_are_not(monkey
         return ({}, list(claims)) if fatal in claims else (dict.fromkeys(claims, "ok"), [])
 
     monkeypatch.setattr("opslot.testing.apart._in_processes", in_processes)
-    verdicts = prove([fatal, innocent], workers=2)
+    verdicts = prove([fatal, innocent], Processes(2))
     assert verdicts == {fatal: "WRONG: the process that checked it died", innocent: "ok"}
 
 
@@ -271,7 +275,7 @@ def test_what_an_earlier_kernel_spoiled_is_proven_in_other_processes(monkeypatch
         return dict.fromkeys(asked, "ok"), []
 
     monkeypatch.setattr("opslot.testing.apart._in_processes", in_processes)
-    assert prove(claims, workers=2) == {claims[0]: "WRONG CUDA error", claims[2]: "ok", claims[1]: "ok"}
+    assert prove(claims, Processes(2)) == {claims[0]: "WRONG CUDA error", claims[2]: "ok", claims[1]: "ok"}
     assert rounds == [claims, [claims[1]]]
 
 

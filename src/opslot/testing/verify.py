@@ -11,7 +11,7 @@ from opslot._base.device import facts_of, machine_devices, usable_device
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import KernelError
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
-from opslot.testing.apart import run_apart, spoils_device, workers_for
+from opslot.testing.apart import Processes, run_apart, spoils_device, workers_for
 from opslot.testing.parity import CheckResult, check_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,7 +58,8 @@ def verify(
         for share in shares:
             yield from _check(share)
         return
-    found, died = run_apart(_check_all, shares, workers, _spoils)
+    with Processes(workers) as processes:
+        found, died = run_apart(_check_all, shares, processes, _spoils)
     for share in died:
         found[share] = [share.failed("the process that checked it died")]
     for share in shares:

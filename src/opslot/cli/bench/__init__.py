@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,14 @@ def run(options: argparse.Namespace, argv: Iterable[str] = ()) -> int:
         return _merge(options, shlex.join(["opslot", *argv]))
     setting = _Setting(options)
     result = _Result(options, shlex.join(["opslot", *argv]), environment(setting.device))
+
+    def before_each_op(line: str) -> None:
+        if result.rows:
+            result.write()
+        _say(line)
+
     try:
-        for row in setting.rows():
+        for row in setting.rows(before_each_op):
             _say(f"{row.op}/{row.variant}, {row.case}: {row.kernel} {shown_ms(row)} ms")
             result.rows.append(row)
     finally:
@@ -199,12 +205,11 @@ class _Setting:
         by_shape = options.tune or self.model is not None or self.device.type == "cpu"
         self.tokens = options.tokens or (self.batch * self.length if by_shape else None)
 
-    def rows(self) -> Iterator[BenchRow]:
+    def rows(self, before_each_op: Callable[[str], None]) -> Iterator[BenchRow]:
         """The ops' rows: first those of this process, then those of peers that need one of their own."""
         options = self.options
         if options.step_only:
             return
-        _say("proofs and times of the ops")
         here = [p for p in self.peers if p not in self.peer_paths]
         yield from bench(
             options.op,
@@ -215,6 +220,7 @@ class _Setting:
             against=here,
             compiled=not options.tune and not options.no_compile,
             own=not options.peers_only,
+            say=before_each_op,
         )
         for peer in self.peers:
             if peer in self.peer_paths:

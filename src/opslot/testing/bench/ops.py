@@ -7,6 +7,8 @@ check cases, and again on the random inputs that were timed.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +21,7 @@ from opslot._base.device import facts_of
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import KernelError
 from opslot.slots import KERNEL_REGISTRY, InputCase, KernelRequest, OpVariant, walk_slots
-from opslot.testing.apart import spoils_device
+from opslot.testing.apart import Processes, most_workers, spoils_device
 from opslot.testing.bench.proofs import Claim, brief, cannot_run, describe, generator_of, prove
 from opslot.testing.bench.rows import BenchRow
 from opslot.testing.bench.timing import Time, measure, measure_ceilings
@@ -65,8 +67,12 @@ def bench(
     against: Sequence[str] = (),
     compiled: bool = True,
     own: bool = True,
+    say: Callable[[str], None] | None = None,
 ) -> Iterator[BenchRow]:
     """Prove and time eager, torch.compile of eager, every usable kernel and the peers, forward plus backward.
+
+    Op by op. An op's proofs come before its times, in processes of their own on a GPU: nothing else may run on a device
+    while something is timed.
 
     Args:
         op: only this op; default all.
@@ -75,6 +81,7 @@ def bench(
         against: peers whose kernels are no registered implementation (`opslot.testing.peers.PEERS`).
         compiled: torch.compile of eager, too.
         own: False leaves all but the peers out.
+        say: told what is about to be proven, which takes minutes.
 
     Yields:
         One row per (case, implementation), in the order measured.
@@ -84,17 +91,42 @@ def bench(
         KernelError: an implementation left the device unusable; its row comes before.
     """
     load_peers(against)
-    plan = list(_planned(op, torch.device(device), dtype, sites, tokens, against, compiled, own))
-    # All proofs come first: nothing else may run on the device while something is timed.
-    verdicts = _verdicts(plan)
-    for setting, cases, candidates in plan:
-        for case in cases:
-            proofs = {}
-            for name, candidate in candidates.items():
-                # Eager is what others are measured by; compiled code is proven on what is timed, a graph a shape.
-                claim = setting.claim(name, candidate.peer, case if candidate.peer else None)
-                proofs[name] = verdicts.get(claim, "ok")
-            yield from _bench_case(setting, case, candidates, proofs)
+    place = torch.device(device)
+    plan = _planned(op, place, dtype, sites, tokens, against, compiled, own)
+    with contextlib.ExitStack() as stack:
+        checkers = _Checkers(None, None)
+        if place.type == "cuda":
+            checkers = _Checkers(*(stack.enter_context(Processes(count)) for count in (most_workers(), 1)))
+        for name, group in itertools.groupby(plan, lambda planned: planned[0].op):
+            settings = list(group)
+            if say is not None:
+                say(f"{name}: proofs of {', '.join(_named(settings))}")
+            verdicts = _verdicts(settings, checkers)
+            for setting, cases, candidates in settings:
+                for case in cases:
+                    proofs = {}
+                    for kernel, candidate in candidates.items():
+                        # Eager is what others are measured by; compiled code is proven on what is timed, a graph a
+                        # shape.
+                        claim = setting.claim(kernel, candidate.peer, case if candidate.peer else None)
+                        proofs[kernel] = verdicts.get(claim, "ok")
+                    yield from _bench_case(setting, case, candidates, proofs)
+
+
+@dataclass(frozen=True)
+class _Checkers:
+    """Where kernels are proven, and where peers are: None is this process.
+
+    Peers one at a time, since what they do to the device must not be ours.
+    """
+
+    own: Processes | None
+    peers: Processes | None
+
+
+def _named(settings: Sequence[_Planned]) -> list[str]:
+    """The implementations that have something to prove."""
+    return list(dict.fromkeys(n for _, _, found in settings for n, c in found.items() if c.registered or c.peer))
 
 
 @dataclass(frozen=True)
@@ -133,11 +165,10 @@ def _planned(
                 yield setting, cases, candidates
 
 
-def _verdicts(plan: Sequence[_Planned]) -> dict[Claim, str]:
+def _verdicts(plan: Sequence[_Planned], checkers: _Checkers) -> dict[Claim, str]:
     """Proofs of the registered kernels, and of the peers'.
 
-    A peer is proven on what is timed, one at a time and in another process, since what it does with other inputs is its
-    users' business and what it does to the device must not be ours.
+    A peer is proven on what is timed, since what it does with other inputs is its users' business.
     """
     own = [setting.claim(n) for setting, _, found in plan for n, c in found.items() if c.registered]
     of_peers = [
@@ -147,8 +178,7 @@ def _verdicts(plan: Sequence[_Planned]) -> dict[Claim, str]:
         if c.peer
         for case in cases
     ]
-    on_gpu = any(setting.device.type == "cuda" for setting, _, _ in plan)
-    return prove(own) | prove(of_peers, workers=1 if on_gpu else 0)
+    return prove(own, checkers.own) | prove(of_peers, checkers.peers)
 
 
 def _cases(op_name: str, variant: OpVariant, sites: Iterable[Site] | None, tokens: int | None) -> Iterator[InputCase]:

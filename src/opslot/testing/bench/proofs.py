@@ -11,7 +11,7 @@ import torch
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import KernelError
 from opslot.slots import KERNEL_REGISTRY, OpVariant
-from opslot.testing.apart import run_apart, spoils_device, workers_for
+from opslot.testing.apart import Processes, run_apart, spoils_device
 from opslot.testing.parity import CheckResult, check_kernel, compare, expect
 from opslot.testing.peers import peer_kernels
 
@@ -40,18 +40,24 @@ class Claim:
     shape: tuple[tuple[str, int], ...] = ()
 
 
-def prove(claims: Sequence[Claim], workers: int | None = None) -> dict[Claim, str]:
+def prove(claims: Sequence[Claim], workers: Processes | None = None) -> dict[Claim, str]:
     """The verdict on each claim: "ok", "unproven: why" where every case was refused, or "WRONG ...".
 
     Args:
-        workers: processes beside this one, 0 for none; default as many as help on a GPU, and none elsewhere.
+        workers: where to check; None is this process.
     """
     if workers is None:
-        workers = workers_for(len(claims), any(claim.device.startswith("cuda") for claim in claims))
-    if not workers:
         return {claim: verdict_on(claim) for claim in claims}
-    verdicts, died = run_apart(verdict_on, claims, workers, spoils_device)
+    verdicts, died = run_apart(_verdict_apart, claims, workers, spoils_device)
     return verdicts | dict.fromkeys(died, _DIED)
+
+
+def _verdict_apart(claim: Claim) -> str:
+    """The verdict, from a process that lives on beside what is timed, and keeps no memory of the device."""
+    verdict = verdict_on(claim)
+    if claim.device.startswith("cuda") and not spoils_device(verdict):
+        torch.cuda.empty_cache()
+    return verdict
 
 
 def cannot_run(verdict: str) -> bool:
