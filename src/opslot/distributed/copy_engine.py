@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
@@ -112,8 +111,8 @@ class _Buffers:
         self._done = stream.record_event()
 
 
-class CopyAllGather(AllGather):
-    """FSDP2's all-gather by copies."""
+class CopyAllGather:
+    """FSDP2's all-gather by copies; what `FSDPModule.set_custom_all_gather` takes."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._buffers = _Buffers(group, device)
@@ -140,8 +139,10 @@ class CopyAllGather(AllGather):
                     rows[other, part].copy_(_rows(memory, other, own)[0])
 
 
-class CopyReduceScatter(ReduceScatter):
+class CopyReduceScatter:
     """FSDP2's summing reduce-scatter by copies and one local sum, in an order that is always the same.
+
+    What `FSDPModule.set_custom_reduce_scatter` takes.
 
     Attributes:
         sent_dtype: what gradients are sent in while they are no sums of several backward passes; see `gradient_sync`.
@@ -232,8 +233,9 @@ def use_copies(
     for module, group in groups:
         if group.group_name in comms:
             gather, reduce = comms[group.group_name]
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(reduce)
+            # They have the methods of torch's base classes, which are in a private module.
+            module.set_custom_all_gather(gather)  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
     return [reduce for _, reduce in comms.values()]
 
 
