@@ -218,7 +218,7 @@ def _check_output(train: TrainConfig, problems: list[str]) -> Path | None:
         problems.append("train.output_dir is empty; name a folder")
         return None
     output = Path(train.output_dir).expanduser()
-    problem = _unwritable(output / CHECKPOINTS)
+    problem = _unwritable(output) or _unwritable(output / CHECKPOINTS)
     if problem:
         problems.append(f"train.output_dir: {problem}")
         return None
