@@ -234,7 +234,7 @@ def _documents_loop(
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     q, k, v = (x.transpose(0, 1).reshape(1, x.shape[1], batch * length, -1) for x in (query, key, value))
     # No document goes on in the next row, and the tokens after the last bound, if there are any, are one too.
-    bounds = sorted([*cu_seqlens.tolist(), *range(length, batch * length + 1, length or 1)])
+    bounds = sorted({*cu_seqlens.tolist(), *range(length, batch * length + 1, length or 1)})
     parts = [
         _fused(name, backends, q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], None, dropout, causal, scaling)
         for a, b in itertools.pairwise(bounds)
