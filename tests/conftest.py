@@ -1,7 +1,7 @@
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,26 +15,40 @@ if not torch.cuda.is_available():
 os.environ["OPSLOT_PROFILE"] = "off"
 
 
-def _ranks_module():
-    name = "opslot_test_ranks"
+def _module(path: str):
+    """A module of the tests, which lie in no package that could be imported by name."""
+    name = "opslot_test_" + Path(path).stem
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "distributed" / "ranks.py")
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / path)
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator:
+def forks() -> Iterator:
+    """Starts scripts in processes that have torch, Transformers and opslot imported, but hold no model's classes."""
+    processes = _module("forks.py").Forks()
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="session")
+def ranks(forks) -> Iterator:
     """Four processes that run a test's functions as ranks, two of them unless the test says more."""
-    pool = _ranks_module().Ranks(4)
+    pool = _module("distributed/ranks.py").Ranks(4, forks)
     yield pool
     pool.close()
 
 
 @pytest.fixture
 def rank_failed() -> type[Exception]:
-    return _ranks_module().RankFailed
+    return _module("distributed/ranks.py").RankFailed
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    return _module("distributed/ranks.py").free_port
 
 
 @pytest.fixture(scope="session")

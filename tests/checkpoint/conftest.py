@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -91,17 +89,3 @@ def same_tensors() -> Callable[[nn.Module, nn.Module], None]:
             assert torch.equal(ours[name], tensor), name
 
     return check
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Any]:
-    """Two processes that run a test's functions as ranks, as the tests of the distributed room have them."""
-    path = Path(__file__).parent.parent / "distributed" / "ranks.py"
-    spec = importlib.util.spec_from_file_location("opslot_test_ranks_of_checkpoint", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    pool = module.Ranks(2)
-    yield pool
-    pool.close()

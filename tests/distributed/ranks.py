@@ -1,6 +1,7 @@
 """Processes that stand for ranks: started once, they run functions of the tests, each in a fresh gloo group.
 
-`Ranks(4).run(function, *arguments)` returns what `function` returned on each of two ranks, or raises the first error.
+`Ranks(4, forks).run(function, *arguments)` returns what `function` returned on each of two ranks, or raises the first
+error.
 As a script it is one rank.
 """
 
@@ -10,7 +11,6 @@ import contextlib
 import importlib.util
 import os
 import socket
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -26,18 +26,14 @@ class RankFailed(Exception):
 
 
 class Ranks:
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, forks: Any) -> None:
         self.size = size
         listener = Listener(("127.0.0.1", 0))
         listener._listener._socket.settimeout(_START_TIMEOUT)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         address = f"127.0.0.1:{listener.address[1]}"
         key = os.urandom(16)
         listener._authkey = key
-        self._processes = [
-            subprocess.Popen([sys.executable, __file__, address, key.hex(), str(rank)], env=environment)
-            for rank in range(size)
-        ]
+        self._processes = [forks.start(__file__, address, key.hex(), str(rank)) for rank in range(size)]
         connections = [listener.accept() for _ in range(size)]
         self._connections: dict[int, Connection] = {c.recv(): c for c in connections}
         listener.close()
@@ -66,7 +62,6 @@ class Ranks:
             connection.close()
         for process in self._processes:
             process.kill()
-            process.wait()
 
 
 def free_port() -> int:

@@ -1,11 +1,7 @@
 """A rank that fails takes the others along, and its own error reaches the user."""
 
 import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -40,45 +36,38 @@ print("done", rank, flush=True)
 """
 
 
-def start(tmp_path, case, culprit=0, lead=None):
-    """The processes of two ranks."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    sys.path.insert(0, str(Path(__file__).parent))
-    try:
-        from ranks import free_port
-    finally:
-        sys.path.pop(0)
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    common |= {"MASTER_PORT": str(free_port())}
-    common |= {} if lead is None else {"LEAD": str(lead)}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(script), case, str(culprit)],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+@pytest.fixture
+def start(forks, free_port, tmp_path):
+    """Start two ranks on a case of SCRIPT."""
+    processes = []
+
+    def run(case, culprit=0, lead=None):
+        script = tmp_path / "script.py"
+        script.write_text(SCRIPT)
+        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        common |= {} if lead is None else {"LEAD": str(lead)}
+        for rank in range(2):
+            env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(forks.start(script, case, str(culprit), env=env))
+        return processes
+
+    yield run
+    for process in processes:
+        process.kill()
 
 
-def run(tmp_path, case, culprit=0):
-    """[(exit code, stderr)] of two ranks, and the seconds that the later one took."""
-    processes = start(tmp_path, case, culprit)
+def ended(processes):
+    """[(exit code, output)] of two ranks, and the seconds that the later one took."""
     started = time.monotonic()
-    outputs = [process.communicate(timeout=50) for process in processes]
-    return [
-        (p.returncode, out + err) for p, (out, err) in zip(processes, outputs, strict=True)
-    ], time.monotonic() - started
+    texts = ["".join(process.communicate(timeout=50)) for process in processes]
+    return [(p.returncode, text) for p, text in zip(processes, texts, strict=True)], time.monotonic() - started
 
 
 @pytest.mark.parametrize(
     ("case", "kind", "culprit"), [("user", "ConfigError", 0), ("defect", "IndexError", 1), ("exit", "SystemExit", 1)]
 )
-def test_the_others_stop_and_name_the_rank(tmp_path, case, kind, culprit):
-    results, seconds = run(tmp_path, case, culprit)
+def test_the_others_stop_and_name_the_rank(start, case, kind, culprit):
+    results, seconds = ended(start(case, culprit))
     assert all(code != 0 for code, _ in results)
     message = f"{kind}: only rank {culprit} sees this"
     # Python tells what sys.exit was given by itself.
@@ -91,20 +80,15 @@ def test_the_others_stop_and_name_the_rank(tmp_path, case, kind, culprit):
 
 
 @pytest.mark.parametrize("case", ["user", "all"])
-def test_the_one_that_failed_ends_first(tmp_path, case):
+def test_the_one_that_failed_ends_first(start, case):
     """A launcher then ends the others, and shows the error of the first."""
-    processes = start(tmp_path, case, lead=20)
-    try:
-        while all(process.poll() is None for process in processes):
-            time.sleep(0.02)
-        ended = [process for process in processes if process.poll() is not None]
-        assert len(ended) == 1
-        assert "ConfigError: " in ended[0].stderr.read()
-        assert case == "all" or ended == processes[:1]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    processes = start(case, lead=20)
+    while all(process.poll() is None for process in processes):
+        time.sleep(0.02)
+    first = [process for process in processes if process.poll() is not None]
+    assert len(first) == 1
+    assert "ConfigError: " in first[0].read("stderr")
+    assert case == "all" or first == processes[:1]
 
 
 @pytest.mark.parametrize("kind", [ConfigError, IndexError])
@@ -125,16 +109,16 @@ def test_an_error_that_no_file_takes_does_not_become_another(tmp_path, monkeypat
     errors._record(ConfigError("seen here"))
 
 
-def test_an_error_of_all_ranks_is_told_once_in_full(tmp_path):
-    results, _ = run(tmp_path, "all")
+def test_an_error_of_all_ranks_is_told_once_in_full(start):
+    results, _ = ended(start("all"))
     assert all(code != 0 for code, _ in results)
     assert all("the same mistake everywhere" in text for _, text in results)
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_killed_rank_is_named(tmp_path, culprit):
+def test_a_killed_rank_is_named(start, culprit):
     """Rank 0 keeps the store here."""
-    results, seconds = run(tmp_path, "killed", culprit)
+    results, seconds = ended(start("killed", culprit))
     assert results[culprit][0] == -9
     code, text = results[1 - culprit]
     assert code == 1
@@ -142,13 +126,13 @@ def test_a_killed_rank_is_named(tmp_path, culprit):
     assert seconds < 30
 
 
-def test_a_broken_connection_is_told_as_the_end_of_the_rank(tmp_path):
-    results, _ = run(tmp_path, "waited for", 1)
+def test_a_broken_connection_is_told_as_the_end_of_the_rank(start):
+    results, _ = ended(start("waited for", 1))
     assert "ParallelError: rank 1 is gone without a word (killed" in results[0][1]
 
 
-def test_nothing_happens_when_all_goes_well(tmp_path):
-    results, _ = run(tmp_path, "fine")
+def test_nothing_happens_when_all_goes_well(start):
+    results, _ = ended(start("fine"))
     assert [code for code, _ in results] == [0, 0]
     assert "done 1" in results[1][1]
 

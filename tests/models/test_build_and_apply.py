@@ -308,11 +308,9 @@ def test_router_logits_are_captured_after_apply():
     assert out.aux_loss is not None
 
 
-def test_router_logits_are_captured_after_restore_in_a_process_that_never_built_upstreams_class():
-    import subprocess
-    import sys
-
-    code = """
+def test_router_logits_are_captured_after_restore_in_a_process_that_never_built_upstreams_class(forks, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("""
 import torch, opslot
 from transformers import Qwen3MoeConfig
 config = Qwen3MoeConfig(vocab_size=97, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=1, head_dim=8,
@@ -320,9 +318,9 @@ config = Qwen3MoeConfig(vocab_size=97, hidden_size=32, moe_intermediate_size=16,
 model = opslot.restore(opslot.build_foundation_model(config))
 assert type(model).__module__.startswith("transformers."), type(model)
 print(len(model(input_ids=torch.ones(1, 4, dtype=torch.long)).router_logits))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "1", done.stderr
+""")
+    out, err = forks.start(script).communicate()
+    assert out.strip() == "1", err
 
 
 def test_generation_is_upstreams():

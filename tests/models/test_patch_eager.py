@@ -6,8 +6,6 @@ import copy
 import importlib
 import io
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -148,15 +146,16 @@ def test_router_logits_are_captured():
     assert output.aux_loss.item() > 0
 
 
-def test_router_logits_are_captured_without_init(tmp_path):
+def test_router_logits_are_captured_without_init(forks, tmp_path):
     """In a process that never built the class: an instance moved to it, and one unpickled from elsewhere."""
     _, ours = pair("qwen3_moe")
     expected = ours(**batch()).loss.item()
     torch.save(pair("qwen3_moe")[1], tmp_path / "model.pt")
     torch.save(pair("qwen3_moe")[0], tmp_path / "upstream.pt")
     torch.save(batch(), tmp_path / "batch.pt")
-    code = f"""
-import sys, torch
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import torch
 import opslot.generated.qwen3_moe as generated
 batch = torch.load("{tmp_path}/batch.pt")
 unpickled = torch.load("{tmp_path}/model.pt", weights_only=False)
@@ -165,9 +164,9 @@ for module in moved.modules():
     if type(module).__module__.startswith("transformers.models.qwen3_moe"):
         module.__class__ = getattr(generated, type(module).__name__)
 print(*(model(**batch).loss.item() for model in (unpickled, moved)))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert [float(loss) for loss in done.stdout.split()] == [expected] * 2, done.stderr
+""")
+    out, err = forks.start(script).communicate()
+    assert [float(loss) for loss in out.split()] == [expected] * 2, err
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])

@@ -2,9 +2,6 @@
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -65,28 +62,22 @@ def config(settings, tmp_path):
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(forks, free_port, tmp_path):
     """Start two processes on a case of SCRIPT; returns them and the file that says that they are midway in a save."""
     processes = []
 
     def run(case, file):
         script, flag = tmp_path / "script.py", tmp_path / "midway"
         script.write_text(SCRIPT)
-        common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            common |= {"MASTER_PORT": str(free.getsockname()[1]), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for rank in range(2):
-            environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [sys.executable, str(script), case, file, str(flag)]
-            pipe = subprocess.PIPE
-            processes.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
+            env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(forks.start(script, case, file, str(flag), env=env))
         return processes, flag
 
     yield run
     for process in processes:
         process.kill()
-        process.wait()
 
 
 def finish(processes, seconds=90):

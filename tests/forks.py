@@ -1,0 +1,122 @@
+"""Python processes without the seconds of their imports: forks of one process that has them done.
+
+`Forks().start(script, *arguments, env=...)` begins a process that runs and ends as `python script *arguments` does.
+As a script it is the process that forks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+
+class Fork:
+    """One such process, as a `subprocess.Popen` whose output goes to files."""
+
+    def __init__(self, server: Connection, pid: int, output: Path) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._server = server
+        self._output = output
+
+    def poll(self) -> int | None:
+        """The exit code, -n after signal n; None while it runs."""
+        if self.returncode is None:
+            self._server.send(self.pid)
+            self.returncode = self._server.recv()
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """The exit code; raises subprocess.TimeoutExpired where there is none after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout)
+            time.sleep(0.01)
+        return self.returncode
+
+    def communicate(self, timeout: float = 60) -> tuple[str, str]:
+        """What it had written to stdout and stderr when it ended."""
+        self.wait(timeout)
+        return self.read("stdout"), self.read("stderr")
+
+    def read(self, name: str) -> str:
+        """What is in its "stdout" or "stderr" by now."""
+        return (self._output / name).read_text()
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait(10)
+
+
+class Forks:
+    """The process that forks. It computes nothing itself, so that no thread of its is missing in a fork."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._started = 0
+        self._server, end = Pipe()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        command = [sys.executable, "-P", __file__, str(end.fileno())]
+        self._process = subprocess.Popen(command, env=environment, pass_fds=[end.fileno()])
+        end.close()
+
+    def start(self, script: str | Path, *arguments: str, env: dict[str, str] | None = None) -> Fork:
+        """Run a script with `env` added to the environment."""
+        self._started += 1
+        output = Path(self._folder.name, str(self._started))
+        output.mkdir()
+        self._server.send((str(script), arguments, {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}, output))
+        return Fork(self._server, self._server.recv(), output)
+
+    def close(self) -> None:
+        self._server.close()
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def _serve(connection: Connection) -> None:
+    """Answer a task with the pid of its fork, and a pid with its exit code; in the fork, return from its script."""
+    while True:
+        task = connection.recv()
+        if isinstance(task, int):
+            pid, status = os.waitpid(task, os.WNOHANG)
+            connection.send(os.waitstatus_to_exitcode(status) if pid else None)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            _become(*task)
+            return
+        connection.send(pid)
+
+
+def _become(script: str, arguments: tuple[str, ...], environment: dict[str, str], output: Path) -> None:
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        with (output / name).open("wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[:] = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    # What takes long, but no model's classes, which a test may be about.
+    for name in ("transformers.modeling_utils", "opslot.distributed", "opslot.models", "opslot.trainer.text"):
+        importlib.import_module(name)
+
+    with contextlib.suppress(EOFError):
+        _serve(Connection(int(sys.argv[1])))
