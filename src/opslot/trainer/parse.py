@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 USAGE = "opslot train CONFIG.yaml [--section.field VALUE ...] [--traceback]"
 
 EXAMPLES = """examples:
-  opslot train configs/qwen3_moe_tiny.yaml
+  opslot train configs/text.yaml
   opslot train run.yaml --train.max_steps 200 --train.lr 1e-3
   opslot train run.yaml --train.resume_from latest
   opslot train run.yaml --model.ops_implementation eager

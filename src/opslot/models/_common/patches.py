@@ -42,6 +42,7 @@ def llama_like(arch: str, prefix: str) -> PatchConfig:
     slot_heads(patch, prefix)
     slot_residual_norm(patch, prefix)
     record_outputs(patch)
+    convert_checkpoints(patch, prefix)
     return patch
 
 
@@ -103,3 +104,17 @@ def record_outputs(patch: PatchConfig) -> None:
         """
     )
     patch.depends_on("transformers.utils.output_capturing", "install_all_output_capturing_hooks")
+
+
+def convert_checkpoints(patch: PatchConfig, prefix: str) -> None:
+    """Let Transformers convert checkpoints for the generated classes as it does for its own.
+
+    Newer releases convert nothing for classes outside Transformers: `from_pretrained` would draw experts at random
+    where the checkpoint has a tensor for each, and `save_pretrained` would write them in another layout than the hub's.
+    """
+    patch.add_final_block(
+        f"""
+        # A subclass in another module stays custom code, as a subclass of upstream's class is.
+        {prefix}PreTrainedModel.is_custom_code = classmethod(lambda cls: cls.__module__ != __name__)
+        """
+    )
