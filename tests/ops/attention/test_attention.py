@@ -93,6 +93,19 @@ def test_sdpa_serves_every_option(options, keys):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 5}, documents(20, 4), documents(20, 4) | {"sliding_window": 3}]
+)
+def test_channels_may_lie_apart_in_memory(options):
+    q, k, v = (x[:1].mT.contiguous().mT for x in tensors(dtype=torch.float64))
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 24
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    found, expected = (f(Attention(), *leaves, None, **options)[0] for f in (load("sdpa"), op.reference))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    grads = [torch.autograd.grad(out.square().sum(), leaves) for out in (found, expected)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-11)
+
+
 def test_tokens_after_the_last_document_are_one_more():
     q, k, v = tensors(dtype=torch.float64)
     found, _ = load("sdpa")(Attention(), q, k, v, None, **documents(20, 4, 17))

@@ -115,6 +115,8 @@ def _fused(
 ) -> Tensor:
     """One call of torch's function [B, heads, S, D], restricted to `backends`."""
     width = value.shape[-1]
+    # No fused backend reads channels that lie apart in memory.
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     if query.is_cpu and width < query.shape[-1]:
         # The CPU's fused attention takes values as wide as queries (DeepSeek's are narrower).
         value = pad(value, (0, query.shape[-1] - width))
