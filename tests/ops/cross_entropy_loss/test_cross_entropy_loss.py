@@ -1,6 +1,7 @@
 """What is special about the fused losses: extremes, chunks, memory, autograd contexts, compile, refusals."""
 
 import importlib
+import re
 
 import pytest
 import torch
@@ -162,6 +163,34 @@ def test_label_outside_the_vocabulary_is_seen(name):
     elif DEVICE == "cpu":
         with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
             load(name)(hidden, weight, labels)
+
+
+@pytest.mark.parametrize("variant", ["causal", "sequence_classification", "token_log_probs"])
+@pytest.mark.parametrize("label", [37, -1, 2**40])
+def test_a_label_without_a_column_is_named(variant, label):
+    hidden, weight, labels = inputs(grad=False)
+    if DEVICE != "cpu":
+        pytest.skip("on a device, torch's own assertion tells")
+    labels[1, 5] = label
+    with pytest.raises(KernelError, match=f"cannot take labels: label {label} is out of bounds: the vocabulary has 37"):
+        load("chunk_loss", variant)(hidden, weight, labels)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"weight": torch.ones(0, 16)}, "weight: shape (0, 16), a vocabulary of nothing"),
+        ({"hidden_states": torch.tensor(1.0)}, "hidden_states: it is one number, not [..., H]"),
+        ({"num_items_in_batch": "5"}, "num_items_in_batch: '5', not one number"),
+        ({"num_items_in_batch": [5]}, "num_items_in_batch: [5], not one number"),
+        ({"num_items_in_batch": torch.tensor(5.0, requires_grad=True)}, "num_items_in_batch: it requires a gradient"),
+    ],
+)
+def test_what_is_no_head_or_count_is_refused(name, change, said):
+    hidden, weight, labels = inputs(grad=False)
+    given = {"hidden_states": hidden, "weight": weight, "labels": labels}
+    with pytest.raises(KernelError, match=re.escape(said)):
+        load(name)(**(given | {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in change.items()}))
 
 
 def test_same_inputs_same_bits(name, small_chunks):

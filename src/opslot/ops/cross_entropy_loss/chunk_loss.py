@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from opslot.ops._common.library import refuse
 from opslot.ops.cross_entropy_loss.chunked import Backend, Shaping, wide
 from opslot.ops.cross_entropy_loss.fused import make_kernels
 
@@ -32,8 +33,7 @@ def loss_step(
     logits: Tensor, labels: Tensor, losses: Tensor, factor: Tensor | None, shaping: Shaping, grad: bool
 ) -> Tensor:
     """See `Backend.loss_step`."""
-    ignored = labels == shaping.ignore_index
-    index = labels.masked_fill(ignored, 0).unsqueeze(1)
+    ignored, index = _columns(labels, logits.shape[1], shaping)
     x, slope = _shape(logits, shaping)
     mean = x.mean(1) if shaping.smoothing else None
     soft = _softmax(x, index)
@@ -84,6 +84,27 @@ def rescale(grad: Tensor, factor: Tensor) -> None:
         grad.mul_(factor)
 
 
+def _columns(labels: Tensor, vocab: int, shaping: Shaping) -> tuple[Tensor, Tensor]:
+    """(ignored [R], each label's column of the logits [R, 1], 0 where ignored).
+
+    Raises:
+        KernelError: a label on a CPU has no column; on a device torch's own assertion says so, and nobody waits.
+    """
+    ignored = labels == shaping.ignore_index
+    index = labels.masked_fill(ignored, 0)
+    if labels.device.type == "cpu":
+        outside = index[(index < 0) | (index >= vocab)]
+        if outside.numel():
+            refuse(
+                "cross_entropy_loss_implementation='chunk_loss'",
+                "labels",
+                f"label {outside[0].item()} is out of bounds: the vocabulary has {vocab}, ignored is "
+                f"{shaping.ignore_index}",
+                "mend the labels, or the tokenizer that made them for a larger vocabulary",
+            )
+    return ignored, index.unsqueeze(1)
+
+
 def _shape(logits: Tensor, shaping: Shaping) -> tuple[Tensor, Tensor | None]:
     """(x in the wide dtype, dx/dz without the scale or None); may overwrite `logits`."""
     x = logits.to(wide(logits.dtype))
@@ -125,8 +146,7 @@ def _log_softmax(
     logits: Tensor, labels: Tensor, shaping: Shaping
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """(ignored [R], label index [R, 1], log p [R, V], p [R, V], 1 - p of the label [R, 1], slope of `_shape`)."""
-    ignored = labels == shaping.ignore_index
-    index = labels.masked_fill(ignored, 0).unsqueeze(1)
+    ignored, index = _columns(labels, logits.shape[1], shaping)
     x, slope = _shape(logits, shaping)
     log_p = x.log_softmax(1)
     probs = log_p.exp()

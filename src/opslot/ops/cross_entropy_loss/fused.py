@@ -133,11 +133,15 @@ def flat_inputs(name: str, hidden_states: Tensor, weight: Tensor, labels: Tensor
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
         hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
+    if not hidden_states.dim():
+        _refuse(name, "hidden_states", "it is one number, not [..., H]")
     width = hidden_states.shape[-1]
     if weight.dim() != 2 or weight.shape[1] != width:
         _refuse(
             name, "weight", f"shape {tuple(weight.shape)} beside hidden_states {tuple(hidden_states.shape)}, not [V, H]"
         )
+    if not weight.shape[0]:
+        _refuse(name, "weight", f"shape {tuple(weight.shape)}, a vocabulary of nothing")
     if hidden_states.shape[:-1].numel() != labels.numel():
         _refuse(name, "labels", f"shape {tuple(labels.shape)} beside hidden_states {tuple(hidden_states.shape)}")
     if hidden_states.dtype != weight.dtype:
@@ -158,9 +162,13 @@ def loss_divisor(
     if num_items is None:
         return (labels != ignore_index).sum().to(dtype)
     if not isinstance(num_items, Tensor):
+        if isinstance(num_items, str | list | tuple):
+            _refuse(name, "num_items_in_batch", f"{num_items!r}, not one number")
         return torch.full((), num_items, dtype=dtype, device=labels.device)
     if num_items.numel() != 1:
         _refuse(name, "num_items_in_batch", f"shape {tuple(num_items.shape)}, not one number")
+    if num_items.requires_grad:
+        _refuse(name, "num_items_in_batch", "it requires a gradient, and only hidden_states and weight receive one")
     return num_items.reshape(()).to(device=labels.device, dtype=dtype)
 
 
