@@ -108,7 +108,10 @@ def test_a_profile_of_another_machine_is_ignored_and_explain_says_why(shaped, fi
     assert len(machines) == (2 if "device" in change else 1), "other machines' timings stay, other versions' go"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": 99, "machines": []}', '{"format": 1, "machines": [{}]}'])
+BROKEN = ["{", "[]", '{"format": 99, "machines": []}', '{"format": 1, "machines": [{}]}', "[" * 100_000, ""]
+
+
+@pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
 def test_a_broken_profile_is_told_and_never_a_crash(shaped, file, monkeypatch, caplog, text):
     file.parent.mkdir(parents=True)
     file.write_text(text)
@@ -160,6 +163,17 @@ def test_a_section_without_its_parts_is_told_where_it_would_be_added_to(file, mi
     file.write_text(json.dumps(data))
     with pytest.raises(ConfigError, match=f"no profile of opslot's: KeyError\\('{missing}'\\)"):
         write_profile([], CPU)
+
+
+@pytest.mark.parametrize("text", [None, "{"])
+def test_a_profile_that_cannot_be_read_is_told_once_and_blamed_on_no_slot(shaped, file, monkeypatch, text):
+    if text is not None:
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    monkeypatch.setenv("OPSLOT_PROFILE", str(file))
+    with pytest.raises(ConfigError, match=r"^OPSLOT_PROFILE.*profile\.json.* cannot be read") as caught:
+        bind(nn.ModuleDict({"first": Doubler(), "second": Doubler()}))
+    assert str(caught.value).count("OPSLOT_PROFILE") <= 2
 
 
 def test_a_named_profile_must_exist_and_off_means_off(shaped, file, monkeypatch):

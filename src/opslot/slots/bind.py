@@ -12,7 +12,7 @@ from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.slots.config import OpsImplementationConfig
 from opslot.slots.op import OpSpec
-from opslot.slots.profile import read_profile
+from opslot.slots.profile import ProfileError, read_profile
 from opslot.slots.registry import KERNEL_REGISTRY, Resolution
 from opslot.slots.report import BindingReport, BindingRow
 from opslot.slots.slot import PREFIX, BoundKernel, walk_slots
@@ -66,6 +66,9 @@ def bind(
         request = KernelRequest(op_name, variant, facts, number, module, next(iter(_around(path, configs)), None))
         try:
             at_slots.append(_Choice(path, module, slot, _resolve(request, config.choice(op_name, variant, path))))
+        except ProfileError:
+            # The file's fault, not a slot's.
+            raise
         except ConfigError as error:
             problems.append(f"{path or type(model).__name__}: {error}")
     of_model = _resolve_model_ops(inner_models, config, facts, default_dtype, problems)
@@ -249,6 +252,8 @@ def _resolve_model_ops(
             try:
                 resolution = KERNEL_REGISTRY.resolve(request, config.choice(op.name, variant, path))
                 found.append(_Choice(path, inner, "", resolution))
+            except ProfileError:
+                raise
             except ConfigError as error:
                 problems.append(f"{path}: {error}" if path else str(error))
     return found

@@ -35,6 +35,10 @@ _INSTEAD = "delete the file and run `opslot bench --tune`"
 _Key = tuple[str, str, str, tuple[tuple[str, int], ...]]
 
 
+class ProfileError(ConfigError):
+    """The profile that OPSLOT_PROFILE names cannot be read."""
+
+
 @dataclass(frozen=True)
 class Timing:
     """Every implementation of one op at one shape.
@@ -105,7 +109,7 @@ def read_profile(device: DeviceFacts) -> Profile:
     """The profile of `device`, read anew only when the file changed.
 
     Raises:
-        ConfigError: OPSLOT_PROFILE names a file that does not exist or is no profile. The default file is ignored
+        ProfileError: OPSLOT_PROFILE names a file that does not exist or is no profile. The default file is ignored
             then, which is logged once and told by `explain`.
     """
     path = profile_path()
@@ -116,7 +120,7 @@ def read_profile(device: DeviceFacts) -> Profile:
         stat = path.stat()
     except OSError as error:
         if named:
-            raise ConfigError(
+            raise ProfileError(
                 f"{VARIABLE}={str(path)!r} cannot be read: {error.strerror}\n"
                 "  to do: write it with `opslot bench --tune`, or set it to off"
             ) from error
@@ -142,7 +146,7 @@ def _read(path: Path, changed: int, size: int, device: DeviceFacts, named: bool)
             return Profile(path, {t.key: t for t in timings}, section["date"])
     except ConfigError as error:
         if named:
-            raise ConfigError(f"{VARIABLE}: {error}\n  to do: {_INSTEAD}, or set {VARIABLE}=off") from error
+            raise ProfileError(f"{VARIABLE}: {error}\n  to do: {_INSTEAD}, or set {VARIABLE}=off") from error
         logger.warning("%s; kernels are chosen without it", error)
         return Profile(path, ignored=str(error))
 
@@ -172,7 +176,9 @@ def _timing(entry: Mapping[str, Any]) -> Timing:
 def _machines(path: Path) -> list[dict[str, Any]]:
     try:
         data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(data, dict) or data.get("format") != _FORMAT or not isinstance(data.get("machines"), list):
         raise ConfigError(f"{path} is no profile of opslot's (format {_FORMAT})")
