@@ -176,7 +176,7 @@ def main() -> None:
             KERNEL_REGISTRY.unregister(op, "standard", kernel)
     rows: list[BenchRow] = []
     for op in options.op:
-        rows += [*bench(op, device=DEVICE, compiled=False), *upstream_rows(op)]
+        rows += [*bench([op], device=DEVICE, compiled=False), *upstream_rows(op)]
         print(table(rows), flush=True)
     proofs = [str(result) for result in proofs_at_size()] if DELTA in options.op else []
     print("\n".join(proofs), flush=True)

@@ -10,7 +10,7 @@ from opslot import KERNEL_REGISTRY, KernelSpec, bind
 from opslot._base.device import CPU
 from opslot._base.errors import ConfigError, KernelError
 from opslot.slots import OpSlot, read_profile, write_profile
-from opslot.testing.apart import Processes
+from opslot.testing.apart import Lost, Processes
 from opslot.testing.bench import (
     BenchRow,
     as_dict,
@@ -23,10 +23,11 @@ from opslot.testing.bench import (
     sites_of,
     timings_of,
 )
-from opslot.testing.bench.proofs import Claim, prove
+from opslot.testing.bench.proofs import Claim, cannot_run, prove, summed_up
 from opslot.testing.parity import CheckResult, compare, expect
 from opslot.testing.peers import PEERS, check_peers, load_peers, peer_kernels
 
+STANDARD = KERNEL_REGISTRY.op("rms_norm").variant("standard")
 WIDE = (("heads", 1), ("width", 24))
 
 
@@ -60,7 +61,7 @@ class Norm(nn.Module):
 def rows_at(tokens, **options):
     sites = sites_of(Norm(), torch.device("cpu"), torch.float32)
     assert [(s.op, s.variant, s.shape) for s in sites] == [("rms_norm", "standard", WIDE)]
-    found = bench("rms_norm", device="cpu", dtype=torch.float32, sites=sites, tokens=tokens, **options)
+    found = bench(["rms_norm"], device="cpu", dtype=torch.float32, sites=sites, tokens=tokens, **options)
     return {row.kernel: row for row in found}
 
 
@@ -113,10 +114,19 @@ def test_a_kernel_that_raises_is_a_row_and_the_rest_goes_on():
     assert rows["torch_fused"].counts
 
 
+def claim_of(kernel, case=STANDARD.cases[0].name, **fields):
+    return Claim(
+        **{"op": "rms_norm", "variant": "standard", "dtype": torch.float32, "device": "cpu"} | fields,
+        kernel=kernel,
+        case=case,
+    )
+
+
 def test_proofs_in_a_process_of_their_own_say_the_same():
+    first, second = (c.name for c in STANDARD.cases[:2])
     claims = [
-        Claim("rms_norm", "standard", "torch_fused", torch.float32, "cpu"),
-        Claim("rms_norm", "offset", "torch_fused", torch.bfloat16, "cpu"),
+        claim_of("torch_fused", first),
+        claim_of("torch_fused", second, variant="offset", dtype=torch.bfloat16),
     ]
     with Processes(2) as workers:
         assert prove(claims, workers) == dict.fromkeys(claims, "ok")
@@ -124,15 +134,26 @@ def test_proofs_in_a_process_of_their_own_say_the_same():
         assert prove(claims[:1], workers) == {claims[0]: "ok"}
 
 
-def test_a_kernel_that_takes_its_process_down_is_wrong_and_others_are_not(monkeypatch):
-    fatal, innocent = (Claim("rms_norm", "standard", name, torch.float32, "cpu") for name in ("fatal", "innocent"))
+def test_a_kernel_is_what_its_cases_say():
+    assert summed_up([]) == "ok"
+    assert summed_up(["ok", "refused: powers of two only"]) == "ok"
+    assert summed_up(["refused: this", "refused: that"]) == "unproven: this"
+    assert summed_up(["ok", "WRONG first", "refused: that", "WRONG second"]) == "WRONG first"
+    assert summed_up(["ok", "unproven: its check was not done after 60 s"]).startswith("unproven")
 
-    def in_processes(function, claims, workers, spoils):
-        return ({}, list(claims)) if fatal in claims else (dict.fromkeys(claims, "ok"), [])
 
-    monkeypatch.setattr("opslot.testing.apart._in_processes", in_processes)
-    verdicts = prove([fatal, innocent], Processes(2))
-    assert verdicts == {fatal: "WRONG: the process that checked it died", innocent: "ok"}
+def test_a_claim_that_takes_too_long_or_its_process_down_says_so():
+    died, late = claim_of("fatal"), claim_of("slow")
+
+    class Workers:
+        def run(self, function, claims, spoils, limit):
+            yield died, Lost("died")
+            yield late, Lost(f"was not done after {limit:g} s")
+
+    verdicts = prove([died, late], Workers())
+    assert verdicts[died] == "WRONG: the process that checked it died"
+    assert verdicts[late] == "unproven: its check was not done after 180 s"
+    assert all(map(cannot_run, verdicts.values()))
 
 
 def test_norms_are_compared_where_elements_are_too_many():
@@ -252,7 +273,7 @@ def test_a_kernel_that_spoils_the_device_ends_the_run_after_its_row(calls_before
 
     KERNEL_REGISTRY.register(KernelSpec("illegal", "rms_norm", "standard", lambda: illegal))
     sites = sites_of(Norm(), torch.device("cpu"), torch.float32)
-    found = bench("rms_norm", device="cpu", dtype=torch.float32, sites=sites, tokens=2, compiled=False)
+    found = bench(["rms_norm"], device="cpu", dtype=torch.float32, sites=sites, tokens=2, compiled=False)
     rows = []
     try:
         with pytest.raises(KernelError, match="illegal left the device unusable at 2x24"):
@@ -262,21 +283,6 @@ def test_a_kernel_that_spoils_the_device_ends_the_run_after_its_row(calls_before
     assert rows[-1].kernel == "illegal"
     assert "CUDA error" in rows[-1].verdict
     assert ("eager" in {r.kernel for r in rows}) == bool(calls_before)
-
-
-def test_what_an_earlier_kernel_spoiled_is_proven_in_other_processes(monkeypatch):
-    claims = [Claim("rms_norm", "standard", name, torch.float32, "cuda") for name in ("bad", "next", "far")]
-    rounds = []
-
-    def in_processes(function, asked, workers, spoils):
-        rounds.append(list(asked))
-        if claims[0] in asked:
-            return {claims[0]: "WRONG CUDA error", claims[2]: "ok"}, []
-        return dict.fromkeys(asked, "ok"), []
-
-    monkeypatch.setattr("opslot.testing.apart._in_processes", in_processes)
-    assert prove(claims, Processes(2)) == {claims[0]: "WRONG CUDA error", claims[2]: "ok", claims[1]: "ok"}
-    assert rounds == [claims, [claims[1]]]
 
 
 def test_a_peer_is_proven_on_what_is_timed(monkeypatch):

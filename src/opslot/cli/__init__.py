@@ -23,7 +23,7 @@ _EPILOG = """examples:
   opslot convert SRC DST --layout fused             rewrite an MoE checkpoint's experts
   opslot patchgen --list                            the architectures and their patches
 
-exit codes: 0 done, 1 a check or a run failed, 2 wrong use or bad input
+exit codes: 0 done, 1 a check or a run failed, 2 wrong use or bad input, 130 interrupted
 """
 
 
@@ -40,6 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"opslot: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        if show_traceback:
+            traceback.print_exc()
+        print("opslot: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # The reader (head, less) has gone; that is its right.
         sys.stderr.close()
@@ -193,7 +198,9 @@ def _add_bench(add: _Add) -> None:
         ),
         formatter_class=_FORM,
     )
-    bench.add_argument("--op", metavar="NAME", help="only this op, and no training step")
+    bench.add_argument(
+        "--op", metavar="NAMES", help="only these ops (separated by commas), in this order, and no training step"
+    )
     bench.add_argument(
         "--model",
         metavar="CONFIG",

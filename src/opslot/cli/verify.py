@@ -23,14 +23,22 @@ def run(op: str | None, kernel: str | None, device: str | None, seed: int, worke
         return 1 if failed else 0
     header = ("op", "variant", "kernel", "dtype", "cases", "verdict", "worst of: error, eager's error, bound")
     print("\n".join(format_table(header, _rows(results))))
-    for result in failed:
-        print(f"FAILED {result}")
+    for result, more in _distinct(failed):
+        print(f"FAILED {result}" + (f" (and {more} more cases alike)" if more else ""))
     refused = sum(bool(r.refused) for r in results)
     print(
         f"{len(results) - len(failed) - refused} of {len(results)} checks passed"
         + (f", {refused} refused by their kernels" if refused else "")
     )
     return 1 if failed or refused == len(results) else 0
+
+
+def _distinct(failed: list[CheckResult]) -> list[tuple[CheckResult, int]]:
+    """The failures, those that say the same of one kernel once, with the number of the others."""
+    groups: dict[tuple[str, ...], list[CheckResult]] = {}
+    for r in failed:
+        groups.setdefault((r.op, r.variant, r.kernel, r.dtype, r.problem or r.case), []).append(r)
+    return [(group[0], len(group) - 1) for group in groups.values()]
 
 
 def _rows(results: list[CheckResult]) -> list[tuple[str, ...]]:

@@ -64,6 +64,8 @@ class OpVariant:
         site_shape: given a site's request, the static sizes that decide who is fastest there (widths, heads, experts;
             not the number of tokens), or None where they cannot be known; a measured profile is keyed by them.
         case_at: `(shape, tokens) -> InputCase`, a case worth timing with those sizes and that many tokens.
+        compiles: whether torch.compile of `reference` is worth timing: not where it loops over chunks, experts or
+            documents, at which a compiler stops or which it unrolls for minutes.
         widens: the variant that also computes a part of this one, in slots of its own. Where the named kernel lacks
             this variant, or cannot stand, those slots serve as they would without it, and nothing is refused.
         description: one line.
@@ -79,8 +81,13 @@ class OpVariant:
     roundings: Mapping[str, float] = field(default_factory=dict)
     site_shape: Callable[[KernelRequest], Mapping[str, int] | None] | None = None
     case_at: Callable[[Mapping[str, int], int], InputCase] | None = None
+    compiles: bool = True
     widens: str | None = None
     description: str = ""
+
+    def case(self, name: str) -> InputCase:
+        """The case of that name."""
+        return next(case for case in self.cases if case.name == name)
 
     def signature_problem(self, kernel: Callable[..., Any]) -> str | None:
         """How the kernel's parameters differ from the contract's (names, order, kinds, defaults), or None."""

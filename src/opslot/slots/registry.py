@@ -99,10 +99,11 @@ class KernelRegistry:
             return spec
 
     def unregister(self, op_name: str, variant: str, name: str) -> None:
-        """Remove a kernel; models bound to it keep it."""
+        """Remove a kernel; models bound to it keep it. ConfigError naming the alternatives when it does not exist."""
+        key = self.get(op_name, variant, name).key
         with self._lock:
-            self._specs.pop((op_name, variant, name), None)
-            self._loaded.pop((op_name, variant, name), None)
+            self._specs.pop(key, None)
+            self._loaded.pop(key, None)
 
     def _usable_somewhere(self, spec: KernelSpec) -> bool:
         if spec.supports is not None:

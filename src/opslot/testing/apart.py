@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+import signal
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-_Item = TypeVar("_Item")
+from opslot._base.errors import KernelError
+
+_Item = TypeVar("_Item", bound=Hashable)
 _Result = TypeVar("_Result")
-_MOST_WORKERS = 8
+_MOST_WORKERS = 12
 
 
 def most_workers() -> int:
@@ -23,8 +30,19 @@ def workers_for(count: int, on_gpu: bool) -> int:
     return min(most_workers(), count) if on_gpu else 0
 
 
+def spoils_device(message: str) -> bool:
+    """Whether the failure that a message tells of leaves nothing usable for others in the same process."""
+    return "CUDA error" in message
+
+
+class Lost(str):
+    """In place of a result: why there is none, "died" or "was not done after 60 s"."""
+
+
 class Processes:
     """Processes for one batch of checks after another: starting one takes seconds, which importing needs.
+
+    Each has one item at a time, so that of those that take their process down or hang every one is known.
 
     Args:
         count: of processes, started when there is work and replaced when one of them is beyond use.
@@ -32,7 +50,8 @@ class Processes:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._pool: ProcessPoolExecutor | None = None
+        self._idle: list[_Worker] = []
+        self._busy: list[_Worker] = []
 
     def __enter__(self) -> Processes:
         return self
@@ -40,95 +59,127 @@ class Processes:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def submit(self, function: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
-        if self._pool is None:
-            # CUDA does not survive a fork.
-            self._pool = ProcessPoolExecutor(self._count, mp_context=multiprocessing.get_context("spawn"))
-        return self._pool.submit(function, *arguments)
+    def stop(self) -> None:
+        """End the processes, whatever they are at; the next work starts new ones."""
+        for worker in (*self._idle, *self._busy):
+            worker.stop()
+        self._idle, self._busy = [], []
+
+    def run(
+        self,
+        function: Callable[[_Item], _Result],
+        items: Sequence[_Item],
+        spoils: Callable[[_Result], bool],
+        limit: float | None = None,
+    ) -> Iterator[tuple[_Item, _Result | Lost]]:
+        """Call `function` on each item.
+
+        Args:
+            function: importable by name.
+            items: picklable.
+            spoils: says of a result that its process can compute nothing more.
+            limit: seconds that an item may take, the start of its process included.
+
+        Yields:
+            Items with their results, as they come; `Lost` for one that is not done in time or whose process dies, twice
+            and the second time in a new one.
+
+        Raises:
+            KernelError: `function` raised.
+        """
+        todo: deque[_Item] = deque(items)
+        again: set[_Item] = set()
+        try:
+            while todo or self._busy:
+                while todo and len(self._busy) < self._count:
+                    item = todo.popleft()
+                    worker = self._idle.pop() if self._idle and item not in again else _Worker()
+                    self._busy.append(worker)
+                    worker.begin(function, item, limit)
+                for worker in self._ready():
+                    self._busy.remove(worker)
+                    item = worker.item
+                    result = worker.end()
+                    died = isinstance(result, Lost)
+                    if died or spoils(result):
+                        worker.stop()
+                    else:
+                        self._idle.append(worker)
+                    if died and not worker.late and item not in again:
+                        # What ran in the process before may have been at fault.
+                        again.add(item)
+                        todo.append(item)
+                    else:
+                        yield item, result
+        finally:
+            for worker in self._busy:
+                worker.stop()
+            self._busy = []
+
+    def _ready(self) -> list[_Worker]:
+        """The workers that have a result, have died or are out of time; waits for the first."""
+        ends = [worker.ends for worker in self._busy if worker.ends is not None]
+        spoken = wait([worker.pipe for worker in self._busy], max(0.0, min(ends) - time.monotonic()) if ends else None)
+        return [worker for worker in self._busy if worker.pipe in spoken or worker.late]
+
+
+class _Worker:
+    """One process, and what it is at."""
+
+    def __init__(self) -> None:
+        # CUDA does not survive a fork.
+        context = multiprocessing.get_context("spawn")
+        self.pipe: Connection
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.item: Any = None
+        self.ends: float | None = None
+        self._limit: float | None = None
+
+    def begin(self, function: Callable[[Any], Any], item: Any, limit: float | None) -> None:
+        self.item, self._limit = item, limit
+        self.ends = None if limit is None else time.monotonic() + limit
+        # One that died meanwhile is noticed when its answer is read.
+        with contextlib.suppress(OSError):
+            self.pipe.send((function, item))
+
+    @property
+    def late(self) -> bool:
+        return self.ends is not None and time.monotonic() >= self.ends
+
+    def end(self) -> Any:
+        """The result, or why there is none."""
+        if not self.pipe.poll():
+            return Lost(f"was not done after {self._limit:g} s")
+        try:
+            good, result = self.pipe.recv()
+        except (EOFError, OSError):
+            self.ends = None
+            return Lost("died")
+        self.ends = None
+        if not good:
+            raise KernelError(f"a check raised, which is a defect of opslot's own; its traceback:\n{result}")
+        return result
 
     def stop(self) -> None:
-        """End the processes; the next work starts new ones."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        self.pipe.close()
+        self._process.kill()
+        self._process.join()
 
 
-def run_apart(
-    function: Callable[[_Item], _Result],
-    items: Sequence[_Item],
-    workers: Processes,
-    spoils: Callable[[_Result], bool],
-) -> tuple[dict[_Item, _Result], list[_Item]]:
-    """Call `function` on each item in `workers`.
-
-    Args:
-        function, spoils: importable by name; `spoils` says of a result that its process can compute nothing more.
-        items: hashable, and picklable.
-
-    Returns:
-        Results by item, and the items whose process died, each in one of its own at last.
-    """
-    results, lost = _in_processes(function, items, workers, spoils)
-    left = [item for item in items if item not in results and item not in lost]
-    if left:
-        more, died = run_apart(function, left, workers, spoils)
-        results |= more
-    else:
-        died = []
-    for item in lost:
-        # One that takes its process down takes others with it.
-        with Processes(1) as alone:
-            found, gone = _in_processes(function, [item], alone, spoils)
-        results |= found
-        died += gone
-    return results, died
-
-
-def spoils_device(message: str) -> bool:
-    """Whether the failure that a message tells of leaves nothing usable for others in the same process."""
-    return "CUDA error" in message
-
-
-def _in_processes(
-    function: Callable[[Any], Any], items: Sequence[Any], workers: Processes, spoils: Callable[[Any], bool]
-) -> tuple[dict[Any, Any], list[Any]]:
-    """Results, and items whose process died; those in neither fell to a process that an earlier one had spoiled."""
-    results: dict[Any, Any] = {}
-    lost = []
-    futures = {item: _submitted(workers, function, item, spoils) for item in items}
-    for item, future in futures.items():
+def _serve(pipe: Connection) -> None:
+    """What a process does: one call after another, until the other end is gone."""
+    # An interrupt from the keyboard reaches all of the processes; the first of them ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
         try:
-            results[item] = future.result()
-        except BrokenExecutor:
-            lost.append(item)
-        except _Spoiled:
-            pass
-    if len(results) < len(items) or any(map(spoils, results.values())):
-        workers.stop()
-    return results, lost
-
-
-def _submitted(workers: Processes, *task: Any) -> Future[Any]:
-    try:
-        return workers.submit(_in_worker, *task)
-    except BrokenExecutor as error:
-        # A process died of what was submitted before.
-        gone: Future[Any] = Future()
-        gone.set_exception(error)
-        return gone
-
-
-class _Spoiled(Exception):
-    """A check before this one left the process without a usable device."""
-
-
-_spoiled = False
-
-
-def _in_worker(function: Callable[[Any], Any], item: Any, spoils: Callable[[Any], bool]) -> Any:
-    global _spoiled
-    if _spoiled:
-        raise _Spoiled
-    result = function(item)
-    _spoiled = spoils(result)
-    return result
+            function, item = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = True, function(item)
+        except Exception:
+            answer = False, traceback.format_exc()
+        pipe.send(answer)

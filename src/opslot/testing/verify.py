@@ -11,7 +11,7 @@ from opslot._base.device import facts_of, machine_devices, usable_device
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import KernelError
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
-from opslot.testing.apart import Processes, run_apart, spoils_device, workers_for
+from opslot.testing.apart import Lost, Processes, spoils_device, workers_for
 from opslot.testing.parity import CheckResult, check_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,47 +38,53 @@ def verify(
             of installed packages alone.
 
     Yields:
-        One result per kernel, case and dtype, as it is found; with workers, when all are.
+        One result per kernel, case and dtype, in that order, as soon as it is found.
 
     Raises:
         ConfigError: there is no such op or device.
     """
     if op is not None:
         KERNEL_REGISTRY.op(op)
-    shares = [
-        _Share(*spec.key, dtype, str(where), seed)
+    checks = [
+        _Check(*spec.key, case.name, dtype, str(where), seed)
         for spec in KERNEL_REGISTRY.specs(op)
         if kernel in (None, spec.name) and (where := _place(spec, device)) is not None
         for dtype in dtypes
         if spec.dtypes is None or dtype in spec.dtypes
+        for case in KERNEL_REGISTRY.op(spec.op_name).variant(spec.variant).cases
+        if case.role == "check"
     ]
     if workers is None:
-        workers = workers_for(len(shares), any(share.device.startswith("cuda") for share in shares))
+        workers = workers_for(len(checks), any(check.device.startswith("cuda") for check in checks))
     if not workers:
-        for share in shares:
-            yield from _check(share)
+        yield from map(_run, checks)
         return
+    found: dict[_Check, CheckResult] = {}
+    order = iter(checks)
+    following = next(order, None)
     with Processes(workers) as processes:
-        found, died = run_apart(_check_all, shares, processes, _spoils)
-    for share in died:
-        found[share] = [share.failed("the process that checked it died")]
-    for share in shares:
-        yield from found[share]
+        for check, result in processes.run(_run, checks, _spoils):
+            lost = isinstance(result, Lost)
+            found[check] = check.failed(f"the process that checked it {result}") if lost else result
+            while following in found:
+                yield found.pop(following)
+                following = next(order, None)
 
 
 @dataclass(frozen=True)
-class _Share:
-    """One kernel in one dtype, on all cases of its op."""
+class _Check:
+    """One kernel in one dtype, on one case of its op."""
 
     op: str
     variant: str
     kernel: str
+    case: str
     dtype: torch.dtype
     device: str
     seed: int
 
     def failed(self, problem: str) -> CheckResult:
-        return CheckResult(self.op, self.variant, self.kernel, "-", dtype_name(self.dtype), problem=problem)
+        return CheckResult(self.op, self.variant, self.kernel, self.case, dtype_name(self.dtype), problem=problem)
 
 
 def _place(spec: KernelSpec, device: torch.device | str | None) -> torch.device | None:
@@ -90,23 +96,23 @@ def _place(spec: KernelSpec, device: torch.device | str | None) -> torch.device 
     return None
 
 
-def _check(share: _Share) -> Iterator[CheckResult]:
-    variant = KERNEL_REGISTRY.op(share.op).variant(share.variant)
+def _run(check: _Check) -> CheckResult:
+    variant = KERNEL_REGISTRY.op(check.op).variant(check.variant)
     try:
-        loaded = KERNEL_REGISTRY.load(share.op, share.variant, share.kernel)
+        kernel = KERNEL_REGISTRY.load(check.op, check.variant, check.kernel)
     except KernelError as error:
-        yield share.failed(str(error))
-        return
-    for case in variant.cases:
-        if case.role == "check":
-            yield check_kernel(
-                loaded, share.op, variant, case, share.dtype, share.device, name=share.kernel, seed=share.seed
-            )
+        return check.failed(str(error))
+    return check_kernel(
+        kernel,
+        check.op,
+        variant,
+        variant.case(check.case),
+        check.dtype,
+        check.device,
+        name=check.kernel,
+        seed=check.seed,
+    )
 
 
-def _check_all(share: _Share) -> list[CheckResult]:
-    return list(_check(share))
-
-
-def _spoils(results: list[CheckResult]) -> bool:
-    return any(spoils_device(result.problem) for result in results)
+def _spoils(result: CheckResult) -> bool:
+    return spoils_device(result.problem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -46,19 +47,28 @@ def run(options: argparse.Namespace, argv: Iterable[str] = ()) -> int:
     setting = _Setting(options)
     result = _Result(options, shlex.join(["opslot", *argv]), environment(setting.device))
 
-    def before_each_op(line: str) -> None:
-        if result.rows:
+    def say(line: str) -> None:
+        # Told between the ops, and while one is proven: what is complete is kept, whatever comes.
+        if result.has_news():
             result.write()
+            if options.tune:
+                write_profile(timings_of(result.rows), facts_of(setting.device))
         _say(line)
 
+    # A scheduler's limit, too, leaves what was measured.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        for row in setting.rows(before_each_op):
+        for row in setting.rows(say):
             _say(f"{row.op}/{row.variant}, {row.case}: {row.kernel} {shown_ms(row)} ms")
             result.rows.append(row)
     finally:
         result.write()
-    if not result.rows and not options.model:
-        raise ConfigError(f"op {options.op!r} has no cases worth timing; run `opslot kernels` for the ops that exist")
+        signal.signal(signal.SIGTERM, before)
+    if not result.rows and not options.model and not options.peers_only:
+        raise ConfigError(
+            f"op {', '.join(map(repr, setting.op_names))} has no cases worth timing; "
+            "run `opslot kernels` for the ops that exist"
+        )
     if options.tune:
         _say(_keep(result.rows, setting.device))
     for result.steps in setting.steps():
@@ -80,6 +90,11 @@ class _Result:
         self.rows: list[BenchRow] = []
         self.steps: list[dict[str, Any]] = []
         self.curve: dict[str, Any] | None = None
+        self._written = 0
+
+    def has_news(self) -> bool:
+        """Whether there are rows that no file holds yet."""
+        return len(self.rows) > self._written
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -103,6 +118,7 @@ class _Result:
     def write(self) -> None:
         """The files that were asked for, with all there is."""
         options = self.options
+        self._written = len(self.rows)
         if options.output:
             Path(options.output).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
         if options.picture:
@@ -172,8 +188,9 @@ class _Setting:
             raise ConfigError(
                 f"--dtype {dtype!r}: kernels are judged against float64, in {', '.join(_DTYPES)}; use one of these"
             )
-        if options.op:
-            KERNEL_REGISTRY.op(options.op)
+        self.op_names = options.op.split(",") if options.op is not None else []
+        for name in self.op_names:
+            KERNEL_REGISTRY.op(name)
         _check_files(options)
         self.peer_paths = pairs("--peer-path", "PEER=DIR", options.peer_path)
         for peer, folder in self.peer_paths.items():
@@ -205,14 +222,14 @@ class _Setting:
         by_shape = options.tune or self.model is not None or self.device.type == "cpu"
         self.tokens = options.tokens or (self.batch * self.length if by_shape else None)
 
-    def rows(self, before_each_op: Callable[[str], None]) -> Iterator[BenchRow]:
+    def rows(self, say: Callable[[str], None]) -> Iterator[BenchRow]:
         """The ops' rows: first those of this process, then those of peers that need one of their own."""
         options = self.options
         if options.step_only:
             return
         here = [p for p in self.peers if p not in self.peer_paths]
         yield from bench(
-            options.op,
+            self.op_names,
             device=self.device,
             dtype=self.dtype,
             sites=self._sites(),
@@ -220,10 +237,11 @@ class _Setting:
             against=here,
             compiled=not options.tune and not options.no_compile,
             own=not options.peers_only,
-            say=before_each_op,
+            say=say,
         )
         for peer in self.peers:
             if peer in self.peer_paths:
+                say(f"{peer}, in a process of its own")
                 yield from self._rows_of(peer)
 
     def _sites(self) -> list[Site] | None:
@@ -239,7 +257,6 @@ class _Setting:
 
     def _rows_of(self, peer: str) -> list[BenchRow]:
         """The rows of a peer's kernels, measured in a process where its folder comes first."""
-        _say(f"{peer}, in a process of its own")
         options = self.options
         command = [sys.executable, "-m", "opslot", "bench", "--peers-only", "--json", "--against", peer]
         command += ["--device", str(self.device), "--dtype", self.dtype_name, "--steps", "0"]

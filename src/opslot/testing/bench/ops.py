@@ -22,7 +22,7 @@ from opslot._base.dtypes import dtype_name
 from opslot._base.errors import KernelError
 from opslot.slots import KERNEL_REGISTRY, InputCase, KernelRequest, OpVariant, walk_slots
 from opslot.testing.apart import Processes, most_workers, spoils_device
-from opslot.testing.bench.proofs import Claim, brief, cannot_run, describe, generator_of, prove
+from opslot.testing.bench.proofs import Claim, brief, cannot_run, describe, generator_of, prove, summed_up
 from opslot.testing.bench.rows import BenchRow
 from opslot.testing.bench.timing import Time, measure, measure_ceilings
 from opslot.testing.parity import CheckResult, Expectation, compare, expect
@@ -58,7 +58,7 @@ def sites_of(model: Any, device: torch.device, dtype: torch.dtype) -> list[Site]
 
 
 def bench(
-    op: str | None = None,
+    ops: Sequence[str] = (),
     *,
     device: torch.device | str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
@@ -75,13 +75,13 @@ def bench(
     while something is timed.
 
     Args:
-        op: only this op; default all.
+        ops: only these, in this order; default all.
         sites: only these, at `tokens`; default the shapes of the ops' own bench cases.
         tokens: how many; None takes the bench cases as they are, which are meant for a GPU.
         against: peers whose kernels are no registered implementation (`opslot.testing.peers.PEERS`).
         compiled: torch.compile of eager, too.
         own: False leaves all but the peers out.
-        say: told what is about to be proven, which takes minutes.
+        say: told what is about to be proven, which takes minutes, and how far that is.
 
     Yields:
         One row per (case, implementation), in the order measured.
@@ -92,7 +92,7 @@ def bench(
     """
     load_peers(against)
     place = torch.device(device)
-    plan = _planned(op, place, dtype, sites, tokens, against, compiled, own)
+    plan = _planned(ops, place, dtype, sites, tokens, against, compiled, own)
     with contextlib.ExitStack() as stack:
         checkers = _Checkers(None, None)
         if place.type == "cuda":
@@ -101,15 +101,15 @@ def bench(
             settings = list(group)
             if say is not None:
                 say(f"{name}: proofs of {', '.join(_named(settings))}")
-            verdicts = _verdicts(settings, checkers)
+            verdicts = _verdicts(settings, checkers, say)
             for setting, cases, candidates in settings:
                 for case in cases:
-                    proofs = {}
-                    for kernel, candidate in candidates.items():
+                    proofs = {
                         # Eager is what others are measured by; compiled code is proven on what is timed, a graph a
                         # shape.
-                        claim = setting.claim(kernel, candidate.peer, case if candidate.peer else None)
-                        proofs[kernel] = verdicts.get(claim, "ok")
+                        kernel: _proof(setting.claims(kernel, candidate, [case]), verdicts)
+                        for kernel, candidate in candidates.items()
+                    }
                     yield from _bench_case(setting, case, candidates, proofs)
 
 
@@ -142,7 +142,7 @@ _Planned = tuple["_Setting", list[InputCase], dict[str, _Candidate]]
 
 
 def _planned(
-    op: str | None,
+    ops: Sequence[str],
     device: torch.device,
     dtype: torch.dtype,
     sites: Sequence[Site] | None,
@@ -152,7 +152,7 @@ def _planned(
     own: bool,
 ) -> Iterator[_Planned]:
     """Of each variant with anything to time: the cases and the implementations."""
-    for spec_op in [KERNEL_REGISTRY.op(op)] if op else KERNEL_REGISTRY.ops.values():
+    for spec_op in map(KERNEL_REGISTRY.op, ops or KERNEL_REGISTRY.ops):
         for variant in spec_op.variants.values():
             setting = _Setting(spec_op.name, variant, device, dtype, tokens)
             cases = list(_cases(spec_op.name, variant, sites, tokens))
@@ -165,20 +165,23 @@ def _planned(
                 yield setting, cases, candidates
 
 
-def _verdicts(plan: Sequence[_Planned], checkers: _Checkers) -> dict[Claim, str]:
-    """Proofs of the registered kernels, and of the peers'.
-
-    A peer is proven on what is timed, since what it does with other inputs is its users' business.
-    """
-    own = [setting.claim(n) for setting, _, found in plan for n, c in found.items() if c.registered]
-    of_peers = [
-        setting.claim(n, c.peer, case)
-        for setting, cases, found in plan
-        for n, c in found.items()
-        if c.peer
-        for case in cases
+def _verdicts(plan: Sequence[_Planned], checkers: _Checkers, say: Callable[[str], None] | None) -> dict[Claim, str]:
+    """Proofs of the registered kernels, and of the peers'."""
+    claims = [
+        claim
+        for setting, cases, candidates in plan
+        for kernel, candidate in candidates.items()
+        for claim in setting.claims(kernel, candidate, cases)
     ]
-    return prove(own, checkers.own) | prove(of_peers, checkers.peers)
+    own = [claim for claim in claims if not claim.peer]
+    of_peers = [claim for claim in claims if claim.peer]
+    return prove(own, checkers.own, say) | prove(of_peers, checkers.peers, say)
+
+
+def _proof(claims: Sequence[Claim], verdicts: Mapping[Claim, str]) -> str:
+    """The verdict that a peer has on one case, or that a kernel has on all of its check cases."""
+    found = [verdicts[claim] for claim in claims]
+    return found[0] if claims and claims[0].peer else summed_up(found)
 
 
 def _cases(op_name: str, variant: OpVariant, sites: Iterable[Site] | None, tokens: int | None) -> Iterator[InputCase]:
@@ -198,7 +201,7 @@ def _cases(op_name: str, variant: OpVariant, sites: Iterable[Site] | None, token
 def _candidates(setting: _Setting, compiled: bool) -> dict[str, _Candidate]:
     variant = setting.variant
     found = {"eager": _Candidate(variant.reference)}
-    if compiled:
+    if compiled and variant.compiles:
         found["torch.compile"] = _Candidate(torch.compile(variant.reference, dynamic=False))
     request = KernelRequest(setting.op, variant.name, facts_of(setting.device), setting.dtype)
     for spec in KERNEL_REGISTRY.specs(setting.op, variant.name):
@@ -239,12 +242,18 @@ class _Setting:
             self.op, self.variant.name, case.name, kernel, dtype_name(self.dtype), shape=shape, tokens=tokens
         )
 
-    def claim(self, kernel: str, peer: str | None = None, case: InputCase | None = None) -> Claim:
-        claim = Claim(self.op, self.variant.name, kernel, self.dtype, str(self.device), peer)
-        if case is None:
-            return claim
-        shape = tuple(sorted((case.shape or {}).items()))
-        return replace(claim, case=case.name, tokens=self.tokens, shape=shape)
+    def claims(self, kernel: str, candidate: _Candidate, cases: Sequence[InputCase]) -> list[Claim]:
+        """What must be proven before `cases` are timed; nothing of eager code, compiled or not.
+
+        A peer is proven on what is timed, since what it does with other inputs is its users' business.
+        """
+        claim = Claim(self.op, self.variant.name, kernel, self.dtype, str(self.device), "")
+        if candidate.registered:
+            return [replace(claim, case=case.name) for case in self.variant.cases if case.role == "check"]
+        if candidate.peer is None:
+            return []
+        claim = replace(claim, peer=candidate.peer, tokens=self.tokens)
+        return [replace(claim, case=c.name, shape=tuple(sorted((c.shape or {}).items()))) for c in cases]
 
 
 def _bench_case(

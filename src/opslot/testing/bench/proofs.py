@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,22 +12,24 @@ import torch
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import KernelError
 from opslot.slots import KERNEL_REGISTRY, OpVariant
-from opslot.testing.apart import Processes, run_apart, spoils_device
+from opslot.testing.apart import Lost, Processes, spoils_device
 from opslot.testing.parity import CheckResult, check_kernel, compare, expect
 from opslot.testing.peers import peer_kernels
 
 _DIED = "WRONG: the process that checked it died"
+# A kernel that compiles for longer at one shape serves nobody; the start of a process is in it.
+_LIMIT_S = 180.0
+_TELL_S = 15.0
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What is to be proven: that an implementation computes what the op's reference does, in one dtype.
+    """What is to be proven: that an implementation computes what the op's reference does, in one dtype, on one case.
 
     Attributes:
         kernel: a registered kernel's name, or a peer's as `peer_kernels` calls it.
+        case: a check case's name; for a peer a bench case's, or what `tokens` and `shape` make.
         peer: the peer, for a peer's.
-        case: a bench case's name, or what `tokens` and `shape` make, for a claim about that input alone; None for all
-            of the op's check cases.
     """
 
     op: str
@@ -34,22 +37,47 @@ class Claim:
     kernel: str
     dtype: torch.dtype
     device: str
+    case: str
     peer: str | None = None
-    case: str | None = None
     tokens: int | None = None
     shape: tuple[tuple[str, int], ...] = ()
 
 
-def prove(claims: Sequence[Claim], workers: Processes | None = None) -> dict[Claim, str]:
-    """The verdict on each claim: "ok", "unproven: why" where every case was refused, or "WRONG ...".
+def prove(
+    claims: Sequence[Claim], workers: Processes | None = None, say: Callable[[str], None] | None = None
+) -> dict[Claim, str]:
+    """The verdict on each claim: "ok", "refused: why" or "WRONG ...", or "unproven: why" where it took too long.
 
     Args:
         workers: where to check; None is this process.
+        say: told now and then how many are done.
     """
     if workers is None:
         return {claim: verdict_on(claim) for claim in claims}
-    verdicts, died = run_apart(_verdict_apart, claims, workers, spoils_device)
-    return verdicts | dict.fromkeys(died, _DIED)
+    verdicts: dict[Claim, str] = {}
+    told = time.monotonic()
+    for claim, verdict in workers.run(_verdict_apart, claims, spoils_device, _LIMIT_S):
+        verdicts[claim] = _lost(verdict) if isinstance(verdict, Lost) else verdict
+        if say is not None and time.monotonic() - told > _TELL_S:
+            told = time.monotonic()
+            say(f"{len(verdicts)} of {len(claims)} proofs done")
+    return verdicts
+
+
+def _lost(why: Lost) -> str:
+    return _DIED if why == "died" else f"unproven: its check {why}"
+
+
+def summed_up(verdicts: Sequence[str]) -> str:
+    """One verdict on a kernel from those on all of its check cases, in their order.
+
+    "unproven: why" where every case was refused.
+    """
+    if bad := [v for v in verdicts if v != "ok" and not v.startswith("refused")]:
+        return bad[0]
+    if verdicts and "ok" not in verdicts:
+        return verdicts[0].replace("refused", "unproven", 1)
+    return "ok"
 
 
 def _verdict_apart(claim: Claim) -> str:
@@ -61,36 +89,26 @@ def _verdict_apart(claim: Claim) -> str:
 
 
 def cannot_run(verdict: str) -> bool:
-    """Whether running the implementation again, here, would end everything else."""
-    return verdict == _DIED or spoils_device(verdict)
+    """Whether running the implementation again, here, would end everything else or take too long."""
+    return verdict == _DIED or spoils_device(verdict) or verdict.startswith("unproven: its check was not done")
 
 
 def verdict_on(claim: Claim) -> str:
-    """Check one implementation on what its claim names, until something fails."""
+    """Check one implementation on what its claim names."""
     variant = KERNEL_REGISTRY.op(claim.op).variant(claim.variant)
     try:
         if claim.peer is not None:
-            kernel = peer_kernels([claim.peer], claim.op, claim.variant)[claim.kernel]
-        else:
-            kernel = KERNEL_REGISTRY.load(claim.op, claim.variant, claim.kernel)
+            return _verdict_at(claim, variant, peer_kernels([claim.peer], claim.op, claim.variant)[claim.kernel])
+        kernel = KERNEL_REGISTRY.load(claim.op, claim.variant, claim.kernel)
     except KernelError as error:
         return f"unproven: {brief(error)}"
-    if claim.case is not None:
-        return _verdict_at(claim, variant, kernel)
-    refusals = []
-    for case in variant.cases:
-        if case.role != "check":
-            continue
-        result = check_kernel(kernel, claim.op, variant, case, claim.dtype, claim.device, name=claim.kernel)
-        if not result.ok:
-            return describe(result)
-        refusals.append(result.refused)
-    return f"unproven: {brief(refusals[0])}" if refusals and all(refusals) else "ok"
+    case = variant.case(claim.case)
+    return describe(check_kernel(kernel, claim.op, variant, case, claim.dtype, claim.device, name=claim.kernel))
 
 
 def _verdict_at(claim: Claim, variant: OpVariant, kernel: Callable[..., Any]) -> str:
     if claim.tokens is None:
-        case = next(c for c in variant.cases if c.name == claim.case)
+        case = variant.case(claim.case)
     else:
         assert variant.case_at is not None
         case = variant.case_at(dict(claim.shape), claim.tokens)

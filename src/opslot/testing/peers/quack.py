@@ -20,7 +20,8 @@ def _causal(
         shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]
     reduction = "mean" if num_items_in_batch is None else "sum"
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-    loss = chunked_linear_cross_entropy(flat, weight, shifted.reshape(-1), reduction=reduction)
+    # Its tuner compiles every one of its tilings for each shape, which takes minutes.
+    loss = chunked_linear_cross_entropy(flat, weight, shifted.reshape(-1), reduction=reduction, tuned=False)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
