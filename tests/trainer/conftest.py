@@ -70,3 +70,16 @@ def train(settings, tmp_path, capsys):
         return code, captured.out, captured.err
 
     return run
+
+
+@pytest.fixture
+def torchrun(forks, tmp_path):
+    """Start `torchrun -m opslot train` on a configuration; torchrun is a fork, its ranks are processes of its own."""
+    script = tmp_path / "torchrun.py"
+    script.write_text("from torch.distributed.run import main\n\nmain()\n")
+
+    def start(processes, file):
+        options = ["--standalone", "--nproc-per-node", str(processes), "-m", "opslot"]
+        return forks.start(script, *options, "train", file)
+
+    return start

@@ -5,8 +5,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -182,21 +180,10 @@ def test_a_damaged_part_of_one_rank_is_told_once(ranks, write, tmp_path):
     assert "- __1_0.distcp is not the file that was written" in told
 
 
-def torchrun(file, **environment):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "opslot"]
-    return subprocess.Popen(
-        [*command, "train", file],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_bad_input_is_told_once(write, settings, tmp_path):
+def test_bad_input_is_told_once(torchrun, write, settings, tmp_path):
     Path(tmp_path / "bad.jsonl").write_text('{"text": 1}\n')
     settings["data"]["train_path"] = str(tmp_path / "bad.jsonl")
-    process = torchrun(write("bad"))
+    process = torchrun(2, write("bad"))
     _, err = process.communicate(timeout=100)
     assert process.returncode != 0
     assert err.count("opslot: error: ") == 1
@@ -204,10 +191,10 @@ def test_bad_input_is_told_once(write, settings, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_run_and_nothing_saved_is_lost(write, tmp_path):
+def test_a_killed_rank_ends_the_run_and_nothing_saved_is_lost(torchrun, write, tmp_path):
     changes = {"eval_steps": None, "lr_scheduler": "constant", "lr": 1e-3}
     file = write("killed", max_steps=2000, **changes)
-    process = torchrun(file)
+    process = torchrun(2, file)
     checkpoints = tmp_path / "killed" / "checkpoints"
     deadline = time.monotonic() + 60
     while not list(checkpoints.glob("step_*")) and time.monotonic() < deadline:

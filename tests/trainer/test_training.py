@@ -474,11 +474,9 @@ def test_steps_from_epochs(settings, tmp_path):
 
 
 @pytest.mark.slow
-def test_torchrun_with_one_process(settings, tmp_path):
+def test_torchrun_with_one_process(settings, torchrun, tmp_path):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
-    done = subprocess.run(
-        [*command, "-m", "opslot", "train", str(tmp_path / "run.yaml")], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    process = torchrun(1, str(tmp_path / "run.yaml"))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
     assert [row["step"] for row in read_metrics(tmp_path / "out")] == [1, 2, 3, 4]
