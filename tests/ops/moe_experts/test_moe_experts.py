@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opslot import KERNEL_REGISTRY
@@ -231,6 +232,22 @@ def test_a_negative_index_is_no_experts(name, variant):
     expected, expected_grads = gradients(reference, tensors)
     out, grads = gradients(load(name, variant), tensors)
     torch.testing.assert_close((out, *grads), (expected, *expected_grads), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 4])
+@pytest.mark.parametrize("name", KERNELS)
+def test_forward_mode_is_refused_where_its_tangents_would_be_lost(name, place):
+    tensors = [t.detach() for t in inputs()]
+
+    def call(x):
+        return load(name)(*tensors[:place], x, *tensors[place + 1 :])
+
+    with pytest.raises(KernelError, match="has no forward-mode derivative"):
+        torch.func.jvp(call, (tensors[place],), (torch.ones_like(tensors[place]),))
+    with forward_ad.dual_level():
+        assert torch.equal(call(tensors[place]), load(name)(*tensors))
+        with pytest.raises(KernelError, match="has no forward-mode derivative"):
+            call(forward_ad.make_dual(tensors[place], torch.ones_like(tensors[place])))
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+from opslot._base.errors import KernelError
 
 
 class Experts(NamedTuple):
@@ -143,9 +146,20 @@ def differentiable(
     op.register_autograd(run_backward, setup_context=setup_context)
 
     def apply(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            _refuse_tangents(name, hidden_states, *experts, top_k_weights)
         return op(hidden_states, *experts[:2], top_k_index, top_k_weights, *experts[2:])[0]
 
     return apply
+
+
+def _refuse_tangents(name: str, *arguments: Any) -> None:
+    """Refuse forward-mode differentiation, whose tangents an operator of torch.library drops without a word."""
+    if any(isinstance(x, Tensor) and unpack_dual(x).tangent is not None for x in arguments):
+        raise KernelError(
+            f"moe_experts: the kernel {name} has no forward-mode derivative\n"
+            "  to do: set moe_implementation to eager, or differentiate backwards"
+        )
 
 
 def _each(wanted: Wanted) -> tuple[bool, ...]:
