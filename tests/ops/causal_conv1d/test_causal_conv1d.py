@@ -170,3 +170,14 @@ def test_compiles_whole():
     (got,) = torch.autograd.grad(compiled(x).square().sum(), x)
     (want,) = torch.autograd.grad(expected.square().sum(), x)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("documents", [None, [0, 0]])
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_tokens_give_nothing_and_gradients_of_zero(name, width, documents):
+    x, weight, bias = inputs(0, width=width)
+    out = load(name)(x.transpose(1, 2), weight, bias, "silu", documents and cumulative(documents))
+    assert out.shape == (1, 24, 0)
+    for grad, given in zip(torch.autograd.grad(out.sum(), (x, weight, bias)), (x, weight, bias), strict=True):
+        assert torch.equal(grad, torch.zeros_like(given))

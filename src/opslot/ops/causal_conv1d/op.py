@@ -42,6 +42,10 @@ def reference(
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     channels, width = weight.shape
+    if not x.shape[-1]:
+        # torch convolves no tokens at all; this is as empty, and gives the filter its zero gradient.
+        empty = x.to(weight.dtype) * weight[:, -1:]
+        return empty if bias is None else empty + bias[:, None]
     out = nn.functional.conv1d(x.to(weight.dtype), weight.unsqueeze(1), bias, padding=width - 1, groups=channels)
     return out[..., : x.shape[-1]]
 
