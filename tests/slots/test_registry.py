@@ -186,11 +186,20 @@ def test_supports_that_answers_otherwise_is_the_reason_and_keeps_no_other_kernel
         KERNEL_REGISTRY.resolve(KernelRequest(toy.name, "standard", CPU), "odd")
 
 
-def test_a_priority_that_raises_is_a_reason(toy):
-    KERNEL_REGISTRY.register(KernelSpec("odd", toy.name, "standard", lambda: right, priority=lambda r: 1 / 0))
+@pytest.mark.parametrize(
+    ("priority", "said"),
+    [
+        (lambda request: 1 / 0, "priority() raised ZeroDivisionError"),
+        (lambda request: "high", "priority() raised TypeError: it returned 'high', neither a number nor None"),
+        (lambda request: {"cpu": 99}, "it returned {'cpu': 99}, neither a number nor None"),
+    ],
+    ids=["raises", "text", "mapping"],
+)
+def test_a_priority_that_gives_no_number_is_a_reason(toy, priority, said):
+    KERNEL_REGISTRY.register(KernelSpec("odd", toy.name, "standard", lambda: right, priority=priority))
     found = KERNEL_REGISTRY.resolve(KernelRequest(toy.name, "standard", CPU))
     assert found.chosen == "fast"
-    assert "priority() raised ZeroDivisionError" in dict(found.rejected)["odd"]
+    assert said in dict(found.rejected)["odd"]
 
 
 def test_cuda_in_a_priority_is_a_gpu(toy):
@@ -229,3 +238,16 @@ def test_entry_points_register_and_a_broken_one_only_warns(toy, monkeypatch, cap
 def test_unknown_op_suggests(toy):
     with pytest.raises(ConfigError, match="did you mean 'toy_double'"):
         KERNEL_REGISTRY.op("toy_doubel")
+
+
+def test_a_kernel_is_gone_even_where_it_was_not_looked_for_yet():
+    registry = KernelRegistry(["opslot.ops.swiglu_mlp"])
+    # What the module registers goes to the one registry; a source of its own is what this one looks into first.
+    with pytest.raises(ConfigError, match="unknown op 'swiglu'"):
+        registry.unregister("swiglu", "standard", "triton")
+    assert not registry._pending
+
+
+def test_a_kernel_that_does_not_exist_cannot_be_removed(toy):
+    with pytest.raises(ConfigError, match="no such kernel"):
+        KERNEL_REGISTRY.unregister(toy.name, "standard", "nobody")

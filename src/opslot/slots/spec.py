@@ -217,5 +217,8 @@ class KernelSpec:
         if isinstance(self.priority, Mapping):
             return self.priority.get(request.device.type)
         if callable(self.priority):
-            return self.priority(request)
+            found = self.priority(request)
+            if found is not None and not isinstance(found, int | float):
+                raise TypeError(f"it returned {found!r}, neither a number nor None")
+            return found
         return self.priority
