@@ -125,6 +125,15 @@ def test_reference_agrees_with_upstream(dtype):
     assert_same(found[1:], expected[1:], atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_rounds_no_product_of_a_scan(dtype):
+    given = inputs(150, dtype=dtype)
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    with torch.autocast("cpu", torch.bfloat16):
+        found = op.reference(**given, **options)
+    assert_same(found, op.reference(**given, **options), atol=0)
+
+
 def test_no_tokens():
     given = inputs(0)
     out, state = op.reference(**given, output_final_state=True)

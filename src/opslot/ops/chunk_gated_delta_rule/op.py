@@ -67,7 +67,9 @@ def reference(
     state = v.new_zeros(len(bounds) - 1, heads, key.shape[-1], v_width)
     if initial_state is not None:
         state = initial_state.to(wide)[plan.order]
-    out_NHTV, state = _scan(q_NHTK, k_NHTK, v, log_decay, rate, state, plan.active)
+    # Autocast would round every product's operands, and the states between chunks with them.
+    with torch.autocast(query.device.type, enabled=False):
+        out_NHTV, state = _scan(q_NHTK, k_NHTK, v, log_decay, rate, state, plan.active)
     out = plan.tokens(out_NHTV).view(value.shape).to(query.dtype)
     return out, state[plan.order.argsort()] if output_final_state else None
 
