@@ -90,6 +90,23 @@ def test_overrides_that_map_nothing_are_one_problem(overrides):
         OpsImplementationConfig(overrides=overrides)
 
 
+def test_a_value_that_only_an_override_has_is_told_with_its_glob(toy):
+    with pytest.raises(ConfigError, match=r"- overrides\['a\.\*'\]\.toy_double_implementation='slow': no such"):
+        OpsImplementationConfig(overrides={"a.*": {"toy_double_implementation": "slow"}})
+
+
+def test_overrides_do_not_change_once_they_are_validated(toy):
+    given = {"a.*": {"toy_double_implementation": "fast"}}
+    config = OpsImplementationConfig(overrides=given)
+    given["a.*"]["toy_double_implementation"] = "nonsense"
+    with pytest.raises(TypeError):
+        config.overrides["a.*"]["toy_double_implementation"] = "nonsense"
+    with pytest.raises(TypeError):
+        config.overrides["b.*"] = {}
+    assert config.choice("toy_double", "standard", "a.b") == "fast"
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+
+
 def test_the_beginning_of_several_names_suggests_them_all():
     with pytest.raises(ConfigError, match="did you mean 'fused_triton' or 'fused_npu' or 'fused_quack'"):
         OpsImplementationConfig(moe_implementation="fused")

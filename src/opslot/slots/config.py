@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from opslot._base.device import machine_devices
@@ -59,7 +60,7 @@ class OpsImplementationConfig:
     """
 
     preset: str | None
-    overrides: dict[str, dict[str, str]]
+    overrides: Mapping[str, Mapping[str, str]]
     _values: dict[str, str]
 
     def __init__(
@@ -84,14 +85,13 @@ class OpsImplementationConfig:
             glob: _canonical(chosen, known, problems, where=f"overrides[{glob!r}].")
             for glob, chosen in (overrides or {}).items()
         }
-        self.__dict__.update(preset=preset, overrides=by_glob, _values=values)
-        for field, value in [
-            *values.items(),
-            *(i for chosen in by_glob.values() for i in chosen.items()),
-        ]:
-            problem = _value_problem(field, value, known.get(field, []))
-            if problem and problem not in problems:
-                problems.append(problem)
+        read_only = {glob: MappingProxyType(chosen) for glob, chosen in by_glob.items()}
+        self.__dict__.update(preset=preset, overrides=MappingProxyType(read_only), _values=values)
+        for where, chosen in [("", values), *((f"overrides[{glob!r}].", chosen) for glob, chosen in by_glob.items())]:
+            for field, value in chosen.items():
+                problem = _value_problem(field, value, known[field])
+                if problem:
+                    problems.append(where + problem)
         if problems:
             raise ConfigError(list_problems(f"ops_implementation has {count_of(problems)}", problems, shown=30))
 
