@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 
@@ -41,8 +43,11 @@ def test_a_failing_factory_is_one_clear_error(toy):
     def factory():
         raise ImportError("libfoo.so is missing")
 
-    with pytest.raises(KernelError, match=r"kernel 'broken' for toy_double/standard could not be loaded: .*libfoo"):
+    with pytest.raises(
+        KernelError, match=r"kernel 'broken' for toy_double/standard could not be loaded: .*libfoo"
+    ) as told:
         KERNEL_REGISTRY.register(KernelSpec("broken", toy.name, "standard", factory))
+    assert "or name another: toy_double_implementation='eager'" in str(told.value)
 
 
 def test_a_kernel_given_for_its_factory_says_what_to_pass(toy):
@@ -228,11 +233,24 @@ def test_entry_points_register_and_a_broken_one_only_warns(toy, monkeypatch, cap
     def broken():
         raise ImportError("gone")
 
-    points = [Point("a:b", lambda: plugin), Point("c:d", broken)]
+    odd = KernelSpec("lost", toy.name, "standard", lambda: right)
+    points = [
+        Point("a:b", lambda: plugin),
+        Point("c:d", broken),
+        Point("e:f", lambda: sys.exit("no GPU")),
+        Point("g:h", lambda: odd),
+        Point("i:j", lambda: right),
+        Point("sys", lambda: sys),
+    ]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points if group == "opslot.kernels" else [])
     registry = KernelRegistry(entry_points=True)
     assert [s.name for s in registry.specs(toy.name)] == ["theirs"]
-    assert "'c:d' are left out: gone" in caplog.text
+    assert [r.getMessage().partition("left out: ")[2].partition(" KernelSpec(")[0] for r in caplog.records] == [
+        "ImportError: gone",
+        "SystemExit: no GPU",
+        "TypeError: it is",
+        "TypeError: unsupported operand type(s) for *: 'KernelRegistry' and 'float'",
+    ]
 
 
 def test_unknown_op_suggests(toy):

@@ -9,6 +9,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from opslot._base.device import machine_devices
@@ -135,9 +136,12 @@ class KernelRegistry:
                 loaded = point.load()
                 if callable(loaded):
                     loaded(self)
-            except Exception as error:
+                elif not isinstance(loaded, ModuleType):
+                    raise TypeError(f"it is {loaded!r}, neither a module that registers nor a function of the registry")
+            except (Exception, SystemExit) as error:
                 # Somebody else's broken plug-in must not take training down, nor go unnoticed.
-                logger.warning("kernels of entry point %r are left out: %s", point.value, error)
+                said = f"{type(error).__name__}: {error}"
+                logger.warning("kernels of entry point %r are left out: %s", point.value, said)
 
     @property
     def ops(self) -> dict[str, OpSpec]:
@@ -201,7 +205,8 @@ class KernelRegistry:
             else:
                 kernel = spec.factory()
         except Exception as error:
-            hint = _factory_hint(spec)
+            field = self.op(spec.op_name).field_of(spec.variant)
+            hint = _factory_hint(spec) or f"\n  to do: mend what it imports, or name another: {field}='eager', for one"
             raise KernelError(f"{label} could not be loaded: {type(error).__name__}: {error}{hint}") from error
         if not callable(kernel):
             raise ConfigError(f"{label}: its factory gave {kernel!r}; it must return the kernel, a function")
