@@ -1,5 +1,6 @@
 import json
 import re
+import signal
 
 import pytest
 
@@ -277,8 +278,13 @@ def test_results_of_several_runs_make_one_page(tmp_path, capsys):
     assert "Loss curve" in page_file.read_text()
     assert main(["bench", "--merge", str(files[0]), str(files[2])]) == 2
     assert "different devices: CPU, NVIDIA <H200>" in capsys.readouterr().err
-    assert main(["bench", "--merge", str(files[3])]) == 2
-    assert "is no result of `opslot bench --output`" in capsys.readouterr().err
+    for text in (files[3].read_text(), "[" * 100_000):
+        files[3].write_text(text)
+        assert main(["bench", "--merge", str(files[3])]) == 2
+        assert "is no result of `opslot bench --output`" in capsys.readouterr().err
+    for file, said in ((tmp_path / "gone.json", "No such file or directory"), (tmp_path, "Is a directory")):
+        assert main(["bench", "--merge", str(file)]) == 2
+        assert capsys.readouterr().err.startswith(f"opslot: error: --merge {str(file)!r} cannot be read: {said}")
 
 
 @pytest.mark.parametrize(
@@ -312,3 +318,50 @@ def test_nothing_measured_yet_is_no_picture(tmp_path):
     assert not list(tmp_path.iterdir())
     draw([], [], CURVE, MACHINE, tmp_path / "page.png")
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("ended", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_bench_that_is_stopped_keeps_what_it_measured(ended, code, tmp_path, capsys, monkeypatch):
+    def measured(ops, **options):
+        assert ops == ["swiglu_mlp", "rms_norm"]
+        yield BenchRow("swiglu_mlp", "standard", "4x8", "eager", "float32", ms=1.0, verdict="ok")
+        signal.raise_signal(ended)
+        yield BenchRow("rms_norm", "standard", "4x8", "eager", "float32", ms=1.0, verdict="ok")
+
+    monkeypatch.setattr("opslot.cli.bench.bench", measured)
+    output = tmp_path / "result.json"
+    before = signal.getsignal(signal.SIGTERM)
+    asked = ["bench", "--op", "swiglu_mlp,rms_norm", "--device", "cpu", "--output", str(output)]
+    if ended == signal.SIGINT:
+        assert main(asked) == code
+        assert capsys.readouterr().err.endswith("opslot: interrupted\n")
+    else:
+        with pytest.raises(SystemExit) as stopped:
+            main(asked)
+        assert stopped.value.code == code
+    assert [row["op"] for row in json.loads(output.read_text())["rows"]] == ["swiglu_mlp"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_peer_without_a_kernel_of_the_op_adds_no_row(capsys):
+    assert main(["bench", "--op", "adamw", "--peers-only", "--against", "hf", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == []
+
+
+def test_tuning_keeps_an_op_before_it_goes_on_to_the_next(folder, tmp_path, monkeypatch):
+    profile = tmp_path / "profile.json"
+    monkeypatch.setenv("OPSLOT_PROFILE", str(profile))
+    shape = {"width": 8, "heads": 1}
+
+    def measured(ops, say, **options):
+        say("rms_norm: proofs")
+        yield BenchRow("rms_norm", "standard", "x", "eager", "float32", ms=1.0, verdict="ok", shape=shape, tokens=4)
+        say("swiglu_mlp: proofs")
+        assert [t["op"] for t in json.loads(profile.read_text())["machines"][0]["timings"]] == ["rms_norm"]
+        yield BenchRow("swiglu_mlp", "standard", "x", "eager", "float32", ms=1.0, verdict="ok", shape=shape, tokens=4)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("opslot.cli.bench.bench", measured)
+    assert main(["bench", "--tune", "--model", str(folder), "--device", "cpu"]) == 130
+    # The second op may lack the kernel that would have come next and been faster.
+    assert [t["op"] for t in json.loads(profile.read_text())["machines"][0]["timings"]] == ["rms_norm"]

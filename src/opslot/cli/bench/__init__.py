@@ -150,7 +150,9 @@ def _merge(options: argparse.Namespace, command: str) -> int:
             alone.add(found[-1])
             # Reads every field that the outputs need: whose file lacks one is told here.
             alone.page()
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except OSError as error:
+            raise ConfigError(f"--merge {file!r} cannot be read: {error.strerror}; give files of --output") from error
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"--merge {file!r} is no result of `opslot bench --output`: {error!r}") from error
     devices = {data["environment"]["device"] for data in found}
     if len(devices) > 1:
