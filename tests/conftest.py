@@ -1,10 +1,16 @@
+import functools
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+# Idle threads of the tests' many processes shall not spin on cores that others need; read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
 # Triton reads this when it is imported, which collecting any test may do: its kernels then run on the CPU here,
@@ -23,6 +29,32 @@ def _module(path: str):
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> Iterator:
+    """Triton's interpreter looks for builtins in all of its language at every call of a function, which takes up to a
+    quarter of a kernel's time. They are always the same ones."""
+    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    is_builtin = interpreter.tl.core.is_builtin
+
+    @functools.cache
+    def names(language) -> list[str]:
+        return [name for name, member in inspect.getmembers(language) if is_builtin(member)]
+
+    def patch_builtin(language, *rest) -> None:
+        for name in names(language):
+            # Within another call of the interpreter it is replaced already.
+            if is_builtin(member := getattr(language, name)):
+                interpreter._patch_attr(language, name, member, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
+        yield
 
 
 @pytest.fixture(scope="session")
