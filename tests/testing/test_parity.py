@@ -5,6 +5,8 @@ import torch
 
 from opslot import KERNEL_REGISTRY
 from opslot._base.errors import KernelError
+from opslot.ops._common.cases import randn
+from opslot.slots import InputCase, OpVariant
 from opslot.testing import CheckResult, check_kernel, poisoned_memory, verify
 from opslot.testing.apart import Lost, Processes
 from opslot.testing.parity import compare, expect
@@ -141,3 +143,21 @@ def test_a_worker_that_dies_is_a_failed_check(monkeypatch):
     assert not first.ok
     assert f"rms_norm/standard torch_fused [{CASE.name}, float32]: the process that checked it died" in str(first)
     assert rest == list(verify("rms_norm", "torch_fused", device="cpu", dtypes=(torch.float32,)))[1:]
+
+
+class _Pair(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx, of_statistics, grad):
+        return grad * 3
+
+
+def test_an_output_that_is_constant_in_the_reference_alone_changes_no_gradient():
+    """As of statistics that a kernel returns beside its result, without marking them as not differentiable."""
+    case = InputCase("one", lambda dtype, device, generator: {"x": randn((4, 8), dtype, device, generator)})
+    variant = OpVariant("pair", lambda x: (x.detach() * 2, x * 3), [case], ("x",))
+    found = check_kernel(lambda x: _Pair.apply(x), "pairs", variant, case, torch.float32)
+    assert found.ok, str(found)

@@ -184,7 +184,8 @@ def _run(
     named = {"out" if len(outputs) == 1 else f"out[{i}]": o for i, o in enumerate(outputs)}
     rooted = [o for o in outputs if o.requires_grad]
     if rooted:
-        grads = [_incoming(o, seed + 1 + i) for i, o in enumerate(rooted)]
+        # By place among all outputs: a kernel may let gradients into one that the reference keeps them out of.
+        grads = [_incoming(o, seed + 1 + i) for i, o in enumerate(outputs) if o.requires_grad]
         found = torch.autograd.grad(rooted, [x for _, x in leaves], grads, allow_unused=True)
         for i, ((name, x), grad) in enumerate(zip(leaves, found, strict=True)):
             key = f"grad {name}" if [n for n, _ in leaves].count(name) == 1 else f"grad {name}[{i}]"
