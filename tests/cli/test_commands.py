@@ -80,6 +80,16 @@ def test_explain_of_a_training_file_that_names_a_preset(folder, tmp_path, capsys
     assert all("named by" not in row["why"] for row in rows if row["op"] == "rms_norm")
 
 
+def test_explain_chooses_for_what_a_training_file_computes_in(folder, tmp_path, capsys):
+    file = tmp_path / "train.yaml"
+    file.write_text(f"model:\n  config_path: {folder}\ntrain:\n  fsdp:\n    compute_dtype: bfloat16\n")
+    tables = []
+    for arguments in ([str(file)], [str(folder), "--dtype", "bfloat16"], [str(folder), "--dtype", "float32"]):
+        assert main(["explain", *arguments]) == 0
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1] != tables[2]
+
+
 def test_explain_of_a_model_type_that_is_no_name(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": ["qwen3"]}))
     assert main(["explain", str(tmp_path)]) == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,17 +38,18 @@ def run(
             f"--batch {batch} --length {length}{f' --layers {layers}' if layers is not None else ''}: a loss needs a "
             "row, two tokens in it, and a layer"
         )
-    source, fields, default_dtype = read_source(model)
-    fields |= pairs("--set", "FIELD=VALUE, e.g. rms_norm_implementation=triton", assignments)
-    place = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    source = read_source(model)
+    trust = {"trust_remote_code": source.trust_remote_code}
+    place = usable_device(device or source.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(seed)
     built = opslot.build_foundation_model(
-        source,
-        None if layers else _weights(source),
-        dtype or default_dtype,
+        source.config,
+        None if layers else _weights(source.config),
+        dtype or source.dtype,
         str(place),
-        fields,
-        config_kwargs=with_layers(load_config(source).to_dict(), layers) if layers else None,
+        source.ops | pairs("--set", "FIELD=VALUE, e.g. rms_norm_implementation=triton", assignments),
+        config_kwargs=with_layers(load_config(source.config, **trust).to_dict(), layers) if layers else None,
+        **trust,
     )
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(built.config.vocab_size, (batch, length), generator=generator).to(place)
@@ -58,6 +58,6 @@ def run(
     return 0 if found.ok else 1
 
 
-def _weights(source: Any) -> Path | None:
+def _weights(source: str | Path) -> Path | None:
     folder = Path(source)
     return folder if folder.is_dir() and any(folder.glob("*.safetensors")) else None

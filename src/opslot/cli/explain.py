@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +12,59 @@ from opslot._base.errors import ConfigError
 from opslot.cli._pairs import pairs
 
 
+@dataclass(frozen=True)
+class Source:
+    """What a command's MODEL_OR_YAML says.
+
+    Attributes:
+        config: where the model's config is.
+        ops: fields of ops_implementation.
+        dtype: what the model computes in; None for its config's.
+        device: what it runs on; None for this machine's best.
+        trust_remote_code: whether a config class beside the checkpoint may run.
+    """
+
+    config: str | Path
+    ops: dict[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
+    device: str | None = None
+    trust_remote_code: bool = False
+
+
 def run(model: str, assignments: list[str], dtype: str | None, as_json: bool) -> int:
     """Print the table of the model that `model` names, built without memory; exit code 0."""
-    source, fields, default_dtype = read_source(model)
-    fields |= pairs("--set", "FIELD=VALUE, e.g. rms_norm_implementation=eager", assignments)
+    source = read_source(model)
     built = opslot.build_foundation_model(
-        source, torch_dtype=dtype or default_dtype, init_device="meta", ops_implementation=fields
+        source.config,
+        torch_dtype=dtype or source.dtype,
+        init_device="meta",
+        ops_implementation=source.ops | pairs("--set", "FIELD=VALUE, e.g. rms_norm_implementation=eager", assignments),
+        run_device=source.device,
+        trust_remote_code=source.trust_remote_code,
     )
     report = opslot.explain(built)
     print(json.dumps(report.to_dict(), indent=2) if as_json else report)
     return 0
 
 
-def read_source(model: str) -> tuple[Any, dict[str, Any], str | None]:
-    """Config source, ops_implementation and dtype of a model folder, a config.json or a training YAML."""
+def read_source(model: str) -> Source:
+    """What a model folder, a config.json or a training YAML says; ConfigError for a YAML that names no model."""
     path = Path(model)
     if path.suffix not in (".yaml", ".yml"):
-        return path, {}, None
+        return Source(path)
     from opslot.trainer import load_config
 
     config = load_config(path)
-    source = config.model.config_path or config.model.model_path
-    if not source:
+    folder = config.model.config_path or config.model.model_path
+    if not folder:
         raise ConfigError(f"{model} names no model; set model.config_path or model.model_path there")
     chosen = config.model.ops_implementation or {}
     if isinstance(chosen, str):
         chosen = {} if chosen == "auto" else {"preset": chosen}
-    return source, dict(chosen), config.model.torch_dtype
+    return Source(
+        folder,
+        dict(chosen),
+        config.train.fsdp.compute_dtype or config.model.torch_dtype,
+        None if config.model.device == "auto" else config.model.device,
+        config.model.trust_remote_code,
+    )
