@@ -200,6 +200,12 @@ def test_apply_says_what_it_cannot_do(make, message):
         opslot.apply(make())
 
 
+@pytest.mark.parametrize("call", [opslot.apply, opslot.restore])
+def test_what_is_no_model_is_named(call):
+    with pytest.raises(ConfigError, match=rf"opslot\.{call.__name__} takes a model, found 'path/to/model'"):
+        call("path/to/model")
+
+
 def _subclass():
     class Mine(transformers.Qwen3ForCausalLM):
         pass
@@ -361,6 +367,7 @@ def test_the_hf_backend_builds_upstreams_class(monkeypatch):
         ("{", "is not valid JSON"),
         ("{}", "names no model_type"),
         ('{"model_type": "qwen33"}', "did you mean 'qwen3'"),
+        ('{"model_type": "gemma2"}', "opslot has no patch for model_type 'gemma2'; it has llama"),
         ('{"model_type": "qwen3", "hidden_size": "wide"}', "not a valid qwen3 config"),
     ],
 )

@@ -61,7 +61,8 @@ def usable_device(device: torch.device | str) -> torch.device:
     count = torch.cuda.device_count() if found.type == "cuda" else 0
     if found.type == "cuda" and (found.index or 0) >= count:
         raise ConfigError(
-            f"device {str(found)!r}: the number of GPUs that torch finds here is {count}; use cpu, or less"
+            f"device {str(found)!r}: the number of GPUs that torch finds here is {count}; "
+            f"use cpu{f', or cuda:0 to cuda:{count - 1}' if count else ''}"
         )
     return found
 

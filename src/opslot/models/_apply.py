@@ -38,8 +38,10 @@ def apply(
         The table that `opslot.explain(model)` returns too.
 
     Raises:
-        ConfigError: no architecture of opslot's inside `model`, or a named kernel that cannot be bound.
+        ConfigError: `model` is no module or has no architecture of opslot's inside, or a named kernel that cannot be
+            bound.
     """
+    _require_module(model, "opslot.apply")
     config = OpsImplementationConfig.make(ops)
     moves = _plan_moves(model)
     already = next(walk_slots(model), None) is not None
@@ -65,7 +67,12 @@ def apply(
 
 
 def restore(model: Any) -> Any:
-    """Undo `apply`: Transformers' own classes, attention and experts again; weights untouched. Returns `model`."""
+    """Undo `apply`: Transformers' own classes, attention and experts again; weights untouched. Returns `model`.
+
+    Raises:
+        ConfigError: `model` is no module.
+    """
+    _require_module(model, "opslot.restore")
     for module in model.modules():
         if "_opslot_state" in module.__dict__:
             unbind(module)
@@ -81,6 +88,16 @@ def restore(model: Any) -> Any:
         module.__dict__.pop(_UNREACHED, None)
         _record_outputs_of(module)
     return model
+
+
+def _require_module(model: Any, caller: str) -> None:
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{caller} takes a model, found {model!r}\n"
+            "  to do: make one first, e.g. with AutoModelForCausalLM.from_pretrained"
+        )
 
 
 def _record_outputs_of(module: Any) -> None:

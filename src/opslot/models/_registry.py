@@ -49,7 +49,7 @@ class Registry:
 
 
 MODELING_REGISTRY = Registry("model_type")
-MODEL_CONFIG_REGISTRY = Registry("config for model_type")
+MODEL_CONFIG_REGISTRY = Registry("patch for model_type")
 MODEL_PROCESSOR_REGISTRY = Registry("processor")
 
 
