@@ -195,7 +195,7 @@ def test_check_command(patch, locked, releases, tmp_path, monkeypatch, capsys):
         return status, capsys.readouterr().out
 
     assert run("--check", "--fix")[0] == 0
-    assert run("--check") == (0, "1 architecture(s), transformers 9.0.0: no problem(s)\n")
+    assert run("--check") == (0, "1 architecture, transformers 9.0.0: no problems\n")
     status, out = run("--check", versions=("9.0.0", "9.1.0"))
     assert status == 1
     assert "toy Norm.forward on transformers 9.1.0: differs from the locked 9.0.0" in out

@@ -129,9 +129,10 @@ def _target(name: str) -> tuple[str, PatchConfig]:
 
 
 def _list() -> int:
-    for arch in known_archs():
-        patch = require_patch(arch)
-        print(f"{arch:12}  {len(patch.edits):3} patches  {patch.source_module}  {patch.description}")
+    patches = {arch: require_patch(arch) for arch in known_archs()}
+    width = max((len(patch.source_module) for patch in patches.values()), default=0)
+    for arch, patch in patches.items():
+        print(f"{arch:12}  {len(patch.edits):3} patches  {patch.source_module:{width}}  {patch.description}")
     return 0
 
 
@@ -196,8 +197,12 @@ def _check(targets: list[tuple[str, PatchConfig]], releases: list[Release], args
             raise PatchError(f"cannot write {path}: {error.strerror}") from error
         print(f"wrote {path}")
     versions = ", ".join(release.version for release in releases)
-    print(f"{len(targets)} architecture(s), transformers {versions}: {found or 'no'} problem(s)")
+    print(f"{_counted(len(targets), 'architecture')}, transformers {versions}: {_counted(found, 'problem')}")
     return 1 if found else 0
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
 
 
 if __name__ == "__main__":

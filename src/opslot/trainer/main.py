@@ -87,7 +87,9 @@ def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]
     from opslot.trainer.text import TextTrainer
 
     trainer = TextTrainer(config, console=console)
-    trainer.console.print(kernel_table(explain(trainer.model)))
+    kernels = explain(trainer.model)
+    if len(kernels):
+        trainer.console.print(kernel_table(kernels))
     processes = f" x {trainer.state.world_size} ({trainer.state})" if trainer.state.world_size > 1 else ""
     size = "at most " if config.data.max_tokens_per_batch else ""
     if trainer.max_steps is None:
