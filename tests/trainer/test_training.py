@@ -52,6 +52,16 @@ def test_evaluation_makes_no_logits_where_training_makes_none(settings, tmp_path
     assert logits == [None] * len(logits)
 
 
+def test_transformers_own_classes_train_without_a_table_of_kernels(settings, train, monkeypatch):
+    monkeypatch.setenv("OPSLOT_BACKEND", "hf")
+    settings["train"]["max_steps"] = 1
+    code, out, err = train()
+    assert (code, err) == (0, "")
+    assert "Transformers' own" in out
+    assert "step 1/1" in out
+    assert "kernels on" not in out
+
+
 def test_the_output_folder_holds_what_is_promised(train, settings, tmp_path):
     settings["train"] |= {"max_steps": 30, "save_steps": 10, "eval_steps": 10, "save_total_limit": 2, "lr": 3e-2}
     settings["train"]["logging"] = {"tensorboard": True}

@@ -51,7 +51,7 @@ class TextTrainer(BaseTrainer):
         self.model_config = load_config(self.inputs.config_path, trust_remote_code=config.model.trust_remote_code)
         if self.tokenizer.eos_token_id is None:
             self._take_eos_from_model()
-        self._check_vocabulary()
+        self._check_sizes()
         self.corpus = self._open(self.inputs.train_files)
         train_documents: Documents | None = None
         self.eval_rows: PackedRows | None = None
@@ -224,9 +224,11 @@ class TextTrainer(BaseTrainer):
         if isinstance(eos, int) and 0 <= eos < len(self.tokenizer):
             self.tokenizer.eos_token = self.tokenizer.convert_ids_to_tokens(eos)
 
-    def _check_vocabulary(self) -> None:
-        wanted, offered = len(self.tokenizer), self.model_config.get_text_config().vocab_size
-        longest = getattr(self.model_config.get_text_config(), "max_position_embeddings", None)
+    def _check_sizes(self) -> None:
+        """Refuse tokens and positions that the model has no room for."""
+        text_config = self.model_config.get_text_config()
+        wanted, offered = len(self.tokenizer), text_config.vocab_size
+        longest = getattr(text_config, "max_position_embeddings", None)
         if wanted > offered:
             raise ConfigError(
                 f"the tokenizer in {self.inputs.tokenizer_path} has {wanted} tokens, "
