@@ -17,6 +17,7 @@ _EPILOG = """examples:
   opslot train config.yaml --train.lr 3e-4          train a model
   opslot explain config.yaml                        which kernels it would train with, and why
   opslot kernels --op rms_norm                      what can run here
+  opslot port mistral                               the slots of an architecture without a patch
   opslot verify                                     prove every kernel that can run here
   opslot bisect path/to/model                       name the slot that breaks parity
   opslot bench --op moe_experts                     time them beside the floor
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"opslot {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add_command in (_add_kernels, _add_explain, _add_verify, _add_bisect, _add_bench, _add_convert):
+    for add_command in (_add_kernels, _add_explain, _add_port, _add_verify, _add_bisect, _add_bench, _add_convert):
         add_command(commands.add_parser)
     commands.add_parser("train", help="train a model from a YAML file (opslot train --help)", add_help=False)
     commands.add_parser("patchgen", help="generate and check patched modeling files", add_help=False)
@@ -137,6 +138,24 @@ def _add_explain(add: _Add) -> None:
     _add_model(explain)
     explain.add_argument("--json", action="store_true", help="print JSON")
     explain.set_defaults(run=_explain)
+
+
+def _add_port(add: _Add) -> None:
+    port = add(
+        "port",
+        help="show the slots found in an architecture that has no patch of its own",
+        epilog=(
+            "examples:\n  opslot port mistral\n  opslot port path/to/model\n"
+            "  opslot port --all                         every architecture of the installed Transformers"
+        ),
+        formatter_class=_FORM,
+    )
+    port.add_argument(
+        "architecture", nargs="?", help="a folder under transformers/models, a model_type, or a folder with config.json"
+    )
+    port.add_argument("--all", action="store_true", dest="every", help="all architectures, one line each")
+    port.add_argument("--json", action="store_true", help="print JSON")
+    port.set_defaults(run=_port)
 
 
 def _add_verify(add: _Add) -> None:
@@ -312,6 +331,12 @@ def _convert(options: argparse.Namespace) -> int:
     )
     print(f"wrote {written}")
     return 0
+
+
+def _port(options: argparse.Namespace) -> int:
+    from opslot.cli.port import run
+
+    return run(options.architecture, options.every, options.json)
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
-from opslot.models._registry import ARCHITECTURES, Architecture
+from opslot.models._registry import ARCHITECTURES, architecture_of
 from opslot.slots import BindingReport, OpsImplementationConfig, bind, own_config, unbind, walk_slots
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ def apply(
     references stay as they are. Either everything is bound or, on an error, nothing is changed.
 
     Args:
-        model: any module that contains modules of an architecture in `opslot.models.ARCHITECTURES`.
+        model: any module that contains modules of an architecture in `opslot.models.ARCHITECTURES`, or of another one
+            in whose code slots are found (`opslot port` shows them).
         ops: a config, a mapping of its fields, "auto", "eager" or a preset.
         device, dtype: where and in what the model will compute, when that differs from where it is now.
 
@@ -48,8 +49,9 @@ def apply(
     if not moves and not already:
         raise ConfigError(
             f"opslot.apply found nothing to bind in {type(model).__name__} ({type(model).__module__})\n"
-            f"  found: none of the architectures {', '.join(sorted(ARCHITECTURES))}\n"
-            "  to do: pass a model of one of these, or declare OpSlots in your own classes and call opslot.bind"
+            f"  found: none of the architectures {', '.join(sorted(ARCHITECTURES))}, and no code like theirs\n"
+            "  to do: pass a model of one of these, see what `opslot port ARCHITECTURE` finds in another, or declare "
+            "OpSlots in your own classes and call opslot.bind"
         )
     for module, _, new in moves:
         module.__class__ = new
@@ -78,7 +80,7 @@ def restore(model: Any) -> Any:
             unbind(module)
     moves = []
     for module in model.modules():
-        architecture = _architecture_of(type(module), generated=True)
+        architecture = architecture_of(type(module), generated=True)
         if architecture is not None:
             original = architecture.upstream_class(type(module).__name__)
             if original is not None:
@@ -114,7 +116,7 @@ def _plan_moves(model: Any) -> list[tuple[Any, type, type]]:
     moves: list[tuple[Any, type, type]] = []
     for path, module in model.named_modules():
         cls = type(module)
-        architecture = _architecture_of(cls, generated=False)
+        architecture = architecture_of(cls, generated=False)
         if architecture is None:
             _refuse_subclass(path, cls)
             continue
@@ -124,17 +126,13 @@ def _plan_moves(model: Any) -> list[tuple[Any, type, type]]:
     return moves
 
 
-def _architecture_of(cls: type, generated: bool) -> Architecture | None:
-    for architecture in ARCHITECTURES.values():
-        if cls.__module__ == (architecture.generated if generated else architecture.upstream):
-            return architecture
-    return None
-
-
 def _refuse_subclass(path: str, cls: type) -> None:
     """A class made at run time from an upstream one (FSDP2, or yours) cannot be exchanged under its owner's feet."""
+    if cls.__module__.startswith("transformers."):
+        # An architecture that builds on another's classes, and has no slots of its own.
+        return
     for base in cls.__mro__[1:]:
-        architecture = _architecture_of(base, generated=False)
+        architecture = architecture_of(base, generated=False)
         if architecture is None:
             continue
         if cls.__name__.startswith("FSDP"):

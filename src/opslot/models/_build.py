@@ -12,7 +12,7 @@ from opslot._base.device import usable_device
 from opslot._base.dtypes import floating_dtype
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
-from opslot.models._registry import ARCHITECTURES, MODEL_CONFIG_REGISTRY, MODELING_REGISTRY
+from opslot.models._registry import ARCHITECTURES, MODEL_CONFIG_REGISTRY, MODELING_REGISTRY, serve_model_type
 from opslot.slots import OpsImplementationConfig, bind, own_config
 
 if TYPE_CHECKING:
@@ -128,23 +128,20 @@ def load_config(
         raise ConfigError(f'{file} names no model_type, so its architecture is unknown; add e.g. "model_type": "qwen3"')
     if "auto_map" in data and trust_remote_code:
         return AutoConfig.from_pretrained(file.parent, trust_remote_code=True, **overrides)
-    cls = (
-        MODEL_CONFIG_REGISTRY.get(model_type)()
-        if model_type in MODEL_CONFIG_REGISTRY
-        else _upstream_config(model_type, file)
-    )
+    cls = _config_class(model_type)
     try:
         return cls.from_dict({**data, **overrides})
     except Exception as error:
         raise ConfigError(f"{file} is not a valid {model_type} config: {error}") from error
 
 
-def _upstream_config(model_type: str, file: Path) -> type:
+def _config_class(model_type: str) -> type:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if os.environ.get(BACKEND_VARIABLE) == "hf" and model_type in CONFIG_MAPPING:
         return CONFIG_MAPPING[model_type]
-    return MODEL_CONFIG_REGISTRY.get(model_type)
+    serve_model_type(model_type)
+    return MODEL_CONFIG_REGISTRY.get(model_type)()
 
 
 def _dtype(value: torch.dtype | str | None, config: PreTrainedConfig) -> torch.dtype:
@@ -165,6 +162,7 @@ def _model_class(config: PreTrainedConfig, architecture: str | None, backend: st
         if found is None:
             raise ConfigError(f"Transformers has no class {name!r} for model_type {config.model_type!r}")
         return found
+    serve_model_type(config.model_type)
     return MODELING_REGISTRY.get(config.model_type)(name or _causal_name(config))
 
 

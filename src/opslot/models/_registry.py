@@ -5,11 +5,15 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from opslot._base.errors import ConfigError
+from opslot._base.errors import ConfigError, PatchError
+from opslot._base.logging import get_logger
+
+logger = get_logger(__name__)
 
 
 class Registry:
@@ -76,11 +80,16 @@ class Architecture:
         return f"opslot.generated.{self.name}"
 
     def parallel_plan(self, model: Any) -> Any:
-        """What `parallel_plan.py` in the architecture's folder divides in `model`; None where there is no such file."""
+        """What `parallel_plan.py` in its folder divides in `model`, else the weights of experts that stand in slots.
+
+        None where there is neither.
+        """
         module = f"opslot.models.{self.name}.parallel_plan"
-        if importlib.util.find_spec(module) is None:
-            return None
-        return importlib.import_module(module).get_parallel_plan(model)
+        if self.name in ARCHITECTURES and importlib.util.find_spec(module) is not None:
+            return importlib.import_module(module).get_parallel_plan(model)
+        from opslot.models._common.parallel import experts_in_slots
+
+        return experts_in_slots(model)
 
     def generated_class(self, class_name: str) -> type | None:
         """The generated class of that name, or None."""
@@ -92,6 +101,56 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {}
+_ported: dict[str, Architecture | None] = {}
+
+
+def find_architecture(name: str) -> Architecture | None:
+    """The architecture of a folder under `transformers/models`.
+
+    One with a patch of its own, else one in whose source slots are found (`opslot port`), else None.
+    """
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    if name not in _ported:
+        _ported[name] = _port(name)
+    return _ported[name]
+
+
+def _port(name: str) -> Architecture | None:
+    from opslot.models.porting import patch_of
+    from opslot.patchgen import materialize
+
+    patch = patch_of(name)
+    if patch is None:
+        return None
+    try:
+        materialize(name, patch)
+    except PatchError as error:
+        logger.warning("slots were found in the code of %s, but it could not be generated with them: %s", name, error)
+        return None
+    logger.info("%s has no patch of its own; `opslot port %s` shows the slots found in its code", name, name)
+    return Architecture(name)
+
+
+_UPSTREAM = re.compile(r"transformers\.models\.(\w+)\.modeling_\1")
+_GENERATED = re.compile(r"opslot\.generated\.(\w+)")
+
+
+def architecture_of(cls: type, generated: bool) -> Architecture | None:
+    """The architecture that a generated class belongs to, or one of upstream's that a generated one can stand for."""
+    found = (_GENERATED if generated else _UPSTREAM).fullmatch(cls.__module__)
+    return find_architecture(found.group(1)) if found else None
+
+
+def serve_model_type(model_type: str) -> bool:
+    """Whether `MODELING_REGISTRY` serves a model_type, now that slots were looked for in its code if need be."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+
+    if model_type not in MODELING_REGISTRY and model_type in CONFIG_MAPPING_NAMES:
+        architecture = find_architecture(model_type_to_module_name(model_type))
+        if architecture is not None:
+            _serve(architecture, model_type)
+    return model_type in MODELING_REGISTRY
 
 
 def register_architecture(name: str, converters: Callable[[Any], list[Any]] | None = None) -> Architecture:
@@ -103,8 +162,12 @@ def register_architecture(name: str, converters: Callable[[Any], list[Any]] | No
     """
     architecture = Architecture(name, converters)
     ARCHITECTURES[name] = architecture
+    _serve(architecture, name)
+    return architecture
 
-    @MODELING_REGISTRY.register(name)
+
+def _serve(architecture: Architecture, model_type: str) -> None:
+    @MODELING_REGISTRY.register(model_type)
     def modeling(class_name: str) -> type:
         found = architecture.generated_class(class_name)
         if found is None:
@@ -115,10 +178,8 @@ def register_architecture(name: str, converters: Callable[[Any], list[Any]] | No
             )
         return found
 
-    @MODEL_CONFIG_REGISTRY.register(name)
+    @MODEL_CONFIG_REGISTRY.register(model_type)
     def config() -> type:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-        return CONFIG_MAPPING[name]
-
-    return architecture
+        return CONFIG_MAPPING[model_type]

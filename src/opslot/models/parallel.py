@@ -14,7 +14,7 @@ from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state, parallelize
-from opslot.models._registry import ARCHITECTURES
+from opslot.models._registry import architecture_of
 from opslot.models._sequence import kernel_of, spread_sequences
 from opslot.slots import KERNEL_REGISTRY, BoundKernel, bind, bound_config, walk_slots
 
@@ -91,7 +91,7 @@ def parallel_plan(model: Any) -> ParallelPlan | None:
     path, inner = _transformers_model(model)
     if hasattr(inner, "get_parallel_plan"):
         return inner.get_parallel_plan().below(path)
-    architecture = ARCHITECTURES.get(inner.config.model_type)
+    architecture = architecture_of(type(inner), generated=True)
     plan = architecture.parallel_plan(inner) if architecture is not None else None
     return plan.below(path) if plan is not None else None
 

@@ -97,4 +97,16 @@ def _same_object(first: str, second: str) -> bool:
     """Whether two import statements surely bind one object."""
     interchangeable = {"import torch.nn as nn", "from torch import nn"}
     loggers = first.endswith("import logger") and second.endswith("import logger")
-    return first == second or {first, second} <= interchangeable or loggers
+    return first == second or {first, second} <= interchangeable or loggers or _exported_again(first, second)
+
+
+def _exported_again(first: str, second: str) -> bool:
+    """Whether one statement takes a name from a package and the other the same name from a module in that package."""
+    (outer, name), (inner, same) = sorted((_source_of(first), _source_of(second)))
+    return bool(outer) and name == same and inner.startswith(f"{outer}.")
+
+
+def _source_of(statement: str) -> tuple[str, str]:
+    """Module and name of a from-import, empty for another statement."""
+    words = statement.split()
+    return (words[1], " ".join(words[3:])) if words[0] == "from" else ("", "")

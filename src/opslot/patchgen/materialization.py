@@ -38,15 +38,20 @@ def register_patch(arch: str, patch: PatchConfig, *, replace: bool = False) -> N
 
 
 def find_patch(arch: str) -> PatchConfig | None:
-    """The patch of an architecture: registered, or the attribute `patch` of `opslot.models.<arch>.patch`."""
+    """The patch of an architecture: registered, or the attribute `patch` of `opslot.models.<arch>.patch`.
+
+    For an architecture without either, what `opslot.models` finds in its code; None where that is nothing.
+    """
     if arch in _registered:
         return _registered[arch]
     name = f"{MODELS_PACKAGE}.{arch}.patch"
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name in (name, f"{MODELS_PACKAGE}.{arch}", MODELS_PACKAGE):
+        if error.name == MODELS_PACKAGE:
             return None
+        if error.name in (name, f"{MODELS_PACKAGE}.{arch}"):
+            return importlib.import_module(f"{MODELS_PACKAGE}.porting").patch_of(arch)
         raise
     patch = getattr(module, "patch", None)
     if not isinstance(patch, PatchConfig):

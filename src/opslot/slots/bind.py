@@ -65,7 +65,10 @@ def bind(
         number = dtype or _dtype_of(module) or default_dtype
         request = KernelRequest(op_name, variant, facts, number, module, next(iter(_around(path, configs)), None))
         try:
-            at_slots.append(_Choice(path, module, slot, _resolve(request, config.choice(op_name, variant, path))))
+            wanted = config.choice(op_name, variant, path)
+            at_slots.append(
+                _Choice(path, module, slot, _resolve(request, wanted, module.__dict__.get("_opslot_unreached")))
+            )
         except ProfileError:
             # The file's fault, not a slot's.
             raise
@@ -216,12 +219,11 @@ def _dtype_of(module: Any) -> torch.dtype | None:
     return next((p.dtype for p in module.parameters() if p.dtype.is_floating_point), None)
 
 
-def _resolve(request: KernelRequest, wanted: str) -> Resolution:
-    """Like the registry's choice, but aware of what the module itself rules out."""
+def _resolve(request: KernelRequest, wanted: str, problem: str | None = None) -> Resolution:
+    """Like the registry's choice, but aware of what the module itself rules out; `problem` is known to do so."""
     variant = KERNEL_REGISTRY.op(request.op_name).variant(request.variant)
     specs = KERNEL_REGISTRY.specs(request.op_name, request.variant)
     named = wanted not in ("auto", "eager")
-    problem = request.module.__dict__.get("_opslot_unreached")
     if problem is None and variant.check_site:
         problem = variant.check_site(request.module)
     if named and variant.widens and all(spec.name != wanted for spec in specs):
@@ -250,7 +252,7 @@ def _resolve_model_ops(
             variant = next(iter(op.variants))
             request = KernelRequest(op.name, variant, facts, dtype, inner, _config_of(inner))
             try:
-                resolution = KERNEL_REGISTRY.resolve(request, config.choice(op.name, variant, path))
+                resolution = _resolve(request, config.choice(op.name, variant, path))
                 found.append(_Choice(path, inner, "", resolution))
             except ProfileError:
                 raise

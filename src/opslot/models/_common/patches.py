@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from opslot.patchgen import OpSlot, PatchConfig
 
 # Fingerprints of upstream bodies (`opslot.patchgen.fingerprint`), each named for what it computes. A slot stands for
@@ -9,14 +11,36 @@ from opslot.patchgen import OpSlot, PatchConfig
 
 # weight * (x / rms(x)), normalised in fp32 and cast back before the weight.
 LLAMA_RMS_NORM = "74308f676262"
+# x / rms(x) in fp32, times (1 + weight) in fp32, cast back last; and its normalised part.
+GEMMA_RMS_NORM, GEMMA_NORMALIZED = "fd8cae7324ce", "afb4c281cbb3"
 # (x1, x2) -> (-x2, x1), on the two halves of the last dimension; it decides what the rotation below means.
 ROTATE_HALF = "3d488c0cec66"
 # x * cos + rotate_half(x) * sin, for queries and keys, over the full head dimension.
 ROTARY_FULL = "be80094eafa5"
+# The same for the first channels of a head, as many as cos has; the others pass.
+ROTARY_PARTIAL = "7eaf8d324cc4"
+# Neighbouring channels are the pairs that turn; halves on the way out. Until 5.17 by way of rotate_half.
+ROTARY_INTERLEAVED, ROTARY_INTERLEAVED_BY_HALVES = "652a20e8c59c", "15340b7ac99e"
+# The same over the full head dimension in fp32, [S, heads, D], cast back.
+ROTARY_VISION = "a4ac2dbfb6ed"
+# softmax(scale q k + mask) v over grouped heads, and the methods that ask for it and for nothing else: after rotation;
+# with a sliding window from the config or from the layer; with queries and keys normalised; with dropout of the output.
+EAGER_ATTENTION = "3a13cdc4bee1"
+CAUSAL_ATTENTION = ("b94cca4e514a", "150c700be705", "94b46d5d2440", "a5af2b4f0076", "b284a458769e")
 # Sum over the chosen experts of weight * down(act(gate) * up); from 5.18 an index equal to num_experts adds nothing.
 ROUTED_EXPERTS = ("d81e6d7d92e0", "eb94b9fca4df")
 # Switch Transformer's auxiliary loss over all layers; from 5.16 accumulated per layer in fp32, from 5.23 by histc.
 LOAD_BALANCING_LOSS = ("c0ad95f69738", "e8f309a98210", "6d1c7fe46791")
+
+# What a decoder layer does between attention and its MLP.
+RESIDUAL_NORM = """\
+hidden_states = residual + hidden_states
+residual = hidden_states
+hidden_states = self.post_attention_layernorm(hidden_states)"""
+
+CLASSIFIER = "ForSequenceClassification"
+# Heads that upstream's `Generic<head>` mixins implement, on a backbone that they ask AutoModel for.
+GENERIC_HEADS = (CLASSIFIER, "ForTokenClassification", "ForQuestionAnswering")
 
 
 def llama_like(arch: str, prefix: str) -> PatchConfig:
@@ -54,11 +78,7 @@ def slot_residual_norm(patch: PatchConfig, prefix: str) -> None:
     slot = OpSlot("rms_norm", "residual")
     patch.replace(
         f"{prefix}DecoderLayer.forward",
-        """
-        hidden_states = residual + hidden_states
-        residual = hidden_states
-        hidden_states = self.post_attention_layernorm(hidden_states)
-        """,
+        RESIDUAL_NORM,
         f"""
         norm = self.post_attention_layernorm
         if self.{slot.attribute} is not None and self.{slot.attribute}.serves_norm(norm):
@@ -75,17 +95,23 @@ def slot_residual_norm(patch: PatchConfig, prefix: str) -> None:
 def slot_heads(patch: PatchConfig, prefix: str) -> None:
     """Slots for the losses of the language-model head and of the sequence-classification head."""
     patch.slot_loss(f"{prefix}ForCausalLM.forward", OpSlot("cross_entropy_loss", "causal"))
-    layers = "transformers.modeling_layers"
-    for head in ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"):
-        init = f"{prefix}{head}.__init__"
-        patch.inherit_method(init, layers, f"Generic{head}.__init__")
-        # Upstream's factory would build upstream's own backbone, which has no slots.
-        patch.replace(init, "AutoModel.from_config(config)", f"{prefix}Model(config)")
-    classify = "ForSequenceClassification.forward"
-    patch.inherit_method(f"{prefix}{classify}", layers, f"Generic{classify}")
-    patch.slot_loss(f"{prefix}{classify}", OpSlot("cross_entropy_loss", "sequence_classification"))
+    for head in GENERIC_HEADS:
+        slot_generic_head(patch, prefix, head)
     patch.depends_on("transformers.loss.loss_utils", "ForCausalLMLoss", "ForSequenceClassificationLoss")
     patch.depends_on("transformers.loss.loss_utils", "fixed_cross_entropy")
+
+
+def slot_generic_head(patch: PatchConfig, prefix: str, head: str) -> None:
+    """Let one of `GENERIC_HEADS` stand on the generated backbone; a slot for the loss of the one that classifies."""
+    layers = "transformers.modeling_layers"
+    init = f"{prefix}{head}.__init__"
+    patch.inherit_method(init, layers, f"Generic{head}.__init__")
+    # Upstream's factory would build upstream's own backbone, which has no slots.
+    patch.replace(init, "AutoModel.from_config(config)", f"{prefix}Model(config)")
+    if head == CLASSIFIER:
+        forward = f"{head}.forward"
+        patch.inherit_method(f"{prefix}{forward}", layers, f"Generic{forward}")
+        patch.slot_loss(f"{prefix}{forward}", OpSlot("cross_entropy_loss", "sequence_classification"))
 
 
 def record_outputs(patch: PatchConfig) -> None:
@@ -118,3 +144,8 @@ def convert_checkpoints(patch: PatchConfig, prefix: str) -> None:
         {prefix}PreTrainedModel.is_custom_code = classmethod(lambda cls: cls.__module__ != __name__)
         """
     )
+
+
+def keep_attention(patch: PatchConfig, classes: Iterable[str], why: str) -> None:
+    """Leave attention as the model has it, whatever is chosen; naming a kernel for it is an error that says why."""
+    patch.add_final_block("\n".join(f"{name}._opslot_keeps_attention = {why!r}" for name in classes))

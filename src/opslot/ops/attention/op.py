@@ -213,12 +213,19 @@ def _applies_to(model: Any) -> bool:
     return can_set is not None and hasattr(model, "config") and bool(can_set())
 
 
+def _keeps_its_own(model: Any) -> str | None:
+    """Why a generated class leaves its attention as the model has it, where its patch says so."""
+    return getattr(type(model), "_opslot_keeps_attention", None)
+
+
 def _attach(model: Any, chosen: str, kernel: Callable[..., Any] | None) -> str | None:
     """Point the model's own config at the chosen implementation; returns the previous one."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     own_config(model)
     previous = model.config._attn_implementation
+    if kernel is None and _keeps_its_own(model):
+        return previous
     if kernel is None:
         model.config._attn_implementation = "eager"
         return previous
@@ -244,6 +251,7 @@ OP = OpSpec(
             _CASES,
             ("query", "key", "value"),
             _cost,
+            _keeps_its_own,
             # torch's fused CPU attention takes exp from a 20-ulp approximation.
             roundings={"float32": 8},
             site_shape=head_sizes,

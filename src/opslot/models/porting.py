@@ -1,0 +1,320 @@
+"""Slots of architectures that nobody patched by hand, found by what upstream's code computes.
+
+Transformers writes most of its models from the same few parts. A part whose code equals, up to names, one that was read
+and checked gets the slot that the checked one has; every other part stays upstream's, with the reason why. So a slot
+found here stands for the same mathematics as in a patch written by hand, and eager stays upstream bit for bit.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import libcst as cst
+
+from opslot._base.errors import PatchError
+from opslot.models._common import patches as known
+from opslot.patchgen import OpSlot, PatchConfig
+from opslot.patchgen.fingerprint import fingerprint
+from opslot.patchgen.losses import loss_form
+from opslot.patchgen.pattern import compile_pattern, find_matches
+from opslot.patchgen.source import Release, UpstreamModule, installed_release
+
+# A class may call two of them, so that each has a slot of its own name.
+_INTERLEAVED = OpSlot("rotary_pos_emb", "interleaved", name="rotary_pos_emb_interleaved")
+_ROTATIONS = {
+    known.ROTARY_FULL: OpSlot("rotary_pos_emb", "full"),
+    known.ROTARY_PARTIAL: OpSlot("rotary_pos_emb", "partial"),
+    known.ROTARY_VISION: OpSlot("rotary_pos_emb", "vision", name="rotary_pos_emb_vision"),
+    known.ROTARY_INTERLEAVED: _INTERLEAVED,
+    known.ROTARY_INTERLEAVED_BY_HALVES: _INTERLEAVED,
+}
+
+# gate and up as upstream's MLPs have them: two projections, or the halves of one.
+_TWO_PROJECTIONS = "self.down_proj(self.act_fn(self.gate_proj($x)) * self.up_proj($y))"
+_ONE_PROJECTION = "$gate, $up = $both.chunk(2, dim=-1)\n$product = $up * self.activation_fn($gate)"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A part of an architecture that an op might compute.
+
+    Attributes:
+        symbol: upstream's class, method or function.
+        op: "rms_norm/standard", or the op's name alone where no variant of it is this part.
+        left: why upstream's code stays; empty where a slot stands for it.
+    """
+
+    symbol: str
+    op: str
+    left: str = ""
+
+
+@dataclass(frozen=True)
+class Port:
+    """What was found in one architecture.
+
+    Attributes:
+        arch: the folder's name under `transformers/models`.
+        patch: serves `opslot.generated.<arch>`.
+        findings: in the order of upstream's module.
+    """
+
+    arch: str
+    patch: PatchConfig
+    findings: tuple[Finding, ...]
+
+    @property
+    def slots(self) -> tuple[Finding, ...]:
+        """The parts that got a slot."""
+        return tuple(finding for finding in self.findings if not finding.left)
+
+
+def port(arch: str, release: Release | None = None) -> Port:
+    """Find the slots of an architecture in upstream's source.
+
+    Args:
+        arch: the folder's name under `transformers/models`, e.g. "mistral".
+        release: the Transformers release; the installed one by default.
+
+    Raises:
+        PatchError: there is no such architecture.
+    """
+    return _ported(arch, release or installed_release())
+
+
+@lru_cache(maxsize=64)
+def _ported(arch: str, release: Release) -> Port:
+    name = f"transformers.models.{arch}.modeling_{arch}"
+    module = release.module(name)
+    patch = PatchConfig(name, description=f"{arch}, its slots found by what its code computes")
+    findings = tuple(_Scan(module, patch).findings())
+    return Port(arch, patch, findings)
+
+
+def patch_of(arch: str) -> PatchConfig | None:
+    """The patch of an architecture in whose source slots are found; None without any, or without such a source."""
+    try:
+        found = port(arch)
+    except PatchError:
+        return None
+    return found.patch if found.slots else None
+
+
+class _Scan:
+    """Reads one upstream module and writes its patch."""
+
+    def __init__(self, module: UpstreamModule, patch: PatchConfig) -> None:
+        self.module, self.patch = module, patch
+        self.classes = {node.name: node for node in module.tree.body if isinstance(node, ast.ClassDef)}
+        self.standard_norms: set[str] = set()
+
+    def findings(self) -> Iterator[Finding]:
+        yield from self._norms()
+        yield from self._gated_mlps()
+        yield from self._rotations()
+        yield from self._experts()
+        yield from self._losses()
+        yield from self._residual_norms()
+        yield from self._attention()
+        known.record_outputs(self.patch)
+        for name in self.classes:
+            if name.endswith("PreTrainedModel"):
+                known.convert_checkpoints(self.patch, name.removesuffix("PreTrainedModel"))
+
+    def _norms(self) -> Iterator[Finding]:
+        for name, forward in self._methods("forward"):
+            found = self._print(forward)
+            argument = self._argument(forward)
+            if found == known.LLAMA_RMS_NORM:
+                slot, args = OpSlot("rms_norm", "standard"), f"{argument}, self.weight, self.variance_epsilon"
+                self.standard_norms.add(name)
+            elif found == known.GEMMA_RMS_NORM and self._print(f"{name}._norm") == known.GEMMA_NORMALIZED:
+                slot, args = OpSlot("rms_norm", "offset"), f"{argument}, self.weight, self.eps"
+            else:
+                if "RMSNorm" in name:
+                    yield Finding(name, "rms_norm", "computes another norm than those that opslot knows")
+                continue
+            self.patch.slot_method(forward, slot, args=args, expects=found or ())
+            yield Finding(name, str(slot))
+
+    def _gated_mlps(self) -> Iterator[Finding]:
+        slot = OpSlot("swiglu_mlp", "standard")
+        for name, forward in self._methods("forward"):
+            forms = (
+                (_TWO_PROJECTIONS, "self.act_fn($gate) * $up"),
+                (_ONE_PROJECTION, "$up * self.activation_fn($gate)"),
+            )
+            product = next((p for form, p in forms if self._count(forward, form) == self._count(forward, p) == 1), None)
+            if product is not None:
+                self.patch.slot_expr(forward, slot, product, args="$gate, $up")
+            else:
+                if name.endswith("MLP") and "act" in self._text(forward):
+                    yield Finding(name, "swiglu_mlp", "is no down(act(gate) * up), or does more between")
+                continue
+            yield Finding(name, str(slot))
+
+    def _rotations(self) -> Iterator[Finding]:
+        for name in self.module.symbol_names:
+            if not re.fullmatch(r"apply_\w*rotary\w*", name):
+                continue
+            found = self._print(name) or ""
+            expects = {name: found}
+            if found != known.ROTARY_INTERLEAVED:
+                expects["rotate_half"] = known.ROTATE_HALF
+            slot = _ROTATIONS.get(found)
+            if slot is None or self._print("rotate_half") != expects.get("rotate_half", self._print("rotate_half")):
+                yield Finding(name, "rotary_pos_emb", "rotates otherwise than the forms that opslot knows")
+            elif not all(map(_rotates_both, self._calls(name))):
+                yield Finding(name, str(slot), "is called with more or less than q, k, cos and sin")
+            elif self._called_by_methods(name):
+                self.patch.slot_calls(name, slot, expects=expects)
+                yield Finding(name, str(slot))
+            else:
+                yield Finding(name, str(slot), "is called by no method, or by one without a self to hold a slot")
+
+    def _experts(self) -> Iterator[Finding]:
+        slot = OpSlot("moe_experts", "standard")
+        for name, forward in self._methods("forward"):
+            found = self._print(forward)
+            if found in known.ROUTED_EXPERTS:
+                hidden_states, index, weights = self._arguments(forward)
+                self.patch.slot_method(
+                    forward,
+                    slot,
+                    args=f"{hidden_states}, self.gate_up_proj, self.down_proj, {index}, {weights}",
+                    expects=found or (),
+                    outside_decorators=True,
+                )
+                yield Finding(name, str(slot))
+            elif name.endswith("Experts"):
+                yield Finding(name, "moe_experts", "computes otherwise than the forms that opslot knows")
+        name, slot = "load_balancing_loss_func", OpSlot("load_balancing_loss", "standard")
+        if (found := self._print(name)) is None:
+            return
+        if found in known.LOAD_BALANCING_LOSS and self._called_by_methods(name):
+            self.patch.slot_calls(name, slot, expects={name: found})
+            yield Finding(name, str(slot))
+        else:
+            yield Finding(name, "load_balancing_loss", "is another loss than the one that opslot knows")
+
+    def _losses(self) -> Iterator[Finding]:
+        slot = OpSlot("cross_entropy_loss", "causal")
+        for name, forward in self._methods("forward"):
+            if not name.endswith("ForCausalLM"):
+                continue
+            if sum(self._count(forward, pattern) for pattern in loss_form(slot)[0]) == 1:
+                self.patch.slot_loss(forward, slot)
+                yield Finding(name, str(slot))
+            else:
+                yield Finding(name, str(slot), "does more between its head and its loss, or calls another loss")
+        yield from self._generic_heads()
+
+    def _generic_heads(self) -> Iterator[Finding]:
+        """Upstream's mixins build upstream's own backbone, which has no slots."""
+        for name, node in self.classes.items():
+            head = next((head for head in known.GENERIC_HEADS if name.endswith(head)), None)
+            if head is None or not {f"Generic{head}"} & set(_bases(node)) or self._own_methods(node):
+                continue
+            prefix = name.removesuffix(head)
+            if f"{prefix}Model" not in self.classes:
+                continue
+            known.slot_generic_head(self.patch, prefix, head)
+            if head == known.CLASSIFIER:
+                yield Finding(name, "cross_entropy_loss/sequence_classification")
+
+    def _residual_norms(self) -> Iterator[Finding]:
+        for name, forward in self._methods("forward"):
+            if not name.endswith("DecoderLayer") or self._count(forward, known.RESIDUAL_NORM) != 1:
+                continue
+            made = re.search(r"self\.post_attention_layernorm = (\w+)\(", self._text(f"{name}.__init__"))
+            if made and made.group(1) in self.standard_norms:
+                known.slot_residual_norm(self.patch, name.removesuffix("DecoderLayer"))
+                yield Finding(name, "rms_norm/residual")
+
+    def _attention(self) -> Iterator[Finding]:
+        """Attention is chosen per model, so all of its parts must be what the kernels compute."""
+        parts = [
+            name for name, _ in self._methods("forward") if "ALL_ATTENTION_FUNCTIONS" in self._text(f"{name}.forward")
+        ]
+        why = ""
+        for name in parts:
+            if self._print(f"{name}.forward") not in known.CAUSAL_ATTENTION:
+                why = why or f"{name} computes attention otherwise than the forms that opslot knows"
+            elif "self.is_causal = True" not in self._text(f"{name}.__init__"):
+                why = why or f"{name} is not causal"
+        if parts and self._print("eager_attention_forward") != known.EAGER_ATTENTION:
+            why = why or "its eager code is not softmax(q k) v alone"
+        if not parts:
+            return
+        if why:
+            known.keep_attention(self.patch, [n for n in self.classes if n.endswith("PreTrainedModel")], why)
+        yield Finding(", ".join(parts), "attention/causal", why)
+
+    def _methods(self, method: str) -> Iterator[tuple[str, str]]:
+        """Each class that defines `method` itself, and the method's symbol."""
+        for name, node in self.classes.items():
+            if method in self._own_methods(node):
+                yield name, f"{name}.{method}"
+
+    @staticmethod
+    def _own_methods(node: ast.ClassDef) -> list[str]:
+        return [child.name for child in node.body if isinstance(child, ast.FunctionDef)]
+
+    def _text(self, symbol: str) -> str:
+        found = self.module.symbol(symbol)
+        return found.text if found else ""
+
+    def _print(self, symbol: str) -> str | None:
+        text = self._text(symbol)
+        return fingerprint(text) if text else None
+
+    def _arguments(self, symbol: str) -> list[str]:
+        """Names of a method's parameters, without self."""
+        definition = self.module.find(symbol)
+        assert isinstance(definition, ast.FunctionDef)
+        return [argument.arg for argument in definition.args.args[1:]]
+
+    def _argument(self, symbol: str) -> str:
+        return next(iter(self._arguments(symbol)), "")
+
+    def _count(self, symbol: str, pattern: str) -> int:
+        (definition,) = cst.parse_module(_dedented(self._text(symbol))).body
+        return len(find_matches(compile_pattern(pattern), definition))
+
+    def _calls(self, function: str) -> list[ast.Call]:
+        return list(_calls_in(self.module.tree, function))
+
+    def _called_by_methods(self, function: str) -> bool:
+        """Whether methods call it, and all that do have a `self` to hold a slot."""
+        callers = [
+            method
+            for node in self.classes.values()
+            for method in node.body
+            if isinstance(method, ast.FunctionDef) and any(_calls_in(method, function))
+        ]
+        return bool(callers) and all(m.args.args and m.args.args[0].arg == "self" for m in callers)
+
+
+def _calls_in(node: ast.AST, function: str) -> Iterator[ast.Call]:
+    for found in ast.walk(node):
+        if isinstance(found, ast.Call) and isinstance(found.func, ast.Name) and found.func.id == function:
+            yield found
+
+
+def _rotates_both(call: ast.Call) -> bool:
+    """Whether a call gives q, k, cos and sin in this order, and at most `unsqueeze_dim` by name."""
+    nothing = any(isinstance(argument, ast.Constant) and argument.value is None for argument in call.args)
+    return len(call.args) == 4 and not nothing and {keyword.arg for keyword in call.keywords} <= {"unsqueeze_dim"}
+
+
+def _bases(node: ast.ClassDef) -> Iterable[str]:
+    return (base.id for base in node.bases if isinstance(base, ast.Name))
+
+
+def _dedented(text: str) -> str:
+    indent = len(text) - len(text.lstrip())
+    return "\n".join(line[indent:] if line[:indent].isspace() else line for line in text.splitlines()) + "\n"
