@@ -121,8 +121,9 @@ class Expectation:
 
 def expect(variant: OpVariant, arguments: dict[str, Any], seed: int = 0) -> Expectation:
     """Run the reference on `arguments`, twice: as they are and in float64."""
-    truth = _run(variant, variant.reference, _cast(arguments, torch.float64), seed)
-    return Expectation(variant, arguments, seed, _run(variant, variant.reference, arguments, seed), truth)
+    eager = _run(variant, variant.reference, arguments, seed)
+    truth = _run(variant, variant.reference, _cast(arguments, torch.float64), seed, eager)
+    return Expectation(variant, arguments, seed, eager, truth)
 
 
 def compare(
@@ -159,9 +160,18 @@ def compare(
 
 
 def _run(
-    variant: OpVariant, function: Callable[..., Any], arguments: Mapping[str, Any], seed: int
+    variant: OpVariant,
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    seed: int,
+    eager: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Outputs and gradients by name; the incoming gradients are the same random ones for every function."""
+    """Outputs and gradients by name; the incoming gradients are the same random ones for every function.
+
+    Args:
+        eager: what the reference makes of the arguments as they are. The incoming gradients are rounded to its outputs'
+            dtypes, or a rounding that is no kernel's doing would stand in every error.
+    """
     wanted = [n for n in variant.differentiable if n in arguments]
     leaves: list[tuple[str, Tensor]] = []
 
@@ -185,7 +195,12 @@ def _run(
     rooted = [o for o in outputs if o.requires_grad]
     if rooted:
         # By place among all outputs: a kernel may let gradients into one that the reference keeps them out of.
-        grads = [_incoming(o, seed + 1 + i) for i, o in enumerate(outputs) if o.requires_grad]
+        dtypes = [(eager or named)[name].dtype for name in named]
+        grads = [
+            _incoming(o, seed + 1 + i).to(dtype).to(o)
+            for i, (o, dtype) in enumerate(zip(outputs, dtypes, strict=True))
+            if o.requires_grad
+        ]
         found = torch.autograd.grad(rooted, [x for _, x in leaves], grads, allow_unused=True)
         for i, ((name, x), grad) in enumerate(zip(leaves, found, strict=True)):
             key = f"grad {name}" if [n for n, _ in leaves].count(name) == 1 else f"grad {name}[{i}]"
@@ -207,7 +222,7 @@ def _incoming(output: Tensor, seed: int) -> Tensor:
     """A random gradient, the same for every dtype; a large one is drawn where it is used."""
     home = output.device if output.numel() > _LARGE else torch.device("cpu")
     generator = torch.Generator(home).manual_seed(seed)
-    return torch.randn(output.shape, generator=generator, device=home).to(output)
+    return torch.randn(output.shape, generator=generator, device=home).to(output.device)
 
 
 def _cast(arguments: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
