@@ -104,11 +104,18 @@ def test_slot_outside_decorators(rewrite, patch):
     )
 
 
-@pytest.mark.parametrize("parameters", ["self, x, **kwargs", "self, x, *, y", "self, x, y=1", "self, *x"])
+@pytest.mark.parametrize("parameters", ["self, x, **kwargs", "self, x, *, y", "self, *x"])
 def test_slot_outside_decorators_needs_plain_parameters(rewrite, patch, parameters):
     patch.slot_method("E.forward", OpSlot("moe_experts"), args="x", outside_decorators=True)
     with pytest.raises(PatchError, match="only plain parameters"):
         rewrite(f"class E:\n    def forward({parameters}): ...\n", patch)
+
+
+def test_slot_outside_decorators_passes_defaults_on(rewrite, patch):
+    patch.slot_method("E.forward", OpSlot("moe_experts"), args="x, y", outside_decorators=True)
+    text = rewrite("class E:\n    def forward(self, x: Tensor, y: int | None = None): ...\n", patch)
+    assert "def _opslot_forward_E(self, x, y=None):" in text
+    assert "return _opslot_dispatch_E(self, x, y)" in text
 
 
 CALLS = """

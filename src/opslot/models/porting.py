@@ -33,6 +33,25 @@ _ROTATIONS = {
     known.ROTARY_INTERLEAVED_BY_HALVES: _INTERLEAVED,
 }
 
+# Fingerprints of an expert's forward and of its `_apply_gate` -> the variant, and its arguments after the routing's.
+_EXPERTS = {
+    **{(forward, None): ("standard", "") for forward in known.ROUTED_EXPERTS},
+    **{(forward, known.CLAMPED_GATE): ("clamped", ", self.limit") for forward in known.GATED_EXPERTS},
+    **{(forward, known.CLAMPED_SILU_GATE): ("clamped", ", self.swiglu_limit") for forward in known.GATED_EXPERTS},
+    **{
+        (forward, known.CLAMPED_ALPHA_GATE): ("clamped", ", self.swiglu_limit, self.swiglu_alpha, 1.0")
+        for forward in known.GATED_EXPERTS
+    },
+    (known.BIASED_EXPERTS, known.INTERLEAVED_ALPHA_GATE): (
+        "biased",
+        ", self.gate_up_proj_bias, self.down_proj_bias, self.limit, self.alpha",
+    ),
+}
+
+# How upstream makes masks that attention kernels take; the third is for layers of another kind.
+_MASKS = {"create_causal_mask", "create_sliding_window_causal_mask", "create_recurrent_attention_mask"}
+_MASK_OPTIONS = {"or_mask_function", "and_mask_function", "block_sequence_ids"}
+
 # gate and up as upstream's MLPs have them: two projections, or the halves of one.
 _TWO_PROJECTIONS = "self.down_proj(self.act_fn(self.gate_proj($x)) * self.up_proj($y))"
 _ONE_PROJECTION = "$gate, $up = $both.chunk(2, dim=-1)\n$product = $up * self.activation_fn($gate)"
@@ -177,18 +196,14 @@ class _Scan:
                 yield Finding(name, str(slot), "is called by no method, or by one without a self to hold a slot")
 
     def _experts(self) -> Iterator[Finding]:
-        slot = OpSlot("moe_experts", "standard")
         for name, forward in self._methods("forward"):
-            found = self._print(forward)
-            if found in known.ROUTED_EXPERTS:
+            found = self._print(forward) or ""
+            variant, others = _EXPERTS.get((found, self._print(f"{name}._apply_gate")), ("", ""))
+            if variant:
+                slot = OpSlot("moe_experts", variant)
                 hidden_states, index, weights = self._arguments(forward)
-                self.patch.slot_method(
-                    forward,
-                    slot,
-                    args=f"{hidden_states}, self.gate_up_proj, self.down_proj, {index}, {weights}",
-                    expects=found or (),
-                    outside_decorators=True,
-                )
+                args = f"{hidden_states}, self.gate_up_proj, self.down_proj, {index}, {weights}{others}"
+                self.patch.slot_method(forward, slot, args=args, expects=found, outside_decorators=True)
                 yield Finding(name, str(slot))
             elif name.endswith("Experts"):
                 yield Finding(name, "moe_experts", "computes otherwise than the forms that opslot knows")
@@ -237,22 +252,46 @@ class _Scan:
 
     def _attention(self) -> Iterator[Finding]:
         """Attention is chosen per model, so all of its parts must be what the kernels compute."""
-        parts = [
-            name for name, _ in self._methods("forward") if "ALL_ATTENTION_FUNCTIONS" in self._text(f"{name}.forward")
-        ]
-        why = ""
-        for name in parts:
-            if self._print(f"{name}.forward") not in known.CAUSAL_ATTENTION:
-                why = why or f"{name} computes attention otherwise than the forms that opslot knows"
-            elif "self.is_causal = True" not in self._text(f"{name}.__init__"):
-                why = why or f"{name} is not causal"
-        if parts and self._print("eager_attention_forward") != known.EAGER_ATTENTION:
-            why = why or "its eager code is not softmax(q k) v alone"
+        asking = "ALL_ATTENTION_FUNCTIONS"
+        parts = [name for name, forward in self._methods("forward") if asking in self._text(forward)]
         if not parts:
             return
+        told = (f"{name} {why}" for name in parts if (why := self._unlike_attention(name)))
+        why = self._unlike_masks() or next(told, "")
         if why:
             known.keep_attention(self.patch, [n for n in self.classes if n.endswith("PreTrainedModel")], why)
         yield Finding(", ".join(parts), "attention/causal", why)
+
+    def _unlike_masks(self) -> str:
+        """Why not all of the module's attention is softmax(scale q k + mask) v with a causal mask, or ""."""
+        if self._print("eager_attention_forward") != known.EAGER_ATTENTION:
+            return "its eager attention is more than softmax(scale q k + mask) v"
+        nodes = list(ast.walk(self.module.tree))
+        makers = {n.id for n in nodes if isinstance(n, ast.Name) and re.fullmatch(r"create_\w*mask\w*", n.id)}
+        options = {n.arg for n in nodes if isinstance(n, ast.keyword)} & _MASK_OPTIONS
+        if not makers or options or makers - _MASKS:
+            found = ", ".join(sorted(options | (makers - _MASKS))) or "makers that opslot does not know"
+            return f"its masks are not causal alone: {found}"
+        return ""
+
+    def _unlike_attention(self, name: str) -> str:
+        """Why a class's attention is not causal self-attention with heads of one width, or ""."""
+        forward = self.module.find(f"{name}.forward")
+        assert forward is not None
+        calls = list(_calls_in(forward, "attention_interface"))
+        if len(calls) != 1 or len(calls[0].args) != 5:
+            return "calls attention otherwise than the forms that opslot knows"
+        unknown = {keyword.arg for keyword in calls[0].keywords} - {"dropout", "scaling", "sliding_window", None}
+        if unknown:
+            return f"gives attention {', '.join(sorted(map(str, unknown)))}"
+        made = self._text(f"{name}.__init__")
+        if "self.is_causal = True" not in made:
+            return "is not causal"
+        if "v_head_dim" in made:
+            return "has values of another width than its keys"
+        if {"key_value_states", "encoder_hidden_states"} & set(self._arguments(f"{name}.forward")):
+            return "attends to other states than its own"
+        return ""
 
     def _methods(self, method: str) -> Iterator[tuple[str, str]]:
         """Each class that defines `method` itself, and the method's symbol."""

@@ -37,11 +37,12 @@ def _slot_outside_decorators(edit: SlotMethod, document: Document, method: cst.F
     params = method.params
     names = [parameter.name.value for parameter in params.params[1:]]
     plain = not (params.kwonly_params or params.star_kwarg or params.posonly_params)
-    if not plain or isinstance(params.star_arg, cst.Param) or any(param.default for param in params.params):
+    if not plain or isinstance(params.star_arg, cst.Param):
         raise document.fail(edit, "only plain parameters can be passed on outside the decorators", show=edit.target)
+    taken = ["self", *map(_bare, params.params[1:])]
     text = (
         f"_opslot_dispatch_{class_name} = {class_name}.{method_name}\n\n\n"
-        f"def _opslot_{method_name}_{class_name}({', '.join(['self', *names])}):\n"
+        f"def _opslot_{method_name}_{class_name}({', '.join(taken)}):\n"
         f"    if self.{edit.slot.attribute} is not None:\n"
         f"        return self.{edit.slot.attribute}({edit.args})\n"
         f"    return _opslot_dispatch_{class_name}({', '.join(['self', *names])})\n\n\n"
@@ -54,6 +55,12 @@ def _slot_outside_decorators(edit: SlotMethod, document: Document, method: cst.F
     assert index is not None
     document.module = splice(document.module, index + 1, index + 1, new, document.mark(edit))
     document.note(class_name, f"slot {edit.slot} outside the decorators of {method_name}, below the class")
+
+
+def _bare(parameter: cst.Param) -> str:
+    """A parameter's name and default, without its annotation."""
+    name = parameter.name.value
+    return f"{name}={cst.Module([]).code_for_node(parameter.default)}" if parameter.default else name
 
 
 def apply_slot_calls(edit: SlotCalls, document: Document) -> None:

@@ -23,12 +23,18 @@ ROTARY_PARTIAL = "7eaf8d324cc4"
 ROTARY_INTERLEAVED, ROTARY_INTERLEAVED_BY_HALVES = "652a20e8c59c", "15340b7ac99e"
 # The same over the full head dimension in fp32, [S, heads, D], cast back.
 ROTARY_VISION = "a4ac2dbfb6ed"
-# softmax(scale q k + mask) v over grouped heads, and the methods that ask for it and for nothing else: after rotation;
-# with a sliding window from the config or from the layer; with queries and keys normalised; with dropout of the output.
+# softmax(scale q k + mask) v over grouped heads.
 EAGER_ATTENTION = "3a13cdc4bee1"
-CAUSAL_ATTENTION = ("b94cca4e514a", "150c700be705", "94b46d5d2440", "a5af2b4f0076", "b284a458769e")
 # Sum over the chosen experts of weight * down(act(gate) * up); from 5.18 an index equal to num_experts adds nothing.
 ROUTED_EXPERTS = ("d81e6d7d92e0", "eb94b9fca4df")
+# The same with a gating of its own, `_apply_gate`; from 5.18 an index equal to num_experts adds nothing.
+GATED_EXPERTS = ("00f4b681a538", "62e1dbd78bc1")
+# The same with biases, and weights that lie transposed (gpt-oss).
+BIASED_EXPERTS = "ccbf06b66aeb"
+# Those gatings, gate and up one after the other: act(min(gate, limit)) * bounded up; silu in place of act, its limit
+# called swiglu_limit; min(gate, limit) * sigmoid(alpha of it) * (1 + bounded up). The last also with gate, up in turn.
+CLAMPED_GATE, CLAMPED_SILU_GATE, CLAMPED_ALPHA_GATE = "9656330a43f7", "73766c981cde", "0b8cf80fe18e"
+INTERLEAVED_ALPHA_GATE = "8a227863cfdb"
 # Switch Transformer's auxiliary loss over all layers; from 5.16 accumulated per layer in fp32, from 5.23 by histc.
 LOAD_BALANCING_LOSS = ("c0ad95f69738", "e8f309a98210", "6d1c7fe46791")
 
