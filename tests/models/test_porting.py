@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import opslot
 from opslot._base.errors import ConfigError
 from opslot.cli import main
 from opslot.models import ARCHITECTURES, MODELING_REGISTRY
-from opslot.models.parallel import parallel_plan
+from opslot.models._sequence import spread_sequences
+from opslot.models.parallel import parallel_plan, whole_sequences
 from opslot.models.porting import port
 from opslot.patchgen.edits import OpSlot
 from opslot.patchgen.engine import generate
@@ -55,7 +57,7 @@ MODELS = {
 
 
 def config_of(model_type):
-    return AutoConfig.for_model(model_type, **SIZES | MODELS[model_type][0])
+    return AutoConfig.for_model(model_type, **SIZES | MODELS.get(model_type, [HEADS])[0])
 
 
 def step(model, ids):
@@ -122,6 +124,40 @@ def test_attention_that_nobody_read_stays_the_models_own():
     assert "its eager attention is more than softmax" in row.why
     with pytest.raises(ConfigError, match="attn_implementation='sdpa': its eager attention is more than softmax"):
         opslot.apply(model, {"attn_implementation": "sdpa"})
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "glm4_moe", "mixtral", "phi3"])
+def test_packed_documents_stay_apart(model_type):
+    torch.manual_seed(0)
+    model = opslot.build_foundation_model(config_of(model_type)).eval()
+    assert whole_sequences(model) is None
+    first, second = torch.randint(3, 64, (1, 9)), torch.randint(3, 64, (1, 7))
+    places = torch.cat([torch.arange(9), torch.arange(7)])[None]
+    with torch.no_grad():
+        packed = model(input_ids=torch.cat([first, second], dim=1), position_ids=places, use_cache=False).logits
+        apart = torch.cat([model(input_ids=document).logits for document in (first, second)], dim=1)
+    torch.testing.assert_close(packed, apart, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arch", "why"),
+    [
+        ("bamba", "BambaDecoderLayer is none of the layers"),
+        ("gemma3", "it is no language model alone"),
+        ("gemma3", "its masks are not causal alone: and_mask_function, block_sequence_ids"),
+        ("falcon", "FalconDecoderLayer is none of the layers"),
+        ("doge", "DogeDecoderLayer is none of the layers"),
+    ],
+)
+def test_models_that_may_mix_tokens_elsewhere_say_so(arch, why):
+    text = generate(port(arch).patch, installed_release()).text
+    assert f"_opslot_keeps_sequences = '{why}" in text
+
+
+def test_sequences_of_such_models_are_neither_packed_nor_divided(tmp_path):
+    model = opslot.build_foundation_model(config_of("gpt_oss"), ops_implementation="eager")
+    with pytest.raises(ConfigError, match=r"cannot be divided \(sp=2\): its eager attention is more than softmax"):
+        spread_sequences(model, SimpleNamespace(sp=2))
 
 
 def test_build_save_and_load(tmp_path):

@@ -27,6 +27,11 @@ def kernel_of(module: nn.Module, slot: str, op_name: str, variant: str) -> Calla
     return bound if bound is not None else KERNEL_REGISTRY.op(op_name).variant(variant).reference
 
 
+def whole_sequences(model: Any) -> str | None:
+    """Why `model` may mix tokens elsewhere than in causal attention, where its patch says so."""
+    return getattr(type(model), "_opslot_keeps_sequences", None)
+
+
 def spread_sequences(model: Any, state: ParallelState, pipeline: int = 1, overlap: bool = False) -> None:
     """Make `model`, whose kernels are bound, compute over parts of sequences; in place. See `parallelize_model`.
 
@@ -36,13 +41,19 @@ def spread_sequences(model: Any, state: ParallelState, pipeline: int = 1, overla
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    attention = KERNEL_REGISTRY.op("attention").variant("causal")
+    why = whole_sequences(model) or (attention.check_site(model) if attention.check_site else None)
+    if why:
+        raise ConfigError(
+            f"sequences of {type(model).__name__} cannot be divided (sp={state.sp}): {why}\n  to do: set sp_size to 1"
+        )
     own_config(model)
     repeats = _kv_repeats(model, state)
     name = model.config._attn_implementation
     if _SUFFIX in name:
         return
     if name == "eager":
-        kernel = KERNEL_REGISTRY.op("attention").variant("causal").reference
+        kernel = attention.reference
     elif name.startswith(ATTENTION_PREFIX):
         kernel = ALL_ATTENTION_FUNCTIONS[name]
     else:

@@ -15,8 +15,10 @@ from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state, parallelize
 from opslot.models._registry import architecture_of
-from opslot.models._sequence import kernel_of, spread_sequences
+from opslot.models._sequence import kernel_of, spread_sequences, whole_sequences
 from opslot.slots import KERNEL_REGISTRY, BoundKernel, bind, bound_config, walk_slots
+
+__all__ = ["parallel_plan", "parallelize_model", "whole_sequences"]
 
 logger = get_logger(__name__)
 

@@ -140,9 +140,25 @@ class _Scan:
         yield from self._residual_norms()
         yield from self._attention()
         known.record_outputs(self.patch)
-        for name in self.classes:
-            if name.endswith("PreTrainedModel"):
-                known.convert_checkpoints(self.patch, name.removesuffix("PreTrainedModel"))
+        for name in self._models():
+            known.convert_checkpoints(self.patch, name.removesuffix("PreTrainedModel"))
+        if why := self._unlike_a_decoder():
+            known.keep_sequences_whole(self.patch, self._models(), why)
+        others = [name for name in self.classes if name.endswith("ForConditionalGeneration")]
+        if others:
+            known.keep_sequences_whole(self.patch, others, "it is no language model alone")
+
+    def _models(self) -> list[str]:
+        """The classes that all of the module's models derive from."""
+        return [name for name in self.classes if name.endswith("PreTrainedModel")]
+
+    def _unlike_a_decoder(self) -> str:
+        """Why tokens may meet elsewhere than in causal attention, or ""."""
+        layers = [name for name, _ in self._methods("forward") if name.endswith("DecoderLayer")]
+        unknown = [name for name in layers if self._print(f"{name}.forward") not in known.DECODER_LAYERS]
+        if unknown or not layers:
+            return f"{unknown[0]} is none of the layers that opslot knows" if unknown else "it has no decoder layers"
+        return self._unlike_masks()
 
     def _norms(self) -> Iterator[Finding]:
         for name, forward in self._methods("forward"):
@@ -258,14 +274,14 @@ class _Scan:
             return
         told = (f"{name} {why}" for name in parts if (why := self._unlike_attention(name)))
         why = self._unlike_masks() or next(told, "")
+        if self._print("eager_attention_forward") != known.EAGER_ATTENTION:
+            why = "its eager attention is more than softmax(scale q k + mask) v"
         if why:
-            known.keep_attention(self.patch, [n for n in self.classes if n.endswith("PreTrainedModel")], why)
+            known.keep_attention(self.patch, self._models(), why)
         yield Finding(", ".join(parts), "attention/causal", why)
 
     def _unlike_masks(self) -> str:
-        """Why not all of the module's attention is softmax(scale q k + mask) v with a causal mask, or ""."""
-        if self._print("eager_attention_forward") != known.EAGER_ATTENTION:
-            return "its eager attention is more than softmax(scale q k + mask) v"
+        """Why not all of the module's masks are causal, with or without a window, or ""."""
         nodes = list(ast.walk(self.module.tree))
         makers = {n.id for n in nodes if isinstance(n, ast.Name) and re.fullmatch(r"create_\w*mask\w*", n.id)}
         options = {n.arg for n in nodes if isinstance(n, ast.keyword)} & _MASK_OPTIONS

@@ -28,7 +28,8 @@ from opslot.data import (
     split_documents,
 )
 from opslot.distributed import sum_over_ranks
-from opslot.models import build_foundation_model, load_config
+from opslot.models import build_foundation_model, expert_layout, load_config
+from opslot.models.parallel import whole_sequences
 from opslot.slots import loss_only
 from opslot.trainer.base import BaseTrainer, TrainResult
 from opslot.trainer.validate import micro_batch_size
@@ -101,7 +102,7 @@ class TextTrainer(BaseTrainer):
         model = self.config.model
         # Random weights too are drawn once sharded, so that they are the same on any mesh.
         later = model.model_path is None or self.state.mesh is not None
-        return build_foundation_model(
+        built = build_foundation_model(
             self.inputs.config_path,
             weights_path=None if later else model.model_path,
             torch_dtype=model.torch_dtype,
@@ -111,6 +112,12 @@ class TextTrainer(BaseTrainer):
             ops_implementation=model.ops_implementation,
             trust_remote_code=model.trust_remote_code,
         )
+        if self.config.data.packing and (why := whole_sequences(built)):
+            raise ConfigError(
+                f"documents packed into one row could see each other in {type(built).__name__}: {why}\n"
+                "  to do: set data.packing to false"
+            )
+        return built
 
     def count_steps(self) -> int | None:
         train = self.config.train
@@ -153,7 +160,7 @@ class TextTrainer(BaseTrainer):
 
     def export(self, folder: Path) -> None:
         """Write weights, config and tokenizer so that plain Transformers loads them."""
-        export_hf(self.model, folder, processors=[self.tokenizer])
+        export_hf(self.model, folder, layout=expert_layout(self.model), processors=[self.tokenizer])
 
     @functools.cached_property
     def unigram_entropy(self) -> float:

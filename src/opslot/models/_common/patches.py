@@ -25,6 +25,19 @@ ROTARY_INTERLEAVED, ROTARY_INTERLEAVED_BY_HALVES = "652a20e8c59c", "15340b7ac99e
 ROTARY_VISION = "a4ac2dbfb6ed"
 # softmax(scale q k + mask) v over grouped heads.
 EAGER_ATTENTION = "3a13cdc4bee1"
+# Decoder layers that mix tokens in `self_attn` alone: Llama's; OLMo-2's, Gemma-2's and GLM-4's with norms elsewhere;
+# Mixtral's; Granite's with a multiplier; Cohere-2's in parallel; Phi-3's with dropout; gpt-oss's with router scores.
+DECODER_LAYERS = (
+    "617e1480c478",
+    "a2fa8e7fd2fd",
+    "23e62b388574",
+    "29fde2c5739a",
+    "a49891701291",
+    "dde365270b90",
+    "497dae538611",
+    "03aeb224569a",
+    "4845c99793cd",
+)
 # Sum over the chosen experts of weight * down(act(gate) * up); from 5.18 an index equal to num_experts adds nothing.
 ROUTED_EXPERTS = ("d81e6d7d92e0", "eb94b9fca4df")
 # The same with a gating of its own, `_apply_gate`; from 5.18 an index equal to num_experts adds nothing.
@@ -155,3 +168,8 @@ def convert_checkpoints(patch: PatchConfig, prefix: str) -> None:
 def keep_attention(patch: PatchConfig, classes: Iterable[str], why: str) -> None:
     """Leave attention as the model has it, whatever is chosen; naming a kernel for it is an error that says why."""
     patch.add_final_block("\n".join(f"{name}._opslot_keeps_attention = {why!r}" for name in classes))
+
+
+def keep_sequences_whole(patch: PatchConfig, classes: Iterable[str], why: str) -> None:
+    """Refuse what needs a model that mixes tokens in its attention alone: packed documents, and parts of sequences."""
+    patch.add_final_block("\n".join(f"{name}._opslot_keeps_sequences = {why!r}" for name in classes))
