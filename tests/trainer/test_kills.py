@@ -78,6 +78,8 @@ def start(forks, free_port, tmp_path):
     yield run
     for process in processes:
         process.kill()
+    for process in processes:
+        process.wait(10)
 
 
 def finish(processes, seconds=90):
