@@ -55,7 +55,7 @@ class Fork:
         return (self._output / name).read_text()
 
     def kill(self) -> None:
-        """Send SIGKILL and go on, as Popen does: of several that talk to each other none shall see another one's end."""
+        """Send SIGKILL and go on, as Popen does: of several that talk to each other none shall see another's end."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 

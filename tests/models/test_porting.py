@@ -178,6 +178,12 @@ def test_experts_in_slots_are_what_ep_divides():
     # The first layer is dense.
     assert set(plan) == {f"model.layers.1.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")}
 
+    class Own(type(built)):
+        pass
+
+    built.__class__ = Own
+    assert parallel_plan(built).extra_parallel_plan == {"ep": plan}
+
 
 def test_a_model_of_nothing_known_is_told():
     config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=64)

@@ -13,6 +13,7 @@ from opslot.models._registry import (
     MODELING_REGISTRY,
     Architecture,
     register_architecture,
+    serve_model_type,
 )
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "load_foundation_weights",
     "register_architecture",
     "restore",
+    "serve_model_type",
 ]
 
 for _module in pkgutil.iter_modules(__path__):

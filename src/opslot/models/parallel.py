@@ -93,7 +93,9 @@ def parallel_plan(model: Any) -> ParallelPlan | None:
     path, inner = _transformers_model(model)
     if hasattr(inner, "get_parallel_plan"):
         return inner.get_parallel_plan().below(path)
-    architecture = architecture_of(type(inner), generated=True)
+    # A class of the user's own may derive from a generated one.
+    found = (architecture_of(cls, generated=True) for cls in type(inner).__mro__)
+    architecture = next((a for a in found if a is not None), None)
     plan = architecture.parallel_plan(inner) if architecture is not None else None
     return plan.below(path) if plan is not None else None
 

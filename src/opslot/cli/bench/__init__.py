@@ -26,7 +26,7 @@ from opslot.cli.bench.picture import PICTURES, draw
 from opslot.cli.bench.steps import Task, compare_steps, loss_curve, peer_environment
 from opslot.cli.bench.table import curve_line, ops_table, shown_ms, steps_table
 from opslot.cli.bench.text import text_batches
-from opslot.models import MODEL_CONFIG_REGISTRY, load_config
+from opslot.models import MODEL_CONFIG_REGISTRY, load_config, serve_model_type
 from opslot.slots import KERNEL_REGISTRY, OpsImplementationConfig, write_profile
 from opslot.testing.bench import BenchRow, Site, as_dict, bench, environment, read_row, sites_of, timings_of
 from opslot.testing.peers import check_peers
@@ -190,7 +190,7 @@ class _Setting:
             raise ConfigError(
                 f"--dtype {dtype!r}: kernels are judged against float64, in {', '.join(_DTYPES)}; use one of these"
             )
-        self.op_names = options.op.split(",") if options.op is not None else []
+        self.op_names = [name.strip() for name in options.op.split(",")] if options.op is not None else []
         for name in self.op_names:
             KERNEL_REGISTRY.op(name)
         _check_files(options)
@@ -314,7 +314,7 @@ def read_model(source: str, layers: int | None = None) -> dict[str, Any]:
     if path.exists():
         load_config(path)
         data = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-    elif source in MODEL_CONFIG_REGISTRY:
+    elif serve_model_type(source):
         data = {"model_type": source}
     else:
         raise ConfigError(

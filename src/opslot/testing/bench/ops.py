@@ -100,7 +100,7 @@ def bench(
         for name, group in itertools.groupby(plan, lambda planned: planned[0].op):
             settings = list(group)
             if say is not None:
-                say(f"{name}: proofs of {', '.join(_named(settings))}")
+                say(f"{name}: proofs of {', '.join(_named(settings)) or 'nothing, there is only eager code'}")
             verdicts = _verdicts(settings, checkers, say)
             for setting, cases, candidates in settings:
                 for case in cases:
