@@ -48,7 +48,8 @@ LATENT = {
 MODELS = {
     "mistral": (HEADS, {"rms_norm/standard", "rms_norm/residual", "cross_entropy_loss/causal", "attention/causal"}),
     "gemma3_text": (HEADS, {"rms_norm/offset", "rotary_pos_emb/full", "swiglu_mlp/standard"}),
-    "phi3": ({}, {"swiglu_mlp/standard", "rms_norm/standard", "attention/causal"}),
+    "nanochat": (HEADS, {"rms_norm/unweighted", "attention/causal"}),
+    "phi3": ({}, {"swiglu_mlp/standard", "rotary_pos_emb/partial", "attention/causal"}),
     "mixtral": ({"num_local_experts": 4}, {"moe_experts/standard", "load_balancing_loss/standard"}),
     "glm4_moe": (HEADS | MOE, {"rotary_pos_emb/partial", "moe_experts/standard"}),
     "gpt_oss": (HEADS | {"num_local_experts": 4}, {"moe_experts/biased", "cross_entropy_loss/causal"}),

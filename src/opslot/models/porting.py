@@ -27,10 +27,17 @@ from opslot.patchgen.source import Release, UpstreamModule, installed_release
 _INTERLEAVED = OpSlot("rotary_pos_emb", "interleaved", name="rotary_pos_emb_interleaved")
 _ROTATIONS = {
     known.ROTARY_FULL: OpSlot("rotary_pos_emb", "full"),
-    known.ROTARY_PARTIAL: OpSlot("rotary_pos_emb", "partial"),
+    **dict.fromkeys(known.ROTARY_PARTIAL, OpSlot("rotary_pos_emb", "partial")),
     known.ROTARY_VISION: OpSlot("rotary_pos_emb", "vision", name="rotary_pos_emb_vision"),
     known.ROTARY_INTERLEAVED: _INTERLEAVED,
     known.ROTARY_INTERLEAVED_BY_HALVES: _INTERLEAVED,
+}
+
+# Fingerprints of a norm's forward and of its `_norm` -> the variant, and its arguments after the hidden states.
+_NORMS = {
+    (known.LLAMA_RMS_NORM, None): ("standard", "self.weight, self.variance_epsilon"),
+    (known.GEMMA_RMS_NORM, known.GEMMA_NORMALIZED): ("offset", "self.weight, self.eps"),
+    (known.UNWEIGHTED_RMS_NORM, known.GEMMA_NORMALIZED): ("unweighted", "self.eps"),
 }
 
 # Fingerprints of an expert's forward and of its `_apply_gate` -> the variant, and its arguments after the routing's.
@@ -79,7 +86,7 @@ class Port:
     Attributes:
         arch: the folder's name under `transformers/models`.
         patch: serves `opslot.generated.<arch>`.
-        findings: in the order of upstream's module.
+        findings: by op, each in the order of upstream's module.
     """
 
     arch: str
@@ -162,19 +169,16 @@ class _Scan:
 
     def _norms(self) -> Iterator[Finding]:
         for name, forward in self._methods("forward"):
-            found = self._print(forward)
-            argument = self._argument(forward)
-            if found == known.LLAMA_RMS_NORM:
-                slot, args = OpSlot("rms_norm", "standard"), f"{argument}, self.weight, self.variance_epsilon"
-                self.standard_norms.add(name)
-            elif found == known.GEMMA_RMS_NORM and self._print(f"{name}._norm") == known.GEMMA_NORMALIZED:
-                slot, args = OpSlot("rms_norm", "offset"), f"{argument}, self.weight, self.eps"
-            else:
-                if "RMSNorm" in name:
-                    yield Finding(name, "rms_norm", "computes another norm than those that opslot knows")
-                continue
-            self.patch.slot_method(forward, slot, args=args, expects=found or ())
-            yield Finding(name, str(slot))
+            found = self._print(forward) or ""
+            variant, args = _NORMS.get((found, self._print(f"{name}._norm")), ("", ""))
+            if variant:
+                slot = OpSlot("rms_norm", variant)
+                self.patch.slot_method(forward, slot, args=f"{self._arguments(forward)[0]}, {args}", expects=found)
+                yield Finding(name, str(slot))
+                if variant == "standard":
+                    self.standard_norms.add(name)
+            elif "RMSNorm" in name:
+                yield Finding(name, "rms_norm", "computes another norm than those that opslot knows")
 
     def _gated_mlps(self) -> Iterator[Finding]:
         slot = OpSlot("swiglu_mlp", "standard")
@@ -332,9 +336,6 @@ class _Scan:
         definition = self.module.find(symbol)
         assert isinstance(definition, ast.FunctionDef)
         return [argument.arg for argument in definition.args.args[1:]]
-
-    def _argument(self, symbol: str) -> str:
-        return next(iter(self._arguments(symbol)), "")
 
     def _count(self, symbol: str, pattern: str) -> int:
         (definition,) = cst.parse_module(_dedented(self._text(symbol))).body

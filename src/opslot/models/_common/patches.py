@@ -13,12 +13,14 @@ from opslot.patchgen import OpSlot, PatchConfig
 LLAMA_RMS_NORM = "74308f676262"
 # x / rms(x) in fp32, times (1 + weight) in fp32, cast back last; and its normalised part.
 GEMMA_RMS_NORM, GEMMA_NORMALIZED = "fd8cae7324ce", "afb4c281cbb3"
+# That part alone, cast back.
+UNWEIGHTED_RMS_NORM = "59461105bbb1"
 # (x1, x2) -> (-x2, x1), on the two halves of the last dimension; it decides what the rotation below means.
 ROTATE_HALF = "3d488c0cec66"
 # x * cos + rotate_half(x) * sin, for queries and keys, over the full head dimension.
 ROTARY_FULL = "be80094eafa5"
 # The same for the first channels of a head, as many as cos has; the others pass.
-ROTARY_PARTIAL = "7eaf8d324cc4"
+ROTARY_PARTIAL = ("7eaf8d324cc4", "24f8d9a2e4fe")
 # Neighbouring channels are the pairs that turn; halves on the way out. Until 5.17 by way of rotate_half.
 ROTARY_INTERLEAVED, ROTARY_INTERLEAVED_BY_HALVES = "652a20e8c59c", "15340b7ac99e"
 # The same over the full head dimension in fp32, [S, heads, D], cast back.
