@@ -59,9 +59,14 @@ _EXPERTS = {
 _MASKS = {"create_causal_mask", "create_sliding_window_causal_mask", "create_recurrent_attention_mask"}
 _MASK_OPTIONS = {"or_mask_function", "and_mask_function", "block_sequence_ids"}
 
-# gate and up as upstream's MLPs have them: two projections, or the halves of one.
-_TWO_PROJECTIONS = "self.down_proj(self.act_fn(self.gate_proj($x)) * self.up_proj($y))"
-_ONE_PROJECTION = "$gate, $up = $both.chunk(2, dim=-1)\n$product = $up * self.activation_fn($gate)"
+# Upstream's gated MLPs, gate and up from two projections or as halves of one, and the product in each.
+_GATED_MLPS = (
+    ("self.down_proj(self.act_fn(self.gate_proj($x)) * self.up_proj($y))", "self.act_fn($gate) * $up"),
+    (
+        "$gate, $up = $both.chunk(2, dim=-1)\n$product = $up * self.activation_fn($gate)",
+        "$up * self.activation_fn($gate)",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -183,18 +188,20 @@ class _Scan:
     def _gated_mlps(self) -> Iterator[Finding]:
         slot = OpSlot("swiglu_mlp", "standard")
         for name, forward in self._methods("forward"):
-            forms = (
-                (_TWO_PROJECTIONS, "self.act_fn($gate) * $up"),
-                (_ONE_PROJECTION, "$up * self.activation_fn($gate)"),
-            )
-            product = next((p for form, p in forms if self._count(forward, form) == self._count(forward, p) == 1), None)
-            if product is not None:
+            if product := self._gated_product(forward):
                 self.patch.slot_expr(forward, slot, product, args="$gate, $up")
-            else:
-                if name.endswith("MLP") and "act" in self._text(forward):
-                    yield Finding(name, "swiglu_mlp", "is no down(act(gate) * up), or does more between")
-                continue
-            yield Finding(name, str(slot))
+                yield Finding(name, str(slot))
+            elif name.endswith("MLP") and "act" in self._text(forward):
+                yield Finding(name, "swiglu_mlp", "is no down(act(gate) * up), or does more between")
+
+    def _gated_product(self, forward: str) -> str:
+        """The pattern of a gated MLP's one product, or ""."""
+        # Parsing takes most of the time.
+        if "down_proj" in self._text(forward):
+            for form, product in _GATED_MLPS:
+                if self._count(forward, form) == self._count(forward, product) == 1:
+                    return product
+        return ""
 
     def _rotations(self) -> Iterator[Finding]:
         for name in self.module.symbol_names:
