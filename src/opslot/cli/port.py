@@ -101,10 +101,8 @@ def _all(as_json: bool) -> int:
     if as_json:
         print(json.dumps(reports, indent=2))
     else:
-        count = len(reports)
-        print(
-            f"transformers {release.version}: slots in {count} architectures, {len(bad) or 'none'} of them not usable"
-        )
+        failed = f", {len(bad)} of which cannot be generated" if bad else ""
+        print(f"transformers {release.version}: slots in {len(reports)} architectures{failed}")
     for name in bad:
         print(f"opslot port {name} says why it cannot be generated", file=sys.stderr)
     return 1 if bad else 0
