@@ -156,6 +156,7 @@ def _cases(ratio: int = 1, **extra: Any) -> list[InputCase]:
     return [
         case("grouped heads", (2, 9, 8, 2, 64)),
         case("odd heads", (2, 5, 7, 3, 80), cos_batch=1),
+        case("halves of 44", (1, 5, 3, 2, 88)),
         case("one key head", (1, 6, 5, 1, 32)),
         case("contiguous heads", (2, 7, 4, 4, 32), memory="heads"),
         case("fused projection", (2, 4, 4, 2, 32), memory="fused"),
@@ -181,6 +182,7 @@ _VISION_CASES = [
     for case in (
         _case("even heads", (1, 9, 4, 4, 64)),
         _case("heads of 80", (1, 7, 3, 3, 80), cos_dtype=torch.float32),
+        _case("heads of 72", (1, 5, 5, 5, 72)),
         _case("fused projection", (1, 5, 4, 4, 32), memory="fused"),
         _case("no patches", (1, 0, 2, 2, 32)),
         _case("16384 patches, 16 heads of 72", (1, 16384, 16, 16, 72), cos_dtype=torch.float32, role="bench"),

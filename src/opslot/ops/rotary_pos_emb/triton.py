@@ -31,15 +31,24 @@ _TILE = 4096
 
 
 @triton.jit
-def _load_pairs(row_ptr, inside, PAIRS: tl.constexpr, HALF: tl.constexpr, HALF_TILE: tl.constexpr, HEADS: tl.constexpr):
-    """First and second members [HEADS, HALF_TILE] of the pairs of heads at `row_ptr` [HEADS, 1], in fp32."""
+def _load_pairs(
+    row_ptr,
+    inside,
+    PAIRS: tl.constexpr,
+    HALF: tl.constexpr,
+    START: tl.constexpr,
+    TILE: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """First and second members [HEADS, TILE], in fp32, of pairs START and on of the heads at `row_ptr` [HEADS, 1]."""
     if PAIRS:
-        channel = tl.arange(0, 2 * HALF_TILE)[None, :]
+        channel = 2 * START + tl.arange(0, 2 * TILE)[None, :]
         both = tl.load(row_ptr + channel, mask=inside & (channel < 2 * HALF), other=0.0).to(tl.float32)
-        first, second = tl.split(tl.reshape(both, (HEADS, HALF_TILE, 2)))
+        first, second = tl.split(tl.reshape(both, (HEADS, TILE, 2)))
     else:
-        channel = tl.arange(0, HALF_TILE)[None, :]
-        mask = inside & (channel < HALF)
+        channel = START + tl.arange(0, TILE)[None, :]
+        # Where all of the tile is inside, a comparison would only keep loads from being 16 bytes wide.
+        mask = inside if START + TILE <= HALF else inside & (channel < HALF)
         first = tl.load(row_ptr + channel, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(row_ptr + HALF + channel, mask=mask, other=0.0).to(tl.float32)
     return first, second
@@ -53,19 +62,34 @@ def _store_pairs(
     inside,
     PAIRS: tl.constexpr,
     HALF: tl.constexpr,
-    HALF_TILE: tl.constexpr,
+    START: tl.constexpr,
+    TILE: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     dtype: tl.constexpr = row_ptr.dtype.element_ty
     if PAIRS:
-        channel = tl.arange(0, 2 * HALF_TILE)[None, :]
-        both = tl.reshape(tl.join(first, second), (HEADS, 2 * HALF_TILE))
+        channel = 2 * START + tl.arange(0, 2 * TILE)[None, :]
+        both = tl.reshape(tl.join(first, second), (HEADS, 2 * TILE))
         tl.store(row_ptr + channel, both.to(dtype), mask=inside & (channel < 2 * HALF))
     else:
-        channel = tl.arange(0, HALF_TILE)[None, :]
-        mask = inside & (channel < HALF)
+        channel = START + tl.arange(0, TILE)[None, :]
+        mask = inside if START + TILE <= HALF else inside & (channel < HALF)
         tl.store(row_ptr + channel, first.to(dtype), mask=mask)
         tl.store(row_ptr + HALF + channel, second.to(dtype), mask=mask)
+
+
+@triton.jit
+def _load_angles(cos_ptr, sin_ptr, ONE_HALF: tl.constexpr, HALF: tl.constexpr, START: tl.constexpr, TILE: tl.constexpr):
+    """Angles [1, TILE], in fp32, of pairs START and on: cos of first and second members, then sin."""
+    pair = START + tl.arange(0, TILE)[None, :]
+    cos_first = tl.load(cos_ptr + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    sin_first = tl.load(sin_ptr + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    if ONE_HALF:
+        cos_second, sin_second = cos_first, sin_first
+    else:
+        cos_second = tl.load(cos_ptr + HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+        sin_second = tl.load(sin_ptr + HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    return cos_first, cos_second, sin_first, sin_second
 
 
 @triton.jit
@@ -84,26 +108,30 @@ def _turn(
     PAIRS_IN: tl.constexpr,
     PAIRS_OUT: tl.constexpr,
     HALF: tl.constexpr,
-    HALF_TILE: tl.constexpr,
+    START: tl.constexpr,
+    TILE: tl.constexpr,
     PASS: tl.constexpr,
     PASS_TILE: tl.constexpr,
     UNIT: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Turn heads [first_head, first_head + HEADS) of one token; channels from 2 HALF on are copied."""
+    """Turn pairs START and on of heads [first_head, first_head + HEADS) of one token.
+
+    Channels from 2 HALF on are copied, with the first pairs.
+    """
     head = first_head + tl.arange(0, HEADS)[:, None].to(tl.int64)
     inside = head < heads
     source = x_ptr + head * x_head_stride * UNIT
     target = out_ptr + head * out_head_stride * UNIT
-    first, second = _load_pairs(source, inside, PAIRS_IN, HALF, HALF_TILE, HEADS)
+    first, second = _load_pairs(source, inside, PAIRS_IN, HALF, START, TILE, HEADS)
     if INVERSE:
         turned_first = first * cos_first + second * sin_second
         turned_second = second * cos_second - first * sin_first
     else:
         turned_first = first * cos_first - second * sin_first
         turned_second = second * cos_second + first * sin_second
-    _store_pairs(target, turned_first, turned_second, inside, PAIRS_OUT, HALF, HALF_TILE, HEADS)
-    if PASS > 0:
+    _store_pairs(target, turned_first, turned_second, inside, PAIRS_OUT, HALF, START, TILE, HEADS)
+    if PASS > 0 and START == 0:
         channel = 2 * HALF + tl.arange(0, PASS_TILE)[None, :]
         mask = inside & (channel < 2 * HALF + PASS)
         passed = tl.load(source + channel, mask=mask, other=0.0)
@@ -149,7 +177,8 @@ def _rotary_kernel(
     PAIRS_IN: tl.constexpr,
     PAIRS_OUT: tl.constexpr,
     HALF: tl.constexpr,
-    HALF_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    REST_TILE: tl.constexpr,
     PASS: tl.constexpr,
     PASS_TILE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -159,46 +188,24 @@ def _rotary_kernel(
     batch = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
     group = tl.program_id(1)
-    pair = tl.arange(0, HALF_TILE)[None, :]
-    inside = pair < HALF
     cos_ptr += (batch * cos_batch_stride + token * cos_token_stride) * UNIT
     sin_ptr += (batch * sin_batch_stride + token * sin_token_stride) * UNIT
-    cos_first = tl.load(cos_ptr + pair, mask=inside, other=0.0).to(tl.float32)
-    sin_first = tl.load(sin_ptr + pair, mask=inside, other=0.0).to(tl.float32)
-    if PAIRS_IN or PAIRS_OUT:
-        cos_second, sin_second = cos_first, sin_first
-    else:
-        cos_second = tl.load(cos_ptr + HALF + pair, mask=inside, other=0.0).to(tl.float32)
-        sin_second = tl.load(sin_ptr + HALF + pair, mask=inside, other=0.0).to(tl.float32)
-    _turn(
-        q_ptr + (batch * q_batch_stride + token * q_token_stride) * UNIT,
-        q_out_ptr + (batch * q_out_batch_stride + token * q_out_token_stride) * UNIT,
-        q_head_stride,
-        q_out_head_stride,
-        group * Q_HEADS,
-        q_heads,
-        cos_first,
-        cos_second,
-        sin_first,
-        sin_second,
-        INVERSE,
-        PAIRS_IN,
-        PAIRS_OUT,
-        HALF,
-        HALF_TILE,
-        PASS,
-        PASS_TILE,
-        UNIT,
-        Q_HEADS,
-    )
+    q_ptr += (batch * q_batch_stride + token * q_token_stride) * UNIT
+    q_out_ptr += (batch * q_out_batch_stride + token * q_out_token_stride) * UNIT
     if K_HEADS > 0:
+        k_ptr += (batch * k_batch_stride + token * k_token_stride) * UNIT
+        k_out_ptr += (batch * k_out_batch_stride + token * k_out_token_stride) * UNIT
+    for PART in tl.static_range(0, 2 if REST_TILE > 0 else 1):
+        cos_first, cos_second, sin_first, sin_second = _load_angles(
+            cos_ptr, sin_ptr, PAIRS_IN or PAIRS_OUT, HALF, PART * TILE, REST_TILE if PART else TILE
+        )
         _turn(
-            k_ptr + (batch * k_batch_stride + token * k_token_stride) * UNIT,
-            k_out_ptr + (batch * k_out_batch_stride + token * k_out_token_stride) * UNIT,
-            k_head_stride,
-            k_out_head_stride,
-            group * K_HEADS,
-            k_heads,
+            q_ptr,
+            q_out_ptr,
+            q_head_stride,
+            q_out_head_stride,
+            group * Q_HEADS,
+            q_heads,
             cos_first,
             cos_second,
             sin_first,
@@ -207,12 +214,36 @@ def _rotary_kernel(
             PAIRS_IN,
             PAIRS_OUT,
             HALF,
-            HALF_TILE,
+            PART * TILE,
+            REST_TILE if PART else TILE,
             PASS,
             PASS_TILE,
             UNIT,
-            K_HEADS,
+            Q_HEADS,
         )
+        if K_HEADS > 0:
+            _turn(
+                k_ptr,
+                k_out_ptr,
+                k_head_stride,
+                k_out_head_stride,
+                group * K_HEADS,
+                k_heads,
+                cos_first,
+                cos_second,
+                sin_first,
+                sin_second,
+                INVERSE,
+                PAIRS_IN,
+                PAIRS_OUT,
+                HALF,
+                PART * TILE,
+                REST_TILE if PART else TILE,
+                PASS,
+                PASS_TILE,
+                UNIT,
+                K_HEADS,
+            )
 
 
 _launch = Launcher(_rotary_kernel)
@@ -226,21 +257,33 @@ class Plan:
     q_tile: int
     k_tile: int
     half: int
-    half_tile: int
+    tile: int
+    rest_tile: int
     spare: int
     spare_tile: int
     warps: int
 
 
+def _tiles(half: int) -> tuple[int, int]:
+    """Two powers of two that cover `half` channels, where one (the other is 0) would have more lanes idle.
+
+    Heads of 72 have halves of 36: tiles of 32 and 4 instead of 64.
+    """
+    whole = triton.next_power_of_2(half)
+    tile = whole // 2
+    rest_tile = triton.next_power_of_2(half - tile)
+    return (tile, rest_tile) if half < whole and tile + rest_tile < whole else (whole, 0)
+
+
 @functools.cache
 def _plan(q_heads: int, k_heads: int, rotary: int, width: int) -> Plan:
     half, spare = rotary // 2, width - rotary
-    half_tile = triton.next_power_of_2(half)
-    groups = cdiv(max(q_heads, k_heads), max(1, _TILE // half_tile))
+    tile, rest_tile = _tiles(half)
+    groups = cdiv(max(q_heads, k_heads), max(1, _TILE // tile))
     q_tile = triton.next_power_of_2(cdiv(q_heads, groups))
     k_tile = triton.next_power_of_2(cdiv(k_heads, groups)) if k_heads else 0
-    warps = min(8, max(1, q_tile * half_tile // 1024))
-    return Plan(groups, q_tile, k_tile, half, half_tile, spare, triton.next_power_of_2(max(spare, 1)), warps)
+    warps = min(8, max(1, q_tile * tile // 1024))
+    return Plan(groups, q_tile, k_tile, half, tile, rest_tile, spare, triton.next_power_of_2(max(spare, 1)), warps)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -274,7 +317,8 @@ def _arguments(
         interleaved and not inverse,
         interleaved and inverse,
         plan.half,
-        plan.half_tile,
+        plan.tile,
+        plan.rest_tile,
         plan.spare,
         plan.spare_tile,
         unit,
