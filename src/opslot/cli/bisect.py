@@ -39,7 +39,7 @@ def run(
             "row, two tokens in it, and a layer"
         )
     source = read_source(model)
-    trust = {"trust_remote_code": source.trust_remote_code}
+    config = load_config(source.config, trust_remote_code=source.trust_remote_code) if layers else None
     place = usable_device(device or source.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(seed)
     built = opslot.build_foundation_model(
@@ -48,8 +48,8 @@ def run(
         dtype or source.dtype,
         str(place),
         source.ops | pairs("--set", "FIELD=VALUE, e.g. rms_norm_implementation=triton", assignments),
-        config_kwargs=with_layers(load_config(source.config, **trust).to_dict(), layers) if layers else None,
-        **trust,
+        config_kwargs=with_layers(config.to_dict(), layers) if config and layers else None,
+        trust_remote_code=source.trust_remote_code,
     )
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(built.config.vocab_size, (batch, length), generator=generator).to(place)

@@ -135,7 +135,7 @@ def load_config(
         raise ConfigError(f"{file} is not a valid {model_type} config: {error}") from error
 
 
-def _config_class(model_type: str) -> type:
+def _config_class(model_type: str) -> type[PreTrainedConfig]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if os.environ.get(BACKEND_VARIABLE) == "hf" and model_type in CONFIG_MAPPING:
@@ -158,7 +158,7 @@ def _model_class(config: PreTrainedConfig, architecture: str | None, backend: st
         import transformers
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-        found = getattr(transformers, name, None) if name else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        found: Any = getattr(transformers, name, None) if name else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         if found is None:
             raise ConfigError(f"Transformers has no class {name!r} for model_type {config.model_type!r}")
         return found

@@ -267,10 +267,12 @@ def _compare(name: str, got: Tensor, eager: Tensor, truth: Tensor, scale: float)
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Fill what torch.empty returns with NaN (the largest integer for integer dtypes) inside the block."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    # The module has this property by a class of its own, which no type checker sees.
+    deterministic: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    deterministic.fill_uninitialized_memory = True
     try:
         with warnings.catch_warnings():
             # torch fills memory only where it is told to be deterministic, and then tells of each backend that is not.
@@ -278,4 +280,4 @@ def poisoned_memory() -> Iterator[None]:
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        deterministic.fill_uninitialized_memory = before[1]

@@ -64,8 +64,9 @@ def verify(
     following = next(order, None)
     with Processes(workers) as processes:
         for check, result in processes.run(_run, checks, _spoils):
-            lost = isinstance(result, Lost)
-            found[check] = check.failed(f"the process that checked it {result}") if lost else result
+            if isinstance(result, Lost):
+                result = check.failed(f"the process that checked it {result}")
+            found[check] = result
             while following in found:
                 yield found.pop(following)
                 following = next(order, None)

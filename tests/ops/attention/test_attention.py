@@ -384,6 +384,14 @@ def test_auto_without_any_kernel_is_eager():
     assert KERNEL_REGISTRY.resolve(request(CPU, sinks=True)).chosen == "eager"
 
 
+def test_a_kernel_that_cannot_make_masks_is_refused():
+    model = request().module
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(KernelError, match=r"attn_implementation='mine'.* no attribute mask_function(.|\n)*to do"):
+        op.OP.attach(model, "mine", lambda *arguments, **options: None)
+    assert model.config._attn_implementation == "sdpa"
+
+
 # On a GPU; what compilers and vendors warn of there is not ours to mend
 
 KERNELS = ("sdpa", "cudnn", "flex_attention", "flash_attention_4")

@@ -55,6 +55,12 @@ def test_a_dense_model_has_no_loss(kernel):
     assert load(kernel)([torch.zeros(2, 4)], 4) == 0
 
 
+@pytest.mark.parametrize("kernel", NAMES)
+def test_logits_of_an_unknown_number_of_experts_are_refused(kernel):
+    with pytest.raises(KernelError, match="num_experts: None"):
+        load(kernel)(logits())
+
+
 def test_balance_is_the_minimum(name):
     """Every expert chosen equally often with equal probability gives top_k, collapse onto k experts gives E."""
     experts = 8

@@ -140,19 +140,22 @@ class AdamW(torch.optim.AdamW):
             if group["amsgrad"] or group["maximize"] or isinstance(group["lr"], Tensor):
                 continue
             for param in group["params"]:
+                grad = param.grad
                 # torch makes the state in its own first step.
-                if param.grad is not None and self.state[param] and _served(param):
-                    self._step_one(param, group)
-                    done.append((param, param.grad))
+                if grad is not None and self.state[param] and _served(param):
+                    self._step_one(param, grad, group)
+                    done.append((param, grad))
         return done
 
-    def _step_one(self, param: Tensor, group: dict[str, Any]) -> None:
+    def _step_one(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
         state["step"] += 1
         beta1, beta2 = group["betas"]
-        tensors = (param, param.grad, state["exp_avg"], state["exp_avg_sq"])
         adamw(
-            *(_local(x) for x in tensors),
+            _local(param),
+            _local(grad),
+            _local(state["exp_avg"]),
+            _local(state["exp_avg_sq"]),
             _local(state["step"]),
             group["lr"],
             beta1,
@@ -164,7 +167,7 @@ class AdamW(torch.optim.AdamW):
 
 def _torch_step(optimizer: AdamW) -> None:
     """torch's own step, without the hooks that torch wraps around its class's: those around `AdamW.step` run."""
-    step = torch.optim.AdamW.step
+    step: Any = torch.optim.AdamW.step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
     step(optimizer)

@@ -41,7 +41,8 @@ def make_flash(version: int) -> Callable[..., Any]:
         def run(function: Callable[..., Any], *args: Any, **bounds: Any) -> Tensor:
             out = function(*args, **bounds, **options)
             if sinks is not None:
-                return _sunk(*out, sinks)
+                attended, logsumexp = out
+                return _sunk(attended, logsumexp, sinks)
             return out[0] if isinstance(out, tuple) else out
 
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -105,13 +106,13 @@ def _packed(name: str, run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tens
     cu_q = kwargs["cu_seq_lens_q"]
     cu_k = kwargs.get("cu_seq_lens_k")
     cu_k = cu_q if cu_k is None else cu_k
-    longest = {f"max_seqlen_{s}": kwargs.get(f"max_length_{s}") for s in "qk"}
+    longest = {}
     for side, cu, x in (("q", cu_q, q), ("k", cu_k, k)):
-        check_borders(name, f"cu_seq_lens_{side}", cu, x.shape[0], x.shape[1], longest[f"max_seqlen_{side}"])
-        if longest[f"max_seqlen_{side}"] is None:
-            longest[f"max_seqlen_{side}"] = int(cu.diff().max())
+        told = kwargs.get(f"max_length_{side}")
+        check_borders(name, f"cu_seq_lens_{side}", cu, x.shape[0], x.shape[1], told)
+        longest[f"max_seqlen_{side}"] = int(cu.diff().max() if told is None else told)
     flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-    out = run(*flat, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **{n: int(x) for n, x in longest.items()})
+    out = run(*flat, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **longest)
     return out.view(*q.shape[:2], *out.shape[1:])
 
 

@@ -49,12 +49,14 @@ def flex_attention(
             **kwargs,
             "kernel_options": {"FORCE_USE_FLEX_ATTENTION": True, **(kwargs.get("kernel_options") or {})},
         }
+    # Transformers' adapter takes None as well, which its annotation leaves out.
+    mask: Any = attention_mask
     if torch.compiler.is_compiling():
-        return flex_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0], None
+        return flex_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)[0], None
     # Past its limit of shapes Dynamo would run FlexAttention unfused, 50 times slower, without a word.
     with torch._dynamo.config.patch(recompile_limit=_SHAPES, fail_on_recompile_limit_hit=True):
         try:
-            out = flex_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+            out = flex_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
         except FailOnRecompileLimitHit as error:
             raise KernelError(
                 f"attn_implementation='flex_attention': compiled for {_SHAPES} shapes already, now asked for query "

@@ -222,6 +222,12 @@ def _attach(model: Any, chosen: str, kernel: Callable[..., Any] | None) -> str |
     """Point the model's own config at the chosen implementation; returns the previous one."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    mask_function: Any = getattr(kernel, "mask_function", None)
+    if kernel is not None and mask_function is None:
+        raise KernelError(
+            f"attn_implementation={chosen!r}: the kernel has no attribute mask_function, so that no mask can be made "
+            "for it\n  to do: set it to the function that makes its masks, e.g. transformers.masking_utils.sdpa_mask"
+        )
     own_config(model)
     previous = model.config._attn_implementation
     if kernel is None and _keeps_its_own(model):
@@ -231,7 +237,7 @@ def _attach(model: Any, chosen: str, kernel: Callable[..., Any] | None) -> str |
         return previous
     name = PREFIX + chosen
     AttentionInterface.register(name, kernel)
-    AttentionMaskInterface.register(name, kernel.mask_function)
+    AttentionMaskInterface.register(name, mask_function)
     model.config._attn_implementation = name
     return previous
 

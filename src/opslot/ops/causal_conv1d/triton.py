@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -70,6 +70,7 @@ def _tap(weight_ptr, column, LAG: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: t
 
 
 @triton.jit(do_not_specialize=["length"])
+@no_type_check  # Tuples grow in its unrolled loops.
 def _forward_kernel(
     x_ptr,
     weight_ptr,
@@ -128,6 +129,7 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["length"])
+@no_type_check  # Tuples grow in its unrolled loops.
 def _backward_kernel(
     dout_ptr,
     x_ptr,

@@ -136,10 +136,11 @@ def token_gradients(
     want_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `tokens` by `hidden` and `weight`, empty where not wanted; `entropy` is its output."""
-    per_row = (labels, entropy, grad_log_probs.contiguous(), grad_entropy.contiguous())
+    grad_log_probs, grad_entropy = grad_log_probs.contiguous(), grad_entropy.contiguous()
     sums = _GradientSums(backend, hidden, weight, want_hidden, want_weight)
     for rows, logits in _logit_chunks(backend, hidden, weight):
-        sums.add(rows, backend.token_grad_step(logits, *(x[rows] for x in per_row), shaping))
+        per_row = labels[rows], entropy[rows], grad_log_probs[rows], grad_entropy[rows]
+        sums.add(rows, backend.token_grad_step(logits, *per_row, shaping))
     return sums.finish(None, hidden.dtype)
 
 

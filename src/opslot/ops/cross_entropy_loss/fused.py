@@ -283,10 +283,19 @@ def _token_ops(backend: Backend) -> tuple[Callable[..., Any], Callable[..., Any]
         return torch.empty_like(labels, dtype=dtype), torch.empty_like(labels, dtype=dtype)
 
     def backward(hidden: Tensor, weight: Tensor, labels: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        *shaping, want_hidden, want_weight = rest[3:]
+        entropy, grad_log_probs, grad_entropy, *shaping, want_hidden, want_weight = rest
         with torch.autocast(hidden.device.type, enabled=False):
             return token_gradients(
-                backend, hidden, weight, labels, *rest[:3], Shaping(*shaping), want_hidden, want_weight
+                backend,
+                hidden,
+                weight,
+                labels,
+                entropy,
+                grad_log_probs,
+                grad_entropy,
+                Shaping(*shaping),
+                want_hidden,
+                want_weight,
             )
 
     def backward_fake(hidden: Tensor, weight: Tensor, labels: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from opslot.ops._common.cases import on_device, randn
+from opslot.ops._common.library import refuse
 from opslot.ops._common.sites import text_config
 from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
 
@@ -40,9 +41,14 @@ def standard(
 
     Returns:
         A scalar, float32 or wider, or the integer 0.
+
+    Raises:
+        KernelError: logits without `num_experts`.
     """
     if gate_logits is None or not isinstance(gate_logits, tuple):
         return 0
+    if num_experts is None:
+        refuse("load_balancing_loss", "num_experts", "None beside gate_logits", "pass the number of experts")
     device = gate_logits[0].device
     wide = torch.promote_types(gate_logits[0].dtype, torch.float32)
     rows = torch.zeros((), dtype=wide, device=device)

@@ -95,13 +95,17 @@ def differentiable(
     x, gate_up, down, index, weights = (torch.empty(shape, device="meta") for shape in shapes)
     returned = ", ".join(["Tensor"] * len(fake(x, Experts(gate_up, down), index, weights)))
 
-    def run(x, gate_up, down, index, weights, *rest):
+    def run(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         return _on_its_device(forward, x, Experts(gate_up, down, *rest), index, weights)
 
-    def run_fake(x, gate_up, down, index, weights, *rest):
+    def run_fake(
+        x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, *rest: Any
+    ) -> tuple[Tensor, ...]:
         return fake(x, Experts(gate_up, down, *rest), index, weights)
 
-    def run_wanted(grad, x, gate_up, down, weights, *rest):
+    def run_wanted(
+        grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *rest: Any
+    ) -> tuple[Tensor, ...]:
         """An operator returns tensors, and no tensor twice: unwanted gradients become empty ones."""
         *gating, saved, wanted = *rest[:-3], Wanted(*rest[-3:])
         grads = _on_its_device(backward, grad, x, Experts(gate_up, down, *gating), weights, saved, wanted)
@@ -121,7 +125,7 @@ def differentiable(
         " bool weight_grad, bool bias_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     )
 
-    def setup_context(ctx, inputs, output) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         hidden_states, gate_up_proj, down_proj, _, top_k_weights, *optional = inputs
         *optional, ctx.limit, ctx.alpha, ctx.up_offset = optional
         ctx.save_for_backward(hidden_states, gate_up_proj, down_proj, top_k_weights, *optional, *output[1:])
@@ -129,7 +133,7 @@ def differentiable(
         # Else autograd makes gradients of zeros for what is saved, which is as large as the activations.
         ctx.set_materialize_grads(False)
 
-    def run_backward(ctx, grad, *_):
+    def run_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
         needs = ctx.needs_input_grad
@@ -175,7 +179,17 @@ def _on_its_device(function: Callable[..., Any], tensor: Tensor, *rest: Any) -> 
         return function(tensor, *rest)
 
 
-def _fake_backward(grad, x, gate_up, down, weights, up, gate_up_bias, down_bias, *rest):
+def _fake_backward(
+    grad: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    up: Tensor | None,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
     like = (x, gate_up, down, weights, up, gate_up_bias, down_bias)
     return tuple(
         torch.empty_like(t, memory_format=torch.contiguous_format) if w and t is not None else grad.new_empty(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ def prepare(
     if torch.is_autocast_enabled(device):
         wanted = torch.get_autocast_dtype(device)
         hidden_states = hidden_states.to(wanted)
-        cast = {name: t.to(wanted) for name, t in experts._asdict().items() if isinstance(t, Tensor)}
+        cast: dict[str, Any] = {name: t.to(wanted) for name, t in experts._asdict().items() if isinstance(t, Tensor)}
         experts = experts._replace(**cast)
     problem = (
         _shape_problem(hidden_states, experts, top_k_index, top_k_weights)

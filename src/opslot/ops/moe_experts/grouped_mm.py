@@ -63,10 +63,9 @@ def _saved(parts: Parts) -> tuple[Tensor, Tensor]:
 def _backward(
     grad: Tensor, x: Tensor, experts: Experts, weights: Tensor, saved: Sequence[Tensor], wanted: Wanted
 ) -> Grads:
-    arguments = (grad.contiguous(), x, experts, weights, *saved, wanted)
     if _has_grouped_mm(x, experts):
-        return backward_grouped(_torch_product, *arguments)
-    return _backward_segments(*arguments)
+        return backward_grouped(_torch_product, grad.contiguous(), x, experts, weights, saved, wanted)
+    return _backward_segments(grad.contiguous(), x, experts, weights, saved, wanted)
 
 
 def _has_grouped_mm(hidden_states: Tensor, experts: Experts) -> bool:
@@ -132,12 +131,11 @@ def backward_grouped(
     x: Tensor,
     experts: Experts,
     weights: Tensor,
-    gate_up: Tensor,
-    up: Tensor,
-    order: Tensor,
-    ends: Tensor,
+    saved: Sequence[Tensor],
     wanted: Wanted,
 ) -> Grads:
+    """`saved` is what `forward_grouped` returned behind the output."""
+    gate_up, up, order, ends = saved
     token = order // weights.shape[1]
     mine = torch.arange(order.numel(), device=order.device) < ends[-1]
     row_grad = grad[token]
@@ -298,16 +296,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, out: Te
 
 
 def _backward_segments(
-    grad: Tensor,
-    x: Tensor,
-    experts: Experts,
-    weights: Tensor,
-    gate_up: Tensor,
-    up: Tensor,
-    order: Tensor,
-    ends: Tensor,
-    wanted: Wanted,
+    grad: Tensor, x: Tensor, experts: Experts, weights: Tensor, saved: Sequence[Tensor], wanted: Wanted
 ) -> Grads:
+    gate_up, up, order, ends = saved
     token = order // weights.shape[1]
     scales = weights.reshape(-1)[order].unsqueeze(-1).to(x.dtype)
     weights_grad = weights.new_zeros(weights.numel())

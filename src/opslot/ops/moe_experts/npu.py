@@ -44,7 +44,7 @@ def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Out
 def _backward(
     grad: Tensor, x: Tensor, experts: Experts, weights: Tensor, saved: Sequence[Tensor], wanted: Wanted
 ) -> Grads:
-    return backward_grouped(_product, grad.contiguous(), x, experts, weights, *saved, wanted)
+    return backward_grouped(_product, grad.contiguous(), x, experts, weights, saved, wanted)
 
 
 _experts = differentiable("moe_fused_npu", _forward, _backward, fake)

@@ -36,7 +36,7 @@ def standard(
         hidden_states,
         top_k_index,
         top_k_weights,
-        lambda x, e: linear(_gated(*linear(x, gate_up_proj[e]).chunk(2, dim=-1)), down_proj[e]),
+        lambda x, e: linear(_gated_halves(linear(x, gate_up_proj[e])), down_proj[e]),
         gate_up_proj.shape[0],
     )
 
@@ -60,9 +60,7 @@ def clamped(
         hidden_states,
         top_k_index,
         top_k_weights,
-        lambda x, e: linear(
-            _gated(*linear(x, gate_up_proj[e]).chunk(2, dim=-1), limit, alpha, up_offset), down_proj[e]
-        ),
+        lambda x, e: linear(_gated_halves(linear(x, gate_up_proj[e]), limit, alpha, up_offset), down_proj[e]),
         gate_up_proj.shape[0],
     )
 
@@ -108,6 +106,11 @@ def split(
         lambda x, e: linear(_gated(linear(x, gate_proj[e]), linear(x, up_proj[e])), down_proj[e]),
         gate_proj.shape[0],
     )
+
+
+def _gated_halves(gate_up: Tensor, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _gated(gate, up, limit, alpha, up_offset)
 
 
 def _gated(gate: Tensor, up: Tensor, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0) -> Tensor:

@@ -280,8 +280,9 @@ def backward(
     count, hidden, intermediate = experts.sizes
     top_k = top_k_weights.shape[1]
     if routing.slots.numel() == 0:
-        zeros = {n: None if t is None else torch.zeros_like(t) for n, t in zip(Grads._fields[4:], experts[2:5])}
-        return Grads(*(torch.zeros_like(t) for t in (x, *experts[:2], top_k_weights)), **zeros)
+        x_zeros, gate_up_zeros, down_zeros = (torch.zeros_like(t) for t in (x, *experts[:2]))
+        others = (None if t is None else torch.zeros_like(t) for t in experts[2:5])
+        return Grads(x_zeros, gate_up_zeros, down_zeros, torch.zeros_like(top_k_weights), *others)
     x, grad, top_k_weights = x.contiguous(), grad.contiguous(), top_k_weights.contiguous()
     row_grad = gather(grad, top_k, routing)
     act_grad = rows_product(plan, plan.act_grad, row_grad, experts.down_proj, intermediate, experts.biased, routing)

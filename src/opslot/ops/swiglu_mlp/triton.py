@@ -239,7 +239,8 @@ def _fake_fused_forward(gate_up: Tensor) -> Tensor:
 @opaque_op("swiglu_fused(Tensor gate_up) -> Tensor", fake=_fake_fused_forward)
 def _fused_forward(gate_up: Tensor) -> Tensor:
     out = _fake_fused_forward(gate_up)
-    _launch_forward(*gate_up.chunk(2, dim=-1), out)
+    gate, up = gate_up.chunk(2, dim=-1)
+    _launch_forward(gate, up, out)
     return out
 
 
@@ -250,7 +251,9 @@ def _fake_fused_backward(dout: Tensor, gate_up: Tensor) -> Tensor:
 @opaque_op("swiglu_fused_backward(Tensor dout, Tensor gate_up) -> Tensor", fake=_fake_fused_backward)
 def _fused_backward(dout: Tensor, gate_up: Tensor) -> Tensor:
     dgate_up = _fake_fused_backward(dout, gate_up)
-    _launch_backward(dout, *gate_up.chunk(2, dim=-1), *dgate_up.chunk(2, dim=-1))
+    gate, up = gate_up.chunk(2, dim=-1)
+    dgate, dup = dgate_up.chunk(2, dim=-1)
+    _launch_backward(dout, gate, up, dgate, dup)
     return dgate_up
 
 

@@ -120,6 +120,7 @@ def prepare(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, normalize: bool
 ) -> Call:
     raw_q, raw_k = as_tokens(query), as_tokens(key)
+    batch, length = value.shape[:2]
     q, k = (normalized(x) if normalize else x for x in (raw_q, raw_k))
     return Call(
         raw_q=raw_q,
@@ -129,7 +130,7 @@ def prepare(
         v=as_tokens(value),
         log_decay=_scalars(g),
         rate=_scalars(beta),
-        chunks=chunk_table(cu_seqlens, *value.shape[:2], value.device),
+        chunks=chunk_table(cu_seqlens, batch, length, value.device),
         plan=plan_for(key.shape[3], value.shape[3], key.element_size()),
     )
 

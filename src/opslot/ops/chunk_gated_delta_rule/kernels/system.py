@@ -11,6 +11,8 @@ No exponent is positive, since no log decay is.
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import torch
 import triton
 import triton.language as tl
@@ -48,6 +50,7 @@ def _unit_inverses(b0, b1, b2, b3, SIZE: tl.constexpr):
 
 
 @triton.jit
+@no_type_check  # Tuples grow in its unrolled loops.
 def solve_kernel(
     k_ptr,
     g_ptr,
