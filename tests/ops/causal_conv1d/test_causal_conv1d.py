@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from opslot import KERNEL_REGISTRY
+from opslot._base.device import DeviceFacts
 from opslot._base.errors import KernelError
 from opslot.ops.causal_conv1d import op
+from opslot.slots import KernelRequest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = ["triton", "torch_packed"]
@@ -26,6 +28,13 @@ def inputs(length, channels=24, width=4, batch=1, dtype=torch.float32):
 
 def cumulative(documents, dtype=torch.int32):
     return torch.tensor([0, *documents], device=DEVICE).cumsum(0).to(dtype)
+
+
+@pytest.mark.parametrize(("dtype", "chosen"), [(torch.bfloat16, "triton"), (torch.float32, "eager")])
+def test_auto_takes_what_was_measured_on_a_gpu(dtype, chosen):
+    pytest.importorskip("triton")
+    request = KernelRequest("causal_conv1d", "standard", DeviceFacts("gpu", (9, 0)), dtype)
+    assert KERNEL_REGISTRY.resolve(request).chosen == chosen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

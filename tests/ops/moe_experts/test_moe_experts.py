@@ -559,7 +559,8 @@ def test_gating_of_its_own_is_refused():
         (DeviceFacts("gpu", (9, 0)), torch.bfloat16, "biased", "fused_triton"),
         (DeviceFacts("gpu", (9, 0)), torch.float16, "biased", "eager"),
         (CPU, torch.float32, "split", "grouped_mm"),
-        (DeviceFacts("gpu", (9, 0)), torch.bfloat16, "split", "eager"),
+        (DeviceFacts("gpu", (9, 0)), torch.bfloat16, "split", "fused_triton"),
+        (DeviceFacts("gpu", (9, 0)), torch.float16, "split", "eager"),
         (DeviceFacts("gpu", (7, 5)), torch.float16, "standard", "grouped_mm"),
     ],
 )
