@@ -5,6 +5,8 @@ strides, so transposed views cost no copy. Backward is the same kernel turning t
 
 Strides reach the kernel in units of UNIT elements, a constant that divides all of them: heads of 72 channels, whose
 strides Triton's own test for multiples of 16 would send to two-byte loads, still load 16 bytes at once.
+
+Heads whose halves are no power of two go to `triton_flat`, where no lane is idle.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from opslot.ops._common.library import once_differentiable, opaque_op, refuse
 from opslot.ops._common.specs import FLOATS, no_float
 from opslot.ops._common.triton import Launcher, cdiv
 from opslot.ops.rotary_pos_emb.op import merge_sections
+from opslot.ops.rotary_pos_emb.triton_flat import suits_flat, turn_flat
 
 _LABEL = "rotary_pos_emb_implementation='triton'"
 # Elements of the tile of one half of a program's heads; more heads go to further programs of the same token.
@@ -31,24 +34,15 @@ _TILE = 4096
 
 
 @triton.jit
-def _load_pairs(
-    row_ptr,
-    inside,
-    PAIRS: tl.constexpr,
-    HALF: tl.constexpr,
-    START: tl.constexpr,
-    TILE: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    """First and second members [HEADS, TILE], in fp32, of pairs START and on of the heads at `row_ptr` [HEADS, 1]."""
+def _load_pairs(row_ptr, inside, PAIRS: tl.constexpr, HALF: tl.constexpr, HALF_TILE: tl.constexpr, HEADS: tl.constexpr):
+    """First and second members [HEADS, HALF_TILE] of the pairs of heads at `row_ptr` [HEADS, 1], in fp32."""
     if PAIRS:
-        channel = 2 * START + tl.arange(0, 2 * TILE)[None, :]
+        channel = tl.arange(0, 2 * HALF_TILE)[None, :]
         both = tl.load(row_ptr + channel, mask=inside & (channel < 2 * HALF), other=0.0).to(tl.float32)
-        first, second = tl.split(tl.reshape(both, (HEADS, TILE, 2)))
+        first, second = tl.split(tl.reshape(both, (HEADS, HALF_TILE, 2)))
     else:
-        channel = START + tl.arange(0, TILE)[None, :]
-        # Where all of the tile is inside, a comparison would only keep loads from being 16 bytes wide.
-        mask = inside if START + TILE <= HALF else inside & (channel < HALF)
+        channel = tl.arange(0, HALF_TILE)[None, :]
+        mask = inside & (channel < HALF)
         first = tl.load(row_ptr + channel, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(row_ptr + HALF + channel, mask=mask, other=0.0).to(tl.float32)
     return first, second
@@ -62,34 +56,19 @@ def _store_pairs(
     inside,
     PAIRS: tl.constexpr,
     HALF: tl.constexpr,
-    START: tl.constexpr,
-    TILE: tl.constexpr,
+    HALF_TILE: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     dtype: tl.constexpr = row_ptr.dtype.element_ty
     if PAIRS:
-        channel = 2 * START + tl.arange(0, 2 * TILE)[None, :]
-        both = tl.reshape(tl.join(first, second), (HEADS, 2 * TILE))
+        channel = tl.arange(0, 2 * HALF_TILE)[None, :]
+        both = tl.reshape(tl.join(first, second), (HEADS, 2 * HALF_TILE))
         tl.store(row_ptr + channel, both.to(dtype), mask=inside & (channel < 2 * HALF))
     else:
-        channel = START + tl.arange(0, TILE)[None, :]
-        mask = inside if START + TILE <= HALF else inside & (channel < HALF)
+        channel = tl.arange(0, HALF_TILE)[None, :]
+        mask = inside & (channel < HALF)
         tl.store(row_ptr + channel, first.to(dtype), mask=mask)
         tl.store(row_ptr + HALF + channel, second.to(dtype), mask=mask)
-
-
-@triton.jit
-def _load_angles(cos_ptr, sin_ptr, ONE_HALF: tl.constexpr, HALF: tl.constexpr, START: tl.constexpr, TILE: tl.constexpr):
-    """Angles [1, TILE], in fp32, of pairs START and on: cos of first and second members, then sin."""
-    pair = START + tl.arange(0, TILE)[None, :]
-    cos_first = tl.load(cos_ptr + pair, mask=pair < HALF, other=0.0).to(tl.float32)
-    sin_first = tl.load(sin_ptr + pair, mask=pair < HALF, other=0.0).to(tl.float32)
-    if ONE_HALF:
-        cos_second, sin_second = cos_first, sin_first
-    else:
-        cos_second = tl.load(cos_ptr + HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
-        sin_second = tl.load(sin_ptr + HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
-    return cos_first, cos_second, sin_first, sin_second
 
 
 @triton.jit
@@ -108,30 +87,26 @@ def _turn(
     PAIRS_IN: tl.constexpr,
     PAIRS_OUT: tl.constexpr,
     HALF: tl.constexpr,
-    START: tl.constexpr,
-    TILE: tl.constexpr,
+    HALF_TILE: tl.constexpr,
     PASS: tl.constexpr,
     PASS_TILE: tl.constexpr,
     UNIT: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Turn pairs START and on of heads [first_head, first_head + HEADS) of one token.
-
-    Channels from 2 HALF on are copied, with the first pairs.
-    """
+    """Turn heads [first_head, first_head + HEADS) of one token; channels from 2 HALF on are copied."""
     head = first_head + tl.arange(0, HEADS)[:, None].to(tl.int64)
     inside = head < heads
     source = x_ptr + head * x_head_stride * UNIT
     target = out_ptr + head * out_head_stride * UNIT
-    first, second = _load_pairs(source, inside, PAIRS_IN, HALF, START, TILE, HEADS)
+    first, second = _load_pairs(source, inside, PAIRS_IN, HALF, HALF_TILE, HEADS)
     if INVERSE:
         turned_first = first * cos_first + second * sin_second
         turned_second = second * cos_second - first * sin_first
     else:
         turned_first = first * cos_first - second * sin_first
         turned_second = second * cos_second + first * sin_second
-    _store_pairs(target, turned_first, turned_second, inside, PAIRS_OUT, HALF, START, TILE, HEADS)
-    if PASS > 0 and START == 0:
+    _store_pairs(target, turned_first, turned_second, inside, PAIRS_OUT, HALF, HALF_TILE, HEADS)
+    if PASS > 0:
         channel = 2 * HALF + tl.arange(0, PASS_TILE)[None, :]
         mask = inside & (channel < 2 * HALF + PASS)
         passed = tl.load(source + channel, mask=mask, other=0.0)
@@ -177,8 +152,7 @@ def _rotary_kernel(
     PAIRS_IN: tl.constexpr,
     PAIRS_OUT: tl.constexpr,
     HALF: tl.constexpr,
-    TILE: tl.constexpr,
-    REST_TILE: tl.constexpr,
+    HALF_TILE: tl.constexpr,
     PASS: tl.constexpr,
     PASS_TILE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -188,24 +162,46 @@ def _rotary_kernel(
     batch = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
     group = tl.program_id(1)
+    pair = tl.arange(0, HALF_TILE)[None, :]
+    inside = pair < HALF
     cos_ptr += (batch * cos_batch_stride + token * cos_token_stride) * UNIT
     sin_ptr += (batch * sin_batch_stride + token * sin_token_stride) * UNIT
-    q_ptr += (batch * q_batch_stride + token * q_token_stride) * UNIT
-    q_out_ptr += (batch * q_out_batch_stride + token * q_out_token_stride) * UNIT
+    cos_first = tl.load(cos_ptr + pair, mask=inside, other=0.0).to(tl.float32)
+    sin_first = tl.load(sin_ptr + pair, mask=inside, other=0.0).to(tl.float32)
+    if PAIRS_IN or PAIRS_OUT:
+        cos_second, sin_second = cos_first, sin_first
+    else:
+        cos_second = tl.load(cos_ptr + HALF + pair, mask=inside, other=0.0).to(tl.float32)
+        sin_second = tl.load(sin_ptr + HALF + pair, mask=inside, other=0.0).to(tl.float32)
+    _turn(
+        q_ptr + (batch * q_batch_stride + token * q_token_stride) * UNIT,
+        q_out_ptr + (batch * q_out_batch_stride + token * q_out_token_stride) * UNIT,
+        q_head_stride,
+        q_out_head_stride,
+        group * Q_HEADS,
+        q_heads,
+        cos_first,
+        cos_second,
+        sin_first,
+        sin_second,
+        INVERSE,
+        PAIRS_IN,
+        PAIRS_OUT,
+        HALF,
+        HALF_TILE,
+        PASS,
+        PASS_TILE,
+        UNIT,
+        Q_HEADS,
+    )
     if K_HEADS > 0:
-        k_ptr += (batch * k_batch_stride + token * k_token_stride) * UNIT
-        k_out_ptr += (batch * k_out_batch_stride + token * k_out_token_stride) * UNIT
-    for PART in tl.static_range(0, 2 if REST_TILE > 0 else 1):
-        cos_first, cos_second, sin_first, sin_second = _load_angles(
-            cos_ptr, sin_ptr, PAIRS_IN or PAIRS_OUT, HALF, PART * TILE, REST_TILE if PART else TILE
-        )
         _turn(
-            q_ptr,
-            q_out_ptr,
-            q_head_stride,
-            q_out_head_stride,
-            group * Q_HEADS,
-            q_heads,
+            k_ptr + (batch * k_batch_stride + token * k_token_stride) * UNIT,
+            k_out_ptr + (batch * k_out_batch_stride + token * k_out_token_stride) * UNIT,
+            k_head_stride,
+            k_out_head_stride,
+            group * K_HEADS,
+            k_heads,
             cos_first,
             cos_second,
             sin_first,
@@ -214,36 +210,12 @@ def _rotary_kernel(
             PAIRS_IN,
             PAIRS_OUT,
             HALF,
-            PART * TILE,
-            REST_TILE if PART else TILE,
+            HALF_TILE,
             PASS,
             PASS_TILE,
             UNIT,
-            Q_HEADS,
+            K_HEADS,
         )
-        if K_HEADS > 0:
-            _turn(
-                k_ptr,
-                k_out_ptr,
-                k_head_stride,
-                k_out_head_stride,
-                group * K_HEADS,
-                k_heads,
-                cos_first,
-                cos_second,
-                sin_first,
-                sin_second,
-                INVERSE,
-                PAIRS_IN,
-                PAIRS_OUT,
-                HALF,
-                PART * TILE,
-                REST_TILE if PART else TILE,
-                PASS,
-                PASS_TILE,
-                UNIT,
-                K_HEADS,
-            )
 
 
 _launch = Launcher(_rotary_kernel)
@@ -257,33 +229,21 @@ class Plan:
     q_tile: int
     k_tile: int
     half: int
-    tile: int
-    rest_tile: int
+    half_tile: int
     spare: int
     spare_tile: int
     warps: int
 
 
-def _tiles(half: int) -> tuple[int, int]:
-    """Two powers of two that cover `half` channels, where one (the other is 0) would have more lanes idle.
-
-    Heads of 72 have halves of 36: tiles of 32 and 4 instead of 64.
-    """
-    whole = triton.next_power_of_2(half)
-    tile = whole // 2
-    rest_tile = triton.next_power_of_2(half - tile)
-    return (tile, rest_tile) if half < whole and tile + rest_tile < whole else (whole, 0)
-
-
 @functools.cache
 def _plan(q_heads: int, k_heads: int, rotary: int, width: int) -> Plan:
     half, spare = rotary // 2, width - rotary
-    tile, rest_tile = _tiles(half)
-    groups = cdiv(max(q_heads, k_heads), max(1, _TILE // tile))
+    half_tile = triton.next_power_of_2(half)
+    groups = cdiv(max(q_heads, k_heads), max(1, _TILE // half_tile))
     q_tile = triton.next_power_of_2(cdiv(q_heads, groups))
     k_tile = triton.next_power_of_2(cdiv(k_heads, groups)) if k_heads else 0
-    warps = min(8, max(1, q_tile * tile // 1024))
-    return Plan(groups, q_tile, k_tile, half, tile, rest_tile, spare, triton.next_power_of_2(max(spare, 1)), warps)
+    warps = min(8, max(1, q_tile * half_tile // 1024))
+    return Plan(groups, q_tile, k_tile, half, half_tile, spare, triton.next_power_of_2(max(spare, 1)), warps)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -317,8 +277,7 @@ def _arguments(
         interleaved and not inverse,
         interleaved and inverse,
         plan.half,
-        plan.tile,
-        plan.rest_tile,
+        plan.half_tile,
         plan.spare,
         plan.spare_tile,
         unit,
@@ -357,9 +316,12 @@ def _rotary(
     if q.numel() == 0:
         return q_out, k_out
     q, cos, sin = _adjacent(q), _adjacent(cos), _adjacent(sin)
+    k = None if k is None else _adjacent(k)
+    if suits_flat(q.shape[-1], cos.shape[-1], interleaved):
+        turn_flat(q, k, cos, sin, q_out, k_out, inverse)
+        return q_out, k_out
     k_heads, k_strides = 0, _NO_STRIDES
     if k is not None and k_out is not None:
-        k = _adjacent(k)
         k_heads, k_strides = k.shape[1], (k.stride(), k_out.stride())
     grid, scalars, constants, warps = _arguments(
         q.shape,
