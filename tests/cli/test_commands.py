@@ -54,7 +54,11 @@ def test_explain_names_what_was_set(folder, capsys):
         (["verify", "--op", "nothing"], "unknown op 'nothing'"),
         (["verify", "--op", "rms_norm", "--device", "gpu0"], "device 'gpu0' is none that torch knows"),
         (["verify", "--op", "rms_norm", "--device", "cuda:99"], "device 'cuda:99': the number of GPUs"),
-        (["verify", "--kernel", "nothing"], "no kernel of kernel 'nothing'"),
+        (["verify", "--op", "rms_nrm"], "did you mean 'rms_norm'?"),
+        (["verify", "--kernel", "nothing"], "no kernel 'nothing' is registered; there are "),
+        (["verify", "--kernel", "torch_fusde"], "no kernel 'torch_fusde' is registered; did you mean 'torch_fused'?"),
+        (["verify", "--op", "rms_norm", "--kernel", "sdpa"], "no kernel 'sdpa' is registered for the op 'rms_norm'"),
+        (["verify", "--op", "attention", "--kernel", "cudnn", "--device", "cpu"], "can run on this machine"),
     ],
 )
 def test_wrong_use_is_one_message_and_exit_code_2(folder, capsys, arguments, message):

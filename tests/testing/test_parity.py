@@ -1,10 +1,12 @@
 """The harness itself: it must catch what kernels get wrong."""
 
+import re
+
 import pytest
 import torch
 
 from opslot import KERNEL_REGISTRY
-from opslot._base.errors import KernelError
+from opslot._base.errors import ConfigError, KernelError
 from opslot.ops._common.cases import randn
 from opslot.slots import InputCase, OpVariant
 from opslot.testing import CheckResult, check_kernel, poisoned_memory, verify
@@ -122,6 +124,19 @@ def test_poison_ends_with_the_block():
     with poisoned_memory():
         assert torch.empty(3).isnan().all()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("op", "kernel", "message"),
+    [
+        ("nope", None, "unknown op 'nope'; there are"),
+        (None, "tritn", "no kernel 'tritn' is registered; did you mean 'triton'?"),
+        ("adamw", "nope", "no kernel 'nope' is registered for the op 'adamw'; there are triton"),
+    ],
+)
+def test_what_cannot_be_verified_is_told_at_the_call(op, kernel, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        verify(op, kernel)
 
 
 def test_workers_find_the_same():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import torch
 
 from opslot._base.device import facts_of, machine_devices, usable_device
 from opslot._base.dtypes import dtype_name
-from opslot._base.errors import KernelError
+from opslot._base.errors import ConfigError, KernelError
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
 from opslot.testing.apart import Lost, Processes, spoils_device, workers_for
 from opslot.testing.parity import CheckResult, check_kernel
@@ -37,14 +38,17 @@ def verify(
             the main module, so a script must guard its own work with `if __name__ == "__main__"`, and know the kernels
             of installed packages alone.
 
-    Yields:
-        One result per kernel, case and dtype, in that order, as soon as it is found.
+    Returns:
+        One result per kernel, case and dtype, in that order, as soon as it is found; nothing is checked before the
+        first is asked for.
 
     Raises:
-        ConfigError: there is no such op or device.
+        ConfigError: there is no such op, kernel or device.
     """
     if op is not None:
         KERNEL_REGISTRY.op(op)
+    if kernel is not None:
+        _require_kernel(kernel, op)
     checks = [
         _Check(*spec.key, case.name, dtype, str(where), seed)
         for spec in KERNEL_REGISTRY.specs(op)
@@ -56,9 +60,22 @@ def verify(
     ]
     if workers is None:
         workers = workers_for(len(checks), any(check.device.startswith("cuda") for check in checks))
-    if not workers:
-        yield from map(_run, checks)
+    return _run_apart(checks, workers) if workers else map(_run, checks)
+
+
+def _require_kernel(kernel: str, op: str | None) -> None:
+    names = sorted({spec.name for spec in KERNEL_REGISTRY.specs(op)})
+    if kernel in names:
         return
+    # As in a configuration, "fused" stands for any fused_*.
+    begun = [name for name in names if name.startswith(f"{kernel}_")]
+    near = begun or difflib.get_close_matches(kernel, names, 1)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(names) or 'none'}"
+    raise ConfigError(f"no kernel {kernel!r} is registered{f' for the op {op!r}' if op else ''}; {hint}")
+
+
+def _run_apart(checks: list[_Check], workers: int) -> Iterator[CheckResult]:
+    """The results of `checks`, found by so many processes, in order."""
     found: dict[_Check, CheckResult] = {}
     order = iter(checks)
     following = next(order, None)
