@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 
@@ -100,6 +101,25 @@ def test_failures_exit_1(capsys, args, problem):
 def test_wrong_use_exits_2(capsys, args, problem):
     assert main(args) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_what_several_architectures_share_is_told_once(capsys, tmp_path):
+    lock = tmp_path / "patchgen.lock"
+    assert main(["llama", "qwen2", "qwen3", "--fix", "--lock", str(lock)]) == 0
+    shared = "transformers.loss.loss_utils:ForCausalLMLoss"
+    data = json.loads(lock.read_text())
+    for arch in ("llama", "qwen3"):
+        (entry,) = data["archs"][arch].values()
+        del entry[shared]
+    (entry,) = data["archs"]["qwen2"].values()
+    entry[shared] = "absent"
+    lock.write_text(json.dumps(data))
+    capsys.readouterr()
+    assert main(["llama", "qwen2", "qwen3", "--check", "--lock", str(lock)]) == 1
+    out = capsys.readouterr().out
+    told = [line.partition(" on transformers")[0] for line in out.splitlines() if "ForCausalLMLoss on" in line]
+    assert told == ["llama, qwen3 ForCausalLMLoss", "qwen2 ForCausalLMLoss"]
+    assert out.endswith(": 2 problems\n")
 
 
 def test_help_has_examples(capsys):

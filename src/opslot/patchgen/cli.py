@@ -8,7 +8,9 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from opslot._base.errors import OpslotError, PatchError
 from opslot._base.files import write_text
@@ -16,6 +18,9 @@ from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.materialization import find_patch, known_archs, materialize, require_patch
 from opslot.patchgen.releases import find_release
 from opslot.patchgen.source import Release, installed_release
+
+if TYPE_CHECKING:
+    from opslot.patchgen.lock import Problem
 
 _EXAMPLES = """\
 examples:
@@ -178,6 +183,7 @@ def _check(targets: list[tuple[str, PatchConfig]], releases: list[Release], args
     lock = Lock.load(path)
     found = 0
     for release in releases:
+        of_release: list[Problem] = []
         for arch, patch in targets:
             if args.fix:
                 symbols, problems = survey(arch, patch, release)
@@ -185,11 +191,12 @@ def _check(targets: list[tuple[str, PatchConfig]], releases: list[Release], args
                     lock.record(arch, release.version, symbols)
             else:
                 problems = check(arch, patch, release, lock)
-            found += len(problems)
-            for problem in problems:
-                print(problem)
+            of_release += problems
             if not problems and args.verbose:
                 print(f"{arch} on transformers {release.version}: fine")
+        for problem in _once(of_release):
+            found += 1
+            print(problem)
     if args.fix and not args.dry_run:
         try:
             lock.save(path)
@@ -199,6 +206,14 @@ def _check(targets: list[tuple[str, PatchConfig]], releases: list[Release], args
     versions = ", ".join(release.version for release in releases)
     print(f"{_counted(len(targets), 'architecture')}, transformers {versions}: {_counted(found, 'problem')}")
     return 1 if found else 0
+
+
+def _once(problems: Sequence[Problem]) -> list[Problem]:
+    """Problems of one release, those that say the same of several architectures as one that names them all."""
+    archs: dict[Problem, list[str]] = {}
+    for problem in problems:
+        archs.setdefault(replace(problem, arch=""), []).append(problem.arch)
+    return [replace(problem, arch=", ".join(named)) for problem, named in archs.items()]
 
 
 def _counted(number: int, noun: str) -> str:

@@ -21,7 +21,14 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that stands against a release: a patch that does not apply, or a symbol that changed."""
+    """One thing that stands against a release: a patch that does not apply, or a symbol that changed.
+
+    Attributes:
+        arch: the architecture, or several with commas between them.
+        release: of Transformers.
+        symbol: upstream's class, method or function; empty for the patch as a whole.
+        message: what is wrong with it.
+    """
 
     arch: str
     release: str
