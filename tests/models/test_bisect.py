@@ -74,6 +74,12 @@ def test_right_kernels_are_found_right(model, batch):
     assert str(found).startswith("no slot breaks parity")
 
 
+@pytest.mark.parametrize("given", [{}, None, "no/such/folder"])
+def test_what_is_no_model_is_named(batch, given):
+    with pytest.raises(ConfigError, match=r"opslot\.bisect takes a model, found (.*\n)  to do: "):
+        opslot.bisect(given, batch)
+
+
 @pytest.mark.parametrize("broken", [wrong_for_heads], indirect=True)
 def test_the_slot_in_its_layer_is_named(model, batch, broken):
     found = opslot.bisect(model, batch, {"overrides": {"model.layers.1.*": {FIELD: broken}}})
@@ -83,6 +89,14 @@ def test_the_slot_in_its_layer_is_named(model, batch, broken):
     assert all((c.field, c.kernel) == (FIELD, "broken") for c in found.culprits)
     assert not found.ok
     assert "rms_norm_implementation=broken at model.layers.1.self_attn" in str(found)
+
+
+@pytest.mark.parametrize("broken", [wrong_for_heads], indirect=True)
+def test_attention_that_opslot_did_not_choose_is_no_suspect(model, batch, broken):
+    opslot.bind(model, {FIELD: broken, "attn_implementation": "sdpa"})
+    model.set_attn_implementation("sdpa")
+    found = opslot.bisect(model, batch)
+    assert {culprit.field for culprit in found.culprits} == {FIELD}
 
 
 @pytest.mark.parametrize("broken", [wrong_backward], indirect=True)

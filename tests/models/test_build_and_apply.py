@@ -189,6 +189,64 @@ def test_apply_is_all_or_nothing():
 
 
 @pytest.mark.parametrize(
+    ("field", "value"), [("num_attention_heads", 0), ("num_key_value_heads", 0), ("num_attention_heads", -1)]
+)
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_sizes_that_no_model_has_are_named(tmp_path, arch, field, value):
+    config_of(arch).save_pretrained(tmp_path)
+    for source in (config_of(arch), tmp_path):
+        with pytest.raises(ConfigError, match=rf"(.*\n)+  found: {field}={value}\n  to do: ") as told:
+            opslot.build_foundation_model(source, config_kwargs={field: value})
+        assert isinstance(told.value.__cause__, ZeroDivisionError | RuntimeError)
+
+
+def test_a_value_that_its_field_does_not_take_is_named():
+    with pytest.raises(ConfigError, match="num_attention_heads='four' is no value for a qwen3 config"):
+        opslot.build_foundation_model(config_of("qwen3"), config_kwargs={"num_attention_heads": "four"})
+
+
+def chosen_now(model, op):
+    (row,) = [row for row in opslot.explain(model) if row.op == op]
+    return row.chosen, row.why
+
+
+def test_explain_tells_of_attention_set_behind_its_back():
+    model = opslot.build_foundation_model(config_of("qwen3"), ops_implementation={"attn_implementation": "sdpa"})
+    bound = opslot.explain(model)
+    model.set_attn_implementation("eager")
+    now = ("eager", "the model was set to Transformers' 'eager' after opslot bound sdpa")
+    assert chosen_now(model, "attention") == now
+    assert chosen_now(torch.nn.Sequential(model), "attention") == chosen_now(copy.deepcopy(model), "attention") == now
+    model.set_attn_implementation("sdpa")
+    replaced, why = chosen_now(model, "attention")
+    assert replaced == "replaced"
+    assert "Transformers' 'sdpa'" in why
+    assert len(opslot.explain(model)) == len(bound)
+    assert opslot.bind(model, {"attn_implementation": "sdpa"}) is opslot.explain(model)
+    assert chosen_now(model, "attention") == ("sdpa", "named by attn_implementation")
+
+
+def test_explain_tells_of_one_of_two_models():
+    pair = torch.nn.ModuleList(opslot.build_foundation_model(config_of("qwen3")) for _ in range(2))
+    opslot.bind(pair, {"attn_implementation": "sdpa"})
+    pair[1].set_attn_implementation("eager")
+    found = {row.chosen: row.modules for row in opslot.explain(pair) if row.op == "attention"}
+    assert found == {"sdpa": ("0",), "eager": ("1",)}
+
+
+def test_explain_tells_of_experts_set_behind_its_back():
+    model = opslot.build_foundation_model(config_of("qwen3_moe"), ops_implementation="eager")
+    model.set_experts_implementation("grouped_mm")
+    replaced, why = chosen_now(model, "moe_experts")
+    assert replaced == "replaced"
+    assert why == "the model was set to Transformers' 'grouped_mm' after opslot bound eager"
+    opslot.bind(model, {"moe_implementation": "grouped_mm"})
+    model.set_experts_implementation("batched_mm")
+    # opslot's kernel stands before what upstream dispatches to.
+    assert chosen_now(model, "moe_experts") == ("grouped_mm", "named by moe_implementation")
+
+
+@pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: torch.nn.Linear(2, 2), "found nothing to bind in Linear"),

@@ -132,6 +132,13 @@ def test_unbind_goes_back_to_eager(model):
     assert explain(model).rows[0].why == "not bound"
 
 
+@pytest.mark.parametrize("call", [bind, explain])
+@pytest.mark.parametrize("given", [{"weight": 1}, None, "no/such/folder", nn.Linear], ids=lambda given: str(given)[:8])
+def test_what_is_no_model_is_named(call, given):
+    with pytest.raises(ConfigError, match=rf"opslot\.{call.__name__} takes a model, found (.*\n)  to do: "):
+        call(given)
+
+
 def test_an_unslotted_model_says_so():
     assert "has no slots" in str(explain(nn.Linear(2, 2)))
 

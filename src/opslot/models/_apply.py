@@ -8,6 +8,7 @@ from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.models._registry import ARCHITECTURES, architecture_of
 from opslot.slots import BindingReport, OpsImplementationConfig, bind, own_config, unbind, walk_slots
+from opslot.slots.bind import require_module
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,7 @@ def apply(
         ConfigError: `model` is no module or has no architecture of opslot's inside, or a named kernel that cannot be
             bound.
     """
-    _require_module(model, "opslot.apply")
+    require_module(model, "opslot.apply")
     config = OpsImplementationConfig.make(ops)
     moves = _plan_moves(model)
     already = next(walk_slots(model), None) is not None
@@ -74,7 +75,7 @@ def restore(model: Any) -> Any:
     Raises:
         ConfigError: `model` is no module.
     """
-    _require_module(model, "opslot.restore")
+    require_module(model, "opslot.restore")
     for module in model.modules():
         if "_opslot_state" in module.__dict__:
             unbind(module)
@@ -90,16 +91,6 @@ def restore(model: Any) -> Any:
         module.__dict__.pop(_UNREACHED, None)
         _record_outputs_of(module)
     return model
-
-
-def _require_module(model: Any, caller: str) -> None:
-    from torch import nn
-
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"{caller} takes a model, found {model!r}\n"
-            "  to do: make one first, e.g. with AutoModelForCausalLM.from_pretrained"
-        )
 
 
 def _record_outputs_of(module: Any) -> None:

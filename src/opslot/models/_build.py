@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +97,7 @@ def load_config(
     """Read a Transformers config from a folder, a config.json or an object (then a copy).
 
     Raises:
-        ConfigError: the path or its model_type does not exist, or the JSON is broken.
+        ConfigError: the path or its model_type does not exist, the JSON is broken, or a value is none for its field.
     """
     import copy
 
@@ -106,7 +106,10 @@ def load_config(
     if isinstance(source, PreTrainedConfig):
         config = copy.deepcopy(source)
         for name, value in overrides.items():
-            setattr(config, name, value)
+            try:
+                setattr(config, name, value)
+            except Exception as error:
+                raise ConfigError(f"{name}={value!r} is no value for a {config.model_type} config: {error}") from error
         return config
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(f"config_path={source!r}: give a folder with config.json, that file, or a config object")
@@ -129,10 +132,11 @@ def load_config(
     if "auto_map" in data and trust_remote_code:
         return AutoConfig.from_pretrained(file.parent, trust_remote_code=True, **overrides)
     cls = _config_class(model_type)
+    data = {**data, **overrides}
     try:
-        return cls.from_dict({**data, **overrides})
+        return cls.from_dict(data)
     except Exception as error:
-        raise ConfigError(f"{file} is not a valid {model_type} config: {error}") from error
+        raise ConfigError(f"{file} is not a valid {model_type} config: {error}{_faulty_sizes(data, error)}") from error
 
 
 def _config_class(model_type: str) -> type[PreTrainedConfig]:
@@ -142,6 +146,28 @@ def _config_class(model_type: str) -> type[PreTrainedConfig]:
         return CONFIG_MAPPING[model_type]
     serve_model_type(model_type)
     return MODEL_CONFIG_REGISTRY.get(model_type)()
+
+
+def _faulty_sizes(config: Mapping[str, Any], error: Exception) -> str:
+    """The sizes in `config` that `error` may come from, and what to do; "" where it comes from none.
+
+    Transformers divides by a number of heads without a look at it, and torch makes no tensor of negative size.
+    """
+    zero = isinstance(error, ZeroDivisionError)
+    faulty = [f"{name}={size}" for name, size in _sizes_in(config) if (size == 0 if zero else size < 0)]
+    if not faulty or not isinstance(error, ZeroDivisionError | RuntimeError):
+        return ""
+    told = "it" if len(faulty) == 1 else "each that the model needs"
+    return f"\n  found: {', '.join(faulty)}\n  to do: give {told} 1 or more"
+
+
+def _sizes_in(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Fields that count heads, layers or channels, those of nested configs too, by their names."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _sizes_in(value, f"{prefix}{name}.")
+        elif isinstance(value, int) and (name.startswith(("num_", "n_")) or name.endswith(("_size", "_dim", "_heads"))):
+            yield prefix + name, value
 
 
 def _dtype(value: torch.dtype | str | None, config: PreTrainedConfig) -> torch.dtype:
@@ -183,7 +209,13 @@ def _instantiate(cls: Any, config: PreTrainedConfig, dtype: torch.dtype, device:
         stack.enter_context(torch.device(device))
         if empty:
             stack.enter_context(no_init_weights())
-        model = cls._from_config(config, dtype=dtype)
+        try:
+            model = cls._from_config(config, dtype=dtype)
+        except (ZeroDivisionError, RuntimeError) as error:
+            faulty = _faulty_sizes(config.to_dict(), error)
+            if not faulty:
+                raise
+            raise ConfigError(f"{cls.__name__} cannot be made from its config: {error}{faulty}") from error
     if empty:
         # Transformers ties weights in the same place where it draws them.
         model.tie_weights()

@@ -63,7 +63,8 @@ def spread_sequences(model: Any, state: ParallelState, pipeline: int = 1, overla
         )
     if overlap:
         _send_projections(model, repeats)
-    spread = f"{name}{_SUFFIX}{pipeline}"
+    # One of opslot's own names, by which `explain` knows that nobody else replaced the kernel.
+    spread = f"{ATTENTION_PREFIX}{name.removeprefix(ATTENTION_PREFIX)}{_SUFFIX}{pipeline}"
     AttentionInterface.register(spread, ulysses_attention(over_documents(kernel), pipeline=pipeline))
     # Masks are made from the part of the sequence that a rank holds; documents of the whole come as cu_seq_lens.
     AttentionMaskInterface.register(spread, _no_mask)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import fnmatch
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opslot._base.device import DeviceFacts, facts_of
@@ -52,9 +54,10 @@ def bind(
         dtype: compute dtype; default each module's own parameters', which autocast may differ from.
 
     Raises:
-        ConfigError: every slot that a named kernel cannot serve, with the reasons and the alternatives; a device or
-            dtype that there is not.
+        ConfigError: `model` is no module; every slot that a named kernel cannot serve, with the reasons and the
+            alternatives; a device or dtype that there is not.
     """
+    require_module(model, "opslot.bind")
     config = OpsImplementationConfig.make(ops)
     facts, default_dtype = _placement(model, device, dtype)
     inner_models = _inner_models(model)
@@ -143,20 +146,63 @@ def unbind(model: Any) -> None:
 def explain(model: Any) -> BindingReport:
     """The table of a bound model: site, op, variant, chosen, why, rejected and why.
 
-    A model that was never bound answers with its slots on eager, or with none at all.
+    It says what runs now, also where `model.set_attn_implementation` or its like came after the binding. A model that
+    was never bound answers with its slots on eager, or with none at all.
+
+    Raises:
+        ConfigError: `model` is no module.
     """
-    state = model.__dict__.get(_STATE)
-    if state:
-        return state["report"]
+    require_module(model, "opslot.explain")
     for inner in model.modules():
-        if inner is not model and _STATE in inner.__dict__:
-            return inner.__dict__[_STATE]["report"]
+        if _STATE in inner.__dict__:
+            return _report_now(inner)
     unbound = [
         _Choice(path, module, slot, Resolution(op_name, variant, "eager", "not bound", (), False))
         for path, module, slot, op_name, variant in walk_slots(model)
     ]
     note = f"{type(model).__name__} has no slots; opslot.apply(model) gives it those of its architecture"
     return BindingReport(tuple(_rows(unbound)), note="" if unbound else note)
+
+
+def _report_now(model: Any) -> BindingReport:
+    """The report of the binding of `model`, with what was set on the model itself since."""
+    state = model.__dict__[_STATE]
+    rows = tuple(now for row in state["report"] for now in _row_now(row, model, state["attached"]))
+    return state["report"] if rows == state["report"].rows else dataclasses.replace(state["report"], rows=rows)
+
+
+def _row_now(row: BindingRow, model: Any, attached: list[tuple[str, str, Any]]) -> Iterator[BindingRow]:
+    """`row`, in parts where not all of its modules run the same now."""
+    op = KERNEL_REGISTRY.ops.get(row.op)
+    inner = {path: held for path, op_name, held in attached if op_name == row.op}
+    if not inner or op is None or op.replaced is None:
+        yield row
+        return
+    paths: dict[str | None, list[str]] = {}
+    for path in row.modules or ("",):
+        around = (above for above in inner if _around(path, {above: None}))
+        now = {op.replaced(model.get_submodule(above), inner[above], row.chosen) for above in around}
+        paths.setdefault(next(iter(now - {None}), None), []).append(path)
+    for name, where in paths.items():
+        if name is None:
+            yield row if len(paths) == 1 else dataclasses.replace(row, modules=tuple(where))
+            continue
+        chosen = "eager" if name == "eager" else "replaced"
+        why = f"the model was set to Transformers' {name!r} after opslot bound {row.chosen}"
+        yield dataclasses.replace(row, chosen=chosen, why=why, modules=_told(row.site, where))
+
+
+def require_module(model: Any, caller: str) -> None:
+    """Raise ConfigError, naming `caller`, for what is no torch module: a path, a dictionary, None."""
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        shown = reprlib.Repr()
+        shown.maxstring = shown.maxother = 80
+        raise ConfigError(
+            f"{caller} takes a model, found {shown.repr(model)}\n"
+            "  to do: make one first, e.g. with AutoModelForCausalLM.from_pretrained"
+        )
 
 
 def bound_config(model: Any) -> OpsImplementationConfig | None:

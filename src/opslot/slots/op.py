@@ -123,6 +123,8 @@ class OpSpec:
         attach: for an op chosen per model rather than per slot (attention) or that must prepare the model (experts):
             `(model, chosen name, kernel or None) -> state`, called when a model is bound; `state` is what
                 `detach(model, state)` needs to undo it.
+        replaced: `(model, state, chosen name) -> name`: what the model itself was told to run since `attach`, by
+            Transformers' name, or None where the choice still stands.
         applies_to: whether a module is a model with such a per-model op; asked of modules from the outside in, since a
             model may stand inside a wrapper.
         in_model: False for an op that the trainer chooses for itself and no model is bound to (the optimizer).
@@ -134,6 +136,7 @@ class OpSpec:
     aliases: tuple[str, ...] = ()
     attach: Callable[[Any, str, Callable[..., Any] | None], Any] | None = None
     detach: Callable[[Any, Any], None] | None = None
+    replaced: Callable[[Any, Any, str], str | None] | None = None
     applies_to: Callable[[Any], bool] | None = None
     in_model: bool = True
     description: str = ""

@@ -15,7 +15,8 @@ class BindingRow:
         site: class and slot, e.g. "Qwen3RMSNorm.rms_norm"; "model" for a choice that holds for a whole model; of an
             override that reaches nothing, its glob.
         modules: paths of the module instances.
-        chosen: kernel name, "eager", or "absent" for a field that names what the architecture lacks.
+        chosen: kernel name, "eager", "absent" for a field that names what the architecture lacks, or "replaced" where
+            another implementation than eager was set on the model itself since it was bound; `why` names it.
         rejected: (name, reason) of every other implementation.
     """
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from opslot._base.errors import ConfigError, KernelError
 from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind, bound_config, explain
+from opslot.slots.bind import require_module
 from opslot.testing.parity import EAGER_FACTOR, Comparison
 
 Way = Callable[["Suspect"], Iterable["Suspect"]]
@@ -93,8 +94,9 @@ def bisect(
         ops: the kernels to judge; default those that are bound now, "auto" where none are.
 
     Raises:
-        ConfigError: the model returns no loss on `batch`, or `ops` cannot be bound.
+        ConfigError: `model` is no module or returns no loss on `batch`, or `ops` cannot be bound.
     """
+    require_module(model, "opslot.bisect")
     bound = copy.deepcopy(model).eval()
     keep = ops is None and bound_config(bound) is not None
     report = explain(bound) if keep else bind(bound, dict(ops) if isinstance(ops, Mapping) else ops)
@@ -167,7 +169,7 @@ def _loss_and_gradients(model: Any, batch: Mapping[str, Any]) -> dict[str, Tenso
 def _by_field(report: BindingReport) -> Iterator[Suspect]:
     paths: dict[tuple[str, str], list[str]] = {}
     for row in report:
-        if row.chosen not in ("eager", "absent"):
+        if row.chosen not in ("eager", "absent", "replaced"):
             field = KERNEL_REGISTRY.op(row.op).field_of(row.variant)
             paths.setdefault((field, row.chosen), []).extend(row.modules or ("",))
     return (Suspect(field, kernel, tuple(where)) for (field, kernel), where in paths.items())

@@ -99,6 +99,6 @@ def _choices(record: dict[str, Any]) -> dict[tuple[str, str, str], str]:
     return {
         (row["op"], row["variant"], path): row["chosen"]
         for row in record["rows"]
-        if row["chosen"] != "absent"
+        if row["chosen"] not in ("absent", "replaced")
         for path in (row["modules"] or [""])
     }

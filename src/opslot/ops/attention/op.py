@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -218,8 +218,15 @@ def _keeps_its_own(model: Any) -> str | None:
     return getattr(type(model), "_opslot_keeps_attention", None)
 
 
-def _attach(model: Any, chosen: str, kernel: Callable[..., Any] | None) -> str | None:
-    """Point the model's own config at the chosen implementation; returns the previous one."""
+class _Attached(NamedTuple):
+    """What the config of a model said before it was bound, and what it was told then."""
+
+    previous: str | None
+    told: str | None
+
+
+def _attach(model: Any, chosen: str, kernel: Callable[..., Any] | None) -> _Attached:
+    """Point the model's own config at the chosen implementation."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     mask_function: Any = getattr(kernel, "mask_function", None)
@@ -231,19 +238,25 @@ def _attach(model: Any, chosen: str, kernel: Callable[..., Any] | None) -> str |
     own_config(model)
     previous = model.config._attn_implementation
     if kernel is None and _keeps_its_own(model):
-        return previous
+        return _Attached(previous, previous)
     if kernel is None:
         model.config._attn_implementation = "eager"
-        return previous
+        return _Attached(previous, "eager")
     name = PREFIX + chosen
     AttentionInterface.register(name, kernel)
     AttentionMaskInterface.register(name, mask_function)
     model.config._attn_implementation = name
-    return previous
+    return _Attached(previous, name)
 
 
-def _detach(model: Any, previous: str | None) -> None:
-    model.config._attn_implementation = previous
+def _detach(model: Any, state: _Attached) -> None:
+    model.config._attn_implementation = state.previous
+
+
+def _replaced(model: Any, state: _Attached, chosen: str) -> str | None:
+    """What the config says now, unless opslot said it: sequence parallelism registers the kernel under another name."""
+    now = model.config._attn_implementation
+    return None if now == state.told or str(now).startswith(PREFIX) else now
 
 
 OP = OpSpec(
@@ -268,4 +281,5 @@ OP = OpSpec(
     applies_to=_applies_to,
     attach=_attach,
     detach=_detach,
+    replaced=_replaced,
 )

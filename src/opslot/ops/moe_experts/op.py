@@ -434,6 +434,14 @@ def detach(model: Any, state: list[tuple[Any, str | None]] | None) -> None:
         setattr(config, _IMPLEMENTATION, previous)
 
 
+def replaced(model: Any, state: list[tuple[Any, str | None]] | None, chosen: str) -> str | None:
+    """What upstream dispatches to now where `attach` had set its loop; a bound kernel stands before that dispatch."""
+    if chosen != "eager":
+        return None
+    now = (getattr(config, _IMPLEMENTATION) for config, _ in state or ())
+    return next((name for name in now if name != "eager"), None)
+
+
 _GRADIENTS = ("hidden_states", "gate_up_proj", "down_proj", "top_k_weights")
 # A fused kernel takes the gradient of a routing weight as a dot over I of (dout @ down_proj) with h, where eager code
 # takes it over H of dout with (h @ down_proj.T): as right, but each term carries a product's rounding, which only shows
@@ -502,5 +510,6 @@ OP = OpSpec(
     aliases=("moe_experts_implementation",),
     attach=attach,
     detach=detach,
+    replaced=replaced,
     variants={variant.name: variant for variant in _VARIANTS},
 )
