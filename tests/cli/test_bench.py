@@ -320,6 +320,15 @@ def test_nothing_measured_yet_is_no_picture(tmp_path):
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.fixture
+def interruptible():
+    """Handles SIGINT as Python does from a terminal: a shell has it ignored by what runs in its background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(("ended", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_bench_that_is_stopped_keeps_what_it_measured(ended, code, tmp_path, capsys, monkeypatch):
     def measured(ops, **options):

@@ -135,7 +135,7 @@ def test_processes_at_once_on_one_cache_share_the_work(corpus, tokenizer):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(30)
+        process.join(60)
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert sorted(written.get(timeout=5) for _ in range(10)) == list(range(10))
     assert written.empty()
@@ -156,7 +156,7 @@ def test_a_process_killed_at_a_block_leaves_it_to_others(tmp_path, corpus):
     flag = context.Event()
     process = context.Process(target=hold_first_block, args=(corpus(), flag), daemon=True)
     process.start()
-    assert flag.wait(10)
+    assert flag.wait(60)
     one = corpus()
     # Another is at it.
     assert not one._write_unless_others_do(0, lambda: None)
@@ -166,8 +166,8 @@ def test_a_process_killed_at_a_block_leaves_it_to_others(tmp_path, corpus):
     assert len(one.block(0).lengths) == 20
 
 
-def wait_for(condition, seconds=20):
-    deadline = time.monotonic() + seconds
+def wait_for(condition):
+    deadline = time.monotonic() + 60
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert condition()
@@ -210,7 +210,7 @@ def start_and_wait(corpus, pids):
     tokenize = corpus._tokenize
 
     def slowly(texts):
-        time.sleep(0.1)
+        time.sleep(0.5)
         return tokenize(texts)
 
     corpus._tokenize = slowly
@@ -233,11 +233,11 @@ def test_processes_end_with_a_parent_that_is_killed(corpus):
     pids = context.Queue()
     parent = context.Process(target=start_and_wait, args=(corpus(), pids))
     parent.start()
-    child = pids.get(timeout=10)
+    child = pids.get(timeout=60)
     assert is_running(child)
     parent.kill()
     parent.join()
-    wait_for(lambda: not is_running(child), seconds=5)
+    wait_for(lambda: not is_running(child))
     assert not corpus().is_complete
 
 

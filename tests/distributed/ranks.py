@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
+import random
 import socket
 import sys
 import traceback
@@ -19,6 +21,8 @@ from typing import Any
 
 _START_TIMEOUT = 120
 _RUN_TIMEOUT = 120
+# Two runs of the tests on one machine begin at different places.
+_places = itertools.count(random.SystemRandom().randrange(1000))
 
 
 class RankFailed(Exception):
@@ -65,9 +69,14 @@ class Ranks:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that nobody else is given before it is used: the system hands out higher ones, and workers of pytest-xdist
+    have a thousand each."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while True:
+        port = 10_000 + 1000 * (worker % 20) + next(_places) % 1000
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def _load(path: str) -> Any:

@@ -23,7 +23,9 @@ def test_duplicate_is_refused_and_replace_replaces(toy):
 
 
 @pytest.mark.parametrize(
-    "wrong", [lambda x: x, lambda y, scale=2.0: y, lambda x, scale=3.0: x, lambda x, *, scale=2.0: x], ids=str
+    "wrong",
+    [lambda x: x, lambda y, scale=2.0: y, lambda x, scale=3.0: x, lambda x, *, scale=2.0: x],
+    ids=["lacks one", "another name", "another default", "by keyword alone"],
 )
 def test_signature_must_equal_the_contract(toy, wrong):
     with pytest.raises(ConfigError, match=r"the contract is \(x, scale=2.0\)"):
