@@ -33,15 +33,23 @@ _ROTATIONS = {
     known.ROTARY_INTERLEAVED_BY_HALVES: _INTERLEAVED,
 }
 
-# Fingerprints of a norm's forward and of its `_norm` -> the variant, and its arguments after the hidden states.
-_NORMS = {
+# Fingerprints of a norm's forward and of its `_norm` -> the variant, and its arguments but for those of the forward,
+# of which the hidden states come first and all others last.
+_NORMS: dict[tuple[str, str | None], tuple[str, str]] = {
     (known.LLAMA_RMS_NORM, None): ("standard", "self.weight, self.variance_epsilon"),
+    (known.LLAMA4_RMS_NORM, known.GEMMA_NORMALIZED): ("standard", "self.weight, self.eps"),
+    **{(norm, None): ("cast_last", "self.weight, self.variance_epsilon") for norm in known.CAST_LAST_RMS_NORM},
+    (known.MOSHI_RMS_NORM, known.GEMMA_NORMALIZED): ("cast_last", "self.weight, self.eps"),
+    (known.GATED_RMS_NORM, None): ("gated", "self.weight, self.variance_epsilon"),
     (known.GEMMA_RMS_NORM, known.GEMMA_NORMALIZED): ("offset", "self.weight, self.eps"),
     (known.UNWEIGHTED_RMS_NORM, known.GEMMA_NORMALIZED): ("unweighted", "self.eps"),
 }
 
+# The norm after a residual sum -> the variant of both in one.
+_RESIDUAL_NORMS = {"standard": "residual", "cast_last": "residual_cast_last"}
+
 # Fingerprints of an expert's forward and of its `_apply_gate` -> the variant, and its arguments after the routing's.
-_EXPERTS = {
+_EXPERTS: dict[tuple[str, str | None], tuple[str, str]] = {
     **{(forward, None): ("standard", "") for forward in known.ROUTED_EXPERTS},
     **{(forward, known.CLAMPED_GATE): ("clamped", ", self.limit") for forward in known.GATED_EXPERTS},
     **{(forward, known.CLAMPED_SILU_GATE): ("clamped", ", self.swiglu_limit") for forward in known.GATED_EXPERTS},
@@ -141,7 +149,7 @@ class _Scan:
     def __init__(self, module: UpstreamModule, patch: PatchConfig) -> None:
         self.module, self.patch = module, patch
         self.classes = {node.name: node for node in module.tree.body if isinstance(node, ast.ClassDef)}
-        self.standard_norms: set[str] = set()
+        self.norms: dict[str, tuple[str, str]] = {}
 
     def findings(self) -> Iterator[Finding]:
         yield from self._norms()
@@ -178,10 +186,10 @@ class _Scan:
             variant, args = _NORMS.get((found, self._print(f"{name}._norm")), ("", ""))
             if variant:
                 slot = OpSlot("rms_norm", variant)
-                self.patch.slot_method(forward, slot, args=f"{self._arguments(forward)[0]}, {args}", expects=found)
+                hidden_states, *others = self._arguments(forward)
+                self.patch.slot_method(forward, slot, args=", ".join([hidden_states, args, *others]), expects=found)
                 yield Finding(name, str(slot))
-                if variant == "standard":
-                    self.standard_norms.add(name)
+                self.norms[name] = variant, args
             elif "RMSNorm" in name:
                 yield Finding(name, "rms_norm", "computes another norm than those that opslot knows")
 
@@ -235,10 +243,10 @@ class _Scan:
             elif name.endswith("Experts"):
                 yield Finding(name, "moe_experts", "computes otherwise than the forms that opslot knows")
         name, slot = "load_balancing_loss_func", OpSlot("load_balancing_loss", "standard")
-        if (found := self._print(name)) is None:
+        if (loss := self._print(name)) is None:
             return
-        if found in known.LOAD_BALANCING_LOSS and self._called_by_methods(name):
-            self.patch.slot_calls(name, slot, expects={name: found})
+        if loss in known.LOAD_BALANCING_LOSS and self._called_by_methods(name):
+            self.patch.slot_calls(name, slot, expects={name: loss})
             yield Finding(name, str(slot))
         else:
             yield Finding(name, "load_balancing_loss", "is another loss than the one that opslot knows")
@@ -273,9 +281,11 @@ class _Scan:
             if not name.endswith("DecoderLayer") or self._count(forward, known.RESIDUAL_NORM) != 1:
                 continue
             made = re.search(r"self\.post_attention_layernorm = (\w+)\(", self._text(f"{name}.__init__"))
-            if made and made.group(1) in self.standard_norms:
-                known.slot_residual_norm(self.patch, name.removesuffix("DecoderLayer"))
-                yield Finding(name, "rms_norm/residual")
+            norm, args = self.norms.get(made.group(1), ("", "")) if made else ("", "")
+            if variant := _RESIDUAL_NORMS.get(norm):
+                prefix = name.removesuffix("DecoderLayer")
+                known.slot_residual_norm(self.patch, prefix, variant, args.replace("self.", "norm."))
+                yield Finding(name, f"rms_norm/{variant}")
 
     def _attention(self) -> Iterator[Finding]:
         """Attention is chosen per model, so all of its parts must be what the kernels compute."""
@@ -295,7 +305,7 @@ class _Scan:
         """Why not all of the module's masks are causal, with or without a window, or ""."""
         nodes = list(ast.walk(self.module.tree))
         makers = {n.id for n in nodes if isinstance(n, ast.Name) and re.fullmatch(r"create_\w*mask\w*", n.id)}
-        options = {n.arg for n in nodes if isinstance(n, ast.keyword)} & _MASK_OPTIONS
+        options = {n.arg for n in nodes if isinstance(n, ast.keyword) and n.arg in _MASK_OPTIONS}
         if not makers or options or makers - _MASKS:
             found = ", ".join(sorted(options | (makers - _MASKS))) or "makers that opslot does not know"
             return f"its masks are not causal alone: {found}"

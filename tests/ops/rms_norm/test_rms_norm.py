@@ -15,7 +15,7 @@ from opslot.slots import KernelRequest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-6
-KERNELS = [("standard", "triton"), ("offset", "triton"), ("standard", "torch_fused"), ("offset", "torch_fused")]
+KERNELS = [(variant, name) for name in ("triton", "torch_fused") for variant in ("standard", "offset", "cast_last")]
 
 
 def tensors(*shapes, dtype=torch.float32, seed=0):
@@ -34,6 +34,9 @@ def load(variant, name):
         ("qwen3_moe", "Qwen3MoeRMSNorm", "standard"),
         ("gemma3", "Gemma3RMSNorm", "offset"),
         ("qwen3_5", "Qwen3_5RMSNorm", "offset"),
+        ("gpt_oss", "GptOssRMSNorm", "cast_last"),
+        ("olmo2", "Olmo2RMSNorm", "cast_last"),
+        ("helium", "HeliumRMSNorm", "cast_last"),
         ("qwen3_next", "Qwen3NextRMSNormGated", "gated"),
     ],
 )
@@ -121,7 +124,7 @@ def test_gradients_of_any_layout(variant, name, layout):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["standard", "offset", "gated"])
+@pytest.mark.parametrize("variant", ["standard", "offset", "cast_last", "gated"])
 def test_triton_gives_the_same_bits_twice(variant):
     kernel = load(variant, "triton")
     x, weight, gate = tensors((67, 48), (48,), (67, 48), dtype=torch.bfloat16)
@@ -134,7 +137,9 @@ def test_triton_gives_the_same_bits_twice(variant):
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
-INVARIANT = [("standard", "batch_invariant"), ("offset", "batch_invariant"), ("batch_invariant", "triton")]
+RESIDUAL = ["residual", "residual_cast_last"]
+INVARIANT = [(variant, "batch_invariant") for variant in ("standard", "offset", "cast_last")]
+INVARIANT += [("batch_invariant", "triton")]
 
 
 def outputs_of(kernel, x, weight, dout):
@@ -186,6 +191,35 @@ def test_batch_invariant_weight_gradient_repeats(variant, name):
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("name", ["triton", "torch_fused"])
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+def test_cast_last_rounds_once(name):
+    """Rows of 3, 1, 1 and 5 have the norm 3, so thirds times weights: rounded before or after is seen in fp16."""
+    x = torch.tensor([3.0, 1.0, 1.0, 5.0], dtype=torch.float16, device=DEVICE).repeat(2, 32)
+    # 1024ths that are no multiples of 3, whose thirds lie apart from all ties.
+    weight = ((1025 + 3 * torch.arange(128, device=DEVICE)) / 1024).to(torch.float16)
+    found = load("cast_last", name)(x, weight, 0.0)
+    assert torch.equal(found, (x.float() / 3 * weight.float()).to(torch.float16))
+    assert not torch.equal(found, load("standard", name)(x, weight, 0.0))
+
+
+@pytest.mark.parametrize("name", ["triton", "torch_fused"])
+def test_cast_last_returns_the_inputs_dtype_beside_fp32_weights(name):
+    """DeepSeek-V4 keeps its norms' weights in fp32."""
+    x, weight = tensors((6, 48), dtype=torch.bfloat16)[0], tensors((48,), seed=1)[0]
+    for function in (load("cast_last", name), op.cast_last):
+        out = function(x, weight, EPS)
+        grads = torch.autograd.grad(out.float().square().sum(), (x, weight))
+        assert [t.dtype for t in (out, *grads)] == [torch.bfloat16, torch.bfloat16, torch.float32]
+
+
+def test_residual_cast_last_is_the_sum_and_its_norm():
+    x, residual, weight = tensors((5, 40), (5, 40), (40,), dtype=torch.float16)
+    normalized, total = load("residual_cast_last", "triton")(x, residual, weight, EPS)
+    assert torch.equal(total, residual + x)
+    assert torch.equal(normalized, load("cast_last", "triton")(residual + x, weight, EPS))
+
+
 def test_residual_rounds_the_sum_before_the_norm():
     """Upstream's sum is a tensor of the model's dtype: 256 + 1 is 256 in bf16, and the norm sees 256."""
     x, residual = (torch.full((1, 32), v, dtype=torch.bfloat16, device=DEVICE) for v in (1.0, 256.0))
@@ -197,9 +231,10 @@ def test_residual_rounds_the_sum_before_the_norm():
     assert torch.equal(normalized, load("standard", "triton")(residual + x, weight, EPS))
 
 
-def test_residual_gradients_of_each_use_alone():
+@pytest.mark.parametrize("variant", RESIDUAL)
+def test_residual_gradients_of_each_use_alone(variant):
     """Only the norm, only the sum, or both used; frozen terms get nothing; the two terms' gradients are equal."""
-    kernel = load("residual", "triton")
+    kernel = load(variant, "triton")
     x, residual, weight, dnorm, dsum = tensors((6, 48), (6, 48), (48,), (6, 48), (6, 48), dtype=torch.bfloat16)
     dnorm, dsum = dnorm.detach(), dsum.detach()
     inputs = (x, residual, weight)
@@ -225,11 +260,12 @@ def test_residual_gradients_of_each_use_alone():
     assert torch.equal(gradients(kernel, (0, 1), frozen=(0, 1))[0], both[2])
 
 
-def test_residual_of_mixed_dtypes_has_each_terms_gradient_in_its_own():
+@pytest.mark.parametrize("variant", RESIDUAL)
+def test_residual_of_mixed_dtypes_has_each_terms_gradient_in_its_own(variant):
     """Autocast gives bf16 projections and an fp32 stream."""
-    kernel = load("residual", "triton")
+    kernel = load(variant, "triton")
     x, (residual, weight) = tensors((6, 48), dtype=torch.bfloat16)[0], tensors((6, 48), (48,), seed=1)
-    for function in (kernel, op.residual):
+    for function in (kernel, getattr(op, variant)):
         normalized, total = function(x, residual, weight, EPS)
         assert (normalized.dtype, total.dtype) == (torch.float32, torch.float32)
         grads = torch.autograd.grad(normalized.sum() + total.square().sum(), (x, residual, weight))
@@ -250,21 +286,23 @@ def test_an_all_zero_row_stays_finite():
 
 
 @pytest.mark.parametrize(
-    ("variant", "name"), [*KERNELS, ("unweighted", "triton"), ("gated", "triton"), ("residual", "triton")]
+    ("variant", "name"), [*KERNELS, *((variant, "triton") for variant in ("unweighted", "gated", *RESIDUAL))]
 )
 def test_compiles_as_one_graph(variant, name):
     kernel = load(variant, name)
     x, weight, gate = tensors((4, 16), (16,), (4, 16))
-    several = {"unweighted": (x,), "gated": (x, weight, gate), "residual": (x, gate, weight)}
+    several = {"unweighted": (x,), "gated": (x, weight, gate)} | dict.fromkeys(RESIDUAL, (x, gate, weight))
     inputs = several.get(variant, (x, weight))
 
     def call(*args):
         if variant == "unweighted":
             return kernel(*args, EPS)
-        if variant == "residual":
+        if variant in RESIDUAL:
             return torch.cat(kernel(*args, EPS))
         return kernel(*args[:2], EPS, *args[2:])
 
+    # The cases share `call`, and torch stops compiling a function after so many forms of it.
+    torch.compiler.reset()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     expected = torch.autograd.grad(call(*inputs).square().sum(), inputs)
     found = torch.autograd.grad(compiled(*inputs).square().sum(), inputs)
@@ -275,9 +313,9 @@ def test_compiles_as_one_graph(variant, name):
 def test_opcheck():
     load("standard", "triton")
     x, weight = (t.detach() for t in tensors((3, 8), (8,)))
-    torch.library.opcheck(torch.ops.opslot.rms_norm.default, (x, weight, None, EPS, False))
+    torch.library.opcheck(torch.ops.opslot.rms_norm.default, (x, weight, None, EPS, False, False))
     torch.library.opcheck(torch.ops.opslot.rms_norm_backward.default, (x, x, weight, x, EPS, False, True, False, True))
-    torch.library.opcheck(torch.ops.opslot.rms_norm_residual.default, (x, x, weight, EPS))
+    torch.library.opcheck(torch.ops.opslot.rms_norm_residual.default, (x, x, weight, EPS, True))
     backward = torch.ops.opslot.rms_norm_residual_backward.default
     torch.library.opcheck(backward, (x, x, x, weight, EPS, True, True))
     torch.library.opcheck(backward, (x, None, x, weight, EPS, True, False))
@@ -307,7 +345,7 @@ def test_triton_refuses_what_it_does_not_serve(x, weight, said):
 
 @pytest.mark.parametrize("shape", [(1,), (4,), (2, 8)])
 def test_torch_fused_refuses_weights_that_would_broadcast(shape):
-    for variant in ("standard", "offset"):
+    for variant in ("standard", "offset", "cast_last"):
         with pytest.raises(KernelError, match=r"weight: its shape is .*, not \(8,\)"):
             load(variant, "torch_fused")(torch.zeros(2, 8), torch.zeros(shape), EPS)
 
@@ -336,10 +374,12 @@ def test_quack_is_asked_for_the_contracts_dtype_and_offset(quack):
     assert quack.standard(x, weight, EPS).dtype == op.standard(x, weight, EPS).dtype == torch.float32
     assert quack.offset(x, weight, EPS).dtype == torch.bfloat16
     assert quack.unweighted(x, EPS).dtype == torch.bfloat16
-    assert [c["weight_offset"] for c in quack.calls] == [0.0, 1.0, 0.0]
+    assert quack.cast_last(x, weight, EPS).dtype == torch.bfloat16
+    assert [c["weight_offset"] for c in quack.calls] == [0.0, 1.0, 0.0, 0.0]
     wide = torch.randn(3, 16)
     torch.testing.assert_close(quack.standard(wide, weight, EPS), op.standard(wide, weight, EPS))
     torch.testing.assert_close(quack.offset(wide, weight, EPS), op.offset(wide, weight, EPS))
+    torch.testing.assert_close(quack.cast_last(wide, weight, EPS), op.cast_last(wide, weight, EPS))
     torch.testing.assert_close(quack.unweighted(wide, EPS), op.unweighted(wide, EPS))
 
 

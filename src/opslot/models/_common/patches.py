@@ -11,6 +11,12 @@ from opslot.patchgen import OpSlot, PatchConfig
 
 # weight * (x / rms(x)), normalised in fp32 and cast back before the weight.
 LLAMA_RMS_NORM = "74308f676262"
+# weight * (x / rms(x)), all of it in fp32, cast back last; also with the weight widened by name.
+CAST_LAST_RMS_NORM = ("5d81960fd651", "29ec1ea12754")
+# Those two with the normalised part, GEMMA_NORMALIZED, apart: Llama-4's, and Moshi's.
+LLAMA4_RMS_NORM, MOSHI_RMS_NORM = "376dac74119d", "693c1a1f88b6"
+# Llama's, then times silu(gate) in fp32, cast back.
+GATED_RMS_NORM = "24fae62042bf"
 # x / rms(x) in fp32, times (1 + weight) in fp32, cast back last; and its normalised part.
 GEMMA_RMS_NORM, GEMMA_NORMALIZED = "fd8cae7324ce", "afb4c281cbb3"
 # That part alone, cast back.
@@ -91,21 +97,25 @@ def llama_like(arch: str, prefix: str) -> PatchConfig:
     return patch
 
 
-def slot_residual_norm(patch: PatchConfig, prefix: str) -> None:
+def slot_residual_norm(
+    patch: PatchConfig, prefix: str, variant: str = "residual", args: str = "norm.weight, norm.variance_epsilon"
+) -> None:
     """A slot for the residual addition after attention together with the norm that follows it.
 
     The other addition of a layer is followed by the next layer's norm, which a layer's own forward cannot reach.
+
+    Args:
+        variant: the one of rms_norm that widens the norm's own.
+        args: the variant's arguments after the two terms of the sum, of the norm `norm`.
     """
-    slot = OpSlot("rms_norm", "residual")
+    slot = OpSlot("rms_norm", variant)
     patch.replace(
         f"{prefix}DecoderLayer.forward",
         RESIDUAL_NORM,
         f"""
         norm = self.post_attention_layernorm
         if self.{slot.attribute} is not None and self.{slot.attribute}.serves_norm(norm):
-            hidden_states, residual = self.{slot.attribute}(
-                hidden_states, residual, norm.weight, norm.variance_epsilon
-            )
+            hidden_states, residual = self.{slot.attribute}(hidden_states, residual, {args})
         else:
             $match
         """,

@@ -37,7 +37,7 @@ for _variant in OP.variants:
     KERNEL_REGISTRY.register(
         triton_kernel(OP.name, _variant, priority={"gpu": 80}, description="one pass each way, deterministic")
     )
-for _variant in ("standard", "offset", "residual"):
+for _variant in ("standard", "offset", "cast_last", "residual", "residual_cast_last"):
     # By a name of its own, which promises what `triton` happens to have.
     KERNEL_REGISTRY.register(
         triton_kernel(
@@ -48,14 +48,14 @@ for _variant in ("standard", "offset", "residual"):
             description="triton; a row's bits free of its batch",
         )
     )
-for _variant in ("standard", "offset"):
+for _variant in ("standard", "offset", "cast_last"):
     KERNEL_REGISTRY.register(
         liger_kernel(OP.name, _variant, priority={"gpu": 60}, description="Liger-Kernel, out of place")
     )
     KERNEL_REGISTRY.register(
         torch_kernel(OP.name, _variant, priority=cpu_rank(60), description="plain torch with its own backward")
     )
-for _variant in ("standard", "offset", "unweighted"):
+for _variant in ("standard", "offset", "cast_last", "unweighted"):
     KERNEL_REGISTRY.register(
         quack_kernel(
             OP.name, _variant, supports=_quack_serves, priority={"gpu": 70}, description="quack-kernels, on CuTe"

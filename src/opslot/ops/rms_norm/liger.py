@@ -18,3 +18,8 @@ def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
 def offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`op.offset`."""
     return LigerRMSNormFunction.apply(hidden_states, weight, eps, 1.0, "gemma", False)
+
+
+def cast_last(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`op.cast_last`: Liger's mode of that rounding, without the offset that it is named for."""
+    return LigerRMSNormFunction.apply(hidden_states, weight, eps, 0.0, "gemma", False)

@@ -36,6 +36,15 @@ def offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normalized * (1.0 + weight.to(normalized.dtype))).to(hidden_states.dtype)
 
 
+def cast_last(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """T5's order, which gpt-oss and OLMo 2 keep: multiply by `weight` in fp32, cast last. Returns the input's dtype.
+
+    The one rounding is that of the result; `standard` rounds the normalized values too, before the weight.
+    """
+    normalized = _normalize(hidden_states, eps)
+    return (weight.to(normalized.dtype) * normalized).to(hidden_states.dtype)
+
+
 def gated(hidden_states: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
     """The gated delta rule's output norm: standard, then times silu(gate) in fp32. Returns the input's dtype."""
     normalized = standard(hidden_states, weight, eps)
@@ -55,6 +64,12 @@ def residual(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float
     """
     total = residual + hidden_states
     return standard(total, weight, eps), total
+
+
+def residual_cast_last(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`residual` with `cast_last` in the place of `standard`; both results in the dtype of the sum."""
+    total = residual + hidden_states
+    return cast_last(total, weight, eps), total
 
 
 def _tree_sum(x: Tensor) -> Tensor:
@@ -154,7 +169,7 @@ def _cases(*roles: str) -> list[InputCase]:
 
 
 def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
-    # The slot of `residual` is the decoder layer's.
+    # A residual sum's slot is the decoder layer's.
     norm = getattr(request.module, "post_attention_layernorm", request.module)
     weight = getattr(norm, "weight", None)
     if weight is None:
@@ -205,6 +220,16 @@ _VARIANTS = (
         description="times (1 + weight) in fp32",
     ),
     OpVariant(
+        "cast_last",
+        cast_last,
+        _cases("weight"),
+        ("hidden_states", "weight"),
+        _cost,
+        site_shape=_site_shape,
+        case_at=_case_at("weight"),
+        description="times weight in fp32, then cast",
+    ),
+    OpVariant(
         "gated",
         gated,
         _cases("weight", "gate"),
@@ -226,6 +251,17 @@ _VARIANTS = (
         site_shape=_site_shape,
         case_at=_case_at("weight", "residual"),
         description="standard of a residual sum, and the sum",
+    ),
+    OpVariant(
+        "residual_cast_last",
+        residual_cast_last,
+        _cases("weight", "residual"),
+        ("hidden_states", "residual", "weight"),
+        _cost,
+        widens="cast_last",
+        site_shape=_site_shape,
+        case_at=_case_at("weight", "residual"),
+        description="cast_last of a residual sum, and the sum",
     ),
     OpVariant(
         "batch_invariant",

@@ -37,6 +37,12 @@ def offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rmsnorm(hidden_states, weight, eps=eps, weight_offset=1.0)
 
 
+def cast_last(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`op.cast_last`, within the limits of `standard`: quack rounds once, at the end."""
+    _check(hidden_states, weight)
+    return rmsnorm(hidden_states, weight, eps=eps)
+
+
 def unweighted(hidden_states: Tensor, eps: float) -> Tensor:
     """`op.unweighted`, within the limits of `standard`."""
     _check(hidden_states, None)

@@ -22,7 +22,7 @@ def _wide(x: Tensor) -> Tensor:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, eps: float, offset: bool, cast_last: bool) -> Tensor:
         x = _wide(hidden_states)
         # Not vector_norm, a pass less: its running sums lose the more the wider a row is, 50 times what eager's do at
         # 16384 equal values.
@@ -31,8 +31,9 @@ class _RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(hidden_states, weight, rstd)
         ctx.offset = offset
         normalized = torch.mul(x, rstd, out=squares)
-        if offset:
-            return normalized.mul_(1.0 + _wide(weight)).to(hidden_states.dtype)
+        if cast_last:
+            scale = 1.0 + _wide(weight) if offset else weight
+            return normalized.mul_(scale).to(hidden_states.dtype)
         normalized = normalized.to(hidden_states.dtype)
         out_dtype = torch.promote_types(normalized.dtype, weight.dtype)
         return normalized.mul_(weight) if out_dtype == normalized.dtype else normalized * weight
@@ -57,21 +58,28 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             wide_dx = torch.mul(dy, scale, out=product).mul_(rstd).addcmul_(x, along)
             dx = wide_dx.to(hidden_states.dtype)
-        return dx, dweight, None, None
+        return dx, dweight, None, None, None
 
 
-def _apply(hidden_states: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+def _apply(
+    hidden_states: Tensor, weight: Tensor, eps: float, *, offset: bool = False, cast_last: bool = False
+) -> Tensor:
     if weight.shape != hidden_states.shape[-1:]:
         found = f"its shape is {tuple(weight.shape)}, not {tuple(hidden_states.shape[-1:])}"
         refuse(_LABEL, "weight", found, "give it one element a channel, or use eager")
-    return _RMSNorm.apply(hidden_states, weight, eps, offset)
+    return _RMSNorm.apply(hidden_states, weight, eps, offset, cast_last)
 
 
 def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`op.standard` for every floating dtype."""
-    return _apply(hidden_states, weight, eps, False)
+    return _apply(hidden_states, weight, eps)
 
 
 def offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`op.offset` for every floating dtype."""
-    return _apply(hidden_states, weight, eps, True)
+    return _apply(hidden_states, weight, eps, offset=True, cast_last=True)
+
+
+def cast_last(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`op.cast_last` for every floating dtype."""
+    return _apply(hidden_states, weight, eps, cast_last=True)

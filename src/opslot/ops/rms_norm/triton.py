@@ -39,6 +39,7 @@ def _forward_kernel(
     rows,
     eps,
     OFFSET: tl.constexpr,
+    CAST_LAST: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -61,7 +62,7 @@ def _forward_kernel(
         weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
         if OFFSET:
             weight += 1.0
-        elif out_ptr.dtype.element_ty == stored.dtype:
+        if not CAST_LAST and out_ptr.dtype.element_ty == stored.dtype:
             # Upstream rounds here: so do we, to stay near its bits, where the result is as narrow.
             normalized = normalized.to(stored.dtype).to(tl.float32)
         normalized *= weight
@@ -190,8 +191,8 @@ def backward_plan(width: int, element_bytes: int) -> Plan:
     return Plan(rows, columns, warps=min(32, max(8, rows * columns // 512)), programs=2, stages=stages)
 
 
-def _out_dtype(x: Tensor, weight: Tensor | None, gate: Tensor | None, offset: bool) -> torch.dtype:
-    if weight is None or offset or gate is not None or weight.dtype == x.dtype:
+def _out_dtype(x: Tensor, weight: Tensor | None, gate: Tensor | None, cast_last: bool) -> torch.dtype:
+    if weight is None or cast_last or gate is not None or weight.dtype == x.dtype:
         return x.dtype
     return torch.promote_types(x.dtype, weight.dtype)
 
@@ -222,6 +223,7 @@ def _run_forward(
     total: Tensor | None,
     eps: float,
     offset: bool,
+    cast_last: bool,
 ) -> None:
     """Write `out`, and with a residual also the sum, `total`."""
     width = x.shape[-1]
@@ -235,7 +237,16 @@ def _run_forward(
         (x, None if weight is None else weight.contiguous(), gate, residual, out, total),
         (x_stride, gate_stride, residual_stride),
         (rows, eps),
-        (offset, weight is not None, gate is not None, residual is not None, width, plan.rows, plan.columns),
+        (
+            offset,
+            cast_last,
+            weight is not None,
+            gate is not None,
+            residual is not None,
+            width,
+            plan.rows,
+            plan.columns,
+        ),
         plan.warps,
     )
 
@@ -286,15 +297,22 @@ def _run_backward(
         _launch_sum_partials((cdiv(width, 8), 1, 1), (partial, dweight), (), (programs,), (width, 256, 8), 4)
 
 
-def _fake_forward(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool) -> Tensor:
-    return _dense(x, _out_dtype(x, weight, gate, offset))
+def _fake_forward(
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool, cast_last: bool
+) -> Tensor:
+    return _dense(x, _out_dtype(x, weight, gate, cast_last))
 
 
-@opaque_op("rms_norm(Tensor x, Tensor? weight, Tensor? gate, float eps, bool offset) -> Tensor", fake=_fake_forward)
-def _forward(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool) -> Tensor:
-    out = _dense(x, _out_dtype(x, weight, gate, offset))
+@opaque_op(
+    "rms_norm(Tensor x, Tensor? weight, Tensor? gate, float eps, bool offset, bool cast_last) -> Tensor",
+    fake=_fake_forward,
+)
+def _forward(
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool, cast_last: bool
+) -> Tensor:
+    out = _fake_forward(x, weight, gate, eps, offset, cast_last)
     if x.numel():
-        _run_forward(x, weight, gate, None, out, None, eps, offset)
+        _run_forward(x, weight, gate, None, out, None, eps, offset, cast_last)
     return out
 
 
@@ -340,19 +358,23 @@ def _backward(
     return gradients
 
 
-def _fake_residual_forward(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _fake_residual_forward(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, cast_last: bool
+) -> tuple[Tensor, Tensor]:
     total = _dense(x, torch.promote_types(x.dtype, residual.dtype))
-    return _dense(x, _out_dtype(total, weight, None, False)), total
+    return _dense(x, _out_dtype(total, weight, None, cast_last)), total
 
 
 @opaque_op(
-    "rms_norm_residual(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    "rms_norm_residual(Tensor x, Tensor residual, Tensor weight, float eps, bool cast_last) -> (Tensor, Tensor)",
     fake=_fake_residual_forward,
 )
-def _residual_forward(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    out, total = _fake_residual_forward(x, residual, weight, eps)
+def _residual_forward(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, cast_last: bool
+) -> tuple[Tensor, Tensor]:
+    out, total = _fake_residual_forward(x, residual, weight, eps, cast_last)
     if x.numel():
-        _run_forward(x, weight, None, residual, out, total, eps, False)
+        _run_forward(x, weight, None, residual, out, total, eps, False, cast_last)
     return out, total
 
 
@@ -380,24 +402,29 @@ def _residual_backward(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool, cast_last: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, gate)
         ctx.eps, ctx.offset = eps, offset
-        return _forward(x, weight, gate, eps, offset)
+        return _forward(x, weight, gate, eps, offset, cast_last)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, gate = ctx.saved_tensors
-        need_x, need_weight, need_gate, _, _ = ctx.needs_input_grad
+        need_x, need_weight, need_gate = ctx.needs_input_grad[:3]
         dx, dweight, dgate = _backward(dout, x, weight, gate, ctx.eps, ctx.offset, need_x, need_weight, need_gate)
-        return dx if need_x else None, dweight if need_weight else None, dgate if need_gate else None, None, None
+        gradients = (dx if need_x else None, dweight if need_weight else None, dgate if need_gate else None)
+        return *gradients, None, None, None
 
 
 class _ResidualRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        out, total = _residual_forward(x, residual, weight, eps)
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, cast_last: bool
+    ) -> tuple[Tensor, Tensor]:
+        out, total = _residual_forward(x, residual, weight, eps, cast_last)
         ctx.save_for_backward(total, weight)
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.dtypes = eps, (x.dtype, residual.dtype)
@@ -407,7 +434,7 @@ class _ResidualRMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dsum: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight = ctx.saved_tensors
-        need_x, need_residual, need_weight, _ = ctx.needs_input_grad
+        need_x, need_residual, need_weight = ctx.needs_input_grad[:3]
         dx, dweight = dsum, None
         if dout is not None:
             need_sum = need_x or need_residual
@@ -417,7 +444,7 @@ class _ResidualRMSNorm(torch.autograd.Function):
             return dx.to(dtype) if need and dx is not None else None
 
         of_x, of_residual = (of(*wanted) for wanted in zip(ctx.dtypes, (need_x, need_residual), strict=True))
-        return of_x, of_residual, dweight if need_weight else None, None
+        return of_x, of_residual, dweight if need_weight else None, None, None
 
 
 def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None = None, residual: Tensor | None = None) -> None:
@@ -440,35 +467,54 @@ def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None = None, residua
     refuse(label, "hidden_states", f"its rows are {width[0]} wide, the limit is {MAX_WIDTH}", "use eager")
 
 
-def _rms_norm(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool) -> Tensor:
+def _rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    gate: Tensor | None = None,
+    offset: bool = False,
+    cast_last: bool = False,
+) -> Tensor:
     _check(x, weight, gate)
-    return _RMSNorm.apply(x, weight, gate, float(eps), offset)
+    return _RMSNorm.apply(x, weight, gate, float(eps), offset, cast_last)
 
 
 def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`op.standard` for float32, bfloat16 and float16, mixed at will, rows up to 65536 wide."""
-    return _rms_norm(hidden_states, weight, None, eps, False)
+    return _rms_norm(hidden_states, weight, eps)
 
 
 def offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`op.offset`, within the limits of `standard`."""
-    return _rms_norm(hidden_states, weight, None, eps, True)
+    return _rms_norm(hidden_states, weight, eps, offset=True, cast_last=True)
+
+
+def cast_last(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`op.cast_last`, within the limits of `standard`."""
+    return _rms_norm(hidden_states, weight, eps, cast_last=True)
 
 
 def gated(hidden_states: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
     """`op.gated`, within the limits of `standard`."""
-    return _rms_norm(hidden_states, weight, gate, eps, False)
+    return _rms_norm(hidden_states, weight, eps, gate=gate)
 
 
 def unweighted(hidden_states: Tensor, eps: float) -> Tensor:
     """`op.unweighted`, within the limits of `standard`."""
-    return _rms_norm(hidden_states, None, None, eps, False)
+    return _rms_norm(hidden_states, None, eps)
 
 
 def residual(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`op.residual`, within the limits of `standard`; one pass forward, one backward that adds the sum's gradient."""
     _check(hidden_states, weight, residual=residual)
-    return _ResidualRMSNorm.apply(hidden_states, residual, weight, float(eps))
+    return _ResidualRMSNorm.apply(hidden_states, residual, weight, float(eps), False)
+
+
+def residual_cast_last(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`op.residual_cast_last`, as `residual`."""
+    _check(hidden_states, weight, residual=residual)
+    return _ResidualRMSNorm.apply(hidden_states, residual, weight, float(eps), True)
 
 
 def batch_invariant(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
