@@ -214,7 +214,6 @@ def _variant(
     ratio: int | None = 1,
 ) -> OpVariant:
     """`ratio` is a head's width over its rotary width where a language model's config gives the sizes of a site."""
-    sites = {} if ratio is None else {"site_shape": head_sizes, "case_at": _case_at(ratio)}
     return OpVariant(
         reference.__name__,
         reference,
@@ -222,7 +221,8 @@ def _variant(
         ("q", "k"),
         _cost,
         config_field=config_field,
-        **sites,
+        site_shape=None if ratio is None else head_sizes,
+        case_at=None if ratio is None else _case_at(ratio),
         description=description,
     )
 

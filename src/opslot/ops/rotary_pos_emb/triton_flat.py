@@ -215,12 +215,14 @@ def turn_flat(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor | None, inverse: bool
 ) -> None:
     """Turn `q` and `k` [B, heads, S, D] into `q_out` and `k_out` by angles [B or 1, S, D]; channels are adjacent."""
-    present = k is not None and k_out is not None
+    k_heads, k_strides = 0, _NO_STRIDES
+    if k is not None and k_out is not None:
+        k_heads, k_strides = k.shape[1], (k.stride(), k_out.stride())
     grid, scalars, constants = _arguments(
         q.shape,
         (q.stride(), q_out.stride()),
-        k.shape[1] if present else 0,
-        (k.stride(), k_out.stride()) if present else _NO_STRIDES,
+        k_heads,
+        k_strides,
         cos.shape[0],
         cos.stride(),
         sin.stride(),
