@@ -9,8 +9,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 demo: $(VENV)/ready
 	$(BIN)/python -m opslot.trainer.demo
 
+# A worker a core, up to four for the memory's sake; PYTEST_ARGS="-n 0" runs one test after another.
 test: $(VENV)/ready-dev
-	$(BIN)/python -m pytest -m "not gpu and not multigpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not multigpu" -n logical --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(VENV)/ready-dev
 	$(BIN)/ruff check .

@@ -1,6 +1,4 @@
-import functools
 import importlib.util
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +8,9 @@ import pytest
 
 # Idle threads of the tests' many processes shall not spin on cores that others need; read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Of several workers each has a core, and so have the processes that its tests start.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
@@ -32,29 +33,9 @@ def _module(path: str):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_interpreter() -> Iterator:
-    """Triton's interpreter looks for builtins in all of its language at every call of a function, which takes up to a
-    quarter of a kernel's time. They are always the same ones."""
-    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
-        yield
-        return
-    from triton.runtime import interpreter
-
-    is_builtin = interpreter.tl.core.is_builtin
-
-    @functools.cache
-    def names(language) -> list[str]:
-        return [name for name, member in inspect.getmembers(language) if is_builtin(member)]
-
-    def patch_builtin(language, *rest) -> None:
-        for name in names(language):
-            # Within another call of the interpreter it is replaced already.
-            if is_builtin(member := getattr(language, name)):
-                interpreter._patch_attr(language, name, member, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
-        yield
+def quick_interpreter() -> None:
+    if not torch.cuda.is_available():
+        _module("interpreter.py").quicken()
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,20 @@ QWEN3_MOE = {
 }
 
 
+@pytest.fixture
+def picture():
+    """Has a test's runs draw their curves."""
+
+
+@pytest.fixture(autouse=True)
+def empty_picture(request):
+    """A run's loss.png is empty unless its test asks for `picture`: drawing it takes as long as the run itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "picture" not in request.fixturenames:
+            patch.setattr("opslot.trainer.loss_curve.draw_loss_curve", lambda rows, path, **_: path.touch())
+        yield
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory, tokenizer):
     """config.json of a tiny Qwen3-MoE beside a tokenizer of one token a byte."""

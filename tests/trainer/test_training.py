@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -62,6 +60,7 @@ def test_transformers_own_classes_train_without_a_table_of_kernels(settings, tra
     assert "kernels on" not in out
 
 
+@pytest.mark.usefixtures("picture")
 def test_the_output_folder_holds_what_is_promised(train, settings, tmp_path):
     settings["train"] |= {"max_steps": 30, "save_steps": 10, "eval_steps": 10, "save_total_limit": 2, "lr": 3e-2}
     settings["train"]["logging"] = {"tensorboard": True}
@@ -216,12 +215,15 @@ def test_a_resumed_run_drops_what_the_straight_one_does(settings, tmp_path, mode
     assert run("halves", 4, resume_from="latest") == straight
 
 
-# Kills itself when a file of a checkpoint is due, or within the forward pass of a step.
+# Kills itself when a file of a checkpoint is due, or within the forward pass of a step. Computes on as many threads as
+# the run that it is compared with, or sums would be rounded otherwise.
 KILLED = """
 import os, signal, sys
+import torch
 from opslot.trainer import TextTrainer, checkpointing, cli_train
 
-file, step = sys.argv[1:3]
+file, step, threads = sys.argv[1:4]
+torch.set_num_threads(int(threads))
 write_json, split_loss = checkpointing.write_json, TextTrainer.split_loss
 
 def write_or_die(path, value):
@@ -235,22 +237,24 @@ def split_or_die(self, outputs):
     return split_loss(self, outputs)
 
 checkpointing.write_json, TextTrainer.split_loss = write_or_die, split_or_die
-sys.exit(cli_train(sys.argv[3:]))
+sys.exit(cli_train(sys.argv[4:]))
 """
 
 
 @pytest.mark.slow
-def test_kill_9_during_a_save_and_during_a_step_changes_no_number(train, settings, tmp_path):
+def test_kill_9_during_a_save_and_during_a_step_changes_no_number(forks, train, settings, tmp_path):
     settings["train"] |= {"max_steps": 8, "save_steps": 2, "save_total_limit": 2}
     assert train()[0] == 0
     straight = curve(tmp_path / "out")
     settings["train"] |= {"output_dir": str(tmp_path / "killed"), "resume_from": "latest"}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
     checkpoints = tmp_path / "killed" / "checkpoints"
     for moment, step, complete in [("trainer_state.json", 4, [2]), ("forward", 6, [2, 4])]:
-        command = [sys.executable, "-c", KILLED, moment, str(step), str(tmp_path / "run.yaml")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == -signal.SIGKILL, done.stderr
+        process = forks.start(script, moment, str(step), str(torch.get_num_threads()), str(tmp_path / "run.yaml"))
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGKILL, err
         assert [path.name for path in find_checkpoints(checkpoints)] == [f"step_{n:08d}" for n in complete]
     code, out, err = train()
     assert code == 0, err
@@ -419,6 +423,7 @@ def test_the_router_loss_of_a_step_is_the_mean_of_its_micro_batches(settings, tm
     assert record.loss == pytest.approx(5.56, abs=0.05)
 
 
+@pytest.mark.usefixtures("picture")
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(train, settings, tmp_path, monkeypatch):
     settings["train"] |= {"save_steps": 1, "max_steps": 5}
     original = TextTrainer.split_loss
