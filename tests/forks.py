@@ -45,7 +45,7 @@ class Fork:
             time.sleep(0.01)
         return self.returncode
 
-    def communicate(self, timeout: float = 60) -> tuple[str, str]:
+    def communicate(self, timeout: float = 120) -> tuple[str, str]:
         """What it had written to stdout and stderr when it ended."""
         self.wait(timeout)
         return self.read("stdout"), self.read("stderr")

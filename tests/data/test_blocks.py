@@ -137,7 +137,7 @@ def test_processes_at_once_on_one_cache_share_the_work(corpus, tokenizer):
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert sorted(written.get(timeout=5) for _ in range(10)) == list(range(10))
+    assert sorted(written.get(timeout=60) for _ in range(10)) == list(range(10))
     assert written.empty()
     assert texts_of(corpus(), tokenizer) == [f"{number:03}" for number in range(200)]
 

@@ -1,6 +1,8 @@
 import collections
 import json
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -168,14 +170,25 @@ def test_norms_are_compared_where_elements_are_too_many():
     assert out.error == pytest.approx(0.01, rel=0.2), "root mean square of one percent of unit numbers"
 
 
-def test_measure_repeats_less_what_takes_long():
+@pytest.mark.parametrize(("seconds", "repeats"), [(1e-3, 30), (0.09, 4), (2.0, 3)])
+def test_measure_repeats_less_what_takes_long(monkeypatch, seconds, repeats):
+    passed = []
+    clock = SimpleNamespace(perf_counter=lambda: seconds * len(passed))
+    monkeypatch.setattr("opslot.testing.bench.timing.time", clock)
+    assert measure(lambda: passed.append(1), torch.device("cpu")).ms == pytest.approx(1e3 * seconds)
+    assert len(passed) == 3 + repeats
+
+
+def test_measure_sees_the_time_that_is_taken(monkeypatch):
+    # The process's own, not what others take of the machine.
+    monkeypatch.setattr("opslot.testing.bench.timing.time", SimpleNamespace(perf_counter=time.process_time))
     calls = []
 
-    def slow():
+    def quick():
         calls.append(1)
         torch.zeros(1)
 
-    assert measure(slow, torch.device("cpu")).ms < 50
+    assert measure(quick, torch.device("cpu")).ms < 50
     assert len(calls) == 33
 
 

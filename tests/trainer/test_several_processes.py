@@ -196,7 +196,7 @@ def test_a_killed_rank_ends_the_run_and_nothing_saved_is_lost(torchrun, write, t
     file = write("killed", max_steps=2000, **changes)
     process = torchrun(2, file)
     checkpoints = tmp_path / "killed" / "checkpoints"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not list(checkpoints.glob("step_*")) and time.monotonic() < deadline:
         time.sleep(0.1)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
