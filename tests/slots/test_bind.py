@@ -37,6 +37,7 @@ def test_explain_groups_sites_and_says_why(model):
     assert row.chosen == "fast"
     assert explain(model) is report
     assert "Doubler.toy x3" in str(report)
+    assert str(bind(nn.Sequential(model, nn.Linear(2, 2)), dtype=torch.bfloat16)).startswith("kernels on CPU, bfloat16")
     assert report.to_dict()["rows"][0]["rejected"]
 
 

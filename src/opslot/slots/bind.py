@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opslot._base.device import DeviceFacts, facts_of
+from opslot._base.dtypes import dtype_name
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.slots.config import OpsImplementationConfig
@@ -95,6 +96,7 @@ def bind(
         (*_rows([*at_slots, *of_model]), *_absent_rows(config, [*at_slots, *of_model])),
         str(facts),
         note="" if all(r.explicit for r in resolutions) else str(read_profile(facts)),
+        dtype=dtype_name(default_dtype) if default_dtype is not None else "",
     )
     model.__dict__[_STATE] = {
         "report": report,

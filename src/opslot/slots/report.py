@@ -31,11 +31,17 @@ class BindingRow:
 
 @dataclass(frozen=True)
 class BindingReport:
-    """What `bind`, `apply` and `explain` return; prints as a table."""
+    """What `bind`, `apply` and `explain` return; prints as a table.
+
+    Attributes:
+        dtype: the model's compute dtype, which decides as much as the device does; a module of another was asked by its
+            own.
+    """
 
     rows: tuple[BindingRow, ...]
     device: str = ""
     note: str = ""
+    dtype: str = ""
 
     def __iter__(self) -> Iterator[BindingRow]:
         return iter(self.rows)
@@ -54,6 +60,7 @@ class BindingReport:
 
     def __str__(self) -> str:
         title = f"kernels on {self.device}" if self.device else "kernels"
+        title += f", {self.dtype}" if self.dtype else ""
         chosen = format_table(
             ("site", "op", "chosen", "why"),
             [(_site(row), f"{row.op}/{row.variant}", row.chosen, row.why) for row in self.rows],
