@@ -1,8 +1,10 @@
 """Processes beside this one: results, and what becomes of items that take theirs down, hang or spoil it."""
 
+import multiprocessing
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +12,14 @@ from opslot._base.errors import KernelError
 from opslot.testing.apart import Lost, Processes
 
 _calls = 0
+
+
+@pytest.fixture(autouse=True)
+def started_quickly(monkeypatch):
+    """Processes begin as forks of one that holds nothing but their imports; elsewhere in the tests they are spawned."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["opslot.testing.apart"])
+    monkeypatch.setattr("opslot.testing.apart.multiprocessing", SimpleNamespace(get_context=lambda _: context))
 
 
 def work(item):
