@@ -23,15 +23,54 @@ from opslot.patchgen.losses import loss_form
 from opslot.patchgen.pattern import compile_pattern, find_matches
 from opslot.patchgen.source import Release, UpstreamModule, installed_release
 
-# A class may call two of them, so that each has a slot of its own name.
-_INTERLEAVED = OpSlot("rotary_pos_emb", "interleaved", name="rotary_pos_emb_interleaved")
-_ROTATIONS = {
-    known.ROTARY_FULL: OpSlot("rotary_pos_emb", "full"),
-    **dict.fromkeys(known.ROTARY_PARTIAL, OpSlot("rotary_pos_emb", "partial")),
-    known.ROTARY_VISION: OpSlot("rotary_pos_emb", "vision", name="rotary_pos_emb_vision"),
-    known.ROTARY_INTERLEAVED: _INTERLEAVED,
-    known.ROTARY_INTERLEAVED_BY_HALVES: _INTERLEAVED,
-}
+
+@dataclass(frozen=True)
+class _Rotation:
+    """A form of upstream's rotary function.
+
+    Attributes:
+        variant: what it computes.
+        prints: fingerprints that it may have.
+        helper: the function that decides what it means, if any, with its fingerprint.
+        angles: what the variant takes of `cos` and `sin`, as a call gives them: "" for all, else a subscript or method.
+        name: of the slot; a class may call two forms, so that each has a slot of its own.
+    """
+
+    variant: str
+    prints: tuple[str, ...]
+    helper: tuple[str, str] | None = ("rotate_half", known.ROTATE_HALF)
+    angles: str = ""
+    name: str | None = None
+
+    @property
+    def slot(self) -> OpSlot:
+        return OpSlot("rotary_pos_emb", self.variant, name=self.name)
+
+
+_FIRST_HALF, _EVERY_SECOND = ".chunk(2, dim=-1)[0]", "[..., ::2]"
+_PAIRS, _PAIRS_OF_LIST = ("rotate_half", known.ROTATE_PAIRS), ("rotate_half", known.ROTATE_PAIRS_OF_LIST)
+_ROTATIONS = (
+    _Rotation("full", (known.ROTARY_FULL,)),
+    _Rotation("full_cast_last", known.ROTARY_FULL_CAST_LAST),
+    _Rotation("single", (known.ROTARY_SINGLE,)),
+    _Rotation("half_angles", (known.ROTARY_BY_PARTS,), ("_apply_rotary_emb", known.PARTS_ARE_HALVES)),
+    _Rotation("partial", known.ROTARY_PARTIAL),
+    _Rotation("vision", (known.ROTARY_VISION,), name="rotary_pos_emb_vision"),
+    _Rotation("interleaved", (known.ROTARY_INTERLEAVED,), None, name="rotary_pos_emb_interleaved"),
+    _Rotation("interleaved", (known.ROTARY_INTERLEAVED_BY_HALVES,), name="rotary_pos_emb_interleaved"),
+    _Rotation("paired", (known.ROTARY_BY_PARTS,), ("_apply_rotary_emb", known.PARTS_ARE_PAIRS)),
+    _Rotation("paired", known.ROTARY_PAIRED, _PAIRS, _FIRST_HALF),
+    _Rotation("paired", (known.ROTARY_FULL,), _PAIRS_OF_LIST, _EVERY_SECOND),
+    _Rotation("paired", (known.ROTARY_BY_CHANNEL,), ("rotate_half_llm", known.ROTATE_PAIRS), _EVERY_SECOND),
+    _Rotation("paired_cast_last", (known.ROTARY_PAIRED_CAST_LAST,), _PAIRS, _FIRST_HALF),
+    _Rotation("paired_cast_last", known.ROTARY_BY_CHANNEL_CAST_LAST[:1], _PAIRS_OF_LIST, _EVERY_SECOND),
+    _Rotation(
+        "paired_cast_last",
+        known.ROTARY_BY_CHANNEL_CAST_LAST[1:],
+        ("rotate_half_text", known.ROTATE_PAIRS),
+        _EVERY_SECOND,
+    ),
+)
 
 # Fingerprints of a norm's forward and of its `_norm` -> the variant, and its arguments but for those of the forward,
 # of which the hidden states come first and all others last.
@@ -213,22 +252,46 @@ class _Scan:
 
     def _rotations(self) -> Iterator[Finding]:
         for name in self.module.symbol_names:
-            if not re.fullmatch(r"apply_\w*rotary\w*", name):
-                continue
-            found = self._print(name) or ""
-            expects = {name: found}
-            if found != known.ROTARY_INTERLEAVED:
-                expects["rotate_half"] = known.ROTATE_HALF
-            slot = _ROTATIONS.get(found)
-            if slot is None or self._print("rotate_half") != expects.get("rotate_half", self._print("rotate_half")):
-                yield Finding(name, "rotary_pos_emb", "rotates otherwise than the forms that opslot knows")
-            elif not all(map(_rotates_both, self._calls(name))):
-                yield Finding(name, str(slot), "is called with more or less than q, k, cos and sin")
-            elif self._called_by_methods(name):
-                self.patch.slot_calls(name, slot, expects=expects)
-                yield Finding(name, str(slot))
-            else:
-                yield Finding(name, str(slot), "is called by no method, or by one without a self to hold a slot")
+            if re.fullmatch(r"apply_\w*rotary\w*", name):
+                form = self._rotation(name)
+                op = str(form.slot) if form else "rotary_pos_emb"
+                yield Finding(name, op, self._slot_rotation(name, form))
+
+    def _rotation(self, name: str) -> _Rotation | None:
+        """The form of a rotary function; None where opslot knows none that it is."""
+        found = self._print(name)
+        for form in _ROTATIONS:
+            if found in form.prints and (form.helper is None or self._print(form.helper[0]) == form.helper[1]):
+                return form
+        return None
+
+    def _slot_rotation(self, name: str, form: _Rotation | None) -> str:
+        """Give the calls of a rotary function their slot, or say why they stay upstream's."""
+        if form is None:
+            return "rotates otherwise than the forms that opslot knows"
+        if form.angles == _EVERY_SECOND and not self._angles_by_pairs():
+            return "may turn two channels of a pair by two angles, or by learned ones"
+        callers = self._callers(name)
+        wanted = ["cos", "sin"] if form.variant == "single" else ["k", "cos", "sin"]
+        options = set() if form.angles else {"unsqueeze_dim"}
+        if not all(_rotates(call, 1 + len(wanted), options) for calls in callers.values() for call in calls):
+            return f"is called with more or less than {'x' if form.variant == 'single' else 'q'}, {', '.join(wanted)}"
+        if not self._called_by_methods(name):
+            return "is called by no method, or by one without a self to hold a slot"
+        if form.angles:
+            args = f"$q, $k, $cos{form.angles}, $sin{form.angles}"
+            for method, calls in callers.items():
+                self.patch.slot_expr(method, form.slot, f"{name}($q, $k, $cos, $sin)", args=args, count=len(calls))
+        else:
+            expects = {name: self._print(name) or ""} | ({form.helper[0]: form.helper[1]} if form.helper else {})
+            self.patch.slot_calls(name, form.slot, expects=expects)
+        return ""
+
+    def _angles_by_pairs(self) -> bool:
+        """Whether the rotary embeddings give neighbouring channels one angle."""
+        makers = [name for name in self.classes if re.search(r"(?<!Vision)RotaryEmbedding$", name)]
+        found = {(self._print(f"{m}.forward"), self._print(f"{m}.recomposition_frequencies")) for m in makers}
+        return bool(found) and found <= set(known.ANGLES_BY_PAIRS)
 
     def _experts(self) -> Iterator[Finding]:
         for name, forward in self._methods("forward"):
@@ -358,18 +421,22 @@ class _Scan:
         (definition,) = cst.parse_module(_dedented(self._text(symbol))).body
         return len(find_matches(compile_pattern(pattern), definition))
 
-    def _calls(self, function: str) -> list[ast.Call]:
-        return list(_calls_in(self.module.tree, function))
+    def _callers(self, function: str) -> dict[str, list[ast.Call]]:
+        """The calls of `function` in each method that calls it."""
+        calls = {
+            f"{name}.{method.name}": list(_calls_in(method, function))
+            for name, node in self.classes.items()
+            for method in node.body
+            if isinstance(method, ast.FunctionDef)
+        }
+        return {method: found for method, found in calls.items() if found}
 
     def _called_by_methods(self, function: str) -> bool:
         """Whether methods call it, and all that do have a `self` to hold a slot."""
-        callers = [
-            method
-            for node in self.classes.values()
-            for method in node.body
-            if isinstance(method, ast.FunctionDef) and any(_calls_in(method, function))
-        ]
-        return bool(callers) and all(m.args.args and m.args.args[0].arg == "self" for m in callers)
+        callers = [self.module.find(method) for method in self._callers(function)]
+        return bool(callers) and all(
+            isinstance(m, ast.FunctionDef) and m.args.args and m.args.args[0].arg == "self" for m in callers
+        )
 
 
 def _calls_in(node: ast.AST, function: str) -> Iterator[ast.Call]:
@@ -378,10 +445,10 @@ def _calls_in(node: ast.AST, function: str) -> Iterator[ast.Call]:
             yield found
 
 
-def _rotates_both(call: ast.Call) -> bool:
-    """Whether a call gives q, k, cos and sin in this order, and at most `unsqueeze_dim` by name."""
+def _rotates(call: ast.Call, arguments: int, options: set[str]) -> bool:
+    """Whether a call gives that many arguments by place, none of them None, and at most `options` by name."""
     nothing = any(isinstance(argument, ast.Constant) and argument.value is None for argument in call.args)
-    return len(call.args) == 4 and not nothing and {keyword.arg for keyword in call.keywords} <= {"unsqueeze_dim"}
+    return len(call.args) == arguments and not nothing and {keyword.arg for keyword in call.keywords} <= options
 
 
 def _bases(node: ast.ClassDef) -> Iterable[str]:

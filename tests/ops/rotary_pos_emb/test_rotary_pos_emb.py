@@ -13,18 +13,24 @@ from opslot.ops.rotary_pos_emb import op
 from opslot.slots import KernelRequest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KERNELS = [(variant, "triton") for variant in ("full", "partial", "interleaved")]
-KERNELS += [("full", "torch_fused"), ("partial", "torch_fused")]
+ONE_ANGLE_A_PAIR = ["half_angles", "paired", "paired_cast_last"]
+KERNELS = [(variant, "triton") for variant in ("full", "full_cast_last", "partial", "interleaved", *ONE_ANGLE_A_PAIR)]
+KERNELS += [(variant, "torch_fused") for variant in ("full", "full_cast_last", "half_angles", "partial")]
 
 
 def load(variant, name):
     return KERNEL_REGISTRY.load("rotary_pos_emb", variant, name)
 
 
+def turns(variant):
+    """How often each angle comes."""
+    return 1 if variant in ONE_ANGLE_A_PAIR else 2
+
+
 def inputs(variant="full", dtype=torch.float32, batch=2, tokens=5, heads=4, kv_heads=2, width=16, device=DEVICE):
     generator = torch.Generator().manual_seed(0)
     rotary = width // 2 if variant == "partial" else width
-    angles = torch.randn(1, tokens, rotary // 2, generator=generator).repeat(1, 1, 2)
+    angles = torch.randn(1, tokens, rotary // 2, generator=generator).repeat(1, 1, turns(variant))
     q, k = (
         torch.randn(batch, tokens, h, width, generator=generator).transpose(1, 2).to(device, dtype).requires_grad_()
         for h in (heads, kv_heads)
@@ -40,6 +46,12 @@ def inputs(variant="full", dtype=torch.float32, batch=2, tokens=5, heads=4, kv_h
         ("qwen3_5", "apply_rotary_pos_emb", "partial"),
         ("glm4_moe", "apply_rotary_pos_emb", "partial"),
         ("deepseek_v3", "apply_rotary_pos_emb_interleave", "interleaved"),
+        ("nemotron", "apply_rotary_pos_emb", "partial"),
+        ("glmasr", "apply_rotary_pos_emb", "partial"),
+        ("modernbert", "apply_rotary_pos_emb", "full_cast_last"),
+        ("hunyuan_vl", "apply_rotary_pos_emb", "full_cast_last"),
+        ("gpt_oss", "apply_rotary_pos_emb", "half_angles"),
+        ("openai_privacy_filter", "apply_rotary_pos_emb", "paired"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -49,6 +61,51 @@ def test_references_are_upstream_bit_for_bit(module, function, variant, dtype):
     expected = getattr(upstream, function)(*arguments)
     found = getattr(op, variant)(*arguments)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("module", ["olmo", "olmo2", "flex_olmo"])
+def test_full_cast_last_is_upstream_bit_for_bit_with_its_fp32_angles(module):
+    upstream = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
+    q, k, cos, sin = inputs(dtype=torch.bfloat16, device="cpu")
+    arguments = (q, k, cos.float(), sin.float())
+    expected = upstream.apply_rotary_pos_emb(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(op.full_cast_last(*arguments), expected, strict=True))
+
+
+@pytest.mark.parametrize("module", ["gemma3n", "gemma4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_single_is_upstream_bit_for_bit(module, dtype):
+    upstream = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
+    q, _, cos, sin = inputs(dtype=dtype, device="cpu")
+    for arguments in ((q, cos, sin), (q.transpose(1, 2), cos, sin, 2)):
+        assert torch.equal(op.single(*arguments), upstream.apply_rotary_pos_emb(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("module", "variant", "repeated"),
+    [
+        ("glm", "paired", False),
+        ("helium", "paired", False),
+        ("moonshine", "paired", False),
+        ("glm4v", "paired", True),
+        ("blt", "paired", True),
+        ("cohere", "paired_cast_last", True),
+        ("cohere2", "paired_cast_last", True),
+        ("ernie4_5", "paired_cast_last", False),
+        ("ernie4_5_vl_moe", "paired_cast_last", True),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_paired_is_upstream_bit_for_bit_given_one_of_the_two_angles(module, variant, repeated, dtype):
+    """Upstream has each pair's angle twice, either in halves or next to each other."""
+    upstream = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
+    q, k, *angles = inputs(variant, dtype, device="cpu")
+    # All channels turn, and where upstream can, the first half of them.
+    for pairs in (8, 4) if module in ("glm", "moonshine", "glm4v") else (8,):
+        once = [x[..., :pairs] for x in angles]
+        twice = [x.repeat_interleave(2, dim=-1) if repeated else x.repeat(1, 1, 2) for x in once]
+        expected = upstream.apply_rotary_pos_emb(q, k, *twice)
+        assert all(torch.equal(a, b) for a, b in zip(getattr(op, variant)(q, k, *once), expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,7 +128,7 @@ def test_scores_depend_on_distance_alone(variant, name):
     """What the embedding is for: q at m and k at n score by m - n."""
     width, rotary = 16, 8 if variant == "partial" else 16
     frequencies = 1.0 / 100 ** (torch.arange(0, rotary, 2) / rotary)
-    angles = (torch.arange(12)[:, None] * frequencies).repeat(1, 2)[None]
+    angles = (torch.arange(12)[:, None] * frequencies).repeat(1, turns(variant))[None]
     q, k = (torch.randn(1, 1, 1, width).expand(1, 1, 12, width).to(DEVICE) for _ in range(2))
     q, k = load(variant, name)(q, k, angles.cos().to(DEVICE), angles.sin().to(DEVICE))
     scores = (q @ k.transpose(2, 3))[0, 0]
@@ -128,6 +185,62 @@ def test_gradients_of_any_layout(variant, name):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("variant", ["paired", "paired_cast_last"])
+def test_triton_takes_every_second_angle_as_it_lies(variant, monkeypatch):
+    kernel = load(variant, "triton")
+    q, k, cos, sin = inputs(variant)
+    expected = kernel(q, k, cos, sin)
+    repeated = [x.repeat_interleave(2, dim=-1)[..., ::2] for x in (cos, sin)]
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda *_: pytest.fail("the angles are copied"))
+    assert all(torch.equal(a, b) for a, b in zip(kernel(q, k, *repeated), expected, strict=True))
+
+
+@pytest.mark.parametrize("variant", ["full_cast_last", "paired_cast_last"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cast_last_keeps_the_dtype_of_q_beside_fp32_angles(variant, dtype):
+    for name in ["triton", "torch_fused"] if variant == "full_cast_last" else ["triton"]:
+        q, k, cos, sin = inputs(variant, dtype)
+        outs = load(variant, name)(q, k, cos.float(), sin.float())
+        grads = torch.autograd.grad([out.float().square().sum() for out in outs], (q, k))
+        assert {x.dtype for x in (*outs, *grads)} == {dtype}
+
+
+@pytest.mark.parametrize("name", ["triton", "torch_fused"])
+def test_single_is_one_of_the_two(name):
+    kernel = load("single", name)
+    q, k, cos, sin = inputs()
+    both = load("full", name)(q, k, cos, sin)
+    compiled = torch.compile(kernel, fullgraph=True, backend="aot_eager")
+    for x, expected in zip((q, k), both, strict=True):
+        dout = torch.randn_like(expected)
+        (wanted,) = torch.autograd.grad(expected, x, dout, retain_graph=True)
+        for call in (kernel, compiled):
+            found = call(x, cos, sin)
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(torch.autograd.grad(found, x, dout)[0], wanted)
+
+
+@pytest.mark.parametrize("name", ["triton", "torch_fused"])
+def test_single_names_its_tensor_in_refusals(name):
+    x, _, cos, sin = (t.detach() for t in inputs())
+    with pytest.raises(KernelError, match="cannot take cos: it has 8 channels for heads of 16"):
+        load("single", name)(x, cos[..., :8], sin[..., :8])
+    with pytest.raises(KernelError, match="cannot take cos: it requires a gradient"):
+        load("single", name)(x, cos.clone().requires_grad_(), sin)
+    if name == "triton":
+        with pytest.raises(KernelError, match=r"cannot take x: its dtype is torch\.float64"):
+            load("single", name)(x.double(), cos, sin)
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"), [("half_angles", "triton"), ("half_angles", "torch_fused"), ("paired", "triton")]
+)
+def test_angles_of_another_width_than_the_pairs_are_refused(variant, name):
+    q, k, cos, sin = (x.detach() for x in inputs("full"))
+    with pytest.raises(KernelError, match="cannot take cos: it has 16 channels for heads of 16"):
+        load(variant, name)(q, k, cos, sin)
+
+
 def test_triton_splits_many_heads_over_programs():
     q, k, cos, sin = inputs(batch=1, tokens=2, heads=300, kv_heads=5, width=32)
     found = load("full", "triton")(q, k, cos, sin)
@@ -158,9 +271,11 @@ def test_compiles_as_one_graph(variant, name):
 def test_opcheck():
     load("full", "triton")
     q, k, cos, sin = (x.detach() for x in inputs())
-    arguments = (cos, sin, torch.float32, False, False)
+    arguments = (cos, sin, torch.float32, 16, False, False, False)
     torch.library.opcheck(torch.ops.opslot.rotary_pos_emb.default, (q, k, *arguments))
     torch.library.opcheck(torch.ops.opslot.rotary_pos_emb.default, (q, None, *arguments))
+    pairs = (cos[..., ::2], sin[..., ::2], torch.float32, 16, True, True, True)
+    torch.library.opcheck(torch.ops.opslot.rotary_pos_emb.default, (q, k, *pairs))
 
 
 def _bad(name):
@@ -212,7 +327,7 @@ def test_torch_fused_refuses_what_it_would_get_wrong(variant, name, said):
         load(variant, "torch_fused")(*_bad(name))
 
 
-@pytest.mark.parametrize("variant", ["partial", "interleaved", "multimodal", "vision"])
+@pytest.mark.parametrize("variant", sorted(op.OP.variants.keys() - {"full"}))
 def test_liger_cannot_be_bound_where_it_would_be_wrong(variant):
     request = KernelRequest("rotary_pos_emb", variant, DeviceFacts("gpu", (9, 0)), torch.bfloat16)
     with pytest.raises(ConfigError, match="'liger_kernel' serves only the variant full"):

@@ -25,8 +25,24 @@ UNWEIGHTED_RMS_NORM = "59461105bbb1"
 ROTATE_HALF = "3d488c0cec66"
 # x * cos + rotate_half(x) * sin, for queries and keys, over the full head dimension.
 ROTARY_FULL = "be80094eafa5"
+# The same in fp32, with fp32 angles (OLMo) or named so (ModernBERT, HunYuan-VL), cast back.
+ROTARY_FULL_CAST_LAST = ("05991b40438a", "f497ffb90cf6", "608a2b7a16b5")
+# The same for one tensor.
+ROTARY_SINGLE = "9fd25804c00b"
 # The same for the first channels of a head, as many as cos has; the others pass.
-ROTARY_PARTIAL = ("7eaf8d324cc4", "24f8d9a2e4fe")
+ROTARY_PARTIAL = ("7eaf8d324cc4", "24f8d9a2e4fe", "33e92bf9aa90", "ff1b505dc9ad")
+# By way of `_apply_rotary_emb` with an angle a pair, which turns halves (gpt-oss) or neighbouring channels.
+ROTARY_BY_PARTS, PARTS_ARE_HALVES, PARTS_ARE_PAIRS = "53e758234267", "6e04c918052c", "5bfb91e9b47c"
+# (x0, x1, ...) -> (-x1, x0, ...) on neighbouring channels, two ways to write it.
+ROTATE_PAIRS, ROTATE_PAIRS_OF_LIST = "6f3523dffdca", "7f8ef8d4ac78"
+# Neighbouring channels turn and stay in their places, with the first half of the angles: GLM-4's, Helium's; ERNIE
+# 4.5's in fp32, cast back.
+ROTARY_PAIRED, ROTARY_PAIRED_CAST_LAST = ("092e097bf36a", "9fb401b5b413"), "b7a7d38556e0"
+# The same with as many angles as channels: GLM-4V's; Cohere's and ERNIE-4.5-VL's in fp32, cast back. BLT's is
+# ROTARY_FULL with ROTATE_PAIRS_OF_LIST.
+ROTARY_BY_CHANNEL, ROTARY_BY_CHANNEL_CAST_LAST = "aa3efe91972a", ("613cf3a05c96", "21a09e5fb4e2")
+# Forwards of rotary embeddings that give neighbouring channels one angle, and what they merge three axes by.
+ANGLES_BY_PAIRS = (("4102bfc785b5", None), ("bde94eb37424", "2b92f5b67232"), ("9b7b66695131", "d2ffb835b958"))
 # Neighbouring channels are the pairs that turn; halves on the way out. Until 5.17 by way of rotate_half.
 ROTARY_INTERLEAVED, ROTARY_INTERLEAVED_BY_HALVES = "652a20e8c59c", "15340b7ac99e"
 # The same over the full head dimension in fp32, [S, heads, D], cast back.

@@ -9,7 +9,7 @@ for _variant in OP.variants:
     KERNEL_REGISTRY.register(
         triton_kernel(OP.name, _variant, priority={"gpu": 80}, description="q and k in one launch, no copies")
     )
-for _variant in ("full", "partial"):
+for _variant in ("full", "full_cast_last", "single", "half_angles", "partial"):
     KERNEL_REGISTRY.register(
         torch_kernel(OP.name, _variant, priority=cpu_rank(60), description="plain torch with its own backward")
     )

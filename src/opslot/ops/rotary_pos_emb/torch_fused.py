@@ -36,11 +36,12 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, cos: Tensor, sin: Tensor, keep_dtype: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)
-        ctx.dtypes = q.dtype, k.dtype
-        return _turn(q, cos, sin, False), _turn(k, cos, sin, False)
+        ctx.dtypes = [x.dtype for x in tensors]
+        turned = (_turn(x, cos, sin, False) for x in tensors)
+        return tuple(out.to(x.dtype) if keep_dtype else out for x, out in zip(tensors, turned, strict=True))
 
     @staticmethod
     @once_differentiable
@@ -48,25 +49,50 @@ class _Rotary(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         grads = (
             _turn(dout, cos, sin, True).to(dtype) if need and dout is not None else None
-            for dout, dtype, need in zip(douts, ctx.dtypes, ctx.needs_input_grad[:2], strict=True)
+            for dout, dtype, need in zip(douts, ctx.dtypes, ctx.needs_input_grad[3:], strict=True)
         )
-        return *grads, None, None
+        return None, None, None, *grads
 
 
-def _apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
+def _apply(cos: Tensor, sin: Tensor, unsqueeze_dim: int, *tensors: Tensor, keep_dtype: bool = False) -> Any:
+    """The `tensors` turned, as a tuple."""
     for name, angles in (("cos", cos), ("sin", sin)):
         if angles.requires_grad:
             refuse(_LABEL, name, "it requires a gradient, and only q and k receive one", "use eager")
-    return _Rotary.apply(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
+    return _Rotary.apply(cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim), keep_dtype, *tensors)
+
+
+def _check_width(cos: Tensor, *tensors: Tensor, angles: int = 1) -> None:
+    """Refuse heads that are not `angles` times as wide as `cos`, or of an odd width."""
+    widths = [x.shape[-1] for x in tensors]
+    if widths[0] % 2 or any(width != angles * cos.shape[-1] for width in widths):
+        found = f"it has {cos.shape[-1]} channels for heads of {' and '.join(map(str, widths))}"
+        refuse(_LABEL, "cos", found, "use eager, or the partial variant")
 
 
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`op.full` for every floating dtype."""
-    rotary = cos.shape[-1]
-    if rotary % 2 or not rotary == q.shape[-1] == k.shape[-1]:
-        found = f"it has {rotary} channels for heads of {q.shape[-1]} and {k.shape[-1]}"
-        refuse(_LABEL, "cos", found, "use eager, or the partial variant")
-    return _apply(q, k, cos, sin, unsqueeze_dim)
+    _check_width(cos, q, k)
+    return _apply(cos, sin, unsqueeze_dim, q, k)
+
+
+def full_cast_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`op.full_cast_last` for every floating dtype."""
+    _check_width(cos, q, k)
+    wide = torch.promote_types(torch.promote_types(q.dtype, cos.dtype), torch.float32)
+    return _apply(cos.to(wide), sin.to(wide), unsqueeze_dim, q, k, keep_dtype=True)
+
+
+def single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+    """`op.single` for every floating dtype."""
+    _check_width(cos, x)
+    return _apply(cos, sin, unsqueeze_dim, x)[0]
+
+
+def half_angles(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`op.half_angles` for every floating dtype; the angles, small beside q and k, are repeated first."""
+    _check_width(cos, q, k, angles=2)
+    return _apply(torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1), unsqueeze_dim, q, k)
 
 
 def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -74,4 +100,4 @@ def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
     rotary, width = cos.shape[-1], q.shape[-1]
     if rotary % 2 or rotary > width:
         refuse(_LABEL, "cos", f"it has {rotary} channels for heads of {width}", "use eager")
-    return _apply(q, k, cos, sin, unsqueeze_dim)
+    return _apply(cos, sin, unsqueeze_dim, q, k)

@@ -151,6 +151,8 @@ def _rotary_kernel(
     INVERSE: tl.constexpr,
     PAIRS_IN: tl.constexpr,
     PAIRS_OUT: tl.constexpr,
+    ONE_ANGLE: tl.constexpr,
+    ANGLE_STEP: tl.constexpr,
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
     PASS: tl.constexpr,
@@ -166,9 +168,9 @@ def _rotary_kernel(
     inside = pair < HALF
     cos_ptr += (batch * cos_batch_stride + token * cos_token_stride) * UNIT
     sin_ptr += (batch * sin_batch_stride + token * sin_token_stride) * UNIT
-    cos_first = tl.load(cos_ptr + pair, mask=inside, other=0.0).to(tl.float32)
-    sin_first = tl.load(sin_ptr + pair, mask=inside, other=0.0).to(tl.float32)
-    if PAIRS_IN or PAIRS_OUT:
+    cos_first = tl.load(cos_ptr + pair * ANGLE_STEP, mask=inside, other=0.0).to(tl.float32)
+    sin_first = tl.load(sin_ptr + pair * ANGLE_STEP, mask=inside, other=0.0).to(tl.float32)
+    if ONE_ANGLE:
         cos_second, sin_second = cos_first, sin_first
     else:
         cos_second = tl.load(cos_ptr + HALF + pair, mask=inside, other=0.0).to(tl.float32)
@@ -255,17 +257,20 @@ def _arguments(
     cos_shape: tuple[int, ...],
     cos_strides: tuple[int, ...],
     sin_strides: tuple[int, ...],
-    interleaved: bool,
+    rotary: int,
+    pairs: tuple[bool, bool],
     inverse: bool,
 ) -> tuple[tuple[int, int, int], tuple[int, ...], tuple[Any, ...], int]:
     """Grid, scalars, constants and warps of a launch.
 
     Args:
         shape: q's, [B, heads, S, D].
+        rotary: channels of a head that turn.
+        pairs: whether neighbouring channels are the pairs, of the tensors read and of those written.
         q_strides, k_strides: of the tensor read and of the one written; `k_heads` is 0 where there is no k.
     """
     batch, q_heads, tokens, width = shape
-    plan = _plan(q_heads, k_heads, cos_shape[-1], width)
+    plan = _plan(q_heads, k_heads, rotary, width)
     strides = []
     for batch_stride, head_stride, token_stride, _ in (q_strides[0], k_strides[0], q_strides[1], k_strides[1]):
         strides += [batch_stride, token_stride, head_stride]
@@ -274,8 +279,9 @@ def _arguments(
     unit = math.gcd(16, *strides)
     constants = (
         inverse,
-        interleaved and not inverse,
-        interleaved and inverse,
+        *pairs,
+        any(pairs) or cos_shape[-1] != rotary,
+        cos_strides[-1],
         plan.half,
         plan.half_tile,
         plan.spare,
@@ -298,26 +304,47 @@ def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _fake_rotary(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, dtype: torch.dtype, interleaved: bool, inverse: bool
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    dtype: torch.dtype,
+    rotary: int,
+    pairs_in: bool,
+    pairs_out: bool,
+    inverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     return _empty_like(q, dtype), None if k is None else _empty_like(k, dtype)
 
 
 @opaque_op(
-    "rotary_pos_emb(Tensor q, Tensor? k, Tensor cos, Tensor sin, ScalarType dtype, bool interleaved, bool inverse)"
-    " -> (Tensor, Tensor)",
+    "rotary_pos_emb(Tensor q, Tensor? k, Tensor cos, Tensor sin, ScalarType dtype, int rotary, bool pairs_in,"
+    " bool pairs_out, bool inverse) -> (Tensor, Tensor)",
     fake=_fake_rotary,
 )
 def _rotary(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, dtype: torch.dtype, interleaved: bool, inverse: bool
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    dtype: torch.dtype,
+    rotary: int,
+    pairs_in: bool,
+    pairs_out: bool,
+    inverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Turn one or two tensors [B, heads, S, D] by angles [B or 1, S, R]; results in `dtype`."""
-    q_out, k_out = _fake_rotary(q, k, cos, sin, dtype, interleaved, inverse)
+    """Turn the first `rotary` channels of one or two tensors [B, heads, S, D]; results in `dtype`.
+
+    Angles are [B or 1, S, rotary], or half as wide with one a pair.
+    """
+    q_out, k_out = _fake_rotary(q, k, cos, sin, dtype, rotary, pairs_in, pairs_out, inverse)
     if q.numel() == 0:
         return q_out, k_out
-    q, cos, sin = _adjacent(q), _adjacent(cos), _adjacent(sin)
-    k = None if k is None else _adjacent(k)
-    if suits_flat(q.shape[-1], cos.shape[-1], interleaved):
+    q, k = _adjacent(q), None if k is None else _adjacent(k)
+    pairs = (pairs_out, pairs_in) if inverse else (pairs_in, pairs_out)
+    if not cos.stride(-1) == sin.stride(-1) in (1, 2):
+        cos, sin = cos.contiguous(), sin.contiguous()
+    if cos.stride(-1) == 1 and cos.shape[-1] == rotary and suits_flat(q.shape[-1], rotary, any(pairs)):
         turn_flat(q, k, cos, sin, q_out, k_out, inverse)
         return q_out, k_out
     k_heads, k_strides = 0, _NO_STRIDES
@@ -331,7 +358,8 @@ def _rotary(
         cos.shape,
         cos.stride(),
         sin.stride(),
-        interleaved,
+        rotary,
+        pairs,
         inverse,
     )
     _launch(grid, (q, k, cos, sin, q_out, k_out), (), scalars, constants, warps)
@@ -345,13 +373,21 @@ def _adjacent(x: Tensor) -> Tensor:
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, keep_dtype: bool
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        q: Tensor,
+        k: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        rotary: int,
+        pairs_in: bool,
+        pairs_out: bool,
+        keep_dtype: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)
-        ctx.interleaved, ctx.dtype = interleaved, q.dtype
+        ctx.form, ctx.dtype = (rotary, pairs_in, pairs_out), q.dtype
         dtype = q.dtype if keep_dtype or q.dtype == cos.dtype else torch.promote_types(q.dtype, cos.dtype)
-        return _rotary(q, k, cos, sin, dtype, interleaved, False)
+        return _rotary(q, k, cos, sin, dtype, *ctx.form, False)
 
     @staticmethod
     @once_differentiable
@@ -360,10 +396,10 @@ class _Rotary(torch.autograd.Function):
         need_q = ctx.needs_input_grad[0] and dq is not None
         need_k = ctx.needs_input_grad[1] and dk is not None
         if need_q:
-            dq, dk = _rotary(dq, dk if need_k else None, cos, sin, ctx.dtype, ctx.interleaved, True)
+            dq, dk = _rotary(dq, dk if need_k else None, cos, sin, ctx.dtype, *ctx.form, True)
         elif need_k:
-            dk, _ = _rotary(dk, None, cos, sin, ctx.dtype, ctx.interleaved, True)
-        return dq if need_q else None, dk if need_k else None, None, None, None, None
+            dk, _ = _rotary(dk, None, cos, sin, ctx.dtype, *ctx.form, True)
+        return dq if need_q else None, dk if need_k else None, *[None] * 6
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -386,10 +422,11 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def _explain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> NoReturn:
-    for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
+    first = "x" if k is q else "q"
+    for name, x in ((first, q), ("k", k), ("cos", cos), ("sin", sin)):
         if x.dtype not in FLOATS:
             refuse(_LABEL, name, no_float(x.dtype), "use eager")
-        if x.ndim != (4 if name in "qk" else 3):
+        if x.ndim != (4 if name in "qkx" else 3):
             refuse(_LABEL, name, f"its shape is {tuple(x.shape)}", "use eager, or the layout of the op's contract")
     if q.dtype != k.dtype:
         refuse(_LABEL, "k", f"its dtype is {k.dtype} beside q's {q.dtype}", "use eager")
@@ -400,38 +437,84 @@ def _explain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> NoReturn:
     if x.requires_grad:
         refuse(_LABEL, name, "it requires a gradient, and only q and k receive one", "use eager")
     name, x = ("sin", sin) if sin.shape != cos.shape else ("cos", cos)
-    refuse(_LABEL, name, f"its shape is {tuple(x.shape)} for q's {tuple(q.shape)}", "use eager")
+    refuse(_LABEL, name, f"its shape is {tuple(x.shape)} for {first}'s {tuple(q.shape)}", "use eager")
 
 
 def _apply(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, *, interleaved: bool, partial: bool
-) -> tuple[Tensor, Tensor]:
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    unsqueeze_dim: int,
+    *,
+    pairs: tuple[bool, bool] = (False, False),
+    half_angles: bool = False,
+    partial: bool = False,
+    keep_dtype: bool = False,
+) -> tuple[Tensor, Any]:
+    """Turn `q`, and `k` unless it is None.
+
+    Args:
+        pairs: whether neighbouring channels are the pairs that turn, on the way in and on the way out.
+        half_angles: `cos` and `sin` have an angle a pair.
+        partial: they may be for fewer channels than a head has.
+        keep_dtype: the results are in `q`'s dtype, whatever that of `cos`.
+    """
     if unsqueeze_dim not in (1, 2):
         refuse(_LABEL, "unsqueeze_dim", f"it is {unsqueeze_dim}, not 1 or 2", "use eager")
     swap = unsqueeze_dim == 2
     if swap:
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-    _check(q, k, cos, sin)
-    rotary, width = cos.shape[-1], q.shape[-1]
+        q, k = q.transpose(1, 2), None if k is None else k.transpose(1, 2)
+    _check(q, q if k is None else k, cos, sin)
+    rotary, width = cos.shape[-1] * (2 if half_angles else 1), q.shape[-1]
     if rotary % 2 or rotary > width or (rotary != width and not partial):
-        refuse(_LABEL, "cos", f"it has {rotary} channels for heads of {width}", "use eager, or the partial variant")
-    q, k = _Rotary.apply(q, k, cos, sin, interleaved, False)
-    return (q.transpose(1, 2), k.transpose(1, 2)) if swap else (q, k)
+        found = f"it has {cos.shape[-1]} channels for heads of {width}"
+        refuse(_LABEL, "cos", found, "use eager, or the partial variant")
+    q, k = _Rotary.apply(q, k, cos, sin, rotary, *pairs, keep_dtype)
+    return (q.transpose(1, 2), None if k is None else k.transpose(1, 2)) if swap else (q, k)
+
+
+_PAIRS = (True, True)
 
 
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`op.full` for float32, bfloat16 and float16, computed in fp32."""
-    return _apply(q, k, cos, sin, unsqueeze_dim, interleaved=False, partial=False)
+    return _apply(q, k, cos, sin, unsqueeze_dim)
+
+
+def full_cast_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`op.full_cast_last`, within the limits of `full`."""
+    return _apply(q, k, cos, sin, unsqueeze_dim, keep_dtype=True)
+
+
+def single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+    """`op.single`, within the limits of `full`."""
+    return _apply(x, None, cos, sin, unsqueeze_dim)[0]
+
+
+def half_angles(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`op.half_angles`, within the limits of `full`."""
+    return _apply(q, k, cos, sin, unsqueeze_dim, half_angles=True)
 
 
 def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`op.partial`, within the limits of `full`."""
-    return _apply(q, k, cos, sin, unsqueeze_dim, interleaved=False, partial=True)
+    return _apply(q, k, cos, sin, unsqueeze_dim, partial=True)
 
 
 def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`op.interleaved`, within the limits of `full`."""
-    return _apply(q, k, cos, sin, unsqueeze_dim, interleaved=True, partial=False)
+    return _apply(q, k, cos, sin, unsqueeze_dim, pairs=(True, False))
+
+
+def paired(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`op.paired`, within the limits of `full`."""
+    return _apply(q, k, cos, sin, unsqueeze_dim, pairs=_PAIRS, half_angles=True, partial=True)
+
+
+def paired_cast_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`op.paired_cast_last`, within the limits of `full`."""
+    return _apply(q, k, cos, sin, unsqueeze_dim, pairs=_PAIRS, half_angles=True, partial=True, keep_dtype=True)
 
 
 def multimodal(
@@ -448,5 +531,5 @@ def vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     _check(*batched, *angles)
     if cos.shape[-1] != q.shape[-1]:
         refuse(_LABEL, "cos", f"it has {cos.shape[-1]} channels for heads of {q.shape[-1]}", "use eager")
-    q_out, k_out = _Rotary.apply(*batched, *angles, False, True)
+    q_out, k_out = _Rotary.apply(*batched, *angles, q.shape[-1], False, False, True)
     return q_out.squeeze(0).transpose(0, 1), k_out.squeeze(0).transpose(0, 1)
