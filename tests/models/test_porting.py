@@ -208,7 +208,22 @@ def test_attention_that_nobody_read_stays_the_models_own():
         opslot.apply(model, {"attn_implementation": "sdpa"})
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "glm4_moe", "mixtral", "phi3"])
+PACKED = [
+    "gemma2",
+    "glm4_moe",
+    "mixtral",
+    "phi3",
+    "cwm",
+    "olmo2",
+    "helium",
+    "glm4",
+    "ernie4_5",
+    "mistral",
+    "deepseek_v3",
+]
+
+
+@pytest.mark.parametrize("model_type", PACKED)
 def test_packed_documents_stay_apart(model_type):
     torch.manual_seed(0)
     model = opslot.build_foundation_model(config_of(model_type)).eval()
@@ -228,6 +243,7 @@ def test_packed_documents_stay_apart(model_type):
         ("gemma3", "it is no language model alone"),
         ("gemma3", "its masks are not causal alone: and_mask_function, block_sequence_ids"),
         ("falcon", "FalconDecoderLayer is none of the layers"),
+        ("gpt_oss", "its masks are made without position_ids"),
         ("doge", "DogeDecoderLayer is none of the layers"),
     ],
 )
@@ -237,7 +253,7 @@ def test_models_that_may_mix_tokens_elsewhere_say_so(arch, why):
 
 
 def test_sequences_of_such_models_are_neither_packed_nor_divided(tmp_path):
-    model = opslot.build_foundation_model(config_of("gpt_oss"), ops_implementation="eager")
+    model = opslot.build_foundation_model(config_of("gemma2"), ops_implementation="eager")
     with pytest.raises(ConfigError, match=r"cannot be divided \(sp=2\): its eager attention is more than softmax"):
         spread_sequences(model, SimpleNamespace(sp=2))
 

@@ -217,7 +217,7 @@ class _Scan:
         unknown = [name for name in layers if self._print(f"{name}.forward") not in known.DECODER_LAYERS]
         if unknown or not layers:
             return f"{unknown[0]} is none of the layers that opslot knows" if unknown else "it has no decoder layers"
-        return self._unlike_masks()
+        return self._unlike_masks() or self._masks_without_positions()
 
     def _norms(self) -> Iterator[Finding]:
         for name, forward in self._methods("forward"):
@@ -368,10 +368,29 @@ class _Scan:
         """Why not all of the module's masks are causal, with or without a window, or ""."""
         nodes = list(ast.walk(self.module.tree))
         makers = {n.id for n in nodes if isinstance(n, ast.Name) and re.fullmatch(r"create_\w*mask\w*", n.id)}
+        # As a keyword, or as a key of the keywords.
         options = {n.arg for n in nodes if isinstance(n, ast.keyword) and n.arg in _MASK_OPTIONS}
+        options |= {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)} & _MASK_OPTIONS
         if not makers or options or makers - _MASKS:
             found = ", ".join(sorted(options | (makers - _MASKS))) or "makers that opslot does not know"
             return f"its masks are not causal alone: {found}"
+        return ""
+
+    def _masks_without_positions(self) -> str:
+        """Why masks can't tell the documents of a packed row apart, or "".
+
+        They are told apart by position_ids that begin anew, and gpt-oss makes its masks without these.
+        """
+        assigned = [node for node in ast.walk(self.module.tree) if isinstance(node, ast.Assign)]
+        # mask_kwargs = {"position_ids": position_ids, ...}, and makers chosen by a condition before they are called.
+        given = _names_of(node for node in assigned if "position_ids" in _keys(node.value))
+        given |= _names_of(node for node in assigned if _copied(node.value) & given)
+        chosen = _names_of(node for node in assigned if isinstance(node.value, ast.IfExp) and _MASKS & _names_in(node))
+        for call in (call for maker in _MASKS | chosen for call in _calls_in(self.module.tree, maker)):
+            named = {keyword.arg for keyword in call.keywords}
+            spread = set().union(*(_names_in(keyword.value) for keyword in call.keywords if keyword.arg is None))
+            if "position_ids" not in named and not spread & given:
+                return "its masks are made without position_ids, so documents of a packed row would see each other"
         return ""
 
     def _unlike_attention(self, name: str) -> str:
@@ -443,6 +462,26 @@ def _calls_in(node: ast.AST, function: str) -> Iterator[ast.Call]:
     for found in ast.walk(node):
         if isinstance(found, ast.Call) and isinstance(found.func, ast.Name) and found.func.id == function:
             yield found
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    return {found.id for found in ast.walk(node) if isinstance(found, ast.Name)}
+
+
+def _copied(node: ast.AST) -> set[str]:
+    """The names whose `copy()` is called."""
+    calls = (call.func for call in ast.walk(node) if isinstance(call, ast.Call))
+    return set().union(*(_names_in(f) for f in calls if isinstance(f, ast.Attribute) and f.attr == "copy"))
+
+
+def _names_of(assigned: Iterable[ast.Assign]) -> set[str]:
+    return {target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)}
+
+
+def _keys(node: ast.AST) -> set[str]:
+    """The keys of a dictionary that is written out; none of anything else."""
+    keys = node.keys if isinstance(node, ast.Dict) else ()
+    return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
 
 
 def _rotates(call: ast.Call, arguments: int, options: set[str]) -> bool:
