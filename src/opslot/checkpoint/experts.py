@@ -39,7 +39,18 @@ def check_layout(layout: str | None) -> None:
         raise ConfigError(f"expert layout {layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
 
 
-def _family(name: str) -> str:
+def is_expert_tensor(name: str) -> bool:
+    """Whether `name` is one that experts with gate and up weights in one tensor have."""
+    return _FUSED.fullmatch(name) is not None
+
+
+def fused_name(projection: str) -> str:
+    """The tensor that holds `projection` ("gate_proj", "up_proj" or "down_proj") of all experts, where gate and up are
+    one."""
+    return _FUSED_OF[projection]
+
+
+def family_of(name: str) -> str:
     """`name` with its layer numbers left out: tensors that one writer wrote the same way."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
@@ -82,9 +93,9 @@ def expert_targets_of_checkpoint(shapes: Shapes, at_least: int = 0) -> dict[str,
     targets = expert_targets(fused) | expert_targets(swapped)
     most: dict[str, int] = defaultdict(lambda: at_least)
     for prefix, count in experts.items():
-        most[_family(prefix)] = max(most[_family(prefix)], count)
+        most[family_of(prefix)] = max(most[family_of(prefix)], count)
     for prefix in experts:
-        count = most[_family(prefix)]
+        count = most[family_of(prefix)]
         inner, hidden = next(
             (shapes[n] for e in range(count) if (n := f"{prefix}.{e}.gate_proj.weight") in shapes), (0, 0)
         )
@@ -98,7 +109,7 @@ def split_target(target: str, shape: Sequence[int], layout: str) -> list[tuple[s
     if layout != "per_expert":
         return [(target, Placement.whole(target, shape, transposed=layout == "transposed"))]
     prefix, _, tensor = target.rpartition(".")
-    projections = [projection for projection, fused in _FUSED_OF.items() if fused == tensor]
+    projections = ["gate_proj", "up_proj"] if tensor == "gate_up_proj" else [tensor]
     return [
         (f"{prefix}.{expert}.{projection}.weight", _expert_placement(target, shape, expert, projection))
         for expert in range(shape[0])
@@ -107,9 +118,10 @@ def split_target(target: str, shape: Sequence[int], layout: str) -> list[tuple[s
 
 
 def _expert_placement(target: str, shape: Sequence[int], expert: int, projection: str) -> Placement:
-    """One expert's projection in `target`: gate above up in [E, 2I, H], down alone in [E, H, I]."""
-    rows = shape[1] if projection == "down_proj" else shape[1] // 2
-    first = rows if projection == "up_proj" else 0
+    """One expert's projection in `target`: gate above up in [E, 2I, H], any other alone in [E, rows, columns]."""
+    shared = target.endswith("gate_up_proj")
+    rows = shape[1] // 2 if shared else shape[1]
+    first = rows if shared and projection == "up_proj" else 0
     region = (slice(expert, expert + 1), slice(first, first + rows), slice(0, shape[2]))
     return Placement(target, region, (rows, shape[2]))
 
@@ -142,8 +154,10 @@ class ExpertTensorConverter:
     def target_of(self, name: str) -> str | None:
         """The model's tensor that checkpoint tensor `name` belongs to; None when it is not an expert tensor."""
         match = _SPLIT.fullmatch(name)
-        target = f"{match['experts']}.{_FUSED_OF[match['projection']]}" if match else name
-        return target if target in self.targets else None
+        if match is None:
+            return name if name in self.targets else None
+        holders = (f"{match['experts']}.{tensor}" for tensor in (_FUSED_OF[match["projection"]], match["projection"]))
+        return next((holder for holder in holders if holder in self.targets), None)
 
     def can_handle(self, name: str) -> bool:
         """Whether `name` is an expert's, or all experts', tensor of this model."""
@@ -162,7 +176,7 @@ class ExpertTensorConverter:
             target = self.target_of(name)
             if target is None:
                 continue
-            family = _family(target.rpartition(".")[0])
+            family = family_of(target.rpartition(".")[0])
             readings = self._readings(name, shape)
             if len(readings) == 1:
                 seen[family][readings[0]].append(name)
@@ -212,7 +226,7 @@ class ExpertTensorConverter:
             if int(split["expert"]) >= wanted[0]:
                 raise CheckpointError(f"{name}: the model has {wanted[0]} experts, counted from 0")
             return _expert_placement(target, wanted, int(split["expert"]), split["projection"])
-        layout = self._layout or self.layouts.get(_family(target.rpartition(".")[0]))
+        layout = self._layout or self.layouts.get(family_of(target.rpartition(".")[0]))
         readings = self._readings(name, shape)
         if layout is None and len(readings) > 1:
             raise CheckpointError(
@@ -222,16 +236,23 @@ class ExpertTensorConverter:
         layout = layout or (readings[0] if readings else "fused")
         return Placement.whole(target, wanted, transposed=layout == "transposed")
 
+    def lacking(self, names: Iterable[str]) -> list[str]:
+        """The tensors of single experts that are absent although others of their target are there."""
+        present = set(names)
+        touched = {target for name in present if _SPLIT.fullmatch(name) and (target := self.target_of(name))}
+        return [
+            name
+            for target in sorted(touched)
+            for name, _ in split_target(target, self.targets[target], "per_expert")
+            if name not in present
+        ]
+
     def missing(self, names: Iterable[str]) -> list[str]:
         """The experts' projections that are absent although others of their target are there, by layer and expert."""
-        present = set(names)
         lacks: dict[tuple[str, int], list[str]] = defaultdict(list)
-        touched = {target for name in present if _SPLIT.fullmatch(name) and (target := self.target_of(name))}
-        for target in sorted(touched):
-            for name, _ in split_target(target, self.targets[target], "per_expert"):
-                split = _SPLIT.fullmatch(name)
-                if name not in present and split:
-                    lacks[split["experts"], int(split["expert"])].append(split["projection"])
+        for name in self.lacking(names):
+            if split := _SPLIT.fullmatch(name):
+                lacks[split["experts"], int(split["expert"])].append(split["projection"])
         order = list(_FUSED_OF).index
         return [
             f"{experts}: expert {expert} lacks {', '.join(sorted(projections, key=order))}"

@@ -22,6 +22,7 @@ from opslot.checkpoint._report import Problems
 from opslot.checkpoint.converter import CheckpointTensorConverter
 from opslot.checkpoint.experts import ExpertTensorConverter
 from opslot.checkpoint.folder import read_folder
+from opslot.checkpoint.hub_names import hub_names
 from opslot.checkpoint.initialize import initialize
 from opslot.checkpoint.materialize import materialize
 from opslot.checkpoint.model_tensors import ModelTensors, plain_name, tensors_of
@@ -104,7 +105,7 @@ def load_weights(
         model: parameters may be real, on meta, or sharded (DTensor); tied ones are filled once.
         folder: holds model.safetensors, or model.safetensors.index.json and its shards.
         converters: for names and shapes that differ from the model's; None finds the experts' layout by
-            itself.
+            itself, and reads the names that Transformers' `from_pretrained` reads.
         dtype: of the floating parameters after loading; None casts each tensor to its parameter's.
         device: where meta parameters get memory; None is the CPU, or a DTensor's mesh device.
         strict: False leaves out what no parameter takes and initialises what no tensor fills, and reports
@@ -155,14 +156,19 @@ def _check(
 ) -> LoadPlan:
     """The plan; raises CheckpointError with everything that is wrong."""
     entries = read_folder(folder)
+    names = None
+    if converters is None:
+        names = hub_names(model, {name: entry.shape for name, entry in entries.items()})
+        converters = [ExpertTensorConverter.for_model(model)] if names is None else names.converters
     problems = Problems(f"checkpoint {str(folder)!r} does not fit {type(model).__name__}")
     plan = make_plan(
         entries,
         ModelTensors.of(model, dtype),
-        [ExpertTensorConverter.for_model(model)] if converters is None else converters,
+        converters,
         problems,
         allow_missing=allow_missing if strict else ["*"],
         allow_extra=allow_extra if strict else ["*"],
+        names=names,
     )
     problems.raise_if_any()
     return plan

@@ -17,7 +17,8 @@ from opslot._base.errors import CheckpointError
 from opslot.checkpoint._report import Problems
 from opslot.checkpoint.converter import CheckpointTensorConverter, PlacingConverter
 from opslot.checkpoint.experts import ExpertTensorConverter
-from opslot.checkpoint.model_tensors import ModelTensors
+from opslot.checkpoint.hub_names import ConvertedTensors, HubNames, HubTensorConverter
+from opslot.checkpoint.model_tensors import ModelTensors, Target
 from opslot.checkpoint.placement import Placement, is_numeric_cast, volume
 from opslot.checkpoint.safetensors_file import MappedFile, TensorEntry
 
@@ -65,6 +66,7 @@ def make_plan(
     *,
     allow_missing: Collection[str] = (),
     allow_extra: Collection[str] = (),
+    names: HubNames | None = None,
 ) -> LoadPlan:
     """Give every tensor of the checkpoint its place and check that every tensor of the model is filled
     exactly once.
@@ -76,16 +78,25 @@ def make_plan(
         problems: what is found wrong is filed here; the plan must not be carried out when there is any.
         allow_missing, allow_extra: name patterns (`fnmatch`) of the model's and the checkpoint's tensors that
             may stay alone.
+        names: what the checkpoint's names are in the model where Transformers says; its converters see the checkpoint's
+            own. None: they are the model's, up to a base model's prefix.
     """
-    return _Planner(model, problems, allow_missing, allow_extra).plan(model.in_model_terms(entries), converters)
+    planner = _Planner(model, problems, allow_missing, allow_extra, names)
+    return planner.plan(model.in_model_terms(entries) if names is None else dict(entries), converters)
 
 
 class _Planner:
     def __init__(
-        self, model: ModelTensors, problems: Problems, allow_missing: Collection[str], allow_extra: Collection[str]
+        self,
+        model: ModelTensors,
+        problems: Problems,
+        allow_missing: Collection[str],
+        allow_extra: Collection[str],
+        names: HubNames | None,
     ) -> None:
         self.model = model
         self.problems = problems
+        self.names = names
         self.allow_missing, self.allow_extra = allow_missing, allow_extra
         self.result = LoadPlan()
         self.filled: dict[str, int] = defaultdict(int)
@@ -118,7 +129,7 @@ class _Planner:
             self.problems.add("layout", str(error), "see above")
             self.damaged.update(self.model.targets)
             return
-        if isinstance(converter, ExpertTensorConverter):
+        if isinstance(converter, ExpertTensorConverter | HubTensorConverter):
             self.result.layouts |= converter.layouts
         for name, entry in mine.items():
             try:
@@ -141,6 +152,8 @@ class _Planner:
             handed += rehearsal.finalize()
         except CheckpointError as error:
             self.problems.add("tensors that a converter refuses", str(error), "see above")
+            if isinstance(converter, ConvertedTensors):
+                self.damaged.update(self.model.targets[name].name for name in converter.targets)
             return
         except Exception as error:
             raise CheckpointError(
@@ -201,9 +214,10 @@ class _Planner:
             )
 
     def _leave_out(self, name: str) -> None:
-        if any(re.search(pattern, name) for pattern in self.model.ignored):
+        known = {name, name if self.names is None else self.names.renamed.get(name, name)}
+        if any(re.search(pattern, name) for pattern in self.model.ignored for name in known):
             return
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow_extra):
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow_extra for name in known):
             self.result.extra.append(name)
             return
         todo = "give the checkpoint of this model's config, or name them in allow_extra"
@@ -229,7 +243,13 @@ class _Planner:
                 self.result.missing.append(name)
                 continue
             todo = "give the whole checkpoint, or name them in allow_missing to initialise them anew"
-            self.problems.add("parameters that no tensor fills", f"{name} {list(target.shape)}", todo)
+            self.problems.add("parameters that no tensor fills", self._in_words(target), todo)
+
+    def _in_words(self, target: Target) -> str:
+        """A tensor of the model, and what it is called in the checkpoint where that is something else."""
+        item = f"{target.name} {list(target.shape)}"
+        stored = [target.name] if self.names is None else self.names.spell(target.name)
+        return item if stored == [target.name] else f"{item} (in the checkpoint: {', '.join(stored)})"
 
 
 def _share_out(

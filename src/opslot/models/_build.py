@@ -123,7 +123,7 @@ def load_config(
         )
         raise ConfigError(f"config_path={str(source)!r}: {found}; give a folder with config.json, or that file")
     try:
-        data = json.loads(file.read_text())
+        data = json.loads(file.read_text(), object_hook=_decode_float)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from error
     model_type = data.get("model_type") if isinstance(data, dict) else None
@@ -137,6 +137,11 @@ def load_config(
         return cls.from_dict(data)
     except Exception as error:
         raise ConfigError(f"{file} is not a valid {model_type} config: {error}{_faulty_sizes(data, error)}") from error
+
+
+def _decode_float(value: dict[str, Any]) -> Any:
+    """Infinity and NaN, which JSON has not, are {"__float__": "Infinity"} in a config that Transformers saved."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _config_class(model_type: str) -> type[PreTrainedConfig]:

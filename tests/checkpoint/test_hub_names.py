@@ -1,0 +1,161 @@
+"""The readers of tensors under Transformers' other names, by themselves; whole models are in tests/models."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from opslot._base.errors import CheckpointError
+from opslot.checkpoint import CheckpointTensorConverter, ExpertTensorConverter, PlacingConverter
+from opslot.checkpoint.hub_names import hub_names
+
+
+@pytest.fixture
+def mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(
+        vocab_size=20,
+        hidden_size=8,
+        intermediate_size=6,
+        pad_token_id=0,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=3,
+    )
+    with torch.device("meta"):
+        return transformers.MixtralForCausalLM(config)
+
+
+@pytest.fixture
+def olmo_hybrid() -> nn.Module:
+    if "olmo_hybrid" not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"Transformers {transformers.__version__} has no olmo_hybrid")
+    config = transformers.CONFIG_MAPPING["olmo_hybrid"](
+        vocab_size=20,
+        hidden_size=8,
+        intermediate_size=6,
+        pad_token_id=0,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=3,
+        linear_value_head_dim=4,
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    if "model.layers.0.linear_attn.conv1d.weight" not in model.state_dict():
+        pytest.skip("an earlier release, which converts nothing here")
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "seed_oss", "qwen3_moe"])
+def test_names_that_need_no_translation(make_model, architecture) -> None:
+    model = make_model(architecture, device="meta")
+    assert hub_names(model, {"layers.0.anything": (2, 3)}) is None
+
+
+def test_models_that_are_not_transformers() -> None:
+    assert hub_names(nn.Linear(2, 2), {"weight": (2, 2)}) is None
+
+
+def test_renamed_tensors_are_placed_whole_and_experts_by_slices(mixtral) -> None:
+    experts = "model.layers.1.block_sparse_moe.experts"
+    shapes = {"model.norm.weight": (8,), f"{experts}.2.w1.weight": (6, 8), f"{experts}.2.w3.weight": (6, 8)}
+    names = hub_names(mixtral, {**shapes, "stranger": (1,)})
+    (converter,) = names.converters
+    assert isinstance(converter, PlacingConverter)
+    assert not converter.can_handle("stranger")
+    converter.inspect(shapes)
+    assert converter.layouts == {"model.layers.*.mlp.experts": "per_expert"}
+    whole = converter.place("model.norm.weight", (8,))
+    assert (whole.target, whole.region) == ("model.norm.weight", (slice(0, 8),))
+    up = converter.place(f"{experts}.2.w3.weight", (6, 8))
+    assert up.target == "model.layers.1.mlp.experts.gate_up_proj"
+    assert up.region == (slice(2, 3), slice(6, 12), slice(0, 8))
+    assert converter.missing(shapes) == [f"{experts}.{e}.{w}.weight" for e in (0, 1) for w in ("w1", "w3")]
+
+
+def test_placed_tensors_can_be_collected_too(mixtral) -> None:
+    experts = "model.layers.0.block_sparse_moe.experts"
+    parts = {f"{experts}.{e}.w2.weight": torch.randn(8, 6) for e in range(3)}
+    (converter,) = hub_names(mixtral, {name: tuple(part.shape) for name, part in parts.items()}).converters
+    *collecting, done = [converter.convert(name, part) for name, part in parts.items()]
+    assert collecting == [None, None]
+    ((name, stacked),) = done
+    assert name == "model.layers.0.mlp.experts.down_proj"
+    assert torch.equal(stacked, torch.stack(list(parts.values())))
+    assert converter.finalize() == []
+
+
+def test_names_that_no_other_tells_are_those_that_would_be_saved(mixtral) -> None:
+    names = hub_names(mixtral, {"model.layers.0.block_sparse_moe.gate.weight": (3, 8)})
+    experts = "block_sparse_moe.experts"
+    assert names.spell("model.layers.1.mlp.gate.weight") == ["model.layers.1.block_sparse_moe.gate.weight"]
+    assert names.spell("lm_head.weight") == ["lm_head.weight"]
+    assert names.spell("model.layers.1.mlp.experts.gate_up_proj") == [
+        f"model.layers.1.{experts}.*.w1.weight",
+        f"model.layers.1.{experts}.*.w3.weight",
+    ]
+
+
+def conversion(model: nn.Module) -> tuple[CheckpointTensorConverter, dict[str, torch.Tensor]]:
+    """The converter of one tensor that Transformers makes of three, and those, the largest first."""
+    parts = {f"model.layers.0.linear_attn.{name}_conv1d.weight": n for name, n in (("v", 8), ("q", 6), ("k", 6))}
+    tensors = {name: torch.randn(n, 1, 4) for name, n in parts.items()}
+    names = hub_names(model, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    _, converter = names.converters
+    return converter, tensors
+
+
+def test_a_converted_tensor_comes_with_the_last_of_its_sources(olmo_hybrid) -> None:
+    converter, tensors = conversion(olmo_hybrid)
+    assert not isinstance(converter, PlacingConverter)
+    v, q, k = tensors.values()
+    *collecting, done = [converter.convert(name, tensor) for name, tensor in tensors.items()]
+    assert collecting == [None, None]
+    ((name, made),) = done
+    assert name == "model.layers.0.linear_attn.conv1d.weight"
+    assert torch.equal(made, torch.cat([q, k, v]))
+    assert converter.finalize() == []
+
+
+def test_a_copy_has_nothing_yet_and_the_same_model(olmo_hybrid) -> None:
+    converter, tensors = conversion(olmo_hybrid)
+    names = list(tensors)
+    converter.convert(names[0], tensors[names[0]])
+    twin = copy.deepcopy(converter)
+    assert twin._model is converter._model
+    assert [twin.convert(name, tensors[name]) is None for name in names] == [True, True, False]
+    with pytest.raises(CheckpointError, match=r"k_conv1d\.weight, .*q_conv1d\.weight did not come"):
+        converter.finalize()
+
+
+def test_what_cannot_be_converted_tells_its_sources(olmo_hybrid) -> None:
+    converter, tensors = conversion(olmo_hybrid)
+    *others, last = tensors
+    for name in others:
+        converter.convert(name, tensors[name])
+    with pytest.raises(CheckpointError, match=r"q_conv1d\.weight \[6, 1, 4\].*they make .* \[21, 1, 4\]"):
+        converter.convert(last, torch.randn(7, 1, 4))
+    for name in others:
+        converter.convert(name, tensors[name])
+    with pytest.raises(CheckpointError, match="RuntimeError"):
+        converter.convert(last, torch.randn(6, 2, 4))
+
+
+def test_experts_that_stand_alone() -> None:
+    """Up projections without gates: all rows of an expert."""
+    converter = ExpertTensorConverter({"experts.up_proj": (2, 4, 3)})
+    assert converter.target_of("experts.1.up_proj.weight") == "experts.up_proj"
+    assert converter.target_of("experts.1.gate_proj.weight") is None
+    placement = converter.place("experts.1.up_proj.weight", (4, 3))
+    assert placement.region == (slice(1, 2), slice(0, 4), slice(0, 3))
+    assert converter.lacking(["experts.1.up_proj.weight"]) == ["experts.0.up_proj.weight"]
+    assert converter.missing(["experts.1.up_proj.weight"]) == ["experts: expert 0 lacks up_proj"]
