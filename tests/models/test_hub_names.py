@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import opslot
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint import save_weights
+from opslot.models._registry import MODEL_CONFIG_REGISTRY, MODELING_REGISTRY
 
 SIZES = {
     "vocab_size": 48,
@@ -112,6 +113,13 @@ ARCHES: dict[str, tuple[dict[str, Any], str, str]] = {
         "model.layers.0.mlp.experts.3.down_proj.weight",
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def registries_as_before(monkeypatch) -> None:
+    """Which architectures were served already stands in messages that other tests read."""
+    for registry in (MODELING_REGISTRY, MODEL_CONFIG_REGISTRY):
+        monkeypatch.setattr(registry, "_factories", dict(registry._factories))
 
 
 def config_of(arch: str, **more: object) -> transformers.PreTrainedConfig:
