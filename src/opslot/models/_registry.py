@@ -8,6 +8,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from opslot._base.errors import ConfigError, PatchError
@@ -144,13 +145,32 @@ def architecture_of(cls: type, generated: bool) -> Architecture | None:
 
 def serve_model_type(model_type: str) -> bool:
     """Whether `MODELING_REGISTRY` serves a model_type, now that slots were looked for in its code if need be."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     if model_type not in MODELING_REGISTRY and model_type in CONFIG_MAPPING_NAMES:
-        architecture = find_architecture(model_type_to_module_name(model_type))
+        architecture = find_architecture(_folder_of_models(model_type))
         if architecture is not None:
             _serve(architecture, model_type)
     return model_type in MODELING_REGISTRY
+
+
+def _folder_of_models(model_type: str) -> str:
+    """The folder under `transformers/models` that holds the models of a model_type.
+
+    A model_type may have a config of its own and another's models, as InternLM3 has Llama's: its language model's class
+    tells, which is imported only where the model_type's own folder holds no models.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    folder: str = model_type_to_module_name(model_type)
+    package = importlib.util.find_spec(f"transformers.models.{folder}")
+    places = package.submodule_search_locations if package is not None else None
+    if any(Path(place, f"modeling_{folder}.py").is_file() for place in places or ()):
+        return folder
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
+    found = _UPSTREAM.fullmatch(getattr(cls, "__module__", ""))
+    return found.group(1) if found else folder
 
 
 def register_architecture(name: str, converters: Callable[[Any], list[Any]] | None = None) -> Architecture:

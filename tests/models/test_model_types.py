@@ -1,0 +1,68 @@
+"""Model types whose models are another's in Transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import opslot
+from opslot.models import MODEL_CONFIG_REGISTRY, MODELING_REGISTRY, serve_model_type
+from opslot.models._registry import find_architecture
+
+FOLDERS = Path(transformers.__file__).parent / "models"
+
+
+def others_models() -> dict[str, str]:
+    """Each model_type whose own folder holds no models, and the folder of its language model."""
+    found = {}
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        folder = model_type_to_module_name(model_type)
+        if not (FOLDERS / folder / f"modeling_{folder}.py").is_file():
+            cls = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+            found[model_type] = cls.__module__.split(".")[2]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def registries_as_before(monkeypatch) -> None:
+    """Which architectures were served already stands in messages that other tests read."""
+    for registry in (MODELING_REGISTRY, MODEL_CONFIG_REGISTRY):
+        monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+
+
+def test_each_is_served_where_the_models_are() -> None:
+    aliases = others_models()
+    assert "gpt-sw3" in aliases
+    for model_type, folder in aliases.items():
+        assert serve_model_type(model_type) == (find_architecture(folder) is not None), model_type
+
+
+@pytest.mark.parametrize("model_type", sorted(t for t, folder in others_models().items() if folder == "llama"))
+def test_llamas_under_another_name(model_type, tmp_path) -> None:
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    wanted = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    wanted.save_pretrained(tmp_path)
+    ids = torch.randint(1, 40, (2, 9))
+    loss = wanted(input_ids=ids, labels=ids).loss
+    for source in (config, tmp_path):
+        found = opslot.build_foundation_model(source, weights_path=tmp_path, ops_implementation="eager")
+        assert type(found).__module__ == "opslot.generated.llama"
+        assert found.config.model_type == model_type
+        assert torch.equal(found(input_ids=ids, labels=ids).loss, loss)
