@@ -53,7 +53,7 @@ def slot_nanoseconds() -> dict[str, float]:
 
 
 def main() -> None:
-    from opslot.testing.bench import environment
+    from opslot.bench import environment
 
     upstream = "import torch, transformers.models.qwen3_moe.modeling_qwen3_moe"
     importing = "import opslot.generated.qwen3_moe"

@@ -20,9 +20,9 @@ import torch
 
 from opslot import KERNEL_REGISTRY
 from opslot._base.device import facts_of
+from opslot.bench import environment, measure_ceilings, time_both_ways
 from opslot.slots import InputCase, KernelRequest, OpVariant, format_table
-from opslot.testing import check_kernel
-from opslot.testing.bench import environment, measure_ceilings, time_both_ways
+from opslot.verify import check_kernel
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -31,7 +31,7 @@ DTYPE = torch.bfloat16
 def usable() -> dict[str, Callable[..., Any]]:
     request = KernelRequest("attention", "causal", facts_of(DEVICE), DTYPE)
     specs = KERNEL_REGISTRY.specs("attention", "causal")
-    return {s.name: KERNEL_REGISTRY.load(*s.key) for s in specs if s.unusable(request) is None}
+    return {s.name: KERNEL_REGISTRY.load(*s.key) for s in specs if s.unsupported(request) is None}
 
 
 def proof(name: str, kernel: Callable[..., Any], variant: OpVariant) -> str:

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from opslot import KERNEL_REGISTRY
+from opslot.bench import BenchRow, as_dict, bench, environment, time_both_ways
 from opslot.slots import InputCase, format_table
-from opslot.testing.bench import BenchRow, as_dict, bench, environment, time_both_ways
-from opslot.testing.parity import CheckResult, compare, expect
+from opslot.verify.parity import CheckResult, compare, expect
 
 DELTA = "chunk_gated_delta_rule"
 OPS = ("causal_conv1d", DELTA)

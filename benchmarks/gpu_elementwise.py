@@ -33,9 +33,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from opslot import KERNEL_REGISTRY
 from opslot._base.device import facts_of
 from opslot._base.errors import KernelError
+from opslot.bench import environment
 from opslot.slots import InputCase, KernelRequest, OpVariant, format_table
-from opslot.testing import check_kernel
-from opslot.testing.bench import environment
+from opslot.verify import check_kernel
 
 OPS = ("rms_norm", "rotary_pos_emb", "swiglu_mlp", "load_balancing_loss")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -78,7 +78,7 @@ def usable(only: list[str]) -> list[tuple[str, str, str]]:
         spec.key
         for op in OPS
         for spec in KERNEL_REGISTRY.specs(op)
-        if spec.unusable(KernelRequest(op, spec.variant, **request)) is None
+        if spec.unsupported(KernelRequest(op, spec.variant, **request)) is None
         and (not only or f"{op}/{spec.variant}" in only)
     ]
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from opslot._base.device import facts_of, package_version
 from opslot.slots import KERNEL_REGISTRY, Cost, InputCase, KernelRequest, OpVariant
-from opslot.testing.parity import check_kernel
+from opslot.verify.parity import check_kernel
 
 OPS = ("cross_entropy_loss", "load_balancing_loss")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,7 +29,7 @@ FLOPS_PER_SECOND = 790e12
 
 def usable(op_name: str, variant: str, dtype: torch.dtype) -> list[str]:
     request = KernelRequest(op_name, variant, facts_of("cuda"), dtype)
-    return [s.name for s in KERNEL_REGISTRY.specs(op_name, variant) if s.unusable(request) is None]
+    return [s.name for s in KERNEL_REGISTRY.specs(op_name, variant) if s.unsupported(request) is None]
 
 
 def check(op_name: str, variant: OpVariant, role: str, dtypes: tuple[torch.dtype, ...]) -> dict[tuple[str, str], bool]:

@@ -19,9 +19,9 @@ import torch
 import triton
 
 from opslot._base.device import facts_of, package_version
+from opslot.bench.baselines.hf import grouped_mm
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, OpVariant
-from opslot.testing.parity import check_kernel
-from opslot.testing.peers.hf import grouped_mm
+from opslot.verify.parity import check_kernel
 
 BYTES_PER_SECOND = 4.3e12
 FLOPS_PER_SECOND = 790e12
@@ -30,7 +30,7 @@ PACKAGES = ("torch", "triton", "transformers", "quack-kernels", "nvidia-cutlass-
 
 def usable(variant: str, dtype: torch.dtype) -> dict[str, str | None]:
     request = KernelRequest("moe_experts", variant, facts_of("cuda"), dtype)
-    return {s.name: s.unusable(request) for s in KERNEL_REGISTRY.specs("moe_experts", variant)}
+    return {s.name: s.unsupported(request) for s in KERNEL_REGISTRY.specs("moe_experts", variant)}
 
 
 def check(variant: OpVariant, names: list[str], dtypes: list[torch.dtype]) -> dict[str, list[str]]:
@@ -145,7 +145,7 @@ def bench(variant: OpVariant, names: list[str], failed: dict[str, list[str]], op
             row["check"] = "WRONG" if failed.get(name) else "ok"
             try:
                 row |= timed(kernel, arguments, variant, wanted, options.rest)
-                # Two bf16 results, each within a few roundings of the truth.
+                # Two bf16 results, each within a few tolerance_ulps of the truth.
                 if not row["error"] < 2e-2:
                     row["check"] = f"WRONG: relative error {row['error']:.1e} at this shape"
                 row["tflops"] = cost.flops / row["ms"] / 1e9

@@ -40,7 +40,7 @@ from opslot.distributed import (
     shard_sequence,
 )
 from opslot.distributed.copy_engine import opened_bytes
-from opslot.models.parallel import parallelize_model
+from opslot.models.parallelize import parallelize_model
 
 
 def build(
@@ -67,7 +67,7 @@ def parse(name: str) -> tuple[Configuration, dict[str, Any]]:
 
 def adamw(device: torch.device) -> Any:
     if device.type == "cuda":
-        from opslot.ops.adamw.triton import AdamW
+        from opslot.optim.triton import AdamW
 
         return AdamW
     return functools.partial(torch.optim.AdamW, fused=True)

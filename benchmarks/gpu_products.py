@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from opslot.testing.bench import environment
+from opslot.bench import environment
 
 TOKENS, HIDDEN, INTERMEDIATE, KEY_VALUE = 16384, 4096, 12288, 1024
 # Weights [out, in] of a layer, and how many of each.

@@ -46,7 +46,7 @@ def test_listing_kernels_imports_no_vendor():
         from opslot.slots import KernelRequest
         OpsImplementationConfig()
         for spec in KERNEL_REGISTRY.specs():
-            spec.unusable(KernelRequest(spec.op_name, spec.variant, CPU))
+            spec.unsupported(KernelRequest(spec.op_name, spec.variant, CPU))
         vendors = {"triton", "liger_kernel", "quack", "fla", "flash_attn", "kernels", "torch_npu"}
         print(sorted(vendors & set(sys.modules)))
     """)
@@ -89,11 +89,11 @@ def test_a_new_op_is_one_folder(tmp_path):
         module = importlib.util.module_from_spec(spec)
         sys.modules["opslot.ops"] = module
         spec.loader.exec_module(module)
-        from opslot import KERNEL_REGISTRY, OpsImplementationConfig, verify
+        from opslot import KERNEL_REGISTRY, OpsImplementationConfig, verify_kernels
         assert OpsImplementationConfig(halve_implementation="quick").halve_implementation == "quick"
         from opslot.cli.kernels import kernel_rows
         print([(r["name"], r["usable"]) for r in kernel_rows("halve")])
-        print(all(r.ok for r in verify("halve")))
+        print(all(r.ok for r in verify_kernels("halve")))
     """)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[('eager', True), ('quick', True)]", "True"]

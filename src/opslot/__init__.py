@@ -1,4 +1,4 @@
-"""opslot: the right kernel for each op of a Transformers model, chosen, proven and explained.
+"""opslot: selects, checks and explains the kernel of each op of a Transformers model.
 
 Importing this package changes nothing in anybody's modules and imports no kernel vendor.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         explain,
         loss_only,
     )
-    from opslot.testing import bisect, verify
+    from opslot.verify import bisect, verify_kernels
 
 _HOMES = {
     "KERNEL_REGISTRY": "opslot.slots",
@@ -38,8 +38,8 @@ _HOMES = {
     "apply": "opslot.models",
     "build_foundation_model": "opslot.models",
     "restore": "opslot.models",
-    "bisect": "opslot.testing",
-    "verify": "opslot.testing",
+    "bisect": "opslot.verify",
+    "verify_kernels": "opslot.verify",
 }
 
 __all__ = [
@@ -56,7 +56,7 @@ __all__ = [
     "explain",
     "loss_only",
     "restore",
-    "verify",
+    "verify_kernels",
 ]
 
 

@@ -296,7 +296,7 @@ class ByValue(Doubling):
         (
             Again,
             {},
-            r"a converter and another source fill \(1\):\n    joined\n    to do: have each",
+            r"a converter and another source fill \(1\):\n    joined\n    hint: have each",
         ),
         (Doubling, {"joined": torch.zeros(5, 2)}, r"a converter and another source fill \(1\):\n    joined"),
         (

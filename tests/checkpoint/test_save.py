@@ -168,7 +168,7 @@ def test_adapters_are_refused_and_what_they_are_merged_into_is_saved(tmp_path, m
     """Under PEFT's names plain Transformers would find no weight and draw them all anew."""
     lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     model = get_peft_model(make_model("qwen3"), lora)
-    with pytest.raises(CheckpointError, match=r"PeftModel has adapters \(default\).*\n  to do: save model"):
+    with pytest.raises(CheckpointError, match=r"PeftModel has adapters \(default\).*\n  hint: save model"):
         save_weights(model, tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
     merged = model.merge_and_unload()
@@ -203,6 +203,6 @@ def test_a_processor_that_cannot_be_saved_is_one_error(tmp_path):
         def save_pretrained(self, folder):
             raise Exception("No space left on device (os error 28)")
 
-    with pytest.raises(CheckpointError, match=r"Full cannot be saved to '.*hf': No space left .*\n  to do: make room"):
+    with pytest.raises(CheckpointError, match=r"Full cannot be saved to '.*hf': No space left .*\n  hint: make room"):
         export_hf(torch.nn.Linear(2, 2), tmp_path / "hf", processors=[Full()])
     assert (tmp_path / "hf" / "model.safetensors").is_file()

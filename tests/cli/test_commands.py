@@ -3,8 +3,8 @@ import json
 import pytest
 
 from opslot import KERNEL_REGISTRY, KernelSpec
+from opslot.bench.main import read_model
 from opslot.cli import main
-from opslot.cli.bench import read_model
 
 
 def test_kernels_json_has_the_promised_keys(capsys):

@@ -308,5 +308,5 @@ def test_a_damaged_cache_is_named(tmp_path, corpus, damage):
     one.prepare([0])
     (path,) = tmp_path.glob("cache/opslot-*/000000.arrow")
     damage(path)
-    with pytest.raises(DataError, match=r"is missing or damaged: .*000000\.arrow.*\n  to do: remove "):
+    with pytest.raises(DataError, match=r"is missing or damaged: .*000000\.arrow.*\n  hint: remove "):
         one.block(0)

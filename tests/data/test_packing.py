@@ -139,7 +139,7 @@ def test_a_loader_refuses_a_place_in_other_data():
 def test_a_loader_refuses_the_place_of_another_kind_of_loader(state):
     loader = RowLoader(PackedRows(Documents([9] * 4), 4), 2)
     with pytest.raises(
-        DataError, match=r"not one of a RowLoader\n  found: .*; expected: consumed, rows\n  to do: go on"
+        DataError, match=r"not one of a RowLoader\n  found: .*; expected: consumed, rows\n  hint: go on"
     ):
         loader.load_state_dict(state)
     assert loader.consumed == 0

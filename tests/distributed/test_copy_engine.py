@@ -131,7 +131,7 @@ def refused():
 def test_copies_that_cannot_be_are_refused_when_asked_for(ranks):
     for message in ranks.run(refused):
         assert "fsdp.copy_engine is on, but the model runs on cpu, and copies need GPUs" in message
-        assert "to do: leave it out" in message
+        assert "hint: leave it out" in message
 
 
 def ring():

@@ -230,7 +230,7 @@ def test_an_unknown_axis_is_an_error():
 
 @pytest.mark.parametrize("placement", [Shard(1), Replicate()])
 def test_anything_but_whole_experts_is_an_error(placement):
-    with pytest.raises(ConfigError, match=r"places a\.b as .*experts, which are dim 0\n  to do: set it to Shard\(0\)"):
+    with pytest.raises(ConfigError, match=r"places a\.b as .*experts, which are dim 0\n  hint: set it to Shard\(0\)"):
         ParallelPlan(extra_parallel_plan={"ep": {"a.b": placement}})
 
 

@@ -22,7 +22,7 @@ from opslot.distributed import (
     parallelize,
     shard_sequence,
 )
-from opslot.models.parallel import parallel_plan, parallelize_model
+from opslot.models.parallelize import parallel_plan, parallelize_model
 
 _spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
 tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
@@ -353,8 +353,8 @@ def test_frozen_parameters_may_have_another_dtype(ranks):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("layers", r"Stack has no layers.*\n.*_no_split_modules is empty.*\n  to do: pass layers="),
-        ("meta", r"parameters have no memory, e.g. model.embed_tokens.weight\n  to do: pass load="),
+        ("layers", r"Stack has no layers.*\n.*_no_split_modules is empty.*\n  hint: pass layers="),
+        ("meta", r"parameters have no memory, e.g. model.embed_tokens.weight\n  hint: pass load="),
         ("experts", r"ep=2, but qwen3 has no experts"),
         (
             "half a plan",
@@ -362,10 +362,10 @@ def test_frozen_parameters_may_have_another_dtype(ranks):
         ),
         ("heads", r"sp=2 does not divide 3 query heads.*would: 1, 3"),
         ("checkpointing", r"activation_checkpointing needs a Transformers model, Stack is none"),
-        ("twice", r"Qwen3MoeForCausalLM is spread over ranks already\n  to do: build it again"),
+        ("twice", r"Qwen3MoeForCausalLM is spread over ranks already\n  hint: build it again"),
         (
             "dtypes",
-            r"blocks.1 has trainable.*\n  found: blocks.1.weight is float32, blocks.1.bias is bfloat16\n  to do: give",
+            r"blocks.1 has trainable.*\n  found: blocks.1.weight is float32, blocks.1.bias is bfloat16\n  hint: give",
         ),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from opslot.distributed import clip_grad_norm, get_parallel_state, init_parallel_state, shard_sequence
-from opslot.models.parallel import parallelize_model
+from opslot.models.parallelize import parallelize_model
 
 _spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
 tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))

@@ -1,7 +1,7 @@
 """Five steps on two and four GPUs over NCCL, computed in bfloat16, for every axis and every attention kernel.
 
 The truth is one GPU in float32 with eager kernels. bfloat16 on one GPU misses it by some error; several GPUs may miss
-it by twice that and one rounding, which is what any kernel here is allowed (`opslot.testing.parity`).
+it by twice that and one rounding, which is what any kernel here is allowed (`opslot.verify.parity`).
 """
 
 import functools
@@ -103,7 +103,7 @@ def test_collectives_by_kernels_and_by_copies(ranks, name, sizes, options):
 
 
 @functools.cache
-def unusable(attention):
+def unsupported(attention):
     request = KernelRequest("attention", "causal", facts_of(torch.device("cuda")), torch.bfloat16)
     try:
         KERNEL_REGISTRY.resolve(request, attention)
@@ -118,7 +118,7 @@ def unusable(attention):
     ["eager", "sdpa", "cudnn", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"],
 )
 def test_attention_over_parts_of_sequences(ranks, attention, documents):
-    reason = unusable(attention)
+    reason = unsupported(attention)
     if reason:
         pytest.skip(reason)
     ops = {"preset": "eager", "attn_implementation": attention}

@@ -56,7 +56,7 @@ def test_more_processes_than_gpus_are_refused_on_each_of_them(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for rank in range(4):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        with pytest.raises(ConfigError, match=r"4 processes and 2 GPUs\n  to do: start 2"):
+        with pytest.raises(ConfigError, match=r"4 processes and 2 GPUs\n  hint: start 2"):
             init_parallel_state(device_type="cuda")
 
 
@@ -73,7 +73,7 @@ def test_sizes_that_fit():
         ({"sp": 2, "ep": 3}, r"ep=3 does not divide the 8 ranks of dp_shard=4 x sp=2; sizes that would: 1, 2, 4, 8"),
         ({"dp_replicate": 2, "ep": 8}, r"ep=8 does not divide the 4 ranks"),
         ({"dp_replicate": 3}, r"dp_replicate=3 does not divide the 8 ranks.*1, 2, 4, 8"),
-        ({"dp_shard": 3}, r"is 3, but there are 8 processes\n  to do: set dp_shard to 8, leave it out, or start 3"),
+        ({"dp_shard": 3}, r"is 3, but there are 8 processes\n  hint: set dp_shard to 8, leave it out, or start 3"),
         ({"sp": 0}, r"sp=0 must be a whole number, at least 1"),
         ({"ep": "2"}, r"ep='2' must be a whole number, at least 1"),
         ({"dp_shard": 4.0}, r"dp_shard=4\.0 must be a whole number"),
@@ -143,9 +143,9 @@ def test_one_process_may_have_a_group_of_its_own():
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK and MASTER_ADDR and MASTER_PORT are not set\n  to do: start the"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK and MASTER_ADDR and MASTER_PORT are not set\n  hint: start the"),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}, "WORLD_SIZE=2, but MASTER_PORT is not set"),
-        ({"RANK": "1"}, "RANK=1, but WORLD_SIZE is not set\n  to do: start the run with torchrun"),
+        ({"RANK": "1"}, "RANK=1, but WORLD_SIZE is not set\n  hint: start the run with torchrun"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, but WORLD_SIZE is 2"),
         ({"WORLD_SIZE": "0"}, "RANK=0, but WORLD_SIZE is 0"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two', which is no number"),

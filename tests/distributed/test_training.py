@@ -90,7 +90,7 @@ def test_projections_sent_while_others_are_computed(ranks, name):
 def overlapped():
     """Projections, and when the exchanges of what they give begin and end, forward and backward."""
     from opslot.distributed import _collectives, init_parallel_state, shard_sequence
-    from opslot.models.parallel import parallelize_model
+    from opslot.models.parallelize import parallelize_model
 
     state = init_parallel_state(device_type="cpu", sp=2)
     model = parallelize_model(tiny.build("qwen3", num_hidden_layers=1), state, ulysses_overlap=True)
@@ -120,7 +120,7 @@ def test_transfers_begin_before_the_next_projection(ranks):
 
 def wrong_options(case):
     from opslot.distributed import init_parallel_state, shard_sequence
-    from opslot.models.parallel import parallelize_model
+    from opslot.models.parallelize import parallelize_model
 
     state = init_parallel_state(device_type="cpu", sp=2)
     model = tiny.build("qwen3")
@@ -137,11 +137,11 @@ def wrong_options(case):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("no projections", r"Qwen3ForCausalLM has no attention with q_proj, k_proj.*\n  to do: set ulysses_overlap to"),
-        ("pipeline", r"cannot be taken in 2 parts\n  to do: set ulysses_pipeline to 1"),
+        ("no projections", r"Qwen3ForCausalLM has no attention with q_proj, k_proj.*\n  hint: set ulysses_overlap to"),
+        ("pipeline", r"cannot be taken in 2 parts\n  hint: set ulysses_pipeline to 1"),
         (
             "changed",
-            r"the query was changed between its projection.*\n  to do: set ulysses_overlap to False",
+            r"the query was changed between its projection.*\n  hint: set ulysses_overlap to False",
         ),
     ],
 )
@@ -152,7 +152,7 @@ def test_what_cannot_overlap_is_refused(ranks, rank_failed, case, message):
 
 def without(entry):
     from opslot.distributed import init_parallel_state, shard_sequence
-    from opslot.models.parallel import parallelize_model
+    from opslot.models.parallelize import parallelize_model
 
     state = init_parallel_state(device_type="cpu", sp=2)
     model = parallelize_model(tiny.build("qwen3"), state)
@@ -170,7 +170,7 @@ def without(entry):
 )
 def test_a_part_of_a_sequence_alone_is_refused(ranks, rank_failed, entry, message):
     """All would go unnoticed: wrong positions, one label less at each border, and the sum of the ranks' means."""
-    with pytest.raises(rank_failed, match=rf"without {entry}, so {message}\n  to do: .*shard_sequence"):
+    with pytest.raises(rank_failed, match=rf"without {entry}, so {message}\n  hint: .*shard_sequence"):
         ranks.run(without, entry)
 
 
@@ -179,7 +179,7 @@ def noticed():
     import logging
 
     from opslot.distributed import init_parallel_state
-    from opslot.models.parallel import parallelize_model
+    from opslot.models.parallelize import parallelize_model
 
     model = parallelize_model(tiny.build("qwen3"), init_parallel_state(device_type="cpu"))
     batch, counts, lines = tiny.rows(0), [], []

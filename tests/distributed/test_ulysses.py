@@ -87,11 +87,11 @@ def test_one_process_gets_its_input_back():
     ("call", "message"),
     [
         (partial(gather_seq_scatter_heads, seq_dim=1, head_dim=-2), r"dim 1 of .* both the sequence and the heads"),
-        (partial(gather_seq_scatter_heads, seq_dim=1, head_dim=3), r"has no dim 3\n  to do: give one of -3 to 2"),
+        (partial(gather_seq_scatter_heads, seq_dim=1, head_dim=3), r"has no dim 3\n  hint: give one of -3 to 2"),
         (partial(gather_heads_scatter_seq, head_dim=-4, seq_dim=0), "has no dim -4"),
         (partial(gather_outputs, dim=3), "has no dim 3"),
         (partial(sp_pad_and_slice, dim=0, pad_scale=0), "pad_scale=0 must be at least 1"),
-        (partial(unpad_tensor, dim=1, size=6), r"\(2, 5, 3\) has no first 6 elements\n  to do: give the size"),
+        (partial(unpad_tensor, dim=1, size=6), r"\(2, 5, 3\) has no first 6 elements\n  hint: give the size"),
         (partial(unpad_tensor, dim=1, size=-1), "has no first -1 elements"),
     ],
 )
@@ -243,5 +243,5 @@ def uneven():
 
 
 def test_a_length_that_does_not_divide_is_an_error(ranks, rank_failed):
-    with pytest.raises(rank_failed, match=r"dim 1 of a tensor of shape \(3, 5\).*\n  to do: pad it"):
+    with pytest.raises(rank_failed, match=r"dim 1 of a tensor of shape \(3, 5\).*\n  hint: pad it"):
         ranks.run(uneven)

@@ -108,7 +108,7 @@ def train(
         init_parallel_state,
         shard_sequence,
     )
-    from opslot.models.parallel import parallelize_model
+    from opslot.models.parallelize import parallelize_model
 
     if sizes is not None:
         init_parallel_state(device_type=device, **sizes)

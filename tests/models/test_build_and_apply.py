@@ -195,7 +195,7 @@ def test_apply_is_all_or_nothing():
 def test_sizes_that_no_model_has_are_named(tmp_path, arch, field, value):
     config_of(arch).save_pretrained(tmp_path)
     for source in (config_of(arch), tmp_path):
-        with pytest.raises(ConfigError, match=rf"(.*\n)+  found: {field}={value}\n  to do: ") as told:
+        with pytest.raises(ConfigError, match=rf"(.*\n)+  found: {field}={value}\n  hint: ") as told:
             opslot.build_foundation_model(source, config_kwargs={field: value})
         assert isinstance(told.value.__cause__, ZeroDivisionError | RuntimeError)
 

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 from opslot import KERNEL_REGISTRY
 from opslot._base.device import facts_of
 from opslot.slots import KernelRequest
-from opslot.testing import check_kernel
+from opslot.verify import check_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def usable_specs():
     for spec in KERNEL_REGISTRY.specs():
-        if spec.unusable(KernelRequest(spec.op_name, spec.variant, facts_of(DEVICE))) is None:
+        if spec.unsupported(KernelRequest(spec.op_name, spec.variant, facts_of(DEVICE))) is None:
             yield spec
 
 
@@ -98,12 +98,12 @@ TUNED_FOR_MINUTES = {("chunk_gated_delta_rule", "standard", "fla")}
 def gpu_specs(own=False):
     if DEVICE != "cuda":
         return []
-    specs = [spec for spec in usable_specs() if not own or (spec.interpretable and in_model(spec))]
+    specs = [spec for spec in usable_specs() if not own or (spec.interpretable and bound_to_model(spec))]
     return [pytest.param(spec, id="-".join(spec.key)) for spec in specs if spec.key not in TUNED_FOR_MINUTES]
 
 
-def in_model(spec):
-    return KERNEL_REGISTRY.op(spec.op_name).in_model
+def bound_to_model(spec):
+    return KERNEL_REGISTRY.op(spec.op_name).bound_to_model
 
 
 def check_cases(spec):

@@ -20,7 +20,7 @@ TOY = OpSpec(
     "toy_double",
     {
         name: OpVariant(
-            name, double, [InputCase("five", _make)], ("x",), check_site=lambda m: getattr(m, "refuses", None)
+            name, double, [InputCase("five", _make)], ("x",), check_module=lambda m: getattr(m, "refuses", None)
         )
         for name in ("standard", "other")
     },

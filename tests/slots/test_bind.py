@@ -136,7 +136,7 @@ def test_unbind_goes_back_to_eager(model):
 @pytest.mark.parametrize("call", [bind, explain])
 @pytest.mark.parametrize("given", [{"weight": 1}, None, "no/such/folder", nn.Linear], ids=lambda given: str(given)[:8])
 def test_what_is_no_model_is_named(call, given):
-    with pytest.raises(ConfigError, match=rf"opslot\.{call.__name__} takes a model, found (.*\n)  to do: "):
+    with pytest.raises(ConfigError, match=rf"opslot\.{call.__name__} takes a model, found (.*\n)  hint: "):
         call(given)
 
 

@@ -19,7 +19,7 @@ from .conftest import TOY, Doubler
 def shaped(toy):
     """The toy op with a site shape: the width of the module's weight."""
     variants = {
-        name: replace(v, site_shape=lambda request: {"width": len(request.module.weight)})
+        name: replace(v, static_shape=lambda request: {"width": len(request.module.weight)})
         for name, v in TOY.variants.items()
     }
     KERNEL_REGISTRY._ops[TOY.name] = replace(TOY, variants=variants)
@@ -148,7 +148,7 @@ def test_times_that_nothing_takes_are_told_and_never_chosen_by(shaped, file, mon
     report = bind(Doubler())
     assert report.rows[0].why == "fastest measured on cpu (rank 10)"
     assert said in report.note
-    with pytest.raises(ConfigError, match=r"no profile of opslot's.*\n  to do: delete the file"):
+    with pytest.raises(ConfigError, match=r"no profile of opslot's.*\n  hint: delete the file"):
         write_profile([], CPU)
     monkeypatch.setenv("OPSLOT_PROFILE", str(file))
     with pytest.raises(ConfigError, match=r"OPSLOT_PROFILE: .*no profile of opslot's"):

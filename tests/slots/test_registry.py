@@ -49,7 +49,7 @@ def test_a_failing_factory_is_one_clear_error(toy):
         KernelError, match=r"kernel 'broken' for toy_double/standard could not be loaded: .*libfoo"
     ) as told:
         KERNEL_REGISTRY.register(KernelSpec("broken", toy.name, "standard", factory))
-    assert "or name another: toy_double_implementation='eager'" in str(told.value)
+    assert "select another kernel, e.g. toy_double_implementation='eager'" in str(told.value)
 
 
 def test_a_kernel_given_for_its_factory_says_what_to_pass(toy):
@@ -120,7 +120,7 @@ def test_explicit_unusable_kernel_lists_alternatives(toy):
     ],
 )
 def test_hardware(requirement, device, reason):
-    found = requirement.unmet_by(device)
+    found = requirement.unsupported(device)
     assert (found is None) if reason is None else reason in found
 
 
@@ -172,8 +172,8 @@ def test_dtype_and_supports_come_after_hardware(toy):
         dtypes=frozenset({torch.bfloat16}),
         supports=lambda request: "never",
     )
-    assert "takes bfloat16, not float32" in spec.unusable(KernelRequest(toy.name, "standard", CPU, torch.float32))
-    assert spec.unusable(KernelRequest(toy.name, "standard", CPU, torch.bfloat16)) == "never"
+    assert "takes bfloat16, not float32" in spec.unsupported(KernelRequest(toy.name, "standard", CPU, torch.float32))
+    assert spec.unsupported(KernelRequest(toy.name, "standard", CPU, torch.bfloat16)) == "never"
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_priority_that_gives_no_number_is_a_reason(toy, priority, said):
 
 def test_cuda_in_a_priority_is_a_gpu(toy):
     spec = KernelSpec("mine", toy.name, "standard", lambda: right, priority={"cuda": 7})
-    assert spec.rank(KernelRequest(toy.name, "standard", H200)) == 7
+    assert spec.priority_for(KernelRequest(toy.name, "standard", H200)) == 7
 
 
 def test_priority_may_depend_on_the_request(toy):

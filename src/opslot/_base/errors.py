@@ -1,4 +1,4 @@
-"""Errors that reach a user. Each says what was asked, what was found and what to do."""
+"""Errors that reach a user. Each says what is wrong, what was found and what to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,21 @@ from collections.abc import Sequence
 
 
 class OpslotError(Exception):
-    """Base of every error that opslot raises on purpose; the command line prints it without a traceback."""
+    """Base of every error that opslot raises on purpose; the command line prints it without a traceback.
+
+    Args:
+        what: what is wrong, naming the user's own value.
+        found: what was there instead.
+        hint: what to do about it.
+    """
+
+    def __init__(self, what: str, *, found: str = "", hint: str = "") -> None:
+        lines = [what]
+        if found:
+            lines.append(f"  found: {found}")
+        if hint:
+            lines.append(f"  hint: {hint}")
+        super().__init__("\n".join(lines))
 
 
 class ConfigError(OpslotError, ValueError):
@@ -35,11 +49,6 @@ class ParallelError(OpslotError, RuntimeError):
 
 class TrainingError(OpslotError, RuntimeError):
     """A run cannot go on: its loss or gradients are not finite, or its files cannot be written."""
-
-
-def explain_problem(asked: str, found: str, todo: str) -> str:
-    """One message in the house form: what was asked, what was found, what to do."""
-    return f"{asked}\n  found: {found}\n  to do: {todo}"
 
 
 def list_problems(title: str, problems: Sequence[str], shown: int = 10) -> str:

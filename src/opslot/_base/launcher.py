@@ -7,7 +7,7 @@ import os
 from opslot._base.errors import ConfigError
 
 _TORCHRUN = (
-    "\n  to do: start the run with torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, "
+    "start the run with torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, "
     "or unset those that are left over"
 )
 
@@ -21,7 +21,7 @@ def launched_world_size() -> int:
     world, rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
     if world < 1 or not 0 <= rank < world:
         size = os.environ.get("WORLD_SIZE") or "not set"
-        raise ConfigError(f"the environment says RANK={rank}, but WORLD_SIZE is {size}{_TORCHRUN}")
+        raise ConfigError(f"the environment says RANK={rank}, but WORLD_SIZE is {size}", hint=_TORCHRUN)
     return world
 
 
@@ -36,7 +36,8 @@ def launched_with_rendezvous() -> bool:
     if world > 1 and lacking:
         raise ConfigError(
             f"the environment says WORLD_SIZE={world}, but {' and '.join(lacking)} "
-            f"{'is' if len(lacking) == 1 else 'are'} not set{_TORCHRUN}"
+            f"{'is' if len(lacking) == 1 else 'are'} not set",
+            hint=_TORCHRUN,
         )
     if not lacking:
         _number("MASTER_PORT", 0)
@@ -48,4 +49,4 @@ def _number(name: str, default: int) -> int:
     try:
         return int(value)
     except ValueError:
-        raise ConfigError(f"the environment says {name}={value!r}, which is no number{_TORCHRUN}") from None
+        raise ConfigError(f"the environment says {name}={value!r}, which is not a number", hint=_TORCHRUN) from None

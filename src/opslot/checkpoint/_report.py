@@ -34,7 +34,7 @@ class Problems:
         if not self._kinds:
             return None
         parts = [
-            f"  {kind} ({len(items)}):\n{listed(items)}\n    to do: {todo}"
+            f"  {kind} ({len(items)}):\n{listed(items)}\n    hint: {todo}"
             for kind, (items, todo) in self._kinds.items()
         ]
         return "\n".join([self._subject, *parts])

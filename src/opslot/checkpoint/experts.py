@@ -302,6 +302,6 @@ class ExpertTensorConverter:
         lacking = open_targets.missing(names)
         if lacking:
             raise CheckpointError(
-                f"the checkpoint's experts are incomplete:\n{listed(lacking)}\n    to do: add the missing shards"
+                f"the checkpoint's experts are incomplete:\n{listed(lacking)}", hint="add the missing shards"
             )
         return []

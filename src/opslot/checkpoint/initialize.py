@@ -102,8 +102,8 @@ def initialize(
     if left:
         raise CheckpointError(
             f"tensors that the checkpoint lacks and the model cannot initialise by itself ({len(left)}):\n"
-            f"{listed(sorted(left))}\n"
-            "    to do: build the model on a real device, or give its modules a reset_parameters method"
+            f"{listed(sorted(left))}",
+            hint="build the model on a real device, or give its modules a reset_parameters method",
         )
 
 

@@ -157,9 +157,9 @@ class _Planner:
             return
         except Exception as error:
             raise CheckpointError(
-                f"{type(converter).__name__}.{at} failed on tensors without values, which show what it will hand out\n"
-                f"    found: {type(error).__name__}: {error}\n"
-                "    to do: have it decide by names and shapes, and return (name, tensor) pairs"
+                f"{type(converter).__name__}.{at} failed on tensors without values, which show what it will hand out",
+                found=f"{type(error).__name__}: {error}",
+                hint="have it decide by names and shapes, and return (name, tensor) pairs",
             ) from error
         source = next(iter(mine.values()))
         for name, tensor in handed:

@@ -201,8 +201,8 @@ def _save_processor(processor: Any, folder: Path) -> None:
         processor.save_pretrained(folder)
     except Exception as error:  # tokenizers raises nothing narrower on a full disk
         raise CheckpointError(
-            f"{type(processor).__name__} cannot be saved to {str(folder)!r}: {error}\n"
-            "  to do: make room there, or save it yourself with save_pretrained; the weights are there"
+            f"{type(processor).__name__} cannot be saved to {str(folder)!r}: {error}",
+            hint="make room there, or save it yourself with save_pretrained; the weights are there",
         ) from error
 
 
@@ -210,8 +210,8 @@ def _refuse_adapters(model: nn.Module) -> None:
     adapters = getattr(model, "peft_config", None)
     if adapters:
         raise CheckpointError(
-            f"{type(model).__name__} has adapters ({', '.join(adapters)}), whose names Transformers does not know\n"
-            "  to do: save model.merge_and_unload(), or the adapters alone with model.save_pretrained(folder)"
+            f"{type(model).__name__} has adapters ({', '.join(adapters)}), whose names Transformers does not know",
+            hint="save model.merge_and_unload(), or the adapters alone with model.save_pretrained(folder)",
         )
 
 

@@ -234,7 +234,7 @@ def _add_bench(add: _Add) -> None:
         action="store_true",
         help="keep the times in this machine's profile, which auto reads (OPSLOT_PROFILE)",
     )
-    bench.add_argument("--against", metavar="PEERS", help="compare with hf, liger, quack, veomni (separated by commas)")
+    bench.add_argument("--against", metavar="NAMES", help="compare with hf, liger, quack, veomni (separated by commas)")
     bench.add_argument(
         "--peer-path", action="append", default=[], metavar="PEER=DIR", help="packages that only this peer sees, first"
     )
@@ -318,7 +318,7 @@ def _bisect(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from opslot.cli.bench import run
+    from opslot.bench.main import run
 
     return run(options, options.argv)
 

@@ -11,10 +11,10 @@ import torch
 import opslot
 from opslot._base.device import usable_device
 from opslot._base.errors import ConfigError
-from opslot.cli._layers import with_layers
-from opslot.cli._pairs import pairs
+from opslot._base.pairs import pairs
 from opslot.cli.explain import read_source
 from opslot.models import load_config
+from opslot.models._layers import with_layers
 
 
 def run(

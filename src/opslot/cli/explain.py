@@ -9,7 +9,7 @@ from typing import Any
 
 import opslot
 from opslot._base.errors import ConfigError
-from opslot.cli._pairs import pairs
+from opslot._base.pairs import pairs
 
 
 @dataclass(frozen=True)

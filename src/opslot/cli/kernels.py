@@ -27,11 +27,13 @@ def kernel_rows(op: str | None = None) -> list[dict[str, Any]]:
     ops = [KERNEL_REGISTRY.op(op)] if op else list(KERNEL_REGISTRY.ops.values())
     rows: list[dict[str, Any]] = []
     for spec_op in ops:
-        own = "Transformers' own code" if spec_op.in_model else "torch's own"
+        own = "Transformers' own code" if spec_op.bound_to_model else "torch's own"
         for variant in spec_op.variants:
             rows.append(_row(spec_op.name, variant, "eager", True, own))
             for spec in KERNEL_REGISTRY.specs(spec_op.name, variant):
-                reasons = [spec.unusable(KernelRequest(spec.op_name, variant, device)) for device in machine_devices()]
+                reasons = [
+                    spec.unsupported(KernelRequest(spec.op_name, variant, device)) for device in machine_devices()
+                ]
                 usable = None in reasons
                 rows.append(
                     _row(spec_op.name, variant, spec.name, usable, spec.description if usable else str(reasons[0]))

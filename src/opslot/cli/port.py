@@ -10,7 +10,7 @@ from typing import Any
 
 from opslot._base.errors import ConfigError, PatchError
 from opslot.models import ARCHITECTURES
-from opslot.models.porting import Port, port
+from opslot.models.discovery.engine import Port, port
 from opslot.patchgen.engine import generate
 from opslot.patchgen.source import installed_release
 from opslot.slots import format_table

@@ -7,14 +7,14 @@ from dataclasses import asdict
 
 from opslot._base.errors import ConfigError
 from opslot.slots import KERNEL_REGISTRY, format_table
-from opslot.testing import CheckResult, verify
+from opslot.verify import CheckResult, verify_kernels
 
 
 def run(op: str | None, kernel: str | None, device: str | None, seed: int, workers: int | None, as_json: bool) -> int:
     """Print one row per kernel and dtype with its worst comparison; exit code 1 when any check fails."""
     if workers is not None and workers < 0:
         raise ConfigError(f"--workers {workers}: it takes 0 or more")
-    results = list(verify(op, kernel, device=device, seed=seed, workers=workers))
+    results = list(verify_kernels(op, kernel, device=device, seed=seed, workers=workers))
     if not results:
         raise ConfigError(_nothing(op, kernel))
     failed = [r for r in results if not r.ok]

@@ -118,9 +118,10 @@ class TokenCorpus:
             return TokenBlock(self._path(number))
         except (OSError, ValueError) as error:
             raise DataError(
-                f"tokenized text is missing or damaged: {self._path(number)}: {error}\n"
-                f"  to do: remove {self._folder} and run again with train.resume_from: latest; "
-                "the text is tokenized anew"
+                f"tokenized text is missing or damaged: {self._path(number)}: {error}",
+                hint=(
+                    f"remove {self._folder} and run again with train.resume_from: latest; the text is tokenized anew"
+                ),
             ) from error
 
     def prepare(self, numbers: Sequence[int] | np.ndarray, check: Callable[[], None] | None = None) -> None:
@@ -199,8 +200,8 @@ class TokenCorpus:
                 return held
         except OSError as error:
             raise DataError(
-                f"tokenized text cannot be kept in {self._folder.parent}: {error}\n"
-                "  to do: make room there, or set data.cache_dir to a folder that can be written and locked"
+                f"tokenized text cannot be kept in {self._folder.parent}: {error}",
+                hint="make room there, or set data.cache_dir to a folder that can be written and locked",
             ) from error
 
     def _write(self, number: int, check: Callable[[], None]) -> None:
@@ -246,9 +247,11 @@ class TokenCorpus:
                 found = str(error.strerror)
             if found:
                 raise DataError(
-                    f"{file}: {found} while the run was reading it\n"
-                    "  to do: put it back as it was and go on with train.resume_from: latest, "
-                    "or start a new run on what is there now"
+                    f"{file}: {found} while the run was reading it",
+                    hint=(
+                        "put it back as it was and go on with train.resume_from: latest, or start a new "
+                        "run on what is there now"
+                    ),
                 )
 
 
@@ -278,8 +281,8 @@ def open_corpus(
     """
     if append_eos and tokenizer.eos_token_id is None:
         raise DataError(
-            "data.append_eos is on, but the tokenizer has no end-of-sequence token\n"
-            "  to do: set eos_token in its tokenizer_config.json, or data.append_eos: false"
+            "data.append_eos is on, but the tokenizer has no end-of-sequence token",
+            hint="set eos_token in its tokenizer_config.json, or data.append_eos: false",
         )
     _tokenize_with_threads()
     problems: list[str] = []

@@ -53,9 +53,9 @@ class _Loader:
         now, then = self.identity(), state.get("rows")
         if not isinstance(then, dict) or not isinstance(state.get("consumed"), int):
             raise DataError(
-                f"the saved place in the data is not one of a {type(self).__name__}\n"
-                f"  found: {', '.join(map(str, state)) or 'nothing'}; expected: consumed, rows\n"
-                "  to do: go on with the loader that it was saved with, or start a new run in another train.output_dir"
+                f"the saved place in the data is not one of a {type(self).__name__}",
+                found=f"{', '.join(map(str, state)) or 'nothing'}; expected: consumed, rows",
+                hint="go on with the loader that it was saved with, or start a new run in another train.output_dir",
             )
         changed = [
             f"{name}: {then.get(name, 'none')} then, {now.get(name, 'none')} now"
@@ -65,9 +65,9 @@ class _Loader:
         if changed:
             raise DataError(
                 "the run cannot be resumed, its data is not what it was:\n"
-                + "\n".join(f"- {line}" for line in changed)
-                + "\n  to do: restore the files and settings, or start a new run in another train.output_dir"
-                " (model.model_path takes the exported weights)"
+                + "\n".join(f"- {line}" for line in changed),
+                hint="restore the files and settings, or start a new run in another train.output_dir"
+                " (model.model_path takes the exported weights)",
             )
         self.consumed = state["consumed"]
 

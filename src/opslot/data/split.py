@@ -39,8 +39,8 @@ class _Split:
         self._first: int | None = None
         if len(self._order) == 1 and len(corpus.block(0).lengths) < 2:
             raise DataError(
-                "train.eval_steps is set, but there is one document alone, so none can be held out\n"
-                "  to do: set data.eval_path, or data.sample_by: paragraph"
+                "train.eval_steps is set, but there is one document alone, so none can be held out",
+                hint="set data.eval_path, or data.sample_by: paragraph",
             )
 
     @property

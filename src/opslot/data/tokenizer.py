@@ -34,6 +34,6 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     except Exception as error:
         raise ConfigError(f"the tokenizer in {path} cannot be read: {error}") from error
     raise ConfigError(
-        f"no tokenizer at {path}\n"
-        "  to do: set model.tokenizer_path to a folder with tokenizer.json (and tokenizer_config.json)"
+        f"no tokenizer at {path}",
+        hint="set model.tokenizer_path to a folder with tokenizer.json (and tokenizer_config.json)",
     )

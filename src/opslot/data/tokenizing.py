@@ -45,8 +45,8 @@ class TokenizingProcesses:
                 raise DataError(receiver.recv())
             how = f"signal {-code}; out of memory?" if code < 0 else f"exit code {code}, see above"
             raise DataError(
-                f"a process that tokenizes has ended ({how})\n"
-                "  to do: lower data.num_workers, and go on with train.resume_from: latest"
+                f"a process that tokenizes has ended ({how})",
+                hint="lower data.num_workers, and go on with train.resume_from: latest",
             )
 
     def stop(self) -> None:

@@ -223,7 +223,8 @@ def use_copies(
     if obstacle is not None:
         if wanted:
             raise ConfigError(
-                f"fsdp.copy_engine is on, but {obstacle}\n  to do: leave it out; NCCL then does what copies cannot"
+                f"fsdp.copy_engine is on, but {obstacle}",
+                hint="leave it out; NCCL then does what copies cannot",
             )
         logger.info("FSDP's collectives are NCCL's: %s", obstacle)
         return []

@@ -97,8 +97,8 @@ def parallelize(
         model.__dict__[_REDUCTIONS] = _Reductions(reductions, param_dtype)
     elif param_dtype is not None or cpu_offload:
         raise ConfigError(
-            "param_dtype and cpu_offload are FSDP's, which needs a process group\n"
-            "  to do: call init_parallel_state(group_of_one=True) first, start with torchrun, or use torch.autocast"
+            "param_dtype and cpu_offload are FSDP's, which needs a process group",
+            hint="call init_parallel_state(group_of_one=True) first, start with torchrun, or use torch.autocast",
         )
     if load is not None:
         load(model)
@@ -112,8 +112,8 @@ def _check_memory(model: nn.Module) -> None:
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta:
         raise ConfigError(
-            f"{len(on_meta)} parameters have no memory, e.g. {on_meta[0]}\n"
-            "  to do: pass load=..., a function that gives them values, or build the model on a real device"
+            f"{len(on_meta)} parameters have no memory, e.g. {on_meta[0]}",
+            hint="pass load=..., a function that gives them values, or build the model on a real device",
         )
 
 
@@ -131,10 +131,12 @@ def _check_dtypes(model: nn.Module) -> None:
     if mixed is not None:
         examples = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in found[mixed].items())
         raise ConfigError(
-            f"{mixed or type(model).__name__} has trainable parameters of several dtypes, and FSDP shards them as one\n"
-            f"  found: {examples}\n"
-            "  to do: give them one dtype (float32, and param_dtype=torch.bfloat16 to compute in less), or freeze some "
-            "of them"
+            f"{mixed or type(model).__name__} has trainable parameters of several dtypes, and FSDP shards them as one",
+            found=examples,
+            hint=(
+                "give them one dtype (float32, and param_dtype=torch.bfloat16 to compute in "
+                "less), or freeze some of them"
+            ),
         )
 
 
@@ -239,8 +241,8 @@ def _enable_checkpointing(model: nn.Module) -> None:
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise ConfigError(
-            f"activation_checkpointing needs a Transformers model, {type(model).__name__} is none\n"
-            "  to do: wrap its layers in torch's checkpoint_wrapper before parallelize"
+            f"activation_checkpointing needs a Transformers model, {type(model).__name__} is none",
+            hint="wrap its layers in torch's checkpoint_wrapper before parallelize",
         )
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -252,9 +254,9 @@ def _find_layers(model: nn.Module, names: Collection[str] | None) -> list[nn.Mod
     found = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
     if not found:
         raise ConfigError(
-            f"{type(model).__name__} has no layers to shard one by one\n"
-            f"  found: no module of a class named {', '.join(sorted(names)) or '(its _no_split_modules is empty)'}\n"
-            "  to do: pass layers=[...] with the class names of its blocks"
+            f"{type(model).__name__} has no layers to shard one by one",
+            found=f"no module of a class named {', '.join(sorted(names)) or '(its _no_split_modules is empty)'}",
+            hint="pass layers=[...] with the class names of its blocks",
         )
     return found
 
@@ -314,8 +316,9 @@ def _check_expert_shapes(path: str, owner: nn.Module, state: ParallelState) -> N
     for name, parameter in owner.named_parameters():
         if parameter.dim() < 2 or parameter.shape[1] % state.ep_fsdp:
             raise ConfigError(
-                f"{path}.{name} of shape {tuple(parameter.shape)} cannot be sharded on dim 1 over the {state.ep_fsdp} "
-                f"ranks that ep={state.ep} leaves\n  to do: choose an ep size that leaves a divisor of that dim"
+                f"{path}.{name} of shape {tuple(parameter.shape)} cannot be sharded on dim 1 over "
+                f"the {state.ep_fsdp} ranks that ep={state.ep} leaves",
+                hint="choose an ep size that leaves a divisor of that dim",
             )
 
 

@@ -34,8 +34,8 @@ class ParallelPlan:
         for name, placement in self.extra_parallel_plan.get("ep", {}).items():
             if placement != Shard(0):
                 raise ConfigError(
-                    f"a parallel plan places {name} as {placement}, but ep divides whole experts, which are dim 0\n"
-                    "  to do: set it to Shard(0)"
+                    f"a parallel plan places {name} as {placement}, but ep divides whole experts, which are dim 0",
+                    hint="set it to Shard(0)",
                 )
 
     def below(self, path: str) -> ParallelPlan:

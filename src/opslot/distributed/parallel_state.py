@@ -159,9 +159,9 @@ def init_parallel_state(
     if _state is not None and _state.mesh is not None:
         if (_state.dp_replicate, _state.dp_shard, _state.sp, _state.ep) != (dp_replicate, dp_shard, sp, ep):
             raise ConfigError(
-                f"the parallel state is {_state} already, so it cannot become "
-                f"dp_replicate {dp_replicate} x dp_shard {dp_shard} x sp {sp} x ep {ep}\n"
-                "  to do: build it once, at the start; call destroy_parallel_state() first to build another"
+                f"the parallel state is {_state} already, so it cannot become dp_replicate "
+                f"{dp_replicate} x dp_shard {dp_shard} x sp {sp} x ep {ep}",
+                hint="build it once, at the start; call destroy_parallel_state() first to build another",
             )
         return _state
     if device.type == "cuda":
@@ -182,8 +182,8 @@ def _own_device(device_type: str) -> torch.device:
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE") or rank + 1), torch.cuda.device_count()
     if processes > gpus:
         raise ConfigError(
-            f"each process takes a GPU of its own: this machine has {processes} processes and {gpus} GPUs\n"
-            f"  to do: start {gpus} (torchrun --nproc-per-node {gpus}), or set device_type to cpu"
+            f"each process takes a GPU of its own: this machine has {processes} processes and {gpus} GPUs",
+            hint=f"start {gpus} (torchrun --nproc-per-node {gpus}), or set device_type to cpu",
         )
     return torch.device("cuda", rank)
 
@@ -233,8 +233,8 @@ def get_parallel_state() -> ParallelState:
     world = dist.get_world_size() if dist.is_initialized() else launched_world_size()
     if world > 1:
         raise ParallelError(
-            f"there are {world} processes, but nobody said how they share the work\n"
-            "  to do: call opslot.distributed.init_parallel_state(sp=..., ep=...) on every rank, before the model"
+            f"there are {world} processes, but nobody said how they share the work",
+            hint="call opslot.distributed.init_parallel_state(sp=..., ep=...) on every rank, before the model",
         )
     return ParallelState()
 
@@ -262,9 +262,9 @@ def check_sizes(world: int, dp_replicate: int = 1, dp_shard: int | None = None, 
     rest = world // sp // dp_replicate
     if dp_shard is not None and dp_shard != rest:
         raise ConfigError(
-            f"dp_replicate={dp_replicate} x dp_shard={dp_shard} x sp={sp} is {dp_replicate * dp_shard * sp}, but there "
-            f"are {world} processes\n  to do: set dp_shard to {rest}, leave it out, or start "
-            f"{dp_replicate * dp_shard * sp} processes"
+            f"dp_replicate={dp_replicate} x dp_shard={dp_shard} x sp={sp} is "
+            f"{dp_replicate * dp_shard * sp}, but there are {world} processes",
+            hint=f"set dp_shard to {rest}, leave it out, or start {dp_replicate * dp_shard * sp} processes",
         )
     if rest * sp % ep:
         raise ConfigError(

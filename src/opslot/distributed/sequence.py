@@ -88,20 +88,20 @@ def _check_shapes(batch: dict[str, Any]) -> None:
     input_ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if input_ids is None:
         raise ConfigError(
-            f"sequence parallelism divides input_ids, and the batch has {', '.join(batch)}\n"
-            "  to do: let the model embed the tokens itself, or set sp to 1"
+            f"sequence parallelism divides input_ids, and the batch has {', '.join(batch)}",
+            hint="let the model embed the tokens itself, or set sp to 1",
         )
     if input_ids.dim() != 2:
         raise ConfigError(
-            f"sequence parallelism got input_ids of shape {tuple(input_ids.shape)}\n"
-            "  to do: give [B, S], for a single row input_ids[None]"
+            f"sequence parallelism got input_ids of shape {tuple(input_ids.shape)}",
+            hint="give [B, S], for a single row input_ids[None]",
         )
     shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
     if mask is not None and shape != input_ids.shape:
         raise ConfigError(
-            f"sequence parallelism got an attention_mask of shape {shape} for input_ids of shape "
-            f"{tuple(input_ids.shape)}\n"
-            "  to do: give a [B, S] padding mask, or documents as cu_seq_lens_q"
+            f"sequence parallelism got an attention_mask of shape {shape} for input_ids of "
+            f"shape {tuple(input_ids.shape)}",
+            hint="give a [B, S] padding mask, or documents as cu_seq_lens_q",
         )
     one_row = (input_ids.shape[1:], input_ids[:1].shape)
     for name in ("labels", "shift_labels", "position_ids"):
@@ -109,8 +109,9 @@ def _check_shapes(batch: dict[str, Any]) -> None:
         if value is None or value.shape == input_ids.shape or (name == "position_ids" and value.shape in one_row):
             continue
         raise ConfigError(
-            f"sequence parallelism got {name} of shape {tuple(value.shape)} for input_ids of shape "
-            f"{tuple(input_ids.shape)}\n  to do: give one for each token, [B, S]"
+            f"sequence parallelism got {name} of shape {tuple(value.shape)} for input_ids of "
+            f"shape {tuple(input_ids.shape)}",
+            hint="give one for each token, [B, S]",
         )
     _check_borders(batch.get("cu_seq_lens_q"), input_ids)
 
@@ -122,8 +123,9 @@ def _check_borders(cu_seqlens: Tensor | None, input_ids: Tensor) -> None:
     if ends[:1] != [0] or ends[-1] != input_ids.numel() or ends != sorted(ends):
         found = str(ends) if len(ends) <= _SHOWN else f"{ends[:_SHOWN]} ... {ends[-1]}"
         raise ConfigError(
-            f"cu_seq_lens_q must rise from 0 to the {input_ids.numel()} tokens of input_ids {tuple(input_ids.shape)}\n"
-            f"  found: {found}\n  to do: give the borders of all documents, padding as a document of its own"
+            f"cu_seq_lens_q must rise from 0 to the {input_ids.numel()} tokens of input_ids {tuple(input_ids.shape)}",
+            found=found,
+            hint="give the borders of all documents, padding as a document of its own",
         )
 
 

@@ -41,8 +41,8 @@ def _transpose(x: Tensor, gathered: int, scattered: int, group: ProcessGroup | N
     gathered, scattered = _dim(x, gathered), _dim(x, scattered)
     if gathered == scattered:
         raise ConfigError(
-            f"dim {gathered} of a tensor of shape {tuple(x.shape)} cannot be both the sequence and the heads\n"
-            "  to do: give two dims as seq_dim and head_dim"
+            f"dim {gathered} of a tensor of shape {tuple(x.shape)} cannot be both the sequence and the heads",
+            hint="give two dims as seq_dim and head_dim",
         )
     group = group or get_parallel_state().sp_group
     if group is None:
@@ -54,7 +54,8 @@ def _dim(x: Tensor, dim: int) -> int:
     """`dim` counted from the first one."""
     if not -x.dim() <= dim < x.dim():
         raise ConfigError(
-            f"a tensor of shape {tuple(x.shape)} has no dim {dim}\n  to do: give one of {-x.dim()} to {x.dim() - 1}"
+            f"a tensor of shape {tuple(x.shape)} has no dim {dim}",
+            hint=f"give one of {-x.dim()} to {x.dim() - 1}",
         )
     return dim % x.dim()
 
@@ -64,8 +65,8 @@ def _split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     ranks, dim = group.size(), _dim(x, dim)
     if x.shape[dim] % ranks:
         raise ConfigError(
-            f"dim {dim} of a tensor of shape {tuple(x.shape)} cannot be divided among {ranks} sequence-parallel ranks\n"
-            "  to do: pad it (sp_pad_and_slice), or choose an sp size that divides it"
+            f"dim {dim} of a tensor of shape {tuple(x.shape)} cannot be divided among {ranks} sequence-parallel ranks",
+            hint="pad it (sp_pad_and_slice), or choose an sp size that divides it",
         )
     return x.unflatten(dim, (ranks, -1)).movedim(dim, 0)
 
@@ -121,8 +122,8 @@ def unpad_tensor(x: Tensor, dim: int, size: int) -> Tensor:
     """The first `size` elements of `dim`, which are those before `sp_pad_and_slice`."""
     if not 0 <= size <= x.shape[_dim(x, dim)]:
         raise ConfigError(
-            f"dim {dim} of a tensor of shape {tuple(x.shape)} has no first {size} elements\n"
-            "  to do: give the size that it had before padding, not what was added"
+            f"dim {dim} of a tensor of shape {tuple(x.shape)} has no first {size} elements",
+            hint="give the size that it had before padding, not what was added",
         )
     return x.narrow(dim, 0, size)
 
@@ -198,8 +199,8 @@ class Arrivals:
             return x
         if x.untyped_storage().data_ptr() != exchange.pending.untyped_storage().data_ptr():
             raise ParallelError(
-                f"the {name} was changed between its projection and its use, while it travelled to other ranks\n"
-                "  to do: set ulysses_overlap to False"
+                f"the {name} was changed between its projection and its use, while it travelled to other ranks",
+                hint="set ulysses_overlap to False",
             )
         return _merge(exchange.finish(), 1).transpose(1, 2)
 

@@ -34,5 +34,5 @@ __all__ = [
 ]
 
 for _module in pkgutil.iter_modules(__path__):
-    if _module.ispkg and not _module.name.startswith("_"):
+    if _module.ispkg and not _module.name.startswith("_") and _module.name != "discovery":
         importlib.import_module(f"{__name__}.{_module.name}")

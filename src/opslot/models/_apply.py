@@ -49,10 +49,12 @@ def apply(
     already = next(walk_slots(model), None) is not None
     if not moves and not already:
         raise ConfigError(
-            f"opslot.apply found nothing to bind in {type(model).__name__} ({type(model).__module__})\n"
-            f"  found: none of the architectures {', '.join(sorted(ARCHITECTURES))}, and no code like theirs\n"
-            "  to do: pass a model of one of these, see what `opslot port ARCHITECTURE` finds in another, or declare "
-            "OpSlots in your own classes and call opslot.bind"
+            f"opslot.apply found nothing to bind in {type(model).__name__} ({type(model).__module__})",
+            found=f"none of the architectures {', '.join(sorted(ARCHITECTURES))}, and no code like theirs",
+            hint=(
+                "pass a model of one of these, see what `opslot port ARCHITECTURE` finds in "
+                "another, or declare OpSlots in your own classes and call opslot.bind"
+            ),
         )
     for module, _, new in moves:
         module.__class__ = new
@@ -131,8 +133,8 @@ def _refuse_subclass(path: str, cls: type) -> None:
                 f"{path or 'the model'} is sharded already ({cls.__name__}); call opslot.apply before fully_shard"
             )
         raise ConfigError(
-            f"{path or 'the model'} is a {cls.__qualname__}, your own subclass of {base.__name__}\n"
-            f"  to do: derive it from {architecture.generated}.{base.__name__} instead, a drop-in class with slots"
+            f"{path or 'the model'} is a {cls.__qualname__}, your own subclass of {base.__name__}",
+            hint=f"derive it from {architecture.generated}.{base.__name__} instead, a drop-in class with slots",
         )
 
 

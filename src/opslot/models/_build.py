@@ -70,9 +70,11 @@ def build_foundation_model(
         raise ConfigError(f"{BACKEND_VARIABLE}={backend!r} is unknown; use opslot or hf")
     if init_device == "meta" and weights_path is not None:
         raise ConfigError(
-            "init_device='meta' makes parameters without memory, so weights_path cannot be read into them\n"
-            "  to do: leave weights_path out and call opslot.checkpoint.load_weights(model, folder, device=...), or "
-            "initialize_weights(model), once the model is sharded"
+            "init_device='meta' makes parameters without memory, so weights_path cannot be read into them",
+            hint=(
+                "leave weights_path out and call opslot.checkpoint.load_weights(model, folder, "
+                "device=...), or initialize_weights(model), once the model is sharded"
+            ),
         )
     dtype = _dtype(torch_dtype, config)
     computed = None if run_dtype is None else floating_dtype(run_dtype, f"run_dtype={run_dtype!r}")
@@ -163,7 +165,7 @@ def _faulty_sizes(config: Mapping[str, Any], error: Exception) -> str:
     if not faulty or not isinstance(error, ZeroDivisionError | RuntimeError):
         return ""
     told = "it" if len(faulty) == 1 else "each that the model needs"
-    return f"\n  found: {', '.join(faulty)}\n  to do: give {told} 1 or more"
+    return f"\n  found: {', '.join(faulty)}\n  hint: give {told} 1 or more"
 
 
 def _sizes_in(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:

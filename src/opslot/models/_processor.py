@@ -41,8 +41,9 @@ def build_processor(folder: str | Path, *, trust_remote_code: bool = False) -> A
     except Exception as error:
         files = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
         raise ConfigError(
-            f"{str(folder)!r} holds no processor that can be loaded: {error}\n"
-            f"  found: {files}\n  to do: give a folder with tokenizer.json or processor_config.json"
+            f"{str(folder)!r} holds no processor that can be loaded: {error}",
+            found=files,
+            hint="give a folder with tokenizer.json or processor_config.json",
         ) from error
 
 

@@ -40,9 +40,11 @@ class Registry:
             near = difflib.get_close_matches(name, self._factories, 1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise ConfigError(
-                f"opslot has no {self._what} {name!r}{hint}; it has {', '.join(sorted(self._factories))}.\n"
-                "  to do: set OPSLOT_BACKEND=hf to train with Transformers' own class, or add the architecture "
-                "(CONTRIBUTING.md, one folder)"
+                f"opslot has no {self._what} {name!r}{hint}; it has {', '.join(sorted(self._factories))}.",
+                hint=(
+                    "set OPSLOT_BACKEND=hf to train with Transformers' own class, or add the "
+                    "architecture (CONTRIBUTING.md, one folder)"
+                ),
             )
         return self._factories[name]
 
@@ -118,7 +120,7 @@ def find_architecture(name: str) -> Architecture | None:
 
 
 def _port(name: str) -> Architecture | None:
-    from opslot.models.porting import patch_of
+    from opslot.models.discovery.engine import patch_of
     from opslot.patchgen import materialize
 
     patch = patch_of(name)

@@ -42,10 +42,11 @@ def spread_sequences(model: Any, state: ParallelState, pipeline: int = 1, overla
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     attention = KERNEL_REGISTRY.op("attention").variant("causal")
-    why = whole_sequences(model) or (attention.check_site(model) if attention.check_site else None)
+    why = whole_sequences(model) or (attention.check_module(model) if attention.check_module else None)
     if why:
         raise ConfigError(
-            f"sequences of {type(model).__name__} cannot be divided (sp={state.sp}): {why}\n  to do: set sp_size to 1"
+            f"sequences of {type(model).__name__} cannot be divided (sp={state.sp}): {why}",
+            hint="set sp_size to 1",
         )
     own_config(model)
     repeats = _kv_repeats(model, state)
@@ -58,8 +59,8 @@ def spread_sequences(model: Any, state: ParallelState, pipeline: int = 1, overla
         kernel = ALL_ATTENTION_FUNCTIONS[name]
     else:
         raise ConfigError(
-            f"sequence parallelism needs one of opslot's attention kernels, the model uses Transformers' {name!r}\n"
-            "  to do: build it with opslot, or call opslot.apply first"
+            f"sequence parallelism needs one of opslot's attention kernels, the model uses Transformers' {name!r}",
+            hint="build it with opslot, or call opslot.apply first",
         )
     if overlap:
         _send_projections(model, repeats)
@@ -88,10 +89,12 @@ def _require_places(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     lacking = next((name for name in needed if kwargs.get(name) is None), None)
     if lacking is not None:
         raise ParallelError(
-            f"{type(model).__name__} holds parts of sequences (sp > 1) and was called without {lacking}, so "
-            f"{needed[lacking]}\n"
-            "  to do: call it with **opslot.distributed.shard_sequence(batch), and with labels also with "
-            "num_items_in_batch, a tensor: the labels of all ranks"
+            f"{type(model).__name__} holds parts of sequences (sp > 1) and was called without "
+            f"{lacking}, so {needed[lacking]}",
+            hint=(
+                "call it with **opslot.distributed.shard_sequence(batch), and with labels also "
+                "with num_items_in_batch, a tensor: the labels of all ranks"
+            ),
         )
 
 
@@ -163,8 +166,10 @@ def _send_projections(model: Any, repeats: int) -> None:
     rotations = [m for name, m in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
     if not sites or not rotations:
         raise ConfigError(
-            f"ulysses_overlap: {type(model).__name__} has no attention with q_proj, k_proj, v_proj and a slot "
-            "rotary_pos_emb after them, with angles from a module rotary_emb\n  to do: set ulysses_overlap to False"
+            f"ulysses_overlap: {type(model).__name__} has no attention with q_proj, k_proj, "
+            "v_proj and a slot rotary_pos_emb after them, with angles from a module "
+            "rotary_emb",
+            hint="set ulysses_overlap to False",
         )
     for module, slot, op_name, variant in sites:
         arrivals = Arrivals()

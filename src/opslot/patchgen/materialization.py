@@ -51,7 +51,7 @@ def find_patch(arch: str) -> PatchConfig | None:
         if error.name == MODELS_PACKAGE:
             return None
         if error.name in (name, f"{MODELS_PACKAGE}.{arch}"):
-            return importlib.import_module(f"{MODELS_PACKAGE}.porting").patch_of(arch)
+            return importlib.import_module(f"{MODELS_PACKAGE}.discovery").patch_of(arch)
         raise
     patch = getattr(module, "patch", None)
     if not isinstance(patch, PatchConfig):

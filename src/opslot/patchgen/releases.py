@@ -57,8 +57,8 @@ def _download(version: str, folder: Path) -> None:
         if done.returncode != 0 or not wheels:
             reason = (done.stderr.strip().splitlines() or ["pip gave no wheel"])[-1]
             raise PatchError(
-                f"transformers {version} could not be downloaded: {reason}\n"
-                f"  to do: go online once, or unpack its wheel into {folder}"
+                f"transformers {version} could not be downloaded: {reason}",
+                hint=f"go online once, or unpack its wheel into {folder}",
             )
         unpacked = Path(work) / "unpacked"
         with zipfile.ZipFile(wheels[0]) as wheel:

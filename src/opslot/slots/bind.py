@@ -202,8 +202,8 @@ def require_module(model: Any, caller: str) -> None:
         shown = reprlib.Repr()
         shown.maxstring = shown.maxother = 80
         raise ConfigError(
-            f"{caller} takes a model, found {shown.repr(model)}\n"
-            "  to do: make one first, e.g. with AutoModelForCausalLM.from_pretrained"
+            f"{caller} takes a model, found {shown.repr(model)}",
+            hint="make one first, e.g. with AutoModelForCausalLM.from_pretrained",
         )
 
 
@@ -272,13 +272,13 @@ def _resolve(request: KernelRequest, wanted: str, problem: str | None = None) ->
     variant = KERNEL_REGISTRY.op(request.op_name).variant(request.variant)
     specs = KERNEL_REGISTRY.specs(request.op_name, request.variant)
     named = wanted not in ("auto", "eager")
-    if problem is None and variant.check_site:
-        problem = variant.check_site(request.module)
-    if named and variant.widens and all(spec.name != wanted for spec in specs):
-        problem = f"{wanted} has no form of it; the slots of {variant.widens} serve"
+    if problem is None and variant.check_module:
+        problem = variant.check_module(request.module)
+    if named and variant.extends and all(spec.name != wanted for spec in specs):
+        problem = f"{wanted} has no form of it; the slots of {variant.extends} serve"
     if problem is None:
         return KERNEL_REGISTRY.resolve(request, wanted)
-    if named and not variant.widens:
+    if named and not variant.extends:
         field = KERNEL_REGISTRY.op(request.op_name).field_of(request.variant)
         raise ConfigError(f"{field}={wanted!r}: {problem}; use eager or auto there")
     rejected = tuple((spec.name, problem) for spec in specs)
@@ -351,7 +351,7 @@ def _absent_rows(config: OpsImplementationConfig, choices: list[_Choice]) -> lis
     rows = []
     for field, value in config.named_fields():
         op = _op_of(field)
-        if value != "eager" and field not in present and op.in_model:
+        if value != "eager" and field not in present and op.bound_to_model:
             why = f"{field}={value}, but this architecture has no such op"
             rows.append(BindingRow("-", op.name, "-", "absent", why, ()))
     for glob, chosen in config.overrides.items():

@@ -122,8 +122,8 @@ class OpsImplementationConfig:
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise ConfigError(
-            f"{name}={value!r} is set on an {type(self).__name__} that is made already, and validated\n"
-            f"  to do: make another, OpsImplementationConfig(**{{**config.to_dict(), {name!r}: {value!r}}})"
+            f"{name}={value!r} is set on an {type(self).__name__} that is made already, and validated",
+            hint=f"make another, OpsImplementationConfig(**{{**config.to_dict(), {name!r}: {value!r}}})",
         )
 
     def choice(self, op_name: str, variant: str, path: str = "") -> str:
@@ -203,7 +203,7 @@ def _value_problem(field: str, value: Any, targets: list[tuple[str, str]]) -> st
     specs = [spec for target in targets for spec in KERNEL_REGISTRY.specs(*target)]
     reasons: dict[str, str | None] = {}
     for spec in specs:
-        attempts = [spec.unusable(KernelRequest(spec.op_name, spec.variant, device)) for device in machine_devices()]
+        attempts = [spec.unsupported(KernelRequest(spec.op_name, spec.variant, device)) for device in machine_devices()]
         reason = None if None in attempts else attempts[0]
         if reasons.get(spec.name, reason) is not None or spec.name not in reasons:
             reasons[spec.name] = reason

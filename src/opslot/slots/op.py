@@ -37,7 +37,7 @@ class InputCase:
         make: `(dtype, device, generator) -> arguments by name`; floating tensors in `dtype` unless the contract says
             otherwise, random, never all zero.
         role: "check" for `opslot verify` and tests, "bench" for shapes worth timing (large; GPU).
-        shape: what `OpVariant.site_shape` says of a site with these sizes; None where no site has them.
+        shape: what `OpVariant.static_shape` says of a site with these sizes; None where no site has them.
     """
 
     name: str
@@ -57,16 +57,16 @@ class OpVariant:
         cases: input cases for checks and benchmarks.
         differentiable: names of the arguments that receive gradients.
         cost: `arguments -> Cost`, for the floor beside a benchmark.
-        check_site: given the module that holds a slot, why this variant's kernels would be wrong there, or None.
+        check_module: given the module that holds a slot, why this variant's kernels would be wrong there, or None.
         config_field: configuration field that chooses this variant, when it is not the op's.
-        roundings: by dtype name ("float32"), how many roundings of the largest value a kernel may err beyond twice
+        tolerance_ulps: by dtype name ("float32"), how many ULPs of the largest value a kernel may err beyond twice
             eager's error, where one is not enough; the op says why.
-        site_shape: given a site's request, the static sizes that decide who is fastest there (widths, heads, experts;
+        static_shape: given a site's request, the static sizes that decide who is fastest there (widths, heads, experts;
             not the number of tokens), or None where they cannot be known; a measured profile is keyed by them.
-        case_at: `(shape, tokens) -> InputCase`, a case worth timing with those sizes and that many tokens.
+        benchmark_case: `(shape, tokens) -> InputCase`, a case worth timing with those sizes and that many tokens.
         compiles: whether torch.compile of `reference` is worth timing: not where it loops over chunks, experts or
             documents, at which a compiler stops or which it unrolls for minutes.
-        widens: the variant that also computes a part of this one, in slots of its own. Where the named kernel lacks
+        extends: the variant that also computes a part of this one, in slots of its own. Where the named kernel lacks
             this variant, or cannot stand, those slots serve as they would without it, and nothing is refused.
         description: one line.
     """
@@ -76,13 +76,13 @@ class OpVariant:
     cases: Sequence[InputCase]
     differentiable: tuple[str, ...]
     cost: Callable[[Mapping[str, Any]], Cost] | None = None
-    check_site: Callable[[Any], str | None] | None = None
+    check_module: Callable[[Any], str | None] | None = None
     config_field: str | None = None
-    roundings: Mapping[str, float] = field(default_factory=dict)
-    site_shape: Callable[[KernelRequest], Mapping[str, int] | None] | None = None
-    case_at: Callable[[Mapping[str, int], int], InputCase] | None = None
+    tolerance_ulps: Mapping[str, float] = field(default_factory=dict)
+    static_shape: Callable[[KernelRequest], Mapping[str, int] | None] | None = None
+    benchmark_case: Callable[[Mapping[str, int], int], InputCase] | None = None
     compiles: bool = True
-    widens: str | None = None
+    extends: str | None = None
     description: str = ""
 
     def case(self, name: str) -> InputCase:
@@ -127,7 +127,7 @@ class OpSpec:
             Transformers' name, or None where the choice still stands.
         applies_to: whether a module is a model with such a per-model op; asked of modules from the outside in, since a
             model may stand inside a wrapper.
-        in_model: False for an op that the trainer chooses for itself and no model is bound to (the optimizer).
+        bound_to_model: False for an op that the trainer chooses for itself and no model is bound to (the optimizer).
     """
 
     name: str
@@ -138,7 +138,7 @@ class OpSpec:
     detach: Callable[[Any, Any], None] | None = None
     replaced: Callable[[Any, Any, str], str | None] | None = None
     applies_to: Callable[[Any], bool] | None = None
-    in_model: bool = True
+    bound_to_model: bool = True
     description: str = ""
 
     def __post_init__(self) -> None:

@@ -45,7 +45,7 @@ class Timing:
 
     Attributes:
         dtype: as torch names it, e.g. "bfloat16".
-        shape: what `OpVariant.site_shape` says of the site.
+        shape: what `OpVariant.static_shape` says of the site.
         tokens: how many tokens it was measured with.
         ms: forward plus backward, by implementation; "eager" among them unless it could not run. Only
             implementations whose check passed.
@@ -121,8 +121,8 @@ def read_profile(device: DeviceFacts) -> Profile:
     except OSError as error:
         if named:
             raise ProfileError(
-                f"{VARIABLE}={str(path)!r} cannot be read: {error.strerror}\n"
-                "  to do: write it with `opslot bench --tune`, or set it to off"
+                f"{VARIABLE}={str(path)!r} cannot be read: {error.strerror}",
+                hint="write it with `opslot bench --tune`, or set it to off",
             ) from error
         return Profile()
     return _read(path, stat.st_mtime_ns, stat.st_size, device, named)
@@ -146,7 +146,10 @@ def _read(path: Path, changed: int, size: int, device: DeviceFacts, named: bool)
             return Profile(path, {t.key: t for t in timings}, section["date"])
     except ConfigError as error:
         if named:
-            raise ProfileError(f"{VARIABLE}: {error}\n  to do: {_INSTEAD}, or set {VARIABLE}=off") from error
+            raise ProfileError(
+                f"{VARIABLE}: {error}",
+                hint=f"{_INSTEAD}, or set {VARIABLE}=off",
+            ) from error
         logger.warning("%s; kernels are chosen without it", error)
         return Profile(path, ignored=str(error))
 
@@ -207,14 +210,18 @@ def write_profile(timings: Iterable[Timing], device: DeviceFacts) -> Path:
                 elif not _differing_versions(machine["versions"], here["versions"]):
                     kept.update((t.key, t) for t in map(_timing, machine["timings"]))
     except ConfigError as error:
-        raise ConfigError(f"{error}\n  to do: {_INSTEAD}, or name another file with {VARIABLE}") from error
+        raise ConfigError(
+            f"{error}",
+            hint=f"{_INSTEAD}, or name another file with {VARIABLE}",
+        ) from error
     kept.update((t.key, t) for t in timings)
     section = {**here, "date": time.strftime("%Y-%m-%d"), "timings": [_plain(t) for t in kept.values()]}
     try:
         write_json(path, {"format": _FORMAT, "machines": [*others, section]})
     except OSError as error:
         raise ConfigError(
-            f"the profile {path} cannot be written: {error.strerror}\n  to do: name another file with {VARIABLE}"
+            f"the profile {path} cannot be written: {error.strerror}",
+            hint=f"name another file with {VARIABLE}",
         ) from error
     return path
 

@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 
 ENTRY_POINT_GROUP = "opslot.kernels"
 # The built-in ops come through the same door as everybody's: a module that registers when imported.
-_BUILTIN_SOURCE = "opslot.ops"
+_BUILTIN_SOURCES = ("opslot.ops", "opslot.optim")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class KernelRegistry:
         if spec.supports is not None:
             return False
         return any(
-            spec.unusable(KernelRequest(spec.op_name, spec.variant, device)) is None for device in machine_devices()
+            spec.unsupported(KernelRequest(spec.op_name, spec.variant, device)) is None for device in machine_devices()
         )
 
     def _discover(self) -> None:
@@ -206,8 +206,8 @@ class KernelRegistry:
                 kernel = spec.factory()
         except Exception as error:
             field = self.op(spec.op_name).field_of(spec.variant)
-            hint = _factory_hint(spec) or f"\n  to do: mend what it imports, or name another: {field}='eager', for one"
-            raise KernelError(f"{label} could not be loaded: {type(error).__name__}: {error}{hint}") from error
+            hint = _factory_hint(spec) or f"fix what it imports, or select another kernel, e.g. {field}='eager'"
+            raise KernelError(f"{label} could not be loaded: {type(error).__name__}: {error}", hint=hint) from error
         if not callable(kernel):
             raise ConfigError(f"{label}: its factory gave {kernel!r}; it must return the kernel, a function")
         problem = self.op(spec.op_name).variant(spec.variant).signature_problem(kernel)
@@ -227,7 +227,7 @@ class KernelRegistry:
         """
         op = self.op(request.op_name)
         specs = self.specs(request.op_name, request.variant)
-        reasons = {spec.name: spec.unusable(request) for spec in specs}
+        reasons = {spec.name: spec.unsupported(request) for spec in specs}
         field = op.field_of(request.variant)
         if wanted == "auto":
             return self._resolve_auto(request, specs, reasons)
@@ -257,7 +257,7 @@ class KernelRegistry:
         for spec in specs:
             if reasons[spec.name] is None:
                 try:
-                    ranks[spec.name] = spec.rank(request)
+                    ranks[spec.name] = spec.priority_for(request)
                 except Exception as error:
                     reasons[spec.name] = f"its priority() raised {type(error).__name__}: {error}"
         ranked = sorted(((rank, name) for name, rank in ranks.items() if rank is not None and rank > 0), reverse=True)
@@ -285,9 +285,9 @@ class KernelRegistry:
     def _timing(self, request: KernelRequest, profile: Profile) -> Timing | None:
         """What was measured at the shape of the request's site, or None."""
         variant = self.op(request.op_name).variant(request.variant)
-        if not profile.timings or request.dtype is None or variant.site_shape is None:
+        if not profile.timings or request.dtype is None or variant.static_shape is None:
             return None
-        shape = variant.site_shape(request)
+        shape = variant.static_shape(request)
         if shape is None:
             return None
         return profile.at(request.op_name, request.variant, dtype_name(request.dtype), shape)
@@ -300,9 +300,7 @@ def _factory_hint(spec: KernelSpec) -> str:
     try:
         inspect.signature(spec.factory).bind()
     except TypeError:
-        return (
-            "\n  to do: the factory is called without arguments; where it is the kernel itself, pass `lambda: kernel`"
-        )
+        return "the factory is called without arguments; where it is the kernel itself, pass `lambda: kernel`"
     except ValueError:
         pass
     return ""
@@ -329,4 +327,4 @@ def _fastest(
     return Resolution(request.op_name, request.variant, chosen, why, tuple(rejected), False)
 
 
-KERNEL_REGISTRY = KernelRegistry(sources=[_BUILTIN_SOURCE], entry_points=True)
+KERNEL_REGISTRY = KernelRegistry(sources=_BUILTIN_SOURCES, entry_points=True)

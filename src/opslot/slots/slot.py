@@ -79,8 +79,8 @@ class BoundKernel:
             return True
         if self.explicit:
             raise KernelError(
-                f"cross_entropy_loss_implementation={self.name!r} cannot be used here: {problem}\n"
-                "  to do: set cross_entropy_loss_implementation to eager or auto, or keep the head a plain nn.Linear"
+                f"cross_entropy_loss_implementation={self.name!r} cannot be used here: {problem}",
+                hint="set cross_entropy_loss_implementation to eager or auto, or keep the head a plain nn.Linear",
             )
         return False
 

@@ -62,7 +62,7 @@ class HardwareRequirement:
                 "no GPU fits, exchange them"
             )
 
-    def unmet_by(self, device: DeviceFacts) -> str | None:
+    def unsupported(self, device: DeviceFacts) -> str | None:
         """Why `device` does not fit, or None when it does."""
         if self.device_type == "any":
             return None
@@ -180,10 +180,10 @@ class KernelSpec:
     def key(self) -> tuple[str, str, str]:
         return self.op_name, self.variant, self.name
 
-    def unusable(self, request: KernelRequest) -> str | None:
+    def unsupported(self, request: KernelRequest) -> str | None:
         """Why this kernel cannot serve `request`, or None when it can."""
         interpreted = self.interpretable and request.device.type == "cpu" and triton_interpreted()
-        reason = None if interpreted else self.hardware.unmet_by(request.device)
+        reason = None if interpreted else self.hardware.unsupported(request.device)
         if reason:
             hint = (
                 " (TRITON_INTERPRET=1 runs it here, slowly)"
@@ -197,9 +197,9 @@ class KernelSpec:
         if self.dtypes is not None and request.dtype is not None and request.dtype not in self.dtypes:
             accepted = ", ".join(sorted(map(dtype_name, self.dtypes)))
             return f"takes {accepted}, not {dtype_name(request.dtype)}"
-        return self._told_by_supports(request) if self.supports else None
+        return self._supports_reason(request) if self.supports else None
 
-    def _told_by_supports(self, request: KernelRequest) -> str | None:
+    def _supports_reason(self, request: KernelRequest) -> str | None:
         """What `supports` says; where it fails, that is the reason, so that one bad kernel keeps no other from use."""
         assert self.supports is not None
         try:
@@ -210,7 +210,7 @@ class KernelSpec:
             return told
         return f"its supports() returned {told!r}, where None means that it serves and a text why it does not"
 
-    def rank(self, request: KernelRequest) -> int | None:
+    def priority_for(self, request: KernelRequest) -> int | None:
         """Measured priority at `request`; None keeps `auto` from choosing it. A priority of one's own may raise."""
         if self.interpretable and request.device.type == "cpu":
             return None

@@ -29,7 +29,7 @@ from opslot.distributed import (
 )
 from opslot.distributed.copy_engine import opened_bytes
 from opslot.models import load_foundation_weights
-from opslot.models.parallel import parallelize_model
+from opslot.models.parallelize import parallelize_model
 from opslot.slots import explain
 from opslot.trainer import checkpointing
 from opslot.trainer.callbacks import (
@@ -353,10 +353,12 @@ class BaseTrainer(ABC):
         kept = checkpointing.find_checkpoints(self.output_dir / checkpointing.CHECKPOINTS)
         last = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
         raise TrainingError(
-            f"step {self.step + 1}: the loss is {loss} and the gradient norm {grad_norm}\n"
-            f"  found: {last}; the weights have not been changed by this step\n"
-            "  to do: lower train.lr, raise train.warmup_steps, or look for the kernel with opslot verify; "
-            "go on with train.resume_from: latest"
+            f"step {self.step + 1}: the loss is {loss} and the gradient norm {grad_norm}",
+            found=f"{last}; the weights have not been changed by this step",
+            hint=(
+                "lower train.lr, raise train.warmup_steps, or look for the kernel with opslot "
+                "verify; go on with train.resume_from: latest"
+            ),
         )
 
     def _parallelize(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -431,8 +433,8 @@ class BaseTrainer(ABC):
                 raise
             file = f" ({error.filename})" if error.filename else ""
             raise TrainingError(
-                f"the run's files cannot be written to {self.output_dir}: {error.strerror}{file}\n"
-                "  to do: make room there, then run again with train.resume_from: latest; checkpoints are intact"
+                f"the run's files cannot be written to {self.output_dir}: {error.strerror}{file}",
+                hint="make room there, then run again with train.resume_from: latest; checkpoints are intact",
             ) from error
 
     @contextlib.contextmanager

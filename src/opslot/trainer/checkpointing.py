@@ -109,8 +109,8 @@ def write_snapshot(folder: Path, snapshot: Snapshot, keep: int | None = None, gr
         if is_first_rank():
             shutil.rmtree(unfinished, ignore_errors=True)
         raise CheckpointError(
-            f"the checkpoint of step {snapshot.step} cannot be written to {folder}: {root_cause(error)}\n"
-            "  to do: make room there, then run again with train.resume_from: latest; earlier checkpoints are intact"
+            f"the checkpoint of step {snapshot.step} cannot be written to {folder}: {root_cause(error)}",
+            hint="make room there, then run again with train.resume_from: latest; earlier checkpoints are intact",
         ) from error
     if keep and is_first_rank():
         for old in find_checkpoints(folder)[:-keep]:
@@ -258,8 +258,8 @@ def _check_model(folder: Path, model_state: dict[str, Any]) -> None:
             problems.append(f"{name}: {list(size)} in the checkpoint, {list(shape)} in this model")
     if problems:
         raise CheckpointError(
-            list_problems(f"the checkpoint {folder} is of another model", problems)
-            + "\n  to do: set model.config_path to the config that it was trained with, or another train.output_dir"
+            list_problems(f"the checkpoint {folder} is of another model", problems),
+            hint="set model.config_path to the config that it was trained with, or another train.output_dir",
         )
 
 

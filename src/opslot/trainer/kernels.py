@@ -34,9 +34,10 @@ def require_same_kernels(model: nn.Module) -> None:
     if differing:
         more = f"\n  and {len(differing) - 3} more sites" if len(differing) > 3 else ""
         raise ConfigError(
-            "the ranks chose different kernels\n  found: " + "\n  found: ".join(differing[:3]) + more + "\n"
-            "  to do: give all machines the same packages and the same profile (OPSLOT_PROFILE), or name the kernels "
-            "in model.ops_implementation"
+            "the ranks selected different kernels",
+            found="\n    ".join(differing[:3]) + more,
+            hint="give all machines the same packages and the same profile (OPSLOT_PROFILE), or name the kernels in "
+            "model.ops_implementation",
         )
 
 
@@ -87,9 +88,12 @@ def hold_kernels(
             bind(model, OpsImplementationConfig(**fields), device=device, dtype=dtype)
         except ConfigError as error:
             raise ConfigError(
-                f"the run cannot be resumed with the kernels it was started with\n  found: {error}\n"
-                "  to do: resume where they can run, or name others in model.ops_implementation "
-                "(the losses will then differ slightly)"
+                "the run cannot be resumed with the kernels it was started with",
+                found=str(error),
+                hint=(
+                    "resume where they can run, or name others in model.ops_implementation (the "
+                    "losses will then differ slightly)"
+                ),
             ) from error
     return lines
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from opslot._base.device import facts_of
 from opslot._base.logging import get_logger
-from opslot.slots import KERNEL_REGISTRY, KernelRequest, OpsImplementationConfig, bound_config
+from opslot.optim.selection import adamw_of
 from opslot.trainer.config import TrainConfig
 
 logger = get_logger(__name__)
@@ -32,18 +29,6 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
         betas=(train.optimizer.beta1, train.optimizer.beta2),
         eps=train.optimizer.eps,
     )
-
-
-def adamw_of(model: nn.Module) -> Callable[..., torch.optim.AdamW]:
-    """torch's fused AdamW, or that of the kernel that `adamw_implementation` names or `auto` finds faster here."""
-    config = bound_config(model) or OpsImplementationConfig()
-    parameter = next(model.parameters())
-    request = KernelRequest("adamw", "standard", facts_of(parameter.device), parameter.dtype)
-    chosen = KERNEL_REGISTRY.resolve(request, config.choice("adamw", "standard")).chosen
-    if chosen == "eager":
-        return functools.partial(torch.optim.AdamW, fused=True)
-    logger.info("AdamW steps through the kernel %r", chosen)
-    return KERNEL_REGISTRY.load("adamw", "standard", chosen).optimizer  # type: ignore[attr-defined]
 
 
 def learning_rate(train: TrainConfig, step: int, max_steps: float) -> float:

@@ -29,7 +29,7 @@ from opslot.data import (
 )
 from opslot.distributed import sum_over_ranks
 from opslot.models import build_foundation_model, expert_layout, load_config
-from opslot.models.parallel import whole_sequences
+from opslot.models.parallelize import whole_sequences
 from opslot.slots import loss_only
 from opslot.trainer.base import BaseTrainer, TrainResult
 from opslot.trainer.validate import micro_batch_size
@@ -114,8 +114,8 @@ class TextTrainer(BaseTrainer):
         )
         if self.config.data.packing and (why := whole_sequences(built)):
             raise ConfigError(
-                f"documents packed into one row could see each other in {type(built).__name__}: {why}\n"
-                "  to do: set data.packing to false"
+                f"documents packed into one row could see each other in {type(built).__name__}: {why}",
+                hint="set data.packing to false",
             )
         return built
 
@@ -238,12 +238,13 @@ class TextTrainer(BaseTrainer):
         longest = getattr(text_config, "max_position_embeddings", None)
         if wanted > offered:
             raise ConfigError(
-                f"the tokenizer in {self.inputs.tokenizer_path} has {wanted} tokens, "
-                f"the model's vocab_size is {offered}\n"
-                "  to do: take the tokenizer that belongs to the model, or raise vocab_size in config.json"
+                f"the tokenizer in {self.inputs.tokenizer_path} has {wanted} tokens, the model's "
+                f"vocab_size is {offered}",
+                hint="take the tokenizer that belongs to the model, or raise vocab_size in config.json",
             )
         if longest is not None and self.config.data.max_seq_len > longest:
             raise ConfigError(
-                f"data.max_seq_len={self.config.data.max_seq_len}, but the model has positions for {longest} tokens "
-                "(max_position_embeddings)\n  to do: lower the one or raise the other"
+                f"data.max_seq_len={self.config.data.max_seq_len}, but the model has positions "
+                f"for {longest} tokens (max_position_embeddings)",
+                hint="lower the one or raise the other",
             )

@@ -152,8 +152,8 @@ def test_a_mask_is_added_once():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"softcap": 50.0}, "'sdpa' has no softcap\n  to do: use eager"),
-        ({"s_aux": torch.zeros(4)}, "'sdpa' has no s_aux\n  to do: use eager or flash_attention_4"),
+        ({"softcap": 50.0}, "'sdpa' has no softcap\n  hint: use eager"),
+        ({"s_aux": torch.zeros(4)}, "'sdpa' has no s_aux\n  hint: use eager or flash_attention_4"),
         ({"position_bias": torch.zeros(1, 4, 24, 24)}, "'sdpa' has no position_bias"),
     ],
 )
@@ -366,13 +366,15 @@ def request(device=CPU, flags=(), sinks=False, **config):
 )
 def test_refusals_known_when_bound(given, kernel, reason):
     wanted = request(**given)
-    assert reason in KERNEL_REGISTRY.get("attention", "causal", kernel).unusable(wanted)
+    assert reason in KERNEL_REGISTRY.get("attention", "causal", kernel).unsupported(wanted)
     with pytest.raises(ConfigError, match=f"attn_implementation='{kernel}'"):
         KERNEL_REGISTRY.resolve(wanted, kernel)
 
 
 def test_a_model_with_dropout_keeps_sdpa_on_a_gpu():
-    assert KERNEL_REGISTRY.get("attention", "causal", "sdpa").unusable(request(HOPPER, attention_dropout=0.1)) is None
+    assert (
+        KERNEL_REGISTRY.get("attention", "causal", "sdpa").unsupported(request(HOPPER, attention_dropout=0.1)) is None
+    )
 
 
 def test_auto_on_hardware_that_nobody_timed_is_sdpa():
@@ -424,7 +426,7 @@ def assert_as_good_as_eager(kernel, arguments, options):
 
 def usable(name):
     spec = KERNEL_REGISTRY.get("attention", "causal", name)
-    reason = spec.unusable(KernelRequest("attention", "causal", HOPPER)) if torch.cuda.is_available() else "no GPU"
+    reason = spec.unsupported(KernelRequest("attention", "causal", HOPPER)) if torch.cuda.is_available() else "no GPU"
     if reason:
         pytest.skip(reason)
     return load(name)

@@ -329,7 +329,7 @@ def test_triton_refusals_name_kernel_and_argument(change, argument):
 def test_kernels_carry_states_between_documents(name, width, backward):
     """The last states of one call are the first states of the next, within bf16's products."""
     spec = KERNEL_REGISTRY.get("chunk_gated_delta_rule", "standard", name)
-    if not torch.cuda.is_available() or spec.unusable(KernelRequest(spec.op_name, "standard", facts_of("cuda"))):
+    if not torch.cuda.is_available() or spec.unsupported(KernelRequest(spec.op_name, "standard", facts_of("cuda"))):
         pytest.skip(f"{name} cannot run here")
     kernel = KERNEL_REGISTRY.load(*spec.key)
     given = inputs(200, width=width, v_width=width, dtype=torch.bfloat16, device="cuda")

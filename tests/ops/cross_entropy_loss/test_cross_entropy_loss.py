@@ -96,7 +96,7 @@ def test_many_chunks_do_not_drift(factor_last, monkeypatch):
     _, _, found = chunked.loss_and_gradients(backend, hidden, weight, labels, divisor, shaping, True, True)
     expected = torch.full((16, 8), 1 / 16)
     expected[0] = 1 / 16 - 1
-    # Two roundings to 8 bits: each logit's gradient, and the sum.
+    # Two tolerance_ulps to 8 bits: each logit's gradient, and the sum.
     torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=0)
 
 
@@ -387,7 +387,7 @@ class Model(nn.Module):
 
 
 def test_heads_that_are_more_than_a_weight():
-    check = OP.variant("causal").check_site
+    check = OP.variant("causal").check_module
     assert check(Model(nn.Linear(4, 8, bias=False))) is None
     assert check(nn.Linear(4, 8)) is None
     assert "bias" in check(Model(nn.Linear(4, 8)))
@@ -399,7 +399,7 @@ def test_npu_is_refused_here_with_every_reason():
         KERNEL_REGISTRY.resolve(KernelRequest("cross_entropy_loss", "causal", CPU, torch.float32), "npu")
     assert "usable here: eager" in str(caught.value)
     facts = DeviceFacts("npu", name="Ascend NPU")
-    reason = KERNEL_REGISTRY.get("cross_entropy_loss", "causal", "npu").unusable(
+    reason = KERNEL_REGISTRY.get("cross_entropy_loss", "causal", "npu").unsupported(
         KernelRequest("cross_entropy_loss", "causal", facts, torch.bfloat16)
     )
     assert reason == "needs the package torch_npu, not installed"

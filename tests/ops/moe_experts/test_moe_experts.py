@@ -96,7 +96,7 @@ def test_reference_is_upstreams_loop_bit_for_bit(dtype, variant, path, class_nam
     limit = {"standard": 0.0, "clamped": 0.75, "biased": 1.05}[variant]
     experts = upstream(path, class_name, tensors, swiglu_limit=limit, swiglu_alpha=1.702, **SIZES, **COUNTS)
     same_as_upstream(experts, variant, tensors, dtype)
-    check = KERNEL_REGISTRY.op("moe_experts").variant(variant).check_site
+    check = KERNEL_REGISTRY.op("moe_experts").variant(variant).check_module
     assert check(experts) is None
 
 
@@ -138,7 +138,7 @@ def test_what_is_saved_for_backward_gets_no_gradient(name):
 def test_twice_the_same_bits_on_a_gpu(name, variant):
     request = KernelRequest("moe_experts", variant, facts_of("cuda"), torch.bfloat16)
     specs = {s.name: s for s in KERNEL_REGISTRY.specs("moe_experts", variant)}
-    if name not in specs or specs[name].unusable(request):
+    if name not in specs or specs[name].unsupported(request):
         pytest.skip(f"{name} does not serve {variant} here")
     tensors = inputs(4096, 16, 4, 512, 256, torch.bfloat16, variant=variant)
     first = gradients(load(name, variant), tensors)
@@ -339,7 +339,7 @@ def changed(**other):
     ],
 )
 def test_a_call_that_is_not_the_contracts_is_refused(name, arguments, found):
-    with pytest.raises(KernelError, match="to do:") as caught:
+    with pytest.raises(KernelError, match="hint:") as caught:
         load(name)(**arguments)
     assert f"moe_implementation='{name}'" in str(caught.value)
     assert found in str(caught.value)

@@ -194,15 +194,15 @@ def test_triton_refuses_an_odd_fused_width():
 
 
 def test_sites_need_silu():
-    check_site = op.OP.variant("standard").check_site
+    check_module = op.OP.variant("standard").check_module
     activations = pytest.importorskip("transformers.activations")
     for name in ("silu", "swish"):
-        assert check_site(types.SimpleNamespace(act_fn=activations.ACT2FN[name])) is None
-    assert check_site(types.SimpleNamespace(act_fn=nn.SiLU())) is None
-    assert check_site(types.SimpleNamespace(activation_fn=nn.functional.silu)) is None
-    assert "not SiLU" in check_site(types.SimpleNamespace(act_fn=activations.ACT2FN["gelu_pytorch_tanh"]))
-    assert "activation is unknown" in check_site(nn.Linear(1, 1))
-    clamped = op.OP.variant("clamped").check_site
+        assert check_module(types.SimpleNamespace(act_fn=activations.ACT2FN[name])) is None
+    assert check_module(types.SimpleNamespace(act_fn=nn.SiLU())) is None
+    assert check_module(types.SimpleNamespace(activation_fn=nn.functional.silu)) is None
+    assert "not SiLU" in check_module(types.SimpleNamespace(act_fn=activations.ACT2FN["gelu_pytorch_tanh"]))
+    assert "activation is unknown" in check_module(nn.Linear(1, 1))
+    clamped = op.OP.variant("clamped").check_module
     assert clamped(nn.Linear(1, 1)) is None
     assert clamped(types.SimpleNamespace(act_fn=nn.SiLU())) is None
     assert "not SiLU" in clamped(types.SimpleNamespace(act_fn=nn.GELU()))

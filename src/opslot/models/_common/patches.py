@@ -121,7 +121,7 @@ def slot_residual_norm(
     The other addition of a layer is followed by the next layer's norm, which a layer's own forward cannot reach.
 
     Args:
-        variant: the one of rms_norm that widens the norm's own.
+        variant: the one of rms_norm that extends the norm's own.
         args: the variant's arguments after the two terms of the sum, of the norm `norm`.
     """
     slot = OpSlot("rms_norm", variant)

@@ -82,8 +82,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *douts)
         if not torch.compiler.is_compiling():
             raise KernelError(
-                f"{op}: a kernel of {kernel}.py has no second derivative, which create_graph=True asks for\n"
-                f"  to do: set {op} to eager, or leave create_graph out"
+                f"{op}: a kernel of {kernel}.py has no second derivative, which create_graph=True asks for",
+                hint=f"set {op} to eager, or leave create_graph out",
             )
         return guarded(ctx, *douts)
 
@@ -99,7 +99,10 @@ def refuse(kernel: str, argument: str, found: str, instead: str) -> NoReturn:
         found: what it is, against what the kernel takes.
         instead: what serves it.
     """
-    raise KernelError(f"{kernel} cannot take {argument}: {found}\n  to do: {instead}")
+    raise KernelError(
+        f"{kernel} cannot take {argument}: {found}",
+        hint=instead,
+    )
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:

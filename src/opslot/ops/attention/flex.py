@@ -39,8 +39,8 @@ def flex_attention(
     refuse_options("flex_attention", kwargs, served=("softcap",))
     if dropout:
         raise KernelError(
-            "attn_implementation='flex_attention' has no dropout\n"
-            "  to do: set attention_dropout to 0, or use sdpa or flash_attention_2"
+            "attn_implementation='flex_attention' has no dropout",
+            hint="set attention_dropout to 0, or use sdpa or flash_attention_2",
         )
     if attention_mask is None and query.shape[2] > 1:
         attention_mask = _block_mask(query, key, causal_of(module, kwargs), kwargs)
@@ -59,8 +59,9 @@ def flex_attention(
             out = flex_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
         except FailOnRecompileLimitHit as error:
             raise KernelError(
-                f"attn_implementation='flex_attention': compiled for {_SHAPES} shapes already, now asked for query "
-                f"{tuple(query.shape)}\n  to do: pad to fewer lengths, or use sdpa"
+                f"attn_implementation='flex_attention': compiled for {_SHAPES} shapes already, "
+                f"now asked for query {tuple(query.shape)}",
+                hint="pad to fewer lengths, or use sdpa",
             ) from error
     return out[0], None
 
@@ -78,8 +79,8 @@ def _block_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]
         return None
     if cu_seqlens is not None and keys != length:
         raise KernelError(
-            f"attn_implementation='flex_attention': packed documents of {length} queries and {keys} keys in a row\n"
-            "  to do: give every document as many keys as queries, or use flash_attention_2, 3 or 4"
+            f"attn_implementation='flex_attention': packed documents of {length} queries and {keys} keys in a row",
+            hint="give every document as many keys as queries, or use flash_attention_2, 3 or 4",
         )
     document = torch.zeros(1, keys, dtype=torch.int64, device=query.device)
     if cu_seqlens is not None:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
-from opslot.ops._common.cases import randn
 from opslot.ops._common.sites import head_sizes
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant, own_config
+from opslot.slots.random_inputs import randn
 
 PREFIX = "opslot_"
 
@@ -79,8 +79,8 @@ def window_of(key: Tensor, causal: bool, kwargs: Mapping[str, Any]) -> int | Non
         return None
     if not causal:
         raise KernelError(
-            f"attention: sliding_window={window} without causality needs the attention_mask that says where it ends\n"
-            "  to do: pass the mask, or use flash_attention_2, 3 or 4, where it ends window - 1 tokens to either side"
+            f"attention: sliding_window={window} without causality needs the attention_mask that says where it ends",
+            hint="pass the mask, or use flash_attention_2, 3 or 4, where it ends window - 1 tokens to either side",
         )
     return window
 
@@ -102,8 +102,8 @@ def visible(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, 
         return mask[None, None]
     if length != keys:
         raise KernelError(
-            f"attention: packed documents of {length} queries and {keys} keys in a row\n"
-            "  to do: give every document as many keys as queries, or use flash_attention_2, 3 or 4"
+            f"attention: packed documents of {length} queries and {keys} keys in a row",
+            hint="give every document as many keys as queries, or use flash_attention_2, 3 or 4",
         )
     token = torch.arange(batch * length, device=query.device)
     document = torch.searchsorted(cu_seqlens[1:].to(torch.int64), token, right=True).view(batch, 1, length)
@@ -122,7 +122,10 @@ def refuse_options(name: str, kwargs: Mapping[str, Any], served: tuple[str, ...]
     """KernelError for an option of the call that implementation `name` does not serve."""
     for option, others in _OPTIONS.items():
         if option not in served and kwargs.get(option) is not None:
-            raise KernelError(f"attn_implementation={name!r} has no {option}\n  to do: use {others}")
+            raise KernelError(
+                f"attn_implementation={name!r} has no {option}",
+                hint=f"use {others}",
+            )
 
 
 class _Module(nn.Module):
@@ -232,8 +235,9 @@ def _attach(model: Any, chosen: str, kernel: Callable[..., Any] | None) -> _Atta
     mask_function: Any = getattr(kernel, "mask_function", None)
     if kernel is not None and mask_function is None:
         raise KernelError(
-            f"attn_implementation={chosen!r}: the kernel has no attribute mask_function, so that no mask can be made "
-            "for it\n  to do: set it to the function that makes its masks, e.g. transformers.masking_utils.sdpa_mask"
+            f"attn_implementation={chosen!r}: the kernel has no attribute mask_function, so "
+            "that no mask can be made for it",
+            hint="set it to the function that makes its masks, e.g. transformers.masking_utils.sdpa_mask",
         )
     own_config(model)
     previous = model.config._attn_implementation
@@ -272,9 +276,9 @@ OP = OpSpec(
             _cost,
             _keeps_its_own,
             # torch's fused CPU attention takes exp from a 20-ulp approximation.
-            roundings={"float32": 8},
-            site_shape=head_sizes,
-            case_at=_case_at,
+            tolerance_ulps={"float32": 8},
+            static_shape=head_sizes,
+            benchmark_case=_case_at,
             description="causal, grouped heads, packed documents",
         )
     },

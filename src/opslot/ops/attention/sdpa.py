@@ -138,10 +138,12 @@ def _fused(
                 raise
             reasons = _reasons(run)
             raise KernelError(
-                f"attn_implementation={name!r}: no fused backend of torch serves query {tuple(query.shape)} "
-                f"{query.dtype} with key {tuple(key.shape)} on {query.device.type}, and the math backend is never "
-                f"used silently\n  found: {reasons}\n  to do: use eager"
-                f"{' or flex_attention' if query.is_cuda else ''}{', or set attention_dropout to 0' if dropout else ''}"
+                f"attn_implementation={name!r}: no fused backend of torch serves query "
+                f"{tuple(query.shape)} {query.dtype} with key {tuple(key.shape)} on "
+                f"{query.device.type}, and the math backend is never used silently",
+                found=reasons,
+                hint=f"use eager{' or flex_attention' if query.is_cuda else ''}"
+                + (", or set attention_dropout to 0" if dropout else ""),
             ) from error
 
 
@@ -174,8 +176,9 @@ def _varlen(
     """All documents (without `cu_seq_lens_q`: all rows) in one launch of torch's variable-length flash kernel."""
     if query.shape[-1] != value.shape[-1] or query.shape[-1] > 256:
         raise KernelError(
-            f"attn_implementation={name!r}: packed documents and sliding windows take heads of one width up to 256, "
-            f"query has {query.shape[-1]} and value {value.shape[-1]}\n  to do: use eager or flex_attention"
+            f"attn_implementation={name!r}: packed documents and sliding windows take heads "
+            f"of one width up to 256, query has {query.shape[-1]} and value {value.shape[-1]}",
+            hint="use eager or flex_attention",
         )
     batch, _, length, width = query.shape
     cu_q, cu_k, longest_q, longest_k = _bounds(name, query, key, kwargs)
@@ -228,8 +231,8 @@ def _documents_loop(
     batch, heads, length, _ = query.shape
     if key.shape[2] != length:
         raise KernelError(
-            f"attn_implementation={name!r}: packed documents of {length} queries and {key.shape[2]} keys in a row\n"
-            "  to do: give every document as many keys as queries"
+            f"attn_implementation={name!r}: packed documents of {length} queries and {key.shape[2]} keys in a row",
+            hint="give every document as many keys as queries",
         )
     groups = heads // key.shape[1]
     if query.is_cuda and groups > 1:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
-from opslot.ops._common.cases import randn
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant
+from opslot.slots.random_inputs import randn
 
 _ACTIVATIONS = {None: lambda x: x, "silu": nn.functional.silu, "swish": nn.functional.silu}
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from opslot.ops._common.cases import randn
 from opslot.ops._common.documents import check_borders
 from opslot.ops._common.library import refuse
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant
+from opslot.slots.random_inputs import randn
 
 # Tokens of a chunk: within one, the recurrence is products and a triangular system; between two it is one step.
 _CHUNK = 64
@@ -244,7 +244,7 @@ OP = OpSpec(
             _cost,
             # A chunked kernel reads keys and values rounded to the input's dtype into every product of a chunk, where
             # the reference rounds once at the end.
-            roundings={"bfloat16": 4, "float16": 4, "float32": 64},
+            tolerance_ulps={"bfloat16": 4, "float16": 4, "float32": 64},
             compiles=False,
         )
     },

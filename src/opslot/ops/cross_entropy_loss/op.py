@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opslot.ops._common.cases import on_device, randn
 from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
+from opslot.slots.random_inputs import on_device, randn
 
 
 def causal(
@@ -282,8 +282,8 @@ OP = OpSpec(
                 _DIFFERENTIABLE,
                 _cost,
                 _head_site,
-                site_shape=_site_shape,
-                case_at=_case_at,
+                static_shape=_site_shape,
+                benchmark_case=_case_at,
                 description="next-token loss, shifted inside",
             ),
             OpVariant(
@@ -293,8 +293,8 @@ OP = OpSpec(
                 _DIFFERENTIABLE,
                 _cost,
                 _head_site,
-                site_shape=_site_shape,
-                case_at=_case_at,
+                static_shape=_site_shape,
+                benchmark_case=_case_at,
                 description="labels in place",
             ),
             OpVariant(
@@ -304,8 +304,8 @@ OP = OpSpec(
                 _DIFFERENTIABLE,
                 _token_cost,
                 _head_site,
-                site_shape=_site_shape,
-                case_at=_case_at,
+                static_shape=_site_shape,
+                benchmark_case=_case_at,
                 description="log-probability and entropy per token",
             ),
         )

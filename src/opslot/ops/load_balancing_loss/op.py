@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.cases import on_device, randn
 from opslot.ops._common.library import refuse
 from opslot.ops._common.sites import text_config
 from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
+from opslot.slots.random_inputs import on_device, randn
 
 
 def standard(
@@ -150,8 +150,8 @@ OP = OpSpec(
             _CASES,
             ("gate_logits",),
             _cost,
-            site_shape=_site_shape,
-            case_at=_case_at,
+            static_shape=_site_shape,
+            benchmark_case=_case_at,
             description="all layers at once",
         )
     },

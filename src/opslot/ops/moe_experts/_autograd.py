@@ -161,8 +161,8 @@ def _refuse_tangents(name: str, *arguments: Any) -> None:
     """Refuse forward-mode differentiation, whose tangents an operator of torch.library drops without a word."""
     if any(isinstance(x, Tensor) and unpack_dual(x).tangent is not None for x in arguments):
         raise KernelError(
-            f"moe_experts: the kernel {name} has no forward-mode derivative\n"
-            "  to do: set moe_implementation to eager, or differentiate backwards"
+            f"moe_experts: the kernel {name} has no forward-mode derivative",
+            hint="set moe_implementation to eager, or differentiate backwards",
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opslot._base.dtypes import dtype_name
-from opslot._base.errors import KernelError, explain_problem
+from opslot._base.errors import KernelError
 from opslot.ops.moe_experts._autograd import Experts
 
 Problem = tuple[str, str] | None
@@ -103,7 +103,7 @@ def prepare(
         )
     if problem:
         found, todo = problem
-        raise KernelError(explain_problem(f"moe_implementation={kernel!r} cannot run this call", found, todo))
+        raise KernelError(f"moe_implementation={kernel!r} cannot run this call", found=found, hint=todo)
     return hidden_states, experts
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from opslot.ops._common.cases import randn
 from opslot.ops._common.sites import text_config
 from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant, own_config, walk_slots
+from opslot.slots.random_inputs import randn
 
 _IMPLEMENTATION = "_experts_implementation"
 # From a dtype and the standard variant's arguments to another variant's.
@@ -424,7 +424,7 @@ def attach(model: Any, chosen: str, kernel: Any) -> list[tuple[Any, str | None]]
 
 
 def _served(variant: str, module: Any) -> bool:
-    check = OP.variant(variant).check_site
+    check = OP.variant(variant).check_module
     return check is None or check(module) is None
 
 
@@ -456,10 +456,10 @@ _VARIANTS = (
         _GRADIENTS,
         _cost,
         check_standard,
-        roundings=_ROUNDINGS,
+        tolerance_ulps=_ROUNDINGS,
         compiles=False,
-        site_shape=_site_shape,
-        case_at=_case_at,
+        static_shape=_site_shape,
+        benchmark_case=_case_at,
         description="merged gate_up [E, 2I, H], SiLU, no bias",
     ),
     OpVariant(
@@ -469,10 +469,10 @@ _VARIANTS = (
         _GRADIENTS,
         _cost,
         check_clamped,
-        roundings=_ROUNDINGS,
+        tolerance_ulps=_ROUNDINGS,
         compiles=False,
-        site_shape=_site_shape,
-        case_at=partial(_case_at, form=_DEEPSEEK_V4),
+        static_shape=_site_shape,
+        benchmark_case=partial(_case_at, form=_DEEPSEEK_V4),
         description="merged gate_up [E, 2I, H], gate and up within a limit, no bias",
     ),
     OpVariant(
@@ -482,10 +482,10 @@ _VARIANTS = (
         (*_GRADIENTS, "gate_up_proj_bias", "down_proj_bias"),
         _cost,
         check_biased,
-        roundings=_ROUNDINGS,
+        tolerance_ulps=_ROUNDINGS,
         compiles=False,
-        site_shape=_site_shape,
-        case_at=partial(_case_at, form=_GPT_OSS),
+        static_shape=_site_shape,
+        benchmark_case=partial(_case_at, form=_GPT_OSS),
         description="transposed and interleaved gate_up [E, H, 2I], biases, gate and up within a limit (gpt-oss)",
     ),
     OpVariant(
@@ -495,10 +495,10 @@ _VARIANTS = (
         ("hidden_states", "gate_proj", "up_proj", "down_proj", "top_k_weights"),
         _cost,
         check_split,
-        roundings=_ROUNDINGS,
+        tolerance_ulps=_ROUNDINGS,
         compiles=False,
-        site_shape=_site_shape,
-        case_at=partial(_case_at, form=_split),
+        static_shape=_site_shape,
+        benchmark_case=partial(_case_at, form=_split),
         description="gate and up apart, [E, I, H] each, SiLU, no bias",
     ),
 )

@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from opslot._base.device import triton_interpreted
-from opslot._base.errors import KernelError, explain_problem
+from opslot._base.errors import KernelError
 from opslot.ops._common.specs import FLOATS
 from opslot.ops.moe_experts import triton_kernels as kernels
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
@@ -123,7 +123,7 @@ def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_wei
     if hidden_states.device.type == "cpu" and not triton_interpreted():
         found = "tensors on the CPU"
         todo = "move them to a GPU, set TRITON_INTERPRET=1, or use moe_implementation=grouped_mm"
-        raise KernelError(explain_problem("moe_implementation='fused_triton' cannot run this call", found, todo))
+        raise KernelError("moe_implementation='fused_triton' cannot run this call", found=found, hint=todo)
     x, experts = prepare("fused_triton", hidden_states, experts, top_k_index, top_k_weights, FLOATS, contiguous=True)
     return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
 

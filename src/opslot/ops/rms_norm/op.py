@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opslot.ops._common.cases import randn
 from opslot.ops._common.sites import head_sizes, text_config
 from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
+from opslot.slots.random_inputs import randn
 
 
 def _normalize(hidden_states: Tensor, eps: float) -> Tensor:
@@ -181,11 +181,11 @@ def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
 
 
 def _case_at(*roles: str) -> Callable[[Mapping[str, int], int], InputCase]:
-    def case_at(shape: Mapping[str, int], tokens: int) -> InputCase:
+    def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
         width, heads = shape["width"], shape["heads"]
         return _case(f"{tokens * heads}x{width}", (tokens * heads, width), roles, role="bench", heads=heads)
 
-    return case_at
+    return benchmark_case
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
@@ -205,8 +205,8 @@ _VARIANTS = (
         _cases("weight"),
         ("hidden_states", "weight"),
         _cost,
-        site_shape=_site_shape,
-        case_at=_case_at("weight"),
+        static_shape=_site_shape,
+        benchmark_case=_case_at("weight"),
         description="cast, then times weight",
     ),
     OpVariant(
@@ -215,8 +215,8 @@ _VARIANTS = (
         _cases("weight"),
         ("hidden_states", "weight"),
         _cost,
-        site_shape=_site_shape,
-        case_at=_case_at("weight"),
+        static_shape=_site_shape,
+        benchmark_case=_case_at("weight"),
         description="times (1 + weight) in fp32",
     ),
     OpVariant(
@@ -225,8 +225,8 @@ _VARIANTS = (
         _cases("weight"),
         ("hidden_states", "weight"),
         _cost,
-        site_shape=_site_shape,
-        case_at=_case_at("weight"),
+        static_shape=_site_shape,
+        benchmark_case=_case_at("weight"),
         description="times weight in fp32, then cast",
     ),
     OpVariant(
@@ -235,10 +235,10 @@ _VARIANTS = (
         _cases("weight", "gate"),
         ("hidden_states", "weight", "gate"),
         _cost,
-        check_site=_silu_gate,
+        check_module=_silu_gate,
         config_field="rms_norm_gated_implementation",
-        site_shape=_site_shape,
-        case_at=_case_at("weight", "gate"),
+        static_shape=_site_shape,
+        benchmark_case=_case_at("weight", "gate"),
         description="standard, then times silu(gate)",
     ),
     OpVariant(
@@ -247,9 +247,9 @@ _VARIANTS = (
         _cases("weight", "residual"),
         ("hidden_states", "residual", "weight"),
         _cost,
-        widens="standard",
-        site_shape=_site_shape,
-        case_at=_case_at("weight", "residual"),
+        extends="standard",
+        static_shape=_site_shape,
+        benchmark_case=_case_at("weight", "residual"),
         description="standard of a residual sum, and the sum",
     ),
     OpVariant(
@@ -258,9 +258,9 @@ _VARIANTS = (
         _cases("weight", "residual"),
         ("hidden_states", "residual", "weight"),
         _cost,
-        widens="cast_last",
-        site_shape=_site_shape,
-        case_at=_case_at("weight", "residual"),
+        extends="cast_last",
+        static_shape=_site_shape,
+        benchmark_case=_case_at("weight", "residual"),
         description="cast_last of a residual sum, and the sum",
     ),
     OpVariant(
@@ -269,12 +269,18 @@ _VARIANTS = (
         _cases("weight"),
         ("hidden_states", "weight"),
         _cost,
-        site_shape=_site_shape,
-        case_at=_case_at("weight"),
+        static_shape=_site_shape,
+        benchmark_case=_case_at("weight"),
         description="standard, a row's bits free of its batch",
     ),
     OpVariant(
-        "unweighted", unweighted, _cases(), ("hidden_states",), _cost, case_at=_case_at(), description="no weight"
+        "unweighted",
+        unweighted,
+        _cases(),
+        ("hidden_states",),
+        _cost,
+        benchmark_case=_case_at(),
+        description="no weight",
     ),
 )
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.cases import randn
 from opslot.ops._common.sites import head_sizes
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant
+from opslot.slots.random_inputs import randn
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -200,14 +200,14 @@ def _case(
 
 
 def _case_at(ratio: int, angles: str) -> Callable[[Mapping[str, int], int], InputCase]:
-    def case_at(shape: Mapping[str, int], tokens: int) -> InputCase:
+    def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
         heads, kv_heads, width = shape["heads"], shape["kv_heads"], shape["head_dim"]
         batch = 2 if tokens % 2 == 0 else 1
         name = f"{tokens} tokens, {heads} and {kv_heads} heads of {width}"
         sizes = (batch, tokens // batch, heads, kv_heads, width)
         return _case(name, sizes, rotary=width // ratio, cos_batch=1, angles=angles, role="bench")
 
-    return case_at
+    return benchmark_case
 
 
 def _cases(ratio: int = 1, angles: str = "twice") -> list[InputCase]:
@@ -308,18 +308,18 @@ def _variant(
         ("q", "k"),
         _cost,
         config_field=config_field,
-        site_shape=None if ratio is None else head_sizes,
-        case_at=None if ratio is None else _case_at(ratio, angles),
+        static_shape=None if ratio is None else head_sizes,
+        benchmark_case=None if ratio is None else _case_at(ratio, angles),
         description=description,
     )
 
 
 def _single_variant() -> OpVariant:
-    case_at = _case_at(1, "twice")
+    benchmark_case = _case_at(1, "twice")
     return replace(
         _variant(single, [_as_single(case) for case in _cases()], "every channel of one tensor, in halves"),
         differentiable=("x",),
-        case_at=lambda shape, tokens: _as_single(case_at(shape, tokens)),
+        benchmark_case=lambda shape, tokens: _as_single(benchmark_case(shape, tokens)),
     )
 
 

@@ -19,8 +19,8 @@ _NARROW = 1536
 
 def _rank_where_wide(rank: int) -> Callable[[KernelRequest], int | None]:
     def ranked(request: KernelRequest) -> int | None:
-        site_shape = OP.variant(request.variant).site_shape
-        shape = site_shape(request) if site_shape is not None else None
+        static_shape = OP.variant(request.variant).static_shape
+        shape = static_shape(request) if static_shape is not None else None
         narrow = shape is not None and shape["width"] < _NARROW
         return rank if request.device.type == "gpu" and not narrow else None
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opslot.ops._common.cases import randn
 from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
+from opslot.slots.random_inputs import randn
 
 
 def standard(gate: Tensor, up: Tensor) -> Tensor:
@@ -128,11 +128,11 @@ def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
 def _case_at(
     fused: bool = False, form: Mapping[str, float] | None = None
 ) -> Callable[[Mapping[str, int], int], InputCase]:
-    def case_at(shape: Mapping[str, int], tokens: int) -> InputCase:
+    def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
         width = shape["width"]
         return _case(f"{tokens}x{width}", (tokens, width), fused=fused, form=form, role="bench")
 
-    return case_at
+    return benchmark_case
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
@@ -149,9 +149,9 @@ _VARIANTS = (
         _cases(),
         ("gate", "up"),
         _cost,
-        check_site=_needs_silu,
-        site_shape=_site_shape,
-        case_at=_case_at(),
+        check_module=_needs_silu,
+        static_shape=_site_shape,
+        benchmark_case=_case_at(),
         description="silu(gate) * up",
     ),
     OpVariant(
@@ -160,9 +160,9 @@ _VARIANTS = (
         _cases(fused=True),
         ("gate_up",),
         _cost,
-        check_site=_needs_silu,
-        site_shape=_site_shape,
-        case_at=_case_at(fused=True),
+        check_module=_needs_silu,
+        static_shape=_site_shape,
+        benchmark_case=_case_at(fused=True),
         description="silu(first half) * second half",
     ),
     OpVariant(
@@ -171,9 +171,9 @@ _VARIANTS = (
         [_case("bounded and offset", (7, 80), form=_BOUNDED_WITH_OFFSET), *_cases(form=_BOUNDED)],
         ("gate", "up"),
         _cost,
-        check_site=_silu_if_named,
-        site_shape=_site_shape,
-        case_at=_case_at(form=_BOUNDED),
+        check_module=_silu_if_named,
+        static_shape=_site_shape,
+        benchmark_case=_case_at(form=_BOUNDED),
         description="gate and up within a limit",
     ),
 )

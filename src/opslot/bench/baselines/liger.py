@@ -1,0 +1,72 @@
+"""Liger-Kernel as its users call it: in place, and with its loss summed in the weights' dtype.
+
+The registered `liger_kernel` implementations work on copies and sum in float32, where these overwrite tensors that
+others may read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+from liger_kernel.ops.rope import LigerRopeFunction
+from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from opslot._base.errors import ConfigError
+from opslot.bench.baselines import hf
+
+
+def _norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return LigerRMSNormFunction.apply(hidden_states, weight, eps)
+
+
+def _norm_offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return LigerRMSNormFunction.apply(hidden_states, weight, eps, 1.0, "gemma")
+
+
+def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    return LigerRopeFunction.apply(q, k, cos, sin, None, unsqueeze_dim)
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return LigerSiLUMulFunction.apply(gate, up)
+
+
+def _causal(
+    hidden_states: Tensor, weight: Tensor, labels: Tensor, num_items_in_batch: Any = None, **options: Any
+) -> Tensor:
+    shifted = options.get("shift_labels")
+    if shifted is None:
+        shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]
+    loss = liger_fused_linear_cross_entropy(
+        hidden_states.reshape(-1, hidden_states.shape[-1]) * options.get("logit_scale", 1.0),
+        weight,
+        shifted.reshape(-1),
+        reduction="mean" if num_items_in_batch is None else "sum",
+        label_smoothing=options.get("label_smoothing", 0.0),
+        softcap=options.get("softcap"),
+    )
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+KERNELS = {
+    ("rms_norm", "standard"): {"in place": _norm},
+    ("rms_norm", "offset"): {"in place": _norm_offset},
+    ("rotary_pos_emb", "full"): {"in place": _rotary},
+    ("swiglu_mlp", "standard"): {"in place": _swiglu},
+    ("cross_entropy_loss", "causal"): {"default sums": _causal},
+}
+
+
+def build(config: dict[str, Any], dtype: torch.dtype, device: str) -> nn.Module:
+    """Transformers' class with Liger's patches, which change the class for the whole process."""
+    patch = MODEL_TYPE_TO_APPLY_LIGER_FN.get(config["model_type"])
+    if patch is None:
+        raise ConfigError(f"Liger-Kernel has no patches for model_type {config['model_type']!r}")
+    patch()
+    return hf.build(config, dtype, device)

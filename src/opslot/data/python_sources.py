@@ -1,0 +1,70 @@
+"""Sample text that every machine has: the sources of Python's standard library, and a tokenizer trained on it."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from pathlib import Path
+
+from opslot._base.errors import ConfigError
+
+VOCABULARY = 4096
+END_OF_TEXT = "<|endoftext|>"
+
+# Sources that are not prose of a programmer: tests, tables, generated data, other people's packages.
+_EXCLUDED = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "lib2to3",
+    "pydoc_data",
+    "encodings",
+    "ensurepip",
+}
+_HELD_OUT = {"json", "bisect.py", "contextlib.py", "shelve.py", "textwrap.py"}
+
+
+def write_sources(folder: Path) -> list[tuple[str, bool]]:
+    """Write the standard library as train.jsonl and eval.jsonl; returns (text, held out) of each module."""
+    root = Path(sysconfig.get_path("stdlib"))
+    folder.mkdir(parents=True, exist_ok=True)
+    documents: list[tuple[str, bool]] = []
+    with (folder / "train.jsonl").open("w") as train, (folder / "eval.jsonl").open("w") as held_out:
+        for file in sorted(root.rglob("*.py")):
+            parts = file.relative_to(root).parts
+            if _EXCLUDED & set(parts):
+                continue
+            try:
+                text = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+            if text.strip():
+                hidden = parts[0] in _HELD_OUT
+                line = json.dumps({"path": "/".join(parts), "text": text})
+                (held_out if hidden else train).write(line + "\n")
+                documents.append((text, hidden))
+    if not documents:
+        raise ConfigError(f"no Python sources in {root}; the demo needs a Python whose standard library is not zipped")
+    return documents
+
+
+def train_tokenizer(texts: list[str], folder: Path) -> None:
+    """Train a byte-level BPE tokenizer of `VOCABULARY` tokens and save it as Transformers reads it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer, length=len(texts))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    ).save_pretrained(folder)

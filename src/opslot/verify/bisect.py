@@ -1,0 +1,205 @@
+"""`bisect`: which slot of a model, in which layer, makes its loss or gradients wrong.
+
+The model runs in its own dtype with upstream's code everywhere, and in float64. What is bound may be twice as far from
+float64 as upstream's code, plus one rounding; where it is further, each op alone, then each layer alone, then each slot
+alone stands beside upstream's code, until the smallest that is still wrong is found.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opslot._base.errors import ConfigError, KernelError
+from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind, bound_config, explain
+from opslot.slots.bind import require_module
+from opslot.verify.parity import EAGER_FACTOR, Comparison
+
+Way = Callable[["Suspect"], Iterable["Suspect"]]
+
+_LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """One choice of a kernel at some places, tried with upstream's code at all others.
+
+    Attributes:
+        field: of `OpsImplementationConfig`.
+        kernel: its value.
+        paths: modules whose slots take it; "" is the model itself.
+        worst: the loss or gradient that is furthest beyond its bound.
+        problem: why it did not run, if it did not.
+    """
+
+    field: str
+    kernel: str
+    paths: tuple[str, ...]
+    worst: Comparison | None = None
+    problem: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problem and self.worst is not None and self.worst.ok
+
+    def __str__(self) -> str:
+        where = self.paths[0] or "model"
+        where += f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else ""
+        return f"{self.field}={self.kernel} at {where}: {self.problem or _figures(self.worst)}"
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """What `bisect` found.
+
+    Attributes:
+        whole: the worst comparison with everything bound as asked.
+        culprits: the smallest choices that break parity alone; none where it holds, or breaks only together.
+    """
+
+    whole: Comparison
+    culprits: tuple[Suspect, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return self.whole.ok and not self.culprits
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"no slot breaks parity; nearest to its bound is {_figures(self.whole)}"
+        if not self.culprits:
+            return f"parity breaks, but no kernel breaks it alone: {_figures(self.whole)}"
+        return "\n".join(["parity breaks at", *(f"  {culprit}" for culprit in self.culprits)])
+
+
+def bisect(
+    model: Any, batch: Mapping[str, Any], ops: OpsImplementationConfig | Mapping[str, Any] | str | None = None
+) -> Bisection:
+    """Name the slots of `model` whose kernels break parity with upstream's code on `batch`.
+
+    Everything runs on copies of the model, in evaluation mode; one of them is in float64.
+
+    In 16 bits, a token on the edge between two experts may take another one by a rounding, which is a break, too, and
+    is found at the slot that tips it: judge a mixture of experts in float32 as well.
+
+    Args:
+        model: one with slots (generated, or after `opslot.apply`), on the device where it shall run.
+        batch: arguments of its forward, labels among them, so that it returns a loss.
+        ops: the kernels to judge; default those that are bound now, "auto" where none are.
+
+    Raises:
+        ConfigError: `model` is no module or returns no loss on `batch`, or `ops` cannot be bound.
+    """
+    require_module(model, "opslot.bisect")
+    bound = copy.deepcopy(model).eval()
+    keep = ops is None and bound_config(bound) is not None
+    report = explain(bound) if keep else bind(bound, dict(ops) if isinstance(ops, Mapping) else ops)
+    found = _loss_and_gradients(bound, batch)
+    trial = _Trial(bound, batch)
+    whole = trial.worst(found)
+    if whole.ok:
+        return Bisection(whole)
+    return Bisection(whole, tuple(s for suspect in _by_field(report) for s in trial.narrow(suspect)))
+
+
+class _Trial:
+    """A model, its batch, and what upstream's code makes of it in its own dtype and in float64."""
+
+    def __init__(self, model: Any, batch: Mapping[str, Any]) -> None:
+        self.model, self.batch = model, batch
+        bind(model, "eager")
+        self.eager = _loss_and_gradients(model, batch)
+        self.truth = _loss_and_gradients(copy.deepcopy(model).double(), _double(batch))
+        eps = torch.finfo(next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)).eps
+        grads = [name for name in self.truth if name != "loss"]
+        # A gradient that cancels to nearly nothing is still made of terms of the others' size, as in `parity`.
+        self.rounding = dict.fromkeys(grads, eps * max((_rms(self.truth[n]) for n in grads), default=0.0))
+        # A loss is one number, on which eager's error may cancel by luck: it may be as far off as gradients are.
+        missed = sum((self.eager[n].double() - self.truth[n]).square().sum().item() for n in grads)
+        relative = (missed / (sum(self.truth[n].square().sum().item() for n in grads) or 1.0)) ** 0.5
+        self.rounding["loss"] = max(eps, relative) * _rms(self.truth["loss"])
+
+    def narrow(self, suspect: Suspect, ways: Sequence[Way] | None = None) -> Iterator[Suspect]:
+        """The smallest parts of `suspect` that are wrong alone; itself where none of them is."""
+        ways = (_by_layer, _by_slot) if ways is None else ways
+        suspect = self._judge(suspect)
+        if suspect.ok:
+            return
+        smaller: list[Suspect] = []
+        for way in ways[:1]:
+            for part in way(suspect):
+                smaller += self.narrow(part, ways[1:])
+        yield from smaller or [suspect]
+
+    def _judge(self, suspect: Suspect) -> Suspect:
+        overrides = {path: {suspect.field: suspect.kernel} for path in suspect.paths}
+        try:
+            bind(self.model, OpsImplementationConfig(preset="eager", overrides=overrides))
+            return replace(suspect, worst=self.worst(_loss_and_gradients(self.model, self.batch)))
+        except KernelError as error:
+            return replace(suspect, problem=str(error))
+
+    def worst(self, found: Mapping[str, Tensor]) -> Comparison:
+        """The comparison that is nearest to its bound, or furthest beyond it."""
+        compared = [self._compare(name, t) for name, t in found.items()]
+        return max(compared, key=lambda c: c.error / c.bound if c.bound else float(c.error > 0))
+
+    def _compare(self, name: str, found: Tensor) -> Comparison:
+        truth = self.truth[name]
+        error, eager_error = (_rms(x.double() - truth) for x in (found, self.eager[name]))
+        bound = EAGER_FACTOR * eager_error + self.rounding[name]
+        return Comparison(name, error if error == error else float("inf"), eager_error, bound)
+
+
+def _loss_and_gradients(model: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    loss = getattr(model(**batch), "loss", None)
+    if loss is None:
+        raise ConfigError(f"bisect: {type(model).__name__} returns no loss on this batch; add labels to it")
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    grads = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
+    return {"loss": loss.detach(), **{f"grad {name}": g for name, g in zip(named, grads, strict=True)}}
+
+
+def _by_field(report: BindingReport) -> Iterator[Suspect]:
+    paths: dict[tuple[str, str], list[str]] = {}
+    for row in report:
+        if row.chosen not in ("eager", "absent", "replaced"):
+            field = KERNEL_REGISTRY.op(row.op).field_of(row.variant)
+            paths.setdefault((field, row.chosen), []).extend(row.modules or ("",))
+    return (Suspect(field, kernel, tuple(where)) for (field, kernel), where in paths.items())
+
+
+def _by_layer(suspect: Suspect) -> Iterable[Suspect]:
+    """A layer at a time: a slot may serve only beside another one of its layer, as a residual sum's beside its norm."""
+    layers: dict[str, list[str]] = {}
+    for path in suspect.paths:
+        inside = _LAYER.match(path)
+        layers.setdefault(inside.group(1) if inside else path, []).append(path)
+    return [replace(suspect, paths=tuple(paths)) for paths in layers.values()]
+
+
+def _by_slot(suspect: Suspect) -> Iterable[Suspect]:
+    return [replace(suspect, paths=(path,)) for path in suspect.paths]
+
+
+def _double(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in batch.items()}
+
+
+def _rms(x: Tensor) -> float:
+    return (x.norm() / max(x.numel(), 1) ** 0.5).item()
+
+
+def _figures(worst: Comparison | None) -> str:
+    if worst is None:
+        return ""
+    return f"{worst.name}, error {worst.error:.2e}, eager {worst.eager_error:.2e}, bound {worst.bound:.2e}"
+
+
+__all__ = ["Bisection", "Suspect", "bisect"]

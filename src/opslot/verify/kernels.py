@@ -1,0 +1,136 @@
+"""`verify`: prove every kernel that this machine can run."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from opslot._base.device import facts_of, machine_devices, usable_device
+from opslot._base.dtypes import dtype_name
+from opslot._base.errors import ConfigError, KernelError
+from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
+from opslot.verify.isolated import Lost, Processes, spoils_device, workers_for
+from opslot.verify.parity import CheckResult, check_kernel
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def verify_kernels(
+    op: str | None = None,
+    kernel: str | None = None,
+    *,
+    device: torch.device | str | None = None,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    seed: int = 0,
+    workers: int | None = 0,
+) -> Iterator[CheckResult]:
+    """Check every usable kernel on every input case of its op, forward and all gradients against an fp64 truth.
+
+    Args:
+        op, kernel: only these; default all.
+        device: where; default each kernel's own kind of device on this machine.
+        dtypes: those of them that the kernel claims.
+        seed: of the random inputs.
+        workers: processes beside this one, which share the kernels; None takes as many as help on a GPU. They import
+            the main module, so a script must guard its own work with `if __name__ == "__main__"`, and know the kernels
+            of installed packages alone.
+
+    Returns:
+        One result per kernel, case and dtype, in that order, as soon as it is found; nothing is checked before the
+        first is asked for.
+
+    Raises:
+        ConfigError: there is no such op, kernel or device.
+    """
+    if op is not None:
+        KERNEL_REGISTRY.op(op)
+    if kernel is not None:
+        _require_kernel(kernel, op)
+    checks = [
+        _Check(*spec.key, case.name, dtype, str(where), seed)
+        for spec in KERNEL_REGISTRY.specs(op)
+        if kernel in (None, spec.name) and (where := _place(spec, device)) is not None
+        for dtype in dtypes
+        if spec.dtypes is None or dtype in spec.dtypes
+        for case in KERNEL_REGISTRY.op(spec.op_name).variant(spec.variant).cases
+        if case.role == "check"
+    ]
+    if workers is None:
+        workers = workers_for(len(checks), any(check.device.startswith("cuda") for check in checks))
+    return _run_apart(checks, workers) if workers else map(_run, checks)
+
+
+def _require_kernel(kernel: str, op: str | None) -> None:
+    names = sorted({spec.name for spec in KERNEL_REGISTRY.specs(op)})
+    if kernel in names:
+        return
+    # As in a configuration, "fused" stands for any fused_*.
+    begun = [name for name in names if name.startswith(f"{kernel}_")]
+    near = begun or difflib.get_close_matches(kernel, names, 1)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(names) or 'none'}"
+    raise ConfigError(f"no kernel {kernel!r} is registered{f' for the op {op!r}' if op else ''}; {hint}")
+
+
+def _run_apart(checks: list[_Check], workers: int) -> Iterator[CheckResult]:
+    """The results of `checks`, found by so many processes, in order."""
+    found: dict[_Check, CheckResult] = {}
+    order = iter(checks)
+    following = next(order, None)
+    with Processes(workers) as processes:
+        for check, result in processes.run(_run, checks, _spoils):
+            if isinstance(result, Lost):
+                result = check.failed(f"the process that checked it {result}")
+            found[check] = result
+            while following in found:
+                yield found.pop(following)
+                following = next(order, None)
+
+
+@dataclass(frozen=True)
+class _Check:
+    """One kernel in one dtype, on one case of its op."""
+
+    op: str
+    variant: str
+    kernel: str
+    case: str
+    dtype: torch.dtype
+    device: str
+    seed: int
+
+    def failed(self, problem: str) -> CheckResult:
+        return CheckResult(self.op, self.variant, self.kernel, self.case, dtype_name(self.dtype), problem=problem)
+
+
+def _place(spec: KernelSpec, device: torch.device | str | None) -> torch.device | None:
+    """The first device that can run `spec`: the fastest kind first, as training would."""
+    names = [device] if device is not None else [facts.torch_type for facts in machine_devices()]
+    for candidate in map(usable_device, names):
+        if spec.unsupported(KernelRequest(spec.op_name, spec.variant, facts_of(candidate))) is None:
+            return candidate
+    return None
+
+
+def _run(check: _Check) -> CheckResult:
+    variant = KERNEL_REGISTRY.op(check.op).variant(check.variant)
+    try:
+        kernel = KERNEL_REGISTRY.load(check.op, check.variant, check.kernel)
+    except KernelError as error:
+        return check.failed(str(error))
+    return check_kernel(
+        kernel,
+        check.op,
+        variant,
+        variant.case(check.case),
+        check.dtype,
+        check.device,
+        name=check.kernel,
+        seed=check.seed,
+    )
+
+
+def _spoils(result: CheckResult) -> bool:
+    return spoils_device(result.problem)

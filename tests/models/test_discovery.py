@@ -1,0 +1,345 @@
+"""Slots found in architectures without a patch: upstream bit for bit while eager, right with kernels, and undone."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import opslot
+from opslot._base.errors import ConfigError
+from opslot.cli import main
+from opslot.models import ARCHITECTURES, MODELING_REGISTRY
+from opslot.models._sequence import spread_sequences
+from opslot.models.discovery.engine import port
+from opslot.models.parallelize import parallel_plan, whole_sequences
+from opslot.patchgen.edits import OpSlot
+from opslot.patchgen.engine import generate
+from opslot.patchgen.materialization import find_patch
+from opslot.patchgen.source import installed_release
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+HEADS = {"head_dim": 8}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_routed_experts": 4, "first_k_dense_replace": 1}
+GEMMA4 = HEADS | {
+    "global_head_dim": 8,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["full_attention", "full_attention"],
+}
+MIXED = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
+# model_type -> its sizes beside those above, and what has to be found in it.
+MODELS = {
+    "mistral": (HEADS, {"rms_norm/standard", "rms_norm/residual", "cross_entropy_loss/causal", "attention/causal"}),
+    "gemma3_text": (HEADS, {"rms_norm/offset", "rotary_pos_emb/full", "swiglu_mlp/standard"}),
+    "nanochat": (HEADS, {"rms_norm/unweighted", "attention/causal"}),
+    "phi3": ({}, {"swiglu_mlp/standard", "rotary_pos_emb/partial", "attention/causal"}),
+    "mixtral": ({"num_local_experts": 4}, {"moe_experts/standard", "load_balancing_loss/standard"}),
+    "glm4_moe": (HEADS | MOE, {"rotary_pos_emb/partial", "moe_experts/standard"}),
+    "gpt_oss": (
+        HEADS | {"num_local_experts": 4},
+        {"rms_norm/cast_last", "rms_norm/residual_cast_last", "rotary_pos_emb/half_angles", "moe_experts/biased"},
+    ),
+    "olmo2": ({}, {"rms_norm/cast_last", "rotary_pos_emb/full_cast_last", "attention/causal"}),
+    "helium": (HEADS, {"rms_norm/cast_last", "rms_norm/residual_cast_last", "rotary_pos_emb/paired"}),
+    "glm4": (HEADS, {"rms_norm/standard", "rotary_pos_emb/paired", "attention/causal"}),
+    "cohere2": (HEADS, {"rotary_pos_emb/paired_cast_last", "attention/causal"}),
+    "ernie4_5": (HEADS, {"rms_norm/standard", "rotary_pos_emb/paired_cast_last"}),
+    "gemma4_text": (GEMMA4, {"rotary_pos_emb/single"}),
+    "modernbert-decoder": ({}, {"rotary_pos_emb/full_cast_last"}),
+    "qwen3_next": (HEADS | MIXED, {"rms_norm/gated", "rms_norm/offset", "moe_experts/standard"}),
+    "moshi": (HEADS, {"rms_norm/cast_last"}),
+    "deepseek_v3": (MOE | LATENT | {"n_group": 2, "topk_group": 1}, {"rotary_pos_emb/interleaved"}),
+}
+
+
+def config_of(model_type):
+    return AutoConfig.for_model(model_type, **SIZES | MODELS.get(model_type, [HEADS])[0])
+
+
+def step(model, ids):
+    """Loss and gradients of one training step."""
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found, wanted):
+    assert found[0] == wanted[0]
+    assert found[1].keys() == wanted[1].keys()
+    assert all(torch.equal(found[1][name], grad) for name, grad in wanted[1].items())
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_model_without_a_patch_is_served(model_type):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(model_type)).train()
+    ids = torch.randint(3, 64, (2, 20))
+    before, attention = type(model), model.config._attn_implementation
+    # As opslot's eager: one expert after another.
+    model.set_experts_implementation("eager")
+    if "attention/causal" in {finding.op for finding in port(before.__module__.split(".")[-2]).slots}:
+        model.set_attn_implementation("eager")
+    wanted = step(model, ids)
+
+    report = opslot.apply(model, "eager")
+    assert type(model).__module__ == f"opslot.generated.{before.__module__.split('.')[-2]}"
+    assert {f"{row.op}/{row.variant}" for row in report.rows} >= MODELS[model_type][1]
+    assert_same(step(model, ids), wanted)
+
+    report = opslot.apply(model, "auto")
+    assert {row.chosen for row in report.rows} - {"eager"}, "some kernel serves"
+    loss, grads = step(model, ids)
+    assert loss == pytest.approx(wanted[0], rel=1e-6)
+    for name, grad in wanted[1].items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+    opslot.restore(model)
+    assert type(model) is before
+    assert model.config._attn_implementation in (attention, "eager")
+    assert_same(step(model, ids), wanted)
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 512}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_model_without_a_patch_trains_with_the_gpus_kernels(model_type):
+    """In bf16, loss and gradients of a step under `auto` are as near to fp32's as Transformers' own, or twice that."""
+    torch.manual_seed(0)
+    sizes = SIZES | MODELS[model_type][0] | WIDE
+    latent = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+    if "q_lora_rank" in sizes:
+        sizes |= latent | {"head_dim": 64}
+    if "moe_intermediate_size" in sizes:
+        sizes["moe_intermediate_size"] = 128
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes)).train().cuda()
+    ids = torch.randint(3, 512, (2, 160), device="cuda")
+    model.set_experts_implementation("eager")
+    exact = step(model, ids)
+    model.bfloat16()
+    eager = step(model, ids)
+    report = opslot.apply(model, "auto")
+    assert {row.chosen for row in report.rows} - {"eager", "torch_fused"}
+    found = step(model, ids)
+    assert abs(found[0] - exact[0]) <= 2 * abs(eager[0] - exact[0]) + 1e-3
+
+    def distance(grads):
+        """Of all gradients together: routing of single tokens flips with the rounding of either."""
+        gaps = [(grads[name].float() - grad).square().sum() for name, grad in exact[1].items()]
+        return (sum(gaps) / sum(grad.square().sum() for grad in exact[1].values())).sqrt().item()
+
+    assert distance(found[1]) <= 2 * distance(eager[1])
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "helium"])
+def test_the_sum_before_a_norm_is_found_with_the_norms_own_rounding(model_type, monkeypatch):
+    from opslot.ops.rms_norm import triton
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(model_type)).train()
+    ids = torch.randint(3, 64, (2, 20))
+    wanted = step(model, ids)
+    rounded_last, inner = [], triton._ResidualRMSNorm.apply
+    monkeypatch.setattr(triton._ResidualRMSNorm, "apply", lambda *args: rounded_last.append(args[-1]) or inner(*args))
+    opslot.apply(model, {"preset": "eager", "rms_norm_implementation": "triton"})
+    loss, grads = step(model, ids)
+    assert rounded_last == [True, True]
+    assert loss == pytest.approx(wanted[0], rel=1e-6)
+    for name, grad in wanted[1].items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def slots_of(patch):
+    """Where a patch has slots, and which."""
+    return {(edit.target, str(edit.slot)) for edit in patch.edits if isinstance(getattr(edit, "slot", None), OpSlot)}
+
+
+@pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
+def test_what_is_patched_by_hand_is_found(arch):
+    assert slots_of(port(arch).patch) == slots_of(find_patch(arch))
+    assert not any(finding.left for finding in port(arch).findings), port(arch).findings
+
+
+def test_attention_that_nobody_read_stays_the_models_own():
+    model = AutoModelForCausalLM.from_config(config_of("gemma3_text"))
+    opslot.apply(model)
+    assert model.config._attn_implementation == "sdpa"
+    (row,) = [row for row in opslot.explain(model).rows if row.op == "attention"]
+    assert row.chosen == "eager"
+    assert "its eager attention is more than softmax" in row.why
+    with pytest.raises(ConfigError, match="attn_implementation='sdpa': its eager attention is more than softmax"):
+        opslot.apply(model, {"attn_implementation": "sdpa"})
+
+
+PACKED = [
+    "gemma2",
+    "glm4_moe",
+    "mixtral",
+    "phi3",
+    "cwm",
+    "olmo2",
+    "helium",
+    "glm4",
+    "ernie4_5",
+    "mistral",
+    "deepseek_v3",
+]
+
+
+@pytest.mark.parametrize("model_type", PACKED)
+def test_packed_documents_stay_apart(model_type):
+    torch.manual_seed(0)
+    model = opslot.build_foundation_model(config_of(model_type)).eval()
+    assert whole_sequences(model) is None
+    first, second = torch.randint(3, 64, (1, 9)), torch.randint(3, 64, (1, 7))
+    places = torch.cat([torch.arange(9), torch.arange(7)])[None]
+    with torch.no_grad():
+        packed = model(input_ids=torch.cat([first, second], dim=1), position_ids=places, use_cache=False).logits
+        apart = torch.cat([model(input_ids=document).logits for document in (first, second)], dim=1)
+    torch.testing.assert_close(packed, apart, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arch", "why"),
+    [
+        ("bamba", "BambaDecoderLayer is none of the layers"),
+        ("gemma3", "it is no language model alone"),
+        ("gemma3", "its masks are not causal alone: and_mask_function, block_sequence_ids"),
+        ("falcon", "FalconDecoderLayer is none of the layers"),
+        ("gpt_oss", "its masks are made without position_ids"),
+        ("doge", "DogeDecoderLayer is none of the layers"),
+    ],
+)
+def test_models_that_may_mix_tokens_elsewhere_say_so(arch, why):
+    text = generate(port(arch).patch, installed_release()).text
+    assert f"_opslot_keeps_sequences = '{why}" in text
+
+
+def test_sequences_of_such_models_are_neither_packed_nor_divided(tmp_path):
+    model = opslot.build_foundation_model(config_of("gemma2"), ops_implementation="eager")
+    with pytest.raises(ConfigError, match=r"cannot be divided \(sp=2\): its eager attention is more than softmax"):
+        spread_sequences(model, SimpleNamespace(sp=2))
+
+
+def test_build_save_and_load(tmp_path):
+    built = opslot.build_foundation_model(config_of("glm4_moe"))
+    assert type(built).__module__ == "opslot.generated.glm4_moe"
+    assert "glm4_moe" in MODELING_REGISTRY
+    built.save_pretrained(tmp_path)
+    again = opslot.build_foundation_model(tmp_path, tmp_path)
+    upstream = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, weight in upstream.state_dict().items():
+        assert torch.equal(built.state_dict()[name], weight), name
+        assert torch.equal(again.state_dict()[name], weight), name
+
+
+def test_experts_in_slots_are_what_ep_divides():
+    built = opslot.build_foundation_model(config_of("glm4_moe"), init_device="meta")
+    (plan,) = parallel_plan(built).extra_parallel_plan.values()
+    # The first layer is dense.
+    assert set(plan) == {f"model.layers.1.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")}
+
+    class Own(type(built)):
+        pass
+
+    built.__class__ = Own
+    assert parallel_plan(built).extra_parallel_plan == {"ep": plan}
+
+
+def test_a_model_of_nothing_known_is_told():
+    config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=64)
+    with pytest.raises(ConfigError, match="and no code like theirs"):
+        opslot.apply(AutoModelForCausalLM.from_config(config))
+    with pytest.raises(ConfigError, match="opslot has no model_type 'gpt2'"):
+        opslot.build_foundation_model(config)
+
+
+@pytest.mark.parametrize("arch", ["bamba", "deepseek_v4", "doge", "lightglue", "nanochat", "qwen2_5_vl", "qwen4_exp"])
+def test_what_only_looks_alike_stays_upstreams(arch):
+    found = port(arch)
+    text = generate(found.patch, installed_release()).text
+    compile(text, arch, "exec")
+    left = {finding.symbol.split(",")[0]: finding.left for finding in found.findings if finding.left}
+    unlike = {
+        "bamba": ("BambaRMSNormGated", "another norm"),
+        "deepseek_v4": ("DeepseekV4UnweightedRMSNorm", "another norm"),
+        "doge": ("load_balancing_loss_func", "is another loss"),
+        # Cohere's code to the letter, but its angles are learned.
+        "lightglue": ("apply_rotary_pos_emb", "or by learned ones"),
+        "nanochat": ("apply_rotary_pos_emb", "rotates otherwise"),
+        "qwen2_5_vl": ("Qwen2_5_VLVisionAttention", "calls attention otherwise"),
+        "qwen4_exp": ("Qwen4ExpTextRMSNorm", "another norm"),
+    }
+    symbol, why = unlike[arch]
+    assert why in left[symbol]
+    assert symbol not in {finding.symbol for finding in found.slots}
+
+
+def test_the_command_shows_what_is_found(tmp_path, capsys):
+    assert main(["port", "mistral"]) == 0
+    shown = capsys.readouterr().out
+    assert "MistralRMSNorm " in shown
+    assert "opslot train use these slots" in shown
+    assert main(["port", "qwen3"]) == 0
+    assert "opslot has a patch of its own for qwen3" in capsys.readouterr().out
+
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3_text"}')
+    assert main(["port", str(tmp_path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["architecture"] == "gemma3"
+    assert {"part": "Gemma3RMSNorm", "op": "rms_norm/offset"} in report["slots"]
+    assert report["problem"] == ""
+
+    assert main(["port", "gpt2"]) == 1
+    assert "none of its code is like what opslot knows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name one architecture"),
+        (["mistral", "--all"], "name one architecture"),
+        (["mistrall"], "has no architecture 'mistrall'; near it: mistral"),
+        (["{folder}"], "is no config.json with a model_type"),
+    ],
+)
+def test_wrong_use_of_the_command(arguments, message, tmp_path, capsys):
+    assert main(["port", *(a.format(folder=tmp_path) for a in arguments)]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,125 @@
+"""The optimizer around the kernel: torch's state and numbers, whichever tensors it serves."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture
+def optimizer_class(monkeypatch):
+    """The class with every tensor counted as large and on a GPU, so that the interpreter serves it here."""
+    from opslot.optim import triton as module
+
+    monkeypatch.setattr(module, "_served", lambda param: param.numel() > 4)
+    return module.AdamW
+
+
+def parameters():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((17, 5), (3,), (33,))]
+
+
+def train(optimizer, params, steps, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.0, 0.0)])
+def test_follows_torch_over_many_steps(optimizer_class, betas):
+    ours, theirs = parameters(), parameters()
+    options = {"lr": 1e-2, "betas": betas, "weight_decay": 0.1}
+    train(optimizer_class(ours, **options), ours, 20)
+    train(torch.optim.AdamW(theirs, fused=True, **options), theirs, 20)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_state_dicts_change_hands_with_torchs(optimizer_class):
+    params = parameters()
+    optimizer = optimizer_class(params, lr=1e-2)
+    train(optimizer, params, 3)
+    copied = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    other = torch.optim.AdamW(copied, lr=1e-2, fused=True)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(optimizer, params, 3, seed=2)
+    train(other, copied, 3, seed=2)
+    for a, b in zip(params, copied, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_kept_and_missing_ones_skipped(optimizer_class):
+    params = parameters()
+    optimizer = optimizer_class(params, lr=1e-2)
+    train(optimizer, params, 1)
+    params[2].grad = None
+    before = params[2].detach().clone()
+    optimizer.step()
+    assert params[0].grad is not None
+    assert torch.equal(params[2], before)
+
+
+def test_a_closure_runs_before_the_step(optimizer_class):
+    param = torch.nn.Parameter(torch.full((8,), 2.0))
+    optimizer = optimizer_class([param], lr=0.1, weight_decay=0.0)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = param.square().sum()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(5)]
+    assert losses[0] == 32.0
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_hooks_of_a_step_run_once_also_beside_torchs_own_optimizer(optimizer_class):
+    torch.optim.AdamW(parameters(), fused=True)
+    params = parameters()
+    optimizer = optimizer_class(params, lr=1e-2)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    train(optimizer, params, 2)
+    assert calls == ["before", "after"] * 2
+
+
+def test_the_trainer_takes_the_kernel_that_is_named():
+    import opslot
+    from opslot.optim.triton import AdamW
+    from opslot.trainer.optimizer import adamw_of
+
+    model = torch.nn.Linear(2, 2)
+    opslot.bind(model, {"adamw_implementation": "triton"})
+    assert adamw_of(model) is AdamW
+    opslot.bind(model, "auto")
+    assert adamw_of(model) is not AdamW
+
+
+@pytest.mark.parametrize("steps", [1, 3, 400])
+def test_slow_averages_are_exact_from_the_first_step(optimizer_class, steps):
+    """1 - 0.999 in float32 is 1e-5 off, and so would be the first updates."""
+    grad = torch.linspace(0.5, 2.0, 8)
+    ours = torch.nn.Parameter(torch.zeros(8))
+    optimizer = optimizer_class([ours], lr=1e-3, betas=(0.9, 0.999), eps=1e-12, weight_decay=0.0)
+    ours.grad = grad
+    # torch makes the state in a first step of its own.
+    optimizer.step()
+    state = optimizer.state[ours]
+    state["step"].fill_(steps - 1)
+    state["exp_avg"].zero_()
+    state["exp_avg_sq"].zero_()
+    with torch.no_grad():
+        ours.zero_()
+    optimizer.step()
+    wide = grad.double()
+    mean, square = wide * (1 - 0.9), wide.square() * (1 - 0.999)
+    update = 1e-3 * mean / (1 - 0.9**steps) / (square / (1 - 0.999**steps)).sqrt()
+    torch.testing.assert_close(state["exp_avg_sq"].double(), square, rtol=2e-7, atol=0.0)
+    torch.testing.assert_close(-ours.detach().double(), update, rtol=5e-7, atol=0.0)

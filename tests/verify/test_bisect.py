@@ -1,0 +1,121 @@
+"""bisect names the slot and the layer that break parity, and nothing else."""
+
+import copy
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+import opslot
+from opslot import KERNEL_REGISTRY, KernelSpec
+from opslot._base.errors import ConfigError
+
+FIELD = "rms_norm_implementation"
+right = KERNEL_REGISTRY.load("rms_norm", "standard", "torch_fused")
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 1.01
+
+
+def wrong_for_heads(hidden_states, weight, eps):
+    out = right(hidden_states, weight, eps)
+    return out * 1.5 if weight.shape[-1] == 8 else out
+
+
+def wrong_backward(hidden_states, weight, eps):
+    return right(_ScaledGradient.apply(hidden_states), weight, eps)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def model(request):
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=101,
+        architectures=["Qwen3ForCausalLM"],
+    )
+    built = opslot.build_foundation_model(config, ops_implementation="eager")
+    with torch.no_grad():
+        for p in built.parameters():
+            p.add_(torch.randn_like(p) * 0.15)
+    return built.to(request.param)
+
+
+@pytest.fixture
+def batch():
+    ids = torch.randint(101, (2, 33), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.fixture
+def broken(request):
+    KERNEL_REGISTRY.register(KernelSpec("broken", "rms_norm", "standard", lambda: request.param))
+    yield "broken"
+    KERNEL_REGISTRY.unregister("rms_norm", "standard", "broken")
+
+
+def test_right_kernels_are_found_right(model, batch):
+    ops = {FIELD: "torch_fused", "rotary_pos_emb_implementation": "torch_fused", "attn_implementation": "sdpa"}
+    found = opslot.bisect(model, batch, {**ops, "cross_entropy_loss_implementation": "chunk_loss"})
+    assert found.ok
+    assert not found.culprits
+    assert str(found).startswith("no slot breaks parity")
+
+
+@pytest.mark.parametrize("given", [{}, None, "no/such/folder"])
+def test_what_is_no_model_is_named(batch, given):
+    with pytest.raises(ConfigError, match=r"opslot\.bisect takes a model, found (.*\n)  hint: "):
+        opslot.bisect(given, batch)
+
+
+@pytest.mark.parametrize("broken", [wrong_for_heads], indirect=True)
+def test_the_slot_in_its_layer_is_named(model, batch, broken):
+    found = opslot.bisect(model, batch, {"overrides": {"model.layers.1.*": {FIELD: broken}}})
+    paths = {path for culprit in found.culprits for path in culprit.paths}
+    assert paths
+    assert paths <= {"model.layers.1.self_attn.q_norm", "model.layers.1.self_attn.k_norm"}
+    assert all((c.field, c.kernel) == (FIELD, "broken") for c in found.culprits)
+    assert not found.ok
+    assert "rms_norm_implementation=broken at model.layers.1.self_attn" in str(found)
+
+
+@pytest.mark.parametrize("broken", [wrong_for_heads], indirect=True)
+def test_attention_that_opslot_did_not_choose_is_no_suspect(model, batch, broken):
+    opslot.bind(model, {FIELD: broken, "attn_implementation": "sdpa"})
+    model.set_attn_implementation("sdpa")
+    found = opslot.bisect(model, batch)
+    assert {culprit.field for culprit in found.culprits} == {FIELD}
+
+
+@pytest.mark.parametrize("broken", [wrong_backward], indirect=True)
+def test_a_wrong_gradient_is_named_where_the_loss_is_right(model, batch, broken):
+    if next(model.parameters()).dtype == torch.bfloat16:
+        pytest.skip("1 % of one norm's gradient is within bfloat16's own error")
+    model.train()
+    opslot.bind(model, {FIELD: "eager", "overrides": {"model.norm": {FIELD: broken}}})
+    before = copy.deepcopy(opslot.explain(model))
+    found = opslot.bisect(model, batch)
+    assert [c.paths for c in found.culprits] == [("model.norm",)]
+    assert found.culprits[0].worst.name.startswith("grad ")
+    # What is judged stays as it was.
+    assert opslot.explain(model) == before
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("broken", [wrong_for_heads], indirect=True)
+def test_a_loss_is_needed(model, batch, broken):
+    with pytest.raises(ConfigError, match="returns no loss on this batch; add labels"):
+        opslot.bisect(model, {"input_ids": batch["input_ids"]}, {FIELD: broken})

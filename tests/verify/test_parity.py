@@ -1,0 +1,180 @@
+"""The harness itself: it must catch what kernels get wrong."""
+
+import re
+
+import pytest
+import torch
+
+from opslot import KERNEL_REGISTRY
+from opslot._base.errors import ConfigError, KernelError
+from opslot.slots import InputCase, OpVariant
+from opslot.slots.random_inputs import randn
+from opslot.verify import CheckResult, check_kernel, poisoned_memory, verify_kernels
+from opslot.verify.isolated import Lost, Processes
+from opslot.verify.parity import compare, expect
+
+VARIANT = KERNEL_REGISTRY.op("rms_norm").variant("standard")
+CASE = next(c for c in VARIANT.cases if c.role == "check")
+
+
+def right(hidden_states, weight, eps):
+    return VARIANT.reference(hidden_states, weight, eps)
+
+
+def check(kernel, dtype=torch.float32):
+    return check_kernel(kernel, "rms_norm", VARIANT, CASE, dtype)
+
+
+class _WrongBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 1.001
+
+
+def unwritten(hidden_states, weight, eps):
+    out = torch.empty_like(hidden_states)
+    out[:-1] = right(hidden_states, weight, eps)[:-1]
+    return out
+
+
+def wrong_gradient(hidden_states, weight, eps):
+    return right(_WrongBackward.apply(hidden_states), weight, eps)
+
+
+WRONG = {
+    "a percent off": lambda x, w, e: right(x, w, e) * 1.01,
+    "another eps": lambda x, w, e: right(x, w, 1e-3),
+    "no weight gradient": lambda x, w, e: right(x, w.detach(), e),
+    "a gradient 0.1% off": wrong_gradient,
+    "an element never written": unwritten,
+    "nan": lambda x, w, e: right(x, w, e) * float("nan"),
+    "offset form": lambda x, w, e: right(x, w, e) + right(x, torch.ones_like(w), e),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_catches(name):
+    kernel = WRONG[name]
+
+    def named(hidden_states, weight, eps):
+        return kernel(hidden_states, weight, eps)
+
+    result = check(named)
+    assert not result.ok
+    assert "WRONG" in str(result)
+
+
+@pytest.mark.parametrize("by_norm", [False, True])
+def test_a_truth_that_is_nan_asks_for_nan_there_and_for_numbers_elsewhere(by_norm):
+    variant = KERNEL_REGISTRY.op("cross_entropy_loss").variant("causal")
+    labels = torch.full((1, 3), -100)
+    expected = expect(variant, {"hidden_states": torch.randn(1, 3, 8), "weight": torch.randn(5, 8), "labels": labels})
+    label = CheckResult("cross_entropy_loss", "causal", "kernel", "no labels", "float32")
+    assert expected.truth["out"].isnan()
+
+    def judged(kernel):
+        return compare(kernel, expected, label, by_norm=by_norm)
+
+    assert judged(KERNEL_REGISTRY.load("cross_entropy_loss", "causal", "chunk_loss")).ok
+    assert not judged(lambda *args, **kwargs: variant.reference(*args, **kwargs).nan_to_num(0.0)).ok
+    assert not judged(lambda hidden_states, **kwargs: variant.reference(hidden_states * float("nan"), **kwargs)).ok
+
+
+def test_passes_the_reference_itself():
+    result = check(right)
+    assert result.ok
+    assert {c.name for c in result.comparisons} == {"out", "grad hidden_states", "grad weight"}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        (lambda hidden_states, weight, eps: right(hidden_states, weight, eps)[0], "shape"),
+        (lambda hidden_states, weight, eps: right(hidden_states, weight, eps).double(), "dtype"),
+        (lambda hidden_states, weight, eps: 1 / 0, "raised ZeroDivisionError"),
+    ],
+)
+def test_says_what_is_not_comparable(kernel, message):
+    result = check(kernel)
+    assert not result.ok
+    assert message in str(result)
+
+
+def test_a_refusal_is_neither_failure_nor_proof():
+    def refusing(hidden_states, weight, eps):
+        raise KernelError("serves powers of two")
+
+    result = check(refusing)
+    assert result.ok
+    assert result.refused == "serves powers of two"
+    assert not result.comparisons
+
+
+def test_inputs_are_the_same_in_every_process_and_differ_by_case():
+    first = CASE.make(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
+    again = CASE.make(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
+    assert torch.equal(first["hidden_states"], again["hidden_states"])
+
+
+def test_poison_ends_with_the_block():
+    with poisoned_memory():
+        assert torch.empty(3).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("op", "kernel", "message"),
+    [
+        ("nope", None, "unknown op 'nope'; there are"),
+        (None, "tritn", "no kernel 'tritn' is registered; did you mean 'triton'?"),
+        ("adamw", "nope", "no kernel 'nope' is registered for the op 'adamw'; there are triton"),
+    ],
+)
+def test_what_cannot_be_verified_is_told_at_the_call(op, kernel, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        verify_kernels(op, kernel)
+
+
+def test_workers_find_the_same():
+    alone = list(verify_kernels("rms_norm", "torch_fused", device="cpu", dtypes=(torch.float32, torch.bfloat16)))
+    shared = list(
+        verify_kernels("rms_norm", "torch_fused", device="cpu", dtypes=(torch.float32, torch.bfloat16), workers=2)
+    )
+    assert shared == alone
+    assert len(alone) > 20
+
+
+def test_a_worker_that_dies_is_a_failed_check(monkeypatch):
+    def run(self, function, checks, spoils):
+        # As they come, which is not the order in which they were asked for.
+        for check in checks[:0:-1]:
+            yield check, function(check)
+        yield checks[0], Lost("died")
+
+    monkeypatch.setattr(Processes, "run", run)
+    first, *rest = verify_kernels("rms_norm", "torch_fused", device="cpu", dtypes=(torch.float32,), workers=2)
+    assert not first.ok
+    assert f"rms_norm/standard torch_fused [{CASE.name}, float32]: the process that checked it died" in str(first)
+    assert rest == list(verify_kernels("rms_norm", "torch_fused", device="cpu", dtypes=(torch.float32,)))[1:]
+
+
+class _Pair(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx, of_statistics, grad):
+        return grad * 3
+
+
+def test_an_output_that_is_constant_in_the_reference_alone_changes_no_gradient():
+    """As of statistics that a kernel returns beside its result, without marking them as not differentiable."""
+    case = InputCase("one", lambda dtype, device, generator: {"x": randn((4, 8), dtype, device, generator)})
+    variant = OpVariant("pair", lambda x: (x.detach() * 2, x * 3), [case], ("x",))
+    found = check_kernel(lambda x: _Pair.apply(x), "pairs", variant, case, torch.float32)
+    assert found.ok, str(found)
