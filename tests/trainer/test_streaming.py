@@ -18,7 +18,7 @@ NAMES = ("step", "loss", "grad_norm", "lr", "epoch", "tokens", "eval_loss")
 
 
 def in_small_blocks(monkeypatch):
-    monkeypatch.setattr("opslot.trainer.text.open_corpus", functools.partial(open_corpus, block_bytes=1500))
+    monkeypatch.setattr("opslot.trainer.text.open_corpus", functools.partial(open_corpus, shard_bytes=1500))
     monkeypatch.setattr("opslot.trainer.text._TOKENIZED_AT_START", 0)
 
 
@@ -50,7 +50,7 @@ def test_a_run_ends_with_its_epochs_though_nobody_counted(streaming, tmp_path, c
     assert trainer.max_steps is None
     assert not trainer.corpus.is_complete
     result = trainer.train()
-    rows = trainer.train_rows.rows_per_epoch
+    rows = trainer.train_set.samples_per_epoch
     steps = trainer.batches.steps(2) if changes else math.ceil(2 * rows / 8)
     assert (result.step, result.completed) == (steps, True)
     rows = curve(tmp_path / "out")

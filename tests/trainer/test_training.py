@@ -485,7 +485,7 @@ def test_steps_from_epochs(settings, tmp_path):
     del settings["train"]["max_steps"]
     settings["train"]["num_epochs"] = 2.5
     trainer = trainer_of(settings, tmp_path)
-    assert trainer.max_steps == -(-2.5 * trainer.train_rows.rows_per_epoch // 4)
+    assert trainer.max_steps == -(-2.5 * trainer.train_set.samples_per_epoch // 4)
 
 
 @pytest.mark.slow

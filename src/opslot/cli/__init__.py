@@ -24,7 +24,7 @@ _EPILOG = """examples:
   opslot convert SRC DST --layout fused             rewrite an MoE checkpoint's experts
   opslot patchgen --list                            the architectures and their patches
 
-exit codes: 0 done, 1 a check or a run failed, 2 wrong use or bad input, 130 interrupted
+exit codes: 0 done, 1 a check or a run failed, 2 wrong usage or bad input, 130 SIGINT, 143 SIGTERM
 """
 
 
@@ -32,8 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code and prints one clear message for every expected error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in arguments
-    if arguments[:1] != ["train"]:
-        arguments = [a for a in arguments if a != "--traceback"]
+    arguments = [a for a in arguments if a != "--traceback"]
+    if show_traceback and arguments[:1] == ["train"]:
+        # It prints its errors itself.
+        arguments.append("--traceback")
     try:
         return _dispatch(arguments)
     except OpslotError as error:
@@ -168,7 +170,7 @@ def _add_verify(add: _Add) -> None:
         ),
         formatter_class=_FORM,
     )
-    verify.add_argument("--op", metavar="NAME", help="only this op")
+    verify.add_argument("--op", metavar="NAMES", help="only these ops (separated by commas)")
     verify.add_argument("--kernel", metavar="NAME", help="only kernels of this name")
     verify.add_argument(
         "--device", type=_device, default=None, help="cpu, cuda or npu; default the best that each kernel runs on"

@@ -14,7 +14,8 @@ def run(op: str | None, kernel: str | None, device: str | None, seed: int, worke
     """Print one row per kernel and dtype with its worst comparison; exit code 1 when any check fails."""
     if workers is not None and workers < 0:
         raise ConfigError(f"--workers {workers}: it takes 0 or more")
-    results = list(verify_kernels(op, kernel, device=device, seed=seed, workers=workers))
+    ops: list[str | None] = [name.strip() for name in op.split(",")] if op else [None]
+    results = [r for name in ops for r in verify_kernels(name, kernel, device=device, seed=seed, workers=workers)]
     if not results:
         raise ConfigError(_nothing(op, kernel))
     failed = [r for r in results if not r.ok]
