@@ -100,7 +100,7 @@ def bisect(
     bound = copy.deepcopy(model).eval()
     keep = ops is None and bound_config(bound) is not None
     report = explain(bound) if keep else bind(bound, dict(ops) if isinstance(ops, Mapping) else ops)
-    found = _loss_and_gradients(bound, batch)
+    found = loss_and_gradients(bound, batch)
     trial = _Trial(bound, batch)
     whole = trial.worst(found)
     if whole.ok:
@@ -114,8 +114,8 @@ class _Trial:
     def __init__(self, model: Any, batch: Mapping[str, Any]) -> None:
         self.model, self.batch = model, batch
         bind(model, "eager")
-        self.eager = _loss_and_gradients(model, batch)
-        self.truth = _loss_and_gradients(copy.deepcopy(model).double(), _double(batch))
+        self.eager = loss_and_gradients(model, batch)
+        self.truth = loss_and_gradients(copy.deepcopy(model).double(), _double(batch))
         eps = torch.finfo(next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)).eps
         grads = [name for name in self.truth if name != "loss"]
         # A gradient that cancels to nearly nothing is still made of terms of the others' size, as in `parity`.
@@ -141,7 +141,7 @@ class _Trial:
         overrides = {path: {suspect.field: suspect.kernel} for path in suspect.paths}
         try:
             bind(self.model, OpsImplementationConfig(preset="eager", overrides=overrides))
-            return replace(suspect, worst=self.worst(_loss_and_gradients(self.model, self.batch)))
+            return replace(suspect, worst=self.worst(loss_and_gradients(self.model, self.batch)))
         except KernelError as error:
             return replace(suspect, problem=str(error))
 
@@ -157,7 +157,7 @@ class _Trial:
         return Comparison(name, error if error == error else float("inf"), eager_error, bound)
 
 
-def _loss_and_gradients(model: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+def loss_and_gradients(model: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     loss = getattr(model(**batch), "loss", None)
     if loss is None:
         raise ConfigError(f"bisect: {type(model).__name__} returns no loss on this batch; add labels to it")
