@@ -24,7 +24,7 @@ from opslot.checkpoint.hub_format import Described, HubFormat, HubGroup, hub_for
 from opslot.checkpoint.model_tensors import plain_name, tensors_of
 from opslot.checkpoint.placement import Placement, local_tensor
 from opslot.checkpoint.safetensors_file import NAMES, TensorSpec, write_safetensors
-from opslot.distributed import gather_objects
+from opslot.distributed import gather_objects, on_all_ranks
 
 logger = get_logger(__name__)
 
@@ -188,9 +188,8 @@ def save_weights(
     if gather.collective:
         for source in _remaining(shards, gather.served):
             gather.gather(source)
-        error = _error_of_rank_zero(error)
-    if error is not None:
-        raise error
+        on_all_ranks(lambda: _raise(error))
+    _raise(error)
     logger.debug("saved %d files of weights in %s", len(shards), folder)
     return folder
 
@@ -305,10 +304,9 @@ def _remaining(shards: Mapping[str, Sequence[Output]], served: int) -> Iterator[
     return iter(sources[served:])
 
 
-def _error_of_rank_zero(error: Exception | None) -> Exception | None:
-    message = [None if error is None else str(error)]
-    dist.broadcast_object_list(message, src=0)
-    return error or (CheckpointError(f"rank 0: {message[0]}") if message[0] is not None else None)
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _save_configs(model: nn.Module | None, config: Any, folder: Path) -> None:
