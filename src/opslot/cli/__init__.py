@@ -21,7 +21,7 @@ _EPILOG = """examples:
   opslot verify                                     prove every kernel that can run here
   opslot bisect path/to/model                       name the slot that breaks parity
   opslot bench --op moe_experts                     time them beside the floor
-  opslot convert SRC DST --layout fused             rewrite an MoE checkpoint's experts
+  opslot convert SRC DST --layout stacked            rewrite an MoE checkpoint's experts
   opslot patchgen --list                            the architectures and their patches
 
 exit codes: 0 done, 1 a check or a run failed, 2 wrong use or bad input, 130 interrupted
@@ -277,14 +277,14 @@ def _add_convert(add: _Add) -> None:
         "convert",
         help="rewrite an MoE checkpoint with its experts in another layout",
         epilog=(
-            "examples:\n  opslot convert hub/Qwen3-30B-A3B fused/ --layout fused       one tensor for all experts\n"
-            "  opslot convert fused/ hub/ --layout per_expert              back to the hub's layout"
+            "examples:\n  opslot convert hub/Qwen3-30B-A3B stacked/ --layout stacked     one tensor for all experts\n"
+            "  opslot convert stacked/ hub/ --layout per_expert              back to the hub's layout"
         ),
         formatter_class=_FORM,
     )
     convert.add_argument("source", help="a Hugging Face folder with safetensors")
     convert.add_argument("destination", help="a folder that does not exist yet or is empty")
-    convert.add_argument("--layout", required=True, help="per_expert, fused or transposed")
+    convert.add_argument("--layout", required=True, help="per_expert, stacked or transposed")
     convert.add_argument("--max-shard-size", default="5GB", help="of a file; default 5GB")
     convert.set_defaults(run=_convert)
 
