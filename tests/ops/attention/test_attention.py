@@ -275,7 +275,7 @@ def test_flash_hands_every_option_on(flash, options):
 def test_documents_that_flash_would_leave_out_are_refused(flash, borders, longest, said):
     q, k, v = tensors(dtype=torch.bfloat16)
     given = {"cu_seq_lens_q": torch.tensor(borders, dtype=torch.int32), "max_length_q": longest}
-    with pytest.raises(KernelError, match=f"(?s)flash_attention_4.*cu_seq_lens_q.*{said}.*to do"):
+    with pytest.raises(KernelError, match=f"(?s)flash_attention_4.*cu_seq_lens_q.*{said}.*hint"):
         flash[1](4)(Attention(), q, k, v, None, **given)
 
 
