@@ -3,7 +3,7 @@ import json
 import pytest
 
 from opslot import KERNEL_REGISTRY, KernelSpec
-from opslot.bench.main import read_model
+from opslot.bench.run import read_model
 from opslot.cli import main
 
 
