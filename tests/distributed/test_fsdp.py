@@ -22,7 +22,7 @@ from opslot.distributed import (
     parallelize,
     shard_sequence,
 )
-from opslot.models.parallelize import parallel_plan, parallelize_model
+from opslot.models.parallelize import parallel_plan
 
 _spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
 tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
@@ -42,7 +42,7 @@ def structure():
         "qwen3_moe", {"preset": "eager", "moe_implementation": "grouped_mm", "attn_implementation": "sdpa"}
     )
     before = str(opslot.explain(model))
-    parallelize_model(model, state)
+    opslot.parallelize(model, state)
     layer = model.model.layers[1]
     return {
         "same report": before == str(opslot.explain(model)),
@@ -73,7 +73,7 @@ def fused_norm(recompute):
     from opslot.ops.rms_norm import triton
 
     state = init_parallel_state(device_type="cpu")
-    model = parallelize_model(tiny.build("llama", FUSED_NORM), state)
+    model = opslot.parallelize(tiny.build("llama", FUSED_NORM), state)
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     ran, apply = [], triton._ResidualRMSNorm.apply
@@ -98,7 +98,7 @@ def test_a_layer_reads_its_norms_gathered_weight(ranks, recompute):
 def clipped(sizes, max_norm):
     """The norm that clip_grad_norm found, and the norm of the whole gradients afterwards."""
     state = init_parallel_state(device_type="cpu", **sizes)
-    model = parallelize_model(tiny.build("qwen3_moe", "auto"), state)
+    model = opslot.parallelize(tiny.build("qwen3_moe", "auto"), state)
     loss_of(model, state).backward()
     found = clip_grad_norm(model.parameters(), max_norm)
     grads = [p.grad.full_tensor() for p in model.parameters()]
@@ -199,7 +199,7 @@ def test_a_rank_that_holds_nothing_of_a_gradient(ranks):
 def communication():
     """Reductions of a micro batch in the middle of a step and of its last one."""
     state = init_parallel_state(device_type="cpu", ep=2)
-    model = parallelize_model(tiny.build("qwen3_moe", "auto"), state)
+    model = opslot.parallelize(tiny.build("qwen3_moe", "auto"), state)
     counts = []
     for last in (False, True):
         with CommDebugMode() as comm, gradient_sync(model, last):
@@ -218,7 +218,7 @@ def test_accumulation_reduces_once_a_step(ranks):
 def order_of_reductions(ops):
     """Parameters in the order in which their gradients were reduced, and logits of an evaluation afterwards."""
     state = init_parallel_state(device_type="cpu")
-    model = parallelize_model(tiny.build("qwen3", ops), state)
+    model = opslot.parallelize(tiny.build("qwen3", ops), state)
     seen = []
     for name in ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"):
         parameter = model.get_parameter(name)
@@ -245,7 +245,7 @@ def mixed():
     model = tiny.build("qwen3")
     seen = {}
     model.model.layers[1].mlp.register_forward_hook(lambda m, a, out: seen.update(out=out.dtype))
-    parallelize_model(model, state, param_dtype=torch.bfloat16)
+    opslot.parallelize(model, state, param_dtype=torch.bfloat16)
     loss = loss_of(model, state)
     loss.backward()
     torch.distributed.all_reduce(whole := loss.detach().clone())
@@ -267,7 +267,7 @@ def streamed(folder, sizes):
     state = init_parallel_state(device_type="cpu", **sizes)
     model = opslot.build_foundation_model(folder, init_device="meta", ops_implementation="eager")
     reports = []
-    parallelize_model(model, state, load=lambda m: reports.append(load_weights(m, folder)))
+    opslot.parallelize(model, state, load=lambda m: reports.append(load_weights(m, folder)))
     loss = loss_of(model, state).detach()
     torch.distributed.all_reduce(loss)
     return loss.item(), reports[0].bytes_read
@@ -318,18 +318,18 @@ def refused(case):
     if case == "layers":
         parallelize(Stack(), state)
     elif case == "meta":
-        parallelize_model(opslot.build_foundation_model(tiny.config_of("qwen3_moe"), init_device="meta"), state)
+        opslot.parallelize(opslot.build_foundation_model(tiny.config_of("qwen3_moe"), init_device="meta"), state)
     elif case == "experts":
-        parallelize_model(tiny.build("qwen3"), state)
+        opslot.parallelize(tiny.build("qwen3"), state)
     elif case == "half a plan":
         names = {"model.layers.*.mlp.experts.gate_up_proj": Shard(0)}
-        parallelize_model(tiny.build("qwen3_moe"), state, plan=ParallelPlan({"ep": names}))
+        opslot.parallelize(tiny.build("qwen3_moe"), state, plan=ParallelPlan({"ep": names}))
     elif case == "heads":
-        parallelize_model(tiny.build("qwen3", num_attention_heads=3, num_key_value_heads=3), state)
+        opslot.parallelize(tiny.build("qwen3", num_attention_heads=3, num_key_value_heads=3), state)
     elif case == "checkpointing":
         parallelize(Stack(), state, layers=["Block"], activation_checkpointing=True)
     elif case == "twice":
-        parallelize_model(parallelize_model(tiny.build("qwen3_moe"), state), state)
+        opslot.parallelize(opslot.parallelize(tiny.build("qwen3_moe"), state), state)
     elif case == "dtypes":
         model = Stack()
         model.blocks[1].bias.data = model.blocks[1].bias.data.bfloat16()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from opslot.ops.cross_entropy_loss.heads import can_serve
 from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
 from opslot.slots.random_inputs import on_device, randn
 
@@ -272,6 +273,7 @@ _DIFFERENTIABLE = ("hidden_states", "weight")
 OP = OpSpec(
     name="cross_entropy_loss",
     description="linear head and cross entropy",
+    can_serve=can_serve,
     variants={
         v.name: v
         for v in (

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot.ops._common.sites import head_sizes, text_config
+from opslot.ops.rms_norm.residual import can_serve
 from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
 from opslot.slots.random_inputs import randn
 
@@ -287,5 +288,6 @@ _VARIANTS = (
 OP = OpSpec(
     name="rms_norm",
     description="root mean square layer norm",
+    can_serve=can_serve,
     variants={variant.name: variant for variant in _VARIANTS},
 )
