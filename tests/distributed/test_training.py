@@ -138,7 +138,7 @@ def wrong_options(case):
     ("case", "message"),
     [
         ("no projections", r"Qwen3ForCausalLM has no attention with q_proj, k_proj.*\n  hint: set ulysses_overlap to"),
-        ("pipeline", r"cannot be taken in 2 parts\n  hint: set ulysses_pipeline to 1"),
+        ("pipeline", r"cannot be taken in 2 chunks\n  hint: set ulysses_pipeline to 1"),
         (
             "changed",
             r"the query was changed between its projection.*\n  hint: set ulysses_overlap to False",

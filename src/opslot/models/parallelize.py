@@ -19,6 +19,7 @@ from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_
 from opslot.models._registry import architecture_of
 from opslot.models._sequence import prepare_ulysses, with_ulysses
 from opslot.slots import KERNEL_REGISTRY, Binding, binding_of, resolve, walk_slots, write
+from opslot.slots.binding import class_name
 
 __all__ = ["parallel_plan", "parallelize"]
 
@@ -62,7 +63,7 @@ def parallelize(
     """
     if isinstance(model, FSDPModule):
         raise ConfigError(
-            f"{type(model).__name__} is parallelized already",
+            f"{class_name(model)} is parallelized already",
             hint="build it again to parallelize it differently, and call opslot.parallelize once",
         )
     if ulysses_overlap and ulysses_pipeline != 1:

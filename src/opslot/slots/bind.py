@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
-from opslot.slots.binding import Binding, SlotBinding, resolve
+from opslot.slots.binding import Binding, SlotBinding, class_name, resolve
 from opslot.slots.config import OpsImplementationConfig
 from opslot.slots.profile import read_profile
 from opslot.slots.protocol import (
@@ -192,7 +192,7 @@ def unbind(model: Any) -> None:
     """
     if is_wrapped(model):
         raise ConfigError(
-            f"{type(model).__name__} is parallelized, and Transformers' own code would not compute the same over ranks",
+            f"{class_name(model)} is parallelized, and Transformers' own code would not compute the same over ranks",
             hint="bind it to eager, opslot.bind(model, 'eager'), or build the model again",
         )
     _take_down(model)
@@ -215,7 +215,7 @@ def explain(model: Any) -> BindingReport:
                 return state.report
             return make_report(state.binding, state.runs, now, state.report.note)
     unbound = tuple(
-        SlotBinding(path, slot, type(module).__name__, Resolution(op_name, variant, "eager", "not bound", (), False))
+        SlotBinding(path, slot, class_name(module), Resolution(op_name, variant, "eager", "not bound", (), False))
         for path, module, slot, op_name, variant in walk_slots(model)
     )
     note = "" if unbound else f"{type(model).__name__} has no slots; opslot.apply(model) adds those of its architecture"

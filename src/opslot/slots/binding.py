@@ -172,13 +172,18 @@ def resolve(
             problems.append(f"{at.path or type(model).__name__}: {error}")
             continue
         wrappers = wrappers_of(at.module, at.name or at.op_name)
-        slots.append(SlotBinding(at.path, at.name, type(at.module).__name__, resolution, wrappers, keeps is not None))
+        slots.append(SlotBinding(at.path, at.name, class_name(at.module), resolution, wrappers, keeps is not None))
     skipped = _skipped(model)
     absent = list(_absent(config, slots, skipped, problems))
     if problems:
         raise ConfigError(_collapse(problems))
     shown = "" if default_dtype is None else dtype_name(default_dtype)
     return Binding(config, tuple(slots), skipped, tuple(absent), facts, dtype, shown)
+
+
+def class_name(module: Any) -> str:
+    """The name of the module's class before `fully_shard` made one of its own from it."""
+    return next(cls.__name__ for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))
 
 
 def _per_model(model: Any) -> Iterator[Slot]:
