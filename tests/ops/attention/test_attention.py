@@ -391,9 +391,9 @@ def test_auto_without_any_kernel_is_eager():
 def test_a_kernel_that_cannot_make_masks_is_refused():
     model = request().module
     model.config._attn_implementation = "sdpa"
+    slot = SlotBinding("", "", "Model", Resolution("attention", "causal", "mine", "named", (), True))
     with pytest.raises(KernelError, match=r"attn_implementation='mine'.* no attribute mask_function(.|\n)*hint"):
-        resolution = Resolution("attention", "causal", "mine", "named", (), True)
-        op.OP.attach(model, SlotBinding("", "", "Model", resolution), lambda *arguments, **options: None)
+        op.OP.attach(model, slot, lambda *arguments, **options: None)
     assert model.config._attn_implementation == "sdpa"
 
 
