@@ -71,7 +71,10 @@ def test_file_in_place_of_the_checkpoint_folder(train, tmp_path):
 def test_batches_by_samples_and_by_tokens_at_once(train, settings, tmp_path):
     settings["data"] |= {"max_tokens_per_batch": 64, "packing": False}
     settings["train"]["micro_batch_size"] = 2
-    messages = ("train.micro_batch_size=2 and data.max_tokens_per_batch=64", "data.max_tokens_per_batch packs documents")
+    messages = (
+        "train.micro_batch_size=2 and data.max_tokens_per_batch=64",
+        "data.max_tokens_per_batch packs documents",
+    )
     assert_error(train(), "2 problems", *messages, tmp_path=tmp_path)
 
 

@@ -47,7 +47,10 @@ def test_packing_raises_where_documents_could_see_each_other(train, of, settings
     of("gemma3_text", head_dim=8)
     code, _, err = train()
     assert code == 2
-    assert "Gemma3ForCausalLM cannot train on packed documents, which would see each other\n  found: its masks are not causal" in err
+    assert (
+        "Gemma3ForCausalLM cannot train on packed documents, which would see each other\n  found: its masks are not causal"
+        in err
+    )
     assert "hint: set data.packing: false" in err
     settings["data"]["packing"] = False
     assert train()[0] == 0

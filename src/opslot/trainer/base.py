@@ -26,12 +26,13 @@ from opslot.distributed import (
     clip_grad_norm,
     gradient_sync,
     init_parallel_state,
+    on_first_rank,
     shard_sequence,
     sum_over_ranks,
 )
 from opslot.distributed.copy_engine import opened_bytes
 from opslot.models import load_foundation_weights
-from opslot.models.parallelize import parallelize_model
+from opslot.models.parallelize import parallelize
 from opslot.slots import explain
 from opslot.trainer import checkpointing
 from opslot.trainer.callbacks import (
@@ -48,7 +49,7 @@ from opslot.trainer.callbacks import (
 )
 from opslot.trainer.config import RunConfig
 from opslot.trainer.display import make_console
-from opslot.trainer.kernels import hold_kernels, kernel_record, require_same_kernels
+from opslot.trainer.kernels import kernel_record, pin_kernels, require_same_kernels
 from opslot.trainer.loss_scaling import LossScaler
 from opslot.trainer.optimizer import build_optimizer, learning_rate
 from opslot.trainer.output_lock import OutputLock
@@ -233,11 +234,9 @@ class BaseTrainer(ABC):
     def _train(self) -> TrainResult:
         self.model.train()
         with contextlib.ExitStack() as locked:
-            if self.state.rank == 0:
-                self.output_dir.mkdir(parents=True, exist_ok=True)
-                self._lock.acquire()
-                locked.callback(self._lock.release)
-                self._write_description()
+            on_first_rank(self._lock.acquire)
+            locked.callback(self._lock.release)
+            on_first_rank(self._write_description)
             record, completed = self._run_steps()
         return TrainResult(self.step, completed, record, None if completed else self._stop_signal)
 
@@ -427,7 +426,7 @@ class BaseTrainer(ABC):
         dtype = _dtype(fsdp.compute_dtype)
         if self.inputs.checkpoint is not None:
             recorded = checkpointing.read_state(self.inputs.checkpoint)[1]
-            for line in hold_kernels(model, recorded, dtype, self.device):
+            for line in pin_kernels(model, recorded, dtype, self.device):
                 self.say(line)
         options: dict[str, Any] = {
             "activation_checkpointing": train.activation_checkpointing,
@@ -444,7 +443,7 @@ class BaseTrainer(ABC):
                 "prefetch": fsdp.prefetch,
                 "copy_engine": fsdp.copy_engine,
             }
-        model = parallelize_model(model, self.state, **options)
+        model = parallelize(model, self.state, **options)
         require_same_kernels(model)
         return model
 

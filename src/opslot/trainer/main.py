@@ -63,7 +63,7 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
 
     Under torchrun every process calls it; rank 0 prints, and all ranks end when one fails.
     """
-    from opslot.distributed import destroy_parallel_state, failing_together
+    from opslot.distributed import destroy_parallel_state, fail_together
     from opslot.trainer.base import start_processes
     from opslot.trainer.display import make_console
 
@@ -74,7 +74,7 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
             # Before anything that may fail on one rank only.
             with _reported_by_first_rank():
                 start_processes(config)
-        with failing_together():
+        with fail_together():
             done = _run(config, console)
         destroy_parallel_state()
         return done

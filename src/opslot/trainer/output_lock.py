@@ -50,13 +50,14 @@ class OutputLock:
             os.close(handle)
 
     def acquire(self) -> None:
-        """Take the lock; the folder must exist.
+        """Create the folder and take the lock.
 
         Raises:
             ConfigError: see `require_free`.
         """
         if self.path.resolve() in _held_here:
             raise self._in_use()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             try:

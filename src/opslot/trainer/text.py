@@ -28,9 +28,9 @@ from opslot.data import (
     split_documents,
 )
 from opslot.distributed import sum_over_ranks
-from opslot.models import build_foundation_model, expert_layout, load_config
-from opslot.models.parallelize import whole_sequences
-from opslot.slots import loss_only
+from opslot.models import build_foundation_model, load_config
+from opslot.ops.cross_entropy_loss import loss_only
+from opslot.slots.protocol import keeps_sequences
 from opslot.trainer.base import BaseTrainer, TrainResult
 from opslot.trainer.validate import micro_batch_size
 
@@ -114,7 +114,7 @@ class TextTrainer(BaseTrainer):
             trust_remote_code=model.trust_remote_code,
         )
         data = self.config.data
-        if data.packing and (reason := whole_sequences(built)):
+        if data.packing and (reason := keeps_sequences(built)):
             also = "" if data.max_tokens_per_batch is None else " and remove data.max_tokens_per_batch"
             raise ConfigError(
                 f"{type(built).__name__} cannot train on packed documents, which would see each other",
@@ -164,7 +164,7 @@ class TextTrainer(BaseTrainer):
 
     def export(self, folder: Path) -> None:
         """Write weights, config and tokenizer so that plain Transformers loads them."""
-        export_hf(self.model, folder, layout=expert_layout(self.model), processors=[self.tokenizer])
+        export_hf(self.model, folder, processors=[self.tokenizer])
 
     @functools.cached_property
     def unigram_entropy(self) -> float:

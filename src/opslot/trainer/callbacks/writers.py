@@ -10,7 +10,6 @@ from typing import IO, TYPE_CHECKING, Any
 
 from opslot._base.files import write_text
 from opslot.trainer.callbacks.base import Callback, StepRecord
-from opslot.trainer.ranks import is_first_rank
 
 if TYPE_CHECKING:
     from opslot.trainer.base import BaseTrainer
@@ -172,6 +171,8 @@ class ExportCallback(Callback):
         self._started_at = trainer.step
 
     def on_train_end(self, trainer: BaseTrainer, completed: bool) -> None:
+        from opslot.distributed import is_first_rank
+
         final = trainer.output_dir / HF_FOLDER
         if not completed or (trainer.step == self._started_at and final.is_dir()):
             return
