@@ -5,7 +5,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from opslot._base.errors import DataError
-from opslot.data import PackedDataset, SampleLoader, collate, count_targets, evaluation_batches, split_documents
+from opslot.data import (
+    PackedDataset,
+    SampleLoader,
+    collate,
+    collate_padded,
+    count_targets,
+    evaluation_batches,
+    split_documents,
+)
 
 
 class Documents:
@@ -97,6 +105,19 @@ def test_padding_is_never_predicted():
     assert batch["labels"].tolist() == [[-100, 1, 2, *[-100] * 5]]
     assert batch["cu_seq_lens_q"].tolist() == [0, 3, 8]
     assert count_targets(batch["labels"]) == 2
+
+
+def test_padded_batches_have_a_mask_and_no_boundaries():
+    samples = PackedDataset(Documents([3, 5]), 5, packing=False, shuffle=False, pad_token_id=9)
+    batch = collate_padded([samples[0], samples[1]])
+    assert batch["input_ids"].tolist() == [[0, 1, 2, 9, 9], [1000, 1001, 1002, 1003, 1004]]
+    assert batch["labels"].tolist() == [[-100, 1, 2, -100, -100], [-100, 1001, 1002, 1003, 1004]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4]] * 2
+    assert batch.keys() == {"input_ids", "labels", "attention_mask", "position_ids"}
+    assert "attention_mask" not in collate_padded([samples[1]])
+    assert count_targets(batch["labels"]) == 6
+    assert next(iter(SampleLoader(samples, 2))).keys() == next(evaluation_batches(samples, 2)).keys() == batch.keys()
 
 
 def take(loader, count):

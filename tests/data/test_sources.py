@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from opslot._base.errors import DataError
-from opslot.data import find_files
+from opslot.data import find_files, open_corpus
 
 
 def write(path, text):
@@ -137,3 +137,51 @@ def test_parquet_without_the_column_raises(tmp_path, read_documents):
         read_documents([file])
     with pytest.raises(DataError, match="column 'n' holds int64, not strings"):
         read_documents([file], "n")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.html", "README", "a.jsonl.gz", "a.txt.zst"])
+def test_unknown_extensions_are_reported_unless_a_format_is_given(tmp_path, name):
+    file = write(tmp_path / name, "x")
+    problems = []
+    assert find_files(str(file), "data.train_path", problems) == [file]
+    (problem,) = problems
+    assert problem.startswith(f"data.train_path: {file} has ")
+    assert ("decompress it" if name.endswith(("gz", "zst")) else "set data.format to text, jsonl or parquet") in problem
+    problems.clear()
+    find_files(str(file), "data.train_path", problems, "text")
+    assert problems == []
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".jsonlines", ".jl", ".json", ".JSONL"])
+def test_json_lines_extensions(tmp_path, suffix, read_documents):
+    file = write(tmp_path / f"a{suffix}", '{"text": "one"}\n')
+    problems = []
+    assert read_documents(find_files(str(file), "data.train_path", problems)) == ["one"]
+    assert problems == []
+
+
+def test_format_overrides_the_extension(tmp_path, tokenizer):
+    file = write(tmp_path / "a.log", '{"text": "ab"}\n')
+    lengths = {}
+    for format in ("text", "jsonl"):
+        corpus = open_corpus([file], tokenizer, format=format, append_eos=False, cache_dir=str(tmp_path / "cache"))
+        lengths[format] = corpus.num_tokens()
+    assert lengths == {"text": 15, "jsonl": 2}
+
+
+def test_links_to_one_file_are_read_once(tmp_path, caplog):
+    file = write(tmp_path / "a.txt", "x")
+    (tmp_path / "b.txt").symlink_to(file)
+    (tmp_path / "c.txt").hardlink_to(file)
+    problems = []
+    with caplog.at_level("WARNING", logger="opslot"):
+        assert find_files(f"{tmp_path}/*.txt", "data.train_path", problems) == [file]
+    assert caplog.text.count("are the same file; it is read once") == 2
+    assert problems == []
+
+
+def test_missing_dataset_id_names_the_download_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    problems = []
+    find_files("HuggingFaceFW/fineweb", "data.train_path", problems)
+    assert "hf download HuggingFaceFW/fineweb --repo-type dataset --local-dir data" in problems[0]

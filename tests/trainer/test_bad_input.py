@@ -71,11 +71,9 @@ def test_file_in_place_of_the_checkpoint_folder(train, tmp_path):
 def test_batches_by_samples_and_by_tokens_at_once(train, settings, tmp_path):
     settings["data"] |= {"max_tokens_per_batch": 64, "packing": False}
     settings["train"]["micro_batch_size"] = 2
-    messages = (
-        "train.micro_batch_size=2 and data.max_tokens_per_batch=64",
-        "data.max_tokens_per_batch packs documents",
-    )
-    assert_error(train(), "2 problems", *messages, tmp_path=tmp_path)
+    both = "train.micro_batch_size=2 and data.max_tokens_per_batch=64 both set the micro batch size"
+    packs = "data.max_tokens_per_batch packs documents, but data.packing is off"
+    assert_error(train(), "2 problems", both, packs, tmp_path=tmp_path)
 
 
 def test_all_problems_in_one_error(train, settings, tmp_path):
@@ -194,3 +192,64 @@ def test_traceback_option(train, settings):
     code, _, err = train("--traceback")
     assert code == 2
     assert "Traceback" in err
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "message"),
+    [
+        ("train", "output_dir", "~nosuchuser/out", "train.output_dir: '~nosuchuser' is not a user's home folder"),
+        ("train", "output_dir", "a\0b", "train.output_dir: 'a\\x00b' is not a path"),
+        ("train", "output_dir", "x" * 300, "is not a path (File name too long)"),
+        ("data", "train_path", "~nosuchuser/*.txt", "data.train_path: '~nosuchuser'"),
+        ("data", "cache_dir", "~nosuchuser", "data.cache_dir: '~nosuchuser'"),
+        ("model", "config_path", "~nosuchuser", "model.config_path: '~nosuchuser'"),
+        ("model", "model_path", "Qwen/Qwen3-0.6B", "run `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` and set"),
+        ("model", "model_path", "Qwen/Qwen3-0.6B", "model.model_path: Qwen3-0.6B"),
+    ],
+)
+def test_impossible_paths_raise(train, settings, tmp_path, monkeypatch, section, field, value, message):
+    monkeypatch.chdir(tmp_path)
+    settings[section][field] = value
+    assert_error(train(), message, tmp_path=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "nope"}, "nope"),
+        ({"rope_parameters": {"rope_type": "nope", "rope_theta": 1e4}}, "nope"),
+        ({"attn_implementation": "nope"}, "nope"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds num_experts=4"),
+        ({"pad_token_id": 9999}, "adding_idx"),
+        ({"rms_norm_eps": "nope"}, "rms_norm_eps"),
+    ],
+)
+def test_invalid_model_configs_raise(train, settings, tmp_path, model_folder, changes, message):
+    config = json.loads((model_folder / "config.json").read_text())
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    settings["model"] = {"config_path": str(folder), "tokenizer_path": str(model_folder)}
+    assert_error(train(), message, tmp_path=tmp_path)
+
+
+def test_error_in_the_config_is_not_reported_as_the_tokenizers(train, settings, tmp_path, tokenizer, model_folder):
+    config = json.loads((model_folder / "config.json").read_text())
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": "nope"}))
+    settings["model"] = {"config_path": str(folder)}
+    code, _, err = train()
+    assert code == 2
+    assert "rms_norm_eps" in err
+    assert "tokenizer" not in err
+
+
+def test_training_without_a_yaml_file(settings, tmp_path, capsys):
+    from opslot.trainer import cli_train
+
+    options = [f"--{section}.{name}={value}" for section, fields in settings.items() for name, value in fields.items()]
+    options = [option for option in options if "logging" not in option]
+    assert cli_train([*options, "--train.logging.tensorboard=false", "--train.max_steps=1"]) == 0
+    assert "done: 1 steps" in capsys.readouterr().out

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
@@ -194,3 +195,60 @@ def test_null_on_the_command_line_only_for_optional_fields(tmp_path):
 def test_merged_key_can_be_overridden(tmp_path):
     config = load_config(write(tmp_path, "data: {<<: {max_seq_len: 8, text_field: body}, max_seq_len: 16}"))
     assert (config.data.max_seq_len, config.data.text_field) == (16, "body")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("train.learning_rate", "use train.lr"),
+        ("train.gradient_checkpointing", "use train.activation_checkpointing"),
+        ("train.bf16", "use train.fsdp.compute_dtype: bfloat16"),
+        ("train.gradient_accumulation_steps", "use train.global_batch_size and train.micro_batch_size"),
+        ("train.per_device_train_batch_size", "use train.micro_batch_size"),
+        ("train.num_train_epochs", "use train.num_epochs"),
+        ("train.lr_scheduler_type", "use train.lr_scheduler"),
+        ("train.logging_steps", "use train.logging.log_steps"),
+        ("train.max_length", "use data.max_seq_len"),
+        ("data.dataset_text_field", "use data.text_field"),
+        ("train.lr_decay_style", "use train.lr_scheduler"),
+        ("train.ulysses_parallel_size", "use train.sp_size"),
+        ("model_name_or_path", "use model.model_path"),
+        ("train.remove_unused_columns", "opslot does not need it, remove it"),
+    ],
+)
+def test_field_names_of_other_trainers(tmp_path, name, hint):
+    with pytest.raises(ConfigError) as caught:
+        load_config([str(write(tmp_path, "")), f"--{name}", "1"])
+    assert f"{name} is not a field; {hint}" in str(caught.value)
+
+
+def test_hints_name_existing_fields():
+    from opslot.trainer.field_hints import _FIELDS
+    from opslot.trainer.parse import _leaf_types
+
+    known = {*_leaf_types(RunConfig), "train.optimizer", "train.fsdp", "train.logging"}
+    for hint in _FIELDS.values():
+        for field in re.findall(r"\b(?:train|data|model)\.[a-z0-9_.]*[a-z0-9_]", hint.replace("model.compile()", "")):
+            assert field in known or field.startswith("model.ops_implementation."), hint
+
+
+def test_field_given_nested_and_dotted_raises(tmp_path):
+    with pytest.raises(ConfigError, match=r"train\.lr is given twice, nested and with dots"):
+        load_config(write(tmp_path, "train: {lr: 1e-3}\ntrain.lr: 1e-4\n"))
+
+
+def test_deeply_nested_yaml_raises(tmp_path):
+    with pytest.raises(ConfigError, match="YAML that is nested too deeply"):
+        load_config(write(tmp_path, "train: " + "[" * 5000 + "]" * 5000))
+
+
+def test_configuration_without_a_file():
+    config = load_config(["--train.lr", "1e-3", "--data.train_path", "a.txt"])
+    assert (config.train.lr, config.data.train_path) == (1e-3, "a.txt")
+
+
+def test_help_lists_only_options_that_exist(capsys):
+    from opslot.trainer import cli_train
+
+    cli_train(["--help"])
+    assert "train_path+" not in capsys.readouterr().out

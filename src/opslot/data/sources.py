@@ -70,7 +70,7 @@ def find_files(paths: str | Sequence[str], field: str, problems: list[str], form
 def _missing_hint(name: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w-]*", name):
         return (
-            f"for a dataset on the Hugging Face hub, run `hf download --repo-type dataset {name} --local-dir data` "
+            f"for a dataset on the Hugging Face hub, run `hf download {name} --repo-type dataset --local-dir data` "
             "and select its files, such as data/**/*.parquet"
         )
     return f"relative paths start at {Path.cwd()}"
