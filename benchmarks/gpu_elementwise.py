@@ -100,7 +100,7 @@ def prove(job: tuple[str, str, str, torch.dtype | None, int]) -> tuple[list[str]
         return [f"{type(error).__name__}: {str(error)[:200]}"], 0
     checks = [c for c in variant.cases if c.role == "check"][part::PARTS]
     results = [check_kernel(kernel, op, variant, case, dtype, DEVICE, name=name) for case in checks]
-    return [str(r) for r in results if not r.ok], sum(r.ok and not r.refused for r in results)
+    return [str(r) for r in results if not r.ok], sum(r.ok and not r.unsupported for r in results)
 
 
 def proofs(keys: list[tuple[str, str, str]]) -> tuple[dict[str, list[str]], dict[str, int]]:
