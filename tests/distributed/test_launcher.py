@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -90,10 +91,8 @@ def wait_until(condition, seconds: float) -> None:
 
 
 def kill_if_alive(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def test_processes_without_torchrun_are_not_watched(monkeypatch) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from opslot._base.errors import ConfigError, ParallelError
-from opslot.distributed import ParallelState, destroy_parallel_state, get_parallel_state, init_parallel_state
+from opslot.distributed import destroy_parallel_state, get_parallel_state, init_parallel_state
 from opslot.distributed.parallel_state import check_sizes
 
 
@@ -35,10 +35,6 @@ def test_one_process_is_built_without_a_group():
     assert state is get_parallel_state()
     assert state.mesh is None
     assert not torch.distributed.is_initialized()
-
-
-def test_what_is_shared_is_told():
-    state = ParallelState(dp_shard=2, sp=2, ep=4)
 
 
 def test_devices_that_are_not_there_are_refused(monkeypatch):

@@ -57,8 +57,8 @@ def launched_by_torchrun() -> bool:
 def exit_with_launcher(poll_seconds: float = 0.5) -> None:
     """End this process when torchrun, its parent, is gone: killed, torchrun cannot end its ranks itself.
 
-    A thread watches it, since the main thread may wait in a collective or connect to a store that is gone with torchrun.
-    Processes that were started otherwise are not watched: a script may start them in the background and end.
+    A thread watches it, since the main thread may wait in a collective, or for the store that torchrun hosted. Nothing
+    is watched without torchrun: a script may start ranks in the background and end.
     """
     if not launched_by_torchrun():
         return
