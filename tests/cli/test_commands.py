@@ -3,7 +3,7 @@ import json
 import pytest
 
 from opslot import KERNEL_REGISTRY, KernelSpec
-from opslot.bench.main import read_model
+from opslot.bench.run import read_model
 from opslot.cli import main
 
 
@@ -49,7 +49,7 @@ def test_explain_names_what_was_set(folder, capsys):
         (["explain", "/no/such/place"], "no such file or folder"),
         (["explain", "{folder}", "--set", "rms_norm_implementation"], "is not FIELD=VALUE"),
         (["explain", "{folder}", "--set", "rms_norm_implementation=trition"], "did you mean 'triton'"),
-        (["explain", "{folder}", "--set", "moe_implementation=fused_npu"], "needs an NPU"),
+        (["explain", "{folder}", "--set", "moe_implementation=fused_npu"], "requires an NPU"),
         (["explain", "{folder}", "--set", "overrides=eager"], "overrides='eager' must map globs"),
         (["verify", "--op", "nothing"], "unknown op 'nothing'"),
         (["verify", "--op", "rms_norm", "--device", "gpu0"], "device 'gpu0' is none that torch knows"),

@@ -13,7 +13,7 @@ from opslot._base.dtypes import floating_dtype
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.models._registry import ARCHITECTURES, MODEL_CONFIG_REGISTRY, MODELING_REGISTRY, serve_model_type
-from opslot.slots import OpsImplementationConfig, bind, own_config
+from opslot.slots import OpsImplementationConfig, bind
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +89,6 @@ def build_foundation_model(
     if backend == "hf":
         logger.info("%s=hf: Transformers' own %s, without slots", BACKEND_VARIABLE, cls.__name__)
     else:
-        own_config(model)
         device = run_device or (None if init_device == "meta" else init_device)
         bind(model, ops, device=device, dtype=computed)
     model.train()

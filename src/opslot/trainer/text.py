@@ -29,8 +29,8 @@ from opslot.data import (
 )
 from opslot.distributed import sum_over_ranks
 from opslot.models import build_foundation_model, load_config
-from opslot.models.parallelize import whole_sequences
-from opslot.slots import loss_only
+from opslot.ops.cross_entropy_loss import loss_only
+from opslot.slots.protocol import keeps_sequences
 from opslot.trainer.base import BaseTrainer, TrainResult
 from opslot.trainer.validate import micro_batch_size
 
@@ -112,7 +112,7 @@ class TextTrainer(BaseTrainer):
             ops_implementation=model.ops_implementation,
             trust_remote_code=model.trust_remote_code,
         )
-        if self.config.data.packing and (why := whole_sequences(built)):
+        if self.config.data.packing and (why := keeps_sequences(built)):
             raise ConfigError(
                 f"documents packed into one row could see each other in {type(built).__name__}: {why}",
                 hint="set data.packing to false",
