@@ -65,6 +65,9 @@ def build_foundation_model(
     """
     ops = OpsImplementationConfig.make(ops_implementation)
     config = load_config(config_path, trust_remote_code=trust_remote_code, **(config_kwargs or {}))
+    if getattr(config, "quantization_config", None) is not None:
+        # It describes the hub's weights; these are not quantized, and loading quantized ones is an error.
+        del config.quantization_config
     backend = os.environ.get(BACKEND_VARIABLE, "opslot")
     if backend not in ("opslot", "hf"):
         raise ConfigError(f"{BACKEND_VARIABLE}={backend!r} is unknown; use opslot or hf")
