@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 benchmarks/gpu_parallel.py [CONFIGURATION[+OPTION=VALUE] ...] [--json FILE] [--profile]
 
-An OPTION is one of `parallelize_model`, as in dense-sp+ulysses_overlap=True or moe-fsdp+reduce_dtype=torch.bfloat16.
+An OPTION is one of `parallelize`, as in dense-sp+ulysses_overlap=True or moe-fsdp+reduce_dtype=torch.bfloat16.
 Random weights, fp32 master weights, bfloat16 computation, gradients reduced in fp32 and clipped, AdamW, no activation
 checkpointing. On one GPU `dense-fsdp` and `moe-fsdp` give what scaling is measured against;
 `peers/veomni_parallel.py` trains the same with VeOmni.
@@ -40,7 +40,7 @@ from opslot.distributed import (
     shard_sequence,
 )
 from opslot.distributed.copy_engine import opened_bytes
-from opslot.models.parallelize import parallelize_model
+from opslot.models.parallelize import parallelize
 
 
 def build(
@@ -52,11 +52,11 @@ def build(
         init_device=state.device.type,
         ops_implementation=dict(item.split("=", 1) for item in options.set),
     )
-    return parallelize_model(model, state, **{"param_dtype": torch.bfloat16, **spread})
+    return parallelize(model, state, **{"param_dtype": torch.bfloat16, **spread})
 
 
 def parse(name: str) -> tuple[Configuration, dict[str, Any]]:
-    """A configuration, and options of `parallelize_model`."""
+    """A configuration, and options of `parallelize`."""
     base, *options = name.split("+")
     values = (option.split("=", 1) for option in options)
     return CONFIGURATIONS[base], {
