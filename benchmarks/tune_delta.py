@@ -1,4 +1,4 @@
-"""Time opslot's gated delta rule with other launch plans, and each of its kernels, to choose the plan that is committed.
+"""Time opslot's gated delta rule with other launch plans, to choose the one that is committed, and each kernel.
 
 python benchmarks/tune_delta.py
 """

@@ -85,9 +85,7 @@ def axis_limit(values: Sequence[float]) -> float:
     return 1.25 * ranked[1]
 
 
-def _draw_bars(
-    axis: Any, values: Mapping[str, float], colours: Sequence[str], text: Callable[[float], str], limit: float
-) -> None:
+def _draw_bars(axis: Any, values: Mapping[str, float], colours: Sequence[str], limit: float) -> None:
     axis.barh(list(values), [min(v, limit) for v in values.values()], color=colours, height=0.7)
     # From the top down; a single bar is as thick as one of three.
     axis.set_ylim(max(len(values), 3) - 0.5, -0.5)
