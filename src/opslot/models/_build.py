@@ -220,11 +220,15 @@ def _instantiate(cls: Any, config: PreTrainedConfig, dtype: torch.dtype, device:
             stack.enter_context(no_init_weights())
         try:
             model = cls._from_config(config, dtype=dtype)
-        except (ZeroDivisionError, RuntimeError) as error:
+        except Exception as error:
             faulty = _faulty_sizes(config.to_dict(), error)
-            if not faulty:
-                raise
-            raise ConfigError(f"{cls.__name__} cannot be made from its config: {error}{faulty}") from error
+            if faulty:
+                raise ConfigError(f"{cls.__name__} cannot be built from its config: {error}{faulty}") from error
+            raise ConfigError(
+                f"{cls.__name__} cannot be built from its config",
+                found=f"{type(error).__name__}: {error}",
+                hint="fix the value in config.json; --traceback shows where Transformers reads it",
+            ) from error
     if empty:
         # Transformers ties weights in the same place where it draws them.
         model.tie_weights()
