@@ -18,7 +18,7 @@ _EPILOG = """examples:
   opslot explain config.yaml                        which kernels it would train with, and why
   opslot kernels --op rms_norm                      what can run here
   opslot port mistral                               the slots of an architecture without a patch
-  opslot verify                                     prove every kernel that can run here
+  opslot verify                                     check every kernel that can run here
   opslot bisect path/to/model                       name the slot that breaks parity
   opslot bench --op moe_experts                     time its kernels beside the roofline
   opslot convert SRC DST --layout stacked           rewrite an MoE checkpoint's experts
@@ -163,9 +163,9 @@ def _add_port(add: _Add) -> None:
 def _add_verify(add: _Add) -> None:
     verify = add(
         "verify",
-        help="prove every kernel that can run here: forward and gradients against fp64",
+        help="check every kernel that can run here: forward and gradients against fp64",
         epilog=(
-            "examples:\n  opslot verify\n  opslot verify --op rms_norm --kernel triton --json\n"
+            "examples:\n  opslot verify\n  opslot verify --op rms_norm,swiglu_mlp --kernel triton --json\n"
             "  TRITON_INTERPRET=1 opslot verify --op swiglu_mlp      Triton kernels without a GPU, slowly"
         ),
         formatter_class=_FORM,
@@ -186,7 +186,7 @@ def _add_verify(add: _Add) -> None:
 def _add_bisect(add: _Add) -> None:
     bisect = add(
         "bisect",
-        help="name the slot and layer whose kernel breaks parity with upstream's code",
+        help="name the slot and layer whose kernel breaks parity with Transformers' code",
         epilog=(
             "examples:\n"
             "  opslot bisect path/to/model                        what auto chooses, with the weights that lie there\n"

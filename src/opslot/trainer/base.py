@@ -277,7 +277,7 @@ class BaseTrainer(ABC):
         aux = getattr(outputs, "aux_loss", None)
         if not isinstance(aux, torch.Tensor):
             return outputs.loss, None
-        weighted = self.model.config.router_aux_loss_coef * aux
+        weighted = self.model.config.get_text_config().router_aux_loss_coef * aux
         return outputs.loss - weighted, weighted
 
     def save_checkpoint(self) -> Path:

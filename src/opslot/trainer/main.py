@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opslot._base.errors import CheckpointError, OpslotError, ParallelError, TrainingError
-from opslot._base.launcher import launched_world_size
+from opslot._base.launcher import exit_with_launcher, launched_world_size
 from opslot.trainer.parse import build_parser, load_config
 from opslot.trainer.threads import wait_without_spinning
 
@@ -38,6 +38,7 @@ def cli_train(argv: Sequence[str]) -> int:
     if not arguments or "-h" in arguments or "--help" in arguments:
         build_parser().print_help(sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
+    exit_with_launcher()
     wait_without_spinning()
     from opslot.distributed import OtherRankFailed
 

@@ -1,25 +1,23 @@
-"""VeOmni's training step over several GPUs: the configurations of `gpu_parallel.py`, on the same machine.
+"""VeOmni's training steps for `benchmarks/parallel.py`, one process per GPU.
 
-    torchrun --nproc-per-node 4 benchmarks/peers/veomni_parallel.py [CONFIGURATION ...] [--json FILE]
-
-Needs veomni and the Transformers release that it pins, in front of PYTHONPATH for this process alone. Its kernels are
-its best on Hopper: FlashAttention 4, quack for experts, Liger's fused loss. fp32 master weights, bfloat16 computation,
-gradients reduced in fp32, fused AdamW, clipping without its copy of the norm to the host, no activation checkpointing.
+Needs veomni and the Transformers release that it pins. Its kernels are its best on Hopper: FlashAttention 4, quack for
+experts, Liger's fused loss; fused AdamW, and clipping without its copy of the norm to the host.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from parallel_workload import (
+from veomni.arguments.arguments_types import MixedPrecisionConfig, OpsImplementationConfig
+from veomni.distributed.parallel_state import clear_parallel_state, get_parallel_state, init_parallel_state
+from veomni.distributed.torch_parallelize import build_parallelize_model
+from veomni.models import build_foundation_model
+from veomni.optim import build_optimizer
+from veomni.utils.loss_utils import count_loss_token, mean_global_loss, reduce_global_loss_token
+from workload import (
     CONFIGURATIONS,
     LEARNING_RATE,
     MAX_NORM,
@@ -32,12 +30,6 @@ from parallel_workload import (
     token_ids,
     world_size,
 )
-from veomni.arguments.arguments_types import MixedPrecisionConfig, OpsImplementationConfig
-from veomni.distributed.parallel_state import clear_parallel_state, get_parallel_state, init_parallel_state
-from veomni.distributed.torch_parallelize import build_parallelize_model
-from veomni.models import build_foundation_model
-from veomni.optim import build_optimizer
-from veomni.utils.loss_utils import count_loss_token, mean_global_loss, reduce_global_loss_token
 
 
 def start(configuration: Configuration, device: torch.device, overlap: bool) -> Any:
@@ -58,9 +50,9 @@ def build(configuration: Configuration, options: argparse.Namespace) -> Any:
     ops = ("moe", "cross_entropy_loss", "rms_norm", "swiglu_mlp", "rotary_pos_emb", "load_balancing_loss")
     eager = {f"{op}_implementation": "eager" for op in ops}
     fast = {"moe_implementation": options.moe}
-    chosen = OpsImplementationConfig(attn_implementation=options.attention, **(eager if options.dry_run else fast))
+    chosen = OpsImplementationConfig(attn_implementation=options.attention, **(eager if options.shrink > 1 else fast))
     model = build_foundation_model(
-        model_config(configuration.model, options.layers, 64 if options.dry_run else 1),
+        model_config(configuration.model, options.layers, options.shrink),
         torch_dtype="float32",
         init_device="meta",
         ops_implementation=chosen,
@@ -76,8 +68,8 @@ def build(configuration: Configuration, options: argparse.Namespace) -> Any:
 
 
 def batch_of(ids: torch.Tensor, state: Any, device: torch.device) -> dict[str, Any]:
-    """What VeOmni's collators give the model: under sequence parallelism parts of shifted labels and positions, and the
-    bounds of the whole."""
+    """What VeOmni's collators give the model: with sequence parallelism the local shifted labels and positions, and the
+    global sequence boundaries."""
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     if not state.sp_enabled:
         return {"input_ids": ids.to(device), "labels": ids.to(device), "position_ids": positions.to(device)}
@@ -99,7 +91,7 @@ def run(configuration: Configuration, options: argparse.Namespace, device: torch
     model = build(configuration, options)
     optimizer = build_optimizer(model, lr=LEARNING_RATE, weight_decay=0.01, fused=True)
     dp_rank = dist.get_rank() // state.sp_size
-    ids = token_ids(configuration, model.config.vocab_size, dp_rank, 64 if options.dry_run else 1)
+    ids = token_ids(configuration, model.config.vocab_size, dp_rank, options.shrink)
     batch = batch_of(ids, state, device)
     counted = count_loss_token({"labels": batch["labels"].cpu()})
     whole = reduce_global_loss_token(counted)
@@ -117,7 +109,7 @@ def run(configuration: Configuration, options: argparse.Namespace, device: torch
         return loss.detach() / world_size()
 
     result = measure(step, ids.numel() * world_size() // state.sp_size, options.steps, device)
-    return {**result, "kernels": {"attention": options.attention, "moe": options.moe}}
+    return {**result, "kernels": f"attention {options.attention}, moe {options.moe}"}
 
 
 def main() -> None:
@@ -128,8 +120,8 @@ def main() -> None:
     parser.add_argument("--attention", default="flash_attention_4")
     parser.add_argument("--moe", default="fused_quack")
     parser.add_argument("--overlap", action="store_true", help="VeOmni's asynchronous Ulysses")
-    parser.add_argument("--dry-run", action="store_true", help="eager, small, on this machine's CPU if it has no GPU")
-    parser.add_argument("--json")
+    parser.add_argument("--shrink", type=int, default=1, help="eager, widths and lengths divided, to try it on a CPU")
+    parser.add_argument("--rows", help="file to append rows to")
     options = parser.parse_args()
     device = local_device()
     if device.type == "cuda":
@@ -138,7 +130,7 @@ def main() -> None:
     for name in options.configurations or CONFIGURATIONS:
         result = run(CONFIGURATIONS[name], options, device)
         if dist.get_rank() == 0:
-            record(options.json, name, CONFIGURATIONS[name], result)
+            record(options.rows, CONFIGURATIONS[name], "VeOmni", result)
         free_memory()
     dist.destroy_process_group()
 

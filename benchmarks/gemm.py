@@ -1,18 +1,16 @@
-"""What bounds a training step: the matrix products of one dense layer, on a chip as warm as in training.
+"""The GEMMs of one dense layer at the GPU's power limit, which bound a dense training step.
 
-    python benchmarks/gpu_products.py [--json FILE]
+    python benchmarks/gemm.py [--output FILE]
 
-Times the products of a Qwen3-8B layer (16384 tokens, bf16, random data; forward, and both gradients) in the step's
-order, through cuBLAS and through the tiles of quack's persistent kernels, and reads the chip's clock, power and the
-reason for which it holds its clock back. Several libraries at the same rate, at the power limit, mean that no choice
-of kernel makes the products faster.
+Times the GEMMs of a Qwen3-8B layer (16384 tokens, bf16, random data; forward and both gradients) in the order of a
+step, on a warm GPU, with cuBLAS and with several tiles of quack's persistent kernels, and reads the GPU's clock and
+power. Where several libraries reach the same FLOP/s at the power limit, no other bf16 kernel makes the step faster.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
 import subprocess
 import sys
 import time
@@ -21,18 +19,18 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from opslot.bench import environment
+from opslot.bench import Environment, OutputFiles, Result, Run, Value
 
 TOKENS, HIDDEN, INTERMEDIATE, KEY_VALUE = 16384, 4096, 12288, 1024
 # Weights [out, in] of a layer, and how many of each.
 WEIGHTS = {(HIDDEN, HIDDEN): 2, (KEY_VALUE, HIDDEN): 2, (INTERMEDIATE, HIDDEN): 2, (HIDDEN, INTERMEDIATE): 1}
-# quack's (tile_m, tile_n, cluster_m, cluster_n, pingpong) that came out best of a dozen.
+# The fastest of a dozen of quack's (tile_m, tile_n, cluster_m, cluster_n, pingpong).
 TILES = [(128, 256, 2, 1, False), (128, 192, 2, 1, True), (256, 128, 1, 2, False)]
-Product = Callable[[Tensor, Tensor], Tensor]
+Gemm = Callable[[Tensor, Tensor], Tensor]
 
 
 def operands() -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(how often a layer has it, a, b) of every product a @ b."""
+    """(how often a layer has it, a, b) of every GEMM a @ b."""
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -45,8 +43,8 @@ def operands() -> Iterator[tuple[int, Tensor, Tensor]]:
         yield count, gradients[out].T, inputs[width]
 
 
-def libraries() -> dict[str, Product]:
-    found: dict[str, Product] = {"cuBLAS": torch.matmul}
+def libraries() -> dict[str, Gemm]:
+    found: dict[str, Gemm] = {"cuBLAS": torch.matmul}
     try:
         from quack.gemm_config import GemmConfig
         from quack.gemm_interface import gemm_tuned
@@ -73,19 +71,20 @@ def heat(seconds: float) -> None:
         torch.cuda.synchronize()
 
 
-def chip() -> dict[str, str]:
-    """Clock, power and throttle reasons while the queue is full."""
-    fields = "clocks.sm,power.draw,power.limit,temperature.gpu,clocks_event_reasons.sw_power_cap"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
-    values = subprocess.run(command, capture_output=True, text=True).stdout.strip().split(", ")
-    return dict(zip(fields.split(","), values, strict=False))
+def clock_and_power() -> tuple[float, float]:
+    """MHz and watts of the first GPU."""
+    command = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "--id=0"]
+    clock, power = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+    return float(clock), float(power)
 
 
-def measure(product: Product, layer: list[tuple[int, Tensor, Tensor]], repeat: int) -> dict[str, object]:
+def measure(name: str, gemm: Gemm, layer: list[tuple[int, Tensor, Tensor]], repeat: int) -> list[Value]:
+    """Time of the layer, and the GPU's clock and power while its queue is full."""
+
     def run() -> None:
         for count, a, b in layer:
             for _ in range(count):
-                product(a, b)
+                gemm(a, b)
 
     run()
     heat(1.0)
@@ -94,39 +93,45 @@ def measure(product: Product, layer: list[tuple[int, Tensor, Tensor]], repeat: i
     for _ in range(repeat):
         run()
     stop.record()
-    state = chip()
+    clock, power = clock_and_power()
     torch.cuda.synchronize()
     ms = start.elapsed_time(stop) / repeat
     flops = sum(2 * count * a.shape[0] * a.shape[1] * b.shape[1] for count, a, b in layer)
-    return {"ms_a_layer": round(ms, 2), "tflops": round(flops / ms / 1e9), **state}
+    return [
+        Value(f"{name}: one layer", ms, "ms"),
+        Value(f"{name}: rate", flops / ms / 1e9, "TFLOP/s"),
+        Value(f"{name}: clock", clock, "MHz"),
+        Value(f"{name}: power", power, "W"),
+    ]
 
 
-def wrong(product: Product) -> float:
-    """Relative error against fp64 on random data."""
+def relative_error(gemm: Gemm) -> float:
+    """Against fp64 on random data."""
     a, b = (torch.randn(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    truth = a.double() @ b.double()
-    return ((product(a, b).double() - truth).norm() / truth.norm()).item()
+    expected = a.double() @ b.double()
+    return ((gemm(a, b).double() - expected).norm() / expected.norm()).item()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json")
+    parser.add_argument("--output", help="write the result as JSON")
+    parser.add_argument("--commit", help="commit to record where there is no git")
     parser.add_argument("--repeat", type=int, default=40)
     options = parser.parse_args()
+    files = OutputFiles(options.output)
     torch.manual_seed(0)
     layer = list(operands())
-    rows = []
-    for _ in range(2):
-        for name, product in libraries().items():
-            error = wrong(product)
-            if error > 4e-3:
-                print(f"{name}: WRONG, relative error {error:.1e}")
-                return 1
-            rows.append({"library": name, "error": error, **measure(product, layer, options.repeat)})
-            print(rows[-1], flush=True)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"environment": environment("cuda"), "rows": rows}, file, indent=1)
+    values: list[Value] = []
+    for name, gemm in libraries().items():
+        error = relative_error(gemm)
+        if error > 4e-3:
+            print(f"{name}: WRONG, relative error {error:.1e}")
+            return 1
+        values += measure(name, gemm, layer, options.repeat)
+    for v in values:
+        print(f"{v.name:30} {v.value:8.1f} {v.unit}")
+    run = Run("python benchmarks/gemm.py", Environment.current("cuda", options.commit), values=values)
+    files.write(Result("benchmarks/gemm.py", [run]))
     return 0
 
 

@@ -1,12 +1,4 @@
-"""Training steps over several GPUs of one host: tokens a second and GPU, memory, loss.
-
-    torchrun --nproc-per-node 4 benchmarks/gpu_parallel.py [CONFIGURATION[+OPTION=VALUE] ...] [--json FILE] [--profile]
-
-An OPTION is one of `parallelize`, as in dense-sp+ulysses_overlap=True or moe-fsdp+reduce_dtype=torch.bfloat16.
-Random weights, fp32 master weights, bfloat16 computation, gradients reduced in fp32 and clipped, AdamW, no activation
-checkpointing. On one GPU `dense-fsdp` and `moe-fsdp` give what scaling is measured against;
-`peers/veomni_parallel.py` trains the same with VeOmni.
-"""
+"""opslot's training steps for `benchmarks/parallel.py`, one process per GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +8,7 @@ import functools
 from typing import Any
 
 import torch
-from parallel_workload import (
+from workload import (
     CONFIGURATIONS,
     LEARNING_RATE,
     MAX_NORM,
@@ -44,7 +36,7 @@ from opslot.models.parallelize import parallelize
 
 
 def build(
-    configuration: Configuration, state: ParallelState, spread: dict[str, Any], options: argparse.Namespace
+    configuration: Configuration, state: ParallelState, parallelism: dict[str, Any], options: argparse.Namespace
 ) -> Any:
     torch.manual_seed(0)
     model = opslot.build_foundation_model(
@@ -52,7 +44,7 @@ def build(
         init_device=state.device.type,
         ops_implementation=dict(item.split("=", 1) for item in options.set),
     )
-    return parallelize(model, state, **{"param_dtype": torch.bfloat16, **spread})
+    return parallelize(model, state, **{"param_dtype": torch.bfloat16, **parallelism})
 
 
 def parse(name: str) -> tuple[Configuration, dict[str, Any]]:
@@ -73,10 +65,10 @@ def adamw(device: torch.device) -> Any:
     return functools.partial(torch.optim.AdamW, fused=True)
 
 
-def run(name: str, configuration: Configuration, spread: dict[str, Any], options: argparse.Namespace) -> None:
+def run(name: str, configuration: Configuration, parallelism: dict[str, Any], options: argparse.Namespace) -> None:
     sp, ep = configuration.sizes()
     state = init_parallel_state(sp=sp, ep=ep)
-    model = build(configuration, state, spread, options)
+    model = build(configuration, state, parallelism, options)
     optimizer = adamw(state.device)(model.parameters(), lr=LEARNING_RATE)
     ids = token_ids(configuration, model.config.vocab_size, state.dp_rank, options.shrink)
     targets = torch.tensor((ids.numel() - len(ids)) * state.dp_size, device=state.device)
@@ -89,7 +81,7 @@ def run(name: str, configuration: Configuration, spread: dict[str, Any], options
         outputs = model(**batch, use_cache=False, num_items_in_batch=targets)
         loss = outputs.loss
         if (router := getattr(outputs, "aux_loss", None)) is not None:
-            # Every rank has a whole router loss, and losses of ranks add up.
+            # Every rank has the whole auxiliary loss, and the ranks' losses are summed.
             loss = loss - (1 - 1 / state.world_size) * model.config.router_aux_loss_coef * router
         with gradient_sync(model, True):
             loss.backward()
@@ -98,13 +90,16 @@ def run(name: str, configuration: Configuration, spread: dict[str, Any], options
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    # What building the model whole took is gone by now.
+    # Memory of the unsharded model must not count.
     free_memory()
     result = measure(step, ids.numel() * state.dp_size, options.steps, state.device)
-    result["gib"] = round(result["gib"] + opened_bytes() / 2**30, 1)
-    chosen = {row.op: row.chosen for row in opslot.explain(model).rows}
+    if result["peak_gib"] is not None:
+        result["peak_gib"] += opened_bytes() / 2**30
+    kernels = str(opslot.explain(model)).partition("\n\n")[0]
     if state.rank == 0:
-        record(options.json, name, configuration, {**result, "kernels": chosen, "spread": str(state)})
+        _, *changed = name.split("+")
+        implementation = f"opslot ({', '.join(changed)})" if changed else "opslot"
+        record(options.rows, configuration, implementation, {**result, "kernels": kernels})
     if options.profile:
         text = profile(step)
         if state.rank == 0:
@@ -119,7 +114,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="ops_implementation")
     parser.add_argument("--profile", action="store_true", help="a table of the first rank's kernels")
     parser.add_argument("--shrink", type=int, default=1, help="divide widths and lengths, to try it on a CPU")
-    parser.add_argument("--json")
+    parser.add_argument("--rows", help="file to append rows to")
     options = parser.parse_args()
     for name in options.configurations or CONFIGURATIONS:
         with failing_together():

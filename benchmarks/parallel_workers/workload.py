@@ -1,6 +1,6 @@
-"""What the benchmarks of several GPUs train: models, how they are spread, and how a step is timed.
+"""What the workers of `benchmarks/parallel.py` train: models, how they are parallelized, and how a step is timed.
 
-Knows no trainer, so that a peer's process imports it beside its own Transformers.
+Imports neither opslot nor a baseline, so that a baseline's process imports it beside its own Transformers.
 """
 
 from __future__ import annotations
@@ -11,93 +11,71 @@ import json
 import os
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-VOCABULARY = 151936
 WARM_UP = 3
 LEARNING_RATE = 1e-5
 MAX_NORM = 1.0
 
-_SHARED = {
-    "vocab_size": VOCABULARY,
-    "num_attention_heads": 32,
-    "head_dim": 128,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-6,
-}
-_MODELS = {
-    "dense": (
-        "qwen3",
-        "Qwen3ForCausalLM",
-        {"hidden_size": 4096, "intermediate_size": 12288, "num_key_value_heads": 8},
-    ),
-    "moe": (
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_key_value_heads": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
-            "output_router_logits": True,
-            "router_aux_loss_coef": 0.001,
-        },
-    ),
-}
+MODELS = {"dense": "qwen3_8b_width", "moe": "qwen3_30b_a3b_width"}
+UNCHECKED = "unchecked: each library draws its own weights"
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A model, how it is spread, and what a step of one data-parallel rank holds.
+    """A model, how it is parallelized, and the batch of one data-parallel rank.
 
     Attributes:
-        sp, ep: sizes of the axes; 0 stands for all processes.
-        rows, length: tokens of a step, for the ranks that share a sequence together.
+        model: key of `MODELS`.
+        sp, ep: sizes of the mesh axes; 0 stands for all processes.
+        batch, length: samples, and tokens of a global sequence.
     """
 
     model: str
     sp: int = 1
     ep: int = 1
-    rows: int = 2
+    batch: int = 2
     length: int = 8192
 
     def sizes(self) -> tuple[int, int]:
         return self.sp or world_size(), self.ep or world_size()
+
+    def setup(self) -> str:
+        """How it is parallelized, e.g. "fsdp 4, ep 4"."""
+        sp, ep = self.sizes()
+        axes = {"fsdp": world_size() if sp == 1 else 1, "ep": ep, "sp": sp}
+        return ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
 
 
 CONFIGURATIONS = {
     "dense-fsdp": Configuration("dense"),
     "moe-fsdp": Configuration("moe"),
     "moe-ep": Configuration("moe", ep=0),
-    "dense-sp": Configuration("dense", sp=0, rows=1, length=32768),
-    "moe-ep-sp": Configuration("moe", sp=0, ep=0, rows=1, length=32768),
+    "dense-sp": Configuration("dense", sp=0, batch=1, length=32768),
+    "moe-ep-sp": Configuration("moe", sp=0, ep=0, batch=1, length=32768),
 }
 
 
 def model_config(name: str, layers: int, shrink: int = 1) -> Any:
     """A Transformers config of the model; widths divided by `shrink`, for a dry run on a CPU."""
-    architecture, head_model, sizes = _MODELS[name]
-    config = {**_SHARED, **sizes, "num_hidden_layers": layers, "architectures": [head_model]}
+    file = Path(__file__).parents[1] / "models" / f"{MODELS[name]}.json"
+    config = {**json.loads(file.read_text()), "num_hidden_layers": layers}
     for width in ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "head_dim"):
         if width in config:
             config[width] //= shrink
-    return CONFIG_MAPPING[architecture](**config)
+    return CONFIG_MAPPING[config.pop("model_type")](**config)
 
 
 def token_ids(configuration: Configuration, vocabulary: int, dp_rank: int, shrink: int = 1) -> torch.Tensor:
-    """Random tokens [rows, length], the same for the ranks that share a sequence."""
+    """Random tokens [batch, length], the same for the ranks that share a sequence."""
     generator = torch.Generator().manual_seed(dp_rank)
-    return torch.randint(vocabulary, (configuration.rows, configuration.length // shrink), generator=generator)
+    return torch.randint(vocabulary, (configuration.batch, configuration.length // shrink), generator=generator)
 
 
 def world_size() -> int:
@@ -111,7 +89,7 @@ def local_device() -> torch.device:
 
 
 def free_memory() -> None:
-    """Give a finished configuration's memory back; models hold themselves in cycles."""
+    """Free a finished configuration's memory; models are in reference cycles."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -120,11 +98,14 @@ def free_memory() -> None:
 def measure(step: Callable[[], torch.Tensor], tokens: int, steps: int, device: torch.device) -> dict[str, Any]:
     """Time `step`, which trains once on all ranks and returns this rank's share of the loss.
 
-    As training runs: the host goes ahead and nothing waits between steps; events say when each was done. The median
-    over `steps` after warm-up; the slowest rank's counts.
+    The host runs ahead, as in training; events mark the end of each step. The median over `steps` after the warm-up,
+    of the slowest rank.
 
     Args:
         tokens: of one step, over all ranks.
+
+    Returns:
+        Fields of `opslot.bench.StepRow`.
     """
     losses = [step() for _ in range(WARM_UP)]
     seconds = _time_steps(step, steps, losses, device)
@@ -134,11 +115,15 @@ def measure(step: Callable[[], torch.Tensor], tokens: int, steps: int, device: t
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         dist.all_reduce(whole)
     typical, gib = slowest.tolist()
+    values = whole.tolist()
     return {
-        "tokens_per_s_per_gpu": round(tokens / typical / world_size()),
-        "gib": round(gib, 1),
-        "ms": round(1000 * typical, 1),
-        "losses": [round(value, 4) for value in whole.tolist()],
+        "gpus": world_size(),
+        "tokens_per_s": tokens / typical / world_size(),
+        "peak_gib": gib or None,
+        "ms": 1000 * typical,
+        "first_loss": values[0],
+        "last_loss": values[-1],
+        "check": UNCHECKED,
     }
 
 
@@ -201,19 +186,17 @@ def covered(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def record(file: str | None, name: str, configuration: Configuration, result: dict[str, Any]) -> None:
-    """Print a result, and add it to `file`, which is complete after every configuration. For the first rank."""
-    print(f"{name:12} {json.dumps(result)}", flush=True)
-    if file is None:
-        return
-    results: dict[str, Any] = {}
-    if os.path.exists(file):
-        with open(file) as handle:
-            results = json.load(handle)
-    versions = {package: version(package) for package in ("torch", "transformers", "triton")}
-    results.setdefault(
-        "machine", {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", **versions}
-    )
-    results[name] = {**asdict(configuration), "world_size": world_size(), **result}
-    with open(file, "w") as handle:
-        json.dump(results, handle, indent=1)
+def record(file: str | None, configuration: Configuration, implementation: str, result: dict[str, Any]) -> None:
+    """Print a row and append it to `file`, for the first rank."""
+    row = {
+        "model": MODELS[configuration.model],
+        "implementation": implementation,
+        "batch": configuration.batch,
+        "length": configuration.length,
+        "setup": configuration.setup(),
+        **result,
+    }
+    print(json.dumps(row), flush=True)
+    if file is not None:
+        with open(file, "a") as handle:
+            handle.write(json.dumps(row) + "\n")
