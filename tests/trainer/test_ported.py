@@ -39,8 +39,8 @@ def test_moe_without_a_patch_trains_on_packed_documents(train, of, settings, tmp
     assert "MixtralExperts" in out
     losses = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < 0.8 * losses[0]
-    _, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf", output_loading_info=True)
-    assert not any(told.values()), told
+    _, loading_info = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf", output_loading_info=True)
+    assert not any(loading_info.values()), loading_info
 
 
 def test_packing_raises_where_documents_could_see_each_other(train, of, settings):

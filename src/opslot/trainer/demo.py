@@ -172,7 +172,7 @@ def report(trainer: TextTrainer, result: TrainResult, console: Console) -> None:
     assert result.record is not None
     table = Table.grid(padding=(0, 2))
     table.add_row("unigram entropy of the text", f"[bold]{trainer.unigram_entropy:.3f}[/] nats per token")
-    last = [row["loss"] for row in read_metrics(trainer.output_dir)][-50:]
+    last = [record["loss"] for record in read_metrics(trainer.output_dir)][-50:]
     table.add_row(f"loss, mean of the last {len(last)} steps", f"[bold]{sum(last) / len(last):.3f}[/]")
     table.add_row("loss on held-out modules", f"[bold]{result.record.extra['eval_loss']:.3f}[/]")
     console.print(table)

@@ -16,11 +16,11 @@ _LOSS = "#2563eb"
 _EVALUATION = "#d9480f"
 
 
-def draw_loss_curve(rows: Sequence[dict[str, Any]], path: Path, title: str, reference: float | None = None) -> None:
+def draw_loss_curve(records: Sequence[dict[str, Any]], path: Path, title: str, reference: float | None = None) -> None:
     """Draw the losses of metrics.jsonl, raw and smoothed, with the evaluation losses.
 
     Args:
-        rows: lines of metrics.jsonl, each with "step", "loss" and optionally "eval_loss", in nats per token.
+        records: lines of metrics.jsonl, each with "step", "loss" and optionally "eval_loss", in nats per token.
         path: PNG file to write, atomically.
         reference: unigram entropy of the text in nats per token: the loss of a model that predicts token frequencies
             without any context.
@@ -28,18 +28,18 @@ def draw_loss_curve(rows: Sequence[dict[str, Any]], path: Path, title: str, refe
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    steps = np.array([row["step"] for row in rows])
-    losses = np.array([row["loss"] for row in rows], dtype=float)
+    steps = np.array([record["step"] for record in records])
+    losses = np.array([record["loss"] for record in records], dtype=float)
     figure = Figure(figsize=(8, 4.6), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    many = len(rows) > 20
+    many = len(records) > 20
     raw = {"linewidth": 0.8, "alpha": 0.35} if many else {"linewidth": 1.2, "marker": "o", "markersize": 3}
     axes.plot(steps, losses, color=_LOSS, label="each step" if many else "loss", **raw)
     smoothed = smooth(losses)
     if many:
         axes.plot(steps, smoothed, color=_LOSS, linewidth=2, label="smoothed")
-    evaluated = [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
+    evaluated = [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
     if evaluated:
         axes.plot(
             *zip(*evaluated, strict=True),

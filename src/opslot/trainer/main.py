@@ -106,16 +106,19 @@ def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]
     result = trainer.train()
     if result.completed:
         trainer.say(f"done: {result.step:,} steps; model, checkpoints and metrics are in {trainer.output_dir}")
-        trainer.say(f"load it with: {_load_command(trainer.output_dir / HF_FOLDER)}")
+        exported = trainer.output_dir / HF_FOLDER / "config.json"
+        # The other ranks get here while rank 0 still writes it.
+        if trainer.state.rank == 0 and exported.is_file():
+            trainer.say(f"load it with: {_load_command(exported)}")
     else:
         trainer.say(f"stopped after step {result.step}; checkpoint saved, continue with --train.resume_from latest")
     return trainer, result
 
 
-def _load_command(folder: Path) -> str:
+def _load_command(config_file: Path) -> str:
     """The Transformers call that loads the exported model."""
-    name = json.loads((folder / "config.json").read_text())["architectures"][0]
-    return f'{"AutoModelForCausalLM" if name.endswith("ForCausalLM") else name}.from_pretrained("{folder}")'
+    name = json.loads(config_file.read_text())["architectures"][0]
+    return f'{"AutoModelForCausalLM" if name.endswith("ForCausalLM") else name}.from_pretrained("{config_file.parent}")'
 
 
 @contextlib.contextmanager
