@@ -370,7 +370,8 @@ def test_damaged_checkpoint_raises(train, tmp_path, damaged):
     file.write_bytes(file.read_bytes()[:1000])
     code, _, err = train("--train.resume_from", "latest", "--train.max_steps", "6")
     assert code == 1
-    assert "step_00000004 cannot be read; move it away and resume from the one before" in err
+    assert "step_00000004 cannot be read\n  found: " in err
+    assert "hint: move it away and resume from the one before" in err
 
 
 @pytest.mark.parametrize("lost", [".metadata", "trainer_state.json"])
