@@ -253,3 +253,13 @@ def test_training_without_a_yaml_file(settings, tmp_path, capsys):
     options = [option for option in options if "logging" not in option]
     assert cli_train([*options, "--train.logging.tensorboard=false", "--train.max_steps=1"]) == 0
     assert "done: 1 steps" in capsys.readouterr().out
+
+
+def test_errors_of_parallelism_name_the_training_fields(train, monkeypatch):
+    def fail(model, state, **options):
+        raise ConfigError("ep=2, but llama has no experts", hint="set ep to 1")
+
+    monkeypatch.setattr("opslot.trainer.base.parallelize", fail)
+    code, _, err = train()
+    assert code == 2
+    assert "sp is train.sp_size, ep is train.ep_size" in err

@@ -443,7 +443,10 @@ class BaseTrainer(ABC):
                 "prefetch": fsdp.prefetch,
                 "copy_engine": fsdp.copy_engine,
             }
-        model = parallelize(model, self.state, **options)
+        try:
+            model = parallelize(model, self.state, **options)
+        except ConfigError as error:
+            raise ConfigError(f"{error}\n  (in a training configuration: sp is train.sp_size, ep is train.ep_size)") from error
         require_same_kernels(model)
         return model
 
