@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from opslot.patchgen import OpSlot, PatchConfig, PatchError
+from opslot.patchgen import Slot, PatchConfig, PatchError
 from opslot.patchgen.cli import main
 from opslot.patchgen.lock import Lock, check, lock_path, survey
 from opslot.patchgen.materialization import known_archs, require_patch
@@ -56,8 +56,8 @@ def releases(tmp_path, monkeypatch, make_release):
 
 @pytest.fixture
 def patch(patch):
-    patch.slot_method("Norm.forward", OpSlot("rms_norm"), args="x, self.weight")
-    patch.slot_calls("rotary", OpSlot("rotary_pos_emb", "full"))
+    patch.slot_method("Norm.forward", Slot("rms_norm"), args="x, self.weight")
+    patch.slot_calls("rotary", Slot("rotary_pos_emb", "full"))
     patch.depends_on("transformers.models.toy.modeling_toy", "rotate_half")
     return patch
 
@@ -182,9 +182,9 @@ def test_damaged_lock(tmp_path, text):
 def test_check_command(patch, locked, releases, tmp_path, monkeypatch, capsys):
     """The whole way: a seeded change fails, `--fix` accepts it, and the next check is fine."""
     (tmp_path / "toy_patch.py").write_text(
-        "from opslot.patchgen import OpSlot, PatchConfig\n"
+        "from opslot.patchgen import Slot, PatchConfig\n"
         "patch = PatchConfig('transformers.models.toy.modeling_toy')\n"
-        "patch.slot_method('Norm.forward', OpSlot('rms_norm'), args='x, self.weight')\n"
+        "patch.slot_method('Norm.forward', Slot('rms_norm'), args='x, self.weight')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     lock = tmp_path / "patchgen.lock"

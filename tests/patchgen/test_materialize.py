@@ -18,7 +18,7 @@ from operator import attrgetter
 import pytest
 
 import opslot.generated  # noqa: F401
-from opslot.patchgen import OpSlot, PatchConfig, PatchError, cache, materialize, register_patch
+from opslot.patchgen import Slot, PatchConfig, PatchError, cache, materialize, register_patch
 from opslot.patchgen.materialization import cache_key, find_patch, known_archs, require_patch
 
 TOY = '''
@@ -41,7 +41,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def toy(patch):
-    patch.slot_method("ToyNorm.forward", OpSlot("rms_norm"), args="x, self.weight")
+    patch.slot_method("ToyNorm.forward", Slot("rms_norm"), args="x, self.weight")
     return patch
 
 

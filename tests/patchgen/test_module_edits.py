@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from opslot.patchgen import OpSlot, PatchConfig, PatchError, create_patch_from_external
+from opslot.patchgen import Slot, PatchConfig, PatchError, create_patch_from_external
 from opslot.patchgen.engine import generate
 
 
@@ -329,7 +329,7 @@ def test_excluding_what_is_still_used(rewrite, patch):
 
 
 def test_header_lists_every_patch_under_the_licence(make_release, patch):
-    patch.slot_method("ToyNorm.forward", OpSlot("rms_norm"), args="x")
+    patch.slot_method("ToyNorm.forward", Slot("rms_norm"), args="x")
     patch.add_import("numpy", alias="np")
     patch.drop_import_names("os")
     text = generate(patch, make_release(BEFORE)).text
@@ -351,7 +351,7 @@ def test_header_lists_every_patch_under_the_licence(make_release, patch):
 def test_same_input_same_bytes(make_release):
     def patch() -> PatchConfig:
         config = PatchConfig("transformers.models.toy.modeling_toy")
-        config.slot_method("ToyNorm.forward", OpSlot("rms_norm"), args="x")
+        config.slot_method("ToyNorm.forward", Slot("rms_norm"), args="x")
         config.override_method("ToyModel.forward", "def f(self, x):\n    return x\n")
         return config
 
@@ -387,7 +387,7 @@ def test_extending_a_sibling(rewrite, patch):
     sibling = PatchConfig("transformers.models.toy.modeling_toy")
     sibling.add_import("numpy", alias="np")
     sibling.add_post_import_block("A = 1")
-    sibling.slot_method("ToyNorm.forward", OpSlot("rms_norm"), args="x")
+    sibling.slot_method("ToyNorm.forward", Slot("rms_norm"), args="x")
     patch.extend(sibling)
     patch.helpers.extend(sibling.helpers)
     text = rewrite(BEFORE, patch)

@@ -1,4 +1,4 @@
-"""Architectures: each folder declares one; this room builds them and applies them to models that exist."""
+"""Builds models of the architectures in which discovery finds slots, and applies kernels to existing models."""
 
 import importlib
 import pkgutil

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
-from opslot.models._registry import ARCHITECTURES, architecture_of
+from opslot.models._registry import architecture_of
 from opslot.slots import BindingReport, OpsImplementationConfig, bind, own_config, unbind, walk_slots
 from opslot.slots.bind import require_module
 
@@ -31,8 +31,8 @@ def apply(
     references stay as they are. Either everything is bound or, on an error, nothing is changed.
 
     Args:
-        model: any module that contains modules of an architecture in `opslot.models.ARCHITECTURES`, or of another one
-            in whose code slots are found (`opslot port` shows them).
+        model: any module that contains modules of an architecture in whose code slots are found; `opslot discover`
+            shows them.
         ops: a config, a mapping of its fields, "auto", "eager" or a preset.
         device, dtype: where and in what the model will compute, when that differs from where it is now.
 
@@ -50,10 +50,10 @@ def apply(
     if not moves and not already:
         raise ConfigError(
             f"opslot.apply found nothing to bind in {type(model).__name__} ({type(model).__module__})",
-            found=f"none of the architectures {', '.join(sorted(ARCHITECTURES))}, and no code like theirs",
+            found="no module of an architecture in whose code slots were found",
             hint=(
-                "pass a model of one of these, see what `opslot port ARCHITECTURE` finds in "
-                "another, or declare OpSlots in your own classes and call opslot.bind"
+                "see what `opslot discover ARCHITECTURE` finds, or declare OpSlots in your own classes and "
+                "call opslot.bind"
             ),
         )
     for module, _, new in moves:

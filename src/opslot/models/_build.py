@@ -12,7 +12,7 @@ from opslot._base.device import usable_device
 from opslot._base.dtypes import floating_dtype
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
-from opslot.models._registry import ARCHITECTURES, MODEL_CONFIG_REGISTRY, MODELING_REGISTRY, serve_model_type
+from opslot.models._registry import MODEL_CONFIG_REGISTRY, MODELING_REGISTRY, converters_of, serve_model_type
 from opslot.slots import OpsImplementationConfig, bind, own_config
 
 if TYPE_CHECKING:
@@ -244,14 +244,12 @@ def load_foundation_weights(
     """
     from opslot.checkpoint import load_weights
 
-    architecture = ARCHITECTURES.get(model.config.model_type)
-    converters = architecture.converters(model) if architecture and architecture.converters else None
     # A classifier starts from a language model's checkpoint: its own head is new, and theirs has no place in it.
     classifier = hasattr(model, "score")
     return load_weights(
         model,
         folder,
-        converters=converters,
+        converters=converters_of(model),
         device=device,
         allow_missing=["score.weight"] if classifier else (),
         allow_extra=["lm_head.weight"] if classifier else (),

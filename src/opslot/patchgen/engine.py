@@ -11,18 +11,17 @@ from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.document import Document
 from opslot.patchgen.edits import (
     Anchored,
+    ClassAttribute,
     Edit,
     Exclude,
-    ExternalReplacement,
     InheritMethod,
-    ModifyInit,
-    Replacement,
     SlotCalls,
     SlotMethod,
 )
 from opslot.patchgen.exclusion import apply_exclude
 from opslot.patchgen.inheritance import apply_inherit_method
 from opslot.patchgen.module_edits import finish_module
+from opslot.patchgen.primitives import ExternalReplacement, ModifyInit, Replacement
 from opslot.patchgen.replacements import apply_external, apply_modify_init, apply_replacement
 from opslot.patchgen.slotting import apply_slot_calls, apply_slot_method
 from opslot.patchgen.source import Release, Symbol
@@ -69,7 +68,7 @@ def watched_symbols(document: Document) -> dict[str, Symbol | None]:
     """Upstream's text of each symbol that the patch touches or depends on, as `module:symbol`; None where absent."""
     patch = document.patch
     inherited = {edit.target for edit in patch.edits if isinstance(edit, InheritMethod)}
-    names = {name for edit in patch.edits for name in edit.symbols}
+    names = {name for edit in patch.edits if not isinstance(edit, ClassAttribute) for name in edit.symbols}
     names |= {*document.touched, *patch.dependencies}
     watched: dict[str, Symbol | None] = {}
     for name in names - inherited:
@@ -84,19 +83,21 @@ def check_conflicts(patch: PatchConfig) -> None:
     """Raise when an edit that replaces a symbol meets another edit of that symbol, or of one inside it."""
     for index, first in enumerate(patch.edits):
         for second in patch.edits[index + 1 :]:
-            if isinstance(first, SlotCalls) or isinstance(second, SlotCalls):
+            if isinstance(first, SlotCalls | ClassAttribute) or isinstance(second, SlotCalls | ClassAttribute):
                 continue
-            same = first.target == second.target
-            inside = (first.replaces_whole and second.target.startswith(f"{first.target}.")) or (
-                second.replaces_whole and first.target.startswith(f"{second.target}.")
-            )
-            whole = first.replaces_whole or second.replaces_whole
             both_in_front = isinstance(first, SlotMethod) and isinstance(second, SlotMethod)
-            if inside or (same and (whole or both_in_front)):
+            overlap = _replaces(first, second) or _replaces(second, first)
+            if overlap or (both_in_front and first.target == second.target):
                 raise PatchError(
                     f"two patches of {patch.source_module} claim one place: `{first.summary}` ({first.target})"
                     f" and `{second.summary}` ({second.target}); drop one of them"
                 )
+
+
+def _replaces(first: Edit, second: Edit) -> bool:
+    """Whether `first` replaces what `second` changes."""
+    targets = second.whole or (second.target,)
+    return any(target == whole or target.startswith(f"{whole}.") for whole in first.whole for target in targets)
 
 
 @singledispatch
@@ -113,3 +114,4 @@ apply.register(Replacement)(apply_replacement)
 apply.register(ExternalReplacement)(apply_external)
 apply.register(ModifyInit)(apply_modify_init)
 apply.register(Exclude)(apply_exclude)
+apply.register(ClassAttribute)(lambda edit, document: document.set_attribute(edit))

@@ -217,8 +217,9 @@ def _applies_to(model: Any) -> bool:
 
 
 def _keeps_its_own(model: Any) -> str | None:
-    """Why a generated class leaves its attention as the model has it, where its patch says so."""
-    return getattr(type(model), "_opslot_keeps_attention", None)
+    """Why a generated class keeps the model's own attention, or None."""
+    skipped = getattr(type(model), "_opslot_skipped", ())
+    return next((reason for op, _, reason in skipped if op == "attention"), None)
 
 
 class _Attached(NamedTuple):
