@@ -11,6 +11,7 @@ from opslot._base.errors import PatchError
 from opslot.patchgen.edits import (
     Anchored,
     ClassAttribute,
+    ConfigSlot,
     Edit,
     Exclude,
     Expectations,
@@ -201,6 +202,17 @@ class PatchConfig(TextPrimitives):
         first, *others = names
         self.edits.append(Exclude(first, others=tuple(others)))
 
+    def slot_config(self, classes: Iterable[str], slot: Slot, *, depends: Iterable[str] = ()) -> None:
+        """Declare an op that is chosen through the model's config, not by an edit, as attention is.
+
+        Args:
+            classes: the classes whose `forward` reads the config.
+            slot: the op and variant.
+            depends: further symbols that the op relies on.
+        """
+        first, *others = classes
+        self.edits.append(ConfigSlot(first, slot=slot, others=tuple(others), depends=tuple(depends)))
+
     def set_attribute(self, class_name: str, attribute: str, value: Any) -> None:
         """Set an attribute of a class to a literal value."""
         self.edits.append(ClassAttribute(class_name, attribute=attribute, value=value))
@@ -226,6 +238,12 @@ class PatchConfig(TextPrimitives):
         self.dropped_imports.extend(sibling.dropped_imports)
         for name in ("post_import_blocks", "final_blocks", "helpers", "dependencies"):
             getattr(self, name).extend(rename(text, names) for text in getattr(sibling, name))
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Each slot as "symbol op/variant", in the order of the edits."""
+        slots = ((edit.target, getattr(edit, "slot", None)) for edit in self.edits)
+        return tuple(dict.fromkeys(f"{target} {slot}" for target, slot in slots if slot is not None))
 
     @property
     def upstream_modules(self) -> tuple[str, ...]:

@@ -34,7 +34,6 @@ class Document:
         self.module = cst.parse_module(self.upstream.text)
         self.class_slots: dict[str, ClassSlots] = {}
         self.imports: dict[str, str] = {}
-        self.touched: dict[str, None] = {}
         self._author: dict[int, Edit] = {}
         self._kept_alive: list[cst.CSTNode] = []
 
@@ -100,7 +99,6 @@ class Document:
         """Write `# [PATCHED: text]` above a definition."""
         node = self.find(symbol)
         assert node is not None
-        self.touched[symbol] = None
         self.put(symbol, with_lines_above(node, [comment(f"[PATCHED: {text}]")]))
 
     def declare(self, class_name: str, slot: Slot, edit: Edit) -> None:

@@ -90,6 +90,11 @@ class SlotMethod(Edit):
         where = "outside the decorators of" if self.outside_decorators else "in front of"
         return f"slot {self.slot} {where} {self.target}"
 
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        # A class's decorators belong to the class.
+        return (self.target.split(".")[0],) if self.outside_decorators else (self.target,)
+
 
 @dataclass(frozen=True)
 class SlotCalls(Edit):
@@ -164,6 +169,23 @@ class Exclude(Edit):
 
 
 @dataclass(frozen=True)
+class ConfigSlot(Edit):
+    """An op that is chosen through the model's config, for the classes `target` and `others`: no text changes."""
+
+    slot: Slot = Slot("")
+    others: tuple[str, ...] = ()
+    depends: tuple[str, ...] = ()
+
+    @property
+    def action(self) -> str:
+        return f"{self.slot} of {', '.join((self.target, *self.others))}, chosen through the model's config"
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        return (*(f"{name}.forward" for name in (self.target, *self.others)), *self.depends)
+
+
+@dataclass(frozen=True)
 class ClassAttribute(Edit):
     """Set a class attribute to a literal value; nothing where the class is excluded."""
 
@@ -173,6 +195,10 @@ class ClassAttribute(Edit):
     @property
     def action(self) -> str:
         return f"set {self.attribute} of {self.target}"
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        return ()
 
 
 @dataclass(frozen=True)

@@ -134,10 +134,10 @@ class ModuleView:
         found = self.upstream.find(symbol)
         return list(calls_in(found, function)) if found else []
 
-    def callers(self, function: str) -> dict[str, list[ast.Call]]:
-        """The calls of `function` in each method that calls it."""
+    def callers(self, *functions: str) -> dict[str, list[ast.Call]]:
+        """The calls of any of `functions` in each method that calls them."""
         calls = {
-            f"{name}.{method.name}": list(calls_in(method, function))
+            f"{name}.{method.name}": list(calls_in(method, *functions))
             for name, node in self.classes.items()
             for method in node.body
             if isinstance(method, ast.FunctionDef)
@@ -254,10 +254,10 @@ class FunctionForms:
         )
 
 
-def calls_in(node: ast.AST, function: str) -> Iterator[ast.Call]:
-    """The calls of a plain name in a tree."""
+def calls_in(node: ast.AST, *functions: str) -> Iterator[ast.Call]:
+    """The calls of plain names in a tree."""
     for found in ast.walk(node):
-        if isinstance(found, ast.Call) and isinstance(found.func, ast.Name) and found.func.id == function:
+        if isinstance(found, ast.Call) and isinstance(found.func, ast.Name) and found.func.id in functions:
             yield found
 
 

@@ -62,30 +62,30 @@ def find_patch(arch: str, release: Release) -> PatchConfig | None:
         found = discover(arch, release)
     except PatchError:
         return added
-    if not found.matches and added is None:
+    if not found.matches and added is None and arch not in supported_architectures():
         return None
-    patch = found.patch if added is None else _extended(found.patch, added)
-    if lost := lost_slots(found, release):
-        patch = _extended(patch, _lost(patch, lost))
+    # A copy: what is found is kept for the next call.
+    patch = _extended(found.patch, added)
+    if lost := lost_slots(arch, patch, release):
+        patch.add_final_block(f"_opslot_lost_slots = {lost!r}")
     return patch
 
 
-def _extended(found: PatchConfig, added: PatchConfig) -> PatchConfig:
+def _extended(found: PatchConfig, added: PatchConfig | None) -> PatchConfig:
     """Both, without discovered edits of what the additions replace or exclude."""
+    described = added or found
     patch = PatchConfig(
-        added.source_module, target_file=added.target_file, description=added.description or found.description
+        described.source_module,
+        target_file=described.target_file,
+        description=described.description or found.description,
     )
     patch.extend(found)
+    if added is None:
+        return patch
     replaced = {symbol for edit in added.edits for symbol in edit.whole}
     patch.edits = [edit for edit in patch.edits if not replaced & {edit.target, edit.target.split(".")[0]}]
     patch.extend(added)
     return patch
-
-
-def _lost(patch: PatchConfig, lost: str) -> PatchConfig:
-    note = PatchConfig(patch.source_module, target_file=patch.target_file, description=patch.description)
-    note.add_final_block(f"_opslot_lost_slots = {lost!r}")
-    return note
 
 
 def digest(arch: str, release: Release) -> str | None:

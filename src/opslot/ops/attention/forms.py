@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from opslot.patchgen import Slot
 from opslot.patchgen.forms import ClassFact, Match, ModuleView, Reviewed, Skip, calls_in, names_in
 
 OP = "attention"
@@ -32,9 +33,16 @@ class Attention:
         reason = other_masks(module) or next((f"{n} {why}" for n in classes if (why := _difference(module, n))), "")
         if module.fingerprint("eager_attention_forward") != EAGER.hash:
             reason = "its eager attention is more than softmax(scale q k + mask) v"
-        symbol = ", ".join(classes)
-        # The kernel is attached to the model's config: there is nothing to write.
-        yield Skip(symbol, OP, reason) if reason else Match(symbol, OP, EAGER.variant, lambda patch: None)
+        symbol, slot = ", ".join(classes), Slot(OP, EAGER.variant)
+        if reason:
+            yield Skip(symbol, OP, reason)
+        else:
+            yield Match(
+                symbol,
+                OP,
+                EAGER.variant,
+                lambda patch: patch.slot_config(classes, slot, depends=["eager_attention_forward"]),
+            )
 
 
 def other_masks(module: ModuleView) -> str:
