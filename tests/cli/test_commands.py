@@ -3,7 +3,7 @@ import json
 import pytest
 
 from opslot import KERNEL_REGISTRY, KernelSpec
-from opslot.bench.main import read_model
+from opslot.bench.run import read_model
 from opslot.cli import main
 
 
@@ -49,7 +49,7 @@ def test_explain_names_what_was_set(folder, capsys):
         (["explain", "/no/such/place"], "no such file or folder"),
         (["explain", "{folder}", "--set", "rms_norm_implementation"], "is not FIELD=VALUE"),
         (["explain", "{folder}", "--set", "rms_norm_implementation=trition"], "did you mean 'triton'"),
-        (["explain", "{folder}", "--set", "moe_implementation=fused_npu"], "needs an NPU"),
+        (["explain", "{folder}", "--set", "moe_implementation=fused_npu"], "requires an NPU"),
         (["explain", "{folder}", "--set", "overrides=eager"], "overrides='eager' must map globs"),
         (["verify", "--op", "nothing"], "unknown op 'nothing'"),
         (["verify", "--op", "rms_norm", "--device", "gpu0"], "device 'gpu0' is none that torch knows"),
@@ -108,14 +108,14 @@ def test_convert_there_and_back(folder, tmp_path, capsys):
 
     model = opslot.build_foundation_model(folder)
     save_weights(model, tmp_path / "hub")
-    assert main(["convert", str(tmp_path / "hub"), str(tmp_path / "fused"), "--layout", "fused"]) == 0
-    assert main(["convert", str(tmp_path / "fused"), str(tmp_path / "back"), "--layout", "per_expert"]) == 0
-    fused = load_file(tmp_path / "fused" / "model.safetensors")
-    assert fused["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 32, 32)
+    assert main(["convert", str(tmp_path / "hub"), str(tmp_path / "stacked"), "--layout", "stacked"]) == 0
+    assert main(["convert", str(tmp_path / "stacked"), str(tmp_path / "back"), "--layout", "per_expert"]) == 0
+    stacked = load_file(tmp_path / "stacked" / "model.safetensors")
+    assert stacked["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 32, 32)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hub", "back"))
     assert before.keys() == after.keys()
     assert all((before[name] == after[name]).all() for name in before)
-    assert main(["convert", str(tmp_path / "hub"), str(tmp_path / "fused"), "--layout", "fused"]) == 2
+    assert main(["convert", str(tmp_path / "hub"), str(tmp_path / "stacked"), "--layout", "stacked"]) == 2
     assert "not an empty folder" in capsys.readouterr().err
 
 

@@ -48,7 +48,7 @@ def second_derivative(function, variant, arguments):
     return torch.autograd.grad(first.square().sum(), leaf, materialize_grads=True)[0]
 
 
-OWN = [pytest.param(s, id="-".join(s.key)) for s in usable_specs() if set(s.requires) <= {"triton"}]
+OWN = [pytest.param(s, id="-".join(s.key)) for s in usable_specs() if s.modules <= {"triton"}]
 
 
 @pytest.mark.parametrize("spec", OWN)

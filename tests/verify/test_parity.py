@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from opslot import KERNEL_REGISTRY
 from opslot._base.errors import ConfigError, KernelError
@@ -11,7 +12,7 @@ from opslot.slots import InputCase, OpVariant
 from opslot.slots.random_inputs import randn
 from opslot.verify import CheckResult, check_kernel, poisoned_memory, verify_kernels
 from opslot.verify.isolated import Lost, Processes
-from opslot.verify.parity import compare, expect
+from opslot.verify.parity import DRAWS, compare, expect
 
 VARIANT = KERNEL_REGISTRY.op("rms_norm").variant("standard")
 CASE = next(c for c in VARIANT.cases if c.role == "check")
@@ -65,7 +66,108 @@ def test_catches(name):
 
     result = check(named)
     assert not result.ok
-    assert "WRONG" in str(result)
+    assert "failed" in str(result)
+
+
+def first_cases():
+    for op in KERNEL_REGISTRY.ops.values():
+        for variant in op.variants.values():
+            yield pytest.param(op.name, variant, id=f"{op.name}-{variant.name}")
+
+
+def mapped(function, values):
+    return tree_map(lambda x: function(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, values)
+
+
+MUTATIONS = {
+    "bf16 inside": lambda reference: (
+        lambda **call: mapped(torch.Tensor.float, reference(**mapped(lambda x: x.bfloat16(), call)))
+    ),
+    "a term of 1e-3 missing": lambda reference: lambda **call: mapped(lambda x: x * (1 - 1e-3), reference(**call)),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize(("op", "variant"), first_cases())
+def test_wrong_code_fails_for_every_op(op, variant, mutation):
+    case = next(c for c in variant.cases if c.role == "check")
+    wrong = MUTATIONS[mutation](variant.reference)
+    result = check_kernel(wrong, op, variant, case, torch.float32)
+    assert not result.ok, str(result)
+
+
+def one_token_later(reference):
+    """A causal mask that lets each token see the next one."""
+
+    def wrong(query, key, value, **call):
+        key, value = (torch.cat([x[..., 1:, :], x[..., :1, :]], -2) for x in (key, value))
+        return reference(query, key, value, **call)
+
+    return wrong
+
+
+def one_label_ignored(reference):
+    def wrong(hidden_states, weight, labels, **call):
+        labels = labels.clone()
+        labels[tuple((labels[:, 1:] != -100).nonzero()[0] + torch.tensor([0, 1]))] = -100
+        return reference(hidden_states, weight, labels, **call)
+
+    return wrong
+
+
+def last_pair_dropped(reference):
+    def wrong(top_k_weights, **call):
+        kept = torch.ones_like(top_k_weights)
+        kept[-1, -1] = 0
+        return reference(top_k_weights=top_k_weights * kept, **call)
+
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("op", "variant", "mutate"),
+    [
+        ("attention", "causal", one_token_later),
+        ("cross_entropy_loss", "causal", one_label_ignored),
+        ("moe_experts", "standard", last_pair_dropped),
+    ],
+)
+def test_wrong_mask_fails(op, variant, mutate, dtype):
+    variant = KERNEL_REGISTRY.op(op).variant(variant)
+    case = next(c for c in variant.cases if c.role == "check")
+    assert check_kernel(variant.reference, op, variant, case, dtype).ok
+    assert not check_kernel(mutate(variant.reference), op, variant, case, dtype).ok
+
+
+def summed(x):
+    return sum(x[1:], x[0])
+
+
+def summed_from_the_end(x):
+    return sum(x.flip(0)[1:], x[-1])
+
+
+def test_another_order_of_summation_passes_whatever_the_draw():
+    case = InputCase("one", lambda dtype, device, generator: {"x": randn((64, 4), dtype, device, generator) * 100})
+    variant = OpVariant("sum", summed, [case], ("x",))
+    results = [check_kernel(summed_from_the_end, "sums", variant, case, torch.float32, seed=s) for s in range(40)]
+    assert [str(r) for r in results if not r.ok] == []
+    assert {r.draws for r in results} == {1, DRAWS}
+    assert f"(mean of {DRAWS} draws)" in str(next(r for r in results if r.draws > 1))
+
+
+def test_three_times_the_error_of_eager_fails():
+    def wrong(x):
+        out = summed(x)
+        return out + 3 * (summed(x.detach().float()) - summed(x.detach().double())).to(out)
+
+    case = InputCase("one", lambda dtype, device, generator: {"x": randn((64, 4), dtype, device, generator) * 100})
+    variant = OpVariant("sum", summed, [case], ("x",))
+    for seed in range(10):
+        result = check_kernel(wrong, "sums", variant, case, torch.float32, seed=seed)
+        assert not result.ok
+        assert result.draws == DRAWS
 
 
 @pytest.mark.parametrize("by_norm", [False, True])
@@ -158,7 +260,9 @@ def test_a_worker_that_dies_is_a_failed_check(monkeypatch):
     monkeypatch.setattr(Processes, "run", run)
     first, *rest = verify_kernels("rms_norm", "torch_fused", device="cpu", dtypes=(torch.float32,), workers=2)
     assert not first.ok
-    assert f"rms_norm/standard torch_fused [{CASE.name}, float32]: the process that checked it died" in str(first)
+    assert f"rms_norm/standard torch_fused [{CASE.name}, float32]: failed, the process that checked it died" in str(
+        first
+    )
     assert rest == list(verify_kernels("rms_norm", "torch_fused", device="cpu", dtypes=(torch.float32,)))[1:]
 
 

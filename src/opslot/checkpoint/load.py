@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -38,6 +37,7 @@ from opslot.checkpoint.placement import (
 )
 from opslot.checkpoint.plan import LoadPlan, Piece, Stream, make_plan
 from opslot.checkpoint.safetensors_file import MappedFile
+from opslot.distributed import on_all_ranks
 
 logger = get_logger(__name__)
 
@@ -121,18 +121,18 @@ def load_weights(
     start = time.perf_counter()
     folder = Path(folder)
     tensors = tensors_of(model)
-    plan: LoadPlan | None = None
-    error: Exception | None = None
-    try:
+    sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    checked: list[tuple[LoadPlan, dict[str, Region]]] = []
+
+    def check() -> None:
         plan = _check(model, folder, converters, dtype, strict, allow_missing, allow_extra)
-        regions = {name: local_ranges(tensor) for name, tensor in tensors.items()}
-    except Exception as problem:  # other ranks wait in the exchange below
-        error = problem
-    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-        _agree(error)
-    if error is not None:
-        raise error
-    assert plan is not None
+        checked.append((plan, {name: local_ranges(tensor) for name, tensor in tensors.items()}))
+
+    if sharded:
+        on_all_ranks(check)
+    else:
+        check()
+    ((plan, regions),) = checked
     present = set(tensors)
     meta_buffers = [plain_name(name) for name, buffer in model.named_buffers() if buffer.is_meta]
     materialize(model, device, dtype)
@@ -172,19 +172,6 @@ def _check(
     )
     problems.raise_if_any()
     return plan
-
-
-def _agree(error: Exception | None) -> None:
-    """Raise on every rank when any rank has an error, so that none waits for another in a later collective.
-
-    Raises:
-        CheckpointError: on the ranks that have none themselves, the first rank's error.
-    """
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, None if error is None else str(error))
-    for rank, message in enumerate(messages):
-        if message is not None and error is None:
-            raise CheckpointError(f"rank {rank}: {message}")
 
 
 def _execute(plan: LoadPlan, tensors: Mapping[str, Tensor], regions: Mapping[str, Region], report: LoadReport) -> None:

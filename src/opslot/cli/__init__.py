@@ -20,8 +20,8 @@ _EPILOG = """examples:
   opslot port mistral                               the slots of an architecture without a patch
   opslot verify                                     prove every kernel that can run here
   opslot bisect path/to/model                       name the slot that breaks parity
-  opslot bench --op moe_experts                     time them beside the floor
-  opslot convert SRC DST --layout fused             rewrite an MoE checkpoint's experts
+  opslot bench --op moe_experts                     time its kernels beside the roofline
+  opslot convert SRC DST --layout stacked           rewrite an MoE checkpoint's experts
   opslot patchgen --list                            the architectures and their patches
 
 exit codes: 0 done, 1 a check or a run failed, 2 wrong use or bad input, 130 interrupted
@@ -205,71 +205,9 @@ def _add_bisect(add: _Add) -> None:
 
 
 def _add_bench(add: _Add) -> None:
-    bench = add(
-        "bench",
-        help="time every kernel that can run here, beside the floor and the check's verdict",
-        epilog=(
-            "examples:\n"
-            "  opslot bench --op rms_norm                         one op, at its own shapes\n"
-            "  opslot bench --tune --model path/to/model          measure this machine at a model's shapes, for auto\n"
-            "  opslot bench --model path/to/model --against hf,liger --html result.html\n"
-            "  opslot bench --model qwen3 --layers 4 --step-only --curve 200"
-        ),
-        formatter_class=_FORM,
-    )
-    bench.add_argument(
-        "--op", metavar="NAMES", help="only these ops (separated by commas), in this order, and no training step"
-    )
-    bench.add_argument(
-        "--model",
-        metavar="CONFIG",
-        help="shapes and training steps of this model: a config.json, its folder, or a type",
-    )
-    bench.add_argument("--layers", type=int, metavar="N", help="with --model: another number of layers")
-    bench.add_argument(
-        "--tokens", type=int, metavar="N", help="tokens an op sees; default 16384 on a GPU, 512 on a CPU"
-    )
-    bench.add_argument(
-        "--tune",
-        action="store_true",
-        help="keep the times in this machine's profile, which auto reads (OPSLOT_PROFILE)",
-    )
-    bench.add_argument("--against", metavar="NAMES", help="compare with hf, liger, quack, veomni (separated by commas)")
-    bench.add_argument(
-        "--peer-path", action="append", default=[], metavar="PEER=DIR", help="packages that only this peer sees, first"
-    )
-    bench.add_argument("--batch", type=int, metavar="N", help="rows of a training step; default 2")
-    bench.add_argument("--length", type=int, metavar="N", help="tokens of a row; default 8192 on a GPU, 256 on a CPU")
-    bench.add_argument(
-        "--steps", type=int, default=8, metavar="N", help="training steps to time; 0 for none; default 8"
-    )
-    bench.add_argument("--step-only", action="store_true", help="no ops, only training steps (and the curve)")
-    bench.add_argument(
-        "--curve",
-        type=int,
-        metavar="STEPS",
-        help="train on text under auto and as Transformers, and compare the losses",
-    )
-    bench.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="opslot's ops_implementation in the steps"
-    )
-    bench.add_argument(
-        "--limit", type=int, default=900, metavar="S", help="seconds that a contender may take; default 900"
-    )
-    bench.add_argument("--trace", action="store_true", help="add torch's profiler's table of a training step")
-    bench.add_argument("--no-compile", action="store_true", help="leave torch.compile of eager out")
-    bench.add_argument("--peers-only", action="store_true", help=argparse.SUPPRESS)
-    bench.add_argument("--dtype", default=None, help="default bfloat16; float32 on a CPU")
-    bench.add_argument("--device", type=_device, default=None, help="default the best of this machine")
-    bench.add_argument("--output", metavar="FILE", help="write the result as JSON, with machine, versions and commit")
-    bench.add_argument("--picture", metavar="FILE", help="draw who wins where (PNG or SVG)")
-    bench.add_argument("--html", metavar="FILE", help="write one page that holds everything")
-    bench.add_argument(
-        "--merge", nargs="+", metavar="FILE", help="measure nothing; make one result of these that --output wrote"
-    )
-    bench.add_argument("--commit", metavar="ID", help="commit to name in the result where there is no git")
-    bench.add_argument("--json", action="store_true", help="print JSON")
-    bench.set_defaults(run=_bench)
+    from opslot.cli.bench import add_parser
+
+    add_parser(add, _device)
 
 
 def _add_convert(add: _Add) -> None:
@@ -277,14 +215,14 @@ def _add_convert(add: _Add) -> None:
         "convert",
         help="rewrite an MoE checkpoint with its experts in another layout",
         epilog=(
-            "examples:\n  opslot convert hub/Qwen3-30B-A3B fused/ --layout fused       one tensor for all experts\n"
-            "  opslot convert fused/ hub/ --layout per_expert              back to the hub's layout"
+            "examples:\n  opslot convert hub/Qwen3-30B-A3B stacked/ --layout stacked     one tensor for all experts\n"
+            "  opslot convert stacked/ hub/ --layout per_expert              back to the hub's layout"
         ),
         formatter_class=_FORM,
     )
     convert.add_argument("source", help="a Hugging Face folder with safetensors")
     convert.add_argument("destination", help="a folder that does not exist yet or is empty")
-    convert.add_argument("--layout", required=True, help="per_expert, fused or transposed")
+    convert.add_argument("--layout", required=True, help="per_expert, stacked or transposed")
     convert.add_argument("--max-shard-size", default="5GB", help="of a file; default 5GB")
     convert.set_defaults(run=_convert)
 
@@ -315,12 +253,6 @@ def _bisect(options: argparse.Namespace) -> int:
         seed=options.seed,
         as_json=options.json,
     )
-
-
-def _bench(options: argparse.Namespace) -> int:
-    from opslot.bench.main import run
-
-    return run(options, options.argv)
 
 
 def _convert(options: argparse.Namespace) -> int:

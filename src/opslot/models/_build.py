@@ -254,16 +254,3 @@ def load_foundation_weights(
         allow_missing=["score.weight"] if classifier else (),
         allow_extra=["lm_head.weight"] if classifier else (),
     )
-
-
-def expert_layout(model: PreTrainedModel) -> str:
-    """The layout in which Transformers reads experts of such a model from a checkpoint: "per_expert" or "fused".
-
-    Tensors of single experts are read only by the names that their family has on the hub, which differ (w1 for
-    gate_proj); the model's own names are read for all.
-    """
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    conversions = get_checkpoint_conversion_mapping(model.config.model_type) or ()
-    read = [pattern for conversion in conversions for pattern in conversion.source_patterns]
-    return "per_expert" if any(pattern.endswith("experts.*.gate_proj.weight") for pattern in read) else "fused"

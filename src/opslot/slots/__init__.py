@@ -7,7 +7,7 @@ from opslot.slots.profile import Profile, Timing, profile_path, read_profile, wr
 from opslot.slots.registry import KERNEL_REGISTRY, KernelRegistry, Resolution
 from opslot.slots.report import BindingReport, BindingRow, format_table
 from opslot.slots.slot import BoundKernel, OpSlot, declared_slots, loss_only, walk_slots
-from opslot.slots.spec import HardwareRequirement, KernelRequest, KernelSpec
+from opslot.slots.spec import HardwareRequirement, KernelRequest, KernelSpec, Requirement
 
 __all__ = [
     "KERNEL_REGISTRY",
@@ -25,6 +25,7 @@ __all__ = [
     "OpVariant",
     "OpsImplementationConfig",
     "Profile",
+    "Requirement",
     "Resolution",
     "Timing",
     "bind",

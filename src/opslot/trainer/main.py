@@ -64,7 +64,7 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
 
     Under torchrun every process calls it, the first one speaks, and all end when one fails.
     """
-    from opslot.distributed import destroy_parallel_state, failing_together
+    from opslot.distributed import destroy_parallel_state, fail_together
     from opslot.trainer.base import start_processes
     from opslot.trainer.display import make_console
 
@@ -75,7 +75,7 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
             # Before anything that only one of them may find wrong.
             with _told_by_first_rank():
                 start_processes(config)
-        with failing_together():
+        with fail_together():
             done = _run(config, console)
         destroy_parallel_state()
         return done

@@ -28,7 +28,7 @@ from opslot.data import (
     split_documents,
 )
 from opslot.distributed import sum_over_ranks
-from opslot.models import build_foundation_model, expert_layout, load_config
+from opslot.models import build_foundation_model, load_config
 from opslot.models.parallelize import whole_sequences
 from opslot.slots import loss_only
 from opslot.trainer.base import BaseTrainer, TrainResult
@@ -160,7 +160,7 @@ class TextTrainer(BaseTrainer):
 
     def export(self, folder: Path) -> None:
         """Write weights, config and tokenizer so that plain Transformers loads them."""
-        export_hf(self.model, folder, layout=expert_layout(self.model), processors=[self.tokenizer])
+        export_hf(self.model, folder, processors=[self.tokenizer])
 
     @functools.cached_property
     def unigram_entropy(self) -> float:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot.ops._common.library import once_differentiable, opaque_op, refuse
-from opslot.ops._common.specs import FLOATS, no_float
+from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops._common.triton import Launcher, cdiv
 
 _LABEL = "causal_conv1d_implementation='triton'"
@@ -430,7 +430,7 @@ def standard(
         refuse(_LABEL, "activation", f"{activation!r} is neither None nor 'silu'", "use eager")
     for name, tensor in (("hidden_states", hidden_states), ("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype not in FLOATS:
-            refuse(_LABEL, name, no_float(tensor.dtype), "use eager")
+            refuse(_LABEL, name, unsupported_dtype(tensor.dtype), "use eager")
     channels = hidden_states.shape[1]
     if weight.dim() != 2 or weight.shape[0] != channels or not 1 <= weight.shape[1] <= _TAPS:
         wanted = f"({channels}, 1 to {_TAPS})"

@@ -6,13 +6,13 @@ import torch
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_chunk
 from torch import Tensor
 
-from opslot._base.device import package_version
 from opslot.ops._common.library import refuse
 from opslot.ops.chunk_gated_delta_rule.op import WIDEST_KEY, check_shapes
+from opslot.slots import Requirement
 
 _LABEL = "chunk_gated_delta_rule_implementation='fla'"
-# fla's own grouping of heads reads each key once; releases before 0.6 were not tried with it.
-_GROUPS_HEADS = tuple(int(part) for part in (package_version("fla-core") or "0.0").split(".")[:2]) >= (0, 6)
+# fla's own grouping of heads reads each key once; releases before 0.6 were not tested with it.
+_GROUPS_HEADS = Requirement("fla", "fla-core", ">=0.6").unsupported() is None
 
 
 def chunk_gated_delta_rule(

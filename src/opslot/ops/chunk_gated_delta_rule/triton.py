@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from opslot.ops._common.library import once_differentiable, opaque_op, refuse
-from opslot.ops._common.specs import FLOATS, no_float
+from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops.chunk_gated_delta_rule.kernels.backward import write_gradients
 from opslot.ops.chunk_gated_delta_rule.kernels.call import prepare
 from opslot.ops.chunk_gated_delta_rule.kernels.forward import recur, write_output
@@ -182,7 +182,7 @@ def chunk_gated_delta_rule(
     named = {"query": query, "key": key, "value": value, "g": g, "beta": beta, "initial_state": initial_state}
     for name, tensor in named.items():
         if tensor is not None and tensor.dtype not in FLOATS:
-            refuse(_LABEL, name, no_float(tensor.dtype), "use torch_chunked")
+            refuse(_LABEL, name, unsupported_dtype(tensor.dtype), "use torch_chunked")
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
             refuse(_LABEL, name, f"its dtype is {tensor.dtype}, query's is {query.dtype}", "give all three the same")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from opslot._base.device import triton_interpreted
 from opslot.ops._common.library import once_differentiable, refuse
-from opslot.ops._common.specs import FLOATS, no_float
+from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops._common.triton import Launcher, cdiv
 
 
@@ -300,7 +300,7 @@ def _check(gate_logits: tuple[Tensor, ...], num_experts: int | None, top_k: int,
         kinds = ", ".join(sorted({f"{tuple(x.shape)} {x.dtype}" for x in gate_logits}))
         _refuse("gate_logits", f"{kinds}, not one shape [T, E] and dtype")
     if first.dtype not in FLOATS:
-        _refuse("gate_logits", no_float(first.dtype))
+        _refuse("gate_logits", unsupported_dtype(first.dtype))
     if first.device.type != "cuda" and not triton_interpreted():
         _refuse("gate_logits", f"it is on {first.device}, not a GPU")
     if num_experts != first.shape[1]:

@@ -7,7 +7,7 @@ from quack.rmsnorm import rmsnorm
 from torch import Tensor
 
 from opslot.ops._common.library import refuse
-from opslot.ops._common.specs import FLOATS, no_float
+from opslot.ops._common.specs import FLOATS, unsupported_dtype
 
 _LABEL = "rms_norm_implementation='quack'"
 
@@ -16,7 +16,7 @@ def _check(x: Tensor, weight: Tensor | None) -> None:
     """Refuse what quack would stop at with an assertion, or not compile."""
     for name, tensor in (("hidden_states", x), ("weight", weight)):
         if tensor is not None and tensor.dtype not in FLOATS:
-            refuse(_LABEL, name, no_float(tensor.dtype), "use eager")
+            refuse(_LABEL, name, unsupported_dtype(tensor.dtype), "use eager")
     if x.shape[-1] % 8:
         found = f"its rows are {x.shape[-1]} wide, not a multiple of 8"
         refuse(_LABEL, "hidden_states", found, "use triton or eager")

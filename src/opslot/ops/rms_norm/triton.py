@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot.ops._common.library import as_rows, once_differentiable, opaque_op, refuse
-from opslot.ops._common.specs import FLOATS, no_float
+from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops._common.triton import Launcher, cdiv, multiprocessor_count
 
 MAX_WIDTH = 65536
@@ -461,7 +461,7 @@ def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None = None, residua
     wanted = {"hidden_states": (x, x.shape), "weight": (weight, width), "gate": (gate, x.shape)}
     for name, (tensor, shape) in (wanted | {"residual": (residual, x.shape)}).items():
         if tensor is not None and tensor.dtype not in FLOATS:
-            refuse(label, name, no_float(tensor.dtype), "use eager")
+            refuse(label, name, unsupported_dtype(tensor.dtype), "use eager")
         if tensor is not None and tensor.shape != shape:
             refuse(label, name, f"its shape is {tuple(tensor.shape)}, not {tuple(shape)}", "use eager")
     refuse(label, "hidden_states", f"its rows are {width[0]} wide, the limit is {MAX_WIDTH}", "use eager")

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot.ops._common.library import once_differentiable, opaque_op, refuse
-from opslot.ops._common.specs import FLOATS, no_float
+from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops._common.triton import Launcher, cdiv
 from opslot.ops.rotary_pos_emb.op import merge_sections
 
@@ -422,7 +422,7 @@ def _explain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> NoReturn:
     first = "x" if k is q else "q"
     for name, x in ((first, q), ("k", k), ("cos", cos), ("sin", sin)):
         if x.dtype not in FLOATS:
-            refuse(_LABEL, name, no_float(x.dtype), "use eager")
+            refuse(_LABEL, name, unsupported_dtype(x.dtype), "use eager")
         if x.ndim != (4 if name in "qkx" else 3):
             refuse(_LABEL, name, f"its shape is {tuple(x.shape)}", "use eager, or the layout of the op's contract")
     if q.dtype != k.dtype:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot.ops._common.library import as_rows, once_differentiable, opaque_op, refuse
-from opslot.ops._common.specs import FLOATS, no_float
+from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops._common.triton import Launcher, cdiv
 
 _BLOCK = 1024
@@ -304,7 +304,7 @@ _LABEL = "swiglu_mlp_implementation='triton'"
 
 def _check(name: str, x: Tensor) -> None:
     if x.dtype not in FLOATS:
-        refuse(_LABEL, name, no_float(x.dtype), "use eager")
+        refuse(_LABEL, name, unsupported_dtype(x.dtype), "use eager")
 
 
 def _check_pair(gate: Tensor, up: Tensor) -> None:
