@@ -208,7 +208,7 @@ def _check(targets: list[_Target], releases: list[Release], args: argparse.Names
                 continue
             patch = target.patch(release)
             if args.fix:
-                symbols, problems = survey(arch, patch, release)
+                symbols, problems = survey(arch, patch, release, lock)
                 if not problems:
                     lock.record(arch, release.version, symbols, patch.slots)
             else:

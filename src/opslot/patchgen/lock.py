@@ -113,6 +113,14 @@ class Lock:
         self.archs.setdefault(arch, {})[version] = entry
         self.slots.setdefault(arch, {})[version] = tuple(sorted(slots))
 
+    def agrees(self, arch: str, version: str, symbols: dict[str, Symbol | None], slots: Iterable[str]) -> bool:
+        """Whether the nearest locked release has the same symbols and slots, so that the same edits apply."""
+        nearest = self.nearest(arch, version)
+        if nearest is None:
+            return False
+        digests = {name: symbol.digest if symbol else _ABSENT for name, symbol in symbols.items()}
+        return digests == self.archs[arch][nearest] and set(slots) == set(self.slots[arch][nearest])
+
     def expected_slots(self, arch: str, version: str) -> tuple[str, ...]:
         """The slots of an architecture in a release, or in the nearest that the lock has; none for another one."""
         nearest = self.nearest(arch, version)
@@ -146,13 +154,20 @@ def watched_symbols(patch: PatchConfig, release: Release) -> dict[str, Symbol | 
     return dict(sorted(watched.items()))
 
 
-def survey(arch: str, patch: PatchConfig, release: Release) -> tuple[dict[str, Symbol | None], list[Problem]]:
-    """The symbols that a patch relies on in a release, and every edit of it that does not apply there."""
+def survey(
+    arch: str, patch: PatchConfig, release: Release, lock: Lock | None = None
+) -> tuple[dict[str, Symbol | None], list[Problem]]:
+    """The symbols that a patch relies on in a release, and every edit of it that does not apply there.
+
+    With a lock that agrees, the edits are known to apply.
+    """
     from opslot.patchgen.engine import apply_all
 
     try:
-        _, problems = apply_all(patch, release)
         symbols = watched_symbols(patch, release)
+        if lock is not None and lock.agrees(arch, release.version, symbols, patch.slots):
+            return symbols, []
+        _, problems = apply_all(patch, release)
     except PatchError as problem:
         return {}, [Problem(arch, release.version, "", f"the patch does not apply: {problem}")]
     return symbols, [Problem(arch, release.version, "", f"the patch does not apply: {problem}") for problem in problems]
@@ -164,15 +179,11 @@ def check(arch: str, patch: PatchConfig, release: Release, lock: Lock, *, downlo
     A release that the lock lacks is compared with the nearest that it has.
     """
     version = lock.nearest(arch, release.version)
-    symbols = watched_symbols(patch, release)
-    locked = lock.archs[arch][version] if version else {}
-    digests = {name: symbol.digest if symbol else _ABSENT for name, symbol in symbols.items()}
-    if version and digests == locked and set(lock.slots[arch][version]) == set(patch.slots):
-        # The same text and the same edits: they apply as they did when they were locked.
-        return []
-    _, problems = survey(arch, patch, release)
+    symbols, problems = survey(arch, patch, release, lock)
     if version is None:
         return [*problems, Problem(arch, release.version, "", "not in the lock; run `patchgen --check --fix`")]
+
+    locked = lock.archs[arch][version]
 
     def add(name: str, message: str) -> None:
         problems.append(Problem(arch, release.version, name.partition(":")[2] or name, message))
