@@ -63,9 +63,7 @@ def _dispatch(arguments: list[str]) -> int:
 
         return patchgen(arguments[1:])
     if arguments[:1] == ["port"]:
-        print(
-            "opslot: `opslot port` is now `opslot discover`; the old name goes with the next release", file=sys.stderr
-        )
+        print("opslot: `opslot port` is deprecated, use `opslot discover`", file=sys.stderr)
         arguments = ["discover", *arguments[1:]]
     options = _parser().parse_args(arguments)
     options.argv = arguments
@@ -164,7 +162,7 @@ def _add_discover(add: _Add) -> None:
     discover.add_argument(
         "--verify",
         action="store_true",
-        help="compare loss and gradients of a tiny random model with Transformers' class (a config.json is used as it is)",
+        help="compare loss and gradients of a tiny random model (or of the given config.json) with Transformers'",
     )
     discover.add_argument("-o", "--output", metavar="FILE", help="write the equivalent patch file")
     discover.add_argument("--json", action="store_true", help="print JSON")

@@ -81,18 +81,15 @@ def _(edit: ConfigSlot) -> _Written:
 
 @_written.register
 def _(edit: Anchored) -> _Written:
-    count = edit.count if edit.count != 1 else None
-    if edit.slot is not None and edit.slot.op == "cross_entropy_loss":
-        if (edit.patterns, edit.template) == loss_form(edit.slot):
-            return "slot_loss", (edit.target, edit.slot), {}
-    bound = f"self.{edit.slot.attribute}" if edit.slot is not None else ""
-    start, end = f"{bound}(", f") if {bound} is not None else $match"
-    if edit.slot is not None and edit.template.startswith(start) and edit.template.endswith(end):
-        args = edit.template.removeprefix(start).removesuffix(end)
-        return "slot_expr", (edit.target, edit.slot, edit.patterns[0]), {"args": args, "count": count}
-    options = {"count": count, "note": edit.note}
-    if edit.mode == "replace":
-        options["slot"] = edit.slot
+    slot, count = edit.slot, edit.count if edit.count != 1 else None
+    if slot is not None:
+        if slot.op == "cross_entropy_loss" and (edit.patterns, edit.template) == loss_form(slot):
+            return "slot_loss", (edit.target, slot), {}
+        start, end = f"self.{slot.attribute}(", f") if self.{slot.attribute} is not None else $match"
+        if edit.template.startswith(start) and edit.template.endswith(end):
+            args = edit.template.removeprefix(start).removesuffix(end)
+            return "slot_expr", (edit.target, slot, edit.patterns[0]), {"args": args, "count": count}
+    options = {"count": count, "note": edit.note, "slot": slot}
     return edit.mode, (edit.target, list(edit.patterns), edit.template), options
 
 
