@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from opslot.patchgen import Slot, PatchConfig, PatchError
+from opslot.patchgen import PatchConfig, PatchError, Slot
 
 
 def lines(text: str) -> str:

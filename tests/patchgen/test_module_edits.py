@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from opslot.patchgen import Slot, PatchConfig, PatchError, create_patch_from_external
+from opslot.patchgen import PatchConfig, PatchError, Slot, create_patch_from_external
 from opslot.patchgen.engine import generate
 
 

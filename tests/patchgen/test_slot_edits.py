@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from opslot.patchgen import Slot, PatchError
+from opslot.patchgen import PatchError, Slot
 from opslot.patchgen.fingerprint import fingerprint
 
 
@@ -65,9 +65,7 @@ def test_slot_outside_decorators(rewrite, patch):
         class After:
             pass
     """
-    patch.slot_method(
-        "Experts.forward", Slot("moe_experts"), args="x, self.w, index, weights", outside_decorators=True
-    )
+    patch.slot_method("Experts.forward", Slot("moe_experts"), args="x, self.w, index, weights", outside_decorators=True)
     assert rewrite(before, patch) == lines(
         """
         # [PATCHED: slot moe_experts/standard outside the decorators of forward, below the class]

@@ -129,18 +129,30 @@ class ModuleView:
         (definition,) = cst.parse_module(_dedented(self.text(symbol))).body
         return len(find_matches(compile_pattern(pattern), definition))
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node of the module."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def calls_by_method(self) -> dict[str, list[tuple[str, ast.Call]]]:
+        """The calls in each method, with the name `f` for `f()` and `self.f` for `self.f()`."""
+        return {
+            f"{name}.{method.name}": list(_named_calls(method))
+            for name, node in self.classes.items()
+            for method in node.body
+            if isinstance(method, ast.FunctionDef)
+        }
+
     def calls(self, symbol: str, function: str) -> list[ast.Call]:
-        """The calls of `function` in a symbol."""
-        found = self.upstream.find(symbol)
-        return list(calls_in(found, function)) if found else []
+        """The calls of `function` in a method."""
+        return [call for name, call in self.calls_by_method.get(symbol, ()) if name == function]
 
     def callers(self, *functions: str) -> dict[str, list[ast.Call]]:
         """The calls of any of `functions` in each method that calls them."""
         calls = {
-            f"{name}.{method.name}": list(calls_in(method, *functions))
-            for name, node in self.classes.items()
-            for method in node.body
-            if isinstance(method, ast.FunctionDef)
+            method: [call for name, call in found if name in functions]
+            for method, found in self.calls_by_method.items()
         }
         return {method: found for method, found in calls.items() if found}
 
@@ -254,13 +266,6 @@ class FunctionForms:
         )
 
 
-def calls_in(node: ast.AST, *functions: str) -> Iterator[ast.Call]:
-    """The calls of plain names in a tree."""
-    for found in ast.walk(node):
-        if isinstance(found, ast.Call) and isinstance(found.func, ast.Name) and found.func.id in functions:
-            yield found
-
-
 def names_in(node: ast.AST) -> set[str]:
     """The plain names in a tree."""
     return {found.id for found in ast.walk(node) if isinstance(found, ast.Name)}
@@ -268,19 +273,25 @@ def names_in(node: ast.AST) -> set[str]:
 
 def skip_callers(module: ModuleView, op: str, pattern: str, reason: str) -> Iterator[Skip]:
     """A skip for each class that calls a function whose whole name matches `pattern`, `{function}` in the reason."""
-    for name, node in module.classes.items():
-        called = (_called_name(found) for found in ast.walk(node) if isinstance(found, ast.Call))
-        function = next((function for function in called if re.fullmatch(pattern, function)), None)
-        if function is not None:
-            yield Skip(name, op, reason.format(function=function))
+    seen: set[str] = set()
+    for method, calls in module.calls_by_method.items():
+        owner = method.partition(".")[0]
+        functions = (name.removeprefix("self.") for name, _ in calls)
+        function = next((function for function in functions if re.fullmatch(pattern, function)), None)
+        if function is not None and owner not in seen:
+            seen.add(owner)
+            yield Skip(owner, op, reason.format(function=function))
 
 
-def _called_name(call: ast.Call) -> str:
-    """`f` of `f()` and of `self.f()`, else ""."""
-    function = call.func
-    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "self":
-        return function.attr
-    return function.id if isinstance(function, ast.Name) else ""
+def _named_calls(node: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    for call in ast.walk(node):
+        if not isinstance(call, ast.Call):
+            continue
+        function = call.func
+        if isinstance(function, ast.Name):
+            yield function.id, call
+        elif isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "self":
+            yield f"self.{function.attr}", call
 
 
 def _dedented(text: str) -> str:

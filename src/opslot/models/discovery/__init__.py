@@ -2,7 +2,7 @@
 
 from opslot.models.discovery.engine import Discovery, discover
 from opslot.models.discovery.finder import architectures, digest, find_patch
-from opslot.models.discovery.forms import forms, register_forms
+from opslot.models.discovery.forms import register_forms
 from opslot.patchgen.forms import Match, Skip
 
 __all__ = [
@@ -13,6 +13,5 @@ __all__ = [
     "digest",
     "discover",
     "find_patch",
-    "forms",
     "register_forms",
 ]

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from opslot.models.discovery import forms as all_forms
 from opslot.models.discovery import support
+from opslot.models.discovery.forms import all_forms, forms_digest
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.forms import ClassFact, Match, ModuleView, Skip
 from opslot.patchgen.source import Release, installed_release
@@ -52,13 +52,13 @@ def discover(arch: str, release: Release | None = None) -> Discovery:
     Raises:
         PatchError: there is no such architecture.
     """
-    return _discover(arch, release or installed_release(), all_forms.forms_digest())
+    return _discover(arch, release or installed_release(), forms_digest())
 
 
 @lru_cache(maxsize=64)
 def _discover(arch: str, release: Release, digest: str) -> Discovery:
     module = ModuleView(release.module(source_module(arch)))
-    found = [finding for form in all_forms.forms() for finding in form.find(module)]
+    found = [finding for form in all_forms() for finding in form.find(module)]
     matches = tuple(finding for finding in found if isinstance(finding, Match))
     skips = tuple(finding for finding in found if isinstance(finding, Skip))
     patch = PatchConfig(module.upstream.name, description=f"{arch} with slots for kernels")

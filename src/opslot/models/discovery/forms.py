@@ -28,7 +28,7 @@ def register_forms(forms: Iterable[Form], *, digest: str) -> None:
     _registered.extend((digest, form) for form in forms)
 
 
-def forms() -> list[Form]:
+def all_forms() -> list[Form]:
     """Every form: those of opslot's ops in the order of the ops' names, then those of other packages."""
     return [
         *(form for module in _modules() for form in module.FORMS),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from opslot.patchgen import Slot
-from opslot.patchgen.forms import ClassFact, Match, ModuleView, Reviewed, Skip, calls_in, names_in
+from opslot.patchgen.forms import ClassFact, Match, ModuleView, Reviewed, Skip, names_in
 
 OP = "attention"
 EAGER = Reviewed("3a13cdc4bee1", "causal", "softmax(scale q k + mask) v over grouped heads", "169 architectures")
@@ -47,7 +47,7 @@ class Attention:
 
 def other_masks(module: ModuleView) -> str:
     """Why not all masks of a module are causal, with or without a window, or ""."""
-    nodes = list(ast.walk(module.tree))
+    nodes = module.nodes
     makers = {n.id for n in nodes if isinstance(n, ast.Name) and re.fullmatch(r"create_\w*mask\w*", n.id)}
     # As a keyword, or as a key of the keywords.
     options = {n.arg for n in nodes if isinstance(n, ast.keyword) and n.arg in _MASK_OPTIONS}
@@ -63,12 +63,12 @@ def masks_without_positions(module: ModuleView) -> str:
 
     Documents are separated by position_ids that start again, and gpt-oss makes its masks without these.
     """
-    assigned = [node for node in ast.walk(module.tree) if isinstance(node, ast.Assign)]
+    assigned = [node for node in module.nodes if isinstance(node, ast.Assign)]
     # mask_kwargs = {"position_ids": position_ids, ...}, and functions chosen by a condition before they are called.
     given = _targets(node for node in assigned if "position_ids" in _keys(node.value))
     given |= _targets(node for node in assigned if _copied(node.value) & given)
     chosen = _targets(node for node in assigned if isinstance(node.value, ast.IfExp) and _MASKS & names_in(node))
-    for call in (call for maker in _MASKS | chosen for call in calls_in(module.tree, maker)):
+    for call in _calls_of(module, _MASKS | chosen):
         named = {keyword.arg for keyword in call.keywords}
         unpacked = set().union(*(names_in(keyword.value) for keyword in call.keywords if keyword.arg is None))
         if "position_ids" not in named and not unpacked & given:
@@ -92,6 +92,12 @@ def _difference(module: ModuleView, name: str) -> str:
     if {"key_value_states", "encoder_hidden_states"} & set(module.parameters(f"{name}.forward")):
         return "attends to other states than its own"
     return ""
+
+
+def _calls_of(module: ModuleView, functions: set[str]) -> Iterator[ast.Call]:
+    for node in module.nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions:
+            yield node
 
 
 def _targets(assigned: Iterator[ast.Assign]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Training architectures that nobody patched by hand."""
+"""Training architectures whose slots discovery finds."""
 
 import json
 
@@ -31,7 +31,7 @@ def of(settings, tmp_path, tokenizer):
     return of
 
 
-def test_a_mixture_of_experts_without_a_patch_trains_on_packed_documents(train, of, settings, tmp_path):
+def test_mixture_of_experts_trains_on_packed_documents(train, of, settings, tmp_path):
     of("mixtral", num_local_experts=4, num_experts_per_tok=2)
     settings["train"]["max_steps"] = 12
     code, out, _ = train()
@@ -43,11 +43,11 @@ def test_a_mixture_of_experts_without_a_patch_trains_on_packed_documents(train, 
     assert not any(told.values()), told
 
 
-def test_documents_that_could_see_each_other_are_not_packed(train, of, settings):
+def test_documents_that_could_attend_to_each_other_are_not_packed(train, of, settings):
     of("gemma3_text", head_dim=8)
     code, _, err = train()
     assert code == 2
-    assert "documents packed into one row could see each other in Gemma3ForCausalLM: its masks are not causal" in err
+    assert "documents packed into one row could see each other in Gemma3ForCausalLM: its masks are not only causal" in err
     assert "set data.packing to false" in err
     settings["data"]["packing"] = False
     assert train()[0] == 0
