@@ -16,6 +16,8 @@ PATCH_FINDERS.append("opslot.models.discovery")
 
 if TYPE_CHECKING:
     from opslot.models import apply, build_foundation_model, restore
+    from opslot.models.parallelize import parallelize
+    from opslot.ops.cross_entropy_loss import loss_only
     from opslot.slots import (
         KERNEL_REGISTRY,
         HardwareRequirement,
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
         Requirement,
         bind,
         explain,
-        loss_only,
     )
     from opslot.verify import bisect, verify_kernels
 
@@ -40,9 +41,10 @@ _HOMES = {
     "Requirement": "opslot.slots",
     "bind": "opslot.slots",
     "explain": "opslot.slots",
-    "loss_only": "opslot.slots",
+    "loss_only": "opslot.ops.cross_entropy_loss",
     "apply": "opslot.models",
     "build_foundation_model": "opslot.models",
+    "parallelize": "opslot.models.parallelize",
     "restore": "opslot.models",
     "bisect": "opslot.verify",
     "verify_kernels": "opslot.verify",
@@ -62,6 +64,7 @@ __all__ = [
     "build_foundation_model",
     "explain",
     "loss_only",
+    "parallelize",
     "restore",
     "verify_kernels",
 ]

@@ -360,7 +360,7 @@ def test_a_head_wrapped_after_binding_is_refused_when_named_and_served_under_aut
         if served:
             assert peft(input_ids=ids, labels=ids).logits is not None
         else:
-            with pytest.raises(KernelError, match="more than a product with its weight"):
+            with pytest.raises(KernelError, match="more than a matmul with its weight"):
                 peft(input_ids=ids, labels=ids)
 
 

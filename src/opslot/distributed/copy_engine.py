@@ -236,7 +236,7 @@ def use_copies(
         if group.group_name in comms:
             gather, reduce = comms[group.group_name]
             # They have the methods of torch's base classes, which are in a private module.
-            module.set_custom_allgather_objects(gather)  # type: ignore[arg-type]
+            module.set_custom_all_gather(gather)  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
     return [reduce for _, reduce in comms.values()]
 
@@ -268,4 +268,3 @@ def _host() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
         return socket.gethostname()
-

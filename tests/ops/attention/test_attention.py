@@ -13,7 +13,7 @@ from opslot._base.errors import ConfigError, KernelError
 from opslot.ops._common import documents as documents_room
 from opslot.ops.attention import op
 from opslot.ops.attention.flash import make_flash
-from opslot.slots import KernelRequest
+from opslot.slots import KernelRequest, Resolution, SlotBinding
 
 HOPPER = DeviceFacts("gpu", (9, 0), "a Hopper")
 
@@ -391,8 +391,9 @@ def test_auto_without_any_kernel_is_eager():
 def test_a_kernel_that_cannot_make_masks_is_refused():
     model = request().module
     model.config._attn_implementation = "sdpa"
+    slot = SlotBinding("", "", "Model", Resolution("attention", "causal", "mine", "named", (), True))
     with pytest.raises(KernelError, match=r"attn_implementation='mine'.* no attribute mask_function(.|\n)*hint"):
-        op.OP.attach(model, "mine", lambda *arguments, **options: None)
+        op.OP.attach(model, slot, lambda *arguments, **options: None)
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -73,20 +73,14 @@ def _discover(arch: str, release: Release, digest: str) -> Discovery:
 
 
 def _by_class(module: ModuleView, skips: Iterable[Skip]) -> dict[str, tuple[tuple[str, str, str], ...]]:
-    """What `_opslot_skipped` says on each class: (op, symbol, reason), its bases' entries included.
+    """What `_opslot_skipped` is on each class: (op, symbol, reason).
 
-    A skip belongs to the class that owns the symbol; one of a function, or of attention, to all models.
+    A skip belongs to the class that has the symbol; one of a function, or of attention, to all models.
     """
-    own: dict[str, list[tuple[str, str, str]]] = {}
+    found: dict[str, list[tuple[str, str, str]]] = {}
     for skip in skips:
         owner = skip.symbol.partition(".")[0]
         owners = [owner] if owner in module.classes and skip.op != "attention" else module.models
         for name in owners:
-            own.setdefault(name, []).append((skip.op, skip.symbol, skip.reason))
-    inherited = {name: [entry for base in _lineage(module, name) for entry in own.get(base, ())] for name in own}
-    return {name: tuple(dict.fromkeys(entries)) for name, entries in inherited.items()}
-
-
-def _lineage(module: ModuleView, name: str) -> list[str]:
-    """A class and its bases in the module, the class first."""
-    return [name, *(above for base in module.bases(name) for above in _lineage(module, base))]
+            found.setdefault(name, []).append((skip.op, skip.symbol, skip.reason))
+    return {name: tuple(entries) for name, entries in found.items()}

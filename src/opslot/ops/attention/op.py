@@ -11,6 +11,7 @@ leave them unwritten, refuse them, on a GPU by an assertion there.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from opslot._base.errors import KernelError
 from opslot.ops._common.sites import head_sizes
 from opslot.ops.attention.cases import CASES, benchmark_case
-from opslot.slots import Cost, OpSpec, OpVariant, own_config
+from opslot.slots import Cost, OpSpec, OpVariant, SlotBinding
 
 PREFIX = "opslot_"
 
@@ -138,62 +139,86 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
 
 
 def _applies_to(model: Any) -> bool:
+    """Whether `model` has attention modules that ask its own config for their implementation.
+
+    A model that only holds others, such as a vision-language model, has none.
+    """
     can_set = getattr(type(model), "_can_set_attn_implementation", None)
-    return can_set is not None and hasattr(model, "config") and bool(can_set())
+    if can_set is None or not hasattr(model, "config") or not can_set():
+        return False
+    # Projectors keep the config too.
+    return any("Attention" in type(m).__name__ and m.__dict__.get("config") is model.config for m in model.modules())
 
 
-def _keeps_its_own(model: Any) -> str | None:
-    """Why a generated class keeps the model's own attention, or None."""
-    skipped = getattr(type(model), "_opslot_skipped", ())
-    return next((reason for op, _, reason in skipped if op == "attention"), None)
+# What Transformers selects by itself; anything else was asked for by name.
+_DEFAULTS = (None, "sdpa", "eager")
+
+
+def _keeps(model: Any, attached: _Attached | None, wanted: str) -> str | None:
+    """Why a model keeps its attention: opslot has not read its class, or under "auto" because the user selected it."""
+    if type(model).__module__.startswith("transformers."):
+        return f"{type(model).__name__} has no generated class, so what its attention computes is unknown"
+    own = _original(model, attached)
+    if wanted == "auto" and own not in _DEFAULTS and not str(own).startswith(PREFIX):
+        return f"the model was built with Transformers' {own!r}, which auto keeps"
+    return None
 
 
 class _Attached(NamedTuple):
-    """What the config of a model said before it was bound, and what it was told then."""
+    """The attention implementation of a config before it was bound, and the one that was set then."""
 
     previous: str | None
-    told: str | None
+    set_to: str | None
 
 
-def _attach(model: Any, chosen: str, kernel: Callable[..., Any] | None) -> _Attached:
-    """Point the model's own config at the chosen implementation."""
+def _original(model: Any, attached: _Attached | None) -> str | None:
+    now = model.config._attn_implementation
+    return attached.previous if attached is not None and now == attached.set_to else now
+
+
+def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) -> _Attached:
+    """Set the implementation on the model's own config, and on no config inside that."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    previous = model.config._attn_implementation
+    if kernel is None:
+        # Transformers' own code: what "eager" names, else what the model has, unless no kernel serves it.
+        kept = slot.kept and not slot.resolution.explicit
+        return _set(model, previous if kept else "eager")
     mask_function: Any = getattr(kernel, "mask_function", None)
-    if kernel is not None and mask_function is None:
+    if mask_function is None:
         raise KernelError(
-            f"attn_implementation={chosen!r}: the kernel has no attribute mask_function, so "
+            f"attn_implementation={slot.resolution.chosen!r}: the kernel has no attribute mask_function, so "
             "that no mask can be made for it",
             hint="set it to the function that makes its masks, e.g. transformers.masking_utils.sdpa_mask",
         )
-    own_config(model)
-    previous = model.config._attn_implementation
-    if kernel is None and _keeps_its_own(model):
-        return _Attached(previous, previous)
-    if kernel is None:
-        model.config._attn_implementation = "eager"
-        return _Attached(previous, "eager")
-    name = PREFIX + chosen
+    name = PREFIX + "_".join([slot.resolution.chosen, *(re.sub(r"\W+", "_", w.name.lower()) for w in slot.wrappers)])
     AttentionInterface.register(name, kernel)
     AttentionMaskInterface.register(name, mask_function)
-    model.config._attn_implementation = name
+    return _set(model, name)
+
+
+def _set(model: Any, name: str | None) -> _Attached:
+    previous = model.config._attn_implementation
+    # The property would set it on the configs of sub-models too.
+    model.config._attn_implementation_internal = name
     return _Attached(previous, name)
 
 
 def _detach(model: Any, state: _Attached) -> None:
-    model.config._attn_implementation = state.previous
+    """Undo `_attach`, unless another implementation was set on the model since."""
+    if model.config._attn_implementation == state.set_to:
+        model.config._attn_implementation_internal = state.previous
 
 
-def _replaced(model: Any, state: _Attached, chosen: str) -> str | None:
-    """What the config says now, unless opslot said it: sequence parallelism registers the kernel under another name."""
-    now = model.config._attn_implementation
-    return None if now == state.told or str(now).startswith(PREFIX) else now
+def _runs(model: Any) -> str | None:
+    return model.config._attn_implementation
 
 
 OP = OpSpec(
     name="attention",
     config_field="attn_implementation",
-    description="scaled dot-product attention, one choice per model",
+    description="scaled dot-product attention, selected per model and sub-model",
     variants={
         "causal": OpVariant(
             "causal",
@@ -201,7 +226,6 @@ OP = OpSpec(
             CASES,
             ("query", "key", "value"),
             _cost,
-            _keeps_its_own,
             # torch's fused CPU attention takes exp from a 20-ulp approximation.
             tolerance_ulps={"float32": 8},
             static_shape=head_sizes,
@@ -212,5 +236,6 @@ OP = OpSpec(
     applies_to=_applies_to,
     attach=_attach,
     detach=_detach,
-    replaced=_replaced,
+    keeps=_keeps,
+    runs=_runs,
 )

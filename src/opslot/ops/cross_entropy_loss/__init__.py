@@ -5,8 +5,11 @@ from collections.abc import Callable
 import torch
 
 from opslot.ops._common.specs import H200, liger_kernel, npu_kernel, triton_kernel
+from opslot.ops.cross_entropy_loss.heads import loss_only
 from opslot.ops.cross_entropy_loss.op import OP, head_of
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
+
+__all__ = ["loss_only"]
 
 
 def _for_large_heads(value: int, smallest: int) -> Callable[[KernelRequest], int | None]:

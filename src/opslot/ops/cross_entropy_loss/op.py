@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opslot.ops.cross_entropy_loss.cases import CAUSAL_CASES, CLASSIFICATION_CASES, TOKEN_CASES, benchmark_case
+from opslot.ops.cross_entropy_loss.heads import can_serve
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 
 
@@ -175,6 +176,7 @@ _DIFFERENTIABLE = ("hidden_states", "weight")
 OP = OpSpec(
     name="cross_entropy_loss",
     description="linear head and cross entropy",
+    can_serve=can_serve,
     variants={
         v.name: v
         for v in (

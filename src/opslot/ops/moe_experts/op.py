@@ -26,7 +26,8 @@ from opslot.ops.moe_experts.cases import (
     clamped_benchmark_case,
     split_benchmark_case,
 )
-from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant, own_config, walk_slots
+from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant, walk_slots
+from opslot.slots.protocol import bound_kernel
 
 _IMPLEMENTATION = "_experts_implementation"
 
@@ -269,20 +270,17 @@ def _is_number(module: Any, name: str) -> bool:
     return isinstance(getattr(module, name, None), int | float)
 
 
-def attach(model: Any, chosen: str, kernel: Any) -> list[tuple[Any, str | None]] | None:
-    """Make "eager" mean upstream's own loop.
+def attach(model: Any, slot: Any, kernel: Any) -> list[tuple[Any, str | None]]:
+    """Make "eager" mean Transformers' own loop.
 
-    Upstream dispatches around that loop, by default to its grouped_mm. A model whose experts no kernel can serve keeps
-    upstream's dispatch: it was not told to be slow.
+    Transformers dispatches around that loop, by default to its grouped_mm. Experts that no kernel can serve keep that
+    dispatch: nobody asked them to be slow.
     """
     eager = [
-        module
-        for _, module, slot, op_name, variant in walk_slots(model)
-        if op_name == OP.name and module.__dict__.get(f"_opslot_{slot}") is None and _served(variant, module)
+        at.module
+        for at in walk_slots(model)
+        if at.op_name == OP.name and bound_kernel(at.module, at.name) is None and _served(at.variant, at.module)
     ]
-    if not eager:
-        return None
-    own_config(model)
     configs = {id(c): c for c in (getattr(m, "config", None) for m in eager) if hasattr(c, _IMPLEMENTATION)}
     previous = [(config, getattr(config, _IMPLEMENTATION)) for config in configs.values()]
     for config, _ in previous:
@@ -295,18 +293,16 @@ def _served(variant: str, module: Any) -> bool:
     return check is None or check(module) is None
 
 
-def detach(model: Any, state: list[tuple[Any, str | None]] | None) -> None:
-    """Undo `attach`."""
-    for config, previous in state or ():
-        setattr(config, _IMPLEMENTATION, previous)
+def detach(model: Any, state: list[tuple[Any, str | None]]) -> None:
+    """Undo `attach`, unless another implementation was set on the model since."""
+    for config, previous in state:
+        if getattr(config, _IMPLEMENTATION) == "eager":
+            setattr(config, _IMPLEMENTATION, previous)
 
 
-def replaced(model: Any, state: list[tuple[Any, str | None]] | None, chosen: str) -> str | None:
-    """What upstream dispatches to now where `attach` had set its loop; a bound kernel stands before that dispatch."""
-    if chosen != "eager":
-        return None
-    now = (getattr(config, _IMPLEMENTATION) for config, _ in state or ())
-    return next((name for name in now if name != "eager"), None)
+def runs(module: Any) -> str | None:
+    """What Transformers dispatches to where no kernel is in the slot of `module`."""
+    return getattr(getattr(module, "config", None), _IMPLEMENTATION, None)
 
 
 _GRADIENTS = ("hidden_states", "gate_up_proj", "down_proj", "top_k_weights")
@@ -377,6 +373,6 @@ OP = OpSpec(
     aliases=("moe_experts_implementation",),
     attach=attach,
     detach=detach,
-    replaced=replaced,
+    runs=runs,
     variants={variant.name: variant for variant in _VARIANTS},
 )

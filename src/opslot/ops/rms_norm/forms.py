@@ -102,7 +102,7 @@ class ResidualNorms:
                 _RESIDUAL,
                 f"""
                 norm = self.post_attention_layernorm
-                if self.{slot.attribute} is not None and self.{slot.attribute}.serves_norm(norm):
+                if self.{slot.attribute} is not None and self.{slot.attribute}.can_serve(norm):
                     hidden_states, residual = self.{slot.attribute}(hidden_states, residual, {args})
                 else:
                     $match

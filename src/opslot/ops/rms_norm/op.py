@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from opslot.ops._common.sites import head_sizes, text_config
 from opslot.ops.rms_norm.cases import cases, make_benchmark_case
+from opslot.ops.rms_norm.residual import can_serve
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 
 
@@ -218,5 +219,6 @@ _VARIANTS = (
 OP = OpSpec(
     name="rms_norm",
     description="root mean square layer norm",
+    can_serve=can_serve,
     variants={variant.name: variant for variant in _VARIANTS},
 )
