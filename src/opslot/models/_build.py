@@ -15,6 +15,7 @@ from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.models._apply import apply, has_slots
 from opslot.models._registry import (
+    ARCHITECTURES,
     MODEL_CONFIG_REGISTRY,
     MODELING_REGISTRY,
     architecture_of,
