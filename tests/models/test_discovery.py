@@ -14,13 +14,15 @@ import opslot
 from opslot._base.errors import ConfigError
 from opslot.cli import main
 from opslot.models import MODELING_REGISTRY
-from opslot.models._sequence import spread_sequences
+from opslot.models._sequence import prepare_ulysses
 from opslot.models.discovery import discover
-from opslot.models.parallelize import parallel_plan, whole_sequences
+from opslot.models.parallelize import parallel_plan
 from opslot.patchgen.engine import generate
 from opslot.patchgen.materialization import require_patch
 from opslot.patchgen.source import installed_release
 from opslot.patchgen.writing import patch_source
+from opslot.slots import binding_of
+from opslot.slots.protocol import keeps_sequences
 
 SIZES = {
     "hidden_size": 32,
@@ -110,10 +112,9 @@ def test_discovered_slots_train_as_transformers_does(model_type):
     model = AutoModelForCausalLM.from_config(config_of(model_type)).train()
     ids = torch.randint(3, 64, (2, 20))
     before, attention = type(model), model.config._attn_implementation
-    # As opslot's eager: one expert after another.
+    # As opslot's eager: Transformers' eager attention, and one expert after another.
     model.set_experts_implementation("eager")
-    if "attention/causal" in {str(match) for match in discover(before.__module__.split(".")[-2]).matches}:
-        model.set_attn_implementation("eager")
+    model.set_attn_implementation("eager")
     wanted = step(model, ids)
 
     report = opslot.apply(model, "eager")
@@ -286,7 +287,7 @@ PACKED = [
 def test_packed_documents_do_not_attend_to_each_other(model_type):
     torch.manual_seed(0)
     model = opslot.build_foundation_model(config_of(model_type)).eval()
-    assert whole_sequences(model) is None
+    assert keeps_sequences(model) is None
     first, second = torch.randint(3, 64, (1, 9)), torch.randint(3, 64, (1, 7))
     places = torch.cat([torch.arange(9), torch.arange(7)])[None]
     with torch.no_grad():
@@ -312,9 +313,10 @@ def test_models_that_may_mix_tokens_elsewhere_state_the_reason(arch, why):
 
 
 def test_sequences_of_such_models_are_not_sharded(tmp_path):
-    model = opslot.build_foundation_model(config_of("gemma2"), ops_implementation="eager")
-    with pytest.raises(ConfigError, match=r"cannot be divided \(sp=2\): its eager attention is more than softmax"):
-        spread_sequences(model, SimpleNamespace(sp=2))
+    model = opslot.build_foundation_model(config_of("gemma2"))
+    _, binding = binding_of(model)
+    with pytest.raises(ConfigError, match=r"cannot be sharded \(sp=2\): its eager attention is more than softmax"):
+        prepare_ulysses(model, binding, SimpleNamespace(sp=2))
 
 
 def test_build_save_and_load(tmp_path):

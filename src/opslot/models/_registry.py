@@ -76,7 +76,7 @@ class Registry:
 
 
 MODELING_REGISTRY = Registry("model_type")
-MODEL_CONFIG_REGISTRY = Registry("config class for model_type")
+MODEL_CONFIG_REGISTRY = Registry("model_type")
 MODEL_PROCESSOR_REGISTRY = Registry("processor")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,13 +90,13 @@ class Lock:
         archs = {}
         for arch, releases in sorted(self.archs.items()):
             versions = sorted(releases, key=version_key)
-            names = sorted({name for entry in releases.values() for name in entry})
+            slots = self.slots.get(arch, {})
             archs[arch] = {
                 "releases": " ".join(versions),
-                "slots": _steps(versions, lambda version, arch=arch: list(self.slots.get(arch, {}).get(version, ()))),
+                "slots": _steps({version: list(slots.get(version, ())) for version in versions}),
                 "symbols": {
-                    name: _steps(versions, lambda version, name=name, releases=releases: releases[version].get(name))
-                    for name in names
+                    name: _steps({version: releases[version].get(name) for version in versions})
+                    for name in sorted({name for entry in releases.values() for name in entry})
                 },
             }
         lines = {digest: " ".join(self.lines[digest]) for digest in sorted(used - {_ABSENT})}
@@ -217,13 +217,12 @@ def _symbol(name: str, release: Release) -> Symbol | None:
         return None
 
 
-def _steps(versions: list[str], value: Callable[[str], T]) -> dict[str, T]:
+def _steps(values: dict[str, T]) -> dict[str, T]:
     """The value of the first release, and of each in which it changes."""
     steps: dict[str, T] = {}
-    for version in versions:
-        current = value(version)
-        if not steps or current != list(steps.values())[-1]:
-            steps[version] = current
+    for version, value in values.items():
+        if not steps or value != list(steps.values())[-1]:
+            steps[version] = value
     return steps
 
 
