@@ -57,7 +57,6 @@ class Registry:
 
 MODELING_REGISTRY = Registry("model_type")
 MODEL_CONFIG_REGISTRY = Registry("patch for model_type")
-MODEL_PROCESSOR_REGISTRY = Registry("processor")
 
 
 @dataclass(frozen=True)
