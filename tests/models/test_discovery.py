@@ -13,13 +13,13 @@ import opslot
 from opslot._base.errors import ConfigError
 from opslot.cli import main
 from opslot.models import ARCHITECTURES, MODELING_REGISTRY
-from opslot.models._sequence import spread_sequences
 from opslot.models.discovery.engine import port
-from opslot.models.parallelize import parallel_plan, whole_sequences
+from opslot.models.parallelize import parallel_plan
 from opslot.patchgen.edits import OpSlot
 from opslot.patchgen.engine import generate
 from opslot.patchgen.materialization import find_patch
 from opslot.patchgen.source import installed_release
+from opslot.slots.protocol import keeps_sequences
 
 SIZES = {
     "hidden_size": 32,
@@ -111,8 +111,7 @@ def test_a_model_without_a_patch_is_served(model_type):
     before, attention = type(model), model.config._attn_implementation
     # As opslot's eager: one expert after another.
     model.set_experts_implementation("eager")
-    if "attention/causal" in {finding.op for finding in port(before.__module__.split(".")[-2]).slots}:
-        model.set_attn_implementation("eager")
+    model.set_attn_implementation("eager")
     wanted = step(model, ids)
 
     report = opslot.apply(model, "eager")
@@ -227,7 +226,7 @@ PACKED = [
 def test_packed_documents_stay_apart(model_type):
     torch.manual_seed(0)
     model = opslot.build_foundation_model(config_of(model_type)).eval()
-    assert whole_sequences(model) is None
+    assert keeps_sequences(model) is None
     first, second = torch.randint(3, 64, (1, 9)), torch.randint(3, 64, (1, 7))
     places = torch.cat([torch.arange(9), torch.arange(7)])[None]
     with torch.no_grad():
@@ -254,8 +253,8 @@ def test_models_that_may_mix_tokens_elsewhere_say_so(arch, why):
 
 def test_sequences_of_such_models_are_neither_packed_nor_divided(tmp_path):
     model = opslot.build_foundation_model(config_of("gemma2"), ops_implementation="eager")
-    with pytest.raises(ConfigError, match=r"cannot be divided \(sp=2\): its eager attention is more than softmax"):
-        spread_sequences(model, SimpleNamespace(sp=2))
+    with pytest.raises(ConfigError, match=r"cannot be sharded \(sp=2\): its eager attention is more than softmax"):
+        opslot.parallelize(model, SimpleNamespace(sp=2, ep=1, mesh=None, device=torch.device("cpu")))
 
 
 def test_build_save_and_load(tmp_path):

@@ -212,7 +212,7 @@ def _model_class(config: PreTrainedConfig, architecture: str | None, backend: st
             hint="give architecture, or architectures in config.json, the name of one that it has",
         )
     if backend == "opslot" and not has_slots(_instantiate(theirs, copy.deepcopy(config), None, "meta", empty=True)):
-        MODEL_CONFIG_REGISTRY.get(model_type)
+        MODELING_REGISTRY.get(model_type)
     return theirs
 
 
