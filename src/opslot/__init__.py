@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         KernelSpec,
         OpsImplementationConfig,
         OpSlot,
+        Requirement,
         bind,
         explain,
     )
@@ -33,6 +34,7 @@ _HOMES = {
     "KernelSpec": "opslot.slots",
     "OpSlot": "opslot.slots",
     "OpsImplementationConfig": "opslot.slots",
+    "Requirement": "opslot.slots",
     "bind": "opslot.slots",
     "explain": "opslot.slots",
     "loss_only": "opslot.ops.cross_entropy_loss",
@@ -51,6 +53,7 @@ __all__ = [
     "KernelSpec",
     "OpSlot",
     "OpsImplementationConfig",
+    "Requirement",
     "apply",
     "bind",
     "bisect",

@@ -1,5 +1,4 @@
 import collections
-import json
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,20 +10,12 @@ from torch import nn
 from opslot import KERNEL_REGISTRY, KernelSpec, bind
 from opslot._base.device import CPU
 from opslot._base.errors import ConfigError, KernelError
-from opslot.bench import (
-    BenchRow,
-    as_dict,
-    bench,
-    compare_curves,
-    draw_weights,
-    measure,
-    measure_steps,
-    read_row,
-    sites_of,
-    timings_of,
-)
-from opslot.bench.baselines import BASELINES, check_baselines, load_peers, peer_kernels
-from opslot.bench.checks import Claim, cannot_run, prove, summed_up
+from opslot.bench import bench_ops, call_sites_of, measure, timings_of
+from opslot.bench.baselines import BASELINES, baseline_kernels, check_baselines, load_baselines
+from opslot.bench.checks import Check, cannot_run, combine, describe, run_checks
+from opslot.bench.result import Distance
+from opslot.bench.step import compare_curves
+from opslot.bench.step_process import draw_weights, measure_steps
 from opslot.slots import OpSlot, read_profile, write_profile
 from opslot.verify.isolated import Lost, Processes
 from opslot.verify.parity import CheckResult, compare, expect
@@ -44,7 +35,7 @@ def right(hidden_states, weight, eps):
 
 @pytest.fixture
 def kernels():
-    """Two kernels of rms_norm/standard that would win if the check did not tell them apart."""
+    """Two kernels of rms_norm/standard, one of them wrong."""
     KERNEL_REGISTRY.register(KernelSpec("wrong", "rms_norm", "standard", lambda: wrong, priority={"cpu": 99}))
     KERNEL_REGISTRY.register(KernelSpec("right", "rms_norm", "standard", lambda: right))
     yield
@@ -61,36 +52,36 @@ class Norm(nn.Module):
 
 
 def rows_at(tokens, **options):
-    sites = sites_of(Norm(), torch.device("cpu"), torch.float32)
+    sites = call_sites_of(Norm(), torch.device("cpu"), torch.float32)
     assert [(s.op, s.variant, s.shape) for s in sites] == [("rms_norm", "standard", WIDE)]
-    found = bench(["rms_norm"], device="cpu", dtype=torch.float32, sites=sites, tokens=tokens, **options)
+    found = bench_ops(["rms_norm"], device="cpu", dtype=torch.float32, call_sites=sites, tokens=tokens, **options)
     return {row.kernel: row for row in found}
 
 
-def test_a_wrong_kernel_has_no_time_that_counts_and_is_never_chosen(kernels, tmp_path, monkeypatch):
+def test_wrong_kernel_has_no_valid_time_and_is_never_selected(kernels, tmp_path, monkeypatch):
     rows = rows_at(2, compiled=False)
     assert {"eager", "torch_fused", "wrong", "right"} <= set(rows)
     assert rows["wrong"].ms > 0
-    assert not rows["wrong"].counts
-    assert rows["wrong"].verdict.startswith("WRONG model width: ")
-    assert rows["right"].counts
+    assert not rows["wrong"].valid
+    assert rows["wrong"].check.startswith("WRONG model width: ")
+    assert rows["right"].valid
     assert rows["eager"].shape == {"width": 24, "heads": 1}
     (timing,) = timings_of(rows.values())
-    assert timing.failed == {"wrong": rows["wrong"].verdict}
-    assert set(timing.ms) == {name for name, row in rows.items() if row.counts}
+    assert timing.failed == {"wrong": rows["wrong"].check}
+    assert set(timing.ms) == {name for name, row in rows.items() if row.valid}
 
     monkeypatch.setenv("OPSLOT_PROFILE", str(tmp_path / "profile.json"))
     write_profile([replace(timing, ms={**timing.ms, "right": 1e-6})], CPU)
     report = bind(Norm())
-    assert report.chosen("rms_norm") == ("right",), "which has no rank, but was measured and proven here"
-    assert dict(report.rows[0].rejected)["wrong"] == rows["wrong"].verdict
+    assert report.chosen("rms_norm") == ("right",), "it has no priority, but was measured and checked here"
+    assert dict(report.rows[0].rejected)["wrong"] == rows["wrong"].check
     write_profile([timing], CPU)
     fastest = min(timing.ms, key=timing.ms.get)
     assert bind(Norm()).chosen("rms_norm") == (fastest,)
     assert read_profile(CPU).at("rms_norm", "standard", "float32", {"width": 24, "heads": 1}) == timing
 
 
-def test_a_kernel_that_breaks_at_size_only_is_found_on_what_is_timed():
+def test_kernel_wrong_only_at_timed_size_fails_its_check():
     def breaks(hidden_states, weight, eps):
         return right(hidden_states, weight, eps) * (1.02 if hidden_states.shape == (70, 24) else 1.0)
 
@@ -99,10 +90,10 @@ def test_a_kernel_that_breaks_at_size_only_is_found_on_what_is_timed():
         row = rows_at(70, compiled=False)["breaks"]
     finally:
         KERNEL_REGISTRY.unregister("rms_norm", "standard", "breaks")
-    assert row.verdict.startswith("WRONG 70x24: ")
+    assert row.check.startswith("WRONG 70x24: ")
 
 
-def test_a_kernel_that_raises_is_a_row_and_the_rest_goes_on():
+def test_kernel_that_raises_has_a_row_and_others_are_timed():
     def raises(hidden_states, weight, eps):
         raise RuntimeError("no such luck")
 
@@ -112,53 +103,53 @@ def test_a_kernel_that_raises_is_a_row_and_the_rest_goes_on():
     finally:
         KERNEL_REGISTRY.unregister("rms_norm", "standard", "raises")
     assert rows["raises"].ms is None
-    assert "no such luck" in rows["raises"].verdict
-    assert rows["torch_fused"].counts
+    assert "no such luck" in rows["raises"].check
+    assert rows["torch_fused"].valid
 
 
-def claim_of(kernel, case=STANDARD.cases[0].name, **fields):
-    return Claim(
+def check_of(kernel, case=STANDARD.cases[0].name, **fields):
+    return Check(
         **{"op": "rms_norm", "variant": "standard", "dtype": torch.float32, "device": "cpu"} | fields,
         kernel=kernel,
         case=case,
     )
 
 
-def test_proofs_in_a_process_of_their_own_say_the_same():
+def test_checks_in_worker_processes_have_the_same_outcome():
     first, second = (c.name for c in STANDARD.cases[:2])
-    claims = [
-        claim_of("torch_fused", first),
-        claim_of("torch_fused", second, variant="offset", dtype=torch.bfloat16),
+    checks = [
+        check_of("torch_fused", first),
+        check_of("torch_fused", second, variant="offset", dtype=torch.bfloat16),
     ]
     with Processes(2) as workers:
-        assert prove(claims, workers) == dict.fromkeys(claims, "ok")
-        # They are there for the next ones.
-        assert prove(claims[:1], workers) == {claims[0]: "ok"}
+        assert run_checks(checks, workers) == dict.fromkeys(checks, "ok")
+        # The workers are reused.
+        assert run_checks(checks[:1], workers) == {checks[0]: "ok"}
 
 
-def test_a_kernel_is_what_its_cases_say():
-    assert summed_up([]) == "ok"
-    assert summed_up(["ok", "refused: powers of two only"]) == "ok"
-    assert summed_up(["refused: this", "refused: that"]) == "unproven: this"
-    assert summed_up(["ok", "WRONG first", "refused: that", "WRONG second"]) == "WRONG first"
-    assert summed_up(["ok", "unproven: its check was not done after 60 s"]).startswith("unproven")
+def test_combine_outcomes_of_cases():
+    assert combine([]) == "ok"
+    assert combine(["ok", "unsupported: powers of two only"]) == "ok"
+    assert combine(["unsupported: this", "unsupported: that"]) == "unchecked: this"
+    assert combine(["ok", "WRONG first", "unsupported: that", "WRONG second"]) == "WRONG first"
+    assert combine(["ok", "unchecked: its check was not done after 60 s"]).startswith("unchecked")
 
 
-def test_a_claim_that_takes_too_long_or_its_process_down_says_so():
-    died, late = claim_of("fatal"), claim_of("slow")
+def test_check_that_times_out_or_kills_its_process_reports_it():
+    died, late = check_of("fatal"), check_of("slow")
 
     class Workers:
-        def run(self, function, claims, spoils, limit):
+        def run(self, function, checks, spoils, limit):
             yield died, Lost("died")
             yield late, Lost(f"was not done after {limit:g} s")
 
-    verdicts = prove([died, late], Workers())
-    assert verdicts[died] == "WRONG: the process that checked it died"
-    assert verdicts[late] == "unproven: its check was not done after 180 s"
-    assert all(map(cannot_run, verdicts.values()))
+    outcomes = run_checks([died, late], Workers())
+    assert outcomes[died] == "WRONG: the process that checked it died"
+    assert outcomes[late] == "unchecked: its check was not done after 180 s"
+    assert all(map(cannot_run, outcomes.values()))
 
 
-def test_norms_are_compared_where_elements_are_too_many():
+def test_large_tensors_are_compared_by_norm():
     variant = KERNEL_REGISTRY.op("rms_norm").variant("standard")
     case = variant.benchmark_case({"width": 512, "heads": 1}, 64)
     expected = expect(variant, case.make(torch.bfloat16, torch.device("cpu"), torch.Generator().manual_seed(0)))
@@ -171,7 +162,7 @@ def test_norms_are_compared_where_elements_are_too_many():
 
 
 @pytest.mark.parametrize(("seconds", "repeats"), [(1e-3, 30), (0.09, 4), (2.0, 3)])
-def test_measure_repeats_less_what_takes_long(monkeypatch, seconds, repeats):
+def test_measure_repeats_slow_work_less(monkeypatch, seconds, repeats):
     passed = []
     clock = SimpleNamespace(perf_counter=lambda: seconds * len(passed))
     monkeypatch.setattr("opslot.bench.timing.time", clock)
@@ -179,7 +170,7 @@ def test_measure_repeats_less_what_takes_long(monkeypatch, seconds, repeats):
     assert len(passed) == 3 + repeats
 
 
-def test_measure_sees_the_time_that_is_taken(monkeypatch):
+def test_measure_returns_elapsed_time(monkeypatch):
     # The process's own, not what others take of the machine.
     monkeypatch.setattr("opslot.bench.timing.time", SimpleNamespace(perf_counter=time.process_time))
     calls = []
@@ -192,45 +183,62 @@ def test_measure_sees_the_time_that_is_taken(monkeypatch):
     assert len(calls) == 33
 
 
-def test_peers_that_are_unknown_or_missing_are_one_error():
+def test_unknown_and_missing_baselines_raise_one_error():
     with pytest.raises(ConfigError) as caught:
         check_baselines(["hf", "unsloth", "veomni"])
     message = str(caught.value)
-    assert "'unsloth' is no peer; use hf, liger, quack, veomni" in message
+    assert "unknown baseline 'unsloth'; expected one of hf, liger, quack, veomni" in message
     assert "veomni is not installed; pip install veomni, or name a folder" in message
     check_baselines(["hf", "veomni"], elsewhere=["veomni"])
 
 
-def test_a_peer_that_does_not_import_is_one_error(monkeypatch):
+def test_baseline_that_fails_to_import_raises(monkeypatch):
     monkeypatch.setitem(BASELINES, "quack", replace(BASELINES["quack"], name="no_such_room"))
-    with pytest.raises(ConfigError, match="quack is installed but cannot be imported: ModuleNotFoundError"):
-        load_peers(["quack"])
+    with pytest.raises(ConfigError, match="quack is installed but cannot be imported\n  found: ModuleNotFoundError"):
+        load_baselines(["quack"])
 
 
-def test_a_peer_that_raises_refuses(monkeypatch):
+def test_baseline_that_raises_is_unsupported(monkeypatch):
     def picky(x):
         raise AssertionError("bf16 only")
 
-    class Room:
+    class Baseline:
         KERNELS = {("toy", "standard"): {"picky": picky}}  # noqa: RUF012
 
-    monkeypatch.setattr(type(BASELINES["hf"]), "load", lambda self: Room)
-    kernels = peer_kernels(["hf"], "toy", "standard")
+    monkeypatch.setattr(type(BASELINES["hf"]), "load", lambda self: Baseline)
+    kernels = baseline_kernels(["hf"], "toy", "standard")
     assert list(kernels) == ["hf: picky"]
     with pytest.raises(KernelError, match="hf raised AssertionError: bf16 only"):
         kernels["hf: picky"](x=1)
-    assert peer_kernels(["hf"], "toy", "other") == {}
+    assert baseline_kernels(["hf"], "toy", "other") == {}
 
 
-def test_grouped_experts_of_transformers_are_right():
-    (kernel,) = peer_kernels(["hf"], "moe_experts", "standard").values()
+def test_grouped_experts_of_transformers_match_the_reference():
+    (kernel,) = baseline_kernels(["hf"], "moe_experts", "standard").values()
     variant = KERNEL_REGISTRY.op("moe_experts").variant("standard")
     case = variant.benchmark_case({"experts": 4, "top_k": 2, "hidden": 32, "intermediate": 16}, 24)
     expected = expect(variant, case.make(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0)))
     assert compare(kernel, expected, CheckResult("moe_experts", "standard", "hf", case.name, "float32")).ok
 
 
-def test_weights_depend_on_names_alone():
+@pytest.mark.parametrize(
+    ("op", "variant"),
+    [("chunk_gated_delta_rule", "standard"), ("causal_conv1d", "standard"), ("moe_experts", "biased")],
+)
+def test_transformers_own_code_matches_the_reference(op, variant):
+    (kernel,) = baseline_kernels(["hf"], op, variant).values()
+    spec = KERNEL_REGISTRY.op(op).variant(variant)
+    outcomes = []
+    for case in (c for c in spec.cases if c.role == "check"):
+        expected = expect(spec, case.make(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0)))
+        result = compare(kernel, expected, CheckResult(op, variant, "hf", case.name, "float32"), by_norm=True)
+        if not result.unsupported:
+            outcomes.append((case.name, describe(result)))
+    assert outcomes
+    assert [outcome for outcome in outcomes if outcome[1] != "ok"] == []
+
+
+def test_drawn_weights_depend_on_names_alone():
     def model(seed):
         torch.manual_seed(seed)
         return nn.ModuleDict({"norm": nn.LayerNorm(4), "head": nn.Linear(4, 3)})
@@ -245,7 +253,7 @@ def test_weights_depend_on_names_alone():
     assert 0 < first["head"].weight.std() < 0.06
 
 
-def test_steps_train_on_the_batches_in_turn():
+def test_steps_train_on_batches_in_order():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -262,19 +270,14 @@ def test_steps_train_on_the_batches_in_turn():
     assert result["peak_gib"] is None
 
 
-def test_curves_are_compared_step_by_step():
-    assert compare_curves([3.0, 2.0, 1.0], [3.0, 2.5, 0.9]) == pytest.approx({"largest": 0.5, "mean": 0.2, "last": 0.1})
+def test_compare_curves():
+    found = compare_curves([3.0, 2.0, 1.0], [3.0, 2.5, 0.9])
+    expected = Distance(largest=0.5, mean=0.2, last=0.1)
+    assert vars(found) == pytest.approx(vars(expected))
 
 
-def test_a_row_survives_json():
-    row = BenchRow("rms_norm", "standard", "c", "eager", "float32", 2.0, 3.0, 1.0, None, "ok", {"width": 3}, 8)
-    data = json.loads(json.dumps(as_dict(row)))
-    assert data["share_of_floor"] == 0.5
-    assert read_row(data) == row
-
-
-@pytest.mark.parametrize("calls_before", [0, 1], ids=["in the proof at size", "while timed"])
-def test_a_kernel_that_spoils_the_device_ends_the_run_after_its_row(calls_before):
+@pytest.mark.parametrize("calls_before", [0, 1], ids=["in the check at size", "while timed"])
+def test_kernel_that_leaves_device_unusable_ends_the_run_after_its_row(calls_before):
     calls = []
 
     def illegal(hidden_states, weight, eps):
@@ -285,48 +288,48 @@ def test_a_kernel_that_spoils_the_device_ends_the_run_after_its_row(calls_before
         return right(hidden_states, weight, eps)
 
     KERNEL_REGISTRY.register(KernelSpec("illegal", "rms_norm", "standard", lambda: illegal))
-    sites = sites_of(Norm(), torch.device("cpu"), torch.float32)
-    found = bench(["rms_norm"], device="cpu", dtype=torch.float32, sites=sites, tokens=2, compiled=False)
+    sites = call_sites_of(Norm(), torch.device("cpu"), torch.float32)
+    found = bench_ops(["rms_norm"], device="cpu", dtype=torch.float32, call_sites=sites, tokens=2, compiled=False)
     rows = []
     try:
-        with pytest.raises(KernelError, match="illegal left the device unsupported at 2x24"):
+        with pytest.raises(KernelError, match="illegal left the device unusable at 2x24"):
             collections.deque(map(rows.append, found))
     finally:
         KERNEL_REGISTRY.unregister("rms_norm", "standard", "illegal")
     assert rows[-1].kernel == "illegal"
-    assert "CUDA error" in rows[-1].verdict
+    assert "CUDA error" in rows[-1].check
     assert ("eager" in {r.kernel for r in rows}) == bool(calls_before)
 
 
-def test_a_peer_is_proven_on_what_is_timed(monkeypatch):
-    class Room:
+def test_baseline_is_checked_on_what_is_timed(monkeypatch):
+    class Baseline:
         KERNELS = {  # noqa: RUF012
             ("rms_norm", "standard"): {"good": right, "cheat": wrong, "picky": lambda **arguments: 1 / 0}
         }
 
-    monkeypatch.setattr(type(BASELINES["hf"]), "load", lambda self: Room)
-    rows = rows_at(70, compiled=False, against=["hf"])
-    assert rows["hf: good"].counts
+    monkeypatch.setattr(type(BASELINES["hf"]), "load", lambda self: Baseline)
+    rows = rows_at(70, compiled=False, baselines=["hf"])
+    assert rows["hf: good"].valid
     assert rows["hf: cheat"].ms is not None
-    assert rows["hf: cheat"].verdict.startswith("WRONG 70x24: ")
+    assert rows["hf: cheat"].check.startswith("WRONG 70x24: ")
     assert rows["hf: picky"].ms is None
-    assert rows["hf: picky"].verdict == "refused: hf raised ZeroDivisionError: division by zero"
-    assert not {t for t in timings_of(rows.values())[0].ms if ":" in t}, "no peer enters a profile"
+    assert rows["hf: picky"].check == "unsupported: hf raised ZeroDivisionError: division by zero"
+    assert not {t for t in timings_of(rows.values())[0].ms if ":" in t}, "no baseline enters a profile"
 
 
-def test_a_case_too_large_for_float64_keeps_the_verdict_of_the_small_ones(monkeypatch):
+def test_case_too_large_for_float64_keeps_the_outcome_of_the_small_ones(monkeypatch):
     def no_memory(variant, arguments, seed=0):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr("opslot.bench.ops.expect", no_memory)
     rows = rows_at(2, compiled=True)
-    assert rows["torch_fused"].counts
-    assert rows["torch_fused"].verdict.startswith("ok (on the check cases;")
-    assert rows["torch.compile"].verdict.startswith("unproven")
-    assert not rows["torch.compile"].counts
+    assert rows["torch_fused"].valid
+    assert rows["torch_fused"].check.startswith("ok (on the check cases;")
+    assert rows["torch.compile"].check.startswith("unchecked")
+    assert not rows["torch.compile"].valid
 
 
-def test_the_sites_of_a_model_tell_norms_of_heads_from_its_own():
+def test_call_sites_distinguish_head_norms_from_model_norms():
     import opslot
 
     config = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 99}
@@ -334,7 +337,7 @@ def test_the_sites_of_a_model_tell_norms_of_heads_from_its_own():
     from transformers import Qwen3Config
 
     model = opslot.build_foundation_model(Qwen3Config(**config), init_device="meta", ops_implementation="eager")
-    found = {(s.op, s.variant, s.shape) for s in sites_of(model, torch.device("cpu"), torch.float32)}
+    found = {(s.op, s.variant, s.shape) for s in call_sites_of(model, torch.device("cpu"), torch.float32)}
     heads = (("head_dim", 16), ("heads", 4), ("kv_heads", 2))
     assert found >= {
         ("rms_norm", "standard", (("heads", 4), ("width", 16))),
@@ -348,5 +351,5 @@ def test_the_sites_of_a_model_tell_norms_of_heads_from_its_own():
     for op, variant, shape in found:
         made = KERNEL_REGISTRY.op(op).variant(variant).benchmark_case(dict(shape), 8)
         assert made.role == "bench"
-        assert dict(made.shape) == dict(shape), "a case at a site's shape has that shape"
+        assert dict(made.shape) == dict(shape), "a case made from a shape has that shape"
     assert len(variants) >= 5

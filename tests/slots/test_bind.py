@@ -239,7 +239,7 @@ def test_a_model_that_moved_before_it_was_compiled_chooses_again(model, monkeypa
 def test_a_named_kernel_that_the_new_device_lacks_is_an_error(model, monkeypatch):
     KERNEL_REGISTRY.register(KernelSpec("gpu_best", "toy_double", "standard", lambda: fast, HardwareRequirement("gpu")))
     on_a_gpu(model, {"toy_double_implementation": "gpu_best"}, monkeypatch)
-    with pytest.raises(ConfigError, match=r"toy_double_implementation=.gpu_best. .*needs a GPU, this is CPU"):
+    with pytest.raises(ConfigError, match=r"toy_double_implementation=.gpu_best. .*requires a GPU, this is CPU"):
         model(torch.randn(3))
 
 

@@ -1,27 +1,33 @@
-"""Measurements of ops and of training steps."""
+"""Benchmarks of ops and of training steps."""
 
-from opslot.bench.ops import Site, bench, sites_of, time_both_ways
-from opslot.bench.rows import BenchRow, as_dict, environment, read_row
-from opslot.bench.step import WARM_UP, compare_curves, draw_weights, measure_steps
-from opslot.bench.timing import Ceilings, Time, measure, measure_ceilings
+from opslot.bench.files import OutputFiles
+from opslot.bench.ops import CallSite, bench_ops, call_sites_of, time_forward_backward
+from opslot.bench.result import Environment, LossCurve, OpRow, Result, Run, StepRow, Value, merge, read, to_json
+from opslot.bench.run import BenchOptions, run_bench
+from opslot.bench.timing import Peak, Time, measure, measure_peak
 from opslot.bench.tune import timings_of
 
 __all__ = [
-    "WARM_UP",
-    "BenchRow",
-    "Ceilings",
-    "Site",
+    "BenchOptions",
+    "CallSite",
+    "Environment",
+    "LossCurve",
+    "OpRow",
+    "OutputFiles",
+    "Peak",
+    "Result",
+    "Run",
+    "StepRow",
     "Time",
-    "as_dict",
-    "bench",
-    "compare_curves",
-    "draw_weights",
-    "environment",
+    "Value",
+    "bench_ops",
+    "call_sites_of",
     "measure",
-    "measure_ceilings",
-    "measure_steps",
-    "read_row",
-    "sites_of",
-    "time_both_ways",
+    "measure_peak",
+    "merge",
+    "read",
+    "run_bench",
+    "time_forward_backward",
     "timings_of",
+    "to_json",
 ]

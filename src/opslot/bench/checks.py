@@ -1,4 +1,4 @@
-"""Proofs of many kernels at once, in processes of their own on a GPU."""
+"""Check many kernels at once, in processes of their own on a GPU."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ import torch
 
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import KernelError
-from opslot.bench.baselines import peer_kernels
+from opslot.bench.baselines import baseline_kernels
 from opslot.slots import KERNEL_REGISTRY, OpVariant
 from opslot.verify.isolated import Lost, Processes, spoils_device
 from opslot.verify.parity import CheckResult, check_kernel, compare, expect
 
 _DIED = "WRONG: the process that checked it died"
-# A kernel that compiles for longer at one shape serves nobody; the start of a process is in it.
-_LIMIT_S = 180.0
-_TELL_S = 15.0
+_TIMED_OUT = "unchecked: its check "
+# A kernel that compiles for longer at one shape is of no use; the start of a process is included.
+_TIMEOUT_S = 180.0
+_REPORT_S = 15.0
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What is to be proven: that an implementation computes what the op's reference does, in one dtype, on one case.
+class Check:
+    """Compare one implementation with the op's fp64 reference, in one dtype, on one case.
 
     Attributes:
-        kernel: a registered kernel's name, or a peer's as `peer_kernels` calls it.
-        case: a check case's name; for a peer a bench case's, or what `tokens` and `shape` make.
-        peer: the peer, for a peer's.
+        kernel: a registered kernel's name, or a baseline's as `baseline_kernels` calls it.
+        case: a check case's name; for a baseline a bench case's, or the one that `tokens` and `shape` make.
+        baseline: the baseline, for a baseline's kernel.
     """
 
     op: str
@@ -38,98 +39,99 @@ class Claim:
     dtype: torch.dtype
     device: str
     case: str
-    peer: str | None = None
+    baseline: str | None = None
     tokens: int | None = None
     shape: tuple[tuple[str, int], ...] = ()
 
 
-def prove(
-    claims: Sequence[Claim], workers: Processes | None = None, say: Callable[[str], None] | None = None
-) -> dict[Claim, str]:
-    """The verdict on each claim: "ok", "refused: why" or "WRONG ...", or "unproven: why" where it took too long.
+def run_checks(
+    checks: Sequence[Check], workers: Processes | None = None, report: Callable[[str], None] | None = None
+) -> dict[Check, str]:
+    """The outcome of each check: "ok", "unsupported: why", "WRONG ..." or "unchecked: why" after a timeout.
 
     Args:
         workers: where to check; None is this process.
-        say: told now and then how many are done.
+        report: called now and then with how many are done.
     """
     if workers is None:
-        return {claim: verdict_on(claim) for claim in claims}
-    verdicts: dict[Claim, str] = {}
-    told = time.monotonic()
-    for claim, verdict in workers.run(_verdict_apart, claims, spoils_device, _LIMIT_S):
-        verdicts[claim] = _lost(verdict) if isinstance(verdict, Lost) else verdict
-        if say is not None and time.monotonic() - told > _TELL_S:
-            told = time.monotonic()
-            say(f"{len(verdicts)} of {len(claims)} proofs done")
-    return verdicts
+        return {check: run_check(check) for check in checks}
+    outcomes: dict[Check, str] = {}
+    reported = time.monotonic()
+    for check, outcome in workers.run(_run_in_worker, checks, spoils_device, _TIMEOUT_S):
+        outcomes[check] = _lost(outcome) if isinstance(outcome, Lost) else outcome
+        if report is not None and time.monotonic() - reported > _REPORT_S:
+            reported = time.monotonic()
+            report(f"{len(outcomes)} of {len(checks)} checks done")
+    return outcomes
 
 
 def _lost(why: Lost) -> str:
-    return _DIED if why == "died" else f"unproven: its check {why}"
+    return _DIED if why == "died" else f"{_TIMED_OUT}{why}"
 
 
-def summed_up(verdicts: Sequence[str]) -> str:
-    """One verdict on a kernel from those on all of its check cases, in their order.
+def combine(outcomes: Sequence[str]) -> str:
+    """One outcome for a kernel from those of all of its check cases, in their order.
 
-    "unproven: why" where every case was refused.
+    "unchecked: why" where no case is supported.
     """
-    if bad := [v for v in verdicts if v != "ok" and not v.startswith("refused")]:
+    if bad := [o for o in outcomes if o != "ok" and not o.startswith("unsupported")]:
         return bad[0]
-    if verdicts and "ok" not in verdicts:
-        return verdicts[0].replace("refused", "unproven", 1)
+    if outcomes and "ok" not in outcomes:
+        return outcomes[0].replace("unsupported", "unchecked", 1)
     return "ok"
 
 
-def _verdict_apart(claim: Claim) -> str:
-    """The verdict, from a process that lives on beside what is timed, and keeps no memory of the device."""
-    verdict = verdict_on(claim)
-    if claim.device.startswith("cuda") and not spoils_device(verdict):
+def _run_in_worker(check: Check) -> str:
+    """The outcome, from a process that goes on to live beside what is timed, and so must hold no device memory."""
+    outcome = run_check(check)
+    if check.device.startswith("cuda") and not spoils_device(outcome):
         torch.cuda.empty_cache()
-    return verdict
+    return outcome
 
 
-def cannot_run(verdict: str) -> bool:
-    """Whether running the implementation again, here, would end everything else or take too long."""
-    return verdict == _DIED or spoils_device(verdict) or verdict.startswith("unproven: its check was not done")
+def cannot_run(outcome: str) -> bool:
+    """Whether running the implementation again, here, would end this process or take too long."""
+    return outcome == _DIED or spoils_device(outcome) or outcome.startswith(f"{_TIMED_OUT}was not done")
 
 
-def verdict_on(claim: Claim) -> str:
-    """Check one implementation on what its claim names."""
-    variant = KERNEL_REGISTRY.op(claim.op).variant(claim.variant)
+def run_check(check: Check) -> str:
+    """Run one check in this process."""
+    variant = KERNEL_REGISTRY.op(check.op).variant(check.variant)
     try:
-        if claim.peer is not None:
-            return _verdict_at(claim, variant, peer_kernels([claim.peer], claim.op, claim.variant)[claim.kernel])
-        kernel = KERNEL_REGISTRY.load(claim.op, claim.variant, claim.kernel)
+        if check.baseline is not None:
+            kernels = baseline_kernels([check.baseline], check.op, check.variant)
+            return _check_as_timed(check, variant, kernels[check.kernel])
+        kernel = KERNEL_REGISTRY.load(check.op, check.variant, check.kernel)
     except KernelError as error:
-        return f"unproven: {brief(error)}"
-    case = variant.case(claim.case)
-    return describe(check_kernel(kernel, claim.op, variant, case, claim.dtype, claim.device, name=claim.kernel))
+        return f"unchecked: {brief(error)}"
+    case = variant.case(check.case)
+    return describe(check_kernel(kernel, check.op, variant, case, check.dtype, check.device, name=check.kernel))
 
 
-def _verdict_at(claim: Claim, variant: OpVariant, kernel: Callable[..., Any]) -> str:
-    if claim.tokens is None:
-        case = variant.case(claim.case)
+def _check_as_timed(check: Check, variant: OpVariant, kernel: Callable[..., Any]) -> str:
+    if check.tokens is None:
+        case = variant.case(check.case)
     else:
         assert variant.benchmark_case is not None
-        case = variant.benchmark_case(dict(claim.shape), claim.tokens)
-    device = torch.device(claim.device)
-    label = CheckResult(claim.op, claim.variant, claim.kernel, case.name, dtype_name(claim.dtype))
+        case = variant.benchmark_case(dict(check.shape), check.tokens)
+    device = torch.device(check.device)
+    label = CheckResult(check.op, check.variant, check.kernel, case.name, dtype_name(check.dtype))
     try:
-        expected = expect(variant, case.make(claim.dtype, device, generator_of(device)))
+        expected = expect(variant, case.make(check.dtype, device, generator_of(device)))
         return describe(compare(kernel, expected, label, by_norm=True))
     except torch.OutOfMemoryError:
-        return "unproven: float64 of this case exceeds the memory"
+        return "unchecked: the fp64 reference of this case exceeds the memory"
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """What the inputs of timed cases are drawn from."""
+    """The generator of the inputs of timed cases."""
     return torch.Generator(device=device).manual_seed(0)
 
 
 def describe(result: CheckResult) -> str:
-    """A check's result as a verdict."""
-    if result.refused:
-        return f"refused: {brief(result.refused)}"
+    """A check's result as an outcome."""
+    if result.unsupported:
+        return f"unsupported: {brief(result.unsupported)}"
     if result.problem:
         return f"WRONG {result.case}: {brief(result.problem)}"
     worst = result.worst

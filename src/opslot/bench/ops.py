@@ -1,8 +1,8 @@
-"""Time every implementation of an op against each other and against the floor, generic over the ops' input cases.
+"""Time every implementation of an op against the others and against the roofline, generic over the ops' input cases.
 
-The floor is the larger of bytes over the measured copy bandwidth and FLOPs over the measured rate of a large matrix
-product, both of this machine. A number counts only beside a proof: forward and every gradient against fp64 on the op's
-check cases, and again on the random inputs that were timed.
+The roofline is the larger of bytes over the measured peak bandwidth and FLOPs over the measured FLOP/s of a large GEMM,
+both of this machine. A time counts only beside a passed check: forward and every gradient against fp64 on the op's
+check cases, and again on the random inputs that are timed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 from opslot._base.device import facts_of
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import KernelError
-from opslot.bench.baselines import load_peers, peer_kernels
-from opslot.bench.checks import Claim, brief, cannot_run, describe, generator_of, prove, summed_up
-from opslot.bench.rows import BenchRow
-from opslot.bench.timing import Time, measure, measure_ceilings
+from opslot.bench.baselines import baseline_kernels, load_baselines
+from opslot.bench.checks import Check, brief, cannot_run, combine, describe, generator_of, run_checks
+from opslot.bench.result import OpRow
+from opslot.bench.timing import Time, measure, measure_peak
 from opslot.slots import KERNEL_REGISTRY, InputCase, KernelRequest, OpVariant, walk_slots
 from opslot.verify.isolated import Processes, most_workers, spoils_device
 from opslot.verify.parity import CheckResult, Expectation, compare, expect
@@ -32,167 +32,170 @@ _Kernel = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Site:
-    """A place of a model where a kernel stands, as far as speed goes; equal places are one."""
+class CallSite:
+    """An op variant with the static sizes that decide its speed; equal call sites of a model are one."""
 
     op: str
     variant: str
     shape: tuple[tuple[str, int], ...]
 
 
-def sites_of(model: Any, device: torch.device, dtype: torch.dtype) -> list[Site]:
-    """The distinct sites of a model with slots, in the order of its modules; it may be on the meta device."""
+def call_sites_of(model: Any, device: torch.device, dtype: torch.dtype) -> list[CallSite]:
+    """The distinct call sites of a model with slots, in the order of its modules; it may be on the meta device."""
     config = getattr(model, "config", None)
     asked = [(op, variant, module) for _, module, _, op, variant in walk_slots(model)]
     for op in KERNEL_REGISTRY.ops.values():
         if op.applies_to is not None and op.applies_to(model):
             asked.append((op.name, next(iter(op.variants)), model))
-    found: dict[Site, None] = {}
+    found: dict[CallSite, None] = {}
     for op_name, variant, module in asked:
         static_shape = KERNEL_REGISTRY.op(op_name).variant(variant).static_shape
         request = KernelRequest(op_name, variant, facts_of(device), dtype, module, config)
         shape = static_shape(request) if static_shape else None
         if shape is not None:
-            found[Site(op_name, variant, tuple(sorted(shape.items())))] = None
+            found[CallSite(op_name, variant, tuple(sorted(shape.items())))] = None
     return list(found)
 
 
-def bench(
+def bench_ops(
     ops: Sequence[str] = (),
     *,
     device: torch.device | str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
-    sites: Sequence[Site] | None = None,
+    call_sites: Sequence[CallSite] | None = None,
     tokens: int | None = None,
-    against: Sequence[str] = (),
+    baselines: Sequence[str] = (),
     compiled: bool = True,
     own: bool = True,
-    say: Callable[[str], None] | None = None,
-) -> Iterator[BenchRow]:
-    """Prove and time eager, torch.compile of eager, every usable kernel and the peers, forward plus backward.
+    report: Callable[[str], None] | None = None,
+) -> Iterator[OpRow]:
+    """Check and time eager, torch.compile of eager, every usable kernel and the baselines, forward plus backward.
 
-    Op by op. An op's proofs come before its times, in processes of their own on a GPU: nothing else may run on a device
-    while something is timed.
+    Op by op. An op's checks run before it is timed, in processes of their own on a GPU: nothing else may run on a
+    device while something is timed.
 
     Args:
         ops: only these, in this order; default all.
-        sites: only these, at `tokens`; default the shapes of the ops' own bench cases.
-        tokens: how many; None takes the bench cases as they are, which are meant for a GPU.
-        against: peers whose kernels are no registered implementation (`opslot.bench.baselines.BASELINES`).
+        call_sites: only these, at `tokens`; default the shapes of the ops' own bench cases.
+        tokens: how many; None takes the bench cases as they are, which are sized for a GPU.
+        baselines: libraries whose kernels are not registered (`opslot.bench.baselines.BASELINES`).
         compiled: torch.compile of eager, too.
-        own: False leaves all but the peers out.
-        say: told what is about to be proven, which takes minutes, and how far that is.
+        own: False leaves all but the baselines out.
+        report: called with what is about to be checked, which takes minutes, and with progress.
 
     Yields:
         One row per (case, implementation), in the order measured.
 
     Raises:
-        ConfigError: there is no such op or peer, or the peer is not installed.
-        KernelError: an implementation left the device unsupported; its row comes before.
+        ConfigError: unknown op or baseline, or the baseline is not installed.
+        KernelError: an implementation left the device unusable; its row comes before.
     """
-    load_peers(against)
-    place = torch.device(device)
-    plan = _planned(ops, place, dtype, sites, tokens, against, compiled, own)
+    load_baselines(baselines)
+    target = torch.device(device)
+    plan = _plan(ops, target, dtype, call_sites, tokens, baselines, compiled, own)
     with contextlib.ExitStack() as stack:
         checkers = _Checkers(None, None)
-        if place.type == "cuda":
+        if target.type == "cuda":
             checkers = _Checkers(*(stack.enter_context(Processes(count)) for count in (most_workers(), 1)))
         for name, group in itertools.groupby(plan, lambda planned: planned[0].op):
-            settings = list(group)
-            if say is not None:
-                say(f"{name}: proofs of {', '.join(_named(settings)) or 'nothing, there is only eager code'}")
-            verdicts = _verdicts(settings, checkers, say)
-            for setting, cases, candidates in settings:
+            planned = list(group)
+            if report is not None:
+                report(f"{name}: checking {', '.join(_checked(planned)) or 'nothing, there is only eager code'}")
+            outcomes = _outcomes(planned, checkers, report)
+            for setting, cases, candidates in planned:
                 for case in cases:
-                    proofs = {
-                        # Eager is what others are measured by; compiled code is proven on what is timed, a graph a
-                        # shape.
-                        kernel: _proof(setting.claims(kernel, candidate, [case]), verdicts)
+                    checks = {
+                        # Eager is the reference; compiled code is checked on what is timed.
+                        kernel: _outcome(setting.checks(kernel, candidate, [case]), outcomes)
                         for kernel, candidate in candidates.items()
                     }
-                    yield from _bench_case(setting, case, candidates, proofs)
+                    yield from _bench_case(setting, case, candidates, checks)
 
 
 @dataclass(frozen=True)
 class _Checkers:
-    """Where kernels are proven, and where peers are: None is this process.
+    """Where registered kernels are checked, and where baselines are: None is this process.
 
-    Peers one at a time, since what they do to the device must not be ours.
+    Baselines one at a time, so that a device error of theirs does not fail others.
     """
 
     own: Processes | None
-    peers: Processes | None
+    baselines: Processes | None
 
 
-def _named(settings: Sequence[_Planned]) -> list[str]:
-    """The implementations that have something to prove."""
-    return list(dict.fromkeys(n for _, _, found in settings for n, c in found.items() if c.registered or c.peer))
+def _checked(planned: Sequence[_Planned]) -> list[str]:
+    """The implementations that have checks."""
+    return list(dict.fromkeys(n for _, _, found in planned for n, c in found.items() if c.registered or c.baseline))
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """An implementation: a registered one, a peer's, or eager code, compiled or not."""
+    """An implementation: a registered one, a baseline's, or eager code, compiled or not."""
 
     kernel: _Kernel
     registered: bool = False
-    peer: str | None = None
+    baseline: str | None = None
 
 
 _Planned = tuple["_Setting", list[InputCase], dict[str, _Candidate]]
 
 
-def _planned(
+def _plan(
     ops: Sequence[str],
     device: torch.device,
     dtype: torch.dtype,
-    sites: Sequence[Site] | None,
+    call_sites: Sequence[CallSite] | None,
     tokens: int | None,
-    against: Sequence[str],
+    baselines: Sequence[str],
     compiled: bool,
     own: bool,
 ) -> Iterator[_Planned]:
     """Of each variant with anything to time: the cases and the implementations."""
-    for spec_op in map(KERNEL_REGISTRY.op, ops or KERNEL_REGISTRY.ops):
-        for variant in spec_op.variants.values():
-            setting = _Setting(spec_op.name, variant, device, dtype, tokens)
-            cases = list(_cases(spec_op.name, variant, sites, tokens))
+    for op in map(KERNEL_REGISTRY.op, ops or KERNEL_REGISTRY.ops):
+        for variant in op.variants.values():
+            setting = _Setting(op.name, variant, device, dtype, tokens)
+            cases = list(_cases(op.name, variant, call_sites, tokens))
             if not cases:
                 continue
             candidates = _candidates(setting, compiled) if own else {}
-            for peer in against:
-                candidates |= _peer_candidates(setting, peer)
+            for baseline in baselines:
+                kernels = baseline_kernels([baseline], op.name, variant.name)
+                candidates |= {name: _Candidate(kernel, baseline=baseline) for name, kernel in kernels.items()}
             if candidates:
                 yield setting, cases, candidates
 
 
-def _verdicts(plan: Sequence[_Planned], checkers: _Checkers, say: Callable[[str], None] | None) -> dict[Claim, str]:
-    """Proofs of the registered kernels, and of the peers'."""
-    claims = [
-        claim
-        for setting, cases, candidates in plan
+def _outcomes(
+    planned: Sequence[_Planned], checkers: _Checkers, report: Callable[[str], None] | None
+) -> dict[Check, str]:
+    checks = [
+        check
+        for setting, cases, candidates in planned
         for kernel, candidate in candidates.items()
-        for claim in setting.claims(kernel, candidate, cases)
+        for check in setting.checks(kernel, candidate, cases)
     ]
-    own = [claim for claim in claims if not claim.peer]
-    of_peers = [claim for claim in claims if claim.peer]
-    return prove(own, checkers.own, say) | prove(of_peers, checkers.peers, say)
+    own = [check for check in checks if not check.baseline]
+    of_baselines = [check for check in checks if check.baseline]
+    return run_checks(own, checkers.own, report) | run_checks(of_baselines, checkers.baselines, report)
 
 
-def _proof(claims: Sequence[Claim], verdicts: Mapping[Claim, str]) -> str:
-    """The verdict that a peer has on one case, or that a kernel has on all of its check cases."""
-    found = [verdicts[claim] for claim in claims]
-    return found[0] if claims and claims[0].peer else summed_up(found)
+def _outcome(checks: Sequence[Check], outcomes: Mapping[Check, str]) -> str:
+    """The outcome of a baseline on one case, or of a kernel on all of its check cases."""
+    found = [outcomes[check] for check in checks]
+    return found[0] if checks and checks[0].baseline else combine(found)
 
 
-def _cases(op_name: str, variant: OpVariant, sites: Iterable[Site] | None, tokens: int | None) -> Iterator[InputCase]:
+def _cases(
+    op_name: str, variant: OpVariant, call_sites: Iterable[CallSite] | None, tokens: int | None
+) -> Iterator[InputCase]:
     timed = [case for case in variant.cases if case.role == "bench"]
-    if sites is None and tokens is None:
+    if call_sites is None and tokens is None:
         yield from timed
     elif variant.benchmark_case is not None and tokens is not None:
-        if sites is None:
+        if call_sites is None:
             shapes = [tuple(sorted(case.shape.items())) for case in timed if case.shape]
         else:
-            shapes = [site.shape for site in sites if (site.op, site.variant) == (op_name, variant.name)]
+            shapes = [site.shape for site in call_sites if (site.op, site.variant) == (op_name, variant.name)]
         for shape in dict.fromkeys(shapes):
             # A shape that cannot have so many tokens has no case.
             yield variant.benchmark_case(dict(shape), tokens)
@@ -207,22 +210,17 @@ def _candidates(setting: _Setting, compiled: bool) -> dict[str, _Candidate]:
     for spec in KERNEL_REGISTRY.specs(setting.op, variant.name):
         interpreted = spec.interpretable and setting.device.type == "cpu"
         if not interpreted and spec.unsupported(request) is None:
-            found[spec.name] = _Candidate(_late(spec.key), registered=True)
+            found[spec.name] = _Candidate(_lazy(spec.key), registered=True)
     return found
 
 
-def _late(key: tuple[str, str, str]) -> _Kernel:
-    """The kernel, loaded when first called: one that cannot load is its own row's failure."""
+def _lazy(key: tuple[str, str, str]) -> _Kernel:
+    """The kernel, loaded when first called: a kernel that cannot load fails in its own row."""
 
     def kernel(**arguments: Any) -> Any:
         return KERNEL_REGISTRY.load(*key)(**arguments)
 
     return kernel
-
-
-def _peer_candidates(setting: _Setting, peer: str) -> dict[str, _Candidate]:
-    kernels = peer_kernels([peer], setting.op, setting.variant.name)
-    return {name: _Candidate(kernel, peer=peer) for name, kernel in kernels.items()}
 
 
 @dataclass(frozen=True)
@@ -235,52 +233,51 @@ class _Setting:
     dtype: torch.dtype
     tokens: int | None
 
-    def row(self, case: InputCase, kernel: str) -> BenchRow:
+    def row(self, case: InputCase, kernel: str) -> OpRow:
         shape = dict(case.shape) if case.shape else None
         tokens = self.tokens if shape else None
-        return BenchRow(
-            self.op, self.variant.name, case.name, kernel, dtype_name(self.dtype), shape=shape, tokens=tokens
-        )
+        return OpRow(self.op, self.variant.name, case.name, kernel, dtype_name(self.dtype), shape=shape, tokens=tokens)
 
-    def claims(self, kernel: str, candidate: _Candidate, cases: Sequence[InputCase]) -> list[Claim]:
-        """What must be proven before `cases` are timed; nothing of eager code, compiled or not.
+    def checks(self, kernel: str, candidate: _Candidate, cases: Sequence[InputCase]) -> list[Check]:
+        """What runs before `cases` are timed; nothing for eager code, compiled or not.
 
-        A peer is proven on what is timed, since what it does with other inputs is its users' business.
+        A baseline is checked on what is timed alone: it need not support other inputs.
         """
-        claim = Claim(self.op, self.variant.name, kernel, self.dtype, str(self.device), "")
+        check = Check(self.op, self.variant.name, kernel, self.dtype, str(self.device), "")
         if candidate.registered:
-            return [replace(claim, case=case.name) for case in self.variant.cases if case.role == "check"]
-        if candidate.peer is None:
+            return [replace(check, case=case.name) for case in self.variant.cases if case.role == "check"]
+        if candidate.baseline is None:
             return []
-        claim = replace(claim, peer=candidate.peer, tokens=self.tokens)
-        return [replace(claim, case=c.name, shape=tuple(sorted((c.shape or {}).items()))) for c in cases]
+        check = replace(check, baseline=candidate.baseline, tokens=self.tokens)
+        return [replace(check, case=c.name, shape=tuple(sorted((c.shape or {}).items()))) for c in cases]
 
 
 def _bench_case(
-    setting: _Setting, case: InputCase, candidates: Mapping[str, _Candidate], proofs: Mapping[str, str]
-) -> Iterator[BenchRow]:
-    for row in _case_rows(setting, case, candidates, proofs):
+    setting: _Setting, case: InputCase, candidates: Mapping[str, _Candidate], checks: Mapping[str, str]
+) -> Iterator[OpRow]:
+    for row in _case_rows(setting, case, candidates, checks):
         yield row
-        if spoils_device(row.verdict) and not spoils_device(proofs[row.kernel]):
+        if spoils_device(row.check) and not spoils_device(checks[row.kernel]):
             raise KernelError(
-                f"{row.kernel} left the device unsupported at {case.name}: {row.verdict}",
+                f"{row.kernel} left the device unusable at {case.name}",
+                found=row.check,
                 hint="start again without it; what was measured before it is kept",
             )
 
 
 def _case_rows(
-    setting: _Setting, case: InputCase, candidates: Mapping[str, _Candidate], proofs: Mapping[str, str]
-) -> Iterator[BenchRow]:
-    verdicts = dict(proofs) | _prove_at_size(setting, case, candidates, proofs)
-    # One that spoiled the device just now comes first: nothing runs after it.
-    for name in sorted(candidates, key=lambda n: not spoils_device(verdicts[n]) or spoils_device(proofs[n])):
-        row = replace(setting.row(case, name), verdict=verdicts[name])
-        if not cannot_run(row.verdict) and not row.verdict.startswith("refused"):
+    setting: _Setting, case: InputCase, candidates: Mapping[str, _Candidate], checks: Mapping[str, str]
+) -> Iterator[OpRow]:
+    outcomes = dict(checks) | _check_at_size(setting, case, candidates, checks)
+    # A kernel that left the device unusable just now comes first: nothing runs after it.
+    for name in sorted(candidates, key=lambda n: not spoils_device(outcomes[n]) or spoils_device(checks[n])):
+        row = replace(setting.row(case, name), check=outcomes[name])
+        if not cannot_run(row.check) and not row.check.startswith("unsupported"):
             try:
                 row = _timed(setting, case, row, candidates[name].kernel)
             except Exception as error:
                 why = f"{type(error).__name__}: {brief(error)}"
-                row = row if row.verdict.startswith("WRONG") else replace(row, verdict=why)
+                row = row if row.check.startswith("WRONG") else replace(row, check=why)
             _release(setting.device)
         yield row
 
@@ -290,22 +287,22 @@ def _release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _timed(setting: _Setting, case: InputCase, row: BenchRow, kernel: _Kernel) -> BenchRow:
+def _timed(setting: _Setting, case: InputCase, row: OpRow, kernel: _Kernel) -> OpRow:
     """The row with its times; fresh inputs for each implementation, since some write over theirs."""
     arguments = case.make(setting.dtype, setting.device, generator_of(setting.device))
-    time, peak = time_both_ways(kernel, setting.variant, arguments, setting.device)
-    floor = _floor_ms(setting, arguments)
-    return replace(row, ms=time.ms, alone_ms=time.alone_ms, floor_ms=floor, peak_mib=peak)
+    time, peak = time_forward_backward(kernel, setting.variant, arguments, setting.device)
+    roofline = _roofline_ms(setting, arguments)
+    return replace(row, ms=time.ms, wall_ms=time.wall_ms, roofline_ms=roofline, peak_mib=peak)
 
 
-_TOO_LARGE = "ok (on the check cases; float64 of this one exceeds the memory)"
+_TOO_LARGE = "ok (on the check cases; the fp64 reference of this one exceeds the memory)"
 
 
-def _prove_at_size(
-    setting: _Setting, case: InputCase, candidates: Mapping[str, _Candidate], proofs: Mapping[str, str]
+def _check_at_size(
+    setting: _Setting, case: InputCase, candidates: Mapping[str, _Candidate], checks: Mapping[str, str]
 ) -> dict[str, str]:
-    """The verdict of each implementation on the inputs that will be timed, where the small cases left it right."""
-    asked = {n: c for n, c in candidates.items() if n != "eager" and not c.peer and proofs[n] == "ok"}
+    """Check each implementation that passed the small cases on the inputs that will be timed."""
+    asked = {n: c for n, c in candidates.items() if n != "eager" and not c.baseline and checks[n] == "ok"}
     found: dict[str, str] = {}
     try:
         arguments = case.make(setting.dtype, setting.device, generator_of(setting.device))
@@ -322,8 +319,8 @@ def _prove_at_size(
             if not result.problem.startswith("raised OutOfMemoryError"):
                 found[name] = describe(result)
     if candidates.get("torch.compile") and expected is None:
-        # It has no other proof.
-        found["torch.compile"] = "unproven: float64 of this case exceeds the memory"
+        # It has no other check.
+        found["torch.compile"] = "unchecked: the fp64 reference of this case exceeds the memory"
     del expected
     _release(setting.device)
     return found
@@ -333,14 +330,14 @@ def _copies(expected: Expectation) -> dict[str, Any]:
     return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, expected.arguments)
 
 
-def _floor_ms(setting: _Setting, arguments: dict[str, Any]) -> float | None:
+def _roofline_ms(setting: _Setting, arguments: dict[str, Any]) -> float | None:
     if setting.variant.cost is None:
         return None
-    cost, ceilings = setting.variant.cost(arguments), measure_ceilings(setting.device, setting.dtype)
-    return 1e3 * max(cost.bytes / ceilings.bytes_per_s, cost.flops / ceilings.flops_per_s)
+    cost, peak = setting.variant.cost(arguments), measure_peak(setting.device, setting.dtype)
+    return 1e3 * max(cost.bytes / peak.bytes_per_s, cost.flops / peak.flops_per_s)
 
 
-def time_both_ways(
+def time_forward_backward(
     kernel: _Kernel, variant: OpVariant, arguments: dict[str, Any], device: torch.device
 ) -> tuple[Time, float | None]:
     """Time of forward plus backward with random incoming gradients, and MiB allocated above the inputs (on CUDA)."""

@@ -1,14 +1,18 @@
-"""One contender of a comparison of training steps: `python -m opslot.bench.step_process FILE`.
+"""One implementation of a comparison of training steps: `python -m opslot.bench.step_process FILE`.
 
 The file says what to build and how long to train, as JSON; the result is written beside it. A process of its own keeps
-one contender's patches, allocator and compiled code from another.
+one implementation's patches, allocator and compiled code from another.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import statistics
 import sys
+import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,15 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opslot.bench import draw_weights, measure_steps
 from opslot.bench.baselines import BASELINES
-from opslot.bench.steps import OWN
+from opslot.bench.step import OWN_IMPLEMENTATIONS, WARM_UP
 
 
 def main(argv: list[str]) -> int:
-    """Measure what the file asks for; the exit code is 0 unless the contender raised."""
-    place = Path(argv[0])
-    task = json.loads(place.read_text())
+    """Measure what the file asks for; the exit code is 0 unless the implementation raised."""
+    path = Path(argv[0])
+    task = json.loads(path.read_text())
     device = torch.device(task["device"])
     dtype = getattr(torch, task["dtype"])
     model, optimizer_class, kernels = _build(task, dtype)
@@ -34,25 +37,26 @@ def main(argv: list[str]) -> int:
     result = measure_steps(model, optimizer, batch_at, task["steps"], device)
     if task["trace"]:
         result["trace"] = _trace(model, optimizer, batch_at(0))
-    place.with_suffix(".result").write_text(json.dumps({**result, "kernels": kernels}))
+    path.with_suffix(".result").write_text(json.dumps({**result, "kernels": kernels}))
     return 0
 
 
 def _build(task: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Callable[..., torch.optim.Optimizer], str]:
     """The model, its optimizer's class, and opslot's table of kernels."""
-    name = task["contender"]
-    if name in OWN:
-        return _build_own(task, OWN[name] or task["ops"], dtype)
+    name = task["implementation"]
+    if name in OWN_IMPLEMENTATIONS:
+        ops = OWN_IMPLEMENTATIONS[name]
+        return _build_own(task, task["ops"] if ops is None else ops, dtype, compiled="torch.compile" in name)
     fused = functools.partial(torch.optim.AdamW, fused=True)
-    for peer in BASELINES.values():
-        for contender, options in peer.contenders:
-            if contender == name:
-                return peer.load().build(task["model"], dtype, task["device"], **dict(options)), fused, ""
-    raise ValueError(f"no contender {name!r}")
+    for baseline in BASELINES.values():
+        for model_name, options in baseline.models:
+            if model_name == name:
+                return baseline.load().build(task["model"], dtype, task["device"], **dict(options)), fused, ""
+    raise ValueError(f"unknown implementation {name!r}")
 
 
 def _build_own(
-    task: dict[str, Any], ops: dict[str, str], dtype: torch.dtype
+    task: dict[str, Any], ops: dict[str, str], dtype: torch.dtype, compiled: bool
 ) -> tuple[nn.Module, Callable[..., torch.optim.Optimizer], str]:
     from transformers import AutoConfig
 
@@ -61,7 +65,88 @@ def _build_own(
 
     config = AutoConfig.for_model(**task["model"])
     model = opslot.build_foundation_model(config, torch_dtype=dtype, init_device=task["device"], ops_implementation=ops)
-    return model, adamw_of(model), str(opslot.explain(model))
+    kernels = str(opslot.explain(model))
+    optimizer = adamw_of(model)
+    if compiled:
+        model.compile()
+    return model, optimizer, kernels
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module, seed: int, std: float) -> None:
+    """Give every parameter values that depend on its name alone, so that every implementation starts alike.
+
+    Vectors named "weight" are norms' and become 1, biases 0, all others normal with `std`.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+        else:
+            device = parameter.device
+            # torch.compile wraps a model in a module of that name.
+            plain = name.removeprefix("_orig_mod.")
+            generator = torch.Generator(device).manual_seed(seed + zlib.crc32(plain.encode()))
+            parameter.normal_(0.0, std, generator=generator)
+
+
+def measure_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch_at: Callable[[int], Tensor],
+    steps: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Train for `WARM_UP` steps and `steps` more.
+
+    Args:
+        batch_at: token ids [B, S] of a step, counted from 0.
+
+    Returns:
+        ms: median of the steps after the warm-up. On a GPU the host runs ahead, as it does in training, and events
+            mark the end of each step.
+        tokens_per_s: at that time.
+        peak_gib: at the peak of the steps after the warm-up; None off CUDA.
+        losses: of every step.
+    """
+    losses: list[Tensor] = []
+
+    def step() -> None:
+        ids = batch_at(len(losses))
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+
+    for _ in range(WARM_UP):
+        step()
+    timed = _time_cuda if device.type == "cuda" else _time_cpu
+    ms, peak = timed(step, steps)
+    values = torch.stack([x.float() for x in losses]).tolist()
+    tokens = batch_at(0).numel()
+    return {"ms": ms, "tokens_per_s": tokens / ms * 1e3, "peak_gib": peak, "losses": values}
+
+
+def _time_cuda(step: Callable[[], None], steps: int) -> tuple[float, float | None]:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    ms = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+    return ms, torch.cuda.max_memory_allocated() / 2**30
+
+
+def _time_cpu(step: Callable[[], None], steps: int) -> tuple[float, float | None]:
+    seconds = []
+    for _ in range(steps):
+        begun = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - begun)
+    return 1e3 * statistics.median(seconds), None
 
 
 def _batches(task: dict[str, Any], device: torch.device) -> Callable[[int], Tensor]:
@@ -78,7 +163,7 @@ def _batches(task: dict[str, Any], device: torch.device) -> Callable[[int], Tens
 
 
 def _trace(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> str:
-    """One more step under torch's profiler, as its table."""
+    """One more step under torch.profiler, as its table."""
     kind = "cuda" if ids.device.type == "cuda" else "cpu"
     with torch.profiler.profile() as trace:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

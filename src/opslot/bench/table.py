@@ -3,89 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from opslot.bench import BenchRow
+from opslot.bench.result import LossCurve, OpRow, Result, StepRow, by_comparison, eager_ms
 from opslot.slots import format_table
 
-
-def sites(rows: Sequence[BenchRow]) -> dict[tuple[str, str, str], list[BenchRow]]:
-    """Rows by what they have in common, the proven ones first, fastest on top; then those that do not count."""
-    groups: dict[tuple[str, str, str], list[BenchRow]] = {}
-    for row in rows:
-        groups.setdefault(row.site, []).append(row)
-    return {site: sorted(group, key=lambda r: (not r.counts, r.ms or float("inf"))) for site, group in groups.items()}
+OP_COLUMNS = ("time (ms)", "wall (ms)", "vs eager", "% of roofline", "peak MiB")
+STEP_COLUMNS = ("tokens/s", "time (ms)", "peak GiB", "first loss", "last loss")
 
 
-def eager_of(group: Sequence[BenchRow]) -> float | None:
-    """Milliseconds of eager among the implementations of one comparison."""
-    return next((r.ms for r in group if r.kernel == "eager" and r.counts), None)
+def result_text(result: Result) -> str:
+    """Everything as text: tables, opslot's selected kernels, traces."""
+    parts = [
+        ops_table(result.ops) if result.ops else "",
+        steps_table(result.steps) if result.steps else "",
+        # The table of selected kernels; why the others were rejected is in the JSON and in `opslot explain`.
+        *(s.kernels.partition("\n\n")[0] for s in result.steps if s.implementation == "opslot"),
+        *(f"{s.implementation}\n{s.trace}" for s in result.steps if s.trace),
+        curve_text(result.curve) if result.curve else "",
+    ]
+    return "\n\n".join(part for part in parts if part)
 
 
-def bar_limit(values: Sequence[float]) -> float:
-    """Where a chart's bars end: at the longest, unless it is so far ahead that the others could not be told apart."""
-    ranked = sorted(values, reverse=True)
-    if len(ranked) < 3 or ranked[0] <= 3 * ranked[1]:
-        return ranked[0] if ranked else 1.0
-    return 1.25 * ranked[1]
-
-
-def ops_table(rows: Sequence[BenchRow]) -> str:
-    """One line per implementation; a time in parentheses stands beside a check that failed and does not count."""
-    header = ("op", "case", "kernel", "ms", "alone", "x eager", "of floor", "peak MiB", "check")
+def ops_table(rows: Sequence[OpRow]) -> str:
+    """One line per implementation; a time in parentheses is beside a failed check and does not count."""
     body = []
-    for group in sites(rows).values():
-        eager = eager_of(group)
-        for r in group:
-            body.append(
-                (
-                    f"{r.op}/{r.variant}",
-                    r.case,
-                    r.kernel,
-                    shown_ms(r),
-                    f"{r.alone_ms:.3f}" if r.counts and r.alone_ms else "-",
-                    f"{eager / r.ms:.2f}" if r.counts and eager and r.ms else "-",
-                    f"{r.share:.0%}" if r.counts and r.share else "-",
-                    f"{r.peak_mib:.0f}" if r.peak_mib is not None else "-",
-                    r.verdict,
-                )
-            )
-    return "\n".join(format_table(header, body))
+    for group in by_comparison(rows).values():
+        eager = eager_ms(group)
+        body += [(f"{r.op}/{r.variant}", r.case, r.kernel, *op_cells(r, eager), r.check) for r in group]
+    return "\n".join(format_table(("op", "case", "kernel", *OP_COLUMNS, "check"), body))
 
 
-def shown_ms(row: BenchRow) -> str:
+def op_cells(row: OpRow, eager: float | None) -> tuple[str, ...]:
+    """The cells of `OP_COLUMNS`."""
+    return (
+        time_cell(row),
+        f"{row.wall_ms:.3f}" if row.valid and row.wall_ms else "-",
+        f"{eager / row.ms:.2f}x" if row.valid and eager and row.ms else "-",
+        f"{row.roofline_fraction:.0%}" if row.valid and row.roofline_fraction else "-",
+        f"{row.peak_mib:,.0f}" if row.peak_mib is not None else "-",
+    )
+
+
+def time_cell(row: OpRow) -> str:
+    """The time, in parentheses beside a failed check."""
     if row.ms is None:
         return "-"
-    return f"{row.ms:.3f}" if row.counts else f"({row.ms:.3f})"
+    return f"{row.ms:.3f}" if row.valid else f"({row.ms:.3f})"
 
 
-def models(steps: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Training steps by model."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for step in steps:
-        groups.setdefault(step["model"], []).append(step)
-    return groups
+def steps_table(steps: Sequence[StepRow]) -> str:
+    """One line per implementation of a training step."""
+    body = [
+        (s.model + (f", {s.setup}" if s.setup else ""), s.implementation, *step_cells(s), step_check(s)) for s in steps
+    ]
+    return "\n".join(format_table(("training step", "implementation", *STEP_COLUMNS, "check"), body))
 
 
-def steps_table(steps: Sequence[dict[str, Any]]) -> str:
-    header = ("training step", "contender", "ms", "tokens/s", "peak GiB", "first loss", "last loss", "check")
-    body = []
-    for s in steps:
-        if "error" in s:
-            body.append((s["model"], s["contender"], "-", "-", "-", "-", "-", f"failed: {s['error']}"))
-            continue
-        peak = f"{s['peak_gib']:.1f}" if s["peak_gib"] is not None else "-"
-        figures = f"{s['ms']:.1f}", f"{s['tokens_per_s']:,.0f}", peak
-        body.append(
-            (s["model"], s["contender"], *figures, f"{s['first_loss']:.4f}", f"{s['last_loss']:.4f}", s["check"])
-        )
-    return "\n".join(format_table(header, body))
-
-
-def curve_line(curve: dict[str, Any]) -> str:
-    apart, rounding = curve["apart"], curve["rounding"]
-    return (
-        f"loss curve, {curve['steps']} steps: opslot and Transformers are at most {apart['largest']:.4f} apart, "
-        f"{apart['mean']:.4f} on average;\nTransformers and itself, with the rows of each batch in reverse: "
-        f"{rounding['largest']:.4f}, {rounding['mean']:.4f}"
+def step_cells(step: StepRow) -> tuple[str, ...]:
+    """The cells of `STEP_COLUMNS`."""
+    formats = (
+        (step.tokens_per_s, ",.0f"),
+        (step.ms, ".1f"),
+        (step.peak_gib, ".1f"),
+        (step.first_loss, ".4f"),
+        (step.last_loss, ".4f"),
     )
+    return tuple("-" if value is None else format(value, form) for value, form in formats)
+
+
+def step_check(step: StepRow) -> str:
+    """The check, or why there is no time."""
+    return f"failed: {step.error}" if step.error else step.check
+
+
+def curve_text(curve: LossCurve) -> str:
+    return (
+        f"loss curve, {curve.steps} steps: opslot and Transformers differ by at most {curve.distance.largest:.4f} "
+        f"nats per token, {curve.distance.mean:.4f} on average;\nTransformers from itself, with the samples of each "
+        f"batch reversed: {curve.rounding.largest:.4f}, {curve.rounding.mean:.4f}"
+    )
+
+
+def significant(value: float) -> str:
+    """A number with three significant digits."""
+    return f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:,.0f}"

@@ -1,4 +1,4 @@
-"""Time a piece of work on a device, and what that device can do at best."""
+"""Time a piece of work on a device, and measure the device's peak bandwidth and FLOP/s."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-# What a measurement may take, in seconds: a step of half a second is not repeated twenty times.
+# Seconds that the repetitions of one measurement may take.
 _BUDGET = 0.4
 _MOST, _FEWEST = 30, 3
 
@@ -21,28 +21,28 @@ class Time:
     """Median milliseconds of one piece of work.
 
     Attributes:
-        ms: the device's own time, where the host has run ahead, as it does in a training step that keeps the device
-            busy. On a CPU the time it takes.
-        alone_ms: with the host's part: a loop that does nothing else. What users of a single op see.
+        ms: on the device, with the host running ahead, as in a training step that keeps the device busy. On a CPU the
+            time it takes.
+        wall_ms: in a loop that does nothing else, host time included: what users of a single op see.
     """
 
     ms: float
-    alone_ms: float
+    wall_ms: float
 
 
 @dataclass(frozen=True)
-class Ceilings:
-    """What this machine reaches: bytes/s of a large copy (read + write) and FLOP/s of a large product."""
+class Peak:
+    """What this machine reaches: bytes/s of a large copy (read and write), and FLOP/s of a large GEMM."""
 
     bytes_per_s: float
     flops_per_s: float
 
 
 @functools.cache
-def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measured on random data: zeros run faster than real numbers."""
+def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
+    """Measured on random data, since zeros take less power and run faster."""
     n, size = (2**28, 8192) if device.type == "cuda" else (2**24, 1024)
-    return Ceilings(2 * 4 * n / _copy_ms(n, device) * 1e3, 2 * size**3 / _product_ms(size, device, dtype) * 1e3)
+    return Peak(2 * 4 * n / _copy_ms(n, device) * 1e3, 2 * size**3 / _gemm_ms(size, device, dtype) * 1e3)
 
 
 def _copy_ms(n: int, device: torch.device) -> float:
@@ -51,7 +51,7 @@ def _copy_ms(n: int, device: torch.device) -> float:
     return measure(lambda: target.copy_(source), device).ms
 
 
-def _product_ms(size: int, device: torch.device, dtype: torch.dtype) -> float:
+def _gemm_ms(size: int, device: torch.device, dtype: torch.dtype) -> float:
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return measure(lambda: a @ b, device).ms
 
@@ -88,7 +88,7 @@ def _measure_cuda(step: Callable[[], Any]) -> Time:
     flush = torch.empty(2**26, dtype=torch.int32, device="cuda")
     flush_ms = _median_cuda(lambda: None, lambda: flush.zero_(), 5)
     # The device overwrites its cache for at least as long as the host takes to launch a step, so that the events
-    # around the step see the device's time alone. A step that waits for the device by itself keeps its own time.
+    # around the step measure the device alone. A step that synchronizes by itself keeps its own time.
     covers = max(1, min(60, int(2e3 * host / flush_ms) + 1))
 
     def cover() -> None:
@@ -107,6 +107,6 @@ def _median_cuda(before: Callable[[], Any], step: Callable[[], Any], repeat: int
         step()
         stop.record()
         marks.append((start, stop))
-        # One step in flight at a time, or the host would run ahead of the loop that is to show its part.
+        # One step in flight at a time: otherwise the host runs ahead and its time does not show.
         torch.cuda.synchronize()
     return statistics.median(a.elapsed_time(b) for a, b in marks)

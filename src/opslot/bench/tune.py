@@ -4,26 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from opslot.bench.rows import BenchRow
+from opslot.bench.result import OpRow
 from opslot.slots import KERNEL_REGISTRY, Timing
 
 
-def timings_of(rows: Iterable[BenchRow]) -> list[Timing]:
-    """One timing per case that a site can have; only eager and registered kernels, and times only of the proven."""
-    groups: dict[tuple[str, str, str], list[BenchRow]] = {}
+def timings_of(rows: Iterable[OpRow]) -> list[Timing]:
+    """One timing per case that a module can have: of eager and registered kernels, times only beside passed checks."""
+    groups: dict[tuple[str, str, str], list[OpRow]] = {}
     for row in rows:
         if row.shape is not None and row.tokens is not None and _selectable(row):
-            groups.setdefault(row.site, []).append(row)
+            groups.setdefault(row.comparison, []).append(row)
     found = []
     for group in groups.values():
         first = group[0]
         assert first.shape is not None
         assert first.tokens is not None
-        ms = {r.kernel: round(r.ms, 6) for r in group if r.counts and r.ms is not None}
-        failed = {r.kernel: r.verdict for r in group if not r.counts}
+        ms = {r.kernel: round(r.ms, 6) for r in group if r.valid and r.ms is not None}
+        failed = {r.kernel: r.check for r in group if not r.valid}
         found.append(Timing(first.op, first.variant, first.dtype, first.shape, first.tokens, ms, failed))
     return found
 
 
-def _selectable(row: BenchRow) -> bool:
+def timings_text(timings: Iterable[Timing]) -> str:
+    """What `auto` will choose from, one paragraph per op and shape."""
+    lines = []
+    for t in timings:
+        shape = ", ".join(f"{k} {v}" for k, v in t.shape.items())
+        times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in sorted(t.ms.items(), key=lambda item: item[1]))
+        lines.append(f"  {t.op}/{t.variant} ({shape}): {times or 'no valid time'}")
+        lines += [f"    left out: {name}: {why}" for name, why in t.failed.items()]
+    return "\n".join(lines)
+
+
+def _selectable(row: OpRow) -> bool:
     return row.kernel == "eager" or any(s.name == row.kernel for s in KERNEL_REGISTRY.specs(row.op, row.variant))

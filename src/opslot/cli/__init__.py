@@ -18,13 +18,13 @@ _EPILOG = """examples:
   opslot explain config.yaml                        which kernels it would train with, and why
   opslot kernels --op rms_norm                      what can run here
   opslot port mistral                               the slots of an architecture without a patch
-  opslot verify                                     prove every kernel that can run here
+  opslot verify                                     check every kernel that can run here
   opslot bisect path/to/model                       name the slot that breaks parity
-  opslot bench --op moe_experts                     time them beside the floor
-  opslot convert SRC DST --layout fused             rewrite an MoE checkpoint's experts
+  opslot bench --op moe_experts                     time its kernels beside the roofline
+  opslot convert SRC DST --layout stacked           rewrite an MoE checkpoint's experts
   opslot patchgen --list                            the architectures and their patches
 
-exit codes: 0 done, 1 a check or a run failed, 2 wrong use or bad input, 130 interrupted
+exit codes: 0 done, 1 a check or a run failed, 2 wrong usage or bad input, 130 SIGINT, 143 SIGTERM
 """
 
 
@@ -32,8 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code and prints one clear message for every expected error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in arguments
-    if arguments[:1] != ["train"]:
-        arguments = [a for a in arguments if a != "--traceback"]
+    arguments = [a for a in arguments if a != "--traceback"]
+    if show_traceback and arguments[:1] == ["train"]:
+        # It prints its errors itself.
+        arguments.append("--traceback")
     try:
         return _dispatch(arguments)
     except OpslotError as error:
@@ -161,14 +163,14 @@ def _add_port(add: _Add) -> None:
 def _add_verify(add: _Add) -> None:
     verify = add(
         "verify",
-        help="prove every kernel that can run here: forward and gradients against fp64",
+        help="check every kernel that can run here: forward and gradients against fp64",
         epilog=(
-            "examples:\n  opslot verify\n  opslot verify --op rms_norm --kernel triton --json\n"
+            "examples:\n  opslot verify\n  opslot verify --op rms_norm,swiglu_mlp --kernel triton --json\n"
             "  TRITON_INTERPRET=1 opslot verify --op swiglu_mlp      Triton kernels without a GPU, slowly"
         ),
         formatter_class=_FORM,
     )
-    verify.add_argument("--op", metavar="NAME", help="only this op")
+    verify.add_argument("--op", metavar="NAMES", help="only these ops (separated by commas)")
     verify.add_argument("--kernel", metavar="NAME", help="only kernels of this name")
     verify.add_argument(
         "--device", type=_device, default=None, help="cpu, cuda or npu; default the best that each kernel runs on"
@@ -184,7 +186,7 @@ def _add_verify(add: _Add) -> None:
 def _add_bisect(add: _Add) -> None:
     bisect = add(
         "bisect",
-        help="name the slot and layer whose kernel breaks parity with upstream's code",
+        help="name the slot and layer whose kernel breaks parity with Transformers' code",
         epilog=(
             "examples:\n"
             "  opslot bisect path/to/model                        what auto chooses, with the weights that lie there\n"
@@ -205,71 +207,9 @@ def _add_bisect(add: _Add) -> None:
 
 
 def _add_bench(add: _Add) -> None:
-    bench = add(
-        "bench",
-        help="time every kernel that can run here, beside the floor and the check's verdict",
-        epilog=(
-            "examples:\n"
-            "  opslot bench --op rms_norm                         one op, at its own shapes\n"
-            "  opslot bench --tune --model path/to/model          measure this machine at a model's shapes, for auto\n"
-            "  opslot bench --model path/to/model --against hf,liger --html result.html\n"
-            "  opslot bench --model qwen3 --layers 4 --step-only --curve 200"
-        ),
-        formatter_class=_FORM,
-    )
-    bench.add_argument(
-        "--op", metavar="NAMES", help="only these ops (separated by commas), in this order, and no training step"
-    )
-    bench.add_argument(
-        "--model",
-        metavar="CONFIG",
-        help="shapes and training steps of this model: a config.json, its folder, or a type",
-    )
-    bench.add_argument("--layers", type=int, metavar="N", help="with --model: another number of layers")
-    bench.add_argument(
-        "--tokens", type=int, metavar="N", help="tokens an op sees; default 16384 on a GPU, 512 on a CPU"
-    )
-    bench.add_argument(
-        "--tune",
-        action="store_true",
-        help="keep the times in this machine's profile, which auto reads (OPSLOT_PROFILE)",
-    )
-    bench.add_argument("--against", metavar="NAMES", help="compare with hf, liger, quack, veomni (separated by commas)")
-    bench.add_argument(
-        "--peer-path", action="append", default=[], metavar="PEER=DIR", help="packages that only this peer sees, first"
-    )
-    bench.add_argument("--batch", type=int, metavar="N", help="rows of a training step; default 2")
-    bench.add_argument("--length", type=int, metavar="N", help="tokens of a row; default 8192 on a GPU, 256 on a CPU")
-    bench.add_argument(
-        "--steps", type=int, default=8, metavar="N", help="training steps to time; 0 for none; default 8"
-    )
-    bench.add_argument("--step-only", action="store_true", help="no ops, only training steps (and the curve)")
-    bench.add_argument(
-        "--curve",
-        type=int,
-        metavar="STEPS",
-        help="train on text under auto and as Transformers, and compare the losses",
-    )
-    bench.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="opslot's ops_implementation in the steps"
-    )
-    bench.add_argument(
-        "--limit", type=int, default=900, metavar="S", help="seconds that a contender may take; default 900"
-    )
-    bench.add_argument("--trace", action="store_true", help="add torch's profiler's table of a training step")
-    bench.add_argument("--no-compile", action="store_true", help="leave torch.compile of eager out")
-    bench.add_argument("--peers-only", action="store_true", help=argparse.SUPPRESS)
-    bench.add_argument("--dtype", default=None, help="default bfloat16; float32 on a CPU")
-    bench.add_argument("--device", type=_device, default=None, help="default the best of this machine")
-    bench.add_argument("--output", metavar="FILE", help="write the result as JSON, with machine, versions and commit")
-    bench.add_argument("--picture", metavar="FILE", help="draw who wins where (PNG or SVG)")
-    bench.add_argument("--html", metavar="FILE", help="write one page that holds everything")
-    bench.add_argument(
-        "--merge", nargs="+", metavar="FILE", help="measure nothing; make one result of these that --output wrote"
-    )
-    bench.add_argument("--commit", metavar="ID", help="commit to name in the result where there is no git")
-    bench.add_argument("--json", action="store_true", help="print JSON")
-    bench.set_defaults(run=_bench)
+    from opslot.cli.bench import add_parser
+
+    add_parser(add, _device)
 
 
 def _add_convert(add: _Add) -> None:
@@ -277,14 +217,14 @@ def _add_convert(add: _Add) -> None:
         "convert",
         help="rewrite an MoE checkpoint with its experts in another layout",
         epilog=(
-            "examples:\n  opslot convert hub/Qwen3-30B-A3B fused/ --layout fused       one tensor for all experts\n"
-            "  opslot convert fused/ hub/ --layout per_expert              back to the hub's layout"
+            "examples:\n  opslot convert hub/Qwen3-30B-A3B stacked/ --layout stacked     one tensor for all experts\n"
+            "  opslot convert stacked/ hub/ --layout per_expert              back to the hub's layout"
         ),
         formatter_class=_FORM,
     )
     convert.add_argument("source", help="a Hugging Face folder with safetensors")
     convert.add_argument("destination", help="a folder that does not exist yet or is empty")
-    convert.add_argument("--layout", required=True, help="per_expert, fused or transposed")
+    convert.add_argument("--layout", required=True, help="per_expert, stacked or transposed")
     convert.add_argument("--max-shard-size", default="5GB", help="of a file; default 5GB")
     convert.set_defaults(run=_convert)
 
@@ -315,12 +255,6 @@ def _bisect(options: argparse.Namespace) -> int:
         seed=options.seed,
         as_json=options.json,
     )
-
-
-def _bench(options: argparse.Namespace) -> int:
-    from opslot.bench.main import run
-
-    return run(options, options.argv)
 
 
 def _convert(options: argparse.Namespace) -> int:

@@ -74,6 +74,9 @@ def build_foundation_model(
     """
     ops = OpsImplementationConfig.make(ops_implementation)
     config = load_config(config_path, trust_remote_code=trust_remote_code, **(config_kwargs or {}))
+    if getattr(config, "quantization_config", None) is not None:
+        # It describes the hub's weights; these are not quantized, and loading quantized ones is an error.
+        del config.quantization_config
     backend = os.environ.get(BACKEND_VARIABLE, "opslot")
     if backend not in ("opslot", "hf"):
         raise ConfigError(f"{BACKEND_VARIABLE}={backend!r} is unknown; use opslot or hf")
@@ -245,11 +248,15 @@ def _instantiate(
             stack.enter_context(no_init_weights())
         try:
             model = cls._from_config(config, **({} if dtype is None else {"dtype": dtype}))
-        except (ZeroDivisionError, RuntimeError) as error:
+        except Exception as error:
             faulty = _faulty_sizes(config.to_dict(), error)
-            if not faulty:
-                raise
-            raise ConfigError(f"{cls.__name__} cannot be made from its config: {error}{faulty}") from error
+            if faulty:
+                raise ConfigError(f"{cls.__name__} cannot be built from its config: {error}{faulty}") from error
+            raise ConfigError(
+                f"{cls.__name__} cannot be built from its config",
+                found=f"{type(error).__name__}: {error}",
+                hint="fix the value in config.json; --traceback shows where Transformers reads it",
+            ) from error
     if empty:
         # Transformers ties weights in the same place where it draws them.
         model.tie_weights()
@@ -283,16 +290,3 @@ def load_foundation_weights(
         allow_missing=["score.weight"] if classifier else (),
         allow_extra=["lm_head.weight"] if classifier else (),
     )
-
-
-def expert_layout(model: PreTrainedModel) -> str:
-    """The layout in which Transformers reads experts of such a model from a checkpoint: "per_expert" or "fused".
-
-    Tensors of single experts are read only by the names that their family has on the hub, which differ (w1 for
-    gate_proj); the model's own names are read for all.
-    """
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    conversions = get_checkpoint_conversion_mapping(model.config.model_type) or ()
-    read = [pattern for conversion in conversions for pattern in conversion.source_patterns]
-    return "per_expert" if any(pattern.endswith("experts.*.gate_proj.weight") for pattern in read) else "fused"

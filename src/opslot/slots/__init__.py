@@ -9,7 +9,7 @@ from opslot.slots.protocol import declared_slots, walk_slots
 from opslot.slots.registry import KERNEL_REGISTRY, KernelRegistry, Resolution
 from opslot.slots.report import BindingReport, BindingRow, SkippedRow, format_table
 from opslot.slots.slot import BoundKernel, OpSlot
-from opslot.slots.spec import HardwareRequirement, KernelRequest, KernelSpec
+from opslot.slots.spec import HardwareRequirement, KernelRequest, KernelSpec, Requirement
 
 __all__ = [
     "KERNEL_REGISTRY",
@@ -28,6 +28,7 @@ __all__ = [
     "OpVariant",
     "OpsImplementationConfig",
     "Profile",
+    "Requirement",
     "Resolution",
     "SkippedRow",
     "SlotBinding",

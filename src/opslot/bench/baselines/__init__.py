@@ -1,7 +1,7 @@
-"""Other projects that opslot is measured against: their kernels as users call them, and their training models.
+"""Baselines: other libraries' kernels as their users call them, and their training models.
 
-The only place outside `ops` that imports kernel vendors: what stands here is compared with, never chosen. A kernel of
-theirs that is a registered implementation of an op (`liger_kernel`, `quack`, ...) does not stand here again.
+The only package outside `ops` that imports kernel vendors. What is defined here is compared with, never selected. A
+library's kernel that is registered as an implementation of an op (`liger_kernel`, `quack`, ...) is not repeated here.
 """
 
 from __future__ import annotations
@@ -14,99 +14,105 @@ from types import ModuleType
 from typing import Any
 
 from opslot._base.device import has_package
-from opslot._base.errors import ConfigError, KernelError
+from opslot._base.errors import ConfigError, KernelError, list_problems
 
 
 @dataclass(frozen=True)
-class Peer:
-    """A project to compare with.
+class Baseline:
+    """A library to compare with.
 
     Attributes:
-        package: the module that must be importable.
+        name: as `--baselines` takes it; a module of this package has that name.
+        package: the package that must be importable.
         distribution: what to install for it.
-        contenders: names of its training models in a comparison of steps, each with arguments of `build`.
+        models: names of its training models in a comparison of training steps, each with arguments of `build`.
     """
 
     name: str
     package: str
     distribution: str
-    contenders: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
+    models: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
 
     def load(self) -> ModuleType:
-        """The module of this package that holds the peer's KERNELS and `build`."""
+        """The module of this package that holds the library's KERNELS and `build`."""
         return importlib.import_module(f"{__name__}.{self.name}")
 
 
 BASELINES = {
-    peer.name: peer
-    for peer in (
-        Peer("hf", "transformers", "transformers", (("hf", ()), ("hf+compile", (("compiled", True),)))),
-        Peer("liger", "liger_kernel", "liger-kernel", (("liger", ()),)),
-        Peer("quack", "quack", "quack-kernels"),
-        Peer("veomni", "veomni", "veomni", (("veomni", ()),)),
+    baseline.name: baseline
+    for baseline in (
+        Baseline(
+            "hf",
+            "transformers",
+            "transformers",
+            (("Transformers", ()), ("Transformers + torch.compile", (("compiled", True),))),
+        ),
+        Baseline("liger", "liger_kernel", "liger-kernel", (("Liger-Kernel", ()),)),
+        Baseline("quack", "quack", "quack-kernels"),
+        Baseline("veomni", "veomni", "veomni", (("VeOmni", ()),)),
     )
 }
 
 
 def check_baselines(names: Iterable[str], elsewhere: Iterable[str] = ()) -> None:
-    """Refuse peers that do not exist or are not installed; those in `elsewhere` have a path of their own.
+    """Check that baselines exist and are installed; those in `elsewhere` have a path of their own.
 
     Raises:
-        ConfigError: names every one of them.
+        ConfigError: names every one that does not.
     """
     problems = []
     for name in names:
         if name not in BASELINES:
-            problems.append(f"{name!r} is no peer; use {', '.join(BASELINES)}")
+            problems.append(f"unknown baseline {name!r}; expected one of {', '.join(BASELINES)}")
         elif name not in elsewhere and not has_package(BASELINES[name].package):
-            peer = BASELINES[name]
             problems.append(
-                f"{name} is not installed; pip install {peer.distribution}, or name a folder that holds it with "
-                f"--peer-path {name}=DIR"
+                f"{name} is not installed; pip install {BASELINES[name].distribution}, or name a folder that holds it "
+                f"with --baseline-path {name}=DIR"
             )
     if problems:
-        raise ConfigError("peers to compare with:\n" + "\n".join(f"- {p}" for p in problems))
+        raise ConfigError(list_problems("--baselines", problems))
 
 
-def load_peers(names: Iterable[str]) -> None:
-    """Import the peers' kernels.
+def load_baselines(names: Iterable[str]) -> None:
+    """Import the baselines' kernels.
 
     Raises:
-        ConfigError: one of them is installed, but does not import here.
+        ConfigError: one of them is installed but fails to import.
     """
     for name in names:
         try:
             BASELINES[name].load()
         except Exception as error:
             raise ConfigError(
-                f"the peer {name} is installed but cannot be imported: {type(error).__name__}: {error}",
-                hint="leave it out of --against, or mend its installation",
+                f"the baseline {name} is installed but cannot be imported",
+                found=f"{type(error).__name__}: {error}",
+                hint="leave it out of --baselines, or fix its installation",
             ) from error
 
 
-def peer_kernels(names: Iterable[str], op_name: str, variant: str) -> dict[str, Callable[..., Any]]:
-    """The peers' kernels for an op variant, in the op's signature, by "<peer>: <what>"."""
+def baseline_kernels(names: Iterable[str], op_name: str, variant: str) -> dict[str, Callable[..., Any]]:
+    """The baselines' kernels for an op variant, in the op's signature, by "<baseline>: <what>"."""
     found = {}
     for name in names:
         for what, kernel in BASELINES[name].load().KERNELS.get((op_name, variant), {}).items():
-            found[f"{name}: {what}"] = _refusing(kernel, name)
+            found[f"{name}: {what}"] = _raising_kernel_error(kernel, name)
     return found
 
 
-def _refusing(kernel: Callable[..., Any], peer: str) -> Callable[..., Any]:
-    """A peer that raises serves less than the op asks of opslot's kernels, which is no wrong number."""
+def _raising_kernel_error(kernel: Callable[..., Any], baseline: str) -> Callable[..., Any]:
+    """A baseline that raises does not support the input, which is not a wrong result."""
 
     @functools.wraps(kernel)
     def call(**arguments: Any) -> Any:
         try:
             return kernel(**arguments)
         except Exception as error:
-            # Neither is a matter of what the peer serves; after the second nothing else runs in this process.
+            # Neither says what the baseline supports; after the second nothing else runs in this process.
             if "out of memory" in str(error).lower() or "CUDA error" in str(error):
                 raise
-            raise KernelError(f"{peer} raised {type(error).__name__}: {error}") from error
+            raise KernelError(f"{baseline} raised {type(error).__name__}: {error}") from error
 
     return call
 
 
-__all__ = ["BASELINES", "Peer", "check_baselines", "load_peers", "peer_kernels"]
+__all__ = ["BASELINES", "Baseline", "baseline_kernels", "check_baselines", "load_baselines"]

@@ -1,7 +1,8 @@
-"""Hugging Face Transformers: its grouped experts, and its own classes with SDPA."""
+"""Hugging Face Transformers: kernels that differ from the ops' eager code, and its own classes with SDPA."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 def grouped_mm(
     hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The experts that Transformers runs unless told otherwise."""
+    """The experts implementation that Transformers selects by default."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -24,7 +25,72 @@ def grouped_mm(
     return torch.func.functional_call(module, weights, (hidden_states, top_k_index, top_k_weights))
 
 
-KERNELS = {("moe_experts", "standard"): {"grouped_mm": grouped_mm}}
+def grouped_mm_biased(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj_bias: Tensor,
+    down_proj_bias: Tensor,
+    limit: float,
+    alpha: float,
+) -> Tensor:
+    """gpt-oss's experts with the implementation that Transformers selects by default."""
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    experts, intermediate, hidden = down_proj.shape
+    config = GptOssConfig(hidden_size=hidden, intermediate_size=intermediate, num_local_experts=experts)
+    config._experts_implementation = "grouped_mm"
+    with torch.device("meta"):
+        module = GptOssExperts(config)
+    module.limit, module.alpha = limit, alpha
+    weights = {
+        "gate_up_proj": gate_up_proj,
+        "down_proj": down_proj,
+        "gate_up_proj_bias": gate_up_proj_bias,
+        "down_proj_bias": down_proj_bias,
+    }
+    return torch.func.functional_call(module, weights, (hidden_states, top_k_index, top_k_weights))
+
+
+def chunk_gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None = None, **options: Any
+) -> Any:
+    """Transformers' own code where flash-linear-attention is not installed; it mixes packed documents."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as modeling
+
+    if cu_seqlens is not None:
+        raise NotImplementedError("no packed documents")
+    groups = value.shape[2] // key.shape[2]
+    query, key = (x.repeat_interleave(groups, 2) for x in (query, key))
+    # Some releases wrap it in a dispatcher that prefers fla.
+    return inspect.unwrap(modeling.torch_chunk_gated_delta_rule)(query, key, value, **options)
+
+
+def causal_conv1d(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Transformers' own code where causal-conv1d is not installed; it mixes packed documents."""
+    if cu_seqlens is not None:
+        raise NotImplementedError("no packed documents")
+    width, length = weight.shape[1], hidden_states.shape[-1]
+    out = nn.functional.conv1d(hidden_states, weight.unsqueeze(1), bias, padding=width - 1, groups=weight.shape[0])
+    out = out[..., :length]
+    return out if activation is None else nn.functional.silu(out)
+
+
+KERNELS = {
+    ("moe_experts", "standard"): {"grouped_mm": grouped_mm},
+    ("moe_experts", "biased"): {"grouped_mm": grouped_mm_biased},
+    ("chunk_gated_delta_rule", "standard"): {"torch": chunk_gated_delta_rule},
+    ("causal_conv1d", "standard"): {"torch": causal_conv1d},
+}
 
 
 def build(config: dict[str, Any], dtype: torch.dtype, device: str, compiled: bool = False) -> nn.Module:

@@ -1,7 +1,7 @@
-"""Liger-Kernel as its users call it: in place, and with its loss summed in the weights' dtype.
+"""Liger-Kernel as its users call it: in place, and with its loss accumulated in the weights' dtype.
 
-The registered `liger_kernel` implementations work on copies and sum in float32, where these overwrite tensors that
-others may read.
+The registered `liger_kernel` implementations work on copies and accumulate in float32; these overwrite tensors that
+other code may read.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ KERNELS = {
 
 
 def build(config: dict[str, Any], dtype: torch.dtype, device: str) -> nn.Module:
-    """Transformers' class with Liger's patches, which change the class for the whole process."""
+    """Transformers' class with Liger's patches, which change that class in the whole process."""
     patch = MODEL_TYPE_TO_APPLY_LIGER_FN.get(config["model_type"])
     if patch is None:
-        raise ConfigError(f"Liger-Kernel has no patches for model_type {config['model_type']!r}")
+        raise ConfigError("Liger-Kernel has no patches for this model", found=f"model_type {config['model_type']!r}")
     patch()
     return hf.build(config, dtype, device)

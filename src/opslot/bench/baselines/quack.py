@@ -1,4 +1,4 @@
-"""quack-kernels: what no registered implementation of opslot's uses."""
+"""quack-kernels: what no registered kernel of opslot wraps."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.nn import functional as F
 def _causal(
     hidden_states: Tensor, weight: Tensor, labels: Tensor, num_items_in_batch: Any = None, **options: Any
 ) -> Tensor:
-    unserved = [name for name in ("softcap", "logit_scale", "label_smoothing") if name in options]
-    if unserved:
-        raise NotImplementedError(f"no {', '.join(unserved)}")
+    unsupported = [name for name in ("softcap", "logit_scale", "label_smoothing") if name in options]
+    if unsupported:
+        raise NotImplementedError(f"no {', '.join(unsupported)}")
     shifted = options.get("shift_labels")
     if shifted is None:
         shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]

@@ -1,6 +1,6 @@
-"""VeOmni: its experts and balancing loss, and its model with the kernels that it is fastest with.
+"""VeOmni: its experts and load-balancing loss, and its model with the kernels that it is fastest with.
 
-It needs a Transformers of its own, so that it usually runs in a process whose path begins with its folder.
+It pins a Transformers release, so it usually runs in a process whose path begins with a folder of its own.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def _experts(module: str, function: str) -> Callable[..., Tensor]:
         hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
         run = getattr(importlib.import_module(f"{_MOE}.{module}"), function)
-        # It takes routing weights in 16 bits only.
+        # It supports routing weights in 16 bits only.
         weights = top_k_weights.to(hidden_states.dtype)
         return run(gate_up_proj.shape[0], weights, top_k_index, hidden_states, None, None, down_proj, gate_up_proj)
 
     return experts
 
 
-def _balancing(
+def _load_balancing_loss(
     gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
 ) -> Tensor | int:
     from veomni.ops.kernels.load_balancing_loss.triton import load_balancing_loss_triton
@@ -43,7 +43,7 @@ KERNELS = {
         "triton": _experts("group_gemm", "group_gemm_fused_moe_forward"),
         "quack": _experts("quack_gemm", "quack_gemm_fused_moe_forward"),
     },
-    ("load_balancing_loss", "standard"): {"triton": _balancing},
+    ("load_balancing_loss", "standard"): {"triton": _load_balancing_loss},
 }
 
 

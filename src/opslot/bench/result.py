@@ -1,0 +1,441 @@
+"""The result of a benchmark: the one schema of every file under `benchmarks/results`.
+
+A file holds the runs of one script on one kind of machine. A run is one command on one machine: rows of the same run
+may be compared with each other, rows of different runs may not. So a later run replaces whole comparisons of earlier
+ones, never single rows of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import platform
+import subprocess
+import time
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+
+from opslot._base.device import facts_of, package_version
+from opslot._base.errors import ConfigError
+
+# Increased by a change that makes older files unreadable.
+SCHEMA = 1
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "triton",
+    "liger-kernel",
+    "quack-kernels",
+    "flash-attn-4",
+    "fla-core",
+    "tilelang",
+    "cut-cross-entropy",
+    "veomni",
+)
+_Record = TypeVar("_Record")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The machine and the software of a run.
+
+    Attributes:
+        device: e.g. "NVIDIA H200 sm_90".
+        cpu: as the operating system names it.
+        threads: torch's CPU threads.
+        versions: of the packages that matter, by distribution name.
+        commit: of opslot; "" when unknown.
+        date: YYYY-MM-DD.
+    """
+
+    device: str
+    cpu: str
+    threads: int
+    python: str
+    versions: dict[str, str]
+    commit: str
+    date: str
+
+    @classmethod
+    def current(cls, device: torch.device | str, commit: str | None = None) -> Environment:
+        """This machine; `commit` overrides what git reports."""
+        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        return cls(
+            str(facts_of(device)),
+            _cpu_name(),
+            torch.get_num_threads(),
+            platform.python_version(),
+            {p: v for p in _PACKAGES if (v := package_version(p))},
+            commit or found.stdout.strip(),
+            time.strftime("%Y-%m-%d"),
+        )
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """One implementation of an op on one case, forward plus backward.
+
+    Attributes:
+        kernel: "eager" (the reference implementation), "torch.compile" (of it), a registered kernel's name, or
+            "<baseline>: <what>".
+        ms: median milliseconds on the device; None when it failed.
+        wall_ms: median milliseconds of one call in a loop that does nothing else, host time included.
+        roofline_ms: bytes over peak bandwidth or FLOPs over peak FLOP/s, the larger; None without a cost model.
+        peak_mib: memory allocated above the inputs at the peak; None off CUDA.
+        check: "ok ..." when outputs and gradients match the fp64 reference, "unsupported: ...", "unchecked: ...",
+            "WRONG ..." or the error. A time beside anything but "ok" does not count.
+        shape, tokens: the case's static sizes and number of tokens, where the op declares them.
+    """
+
+    op: str
+    variant: str
+    case: str
+    kernel: str
+    dtype: str
+    ms: float | None = None
+    wall_ms: float | None = None
+    roofline_ms: float | None = None
+    peak_mib: float | None = None
+    check: str = ""
+    shape: dict[str, int] | None = None
+    tokens: int | None = None
+
+    @property
+    def valid(self) -> bool:
+        """Whether there is a time beside a passed check."""
+        return self.ms is not None and self.check.startswith("ok")
+
+    @property
+    def failed_check(self) -> bool:
+        """Whether a registered kernel, not a baseline or compiled code, gave wrong results."""
+        own = self.kernel not in ("eager", "torch.compile") and ":" not in self.kernel
+        return own and self.check.startswith("WRONG")
+
+    @property
+    def roofline_fraction(self) -> float | None:
+        """Roofline over time: 1.0 is the speed of light of this machine."""
+        return self.roofline_ms / self.ms if self.ms and self.roofline_ms else None
+
+    @property
+    def comparison(self) -> tuple[str, str, str]:
+        """What the implementations that are compared have in common."""
+        return self.op, self.variant, self.case
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One implementation's training step of a whole model.
+
+    Attributes:
+        model: name of the configuration.
+        implementation: "opslot", "opslot + torch.compile", "opslot eager", or a baseline's training model.
+        batch, length: samples and tokens per sample of a step, for each data-parallel rank.
+        setup: how the model is parallelized, e.g. "fsdp 4, ep 4"; "" on one device.
+        gpus: number of devices.
+        ms: median milliseconds; None when it failed.
+        tokens_per_s: of each device.
+        peak_gib: at the peak, of the device with the highest; None off CUDA.
+        check: "ok" when first and last loss match those of Transformers' own code, else what is wrong or missing.
+        error: why there is no time.
+        kernels: opslot's table of selected kernels.
+        trace: torch.profiler's table of one step, where asked for.
+    """
+
+    model: str
+    implementation: str
+    batch: int
+    length: int
+    setup: str = ""
+    gpus: int = 1
+    ms: float | None = None
+    tokens_per_s: float | None = None
+    peak_gib: float | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    check: str = ""
+    error: str = ""
+    kernels: str = ""
+    trace: str = ""
+
+    @property
+    def own(self) -> bool:
+        """Whether opslot's kernels run in it, as opposed to a baseline or Transformers' own code."""
+        return self.implementation.startswith("opslot") and not self.implementation.endswith("eager")
+
+    @property
+    def valid(self) -> bool:
+        """Whether there is a time, and no check that failed."""
+        return self.tokens_per_s is not None and not self.check.startswith("WRONG")
+
+    @property
+    def comparison(self) -> tuple[str, int, int, str, int]:
+        """What the implementations that are compared have in common."""
+        return self.model, self.batch, self.length, self.setup, self.gpus
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far two loss curves over the same batches are apart, in nats per token."""
+
+    largest: float
+    mean: float
+    last: float
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """Losses over the same text with opslot and with Transformers' own code.
+
+    Attributes:
+        losses: by "Transformers", "opslot" and "rounding": Transformers again with the samples of each batch reversed.
+        distance: of opslot from Transformers.
+        rounding: of Transformers from itself, which is what rounding alone does.
+    """
+
+    steps: int
+    batch: int
+    length: int
+    learning_rate: float
+    losses: dict[str, list[float]]
+    distance: Distance
+    rounding: Distance
+
+
+@dataclass(frozen=True)
+class Value:
+    """One number that is neither an op's time nor a training step's, e.g. an import time.
+
+    Attributes:
+        goal: e.g. "<= 150"; "" without one.
+    """
+
+    name: str
+    value: float
+    unit: str
+    goal: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that one command measured on one machine.
+
+    Attributes:
+        baselines: what was compared with, as `--baselines` names it: an op without a row of one of them has no
+            kernel there, where one that is not listed was not measured.
+    """
+
+    command: str
+    environment: Environment
+    baselines: list[str] = field(default_factory=list)
+    ops: list[OpRow] = field(default_factory=list)
+    steps: list[StepRow] = field(default_factory=list)
+    curve: LossCurve | None = None
+    values: list[Value] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was measured."""
+        return not (self.ops or self.steps or self.curve or self.values)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The runs of one script."""
+
+    script: str
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def ops(self) -> list[OpRow]:
+        return [row for run in self.runs for row in run.ops]
+
+    @property
+    def steps(self) -> list[StepRow]:
+        return [row for run in self.runs for row in run.steps]
+
+    @property
+    def values(self) -> list[Value]:
+        return [value for run in self.runs for value in run.values]
+
+    @property
+    def curve(self) -> LossCurve | None:
+        return next((run.curve for run in reversed(self.runs) if run.curve), None)
+
+    def with_run(self, run: Run) -> Result:
+        """This result and a later run, which replaces the comparisons that it has measured, too."""
+        kept = [k for k in (_without(old, run) for old in self.runs) if not k.empty]
+        return dataclasses.replace(self, runs=[*kept, run])
+
+    def run_of(self, row: OpRow | StepRow) -> Run:
+        """The run that a row belongs to."""
+        return next(run for run in self.runs if any(row is r for r in (*run.ops, *run.steps)))
+
+
+def _without(old: Run, new: Run) -> Run:
+    ops, steps, values = (
+        {r.comparison for r in new.ops},
+        {r.comparison for r in new.steps},
+        {v.name for v in new.values},
+    )
+    return dataclasses.replace(
+        old,
+        ops=[r for r in old.ops if r.comparison not in ops],
+        steps=[r for r in old.steps if r.comparison not in steps],
+        curve=None if new.curve else old.curve,
+        values=[v for v in old.values if v.name not in values],
+    )
+
+
+def merge(results: Iterable[Result]) -> Result:
+    """All runs of several results, in their order; a comparison is that of the last run that has it.
+
+    Raises:
+        ConfigError: they are of different devices.
+    """
+    runs = [run for result in results for run in result.runs]
+    if len(devices := sorted({run.environment.device for run in runs})) > 1:
+        raise ConfigError("the results are of different devices", found=", ".join(devices))
+    merged = Result("opslot bench")
+    for run in runs:
+        merged = merged.with_run(run)
+    return merged
+
+
+def to_json(result: Result) -> str:
+    """The text of a result file; fields that hold their default are left out."""
+    return json.dumps({"schema": SCHEMA, **_plain(result)}, indent=1) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        fields = [f for f in dataclasses.fields(value) if getattr(value, f.name) != _default(f)]
+        return {f.name: _plain(getattr(value, f.name)) for f in fields}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _default(f: dataclasses.Field[Any]) -> Any:
+    return f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+
+
+def from_json(text: str) -> Result:
+    """The result that `to_json` wrote.
+
+    Raises:
+        ValueError: the text is not one; the message names the field.
+    """
+    try:
+        data = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise ValueError(f"no result of schema {SCHEMA}")
+    return _record(Result, {k: v for k, v in data.items() if k != "schema"}, "result")
+
+
+def read(path: Path) -> Result:
+    """A result file.
+
+    Raises:
+        ConfigError: it cannot be read, or is no result of this schema.
+    """
+    try:
+        return from_json(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be read", found=str(error.strerror)) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{str(path)!r} is not a benchmark result", found=str(error), hint="give files that --output wrote"
+        ) from error
+
+
+def _record(cls: type[_Record], data: Any, where: str) -> _Record:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where} is {type(data).__name__}, not an object")
+    hints = get_type_hints(cls)
+    if unknown := sorted(set(data) - set(hints)):
+        raise ValueError(f"{where} has unknown fields: {', '.join(unknown)}")
+    missing = [f.name for f in dataclasses.fields(cls) if f.name not in data and _default(f) is dataclasses.MISSING]  # type: ignore[arg-type]
+    if missing:
+        raise ValueError(f"{where} lacks {', '.join(missing)}")
+    return cls(**{name: _value(hints[name], value, f"{where}.{name}") for name, value in data.items()})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    """`value` as the type `hint`, which may be a record, a list, a dict, an optional or a plain type."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is types.UnionType:
+        return None if value is None else _value(next(a for a in arguments if a is not type(None)), value, where)
+    if dataclasses.is_dataclass(hint):
+        return _record(hint, value, where)  # type: ignore[arg-type]
+    if origin is list and isinstance(value, list):
+        return [_value(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        return {k: _value(arguments[1], v, f"{where}.{k}") for k, v in value.items()}
+    expected = (int, float) if hint is float else origin or hint
+    if not isinstance(value, expected) or isinstance(value, bool) or (hint is float and not math.isfinite(value)):
+        raise ValueError(f"{where} is {value!r}, not a valid {getattr(hint, '__name__', hint)}")
+    return value
+
+
+# Whose code a registered kernel is, where it is not opslot's own.
+_ORIGINS = {
+    "eager": "Transformers",
+    "torch.compile": "torch.compile",
+    "torch_fused": "PyTorch",
+    "torch_chunked": "PyTorch",
+    "grouped_mm": "PyTorch",
+    "sdpa": "PyTorch",
+    "cudnn": "PyTorch",
+    "flex_attention": "PyTorch",
+    "liger_kernel": "Liger-Kernel",
+    "quack": "quack",
+    "fla": "fla",
+    "flash_attention_2": "FlashAttention",
+    "flash_attention_3": "FlashAttention",
+    "flash_attention_4": "FlashAttention",
+    "hf": "Transformers",
+    "liger": "Liger-Kernel",
+    "veomni": "VeOmni",
+}
+
+
+def origin_of(kernel: str) -> str:
+    """The project whose code an op's kernel is: a baseline's label, or "opslot" for opslot's own."""
+    head, separator, _ = kernel.partition(":")
+    return _ORIGINS.get(head, head if separator else "opslot")
+
+
+def by_comparison(rows: Sequence[OpRow]) -> dict[tuple[str, str, str], list[OpRow]]:
+    """Rows by what they have in common, the valid ones first, fastest on top."""
+    groups: dict[tuple[str, str, str], list[OpRow]] = {}
+    for row in rows:
+        groups.setdefault(row.comparison, []).append(row)
+    return {key: sorted(group, key=lambda r: (not r.valid, r.ms or math.inf)) for key, group in groups.items()}
+
+
+def steps_by_comparison(steps: Sequence[StepRow]) -> dict[str, list[StepRow]]:
+    """Training steps by model and setup, under the name that tables show."""
+    groups: dict[str, list[StepRow]] = {}
+    for step in steps:
+        groups.setdefault(step.model + (f", {step.setup}" if step.setup else ""), []).append(step)
+    return groups
+
+
+def eager_ms(group: Sequence[OpRow]) -> float | None:
+    """Milliseconds of eager among the implementations of one comparison."""
+    return next((r.ms for r in group if r.kernel == "eager" and r.valid), None)

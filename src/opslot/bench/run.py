@@ -1,0 +1,347 @@
+"""Run a benchmark: ops, training steps and the loss curve that the options ask for, written as they are measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import opslot
+from opslot._base.device import best_device, facts_of, usable_device
+from opslot._base.dtypes import dtype_name, floating_dtype
+from opslot._base.errors import ConfigError
+from opslot.bench.baselines import check_baselines
+from opslot.bench.files import OutputFiles
+from opslot.bench.ops import CallSite, bench_ops, call_sites_of
+from opslot.bench.result import Environment, OpRow, Result, Run, from_json, merge, read
+from opslot.bench.step import StepTask, compare_steps, loss_curve, process_environment
+from opslot.bench.table import time_cell
+from opslot.bench.text import text_batches
+from opslot.bench.tune import timings_of, timings_text
+from opslot.models import MODEL_CONFIG_REGISTRY, load_config, serve_model_type
+from opslot.models._layers import with_layers
+from opslot.slots import KERNEL_REGISTRY, OpsImplementationConfig, write_profile
+
+Report = Callable[[str], None]
+# The last token of a sample has no label, so a sample has at least two.
+_MINIMUM = {"layers": 1, "tokens": 1, "batch": 1, "length": 2, "steps": 0, "timeout": 1}
+# What kernels support; float64 is the reference.
+_DTYPES = ("bfloat16", "float16", "float32")
+# Batch and sequence length of a training step, by kind of device.
+_SIZES = {"cuda": (2, 8192), "cpu": (2, 256)}
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure; the options of `opslot bench`, under the same names.
+
+    Attributes:
+        ops: only these ops, in this order, and no training step; empty for all.
+        model: shapes and training steps of this model: a config.json, its folder, or a model type.
+        layers: another number of layers for `model`.
+        tokens: number of tokens that ops are timed with; None for each case's own on a GPU.
+        tune: add the times to this machine's profile, which `auto` reads.
+        baselines: hf, liger, quack, veomni.
+        baseline_paths: by baseline, a folder of packages that only this baseline sees.
+        batch, length: of a training step.
+        steps: training steps to time; 0 for none.
+        steps_only: no ops.
+        compile: also time opslot's training step with `model.compile()`.
+        curve: number of steps of a loss curve.
+        ops_implementation: opslot's, in training steps.
+        timeout: seconds that one implementation of a training step may take.
+        trace: add torch.profiler's table of a training step.
+        compile_ops: time torch.compile of eager ops.
+        baselines_only: time the ops of the baselines alone.
+        commit: commit to record where there is no git.
+    """
+
+    ops: tuple[str, ...] = ()
+    model: str | None = None
+    layers: int | None = None
+    tokens: int | None = None
+    tune: bool = False
+    baselines: tuple[str, ...] = ()
+    baseline_paths: Mapping[str, str] = field(default_factory=dict)
+    batch: int | None = None
+    length: int | None = None
+    steps: int = 8
+    steps_only: bool = False
+    compile: bool = False
+    curve: int | None = None
+    ops_implementation: Mapping[str, str] = field(default_factory=dict)
+    timeout: int = 900
+    trace: bool = False
+    compile_ops: bool = True
+    baselines_only: bool = False
+    dtype: str | None = None
+    device: str | None = None
+    commit: str | None = None
+
+
+def run_bench(
+    options: BenchOptions, files: OutputFiles | None = None, report: Report | None = None, command: str = ""
+) -> Result:
+    """Measure what the options ask for, and write the files after each part, so that an interrupt loses little.
+
+    Args:
+        report: called with one line of progress at a time.
+        command: recorded in the result.
+
+    Raises:
+        ConfigError: the options are invalid; nothing has been measured or written.
+        KernelError: a kernel left the device unusable; what was measured before it has been written.
+    """
+    files = files or OutputFiles()
+    report = report or (lambda line: None)
+    setting = _Setting(options, report)
+    measured = _Measured(options, setting, files, command)
+
+    def between_ops(line: str) -> None:
+        measured.write_ops()
+        report(line)
+
+    # A scheduler ends a job with SIGTERM at its time limit.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        for row in setting.op_rows(between_ops):
+            report(f"{row.op}/{row.variant}, {row.case}: {row.kernel} {time_cell(row)} ms")
+            measured.ops.append(row)
+    finally:
+        measured.write()
+        signal.signal(signal.SIGTERM, before)
+    if not measured.ops and not options.model and not options.baselines_only:
+        names = ", ".join(map(repr, options.ops))
+        raise ConfigError(f"op {names} has no cases to time", hint="run `opslot kernels` for the ops that exist")
+    if options.tune:
+        report(_write_profile(measured.ops, setting.device))
+    for measured.steps in setting.step_rows():
+        measured.write()
+    if options.curve:
+        measured.curve = loss_curve(setting.step_task(), setting.text, report)
+        measured.write()
+    return measured.result()
+
+
+def merge_results(files: list[str], into: OutputFiles) -> Result:
+    """One result of several that were written on one kind of machine; nothing is measured.
+
+    Raises:
+        ConfigError: one of them cannot be read, or they are of different devices.
+    """
+    result = merge(read(Path(file)) for file in files)
+    into.write(result)
+    return result
+
+
+class _Measured:
+    """What was measured so far."""
+
+    def __init__(self, options: BenchOptions, setting: _Setting, files: OutputFiles, command: str) -> None:
+        self.options, self.setting, self.files = options, setting, files
+        self.run = Run(command, Environment.current(setting.device, options.commit), list(options.baselines))
+        self.ops: list[OpRow] = []
+        self.steps: list[Any] = []
+        self.curve: Any = None
+        self._written = 0
+
+    def result(self) -> Result:
+        run = dataclasses.replace(self.run, ops=self.ops, steps=self.steps, curve=self.curve)
+        return Result("opslot bench", [run])
+
+    def write(self) -> None:
+        self._written = len(self.ops)
+        self.files.write(self.result())
+
+    def write_ops(self) -> None:
+        """Write the rows and timings of complete ops, where there are new ones."""
+        if len(self.ops) > self._written:
+            self.write()
+            if self.options.tune:
+                write_profile(timings_of(self.ops), facts_of(self.setting.device))
+
+
+class _Setting:
+    """The options, checked before anything is measured."""
+
+    def __init__(self, options: BenchOptions, report: Report) -> None:
+        self.options, self.report = options, report
+        for name, minimum in _MINIMUM.items():
+            value = getattr(options, name)
+            if value is not None and value < minimum:
+                raise ConfigError(f"--{name} must be at least {minimum}", found=str(value))
+        self.device = usable_device(options.device or best_device().torch_type)
+        dtype = options.dtype or ("float32" if self.device.type == "cpu" else "bfloat16")
+        self.dtype = floating_dtype(dtype, f"--dtype {dtype!r}")
+        self.dtype_name = dtype_name(self.dtype)
+        if self.dtype_name not in _DTYPES:
+            raise ConfigError(
+                f"--dtype {dtype!r}: kernels are compared with a float64 reference", hint=f"use {', '.join(_DTYPES)}"
+            )
+        for name in options.ops:
+            KERNEL_REGISTRY.op(name)
+        self._check_baselines()
+        OpsImplementationConfig.make(dict(options.ops_implementation))
+        self.model = read_model(options.model, options.layers) if options.model else None
+        self._check_steps()
+        batch, length = _SIZES.get(self.device.type, _SIZES["cuda"])
+        self.batch, self.length = options.batch or batch, options.length or length
+        if options.curve and self.model is not None:
+            report("loss curve: tokens")
+            self.text = text_batches(options.curve, self.batch, self.length, self.model["vocab_size"])
+        if options.tune:
+            # Adds nothing, but fails now where the profile cannot be written.
+            write_profile([], facts_of(self.device))
+        by_shape = options.tune or self.model is not None or self.device.type == "cpu"
+        self.tokens = options.tokens or (self.batch * self.length if by_shape else None)
+
+    def _check_baselines(self) -> None:
+        options = self.options
+        for name, folder in options.baseline_paths.items():
+            if not Path(folder).is_dir():
+                raise ConfigError(f"--baseline-path {name}={folder}: the folder does not exist")
+            if name not in options.baselines:
+                raise ConfigError(
+                    f"--baseline-path {name}=...: it is not compared with", hint=f"add {name} to --baselines"
+                )
+        check_baselines(dict.fromkeys(options.baselines), elsewhere=options.baseline_paths)
+
+    def _check_steps(self) -> None:
+        options = self.options
+        if self.model is None:
+            for name in ("layers", "curve", "steps_only", "compile"):
+                if getattr(options, name):
+                    raise ConfigError(f"--{name.replace('_', '-')} requires --model")
+        if options.steps_only and not options.steps and not options.curve:
+            raise ConfigError("--steps-only --steps 0 measures nothing", hint="set --steps or --curve")
+        if options.curve and options.curve < 4:
+            raise ConfigError(f"--curve {options.curve}: a curve needs at least 4 steps")
+
+    def op_rows(self, report: Report) -> Iterator[OpRow]:
+        """The ops' rows: first those of this process, then those of baselines that need one of their own."""
+        options = self.options
+        if options.steps_only:
+            return
+        yield from bench_ops(
+            options.ops,
+            device=self.device,
+            dtype=self.dtype,
+            call_sites=self._call_sites(),
+            tokens=self.tokens,
+            baselines=[name for name in options.baselines if name not in options.baseline_paths],
+            compiled=options.compile_ops and not options.tune,
+            own=not options.baselines_only,
+            report=report,
+        )
+        for baseline in options.baselines:
+            if baseline in options.baseline_paths:
+                report(f"{baseline}, in a process of its own")
+                yield from self._rows_of(baseline)
+
+    def _call_sites(self) -> list[CallSite] | None:
+        if self.model is None:
+            return None
+        from transformers import AutoConfig
+
+        config = AutoConfig.for_model(**self.model)
+        built = opslot.build_foundation_model(
+            config, torch_dtype=self.dtype, init_device="meta", ops_implementation="eager"
+        )
+        return call_sites_of(built, self.device, self.dtype)
+
+    def _rows_of(self, baseline: str) -> list[OpRow]:
+        """The rows of a baseline's kernels, measured in a process where its folder comes first."""
+        options = self.options
+        command = [sys.executable, "-m", "opslot", "bench", "--baselines-only", "--json", "--baselines", baseline]
+        command += ["--device", str(self.device), "--dtype", self.dtype_name, "--steps", "0"]
+        for name, value in (("op", ",".join(options.ops)), ("model", options.model), ("layers", options.layers)):
+            command += [f"--{name}", str(value)] if value else []
+        command += ["--tokens", str(self.tokens)] if self.tokens else []
+        environment = process_environment(options.baseline_paths[baseline])
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        # The baseline may print before and after.
+        begin = done.stdout.find('{\n "schema"')
+        if begin < 0:
+            self.report(f"{baseline} failed: {done.stderr.strip()[-800:]}")
+            return []
+        data = json.JSONDecoder().raw_decode(done.stdout, begin)[0]
+        return from_json(json.dumps(data)).ops
+
+    def step_task(self) -> StepTask:
+        assert self.model is not None
+        assert self.options.model is not None
+        options, path = self.options, Path(self.options.model)
+        name = path.stem if path.suffix == ".json" else path.name
+        if options.layers:
+            name += f", {options.layers} layer{'s' if options.layers > 1 else ''}"
+        return StepTask(
+            name,
+            self.model,
+            self.batch,
+            self.length,
+            options.steps,
+            self.dtype_name,
+            str(self.device),
+            ops=options.ops_implementation,
+            compiled=options.compile,
+            baseline_paths=options.baseline_paths,
+            trace=options.trace,
+            timeout=options.timeout,
+        )
+
+    def step_rows(self) -> Iterator[list[Any]]:
+        """The training steps' rows so far, after each implementation."""
+        options = self.options
+        if self.model is not None and options.steps > 0 and not options.tune and not options.ops:
+            yield from compare_steps(self.step_task(), options.baselines, self.report)
+
+
+def read_model(source: str, layers: int | None = None) -> dict[str, Any]:
+    """A Transformers config as plain data: from a folder with config.json, that file, or a model type's defaults.
+
+    Raises:
+        ConfigError: none of these, or a broken file.
+    """
+    path = Path(source)
+    if path.exists():
+        load_config(path)
+        data = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    elif serve_model_type(source):
+        data = {"model_type": source}
+    else:
+        raise ConfigError(
+            f"--model {source!r} is neither a folder with config.json, nor such a file, nor a model type",
+            hint=f"model types are {', '.join(MODEL_CONFIG_REGISTRY)}",
+        )
+    if layers:
+        data |= with_layers(data, layers)
+    # Filled in, so that every implementation reads the same sizes whatever its release's defaults are.
+    data.setdefault("vocab_size", MODEL_CONFIG_REGISTRY.get(data["model_type"])()().vocab_size)
+    return data
+
+
+def _write_profile(rows: list[OpRow], device: torch.device) -> str:
+    timings = timings_of(rows)
+    if not timings:
+        raise ConfigError("nothing was measured that a profile could hold: no op asked for has known static sizes")
+    path = write_profile(timings, facts_of(device))
+    return f"wrote {path}; `auto` selects the fastest of:\n{timings_text(timings)}"
+
+
+def progress_to_stderr() -> Report:
+    """A `report` that prints each line with the seconds since now."""
+    begun = time.monotonic()
+
+    def report(line: str) -> None:
+        print(f"[{time.monotonic() - begun:5.0f} s] {line}", file=sys.stderr, flush=True)
+
+    return report

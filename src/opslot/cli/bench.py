@@ -1,0 +1,128 @@
+"""`opslot bench`: parse the options, print the result."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable
+
+from opslot._base.pairs import pairs
+
+_EPILOG = """examples:
+  opslot bench --op rms_norm                         one op, at its own shapes
+  opslot bench --tune --model path/to/model          measure this machine at a model's shapes, for auto
+  opslot bench --model path/to/model --baselines hf,liger --compile --html result.html
+  opslot bench --model qwen3 --layers 4 --steps-only --curve 200"""
+
+
+def add_parser(add: Callable[..., argparse.ArgumentParser], device: Callable[[str], str]) -> None:
+    """Add the subcommand; `device` parses --device."""
+    bench = add(
+        "bench",
+        help="time every kernel that can run here, beside its check and the roofline",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench.add_argument(
+        "--op", metavar="NAMES", help="only these ops (separated by commas), in this order, and no training step"
+    )
+    bench.add_argument(
+        "--model",
+        metavar="CONFIG",
+        help="shapes and training steps of this model: a config.json, its folder, or a model type",
+    )
+    bench.add_argument("--layers", type=int, metavar="N", help="with --model: another number of layers")
+    bench.add_argument(
+        "--tokens", type=int, metavar="N", help="tokens that ops are timed with; default 16384 on a GPU, 512 on a CPU"
+    )
+    bench.add_argument(
+        "--tune", action="store_true", help="add the times to this machine's profile, which auto reads (OPSLOT_PROFILE)"
+    )
+    bench.add_argument("--baselines", metavar="NAMES", help="compare with hf, liger, quack, veomni (comma-separated)")
+    bench.add_argument(
+        "--baseline-path",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="a folder of packages that only this baseline sees, before all others",
+    )
+    bench.add_argument("--batch", type=int, metavar="N", help="samples of a training step; default 2")
+    bench.add_argument(
+        "--length", type=int, metavar="N", help="its tokens per sample; default 8192 on a GPU, 256 on a CPU"
+    )
+    bench.add_argument(
+        "--steps", type=int, default=8, metavar="N", help="training steps to time; 0 for none; default 8"
+    )
+    bench.add_argument("--steps-only", action="store_true", help="no ops, only training steps (and the loss curve)")
+    bench.add_argument("--compile", action="store_true", help="also time opslot's training step with model.compile()")
+    bench.add_argument(
+        "--curve",
+        type=int,
+        metavar="STEPS",
+        help="train on text with auto and with Transformers' own code, and compare the losses",
+    )
+    bench.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="opslot's ops_implementation in the steps"
+    )
+    bench.add_argument(
+        "--timeout",
+        type=int,
+        default=900,
+        metavar="S",
+        help="seconds that one implementation's training steps may take; default 900",
+    )
+    bench.add_argument("--trace", action="store_true", help="add torch.profiler's table of a training step")
+    bench.add_argument("--no-compile-ops", action="store_true", help="leave out torch.compile of eager ops")
+    bench.add_argument("--baselines-only", action="store_true", help=argparse.SUPPRESS)
+    bench.add_argument("--dtype", default=None, help="default bfloat16; float32 on a CPU")
+    bench.add_argument("--device", type=device, default=None, help="default the best of this machine")
+    bench.add_argument("--output", metavar="FILE", help="write the result as JSON, with machine, versions and commit")
+    bench.add_argument("--plot", metavar="FILE", help="draw the result (PNG or SVG)")
+    bench.add_argument("--html", metavar="FILE", help="write one page that holds everything")
+    bench.add_argument(
+        "--merge", nargs="+", metavar="FILE", help="measure nothing; make one result of these that --output wrote"
+    )
+    bench.add_argument("--commit", metavar="ID", help="commit to record where there is no git")
+    bench.add_argument("--json", action="store_true", help="print JSON")
+    bench.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the result; exit code 1 when the check of a registered kernel fails."""
+    from opslot.bench.files import OutputFiles
+    from opslot.bench.result import to_json
+    from opslot.bench.run import BenchOptions, merge_results, progress_to_stderr, run_bench
+    from opslot.bench.table import result_text
+
+    def files() -> OutputFiles:
+        return OutputFiles(options.output, options.plot, options.html)
+
+    if options.merge:
+        result = merge_results(options.merge, files())
+    else:
+        asked = BenchOptions(
+            ops=tuple(name.strip() for name in options.op.split(",")) if options.op is not None else (),
+            model=options.model,
+            layers=options.layers,
+            tokens=options.tokens,
+            tune=options.tune,
+            baselines=tuple(name for name in (options.baselines or "").split(",") if name),
+            baseline_paths=pairs("--baseline-path", "NAME=DIR", options.baseline_path),
+            batch=options.batch,
+            length=options.length,
+            steps=options.steps,
+            steps_only=options.steps_only,
+            compile=options.compile,
+            curve=options.curve,
+            ops_implementation=pairs("--set", "FIELD=VALUE, e.g. rms_norm_implementation=eager", options.set),
+            timeout=options.timeout,
+            trace=options.trace,
+            compile_ops=not options.no_compile_ops,
+            baselines_only=options.baselines_only,
+            dtype=options.dtype,
+            device=options.device,
+            commit=options.commit,
+        )
+        result = run_bench(asked, files(), progress_to_stderr(), shlex.join(["opslot", *options.argv]))
+    print(to_json(result) if options.json else result_text(result))
+    return 1 if not options.merge and any(row.failed_check for row in result.ops) else 0

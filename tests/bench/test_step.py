@@ -1,0 +1,79 @@
+import json
+
+import pytest
+
+from opslot.bench import StepRow
+from opslot.bench.step import StepTask, _exit_status, check_losses, compare_steps, implementations, reason
+from opslot.bench.step_process import main as measure_in_process
+
+
+def task_file(folder, implementation, **changes):
+    task = {
+        "model": json.loads((folder / "config.json").read_text()),
+        "batch": 2,
+        "length": 16,
+        "steps": 2,
+        "dtype": "float32",
+        "device": "cpu",
+        "ops": {},
+        "trace": False,
+        "lr": 1e-3,
+        "text": "",
+        "implementation": implementation,
+    }
+    path = folder / f"{implementation}.json"
+    path.write_text(json.dumps(task | changes))
+    return path
+
+
+def test_implementations_train_from_the_same_weights(folder):
+    losses = {}
+    for name in ("opslot", "opslot + torch.compile", "opslot eager", "Transformers"):
+        path = task_file(folder, name)
+        assert measure_in_process([str(path)]) == 0
+        result = json.loads(path.with_suffix(".result").read_text())
+        losses[name] = result["losses"]
+        assert result["tokens_per_s"] > 0
+        chosen = result["kernels"].partition("\n\n")[0]
+        assert ("torch_fused" in chosen) == (name in ("opslot", "opslot + torch.compile"))
+    assert losses["Transformers"][-1] < losses["Transformers"][0] - 0.01, "five steps on one batch lower its loss"
+    assert losses["opslot"] == pytest.approx(losses["Transformers"], rel=1e-5)
+    assert losses["opslot + torch.compile"] == pytest.approx(losses["opslot"], rel=1e-5)
+    assert losses["opslot eager"] == pytest.approx(losses["Transformers"], rel=1e-6)
+
+
+def test_implementation_that_fails_has_a_row_and_others_run(folder, monkeypatch):
+    model = json.loads((folder / "config.json").read_text())
+    broken = StepTask("tiny", {**model, "hidden_size": "wide"}, 1, 8, 1, "float32", "cpu")
+    monkeypatch.setattr("opslot.bench.step.implementations", lambda baselines, compiled: ["opslot", "Transformers"])
+    lines = []
+    *_, rows = compare_steps(broken, [], lines.append)
+    assert [(r.model, r.implementation) for r in rows] == [("tiny", "opslot"), ("tiny", "Transformers")]
+    assert all("hidden_size" in r.error or "wide" in r.error for r in rows)
+    assert not any(r.valid for r in rows)
+    assert lines == ["training step: opslot", "training step: Transformers"]
+
+
+def test_implementations_include_every_model_of_a_baseline():
+    assert implementations([]) == ["opslot", "opslot eager"]
+    assert implementations([], compiled=True) == ["opslot", "opslot + torch.compile", "opslot eager"]
+    assert implementations(["hf", "veomni"]) == ["opslot", "Transformers", "Transformers + torch.compile", "VeOmni"]
+    assert implementations(["quack"]) == implementations([]), "quack-kernels has no training model"
+
+
+def test_step_with_another_loss_fails_its_check():
+    def row(name, first, last):
+        return StepRow("tiny", name, 2, 16, tokens_per_s=1.0, first_loss=first, last_loss=last)
+
+    rows = check_losses([row("opslot", 12.0, 11.01), row("Transformers", 12.0, 11.0), row("fast", 12.0, 10.5)])
+    assert [r.check for r in rows] == ["ok", "ok", "WRONG: a loss differs by 4.5% from Transformers"]
+    assert [r.valid for r in rows] == [True, True, False]
+    assert check_losses([row("fast", 1.0, 1.0)])[0].check.startswith("unchecked")
+
+
+def test_reason_of_a_failure_is_its_exception():
+    trace = "Traceback\n  File x\nValueError: first\n\nDuring\n  File y\nopslot.errors.ConfigError: bad:\n- one\n- two"
+    assert reason(trace) == "opslot.errors.ConfigError: bad: - one - two"
+    assert reason("Killed") == "Killed"
+    assert reason("") == ""
+    assert (_exit_status(-9), _exit_status(3)) == ("killed by SIGKILL", "exit code 3")

@@ -1,0 +1,142 @@
+"""A rank that fails takes the others along, and its own error reaches the user."""
+
+import json
+import time
+
+import pytest
+
+from opslot._base.errors import ConfigError
+from opslot.distributed import consensus, fail_together
+
+SCRIPT = """
+import os, sys, time
+import torch.distributed as dist
+from opslot._base.errors import ConfigError
+from opslot.distributed import consensus, fail_together, init_parallel_state
+
+consensus._LEAD_SECONDS = float(os.environ.get("LEAD", consensus._LEAD_SECONDS))
+case, culprit = sys.argv[1], int(sys.argv[2])
+rank = init_parallel_state(device_type="cpu").rank
+with fail_together():
+    dist.barrier()
+    if case == "fine":
+        time.sleep(2 * rank)
+    elif case == "all":
+        raise ConfigError("the same mistake everywhere")
+    elif rank == culprit:
+        if case in ("killed", "waited for"):
+            os.kill(os.getpid(), 9)
+        time.sleep(0.2)
+        raise {"user": ConfigError, "defect": IndexError, "exit": SystemExit}[case](f"only rank {rank} sees this")
+    elif case == "waited for":
+        dist.barrier()
+    else:
+        time.sleep(60)
+print("done", rank, flush=True)
+"""
+
+
+@pytest.fixture
+def start(forks, free_port, tmp_path):
+    """Start two ranks on a case of SCRIPT."""
+    processes = []
+
+    def run(case, culprit=0, lead=None):
+        script = tmp_path / "script.py"
+        script.write_text(SCRIPT)
+        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        common |= {} if lead is None else {"LEAD": str(lead)}
+        for rank in range(2):
+            env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(forks.start(script, case, str(culprit), env=env))
+        return processes
+
+    yield run
+    for process in processes:
+        process.kill()
+
+
+def ended(processes):
+    """[(exit code, output)] of two ranks, and the seconds that the later one took."""
+    started = time.monotonic()
+    texts = ["".join(process.communicate(timeout=50)) for process in processes]
+    return [(p.returncode, text) for p, text in zip(processes, texts, strict=True)], time.monotonic() - started
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "culprit"), [("user", "ConfigError", 0), ("defect", "IndexError", 1), ("exit", "SystemExit", 1)]
+)
+def test_the_others_stop_and_name_the_rank(start, case, kind, culprit):
+    results, seconds = ended(start(case, culprit))
+    assert all(code != 0 for code, _ in results)
+    message = f"{kind}: only rank {culprit} sees this"
+    # Python tells what sys.exit was given by itself.
+    assert message.removeprefix("SystemExit: ") in results[culprit][1]
+    other = results[1 - culprit][1]
+    assert f"opslot: rank {1 - culprit} stops: rank {culprit} failed: " in other
+    assert message in other
+    assert ("Traceback" in other) == (case != "user")
+    assert seconds < 30
+
+
+@pytest.mark.parametrize("case", ["user", "all"])
+def test_the_one_that_failed_ends_first(start, case):
+    """A launcher then ends the others, and shows the error of the first."""
+    processes = start(case, lead=20)
+    while all(process.poll() is None for process in processes):
+        time.sleep(0.02)
+    first = [process for process in processes if process.poll() is not None]
+    assert len(first) == 1
+    assert "ConfigError: " in first[0].read("stderr")
+    assert case == "all" or first == processes[:1]
+
+
+@pytest.mark.parametrize("kind", [ConfigError, IndexError])
+def test_torchrun_gets_a_users_error_without_the_traceback(tmp_path, monkeypatch, kind):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    try:
+        raise kind("seen here")
+    except kind as error:
+        consensus._record(error)
+    told = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
+    assert f"{kind.__name__}: seen here" in told
+    assert ("Traceback" in told) == (kind is IndexError)
+
+
+def test_an_error_that_no_file_takes_does_not_become_another(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "error.json"))
+    consensus._record(ConfigError("seen here"))
+
+
+def test_an_error_of_all_ranks_is_told_once_in_full(start):
+    results, _ = ended(start("all"))
+    assert all(code != 0 for code, _ in results)
+    assert all("the same mistake everywhere" in text for _, text in results)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_killed_rank_is_named(start, culprit):
+    """Rank 0 keeps the store here."""
+    results, seconds = ended(start("killed", culprit))
+    assert results[culprit][0] == -9
+    code, text = results[1 - culprit]
+    assert code == 1
+    assert f"opslot: rank {1 - culprit} stops: rank {culprit} exited without an error message (killed" in text
+    assert seconds < 30
+
+
+def test_a_broken_connection_is_told_as_the_end_of_the_rank(start):
+    results, _ = ended(start("waited for", 1))
+    assert "ParallelError: rank 1 exited without an error message (killed" in results[0][1]
+
+
+def test_nothing_happens_when_all_goes_well(start):
+    results, _ = ended(start("fine"))
+    assert [code for code, _ in results] == [0, 0]
+    assert "done 1" in results[1][1]
+
+
+def test_a_single_process_is_left_alone():
+    with pytest.raises(KeyError, match="mine"), fail_together():
+        raise KeyError("mine")
