@@ -164,7 +164,7 @@ def without(entry):
     ("entry", "message"),
     [
         ("position_ids", "each rank would count from 0"),
-        ("shift_labels", "the last token of each part would lose its successor"),
+        ("shift_labels", "the last token of each shard would have no label"),
         ("num_items_in_batch", "each rank would average over its own tokens"),
     ],
 )

@@ -77,7 +77,6 @@ class Registry:
 
 MODELING_REGISTRY = Registry("model_type")
 MODEL_CONFIG_REGISTRY = Registry("model_type")
-MODEL_PROCESSOR_REGISTRY = Registry("processor")
 
 
 @dataclass(frozen=True)
