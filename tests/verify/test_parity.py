@@ -157,12 +157,14 @@ def test_another_order_of_summation_passes_whatever_the_draw():
     assert f"(mean of {DRAWS} draws)" in str(next(r for r in results if r.draws > 1))
 
 
-def test_three_times_the_error_of_eager_fails():
+def test_nine_times_the_error_of_eager_fails_whatever_the_draw():
+    """The sums are so long that eager's error is more than the rounding that is allowed beside it."""
+
     def wrong(x):
         out = summed(x)
-        return out + 3 * (summed(x.detach().float()) - summed(x.detach().double())).to(out)
+        return out + 8 * (summed(x.detach()) - summed(x.detach().double())).to(out)
 
-    case = InputCase("one", lambda dtype, device, generator: {"x": randn((64, 4), dtype, device, generator) * 100})
+    case = InputCase("one", lambda dtype, device, generator: {"x": randn((256, 4), dtype, device, generator)})
     variant = OpVariant("sum", summed, [case], ("x",))
     for seed in range(10):
         result = check_kernel(wrong, "sums", variant, case, torch.float32, seed=seed)
