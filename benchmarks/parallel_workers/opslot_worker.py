@@ -32,7 +32,7 @@ from opslot.distributed import (
     shard_sequence,
 )
 from opslot.distributed.copy_engine import opened_bytes
-from opslot.models.parallelize import parallelize_model
+from opslot.models.parallelize import parallelize
 
 
 def build(
@@ -44,11 +44,11 @@ def build(
         init_device=state.device.type,
         ops_implementation=dict(item.split("=", 1) for item in options.set),
     )
-    return parallelize_model(model, state, **{"param_dtype": torch.bfloat16, **parallelism})
+    return parallelize(model, state, **{"param_dtype": torch.bfloat16, **parallelism})
 
 
 def parse(name: str) -> tuple[Configuration, dict[str, Any]]:
-    """A configuration, and options of `parallelize_model`."""
+    """A configuration, and options of `parallelize`."""
     base, *options = name.split("+")
     values = (option.split("=", 1) for option in options)
     return CONFIGURATIONS[base], {

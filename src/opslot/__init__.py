@@ -12,6 +12,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from opslot.models import apply, build_foundation_model, restore
+    from opslot.models.parallelize import parallelize
+    from opslot.ops.cross_entropy_loss import loss_only
     from opslot.slots import (
         KERNEL_REGISTRY,
         HardwareRequirement,
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
         KernelSpec,
         OpsImplementationConfig,
         OpSlot,
+        Requirement,
         bind,
         explain,
-        loss_only,
     )
     from opslot.verify import bisect, verify_kernels
 
@@ -32,11 +34,13 @@ _HOMES = {
     "KernelSpec": "opslot.slots",
     "OpSlot": "opslot.slots",
     "OpsImplementationConfig": "opslot.slots",
+    "Requirement": "opslot.slots",
     "bind": "opslot.slots",
     "explain": "opslot.slots",
-    "loss_only": "opslot.slots",
+    "loss_only": "opslot.ops.cross_entropy_loss",
     "apply": "opslot.models",
     "build_foundation_model": "opslot.models",
+    "parallelize": "opslot.models.parallelize",
     "restore": "opslot.models",
     "bisect": "opslot.verify",
     "verify_kernels": "opslot.verify",
@@ -49,12 +53,14 @@ __all__ = [
     "KernelSpec",
     "OpSlot",
     "OpsImplementationConfig",
+    "Requirement",
     "apply",
     "bind",
     "bisect",
     "build_foundation_model",
     "explain",
     "loss_only",
+    "parallelize",
     "restore",
     "verify_kernels",
 ]

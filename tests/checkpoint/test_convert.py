@@ -30,7 +30,7 @@ def test_every_layout_to_every_other(tmp_path, make_model, same_tensors, first: 
 
 
 def test_there_and_back_is_the_same_folder(tmp_path, make_model) -> None:
-    save_weights(make_model("qwen3_moe"), tmp_path / "a")
+    save_weights(make_model("qwen3_moe"), tmp_path / "a", layout="per_expert")
     (tmp_path / "a" / "tokenizer.json").write_text("{}")
     convert_folder(tmp_path / "a", tmp_path / "b", layout="transposed")
     convert_folder(tmp_path / "b", tmp_path / "c", layout="per_expert")
@@ -49,7 +49,7 @@ def test_what_lies_beside_the_weights(tmp_path, make_model, caplog) -> None:
         (source / folder).mkdir()
         (source / folder / "tool.jinja").write_text("{{ tools }}")
     with caplog.at_level("INFO", logger="opslot"):
-        convert_folder(source, tmp_path / "b", layout="fused")
+        convert_folder(source, tmp_path / "b", layout="stacked")
     assert {path.relative_to(tmp_path / "b").as_posix() for path in (tmp_path / "b").rglob("*") if path.is_file()} == {
         "model.safetensors",
         "config.json",
@@ -68,8 +68,8 @@ def test_sizes_in_words(nbytes: int, words: str) -> None:
 
 
 def test_a_checkpoint_that_transformers_saved(tmp_path, moe_folder, make_model, same_tensors) -> None:
-    convert_folder(moe_folder, tmp_path / "fused", layout="fused")
-    tensors = safetensors.torch.load_file(tmp_path / "fused" / "model.safetensors")
+    convert_folder(moe_folder, tmp_path / "stacked", layout="stacked")
+    tensors = safetensors.torch.load_file(tmp_path / "stacked" / "model.safetensors")
     wanted = make_model("qwen3_moe").state_dict()
     assert tensors.keys() == wanted.keys()
     assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
@@ -77,18 +77,18 @@ def test_a_checkpoint_that_transformers_saved(tmp_path, moe_folder, make_model, 
 
 def test_bad_sources_and_destinations(tmp_path, moe_folder, make_model) -> None:
     with pytest.raises(CheckpointError, match="is not an empty folder"):
-        convert_folder(moe_folder, moe_folder, layout="fused")
+        convert_folder(moe_folder, moe_folder, layout="stacked")
     save_weights(make_model("qwen3"), tmp_path / "dense")
     with pytest.raises(CheckpointError, match="holds no experts"):
-        convert_folder(tmp_path / "dense", tmp_path / "x", layout="fused")
+        convert_folder(tmp_path / "dense", tmp_path / "x", layout="stacked")
     state = make_model("qwen3_moe").state_dict()
-    save_weights(state, tmp_path / "part")
+    save_weights(state, tmp_path / "part", layout="per_expert")
     tensors = safetensors.torch.load_file(tmp_path / "part" / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
     tensors["model.layers.0.mlp.experts.0.up_proj.weight"] = torch.zeros(12, 16, dtype=torch.bfloat16)
     safetensors.torch.save_file(tensors, tmp_path / "part" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"expert 2 lacks up_proj") as caught:
-        convert_folder(tmp_path / "part", tmp_path / "x", layout="fused")
+        convert_folder(tmp_path / "part", tmp_path / "x", layout="stacked")
     assert "experts of several dtypes" in str(caught.value)
     assert not (tmp_path / "x").exists()
 
@@ -103,7 +103,7 @@ def test_a_last_expert_that_is_missing(tmp_path, make_model, layers) -> None:
     gone = tuple(f"model.layers.{layer}.mlp.experts.{last}." for layer in layers)
     safetensors.torch.save_file({k: v for k, v in tensors.items() if not k.startswith(gone)}, file)
     with pytest.raises(CheckpointError) as caught:
-        convert_folder(tmp_path / "part", tmp_path / "x", layout="fused")
+        convert_folder(tmp_path / "part", tmp_path / "x", layout="stacked")
     for layer in layers:
         assert f"layers.{layer}.mlp.experts: expert {last} lacks gate_proj, up_proj, down_proj" in str(caught.value)
     assert not (tmp_path / "x").exists()

@@ -34,7 +34,7 @@ def as_stored(values: dict[str, torch.Tensor], layout: str) -> dict[str, torch.T
     checkpoint: dict[str, torch.Tensor] = {}
     for name, value in values.items():
         prefix, _, tensor = name.rpartition(".")
-        if layout == "fused":
+        if layout == "stacked":
             checkpoint[name] = value
         elif layout == "transposed":
             checkpoint[name] = value.transpose(1, 2).contiguous()
@@ -176,11 +176,11 @@ def test_experts_of_several_dtypes_become_the_widest(narrow_first: bool) -> None
 def test_a_lone_square_tensor_is_refused_until_told() -> None:
     shapes = targets(2, 3, 6)
     name, value = f"{EXPERTS}.gate_up_proj", torch.randn(2, 6, 6)
-    with pytest.raises(CheckpointError, match=r'is square.*layout="fused" or "transposed"'):
+    with pytest.raises(CheckpointError, match=r'is square.*layout="stacked" or "transposed"'):
         ExpertTensorConverter(shapes).convert(name, value)
-    with pytest.raises(CheckpointError, match=r'fit both directions(?s:.*)layout="fused" or "transposed"'):
+    with pytest.raises(CheckpointError, match=r'fit both directions(?s:.*)layout="stacked" or "transposed"'):
         ExpertTensorConverter(shapes).inspect({name: (2, 6, 6)})
-    for layout, wanted in (("fused", value), ("transposed", value.mT)):
+    for layout, wanted in (("stacked", value), ("transposed", value.mT)):
         ((_, found),) = ExpertTensorConverter(shapes, layout).convert(name, value) or ()
         assert torch.equal(found, wanted)
 
@@ -200,10 +200,10 @@ def test_mixed_layouts_are_refused(first: str, second: str) -> None:
 
 def test_a_wrong_explicit_layout_is_refused() -> None:
     shapes = targets(2, 3, 5)
-    with pytest.raises(CheckpointError, match="fused, not transposed"):
+    with pytest.raises(CheckpointError, match="stacked, not transposed"):
         ExpertTensorConverter(shapes, "transposed").inspect(shapes)
-    with pytest.raises(ConfigError, match="'stacked' is unknown; use one of per_expert, fused, transposed"):
-        ExpertTensorConverter(shapes, "stacked")
+    with pytest.raises(ConfigError, match="'diagonal' is unknown; use one of per_expert, stacked, transposed"):
+        ExpertTensorConverter(shapes, "diagonal")
 
 
 def test_experts_that_are_transposed_in_the_model_need_no_converter() -> None:

@@ -37,7 +37,7 @@ def test_transformers_loads_what_we_save(tmp_path, make_model, same_tensors, arc
     assert ours == theirs
 
 
-@pytest.mark.parametrize("layout", ["per_expert", "fused", "transposed"])
+@pytest.mark.parametrize("layout", ["per_expert", "stacked", "transposed"])
 def test_each_layout_comes_back(tmp_path, make_model, same_tensors, layout: str) -> None:
     save_weights(make_model("qwen3_moe"), tmp_path / "x", layout=layout)
     model = make_model("qwen3_moe", device="meta")
@@ -45,8 +45,8 @@ def test_each_layout_comes_back(tmp_path, make_model, same_tensors, layout: str)
     same_tensors(model, make_model("qwen3_moe"))
 
 
-def test_transformers_loads_our_fused_layout(tmp_path, make_model, same_tensors) -> None:
-    save_weights(make_model("qwen3_moe"), tmp_path / "x", layout="fused")
+def test_transformers_loads_our_stacked_layout(tmp_path, make_model, same_tensors) -> None:
+    save_weights(make_model("qwen3_moe"), tmp_path / "x", layout="stacked")
     same_tensors(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x"), make_model("qwen3_moe"))
 
 

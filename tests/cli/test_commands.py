@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -49,15 +50,16 @@ def test_explain_names_what_was_set(folder, capsys):
         (["explain", "/no/such/place"], "no such file or folder"),
         (["explain", "{folder}", "--set", "rms_norm_implementation"], "is not FIELD=VALUE"),
         (["explain", "{folder}", "--set", "rms_norm_implementation=trition"], "did you mean 'triton'"),
-        (["explain", "{folder}", "--set", "moe_implementation=fused_npu"], "needs an NPU"),
+        (["explain", "{folder}", "--set", "moe_implementation=fused_npu"], "requires an NPU"),
         (["explain", "{folder}", "--set", "overrides=eager"], "overrides='eager' must map globs"),
         (["verify", "--op", "nothing"], "unknown op 'nothing'"),
         (["verify", "--op", "rms_norm", "--device", "gpu0"], "device 'gpu0' is none that torch knows"),
         (["verify", "--op", "rms_norm", "--device", "cuda:99"], "device 'cuda:99': the number of GPUs"),
         (["verify", "--op", "rms_nrm"], "did you mean 'rms_norm'?"),
-        (["verify", "--kernel", "nothing"], "no kernel 'nothing' is registered; there are "),
-        (["verify", "--kernel", "torch_fusde"], "no kernel 'torch_fusde' is registered; did you mean 'torch_fused'?"),
-        (["verify", "--op", "rms_norm", "--kernel", "sdpa"], "no kernel 'sdpa' is registered for the op 'rms_norm'"),
+        (["verify", "--op", "attention,rms_nrm"], "did you mean 'rms_norm'?"),
+        (["verify", "--kernel", "nothing"], "unknown kernel 'nothing'"),
+        (["verify", "--kernel", "torch_fusde"], "did you mean 'torch_fused'?"),
+        (["verify", "--op", "rms_norm", "--kernel", "sdpa"], "unknown kernel 'sdpa' for 'rms_norm'"),
         (["verify", "--op", "attention", "--kernel", "cudnn", "--device", "cpu"], "can run on this machine"),
     ],
 )
@@ -108,14 +110,14 @@ def test_convert_there_and_back(folder, tmp_path, capsys):
 
     model = opslot.build_foundation_model(folder)
     save_weights(model, tmp_path / "hub")
-    assert main(["convert", str(tmp_path / "hub"), str(tmp_path / "fused"), "--layout", "fused"]) == 0
-    assert main(["convert", str(tmp_path / "fused"), str(tmp_path / "back"), "--layout", "per_expert"]) == 0
-    fused = load_file(tmp_path / "fused" / "model.safetensors")
-    assert fused["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 32, 32)
+    assert main(["convert", str(tmp_path / "hub"), str(tmp_path / "stacked"), "--layout", "stacked"]) == 0
+    assert main(["convert", str(tmp_path / "stacked"), str(tmp_path / "back"), "--layout", "per_expert"]) == 0
+    stacked = load_file(tmp_path / "stacked" / "model.safetensors")
+    assert stacked["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 32, 32)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hub", "back"))
     assert before.keys() == after.keys()
     assert all((before[name] == after[name]).all() for name in before)
-    assert main(["convert", str(tmp_path / "hub"), str(tmp_path / "fused"), "--layout", "fused"]) == 2
+    assert main(["convert", str(tmp_path / "hub"), str(tmp_path / "stacked"), "--layout", "stacked"]) == 2
     assert "not an empty folder" in capsys.readouterr().err
 
 
@@ -151,15 +153,22 @@ def test_verify_passes_and_fails_by_exit_code(capsys):
 
     assert main(["verify", "--op", "attention", "--kernel", "sdpa"]) == 0
     out = capsys.readouterr().out
-    assert "checks passed" in out
+    assert re.search(r"(\d+) checks against an fp64 reference: \1 passed\n", out)
     KERNEL_REGISTRY.register(KernelSpec("off_by_a_percent", "rms_norm", "unweighted", lambda: _wrong), replace=True)
     try:
         assert main(["verify", "--op", "rms_norm", "--kernel", "off_by_a_percent"]) == 1
         out = capsys.readouterr().out
-        assert "WRONG" in out
+        assert re.search(r"off_by_a_percent +float32 +\d+ +failed +", out)
         assert "FAILED rms_norm/unweighted off_by_a_percent" in out
     finally:
         KERNEL_REGISTRY.unregister("rms_norm", "unweighted", "off_by_a_percent")
+
+
+def test_verify_takes_several_ops(capsys):
+    arguments = ["--kernel", "torch_fused", "--device", "cpu", "--json"]
+    assert main(["verify", "--op", "rms_norm, rotary_pos_emb", *arguments]) == 0
+    ops = [row["op"] for row in json.loads(capsys.readouterr().out)]
+    assert list(dict.fromkeys(ops)) == ["rms_norm", "rotary_pos_emb"]
 
 
 def _wrong(hidden_states, eps):

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from opslot.distributed import clip_grad_norm, get_parallel_state, init_parallel_state, shard_sequence
-from opslot.models.parallelize import parallelize_model
+from opslot.models.parallelize import parallelize
 
 _spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
 tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
@@ -24,7 +24,7 @@ def train(name, sizes):
     base = tiny.build(name)
     torch.manual_seed(3)
     lora = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = parallelize_model(get_peft_model(base, lora), state, activation_checkpointing=True)
+    model = parallelize(get_peft_model(base, lora), state, activation_checkpointing=True)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     history = []
     for step in range(3):

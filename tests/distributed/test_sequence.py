@@ -80,7 +80,7 @@ def test_without_sequence_parallelism_the_batch_is_returned():
     [
         (
             {"attention_mask": torch.ones(1, 1, 2, 2)},
-            r"attention_mask of shape \(1, 1, 2, 2\) for .* \(1, 2\)\n  to do",
+            r"attention_mask of shape \(1, 1, 2, 2\) for .* \(1, 2\)\n  hint",
         ),
         (
             {"attention_mask": {"full_attention": torch.ones(1, 2)}},

@@ -90,10 +90,10 @@ def test_projections_sent_while_others_are_computed(ranks, name):
 def overlapped():
     """Projections, and when the exchanges of what they give begin and end, forward and backward."""
     from opslot.distributed import _collectives, init_parallel_state, shard_sequence
-    from opslot.models.parallelize import parallelize_model
+    from opslot.models.parallelize import parallelize
 
     state = init_parallel_state(device_type="cpu", sp=2)
-    model = parallelize_model(tiny.build("qwen3", num_hidden_layers=1), state, ulysses_overlap=True)
+    model = parallelize(tiny.build("qwen3", num_hidden_layers=1), state, ulysses_overlap=True)
     seen = []
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         model.get_submodule(f"model.layers.0.self_attn.{name}").register_forward_hook(lambda *_, n=name: seen.append(n))
@@ -120,7 +120,7 @@ def test_transfers_begin_before_the_next_projection(ranks):
 
 def wrong_options(case):
     from opslot.distributed import init_parallel_state, shard_sequence
-    from opslot.models.parallelize import parallelize_model
+    from opslot.models.parallelize import parallelize
 
     state = init_parallel_state(device_type="cpu", sp=2)
     model = tiny.build("qwen3")
@@ -128,7 +128,7 @@ def wrong_options(case):
         for layer in model.model.layers:
             layer.self_attn.k_proj = None
     pipeline = 2 if case == "pipeline" else 1
-    parallelize_model(model, state, ulysses_overlap=True, ulysses_pipeline=pipeline)
+    parallelize(model, state, ulysses_overlap=True, ulysses_pipeline=pipeline)
     if case == "changed":
         model.model.layers[0].self_attn.q_norm.register_forward_hook(lambda m, a, out: out + 1)
         model(**shard_sequence({"input_ids": tiny.rows(0)["input_ids"]}, state), use_cache=False)
@@ -138,7 +138,7 @@ def wrong_options(case):
     ("case", "message"),
     [
         ("no projections", r"Qwen3ForCausalLM has no attention with q_proj, k_proj.*\n  hint: set ulysses_overlap to"),
-        ("pipeline", r"cannot be taken in 2 parts\n  hint: set ulysses_pipeline to 1"),
+        ("pipeline", r"cannot be taken in 2 chunks\n  hint: set ulysses_pipeline to 1"),
         (
             "changed",
             r"the query was changed between its projection.*\n  hint: set ulysses_overlap to False",
@@ -152,10 +152,10 @@ def test_what_cannot_overlap_is_refused(ranks, rank_failed, case, message):
 
 def without(entry):
     from opslot.distributed import init_parallel_state, shard_sequence
-    from opslot.models.parallelize import parallelize_model
+    from opslot.models.parallelize import parallelize
 
     state = init_parallel_state(device_type="cpu", sp=2)
-    model = parallelize_model(tiny.build("qwen3"), state)
+    model = parallelize(tiny.build("qwen3"), state)
     whole = {**shard_sequence(tiny.rows(0), state), "num_items_in_batch": torch.tensor(30)}
     model(**{name: value for name, value in whole.items() if name != entry})
 
@@ -179,9 +179,9 @@ def noticed():
     import logging
 
     from opslot.distributed import init_parallel_state
-    from opslot.models.parallelize import parallelize_model
+    from opslot.models.parallelize import parallelize
 
-    model = parallelize_model(tiny.build("qwen3"), init_parallel_state(device_type="cpu"))
+    model = parallelize(tiny.build("qwen3"), init_parallel_state(device_type="cpu"))
     batch, counts, lines = tiny.rows(0), [], []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

@@ -108,7 +108,7 @@ def train(
         init_parallel_state,
         shard_sequence,
     )
-    from opslot.models.parallelize import parallelize_model
+    from opslot.models.parallelize import parallelize
 
     if sizes is not None:
         init_parallel_state(device_type=device, **sizes)
@@ -119,7 +119,7 @@ def train(
     if one_expert_for_all:
         for layer in model.model.layers:
             layer.mlp.gate.weight.requires_grad_(False).zero_()
-    parallelize_model(model, state, **(options or {}))
+    parallelize(model, state, **(options or {}))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     own = micro_batches // state.dp_size
     start = _restore(load, model, optimizer) if load else 0

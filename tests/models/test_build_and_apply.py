@@ -182,7 +182,7 @@ def test_apply_leaves_a_sibling_of_the_same_config_alone():
 
 def test_apply_is_all_or_nothing():
     model = upstream("qwen3")
-    with pytest.raises(ConfigError, match="needs an NPU"):
+    with pytest.raises(ConfigError, match="requires an NPU"):
         opslot.apply(model, {"rms_norm_implementation": "npu"})
     assert type(model) is transformers.Qwen3ForCausalLM
     assert type(model.model.norm).__module__.startswith("transformers.")
@@ -360,7 +360,7 @@ def test_a_head_wrapped_after_binding_is_refused_when_named_and_served_under_aut
         if served:
             assert peft(input_ids=ids, labels=ids).logits is not None
         else:
-            with pytest.raises(KernelError, match="more than a product with its weight"):
+            with pytest.raises(KernelError, match="more than a matmul with its weight"):
                 peft(input_ids=ids, labels=ids)
 
 

@@ -199,7 +199,7 @@ class FusedLoss:
         self.serves = serves
         self.calls: list[dict[str, Any]] = []
 
-    def serves_head(self, model: Any, head: Any) -> bool:
+    def can_serve(self, model: Any, head: Any) -> bool:
         return self.serves
 
     def __call__(self, hidden_states, weight, labels, **kwargs):

@@ -79,7 +79,7 @@ def test_fused_sum_gives_the_gradients_of_the_two_steps(arch, calls):
 
 def test_explain_shows_where_it_stands():
     rows = [r for r in opslot.explain(build(TRITON)) if r.variant == "residual"]
-    assert [(r.site, r.chosen, r.why) for r in rows] == [
+    assert [(r.slot, r.chosen, r.why) for r in rows] == [
         ("LlamaDecoderLayer.rms_norm", "triton", "named by rms_norm_implementation")
     ]
     assert rows[0].modules == ("model.layers.0", "model.layers.1")

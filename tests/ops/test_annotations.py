@@ -39,7 +39,7 @@ def test_some_modules_hold_kernels():
     assert len(let_off()) > 10
 
 
-@pytest.mark.parametrize("file", let_off(), ids=lambda file: str(file.relative_to(ROOT / "src/opslot/ops")))
+@pytest.mark.parametrize("file", let_off(), ids=lambda file: str(file.relative_to(ROOT / "src/opslot")))
 def test_functions_beside_kernels_have_types(file):
     assert not list(untyped(ast.parse(file.read_text())))
 

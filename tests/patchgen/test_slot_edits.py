@@ -279,7 +279,7 @@ def test_slot_loss_causal(rewrite, patch, logits, head_input, call, rest):
         hidden_states = self.model(x)
         # --- Patch.1 ---
         loss_kernel = self._opslot_cross_entropy_loss if labels is not None else None
-        if loss_kernel is not None and loss_kernel.serves_head(self, self.lm_head):
+        if loss_kernel is not None and loss_kernel.can_serve(self, self.lm_head):
             logits = None
             loss = loss_kernel({head_input}, self.lm_head.weight, labels{rest})
         else:

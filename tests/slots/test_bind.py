@@ -32,7 +32,7 @@ def test_binding_lives_on_instances(model):
 def test_explain_groups_sites_and_says_why(model):
     report = bind(model)
     (row,) = report.rows
-    assert row.site == "Doubler.toy"
+    assert row.slot == "Doubler.toy"
     assert row.modules == ("0", "1.0", "1.1")
     assert row.chosen == "fast"
     assert explain(model) is report
@@ -50,8 +50,8 @@ def test_glob_binds_one_layer_apart(model):
 def test_a_glob_that_reaches_nothing_is_told(model):
     report = bind(model, {"overrides": {"layers.*": {"toy_double_implementation": "eager"}}})
     absent = [row for row in report if row.chosen == "absent"]
-    assert [(row.site, row.op) for row in absent] == [("layers.*", "toy_double")]
-    assert "no such slot is at a module path like this" in str(report)
+    assert [(row.slot, row.op) for row in absent] == [("layers.*", "toy_double")]
+    assert "no module path like this has the op" in str(report)
 
 
 def test_copies_pickles_and_state_dict_keep_the_binding(model):
@@ -116,7 +116,7 @@ def test_a_field_for_an_absent_op_is_listed_as_absent(model):
 
 @pytest.mark.parametrize("dtype", ["float32", torch.int8])
 def test_a_dtype_that_is_none_is_refused(model, dtype):
-    with pytest.raises(ConfigError, match=r"is no floating dtype of torch; pass torch\.bfloat16"):
+    with pytest.raises(ConfigError, match=r"is not a floating dtype of torch; pass torch\.bfloat16"):
         bind(model, dtype=dtype)
 
 
@@ -173,14 +173,14 @@ def test_a_fused_loss_refuses_heads_it_would_get_wrong(head, loss, reason):
     from opslot._base.errors import KernelError
 
     model = head_model(head, loss)
-    assert not BoundKernel("cross_entropy_loss", "causal", "chunk_loss", False, print).serves_head(model, head)
+    assert not BoundKernel("cross_entropy_loss", "causal", "chunk_loss", False, print).can_serve(model, head)
     with pytest.raises(KernelError, match=reason):
-        BoundKernel("cross_entropy_loss", "causal", "chunk_loss", True, print).serves_head(model, head)
+        BoundKernel("cross_entropy_loss", "causal", "chunk_loss", True, print).can_serve(model, head)
 
 
 def test_a_plain_head_is_served():
     head = nn.Linear(2, 3, bias=False)
-    assert BoundKernel("cross_entropy_loss", "causal", "chunk_loss", True, print).serves_head(head_model(head), head)
+    assert BoundKernel("cross_entropy_loss", "causal", "chunk_loss", True, print).can_serve(head_model(head), head)
 
 
 @pytest.mark.parametrize("explicit", [False, True])
@@ -189,18 +189,18 @@ def test_evaluation_makes_logits_unless_only_the_loss_is_asked_for(explicit):
     model = head_model(head)
     kernel = BoundKernel("cross_entropy_loss", "causal", "chunk_loss", explicit, print)
     model.eval()
-    assert kernel.serves_head(model, head)
+    assert kernel.can_serve(model, head)
     with torch.no_grad():
-        assert not kernel.serves_head(model, head)
+        assert not kernel.can_serve(model, head)
         model.train()
-        assert kernel.serves_head(model, head)
+        assert kernel.can_serve(model, head)
 
 
 def on_a_gpu(model, ops, monkeypatch):
     """Bind as if the model were on a GPU."""
     gpu = DeviceFacts("gpu", (9, 0), "a GPU")
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["opslot.slots.bind"], "facts_of", lambda device: gpu)
+        patch.setattr(sys.modules["opslot.slots.binding"], "facts_of", lambda device: gpu)
         patch.setattr(sys.modules["opslot.slots.config"], "machine_devices", lambda: (gpu,))
         return bind(model, ops)
 
@@ -239,7 +239,7 @@ def test_a_model_that_moved_before_it_was_compiled_chooses_again(model, monkeypa
 def test_a_named_kernel_that_the_new_device_lacks_is_an_error(model, monkeypatch):
     KERNEL_REGISTRY.register(KernelSpec("gpu_best", "toy_double", "standard", lambda: fast, HardwareRequirement("gpu")))
     on_a_gpu(model, {"toy_double_implementation": "gpu_best"}, monkeypatch)
-    with pytest.raises(ConfigError, match=r"toy_double_implementation=.gpu_best. .*needs a GPU, this is CPU"):
+    with pytest.raises(ConfigError, match=r"toy_double_implementation=.gpu_best. .*requires a GPU, this is CPU"):
         model(torch.randn(3))
 
 

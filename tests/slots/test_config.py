@@ -41,9 +41,9 @@ def test_one_error_lists_every_problem(toy, monkeypatch):
     text = str(caught.value)
     assert "3 problems" in text
     assert "did you mean rms_norm_implementation" in text
-    assert "needs the package no_such_package_x" in text
+    assert "requires the package no_such_package_x" in text
     assert "usable here: auto, eager, fast" in text
-    assert "gpu_only: needs an NPU" in text
+    assert "gpu_only: requires an NPU" in text
     assert "did you mean 'fused_triton'" in text
 
 
@@ -70,8 +70,8 @@ def test_veomni_preset_names_gpu_kernels_or_says_why_not(monkeypatch):
         pytest.skip("a GPU may have them")
     with pytest.raises(ConfigError) as caught:
         OpsImplementationConfig(preset="veomni")
-    assert "attn_implementation='flash_attention_2': needs a GPU" in str(caught.value)
-    assert "moe_implementation='fused_triton': needs a GPU" in str(caught.value)
+    assert "attn_implementation='flash_attention_2': requires a GPU" in str(caught.value)
+    assert "moe_implementation='fused_triton': requires a GPU" in str(caught.value)
 
 
 def test_overrides_by_glob_last_match_wins(toy):

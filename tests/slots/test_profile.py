@@ -64,7 +64,7 @@ def test_auto_takes_what_was_fastest_at_its_shape(shaped, file):
     assert dict(report.rows[0].rejected)["fast"] == "1.5 ms here"
     assert dict(report.rows[0].rejected)["eager"] == "2 ms here"
     assert report.rows[1].why.startswith("fastest measured here: 0.5 ms (512 tokens")
-    assert report.rows[2].why == "fastest measured on cpu (rank 10)", "the ranks hold where nothing was measured"
+    assert report.rows[2].why == "highest priority, 10", "the ranks hold where nothing was measured"
     assert f"profile {file}: 2 shapes measured here" in str(report)
 
 
@@ -146,7 +146,7 @@ def test_times_that_nothing_takes_are_told_and_never_chosen_by(shaped, file, mon
     data["machines"][0]["timings"][0].update(change)
     file.write_text(json.dumps(data))
     report = bind(Doubler())
-    assert report.rows[0].why == "fastest measured on cpu (rank 10)"
+    assert report.rows[0].why == "highest priority, 10"
     assert said in report.note
     with pytest.raises(ConfigError, match=r"no profile of opslot's.*\n  hint: delete the file"):
         write_profile([], CPU)

@@ -1,14 +1,18 @@
 import sys
+import tomllib
+from pathlib import Path
 
+import packaging.requirements
 import pytest
 import torch
 
-from opslot import KERNEL_REGISTRY, HardwareRequirement, KernelSpec
+from opslot import KERNEL_REGISTRY, HardwareRequirement, KernelSpec, Requirement
 from opslot._base.device import CPU, DeviceFacts
 from opslot._base.errors import ConfigError, KernelError
 from opslot.slots import KernelRegistry, KernelRequest
 
 H200 = DeviceFacts("gpu", (9, 0), "NVIDIA H200")
+ROOT = Path(__file__).parents[2]
 
 
 def right(x, scale=2.0):
@@ -92,19 +96,19 @@ def test_auto_takes_the_highest_usable_rank_and_says_why_not_the_others(toy):
     assert r.chosen == "fast"
     assert not r.explicit
     reasons = dict(r.rejected)
-    assert "needs an NPU" in reasons["gpu_only"]
+    assert "requires an NPU" in reasons["gpu_only"]
     assert "no_such_package_x" in reasons["needs_package"]
     assert "not measured faster" in reasons["unranked"]
-    assert "slower" in reasons["eager"]
+    assert reasons["eager"] == "lower priority, 0"
 
 
 def test_explicit_unusable_kernel_lists_alternatives(toy):
     with pytest.raises(ConfigError) as caught:
         KERNEL_REGISTRY.resolve(KernelRequest(toy.name, "standard", CPU), "needs_package")
     text = str(caught.value)
-    assert "needs the package no_such_package_x" in text
+    assert "requires the package no_such_package_x" in text
     assert "usable here: eager, fast, unranked" in text
-    assert "gpu_only: needs an NPU" in text
+    assert "gpu_only: requires an NPU" in text
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,7 @@ def test_explicit_unusable_kernel_lists_alternatives(toy):
         (HardwareRequirement("gpu", 90), H200, None),
         (HardwareRequirement("gpu", "10.0"), H200, "10.0 or higher"),
         (HardwareRequirement("gpu", None, (8, 9)), H200, "8.9 or lower"),
-        (HardwareRequirement("gpu"), CPU, "needs a GPU"),
+        (HardwareRequirement("gpu"), CPU, "requires a GPU"),
         (HardwareRequirement("any"), CPU, None),
     ],
 )
@@ -125,11 +129,11 @@ def test_hardware(requirement, device, reason):
 
 
 def test_bad_requirements_are_refused():
-    with pytest.raises(ConfigError, match="use one of"):
+    with pytest.raises(ConfigError, match="unknown device_type 'tpu'"):
         HardwareRequirement("tpu")
     with pytest.raises(ConfigError, match="property of GPUs"):
         HardwareRequirement("cpu", (8, 0))
-    with pytest.raises(ConfigError, match="own choice"):
+    with pytest.raises(ConfigError, match="is reserved"):
         KernelSpec("auto", "toy", "standard", lambda: right)
     with pytest.raises(ConfigError, match=r"min_compute_capability 9\.0 is above max_compute_capability 8\.0"):
         HardwareRequirement("gpu", 90, 80)
@@ -137,7 +141,7 @@ def test_bad_requirements_are_refused():
 
 @pytest.mark.parametrize("capability", [9, 8.9, "sm_90", (9,), (9, "a"), True])
 def test_a_capability_that_is_none_is_refused(capability):
-    with pytest.raises(ConfigError, match=r"min_compute_capability=.* is no compute capability"):
+    with pytest.raises(ConfigError, match=r"min_compute_capability=.* is not a valid compute capability"):
         HardwareRequirement("gpu", capability)
 
 
@@ -151,8 +155,10 @@ def test_a_capability_that_is_none_is_refused(capability):
         ("priority", "high"),
         ("priority", {"gpu": "high"}),
         ("priority", {"tpu": 3}),
+        ("priority", {9: 3}),
         ("requires", None),
         ("requires", (1,)),
+        ("requires", ("",)),
         ("dtypes", torch.float32),
         ("dtypes", {"float32"}),
     ],
@@ -180,8 +186,8 @@ def test_dtype_and_supports_come_after_hardware(toy):
     ("told", "said"),
     [
         (lambda request: 1 / 0, r"supports\(\) raised ZeroDivisionError"),
-        (lambda request: True, r"supports\(\) returned True, where None means"),
-        (lambda request: False, r"supports\(\) returned False, where None means"),
+        (lambda request: True, r"supports\(\) returned True; it must return None"),
+        (lambda request: False, r"supports\(\) returned False; it must return None"),
     ],
     ids=["raises", "True", "False"],
 )
@@ -197,8 +203,8 @@ def test_supports_that_answers_otherwise_is_the_reason_and_keeps_no_other_kernel
     ("priority", "said"),
     [
         (lambda request: 1 / 0, "priority() raised ZeroDivisionError"),
-        (lambda request: "high", "priority() raised TypeError: it returned 'high', neither a number nor None"),
-        (lambda request: {"cpu": 99}, "it returned {'cpu': 99}, neither a number nor None"),
+        (lambda request: "high", "priority() raised TypeError: it returned 'high', expected a number or None"),
+        (lambda request: {"cpu": 99}, "it returned {'cpu': 99}, expected a number or None"),
     ],
     ids=["raises", "text", "mapping"],
 )
@@ -211,7 +217,7 @@ def test_a_priority_that_gives_no_number_is_a_reason(toy, priority, said):
 
 def test_cuda_in_a_priority_is_a_gpu(toy):
     spec = KernelSpec("mine", toy.name, "standard", lambda: right, priority={"cuda": 7})
-    assert spec.priority_for(KernelRequest(toy.name, "standard", H200)) == 7
+    assert spec.priority_for(KernelRequest(toy.name, "standard", H200)).value == 7
 
 
 def test_priority_may_depend_on_the_request(toy):
@@ -221,6 +227,144 @@ def test_priority_may_depend_on_the_request(toy):
     KERNEL_REGISTRY.register(spec)
     assert KERNEL_REGISTRY.resolve(KernelRequest(toy.name, "standard", CPU, torch.float16)).chosen == "wide"
     assert KERNEL_REGISTRY.resolve(KernelRequest(toy.name, "standard", CPU, torch.float32)).chosen == "fast"
+
+
+A100, L40S, B200 = (
+    DeviceFacts("gpu", capability, name)
+    for capability, name in [((8, 0), "NVIDIA A100"), ((8, 9), "NVIDIA L40S"), ((10, 0), "NVIDIA B200")]
+)
+
+
+@pytest.fixture
+def measured(toy):
+    """The toy op with kernels measured on an H200: two portable ones, and a faster one tuned for its architecture."""
+    for name, priority, portable in [("slow", 60, True), ("good", 80, True), ("tuned", 90, False)]:
+        hardware = HardwareRequirement("gpu", (8, 0))
+        KERNEL_REGISTRY.register(
+            KernelSpec(
+                name, toy.name, "standard", lambda: right, hardware, priority={(9, 0): priority}, portable=portable
+            )
+        )
+    KERNEL_REGISTRY.unregister(toy.name, "standard", "fast")
+    return toy
+
+
+def test_priority_of_the_measured_gpu_names_it(measured):
+    found = KERNEL_REGISTRY.resolve(KernelRequest(measured.name, "standard", H200))
+    assert (found.chosen, found.why) == ("tuned", "fastest measured on NVIDIA H200 (sm_90), priority 90")
+    reasons = dict(found.rejected)
+    assert reasons["good"] == "slower on NVIDIA H200 (sm_90), priority 80"
+    assert reasons["eager"] == "slower on NVIDIA H200 (sm_90), priority 0"
+    assert reasons["unranked"] == "usable, but not measured faster than eager on sm_90"
+
+
+@pytest.mark.parametrize(("device", "name"), [(A100, "sm_80"), (L40S, "sm_89"), (B200, "sm_100")])
+def test_unmeasured_gpu_uses_portable_kernels_and_says_so(measured, device, name):
+    found = KERNEL_REGISTRY.resolve(KernelRequest(measured.name, "standard", device))
+    assert found.chosen == "good"
+    assert found.why == (
+        f"highest priority, 80; not measured on {name}, ordered as measured on NVIDIA H200 (sm_90); "
+        "run `opslot bench --tune` to measure this GPU"
+    )
+    reasons = dict(found.rejected)
+    assert reasons["slow"] == "lower priority, 60, measured on NVIDIA H200 (sm_90)"
+    assert reasons["tuned"] == (
+        "usable, but measured on NVIDIA H200 (sm_90) only; name it, or run `opslot bench --tune`"
+    )
+    assert KERNEL_REGISTRY.resolve(KernelRequest(measured.name, "standard", device), "tuned").chosen == "tuned"
+
+
+def test_gpu_priorities_do_not_hold_on_cpu(measured):
+    found = KERNEL_REGISTRY.resolve(KernelRequest(measured.name, "standard", CPU))
+    assert (found.chosen, found.why) == ("eager", "no usable kernel was measured faster than eager on CPU")
+
+
+def test_priority_measured_on_cpu_says_so(measured):
+    spec = KernelSpec("host", measured.name, "standard", lambda: right, priority={"cpu": 60})
+    KERNEL_REGISTRY.register(spec)
+    found = KERNEL_REGISTRY.resolve(KernelRequest(measured.name, "standard", CPU))
+    assert (found.chosen, found.why) == ("host", "fastest measured on CPU, priority 60")
+    assert dict(found.rejected)["eager"] == "slower on CPU, priority 0"
+    assert spec.priority_for(KernelRequest(measured.name, "standard", H200)) is None
+
+
+def test_priority_measured_here_precedes_a_higher_one_of_another_gpu(measured):
+    spec = KernelSpec("here", measured.name, "standard", lambda: right, priority={"8.0": 10}, portable=True)
+    KERNEL_REGISTRY.register(spec)
+    found = KERNEL_REGISTRY.resolve(KernelRequest(measured.name, "standard", A100))
+    assert (found.chosen, found.why) == ("here", "fastest measured on sm_80, priority 10")
+
+
+def test_nearest_measured_gpu_decides():
+    spec = KernelSpec("mine", "toy", "standard", lambda: right, priority={80: 1, 90: 2, 120: 3}, portable=True)
+    found = [spec.priority_for(KernelRequest("toy", "standard", gpu)) for gpu in (A100, L40S, B200)]
+    h200 = "NVIDIA H200 (sm_90)"
+    assert [(p.value, p.measured_on) for p in found] == [(1, "sm_80"), (2, h200), (2, h200)]
+
+
+def test_builtin_triton_kernels_are_selected_on_every_gpu(monkeypatch):
+    monkeypatch.setattr("opslot.slots.spec.has_package", lambda name: True)
+    monkeypatch.setattr("opslot.slots.spec.package_version", lambda name: None)
+    chosen = {}
+    for device in (A100, L40S, H200, B200):
+        for op, variant in [("rms_norm", "standard"), ("attention", "causal"), ("moe_experts", "standard")]:
+            request = KernelRequest(op, variant, device, torch.bfloat16)
+            chosen[op, device.capability] = KERNEL_REGISTRY.resolve(request).chosen
+    assert {chosen["rms_norm", gpu.capability] for gpu in (A100, L40S, H200, B200)} == {"triton"}
+    assert chosen["attention", (9, 0)] == "flash_attention_4"
+    assert {chosen["attention", gpu.capability] for gpu in (A100, L40S, B200)} == {"sdpa"}
+    assert chosen["moe_experts", (9, 0)] == "fused_quack"
+    assert {chosen["moe_experts", gpu.capability] for gpu in (A100, L40S, B200)} == {"fused_triton"}
+
+
+@pytest.mark.parametrize(
+    ("requirement", "present", "version", "reason"),
+    [
+        (Requirement("quack", "quack-kernels", ">=0.5"), True, "0.4.1", "requires quack-kernels>=0.5, found 0.4.1"),
+        (Requirement("quack", "quack-kernels", ">=0.5"), True, "0.5.0", None),
+        (Requirement("quack", "quack-kernels", ">=0.5"), True, "0.6.0.dev3+gitabc", None),
+        (Requirement("quack", "quack-kernels", ">=0.5"), False, None, "requires quack-kernels>=0.5, not installed"),
+        (Requirement("quack", "quack-kernels"), True, "0.1", None),
+        (Requirement("quack", "quack-kernels"), False, None, "requires the package quack, not installed"),
+        (Requirement("triton", version=">=3.4"), True, None, None),
+        (Requirement("triton", version=">=3.4"), True, "3.3.1", "requires triton>=3.4, found 3.3.1"),
+    ],
+)
+def test_requirement_checks_module_and_version(monkeypatch, requirement, present, version, reason):
+    monkeypatch.setattr("opslot.slots.spec.has_package", lambda name: present)
+    monkeypatch.setattr("opslot.slots.spec.package_version", lambda name: version)
+    assert requirement.unsupported() == reason
+    spec = KernelSpec("mine", "toy", "standard", lambda: right, requires=requirement)
+    assert spec.unsupported(KernelRequest("toy", "standard", CPU)) == reason
+    assert spec.modules == {requirement.module}
+
+
+def test_string_requires_a_module_of_any_version():
+    spec = KernelSpec("mine", "toy", "standard", lambda: right, requires=("torch", "yaml"))
+    assert spec.requires == (Requirement("torch", "torch", ""), Requirement("yaml", "yaml", ""))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"module": ""}, "Requirement.module must be the name of a package"),
+        ({"module": "quack", "version": "0.5"}, "Requirement.version must be a version specifier, .* got '0.5'"),
+        ({"module": "quack", "version": 0.5}, "Requirement.version must be a string, got 0.5"),
+    ],
+)
+def test_invalid_requirement_raises(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        Requirement(**fields)
+
+
+def test_extras_state_the_versions_that_kernels_require():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    stated = {packaging.requirements.Requirement(line).name: line for lines in extras.values() for line in lines}
+    required = {r for spec in KERNEL_REGISTRY.specs() for r in spec.requires if r.version}
+    lowest = {r.distribution: min(x.version for x in required if x.distribution == r.distribution) for r in required}
+    assert lowest == {"triton": ">=3.4", "liger-kernel": ">=0.8", "quack-kernels": ">=0.5"}
+    for distribution, version in lowest.items():
+        assert stated[distribution].partition(";")[0] == f"{distribution}{version}"
 
 
 def test_entry_points_register_and_a_broken_one_only_warns(toy, monkeypatch, caplog):

@@ -162,7 +162,7 @@ def test_sizes_that_do_not_fit_the_processes(settings, tmp_path, monkeypatch, pr
     [
         ({"RANK": "1"}, "RANK=1, but WORLD_SIZE is not set"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR and MASTER_PORT are not set"),
-        ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many', which is no number"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many', which is not a number"),
     ],
 )
 def test_half_a_launchers_environment(train, tmp_path, monkeypatch, environment, message):

@@ -1,5 +1,6 @@
 import json
 import os
+import pickle
 import random
 import shutil
 import threading
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from opslot._base.errors import CheckpointError
+from opslot.checkpoint import training_state
 from opslot.trainer import checkpointing
 from opslot.trainer.random_states import random_states, restore_random_states
 from opslot.trainer.saver import CheckpointSaver
@@ -29,12 +31,16 @@ def trained(seed):
 
 
 def save(folder, step, keep=None, seed=0):
-    return checkpointing.save_checkpoint(folder, step, *trained(seed), {"data": 1}, {"rows": []}, keep=keep)
+    return checkpointing.write_snapshot(folder, snapshot(step, *trained(seed)), keep)
+
+
+def snapshot(step, model, optimizer):
+    return checkpointing.take_snapshot(step, model, optimizer, {"tokens_seen": 9}, {"rows": []})
 
 
 def test_tensors_and_optimizer_come_back_bit_for_bit(tmp_path):
     model, optimizer = trained(0)
-    folder = checkpointing.save_checkpoint(tmp_path, 3, model, optimizer, {"tokens_seen": 9}, {"rows": []})
+    folder = checkpointing.write_snapshot(tmp_path, snapshot(3, model, optimizer))
     other, other_optimizer = trained(1)
     checkpointing.load_checkpoint(folder, other, other_optimizer)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
@@ -61,8 +67,8 @@ def test_a_save_that_fails_leaves_the_earlier_ones(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpointing, "write_json", full)
-    with pytest.raises(CheckpointError, match=r"step 2 cannot be written .*No space left"):
+    monkeypatch.setattr(training_state, "write_json", full)
+    with pytest.raises(CheckpointError, match=r"step 2 cannot be written .*\n  found: .*No space left"):
         save(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
@@ -110,21 +116,21 @@ def mix(folder, other):
 
 
 def empty(folder, _other):
-    (folder / checkpointing.STATE_FILE).write_text("{}")
+    (folder / training_state.STATE_FILE).write_text("{}")
 
 
 def another_step(folder, _other):
-    state = json.loads((folder / checkpointing.STATE_FILE).read_text())
+    state = json.loads((folder / training_state.STATE_FILE).read_text())
     state["step"] += 1
-    (folder / checkpointing.STATE_FILE).write_text(json.dumps(state))
+    (folder / training_state.STATE_FILE).write_text(json.dumps(state))
 
 
 def listing(folder, _other):
-    (folder / checkpointing.STATE_FILE).write_text("[]")
+    (folder / training_state.STATE_FILE).write_text("[]")
 
 
 def other_kernels(folder, _other):
-    (folder / checkpointing.KERNELS_FILE).write_text('{"kernels": []}')
+    (folder / training_state.KERNELS_FILE).write_text('{"kernels": []}')
 
 
 @pytest.mark.parametrize(
@@ -137,7 +143,7 @@ def other_kernels(folder, _other):
         (truncate, r"__0_0.distcp has 1,000 bytes, but [\d,]+ were written"),
         (flip, "__0_0.distcp is not the file that was written"),
         (mix, "__0_0.distcp is not the file that was written"),
-        (empty, "trainer_state.json without step, random"),
+        (empty, "trainer_state.json without step, random, files, crc32"),
     ],
 )
 def test_damage_is_told_before_anything_is_loaded(tmp_path, damage, message):
@@ -145,27 +151,159 @@ def test_damage_is_told_before_anything_is_loaded(tmp_path, damage, message):
     damage(folder, other)
     model, optimizer = trained(3)
     before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(CheckpointError, match=rf"step_00000002 cannot be read; (.*\n)*.*{message}"):
+    with pytest.raises(CheckpointError, match=rf"step_00000002 cannot be read(.*\n)*.*{message}"):
         checkpointing.load_checkpoint(folder, model, optimizer)
     assert all(map(torch.equal, before, model.parameters()))
+
+
+class Planted:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.file}",)
+
+
+def resealed(folder, **entries):
+    """Record the current files of a checkpoint as the ones that were written, with other `entries` of the state."""
+    state = json.loads((folder / training_state.STATE_FILE).read_text())
+    files = {name: training_state._facts(folder / name) for name in state["files"]}
+    state = {name: value for name, value in {**state, "files": files, **entries}.items() if name != "crc32"}
+    state["crc32"] = training_state._checksum_of(state)
+    (folder / training_state.STATE_FILE).write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_code_in_the_metadata_is_not_run(tmp_path, wrapped):
+    """Alone, or in what is otherwise the metadata that was written."""
+    folder = save(tmp_path, 1)
+    planted = Planted(tmp_path / "ran")
+    if wrapped:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        metadata.planner_data = planted
+        planted = metadata
+    (folder / ".metadata").write_bytes(pickle.dumps(planted))
+    resealed(folder)
+    with pytest.raises(CheckpointError, match=r"refers to code .*\n  found: (posix|nt).system\n  hint: "):
+        checkpointing.load_checkpoint(folder, *trained(0))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_in_a_value_is_not_run(tmp_path):
+    """Settings of the optimizer are pickled too."""
+    model, optimizer = trained(0)
+    optimizer.param_groups[0]["lr"] = Planted(tmp_path / "ran")
+    folder = checkpointing.write_snapshot(tmp_path, snapshot(1, model, optimizer))
+    with pytest.raises(CheckpointError, match=r"optimizer\.param_groups.*\.lr is not plain data"):
+        checkpointing.load_checkpoint(folder, *trained(0))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", pickle.dumps([1, 2]), pickle.dumps(torch.Size([1]))])
+def test_metadata_of_something_else_is_an_error(tmp_path, data):
+    folder = save(tmp_path, 1)
+    (folder / ".metadata").write_bytes(data)
+    resealed(folder)
+    with pytest.raises(CheckpointError, match="is not the metadata of a checkpoint"):
+        checkpointing.load_checkpoint(folder, *trained(0))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"step": "1"},
+        {"step": -1},
+        {"step": 1.5},
+        {"step": True},
+        {"random": "x"},
+        {"random": [1]},
+        {"files": [1]},
+        {"files": {"../secret": {"bytes": 1, "crc32": "x"}}},
+        {"files": {"kernels.json": 7}},
+        {"files": {}},
+        {"tokens_seen": "many"},
+    ],
+)
+def test_forged_state_is_an_error(tmp_path, entries):
+    folder = save(tmp_path, 1)
+    resealed(folder, **entries)
+    with pytest.raises(CheckpointError, match=r"step_00000001 cannot be read\n  found: "):
+        checkpointing.read_state(folder)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "", "\xff", '{"step": 1e999}'])
+def test_state_that_is_not_json_is_an_error(tmp_path, text):
+    folder = save(tmp_path, 1)
+    (folder / training_state.STATE_FILE).write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match="step_00000001 cannot be read"):
+        checkpointing.read_state(folder)
+
+
+@pytest.mark.parametrize("name", [training_state.STATE_FILE, training_state.KERNELS_FILE, "__0_0.distcp", ".metadata"])
+def test_folder_in_place_of_a_file_is_an_error(tmp_path, name):
+    folder = save(tmp_path, 1)
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    with pytest.raises(CheckpointError, match="step_00000001 cannot be read"):
+        checkpointing.load_checkpoint(folder, *trained(0))
+
+
+@pytest.mark.parametrize(
+    "states",
+    [{}, {"python": 1, "numpy": 2, "torch": 3}, {"python": [3, [1], None], "numpy": [], "torch": "zz"}],
+)
+def test_forged_random_states_are_an_error(states):
+    with pytest.raises(CheckpointError, match="random states"):
+        restore_random_states(states)
+
+
+def test_rotation_leaves_copies_under_other_names(tmp_path):
+    save(tmp_path, 1)
+    for name in ("step_00000001_best", "step_9", "step_000000009", "best"):
+        shutil.copytree(tmp_path / "step_00000001", tmp_path / name)
+    for step in (2, 3):
+        save(tmp_path, step, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "best",
+        "step_000000009",
+        "step_00000001_best",
+        "step_00000003",
+        "step_9",
+    ]
+    assert [path.name for path in checkpointing.find_checkpoints(tmp_path)] == ["step_00000003"]
+
+
+def test_steps_of_nine_digits_are_the_newest(tmp_path):
+    for step in (99_999_999, 100_000_000):
+        save(tmp_path, step)
+    found = [path.name for path in checkpointing.find_checkpoints(tmp_path)]
+    assert found == ["step_99999999", "step_100000000"]
+
+
+def test_checkpoint_under_another_name_is_complete_and_loaded(tmp_path):
+    folder = save(tmp_path, 1).rename(tmp_path / "best")
+    assert checkpointing.is_complete(folder)
+    model, optimizer = trained(3)
+    checkpointing.load_checkpoint(folder, model, optimizer)
+    assert torch.equal(model[1].weight, trained(0)[0][1].weight)
+    save(tmp_path, 2)
+    assert [path.name for path in checkpointing.newer_checkpoints(folder)] == ["step_00000002"]
 
 
 @pytest.fixture
 def held_back(monkeypatch):
     """Saves stop before they are complete, until the event is set."""
-    go_on, finish = threading.Event(), checkpointing._finish
+    go_on, finish = threading.Event(), training_state._finish
 
     def wait_and_finish(*arguments):
         assert go_on.wait(30)
         finish(*arguments)
 
-    monkeypatch.setattr(checkpointing, "_finish", wait_and_finish)
+    monkeypatch.setattr(training_state, "_finish", wait_and_finish)
     yield go_on
     go_on.set()
-
-
-def snapshot(step, model, optimizer):
-    return checkpointing.take_snapshot(step, model, optimizer, {}, {})
 
 
 def test_in_the_background_the_moment_is_saved_and_named_when_complete(tmp_path, held_back):
@@ -225,11 +363,11 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, monkeyp
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpointing, "_finish", full)
+    monkeypatch.setattr(training_state, "_finish", full)
     saver.save(snapshot(2, *trained(0)))
     saver._thread.join()
     assert saver.failed
-    with pytest.raises(CheckpointError, match=r"step 2 cannot be written .*No space left"):
+    with pytest.raises(CheckpointError, match=r"step 2 cannot be written .*\n  found: .*No space left"):
         saver.save(snapshot(3, *trained(0)))
     assert not saver.failed
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
@@ -239,7 +377,7 @@ def test_a_save_that_hangs_is_given_up(tmp_path, held_back, caplog):
     saver = CheckpointSaver(tmp_path)
     saver.save(snapshot(1, *trained(0)))
     saver.close(seconds=0.1)
-    assert "is given up; the one before is intact" in caplog.text
+    assert "was abandoned; the previous one is intact" in caplog.text
     assert checkpointing.find_checkpoints(tmp_path) == []
 
 

@@ -3,7 +3,7 @@ import torch
 
 import opslot
 from opslot._base.errors import ConfigError
-from opslot.trainer.kernels import hold_kernels, kernel_record
+from opslot.trainer.kernels import kernel_record, pin_kernels
 
 
 def build(model_folder, ops):
@@ -15,18 +15,18 @@ def test_auto_follows_the_record(model_folder):
     model = build(model_folder, "auto")
     before = kernel_record(model)
     recorded = kernel_record(build(model_folder, "eager"))
-    lines = hold_kernels(model, recorded)
+    lines = pin_kernels(model, recorded)
     assert any("rms_norm stays eager as recorded" in line for line in lines)
     assert {row["chosen"] for row in kernel_record(model)["rows"]} == {"eager"}
-    assert hold_kernels(model, recorded) == []
-    assert any("rms_norm stays" in line for line in hold_kernels(build(model_folder, "auto"), recorded))
-    assert hold_kernels(build(model_folder, "auto"), before) == []
+    assert pin_kernels(model, recorded) == []
+    assert any("rms_norm stays" in line for line in pin_kernels(build(model_folder, "auto"), recorded))
+    assert pin_kernels(build(model_folder, "auto"), before) == []
 
 
 def test_a_named_kernel_wins_over_the_record_and_says_so(model_folder):
     recorded = kernel_record(build(model_folder, "auto"))
     model = build(model_folder, {"rms_norm_implementation": "eager"})
-    lines = hold_kernels(model, recorded)
+    lines = pin_kernels(model, recorded)
     changed = [row for row in recorded["rows"] if row["op"] == "rms_norm" and row["chosen"] != "eager"]
     assert len(lines) == sum(len(row["modules"]) for row in changed)
     assert all(line.endswith("is eager because rms_norm_implementation names it") for line in lines)
@@ -39,7 +39,7 @@ def test_a_recorded_kernel_that_cannot_run_here_is_an_error(model_folder):
         if row["op"] == "rms_norm":
             row["chosen"] = "npu"
     with pytest.raises(ConfigError) as caught:
-        hold_kernels(model, recorded)
+        pin_kernels(model, recorded)
     message = str(caught.value)
     assert "cannot be resumed with the kernels it was started with" in message
     assert "rms_norm_implementation='npu'" in message

@@ -13,7 +13,8 @@ from opslot.trainer.callbacks import read_metrics
 
 SCRIPT = """
 import os, resource, signal, sys, threading
-from opslot.trainer import TextTrainer, checkpointing, cli_train
+from opslot.checkpoint import training_state
+from opslot.trainer import TextTrainer, cli_train
 from opslot.trainer.callbacks import Callback
 
 case, file, flag = sys.argv[1:]
@@ -32,7 +33,7 @@ class Mishap(Callback):
             open(flag, "w").close()
             threading.Event().wait()
 
-callbacks, finish = TextTrainer.default_callbacks, checkpointing._finish
+callbacks, finish = TextTrainer.default_callbacks, training_state._finish
 TextTrainer.default_callbacks = lambda self: [*callbacks(self), Mishap()]
 
 def never_finish(unfinished, final, snapshot, files):
@@ -40,7 +41,7 @@ def never_finish(unfinished, final, snapshot, files):
         threading.Event().wait()
     finish(unfinished, final, snapshot, files)
 
-checkpointing._finish = never_finish
+training_state._finish = never_finish
 sys.exit(cli_train([file]))
 """
 
@@ -102,7 +103,7 @@ def test_the_others_name_a_killed_rank_and_the_run_goes_on(config, start, tmp_pa
     codes, errors = finish(processes)
     assert time.monotonic() - died < 60
     assert codes == [1, -signal.SIGKILL]
-    assert "rank 1 is gone without a word (killed, or out of memory)" in errors[0]
+    assert "rank 1 exited without an error message (killed or out of memory)" in errors[0]
     assert "Traceback" not in errors[0]
     assert names(tmp_path / "run") == ["step_00000002"]
     assert cli_train([config("run", resume_from="latest")]) == 0

@@ -220,11 +220,12 @@ def test_a_resumed_run_drops_what_the_straight_one_does(settings, tmp_path, mode
 KILLED = """
 import os, signal, sys
 import torch
+from opslot.checkpoint import training_state
 from opslot.trainer import TextTrainer, checkpointing, cli_train
 
 file, step, threads = sys.argv[1:4]
 torch.set_num_threads(int(threads))
-write_json, split_loss = checkpointing.write_json, TextTrainer.split_loss
+write_json, split_loss = training_state.write_json, TextTrainer.split_loss
 
 def write_or_die(path, value):
     if path.name == file and path.parent.name.endswith(checkpointing.checkpoint_name(int(step))):
@@ -236,7 +237,7 @@ def split_or_die(self, outputs):
         os.kill(os.getpid(), signal.SIGKILL)
     return split_loss(self, outputs)
 
-checkpointing.write_json, TextTrainer.split_loss = write_or_die, split_or_die
+training_state.write_json, TextTrainer.split_loss = write_or_die, split_or_die
 sys.exit(cli_train(sys.argv[4:]))
 """
 

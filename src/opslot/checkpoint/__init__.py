@@ -1,13 +1,38 @@
-"""Checkpoints in Hugging Face layout: loaded into any model, sharded or not, saved and converted."""
+"""What checkpoints look like: Hugging Face folders, expert layouts, and training checkpoints.
 
-from opslot.checkpoint.convert import convert_folder
-from opslot.checkpoint.converter import CheckpointTensorConverter, PlacingConverter
-from opslot.checkpoint.experts import LAYOUTS, ExpertTensorConverter
-from opslot.checkpoint.folder import read_folder
-from opslot.checkpoint.initialize import initialize_weights
-from opslot.checkpoint.load import LoadReport, load_weights
-from opslot.checkpoint.placement import Placement, local_ranges
-from opslot.checkpoint.save import export_hf, save_weights
+The names are imported when they are used: training checkpoints are listed without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opslot.checkpoint.convert import convert_folder
+    from opslot.checkpoint.converter import CheckpointTensorConverter, PlacingConverter
+    from opslot.checkpoint.experts import LAYOUTS, ExpertTensorConverter
+    from opslot.checkpoint.folder import read_folder
+    from opslot.checkpoint.initialize import initialize_weights
+    from opslot.checkpoint.load import LoadReport, load_weights
+    from opslot.checkpoint.placement import Placement, local_ranges
+    from opslot.checkpoint.save import export_hf, save_weights
+
+_MODULES = {
+    "LAYOUTS": "experts",
+    "CheckpointTensorConverter": "converter",
+    "ExpertTensorConverter": "experts",
+    "LoadReport": "load",
+    "Placement": "placement",
+    "PlacingConverter": "converter",
+    "convert_folder": "convert",
+    "export_hf": "save",
+    "initialize_weights": "initialize",
+    "load_weights": "load",
+    "local_ranges": "placement",
+    "read_folder": "folder",
+    "save_weights": "save",
+}
 
 __all__ = [
     "LAYOUTS",
@@ -24,3 +49,9 @@ __all__ = [
     "read_folder",
     "save_weights",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

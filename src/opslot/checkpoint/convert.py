@@ -44,7 +44,7 @@ def convert_folder(
     Args:
         source: a Hugging Face checkpoint of any layout.
         destination: a folder that does not exist yet or is empty.
-        layout: "per_expert", "fused" or "transposed".
+        layout: "per_expert", "stacked" or "transposed".
         max_shard_size: bytes of a file, or e.g. "5GB".
 
     Returns:

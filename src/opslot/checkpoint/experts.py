@@ -3,7 +3,7 @@
 Transformers' models hold `<experts>.gate_up_proj` [E, 2I, H] and `<experts>.down_proj` [E, H, I] (E experts,
 I intermediate size, H hidden size). A checkpoint holds
 - "per_expert": `<experts>.<e>.gate_proj.weight` [I, H], `.up_proj.weight` [I, H], `.down_proj.weight` [H, I];
-- "fused": the model's own names and shapes;
+- "stacked": the model's own names and shapes;
 - "transposed": the model's own names, with the last two dims swapped: [E, H, 2I] and [E, I, H].
 Which one is read from the tensors, never from the model's family: families were copied from each other with
 the layouts mixed up.
@@ -24,13 +24,13 @@ from opslot.checkpoint.converter import Shapes
 from opslot.checkpoint.model_tensors import tensors_of
 from opslot.checkpoint.placement import Placement, copy_overlap, full_region, volume
 
-LAYOUTS = ("per_expert", "fused", "transposed")
+LAYOUTS = ("per_expert", "stacked", "transposed")
 
-_FUSED = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<tensor>gate_up_proj|down_proj)")
+_STACKED = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<tensor>gate_up_proj|down_proj)")
 _SPLIT = re.compile(
     r"(?P<experts>(?:.*\.)?experts)\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj)\.weight"
 )
-_FUSED_OF = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+_STACKED_NAME = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 
 
 def check_layout(layout: str | None) -> None:
@@ -41,13 +41,13 @@ def check_layout(layout: str | None) -> None:
 
 def is_expert_tensor(name: str) -> bool:
     """Whether `name` is one that experts with gate and up weights in one tensor have."""
-    return _FUSED.fullmatch(name) is not None
+    return _STACKED.fullmatch(name) is not None
 
 
-def fused_name(projection: str) -> str:
+def stacked_name(projection: str) -> str:
     """The tensor that holds `projection` ("gate_proj", "up_proj" or "down_proj") of all experts, where gate and up are
     one."""
-    return _FUSED_OF[projection]
+    return _STACKED_NAME[projection]
 
 
 def family_of(name: str) -> str:
@@ -63,7 +63,7 @@ def expert_targets(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, 
     """
     targets: dict[str, tuple[int, ...]] = {}
     for name in shapes:
-        match = _FUSED.fullmatch(name)
+        match = _STACKED.fullmatch(name)
         if match is None or match["tensor"] != "gate_up_proj":
             continue
         down_name = f"{match['experts']}.down_proj"
@@ -78,19 +78,19 @@ def expert_targets_of_checkpoint(shapes: Shapes, at_least: int = 0) -> dict[str,
     checkpoint's layout.
 
     Experts that are stored one by one are as many in each layer as in the one that holds most, and `at_least` so
-    many: which of them are absent is for the plan to find. A pair of fused tensors tells its own layout: [E, a, b]
+    many: which of them are absent is for the plan to find. A pair of stacked tensors determines the layout: [E, a, b]
     and [E, c, d] are direct when (c, d) = (b, a/2), transposed when (c, d) = (b/2, a), and cannot be both.
     """
-    fused: dict[str, tuple[int, ...]] = {}
+    stacked: dict[str, tuple[int, ...]] = {}
     experts: dict[str, int] = defaultdict(int)
     for name, shape in shapes.items():
         split = _SPLIT.fullmatch(name)
         if split is not None and len(shape) == 2:
             experts[split["experts"]] = max(experts[split["experts"]], int(split["expert"]) + 1)
-        elif _FUSED.fullmatch(name) and len(shape) == 3:
-            fused[name] = shape
-    swapped = {name: (e, b, a) for name, (e, a, b) in fused.items()}
-    targets = expert_targets(fused) | expert_targets(swapped)
+        elif _STACKED.fullmatch(name) and len(shape) == 3:
+            stacked[name] = shape
+    swapped = {name: (e, b, a) for name, (e, a, b) in stacked.items()}
+    targets = expert_targets(stacked) | expert_targets(swapped)
     most: dict[str, int] = defaultdict(lambda: at_least)
     for prefix, count in experts.items():
         most[family_of(prefix)] = max(most[family_of(prefix)], count)
@@ -131,7 +131,7 @@ class ExpertTensorConverter:
 
     Args:
         targets: the model's expert tensors, by name, with their whole shapes (not a rank's part).
-        layout: the checkpoint's layout; None finds it from names and shapes. Needed only where a fused
+        layout: the checkpoint's layout; None finds it from names and shapes. Needed only where a stacked
             checkpoint is square in both tensors that a family of layers holds, so that direct and transposed
             look the same.
 
@@ -156,7 +156,9 @@ class ExpertTensorConverter:
         match = _SPLIT.fullmatch(name)
         if match is None:
             return name if name in self.targets else None
-        holders = (f"{match['experts']}.{tensor}" for tensor in (_FUSED_OF[match["projection"]], match["projection"]))
+        holders = (
+            f"{match['experts']}.{tensor}" for tensor in (_STACKED_NAME[match["projection"]], match["projection"])
+        )
         return next((holder for holder in holders if holder in self.targets), None)
 
     def can_handle(self, name: str) -> bool:
@@ -193,7 +195,7 @@ class ExpertTensorConverter:
                 problems.add(
                     "shapes that fit both directions",
                     f"{example} {list(shapes[example])}",
-                    'give layout="fused" or "transposed"',
+                    'give layout="stacked" or "transposed"',
                 )
             elif found and self._layout not in (None, found[0]):
                 problems.add(
@@ -207,7 +209,7 @@ class ExpertTensorConverter:
         if _SPLIT.fullmatch(name):
             return ["per_expert"]
         wanted = self.targets[name]
-        fits = {"fused": wanted, "transposed": (wanted[0], wanted[2], wanted[1])}
+        fits = {"stacked": wanted, "transposed": (wanted[0], wanted[2], wanted[1])}
         return [layout for layout, stored in fits.items() if stored == tuple(shape)]
 
     def place(self, name: str, shape: tuple[int, ...]) -> Placement:
@@ -231,9 +233,9 @@ class ExpertTensorConverter:
         if layout is None and len(readings) > 1:
             raise CheckpointError(
                 f"{name} {list(shape)} is square, so it may be direct or transposed; "
-                'give layout="fused" or "transposed"'
+                'give layout="stacked" or "transposed"'
             )
-        layout = layout or (readings[0] if readings else "fused")
+        layout = layout or (readings[0] if readings else "stacked")
         return Placement.whole(target, wanted, transposed=layout == "transposed")
 
     def lacking(self, names: Iterable[str]) -> list[str]:
@@ -253,7 +255,7 @@ class ExpertTensorConverter:
         for name in self.lacking(names):
             if split := _SPLIT.fullmatch(name):
                 lacks[split["experts"], int(split["expert"])].append(split["projection"])
-        order = list(_FUSED_OF).index
+        order = list(_STACKED_NAME).index
         return [
             f"{experts}: expert {expert} lacks {', '.join(sorted(projections, key=order))}"
             for (experts, expert), projections in sorted(lacks.items())

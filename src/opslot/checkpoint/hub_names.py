@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint.converter import CheckpointTensorConverter, Shapes
-from opslot.checkpoint.experts import ExpertTensorConverter, family_of, fused_name, is_expert_tensor
+from opslot.checkpoint.experts import ExpertTensorConverter, family_of, is_expert_tensor, stacked_name
 from opslot.checkpoint.model_tensors import tensors_of
 from opslot.checkpoint.placement import Placement
 
@@ -72,7 +72,7 @@ def hub_names(model: nn.Module, shapes: Shapes) -> HubNames | None:
         return None
     if not isinstance(model, PreTrainedModel):
         return None
-    upstream = _without_fsdp(model)
+    upstream = transformers_view(model)
     tensors = tensors_of(model)
     experts = ExpertTensorConverter.for_model(model)
     own = get_model_conversion_mapping(upstream, add_legacy=False)
@@ -153,13 +153,11 @@ class _Sorter:
                     known.append(family_of(name))
 
 
-def _without_fsdp(model: Any) -> Any:
-    """`model`, or where FSDP2 gave it a class of its own, a stand-in of the class it had, with the same insides.
+def transformers_view(model: Any) -> Any:
+    """A stand-in with the same submodules as `model`, and the class that it had before FSDP2 replaced it.
 
-    Transformers looks conversions up by the names of classes.
+    Transformers looks conversions up by class name.
     """
-    if not isinstance(model, FSDPModule):
-        return model
     stand_in: Any = object.__new__(next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule)))
     stand_in.__dict__.update(model.__dict__)
     return stand_in
@@ -179,7 +177,7 @@ def _is_known(transform: Any) -> bool:
     parent, _, tensor = target.rpartition(".")
     for pattern in transform.source_patterns:
         projection = _projection(transform, pattern, target)
-        if projection is None or fused_name(projection) != tensor:
+        if projection is None or stacked_name(projection) != tensor:
             return False
         if pattern.replace("\\", "") != f"{parent}.*.{projection}.weight":
             return False

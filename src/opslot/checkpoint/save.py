@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -21,10 +20,11 @@ from opslot._base.errors import CheckpointError, ConfigError
 from opslot._base.logging import get_logger
 from opslot.checkpoint.experts import check_layout, expert_targets, split_target
 from opslot.checkpoint.folder import INDEX, WEIGHTS, staged_folder
+from opslot.checkpoint.hub_format import Described, HubFormat, HubGroup, hub_format
 from opslot.checkpoint.model_tensors import plain_name, tensors_of
 from opslot.checkpoint.placement import Placement, local_tensor
 from opslot.checkpoint.safetensors_file import NAMES, TensorSpec, write_safetensors
-from opslot.distributed import gather_objects
+from opslot.distributed import gather_objects, on_all_ranks
 
 logger = get_logger(__name__)
 
@@ -46,19 +46,37 @@ def parse_size(size: int | str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Converted:
+    """A tensor that Transformers' conversion of some of the model's tensors gives, by its name in the checkpoint."""
+
+    group: HubGroup
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor of the checkpoint to be written, and the part of a model's tensor that it is."""
+    """A tensor of the checkpoint to be written, and what it is made of: a part of a model's tensor, or a conversion."""
 
     spec: TensorSpec
-    placement: Placement
+    source: Placement | Converted
+
+
+def hub_outputs(tensors: Described, hub: HubFormat) -> list[Output]:
+    """The checkpoint's tensors, as `save_pretrained` writes them."""
+    outputs: list[Output] = []
+    for group in hub.groups(tensors):
+        for name, (dtype, shape) in group.results.items():
+            source = Converted(group, name) if group.converts else Placement.whole(group.sources[0], shape)
+            outputs.append(Output(TensorSpec(name, dtype, shape), source))
+    return outputs
 
 
 def outputs_for(
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    tensors: Described,
     experts: Mapping[str, tuple[int, ...]],
     layout: str,
 ) -> list[Output]:
-    """The checkpoint's tensors for a model's, with experts split or turned into `layout`.
+    """The checkpoint's tensors for a model's, with the experts in `layout`.
 
     Args:
         tensors: dtype and whole shape of each model's tensor.
@@ -87,17 +105,17 @@ def shard_outputs(outputs: Sequence[Output], max_bytes: int) -> dict[str, list[O
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def write_shards(folder: Path, shards: Mapping[str, Sequence[Output]], produce: Callable[[Placement], Tensor]) -> None:
+def write_shards(folder: Path, shards: Mapping[str, Sequence[Output]], produce: Callable[[Any], Tensor]) -> None:
     """Write the files of `shards` into `folder`, and the index when there are several.
 
     Args:
-        produce: gives the tensor that a placement describes, with the placement's shape.
+        produce: gives the tensor of an output's `source`.
     """
     for file, outputs in shards.items():
-        places = {output.spec.name: output.placement for output in outputs}
+        sources = {output.spec.name: output.source for output in outputs}
 
-        def tensor_of(spec: TensorSpec, places: Mapping[str, Placement] = places) -> Tensor:
-            return produce(places[spec.name])
+        def tensor_of(spec: TensorSpec, sources: Mapping[str, Any] = sources) -> Tensor:
+            return produce(sources[spec.name])
 
         write_safetensors(folder / file, [output.spec for output in outputs], tensor_of)
     if len(shards) > 1:
@@ -115,21 +133,22 @@ def save_weights(
     model_or_state_dict: nn.Module | Mapping[str, Tensor],
     folder: str | Path,
     *,
-    layout: str = "per_expert",
+    layout: str | None = None,
     max_shard_size: int | str = "5GB",
     config: Any = None,
 ) -> Path:
     """Save a model as a Hugging Face checkpoint: safetensors, an index if sharded, config.json,
     generation_config.json.
 
-    The folder appears whole or not at all. Memory beyond the model is one tensor. With sharded parameters
-    (DTensor) every rank must call; tensors are gathered one at a time and rank 0 writes.
+    The folder appears whole or not at all. Memory beyond the model is one tensor, or those that are converted together.
+    With sharded parameters (DTensor) every rank must call; tensors are gathered one at a time and rank 0 writes.
 
     Args:
         model_or_state_dict: a model, or its tensors by name.
         folder: made if absent; in an existing one older weights are replaced and other files stay.
-        layout: of experts: "per_expert" as the hub has most architectures, "fused" as the model, or
-            "transposed".
+        layout: None writes the names and tensors that Transformers' `save_pretrained` writes, which are the hub's; a
+            state dict, and a model that is not Transformers', keep their own. "per_expert", "stacked" or "transposed"
+            write the model's own names with the experts in that layout.
         max_shard_size: bytes of a file, or e.g. "5GB".
         config: Transformers config to save; None takes the model's.
 
@@ -145,14 +164,20 @@ def save_weights(
     max_bytes, folder = parse_size(max_shard_size), Path(folder)
     if isinstance(model_or_state_dict, nn.Module):
         _refuse_adapters(model_or_state_dict)
+        _refuse_quantized(config if config is not None else getattr(model_or_state_dict, "config", None))
         model, tensors = model_or_state_dict, tensors_of(model_or_state_dict)
     else:
         model, tensors = None, {plain_name(name): tensor for name, tensor in model_or_state_dict.items()}
     tensors = _untied(tensors)
     described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    experts = expert_targets({name: shape for name, (_, shape) in described.items()})
-    shards = shard_outputs(outputs_for(described, experts, layout), max_bytes)
-    gather = _Gatherer(tensors)
+    hub = hub_format(model) if layout is None else None
+    if hub is not None:
+        outputs = hub_outputs(described, hub)
+    else:
+        experts = expert_targets({name: shape for name, (_, shape) in described.items()})
+        outputs = outputs_for(described, experts, layout or "stacked")
+    shards = shard_outputs(outputs, max_bytes)
+    gather = _Gatherer(tensors, hub)
     error: Exception | None = None
     if gather.rank == 0:
         try:
@@ -162,11 +187,10 @@ def save_weights(
         except Exception as problem:  # other ranks wait in the gathers below, so they go on first
             error = problem
     if gather.collective:
-        for placement in _remaining(shards, gather.served):
-            gather(placement)
-        error = _error_of_rank_zero(error)
-    if error is not None:
-        raise error
+        for source in _remaining(shards, gather.served):
+            gather.gather(source)
+        on_all_ranks(lambda: _raise(error))
+    _raise(error)
     logger.debug("saved %d files of weights in %s", len(shards), folder)
     return folder
 
@@ -175,7 +199,7 @@ def export_hf(
     model: nn.Module,
     folder: str | Path,
     *,
-    layout: str = "per_expert",
+    layout: str | None = None,
     max_shard_size: int | str = "5GB",
     processors: Iterable[Any] = (),
 ) -> Path:
@@ -215,6 +239,14 @@ def _refuse_adapters(model: nn.Module) -> None:
         )
 
 
+def _refuse_quantized(config: Any) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise CheckpointError(
+            "the config has a quantization_config, and save_weights does not quantize",
+            hint="delete config.quantization_config if the weights are not quantized, or use save_pretrained",
+        )
+
+
 def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`tensors` with those that share memory under their first name only, as the hub stores tied weights.
 
@@ -238,37 +270,52 @@ def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _Gatherer:
-    """Gives the checkpoint tensors of placements, holding one gathered tensor at a time.
+    """Gives the checkpoint tensors of sources, holding what one of them needs at a time.
 
-    Every rank must ask for the placements in the same order, since gathering a DTensor is collective.
+    Every rank must ask for the sources in the same order, since gathering a DTensor is collective.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], hub: HubFormat | None) -> None:
         self._tensors = tensors
-        self._current: tuple[str, Tensor] | None = None
+        self._hub = hub
+        self._gathered: tuple[tuple[str, ...], dict[str, Tensor]] = (), {}
+        self._converted: dict[str, Tensor] = {}
         self.collective = any(isinstance(tensor, DTensor) for tensor in tensors.values())
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.served = 0
 
-    def __call__(self, placement: Placement) -> Tensor:
-        if self._current is None or self._current[0] != placement.target:
-            self._current = None
-            tensor = self._tensors[placement.target].detach()
-            self._current = placement.target, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    def gather(self, source: Placement | Converted) -> dict[str, Tensor]:
+        """The model's whole tensors that `source` is made of."""
         self.served += 1
-        return placement.as_stored(self._current[1][placement.region])
+        names = source.group.sources if isinstance(source, Converted) else (source.target,)
+        if self._gathered[0] != names:
+            self._gathered, self._converted = ((), {}), {}
+            self._gathered = names, {name: _whole(self._tensors[name].detach()) for name in names}
+        return self._gathered[1]
+
+    def __call__(self, source: Placement | Converted) -> Tensor:
+        gathered = self.gather(source)
+        if isinstance(source, Placement):
+            return source.as_stored(gathered[source.target][source.region])
+        if not self._converted:
+            assert self._hub is not None
+            self._converted = self._hub.convert(gathered)
+        return self._converted[source.name]
 
 
-def _remaining(shards: Mapping[str, Sequence[Output]], served: int) -> Iterator[Placement]:
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _remaining(shards: Mapping[str, Sequence[Output]], served: int) -> Iterator[Placement | Converted]:
     """What has not been asked for yet: everything on ranks that do not write, the rest after an error on rank 0."""
-    placements = [output.placement for outputs in shards.values() for output in outputs]
-    return iter(placements[served:])
+    sources = [output.source for outputs in shards.values() for output in outputs]
+    return iter(sources[served:])
 
 
-def _error_of_rank_zero(error: Exception | None) -> Exception | None:
-    message = [None if error is None else str(error)]
-    dist.broadcast_object_list(message, src=0)
-    return error or (CheckpointError(f"rank 0: {message[0]}") if message[0] is not None else None)
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _save_configs(model: nn.Module | None, config: Any, folder: Path) -> None:

@@ -18,10 +18,10 @@ _EPILOG = """examples:
   opslot explain config.yaml                        which kernels it would train with, and why
   opslot kernels --op rms_norm                      what can run here
   opslot port mistral                               the slots of an architecture without a patch
-  opslot verify                                     prove every kernel that can run here
+  opslot verify                                     check every kernel that can run here
   opslot bisect path/to/model                       name the slot that breaks parity
   opslot bench --op moe_experts                     time its kernels beside the roofline
-  opslot convert SRC DST --layout fused             rewrite an MoE checkpoint's experts
+  opslot convert SRC DST --layout stacked           rewrite an MoE checkpoint's experts
   opslot patchgen --list                            the architectures and their patches
 
 exit codes: 0 done, 1 a check or a run failed, 2 wrong use or bad input, 130 interrupted
@@ -161,14 +161,14 @@ def _add_port(add: _Add) -> None:
 def _add_verify(add: _Add) -> None:
     verify = add(
         "verify",
-        help="prove every kernel that can run here: forward and gradients against fp64",
+        help="check every kernel that can run here: forward and gradients against fp64",
         epilog=(
-            "examples:\n  opslot verify\n  opslot verify --op rms_norm --kernel triton --json\n"
+            "examples:\n  opslot verify\n  opslot verify --op rms_norm,swiglu_mlp --kernel triton --json\n"
             "  TRITON_INTERPRET=1 opslot verify --op swiglu_mlp      Triton kernels without a GPU, slowly"
         ),
         formatter_class=_FORM,
     )
-    verify.add_argument("--op", metavar="NAME", help="only this op")
+    verify.add_argument("--op", metavar="NAMES", help="only these ops (separated by commas)")
     verify.add_argument("--kernel", metavar="NAME", help="only kernels of this name")
     verify.add_argument(
         "--device", type=_device, default=None, help="cpu, cuda or npu; default the best that each kernel runs on"
@@ -184,7 +184,7 @@ def _add_verify(add: _Add) -> None:
 def _add_bisect(add: _Add) -> None:
     bisect = add(
         "bisect",
-        help="name the slot and layer whose kernel breaks parity with upstream's code",
+        help="name the slot and layer whose kernel breaks parity with Transformers' code",
         epilog=(
             "examples:\n"
             "  opslot bisect path/to/model                        what auto chooses, with the weights that lie there\n"
@@ -215,14 +215,14 @@ def _add_convert(add: _Add) -> None:
         "convert",
         help="rewrite an MoE checkpoint with its experts in another layout",
         epilog=(
-            "examples:\n  opslot convert hub/Qwen3-30B-A3B fused/ --layout fused       one tensor for all experts\n"
-            "  opslot convert fused/ hub/ --layout per_expert              back to the hub's layout"
+            "examples:\n  opslot convert hub/Qwen3-30B-A3B stacked/ --layout stacked     one tensor for all experts\n"
+            "  opslot convert stacked/ hub/ --layout per_expert              back to the hub's layout"
         ),
         formatter_class=_FORM,
     )
     convert.add_argument("source", help="a Hugging Face folder with safetensors")
     convert.add_argument("destination", help="a folder that does not exist yet or is empty")
-    convert.add_argument("--layout", required=True, help="per_expert, fused or transposed")
+    convert.add_argument("--layout", required=True, help="per_expert, stacked or transposed")
     convert.add_argument("--max-shard-size", default="5GB", help="of a file; default 5GB")
     convert.set_defaults(run=_convert)
 

@@ -1,8 +1,17 @@
 """Several processes: who shares what, sequence and expert parallelism, FSDP2, gradient norms."""
 
-from opslot.distributed._collectives import gather_objects, sum_over_ranks
+from opslot.distributed.consensus import (
+    OtherRankFailed,
+    RankError,
+    fail_together,
+    gather_objects,
+    has_process_group,
+    is_first_rank,
+    on_all_ranks,
+    on_first_rank,
+    sum_over_ranks,
+)
 from opslot.distributed.dummy import dummy_forward
-from opslot.distributed.errors import OtherRankFailed, failing_together
 from opslot.distributed.expert_parallel import ExpertParallel
 from opslot.distributed.fsdp import clip_grad_norm, gradient_sync, parallelize
 from opslot.distributed.parallel_plan import ParallelPlan
@@ -29,18 +38,23 @@ __all__ = [
     "OtherRankFailed",
     "ParallelPlan",
     "ParallelState",
+    "RankError",
     "check_sizes",
     "clip_grad_norm",
     "destroy_parallel_state",
     "dummy_forward",
-    "failing_together",
+    "fail_together",
     "gather_heads_scatter_seq",
     "gather_objects",
     "gather_outputs",
     "gather_seq_scatter_heads",
     "get_parallel_state",
     "gradient_sync",
+    "has_process_group",
     "init_parallel_state",
+    "is_first_rank",
+    "on_all_ranks",
+    "on_first_rank",
     "parallelize",
     "shard_sequence",
     "slice_input_tensor",

@@ -36,24 +36,6 @@ def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     return _Gather.apply(x, group)
 
 
-def sum_over_ranks(*values: float) -> list[float]:
-    """Each number's sum over all processes; the numbers themselves in one process."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return list(values)
-    whole = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(whole)
-    return whole.tolist()
-
-
-def gather_objects(value: Any) -> list[Any]:
-    """The value of every process, by rank; values are pickled."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 class Exchange:
     """An even all-to-all under way: `finish()` gives its result.
 

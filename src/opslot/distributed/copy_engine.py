@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
+from opslot.distributed.consensus import gather_objects
 
 logger = get_logger(__name__)
 
@@ -244,21 +245,21 @@ def obstacle_to_copies(group: ProcessGroup, device: torch.device) -> str | None:
     """Why the ranks of `group` cannot copy from each other's memory, or None; the same on every rank."""
     if device.type != "cuda":
         return f"the model runs on {device.type}, and copies need GPUs"
-    places = _gather((_host(), device.index), group)
+    places = gather_objects((_host(), device.index), group)
     if len({host for host, _ in places}) > 1:
         return "the ranks that shard a parameter are on several hosts"
     if len(set(places)) < len(places):
         return "each process sees a GPU of its own alone (CUDA_VISIBLE_DEVICES)"
     others = [index for _, index in places if index != device.index]
     reached = all(torch.cuda.can_device_access_peer(device.index, index) for index in others)
-    if not all(_gather(reached, group)):
+    if not all(gather_objects(reached, group)):
         return "not all of the GPUs reach each other's memory"
     failure = ""
     try:
         open_memory(2**16, group, device).barrier()
     except (RuntimeError, ImportError, AttributeError) as error:
         failure = str(error).strip().splitlines()[0]
-    return next((f"torch's symmetric memory fails: {found}" for found in _gather(failure, group) if found), None)
+    return next((f"torch's symmetric memory fails: {found}" for found in gather_objects(failure, group) if found), None)
 
 
 def _host() -> str:
@@ -267,9 +268,3 @@ def _host() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
         return socket.gethostname()
-
-
-def _gather(value: Any, group: ProcessGroup) -> list[Any]:
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import clip_grads_with_norm_
 
 from opslot._base.errors import ConfigError
-from opslot.distributed._collectives import gather_objects
+from opslot.distributed.consensus import gather_objects
 from opslot.distributed.copy_engine import CopyReduceScatter, SumParts, use_copies
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state

@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 
 from opslot.models._apply import apply, restore
-from opslot.models._build import build_foundation_model, expert_layout, load_config, load_foundation_weights
+from opslot.models._build import build_foundation_model, load_config, load_foundation_weights
 from opslot.models._processor import build_processor
 from opslot.models._registry import (
     ARCHITECTURES,
@@ -25,7 +25,6 @@ __all__ = [
     "apply",
     "build_foundation_model",
     "build_processor",
-    "expert_layout",
     "load_config",
     "load_foundation_weights",
     "register_architecture",

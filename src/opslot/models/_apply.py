@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.models._registry import ARCHITECTURES, architecture_of
-from opslot.slots import BindingReport, OpsImplementationConfig, bind, own_config, unbind, walk_slots
+from opslot.slots import BindingReport, OpsImplementationConfig, bind, unbind, walk_slots
 from opslot.slots.bind import require_module
+from opslot.slots.protocol import set_replaced_forward
 
 if TYPE_CHECKING:
     import torch
 
 logger = get_logger(__name__)
-
-_UNREACHED = "_opslot_unreached"
 
 
 def apply(
@@ -59,12 +58,10 @@ def apply(
     for module, _, new in moves:
         module.__class__ = new
         if "forward" in module.__dict__:
-            module.__dict__[_UNREACHED] = (
-                "forward was replaced on this instance before opslot.apply (a hook of accelerate, a hub kernel)"
+            set_replaced_forward(
+                module, "forward was replaced on this instance before opslot.apply (a hook of accelerate, a hub kernel)"
             )
     try:
-        for holder in _config_holders(model):
-            own_config(holder)
         return bind(model, config, device=device, dtype=dtype)
     except Exception:
         _undo(moves)
@@ -78,9 +75,7 @@ def restore(model: Any) -> Any:
         ConfigError: `model` is no module.
     """
     require_module(model, "opslot.restore")
-    for module in model.modules():
-        if "_opslot_state" in module.__dict__:
-            unbind(module)
+    unbind(model)
     moves = []
     for module in model.modules():
         architecture = architecture_of(type(module), generated=True)
@@ -90,7 +85,7 @@ def restore(model: Any) -> Any:
                 moves.append((module, type(module), original))
     for module, _, original in moves:
         module.__class__ = original
-        module.__dict__.pop(_UNREACHED, None)
+        set_replaced_forward(module, None)
         _record_outputs_of(module)
     return model
 
@@ -138,19 +133,7 @@ def _refuse_subclass(path: str, cls: type) -> None:
         )
 
 
-def _config_holders(model: Any) -> list[Any]:
-    """Outermost modules that hold a Transformers config: a PEFT or DDP wrapper is looked through."""
-    holders: list[Any] = []
-    prefixes: list[str] = []
-    for path, module in model.named_modules():
-        inside = any(path.startswith(f"{p}." if p else "") for p in prefixes)
-        if not inside and module.__dict__.get("config") is not None and hasattr(module, "get_input_embeddings"):
-            holders.append(module)
-            prefixes.append(path)
-    return holders
-
-
 def _undo(moves: list[tuple[Any, type, type]]) -> None:
     for module, old, _ in moves:
         module.__class__ = old
-        module.__dict__.pop(_UNREACHED, None)
+        set_replaced_forward(module, None)

@@ -13,7 +13,7 @@ from opslot._base.dtypes import floating_dtype
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.models._registry import ARCHITECTURES, MODEL_CONFIG_REGISTRY, MODELING_REGISTRY, serve_model_type
-from opslot.slots import OpsImplementationConfig, bind, own_config
+from opslot.slots import OpsImplementationConfig, bind
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +65,9 @@ def build_foundation_model(
     """
     ops = OpsImplementationConfig.make(ops_implementation)
     config = load_config(config_path, trust_remote_code=trust_remote_code, **(config_kwargs or {}))
+    if getattr(config, "quantization_config", None) is not None:
+        # It describes the hub's weights; these are not quantized, and loading quantized ones is an error.
+        del config.quantization_config
     backend = os.environ.get(BACKEND_VARIABLE, "opslot")
     if backend not in ("opslot", "hf"):
         raise ConfigError(f"{BACKEND_VARIABLE}={backend!r} is unknown; use opslot or hf")
@@ -86,7 +89,6 @@ def build_foundation_model(
     if backend == "hf":
         logger.info("%s=hf: Transformers' own %s, without slots", BACKEND_VARIABLE, cls.__name__)
     else:
-        own_config(model)
         device = run_device or (None if init_device == "meta" else init_device)
         bind(model, ops, device=device, dtype=computed)
     model.train()
@@ -256,16 +258,3 @@ def load_foundation_weights(
         allow_missing=["score.weight"] if classifier else (),
         allow_extra=["lm_head.weight"] if classifier else (),
     )
-
-
-def expert_layout(model: PreTrainedModel) -> str:
-    """The layout in which Transformers reads experts of such a model from a checkpoint: "per_expert" or "fused".
-
-    Tensors of single experts are read only by the names that their family has on the hub, which differ (w1 for
-    gate_proj); the model's own names are read for all.
-    """
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    conversions = get_checkpoint_conversion_mapping(model.config.model_type) or ()
-    read = [pattern for conversion in conversions for pattern in conversion.source_patterns]
-    return "per_expert" if any(pattern.endswith("experts.*.gate_proj.weight") for pattern in read) else "fused"

@@ -1,9 +1,10 @@
-"""A model whose ranks hold parts of sequences: attention, rotary embeddings and router losses see the whole ones."""
+"""Ulysses sequence parallelism of a model: its ranks hold shards of sequences, and attention sees the global ones."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,68 +13,90 @@ from torch import Tensor, nn
 from opslot._base.errors import ConfigError, ParallelError
 from opslot.distributed import ParallelState, gather_outputs, ulysses_attention
 from opslot.distributed.ulysses import Arrivals, kv_repeats
-from opslot.ops.attention.op import PREFIX as ATTENTION_PREFIX
-from opslot.slots import KERNEL_REGISTRY, own_config, walk_slots
-from opslot.slots.slot import PREFIX as SLOT_PREFIX
+from opslot.slots import Binding, SlotBinding, walk_slots
+from opslot.slots.protocol import keeps_sequences
 
-_SUFFIX = "_ulysses"
 # Transformers' decoders take input_ids, attention_mask and position_ids in this order.
 _POSITION_IDS = 3
 
 
-def kernel_of(module: nn.Module, slot: str, op_name: str, variant: str) -> Callable[..., Any]:
-    """What is bound; for eager the op's reference, a function of the arguments alone."""
-    bound = module.__dict__.get(SLOT_PREFIX + slot)
-    return bound if bound is not None else KERNEL_REGISTRY.op(op_name).variant(variant).reference
+def with_ulysses(binding: Binding, pipeline: int = 1, overlap: bool = False) -> Binding:
+    """The binding of a model, prepared by `prepare_ulysses`, for ranks that hold shards of sequences."""
+    binding = binding.with_wrapper(_Ulysses(pipeline), lambda slot: slot.resolution.op_name == "attention")
+    binding = binding.with_wrapper(
+        _GatheredRouterLogits(), lambda slot: slot.resolution.op_name == "load_balancing_loss"
+    )
+    return binding.with_wrapper(_OverlappedProjections(), _is_rotary) if overlap else binding
 
 
-def whole_sequences(model: Any) -> str | None:
-    """Why `model` may mix tokens elsewhere than in causal attention, where its patch says so."""
-    return getattr(type(model), "_opslot_keeps_sequences", None)
-
-
-def spread_sequences(model: Any, state: ParallelState, pipeline: int = 1, overlap: bool = False) -> None:
-    """Make `model`, whose kernels are bound, compute over parts of sequences; in place. See `parallelize_model`.
+def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap: bool = False) -> None:
+    """Check that sequences of `model` can be sharded, and register the hooks that this needs.
 
     Raises:
-        ConfigError: heads that do not divide, attention that is not opslot's, or projections that cannot overlap.
+        ConfigError: heads that sp does not divide, attention that opslot does not select, or projections that cannot
+            overlap.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    attention = KERNEL_REGISTRY.op("attention").variant("causal")
-    why = whole_sequences(model) or (attention.check_module(model) if attention.check_module else None)
+    attention = binding.of("attention")
+    why = keeps_sequences(model) or next((slot.resolution.why for slot in attention if slot.kept), None)
+    if not attention:
+        why = why or "it has no attention that opslot can select"
     if why:
         raise ConfigError(
-            f"sequences of {type(model).__name__} cannot be divided (sp={state.sp}): {why}",
+            f"sequences of {type(model).__name__} cannot be sharded (sp={state.sp}): {why}",
             hint="set sp_size to 1",
         )
-    own_config(model)
     repeats = _kv_repeats(model, state)
-    name = model.config._attn_implementation
-    if _SUFFIX in name:
-        return
-    if name == "eager":
-        kernel = attention.reference
-    elif name.startswith(ATTENTION_PREFIX):
-        kernel = ALL_ATTENTION_FUNCTIONS[name]
-    else:
-        raise ConfigError(
-            f"sequence parallelism needs one of opslot's attention kernels, the model uses Transformers' {name!r}",
-            hint="build it with opslot, or call opslot.apply first",
-        )
     if overlap:
         _send_projections(model, repeats)
-    # One of opslot's own names, by which `explain` knows that nobody else replaced the kernel.
-    spread = f"{ATTENTION_PREFIX}{name.removeprefix(ATTENTION_PREFIX)}{_SUFFIX}{pipeline}"
-    AttentionInterface.register(spread, ulysses_attention(over_documents(kernel), pipeline=pipeline))
-    # Masks are made from the part of the sequence that a rank holds; documents of the whole come as cu_seq_lens.
-    AttentionMaskInterface.register(spread, _no_mask)
-    model.config._attn_implementation = spread
     model.register_forward_pre_hook(_require_places, with_kwargs=True)
-    for _, module, slot, op_name, variant in walk_slots(model):
-        if op_name == "load_balancing_loss":
-            module.__dict__[SLOT_PREFIX + slot] = _OverWholeSequences(kernel_of(module, slot, op_name, variant))
+
+
+def _is_rotary(slot: SlotBinding) -> bool:
+    return (slot.resolution.op_name, slot.resolution.variant) == ("rotary_pos_emb", "full")
+
+
+@dataclass(frozen=True)
+class _Ulysses:
+    """Wraps an attention kernel so that each rank computes some heads of global sequences.
+
+    Attributes:
+        pipeline: chunks that a rank's heads are exchanged in.
+    """
+
+    pipeline: int = 1
+
+    @property
+    def name(self) -> str:
+        return "Ulysses" if self.pipeline == 1 else f"Ulysses in {self.pipeline} chunks"
+
+    def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
+        wrapped: Any = ulysses_attention(over_documents(kernel or reference), pipeline=self.pipeline)
+        # Masks would be made from a rank's shard; the documents of global sequences come as cu_seq_lens.
+        wrapped.mask_function = _no_mask
+        return wrapped
+
+
+@dataclass(frozen=True)
+class _GatheredRouterLogits:
+    """Wraps a load-balancing loss so that it sees the router logits of all tokens."""
+
+    name: str = "gathered router logits"
+
+    def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
+        return _OverGlobalSequences(kernel or reference)
+
+
+@dataclass(frozen=True)
+class _OverlappedProjections:
+    """Wraps a rotary embedding so that it waits for queries and keys that are sent while others are projected."""
+
+    name: str = "overlapped projections"
+
+    def wrap(
+        self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]
+    ) -> Callable[..., Any] | None:
+        arrivals = Arrivals.of(module)
+        return kernel if arrivals is None else _RotaryOnArrival(kernel or reference, arrivals)
 
 
 def _require_places(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -108,7 +131,7 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-class _OverWholeSequences:
+class _OverGlobalSequences:
     """A load-balancing loss of all tokens of the rows, each rank's router knowing a part of them."""
 
     def __init__(self, kernel: Callable[..., Tensor]) -> None:
@@ -162,33 +185,32 @@ def _window_mask(query: Tensor, kwargs: dict[str, Any], window: int) -> Tensor:
 
 def _send_projections(model: Any, repeats: int) -> None:
     """Send query, key and value as soon as each is projected, while the next one is."""
-    sites = list(_projecting(model))
+    attentions = list(_projecting(model))
     rotations = [m for name, m in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
-    if not sites or not rotations:
+    if not attentions or not rotations:
         raise ConfigError(
             f"ulysses_overlap: {type(model).__name__} has no attention with q_proj, k_proj, "
             "v_proj and a slot rotary_pos_emb after them, with angles from a module "
             "rotary_emb",
             hint="set ulysses_overlap to False",
         )
-    for module, slot, op_name, variant in sites:
+    for module in attentions:
         arrivals = Arrivals()
         arrivals.attach(module)
         for name, times in (("query", 1), ("key", repeats), ("value", repeats)):
             _last_of(module, name[0]).register_forward_hook(
                 functools.partial(_send, arrivals, name, module.head_dim, times)
             )
-        module.__dict__[SLOT_PREFIX + slot] = _RotaryOnArrival(kernel_of(module, slot, op_name, variant), arrivals)
     for rotation in rotations:
         rotation.register_forward_hook(_whole_angles)
 
 
-def _projecting(model: Any) -> Iterator[tuple[Any, str, str, str]]:
-    """Attention modules whose projections can be sent, with their rotary slot."""
-    for _, module, slot, op_name, variant in walk_slots(model):
+def _projecting(model: Any) -> Iterator[Any]:
+    """Attention modules whose projections can be sent while others are computed."""
+    for _, module, _, op_name, variant in walk_slots(model):
         projects = all(isinstance(getattr(module, f"{x}_proj", None), nn.Module) for x in "qkv")
         if (op_name, variant) == ("rotary_pos_emb", "full") and projects and hasattr(module, "head_dim"):
-            yield module, slot, op_name, variant
+            yield module
 
 
 def _last_of(module: Any, letter: str) -> nn.Module:

@@ -4,6 +4,7 @@ import torch
 
 from opslot.optim.op import OP
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelSpec
+from opslot.slots.spec import TRITON
 
 KERNEL_REGISTRY.register_op(OP)
 KERNEL_REGISTRY.register(
@@ -13,9 +14,10 @@ KERNEL_REGISTRY.register(
         "standard",
         "opslot.optim.triton:adamw",
         HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-        requires=("triton",),
+        requires=(TRITON,),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        priority={"gpu": 80},
+        priority={(9, 0): 80},
+        portable=True,
         interpretable=True,
         description="in-place Triton kernel, one launch a large tensor",
     )

@@ -19,7 +19,7 @@ if labels is not None:
 
 _CAUSAL_TEMPLATE = """\
 loss_kernel = self.{attribute} if labels is not None else None
-if loss_kernel is not None and loss_kernel.serves_head(self, self.$head):
+if loss_kernel is not None and loss_kernel.can_serve(self, self.$head):
     logits = None
     loss = loss_kernel($head_input, self.$head.weight, labels, $*rest)
 else:
@@ -38,7 +38,7 @@ if (
     and self.num_labels > 1
     and labels.dtype in (torch.int32, torch.int64)
     and self.config.problem_type in (None, "single_label_classification")
-    and loss_kernel.serves_head(self, self.score)
+    and loss_kernel.can_serve(self, self.score)
 ):
     pooled_hidden_states = hidden_states[
         torch.arange(batch_size, device=hidden_states.device), last_non_pad_token

@@ -120,13 +120,16 @@ class OpSpec:
         variants: by name.
         config_field: field of `OpsImplementationConfig`; `<name>_implementation` unless given.
         aliases: other spellings of that field.
-        attach: for an op chosen per model rather than per slot (attention) or that must prepare the model (experts):
-            `(model, chosen name, kernel or None) -> state`, called when a model is bound; `state` is what
-                `detach(model, state)` needs to undo it.
-        replaced: `(model, state, chosen name) -> name`: what the model itself was told to run since `attach`, by
-            Transformers' name, or None where the choice still stands.
-        applies_to: whether a module is a model with such a per-model op; asked of modules from the outside in, since a
-            model may stand inside a wrapper.
+        attach: for an op selected per model rather than per slot (attention) or that must prepare the model (experts):
+            `(model, slot binding, kernel or None) -> state`, called when a model is bound; `state` is what
+            `detach(model, state)` needs to undo it.
+        runs: `(module) -> name`: which of Transformers' own implementations would run in that module, where it has
+            several.
+        applies_to: whether a module is a model with such a per-model op; each config is asked for once.
+        keeps: `(model, state or None, wanted) -> why`, of a per-model op: why the model keeps Transformers'
+            implementation though the configuration wants "auto" or a kernel, or None.
+        can_serve: `(bound kernel, *modules) -> bool`: whether the kernel may run in place of a call of the modules
+            that generated code gives to `BoundKernel.can_serve`.
         bound_to_model: False for an op that the trainer chooses for itself and no model is bound to (the optimizer).
     """
 
@@ -134,10 +137,12 @@ class OpSpec:
     variants: Mapping[str, OpVariant]
     config_field: str = ""
     aliases: tuple[str, ...] = ()
-    attach: Callable[[Any, str, Callable[..., Any] | None], Any] | None = None
+    attach: Callable[[Any, Any, Callable[..., Any] | None], Any] | None = None
     detach: Callable[[Any, Any], None] | None = None
-    replaced: Callable[[Any, Any, str], str | None] | None = None
+    runs: Callable[[Any], str | None] | None = None
     applies_to: Callable[[Any], bool] | None = None
+    keeps: Callable[[Any, Any, str], str | None] | None = None
+    can_serve: Callable[..., bool] | None = None
     bound_to_model: bool = True
     description: str = ""
 

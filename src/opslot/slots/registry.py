@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from opslot._base.device import machine_devices
+from opslot._base.device import DeviceFacts, machine_devices
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import ConfigError, KernelError
 from opslot._base.logging import get_logger
 from opslot.slots.op import OpSpec
 from opslot.slots.profile import Profile, Timing, read_profile
-from opslot.slots.spec import KernelRequest, KernelSpec
+from opslot.slots.spec import KernelRequest, KernelSpec, Priority
 
 logger = get_logger(__name__)
 
@@ -253,33 +253,31 @@ class KernelRegistry:
             usable = {n: t for n, t in timing.ms.items() if n == "eager" or reasons.get(n, "gone") is None}
             if usable:
                 return _fastest(request, usable, timing, profile, reasons)
-        ranks: dict[str, int | None] = {}
+        priorities: dict[str, Priority | None] = {}
         for spec in specs:
             if reasons[spec.name] is None:
                 try:
-                    ranks[spec.name] = spec.priority_for(request)
+                    priorities[spec.name] = spec.priority_for(request)
                 except Exception as error:
                     reasons[spec.name] = f"its priority() raised {type(error).__name__}: {error}"
-        ranked = sorted(((rank, name) for name, rank in ranks.items() if rank is not None and rank > 0), reverse=True)
-        device = request.device.type
-        if ranked:
-            best, chosen = ranked[0]
-            why = f"fastest measured on {device} (rank {best})"
-        else:
-            best, chosen = 0, "eager"
-            why = f"no kernel is usable and measured faster on {device}"
-        rejected = [] if chosen == "eager" else [("eager", f"slower on {device} (rank 0)")]
+        # Numbers measured on another GPU than this one come after those measured on this one.
+        faster = [(p.measured_here, p.value, name) for name, p in priorities.items() if p is not None and p.value > 0]
+        chosen = max(faster)[2] if faster else "eager"
+        best = priorities.get(chosen)
+        here = _device_label(request.device)
+        rejected = [] if best is None else [("eager", _slower(Priority(0, best.measured_on, best.measured_here)))]
         for spec in specs:
             if spec.name == chosen:
                 continue
-            rank = ranks.get(spec.name)
+            priority = priorities.get(spec.name)
             if reasons[spec.name]:
                 reason = reasons[spec.name]
-            elif rank is None:
-                reason = f"usable, but not measured faster than eager on {device}"
+            elif priority is not None:
+                reason = _slower(priority)
             else:
-                reason = f"slower on {device} (rank {rank})"
+                reason = f"usable, but {spec.unmeasured(request) or f'not measured faster than eager on {here}'}"
             rejected.append((spec.name, str(reason)))
+        why = _why(best, here) if best is not None else f"no usable kernel was measured faster than eager on {here}"
         return Resolution(request.op_name, request.variant, chosen, why, tuple(rejected), False)
 
     def _timing(self, request: KernelRequest, profile: Profile) -> Timing | None:
@@ -291,6 +289,30 @@ class KernelRegistry:
         if shape is None:
             return None
         return profile.at(request.op_name, request.variant, dtype_name(request.dtype), shape)
+
+
+def _device_label(device: DeviceFacts) -> str:
+    """E.g. "sm_90" or "CPU"; priorities depend on no more of a device."""
+    return f"sm_{device.capability[0]}{device.capability[1]}" if device.capability else device.type.upper()
+
+
+def _why(best: Priority, here: str) -> str:
+    if not best.measured_on:
+        return f"highest priority, {best.value}"
+    if best.measured_here:
+        return f"fastest measured on {best.measured_on}, priority {best.value}"
+    return (
+        f"highest priority, {best.value}; not measured on {here}, ordered as measured on {best.measured_on}; "
+        "run `opslot bench --tune` to measure this GPU"
+    )
+
+
+def _slower(priority: Priority) -> str:
+    if not priority.measured_on:
+        return f"lower priority, {priority.value}"
+    if priority.measured_here:
+        return f"slower on {priority.measured_on}, priority {priority.value}"
+    return f"lower priority, {priority.value}, measured on {priority.measured_on}"
 
 
 def _factory_hint(spec: KernelSpec) -> str:

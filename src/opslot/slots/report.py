@@ -1,32 +1,60 @@
-"""The table that says which kernel stands where, and why."""
+"""The table that shows which kernel is in which slot, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from opslot.slots.binding import Binding, SlotBinding
 
 
 @dataclass(frozen=True)
 class BindingRow:
-    """One group of slots that share a class, a choice and its reasons.
+    """One group of slots that share a class, a kernel and its reasons.
 
     Attributes:
-        site: class and slot, e.g. "Qwen3RMSNorm.rms_norm"; "model" for a choice that holds for a whole model; of an
-            override that reaches nothing, its glob.
-        modules: paths of the module instances.
+        slot: class and slot, e.g. "Qwen3RMSNorm.rms_norm"; "model" for an op that is selected per model; of an override
+            without effect, its glob.
+        modules: FQNs of the module instances.
         chosen: kernel name, "eager", "absent" for a field that names what the architecture lacks, or "replaced" where
             another implementation than eager was set on the model itself since it was bound; `why` names it.
         rejected: (name, reason) of every other implementation.
+        wrappers: what is applied to the kernel, e.g. "expert parallel".
+        runs: where `chosen` is eager and Transformers has several implementations, the one that runs, e.g. "sdpa".
     """
 
-    site: str
+    slot: str
     op: str
     variant: str
     chosen: str
     why: str
     rejected: tuple[tuple[str, str], ...]
     modules: tuple[str, ...] = ()
+    wrappers: tuple[str, ...] = ()
+    runs: str = ""
+
+    @property
+    def kernel(self) -> str:
+        """What runs, e.g. "triton + expert parallel" or "eager (Transformers' sdpa)"."""
+        eager = f"{self.chosen} (Transformers' {self.runs})" if self.runs and not self.wrappers else self.chosen
+        return " + ".join([eager, *self.wrappers])
+
+
+@dataclass(frozen=True)
+class SkippedRow:
+    """A part of the architecture that an op might compute and that got no slot.
+
+    Attributes:
+        symbol: class, method or function in Transformers' module.
+        reason: why it keeps Transformers' implementation.
+        modules: FQNs of the modules that it belongs to.
+    """
+
+    symbol: str
+    op: str
+    reason: str
+    modules: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -34,14 +62,15 @@ class BindingReport:
     """What `bind`, `apply` and `explain` return; prints as a table.
 
     Attributes:
-        dtype: the model's compute dtype, which decides as much as the device does; a module of another was asked by its
-            own.
+        dtype: the model's compute dtype, which decides as much as the device does; the kernel of a module of another
+            dtype was selected for its own.
     """
 
     rows: tuple[BindingRow, ...]
     device: str = ""
     note: str = ""
     dtype: str = ""
+    skipped: tuple[SkippedRow, ...] = ()
 
     def __iter__(self) -> Iterator[BindingRow]:
         return iter(self.rows)
@@ -54,21 +83,22 @@ class BindingReport:
         return asdict(self)
 
     def chosen(self, op: str, variant: str | None = None) -> tuple[str, ...]:
-        """Distinct choices for an op."""
+        """Distinct kernels of an op."""
         found = (row.chosen for row in self.rows if row.op == op and variant in (None, row.variant))
         return tuple(dict.fromkeys(found))
 
     def __str__(self) -> str:
         title = f"kernels on {self.device}" if self.device else "kernels"
         title += f", {self.dtype}" if self.dtype else ""
-        chosen = format_table(
-            ("site", "op", "chosen", "why"),
-            [(_site(row), f"{row.op}/{row.variant}", row.chosen, row.why) for row in self.rows],
-        )
-        rejected = format_table(("op", "rejected", "why"), self._rejections())
-        return "\n".join(
-            [title, *chosen, *(["", *rejected] if len(rejected) > 2 else []), *(["", self.note] if self.note else [])]
-        )
+        cells = [(_count(row.slot, row.modules), f"{row.op}/{row.variant}", row.kernel, row.why) for row in self.rows]
+        parts = [(part.symbol, part.op, part.reason) for part in self.skipped]
+        tables = [
+            [title, *format_table(("slot", "op", "kernel", "why"), cells)],
+            format_table(("op", "rejected", "why"), rejected) if (rejected := self._rejections()) else [],
+            format_table(("without a slot", "op", "why"), parts) if parts else [],
+            [self.note] if self.note else [],
+        ]
+        return "\n\n".join("\n".join(table) for table in tables if table)
 
     def _rejections(self) -> list[tuple[str, str, str]]:
         """One line per op and reason; implementations that share the reason share the line."""
@@ -81,8 +111,53 @@ class BindingReport:
         return [(op, ", ".join(names), reason) for (op, reason), names in groups.items()]
 
 
-def _site(row: BindingRow) -> str:
-    return f"{row.site} x{len(row.modules)}" if len(row.modules) > 1 else row.site
+def make_report(
+    binding: Binding | Iterable[SlotBinding],
+    runs: Mapping[tuple[str, str], str | None],
+    now: Mapping[tuple[str, str], str | None],
+    note: str,
+) -> BindingReport:
+    """The table of a binding, or of slots without one.
+
+    Args:
+        runs: by module and slot, which of Transformers' implementations ran when the model was bound.
+        now: which of them runs now.
+    """
+    groups: dict[BindingRow, list[str]] = {}
+    for slot in binding.slots if isinstance(binding, Binding) else binding:
+        at = slot.path, slot.key
+        groups.setdefault(_row(slot, runs.get(at), now.get(at)), []).append(slot.path)
+    # A model that is selected for as a whole is not named.
+    rows = [
+        BindingRow(**{**vars(row), "modules": () if row.slot == "model" and paths == [""] else tuple(paths)})
+        for row, paths in groups.items()
+    ]
+    if not isinstance(binding, Binding):
+        return BindingReport(tuple(rows), note=note)
+    rows += [BindingRow(absent.where, absent.op_name, "-", "absent", absent.why, ()) for absent in binding.absent]
+    shown = {slot.resolution.op_name for slot in binding.slots if not slot.slot}
+    skipped = tuple(
+        SkippedRow(part.symbol, part.op, part.reason, paths)
+        for part, paths in binding.skipped
+        if part.op.split("/")[0] not in shown
+    )
+    return BindingReport(tuple(rows), str(binding.device), note, binding.model_dtype, skipped)
+
+
+def _row(slot: SlotBinding, then: str | None, now: str | None) -> BindingRow:
+    r = slot.resolution
+    label = f"{slot.owner}.{slot.slot}" if slot.slot else "model"
+    chosen, why, wrappers = r.chosen, r.why, tuple(wrapper.name for wrapper in slot.wrappers)
+    if now != then:
+        chosen = "eager" if now == "eager" else "replaced"
+        why, wrappers = f"the model was set to Transformers' {now!r} after opslot bound {r.chosen}", ()
+    return BindingRow(
+        label, r.op_name, r.variant, chosen, why, r.rejected, (), wrappers, (now or "") if chosen == "eager" else ""
+    )
+
+
+def _count(slot: str, modules: Sequence[str]) -> str:
+    return f"{slot} x{len(modules)}" if len(modules) > 1 else slot
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

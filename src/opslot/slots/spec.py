@@ -1,4 +1,4 @@
-"""What a kernel is: its name, its op, what it needs and how good it is where."""
+"""What a kernel is: its name, its op, what it requires and how fast it is where."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from opslot._base.device import DeviceFacts, has_package, triton_interpreted
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from opslot._base.device import DeviceFacts, has_package, package_version, triton_interpreted
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import ConfigError
 
@@ -17,18 +19,21 @@ DEVICE_TYPES = ("gpu", "npu", "cpu", "any")
 
 Capability = tuple[int, int]
 
+# The GPU that priorities of a compute capability were measured on, for `explain`.
+MEASURED_GPUS: Mapping[Capability, str] = {(9, 0): "NVIDIA H200"}
+
 
 def _as_capability(name: str, value: Any) -> Capability | None:
     """(9, 0), 90 and "9.0" all name compute capability 9.0."""
     if value is None:
         return None
-    # 9 is left out: it reads as 0.9, which every GPU has, where 9.0 is meant.
+    # A single digit is rejected: divmod would read 9 as 0.9, which every GPU has.
     if isinstance(value, int) and value >= 10:
         return divmod(value, 10)
     parts = value.split(".") if isinstance(value, str) else value
     if isinstance(parts, list | tuple) and len(parts) == 2 and all(str(part).isdecimal() for part in parts):
         return int(parts[0]), int(parts[1])
-    raise ConfigError(f"{name}={value!r} is no compute capability; write (9, 0), 90 or '9.0'")
+    raise ConfigError(f"{name}={value!r} is not a valid compute capability; write (9, 0), 90 or '9.0'")
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class HardwareRequirement:
         if self.device_type == "cuda":
             object.__setattr__(self, "device_type", "gpu")
         if self.device_type not in DEVICE_TYPES:
-            raise ConfigError(f"device_type={self.device_type!r} is unknown; use one of {', '.join(DEVICE_TYPES)}")
+            raise ConfigError(f"unknown device_type {self.device_type!r}; use one of {', '.join(DEVICE_TYPES)}")
         for name in ("min_compute_capability", "max_compute_capability"):
             value = _as_capability(name, getattr(self, name))
             if value is not None and self.device_type != "gpu":
@@ -63,30 +68,75 @@ class HardwareRequirement:
             )
 
     def unsupported(self, device: DeviceFacts) -> str | None:
-        """Why `device` does not fit, or None when it does."""
+        """Why `device` does not fit, or None if it does."""
         if self.device_type == "any":
             return None
         if device.type != self.device_type:
             article = "an" if self.device_type == "npu" else "a"
-            return f"needs {article} {self.device_type.upper()}, this is {device}"
+            return f"requires {article} {self.device_type.upper()}, this is {device}"
         low, high = self.min_compute_capability, self.max_compute_capability
         if low and device.capability and device.capability < low:
-            return f"needs compute capability {low[0]}.{low[1]} or higher, this is {device}"
+            return f"requires compute capability {low[0]}.{low[1]} or higher, this is {device}"
         if high and device.capability and device.capability > high:
-            return f"needs compute capability {high[0]}.{high[1]} or lower, this is {device}"
+            return f"requires compute capability {high[0]}.{high[1]} or lower, this is {device}"
         return None
 
 
 @dataclass(frozen=True)
+class Requirement:
+    """A package that a kernel imports. The only place where a version of it is stated.
+
+    Attributes:
+        module: the name to import, e.g. "quack" or "flash_attn.cute".
+        distribution: the name to install, e.g. "quack-kernels"; the module's unless given.
+        version: a version specifier (PEP 440), e.g. ">=0.5"; empty for any. A module whose distribution is not
+            installed under that name (a build from source) has no version to compare and is accepted.
+    """
+
+    module: str
+    distribution: str = ""
+    version: str = ""
+
+    def __post_init__(self) -> None:
+        for label in ("module", "distribution", "version"):
+            if not isinstance(getattr(self, label), str):
+                raise ConfigError(f"Requirement.{label} must be a string, got {getattr(self, label)!r}")
+        if not self.module:
+            raise ConfigError("Requirement.module must be the name of a package, got ''")
+        if not self.distribution:
+            object.__setattr__(self, "distribution", self.module)
+        try:
+            SpecifierSet(self.version)
+        except InvalidSpecifier:
+            raise ConfigError(
+                f"Requirement.version must be a version specifier, e.g. '>=0.5', got {self.version!r}"
+            ) from None
+
+    def unsupported(self) -> str | None:
+        """What is missing or has another version, or None if this requirement is met."""
+        if not has_package(self.module):
+            name = f"{self.distribution}{self.version}" if self.version else f"the package {self.module}"
+            return f"requires {name}, not installed"
+        found = package_version(self.distribution) if self.version else None
+        if found is None or SpecifierSet(self.version).contains(found, prereleases=True):
+            return None
+        return f"requires {self.distribution}{self.version}, found {found}"
+
+
+# For opslot's own Triton kernels.
+TRITON = Requirement("triton", version=">=3.4")
+
+
+@dataclass(frozen=True)
 class KernelRequest:
-    """One place that asks for a kernel.
+    """A call site that a kernel is selected for.
 
     Attributes:
         op_name, variant: the slot's op.
-        device: facts of the device the module lives on.
-        dtype: dtype the op computes in there; None when unknown.
-        module: the module instance that holds the slot; None when asked in general.
-        config: the Transformers config of the model around it; None when there is none.
+        device: facts of the device the module is on.
+        dtype: dtype the op computes in there; None if unknown.
+        module: the module instance that holds the slot; None for a question about the op in general.
+        config: the Transformers config of the model; None if there is none.
     """
 
     op_name: str
@@ -97,13 +147,41 @@ class KernelRequest:
     config: Any = None
 
 
-Priority = int | Mapping[str, int] | Callable[[KernelRequest], "int | None"] | None
+PriorityValue = int | Callable[[KernelRequest], "int | None"]
+PrioritySetting = PriorityValue | Mapping[Any, PriorityValue] | None
+
+
+@dataclass(frozen=True)
+class Priority:
+    """A kernel's priority for one request.
+
+    Attributes:
+        value: higher is faster; eager code has 0.
+        measured_on: the hardware it was measured on, e.g. "NVIDIA H200 (sm_90)"; empty if none is stated.
+        measured_here: False if that is another compute capability than the request's.
+    """
+
+    value: float
+    measured_on: str = ""
+    measured_here: bool = True
 
 
 def _all_dtypes(value: Any) -> bool:
     import torch
 
     return isinstance(value, Collection) and all(isinstance(x, torch.dtype) for x in value)
+
+
+def _device_key(key: Any) -> Any:
+    """A key of `KernelSpec.priority` in its one form; ConfigError if it is not a device."""
+    if key == "cuda":
+        return "gpu"
+    return key if key in ("gpu", "npu", "cpu") else _as_capability("priority", key)
+
+
+def _gpu_name(capability: Capability) -> str:
+    sm = f"sm_{capability[0]}{capability[1]}"
+    return f"{MEASURED_GPUS[capability]} ({sm})" if capability in MEASURED_GPUS else sm
 
 
 @dataclass(frozen=True)
@@ -113,16 +191,21 @@ class KernelSpec:
     Attributes:
         name: what a configuration writes, e.g. "triton".
         op_name: the op it implements, e.g. "rms_norm".
-        variant: the op's variant, e.g. "standard"; a kernel serves no other.
-        factory: makes the kernel, called once when it is first needed, so that vendors are imported no
-            earlier; or the kernel's own place as "package.module:attribute".
+        variant: the op's variant, e.g. "standard"; a kernel serves one.
+        factory: returns the kernel, called once, on first use, so that vendors are imported no earlier; or
+            "package.module:attribute".
         hardware: where it runs.
-        requires: top-level packages that must be importable, e.g. ("triton",).
+        requires: packages that it imports, as `Requirement`s; a string requires a module of that name, in any version.
         dtypes: dtypes it accepts; None for every floating dtype.
-        supports: given a `KernelRequest`, why it does not serve that place, or None; asked after hardware, packages and
-            dtype.
-        priority: measured rank under `auto`, higher is faster: a number for every device, a mapping from device type,
-            or a function of the request. None, or a device that is missing, keeps `auto` away. Eager code ranks 0.
+        supports: given a `KernelRequest`, why it does not serve that call site, or None; asked after hardware, packages
+            and dtype.
+        priority: measured priority under `auto`, higher is faster; eager code has 0. A mapping from the device it was
+            measured on (a compute capability such as (9, 0), or "cpu" or "npu") to a number, or to a function of the
+            request. A number or function alone, or the key "gpu", holds for every such device and states no
+            measurement. `auto` never selects a kernel whose priority is None or does not cover the device.
+        portable: its speed compared with other kernels carries over between GPUs (Triton, plain torch): where nothing
+            was measured, `auto` uses the priority of the nearest compute capability. A kernel tuned for one
+            architecture leaves it False, and `auto` selects it only where it was measured.
         interpretable: a Triton kernel that also runs on CPU under TRITON_INTERPRET=1 (never under `auto`).
         description: one line for `opslot kernels`.
     """
@@ -132,93 +215,135 @@ class KernelSpec:
     variant: str
     factory: Callable[[], Callable[..., Any]] | str
     hardware: HardwareRequirement = field(default_factory=HardwareRequirement)
-    requires: tuple[str, ...] = ()
+    requires: tuple[Requirement | str, ...] = ()
     dtypes: frozenset[torch.dtype] | None = None
     supports: Callable[[KernelRequest], str | None] | None = None
-    priority: Priority = None
+    priority: PrioritySetting = None
+    portable: bool = False
     interpretable: bool = False
     description: str = ""
 
     def __post_init__(self) -> None:
         if self.name in ("auto", "eager"):
             raise ConfigError(
-                f"{self.op_name}/{self.variant}: {self.name!r} names opslot's own choice and cannot be a kernel; "
-                "pick another name"
+                f"{self.op_name}/{self.variant}: {self.name!r} is reserved and cannot name a kernel; pick another name"
             )
         for label in ("name", "op_name", "variant"):
             value = getattr(self, label)
             if not isinstance(value, str) or not value:
                 raise ConfigError(f"KernelSpec.{label} must be a non-empty string, got {value!r}")
-        if isinstance(self.requires, str):
-            object.__setattr__(self, "requires", (self.requires,))
-        if isinstance(self.priority, Mapping) and "cuda" in self.priority:
-            named = {"gpu" if device == "cuda" else device: rank for device, rank in self.priority.items()}
-            object.__setattr__(self, "priority", named)
-        for label, wanted in self._misfits():
+        for label, wanted in self._invalid_fields():
             name = f"{self.op_name}/{self.variant} {self.name}"
             raise ConfigError(f"{name}: KernelSpec.{label} must be {wanted}, got {getattr(self, label)!r}")
+        requires = (self.requires,) if isinstance(self.requires, str | Requirement) else self.requires
+        object.__setattr__(
+            self, "requires", tuple(x if isinstance(x, Requirement) else Requirement(x) for x in requires)
+        )
+        if isinstance(self.priority, Mapping):
+            object.__setattr__(self, "priority", {_device_key(key): value for key, value in self.priority.items()})
 
-    def _misfits(self) -> Iterator[tuple[str, str]]:
-        """Fields that would fail far from here, in a model that asks for another kernel: (field, what it must be)."""
+    def _invalid_fields(self) -> Iterator[tuple[str, str]]:
+        """Fields that would fail later, in a model that selects another kernel: (field, what it must be)."""
         if not callable(self.factory) and not (isinstance(self.factory, str) and ":" in self.factory):
-            yield "factory", "a function that makes the kernel, or 'package.module:attribute'"
+            yield "factory", "a function that returns the kernel, or 'package.module:attribute'"
         if not isinstance(self.hardware, HardwareRequirement):
             yield "hardware", "a HardwareRequirement"
-        if not isinstance(self.requires, tuple | list) or not all(isinstance(x, str) and x for x in self.requires):
-            yield "requires", "names of packages, e.g. ('triton',)"
+        requires = [self.requires] if isinstance(self.requires, str | Requirement) else self.requires
+        if not isinstance(requires, tuple | list) or not all(isinstance(x, str | Requirement) and x for x in requires):
+            yield "requires", "Requirements or names of modules, e.g. ('triton',)"
         if self.dtypes is not None and not _all_dtypes(self.dtypes):
             yield "dtypes", "a set of torch dtypes, or None for every floating dtype"
         if self.supports is not None and not callable(self.supports):
             yield "supports", "a function of a KernelRequest, or None"
-        ranks = self.priority.values() if isinstance(self.priority, Mapping) else [self.priority]
-        if not callable(self.priority) and not all(rank is None or isinstance(rank, int | float) for rank in ranks):
-            yield "priority", "a number, a mapping from device type to numbers, a function of a KernelRequest, or None"
-        elif isinstance(self.priority, Mapping) and not set(self.priority) <= set(DEVICE_TYPES) - {"any"}:
-            yield "priority", "a mapping from the device types gpu, npu and cpu, or one number for all"
+        values = self.priority.values() if isinstance(self.priority, Mapping) else [self.priority]
+        if not all(value is None or callable(value) or isinstance(value, int | float) for value in values):
+            yield "priority", "a number, a function of a KernelRequest, a mapping from devices to these, or None"
+        try:
+            for key in self.priority if isinstance(self.priority, Mapping) else ():
+                _device_key(key)
+        except ConfigError:
+            yield (
+                "priority",
+                "a mapping from gpu, npu, cpu or a compute capability such as (9, 0), or one number for all",
+            )
 
     @property
     def key(self) -> tuple[str, str, str]:
         return self.op_name, self.variant, self.name
 
+    @property
+    def modules(self) -> frozenset[str]:
+        """Names of the modules that it requires."""
+        return frozenset(x.module if isinstance(x, Requirement) else x for x in self.requires)
+
     def unsupported(self, request: KernelRequest) -> str | None:
-        """Why this kernel cannot serve `request`, or None when it can."""
+        """Why this kernel cannot serve `request`, or None if it can."""
         interpreted = self.interpretable and request.device.type == "cpu" and triton_interpreted()
         reason = None if interpreted else self.hardware.unsupported(request.device)
         if reason:
-            hint = (
-                " (TRITON_INTERPRET=1 runs it here, slowly)"
-                if self.interpretable and request.device.type == "cpu"
-                else ""
-            )
-            return reason + hint
-        missing = [name for name in self.requires if not has_package(name)]
-        if missing:
-            return f"needs the package{'s' if len(missing) > 1 else ''} {', '.join(missing)}, not installed"
+            interpretable = self.interpretable and request.device.type == "cpu"
+            return reason + (" (TRITON_INTERPRET=1 runs it here, slowly)" if interpretable else "")
+        for requirement in self.requires:
+            reason = requirement.unsupported() if isinstance(requirement, Requirement) else None
+            if reason:
+                return reason
         if self.dtypes is not None and request.dtype is not None and request.dtype not in self.dtypes:
             accepted = ", ".join(sorted(map(dtype_name, self.dtypes)))
             return f"takes {accepted}, not {dtype_name(request.dtype)}"
         return self._supports_reason(request) if self.supports else None
 
     def _supports_reason(self, request: KernelRequest) -> str | None:
-        """What `supports` says; where it fails, that is the reason, so that one bad kernel keeps no other from use."""
+        """What `supports` returns; if it fails, that is the reason, and other kernels stay usable."""
         assert self.supports is not None
         try:
-            told = self.supports(request)
+            reason = self.supports(request)
         except Exception as error:
             return f"its supports() raised {type(error).__name__}: {error}"
-        if told is None or (isinstance(told, str) and told):
-            return told
-        return f"its supports() returned {told!r}, where None means that it serves and a text why it does not"
+        if reason is None or (isinstance(reason, str) and reason):
+            return reason
+        return f"its supports() returned {reason!r}; it must return None or the reason as a string"
 
-    def priority_for(self, request: KernelRequest) -> int | None:
-        """Measured priority at `request`; None keeps `auto` from choosing it. A priority of one's own may raise."""
-        if self.interpretable and request.device.type == "cpu":
+    def priority_for(self, request: KernelRequest) -> Priority | None:
+        """Priority for `request`; None if `auto` must not select this kernel. A third party's function may raise."""
+        if self.priority is None or (self.interpretable and request.device.type == "cpu"):
             return None
-        if isinstance(self.priority, Mapping):
-            return self.priority.get(request.device.type)
-        if callable(self.priority):
-            found = self.priority(request)
-            if found is not None and not isinstance(found, int | float):
-                raise TypeError(f"it returned {found!r}, neither a number nor None")
-            return found
-        return self.priority
+        if not isinstance(self.priority, Mapping):
+            return _priority(self.priority, request)
+        device = request.device
+        if device.type != "gpu":
+            return _priority(self.priority.get(device.type), request, "CPU" if device.type == "cpu" else "")
+        if device.capability and device.capability in self.priority:
+            return _priority(self.priority[device.capability], request, _gpu_name(device.capability))
+        if "gpu" in self.priority:
+            return _priority(self.priority["gpu"], request)
+        measured = self._nearest_measured(device)
+        if measured is None or not self.portable:
+            return None
+        return _priority(self.priority[measured], request, _gpu_name(measured), measured_here=False)
+
+    def unmeasured(self, request: KernelRequest) -> str | None:
+        """Why `auto` does not select this usable kernel on the GPU of `request`; None if it is not for that reason."""
+        if not isinstance(self.priority, Mapping) or request.device.type != "gpu" or self.portable:
+            return None
+        if request.device.capability in self.priority or "gpu" in self.priority:
+            return None
+        measured = self._nearest_measured(request.device)
+        return measured and f"measured on {_gpu_name(measured)} only; name it, or run `opslot bench --tune`"
+
+    def _nearest_measured(self, device: DeviceFacts) -> Capability | None:
+        """The compute capability with a priority that is nearest to that of `device`."""
+        assert isinstance(self.priority, Mapping)
+        major, minor = device.capability or (0, 0)
+        measured = [key for key in self.priority if isinstance(key, tuple)]
+        return min(measured, key=lambda c: (abs(10 * (c[0] - major) + c[1] - minor), c), default=None)
+
+
+def _priority(
+    setting: PriorityValue | None, request: KernelRequest, measured_on: str = "", measured_here: bool = True
+) -> Priority | None:
+    value = setting(request) if callable(setting) else setting
+    if value is None:
+        return None
+    if not isinstance(value, int | float):
+        raise TypeError(f"it returned {value!r}, expected a number or None")
+    return Priority(value, measured_on, measured_here)

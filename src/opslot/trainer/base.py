@@ -29,7 +29,7 @@ from opslot.distributed import (
 )
 from opslot.distributed.copy_engine import opened_bytes
 from opslot.models import load_foundation_weights
-from opslot.models.parallelize import parallelize_model
+from opslot.models.parallelize import parallelize
 from opslot.slots import explain
 from opslot.trainer import checkpointing
 from opslot.trainer.callbacks import (
@@ -46,7 +46,7 @@ from opslot.trainer.callbacks import (
 )
 from opslot.trainer.config import RunConfig
 from opslot.trainer.display import make_console
-from opslot.trainer.kernels import hold_kernels, kernel_record, require_same_kernels
+from opslot.trainer.kernels import kernel_record, pin_kernels, require_same_kernels
 from opslot.trainer.optimizer import build_optimizer, learning_rate
 from opslot.trainer.parse import to_yaml
 from opslot.trainer.random_states import restore_random_states, seed_everything
@@ -367,7 +367,7 @@ class BaseTrainer(ABC):
         dtype = _dtype(fsdp.compute_dtype)
         if self.inputs.checkpoint is not None:
             recorded = checkpointing.read_state(self.inputs.checkpoint)[1]
-            for line in hold_kernels(model, recorded, dtype, self.device):
+            for line in pin_kernels(model, recorded, dtype, self.device):
                 self.say(line)
         options: dict[str, Any] = {
             "activation_checkpointing": train.gradient_checkpointing,
@@ -384,7 +384,7 @@ class BaseTrainer(ABC):
                 "prefetch": fsdp.prefetch,
                 "copy_engine": fsdp.copy_engine,
             }
-        model = parallelize_model(model, self.state, **options)
+        model = parallelize(model, self.state, **options)
         require_same_kernels(model)
         return model
 

@@ -30,7 +30,7 @@ def kernel_table(report: BindingReport) -> Table:
     for name, style in {"op": "", "kernel": "bold cyan", "where": "dim", "why": ""}.items():
         table.add_column(name, style=style, overflow="fold")
     for row in report:
-        owner = row.site.split(".")[0]
+        owner = row.slot.split(".")[0]
         where = f"{owner} x{len(row.modules)}" if len(row.modules) > 1 else owner
-        table.add_row(f"{row.op}/{row.variant}", row.chosen, where, row.why)
+        table.add_row(f"{row.op}/{row.variant}", row.kernel, where, row.why)
     return table

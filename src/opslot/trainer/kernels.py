@@ -9,8 +9,7 @@ from torch import nn
 
 from opslot._base.errors import ConfigError
 from opslot.distributed import gather_objects
-from opslot.slots import KERNEL_REGISTRY, OpsImplementationConfig, bind, explain
-from opslot.slots.bind import bound_config
+from opslot.slots import KERNEL_REGISTRY, OpsImplementationConfig, bind, bound_config, explain
 
 
 def kernel_record(model: nn.Module) -> dict[str, Any]:
@@ -41,7 +40,7 @@ def require_same_kernels(model: nn.Module) -> None:
         )
 
 
-def hold_kernels(
+def pin_kernels(
     model: nn.Module,
     recorded: dict[str, Any],
     dtype: torch.dtype | None = None,
@@ -68,7 +67,7 @@ def hold_kernels(
     lines: list[str] = []
     fields = config.to_dict()
     overrides = fields.setdefault("overrides", {})
-    held = False
+    pinned = False
     for key, chosen in _choices(recorded).items():
         op, variant, path = key
         if chosen == now.get(key, chosen):
@@ -78,12 +77,12 @@ def hold_kernels(
             lines.append(f"{path or 'model'}: {op} was {chosen}, is {now[key]} because {field} names it")
             continue
         lines.append(f"{path or 'model'}: {op} stays {chosen} as recorded (auto would now take {now[key]})")
-        held = True
+        pinned = True
         if path:
             overrides.setdefault(path, {})[field] = chosen
         else:
             fields[field] = chosen
-    if held:
+    if pinned:
         try:
             bind(model, OpsImplementationConfig(**fields), device=device, dtype=dtype)
         except ConfigError as error:

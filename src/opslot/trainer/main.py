@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from opslot._base.errors import CheckpointError, OpslotError, ParallelError, TrainingError
-from opslot._base.launcher import launched_world_size
+from opslot._base.launcher import exit_with_launcher, launched_world_size
 from opslot.trainer.parse import USAGE, build_parser, load_config
 from opslot.trainer.threads import wait_without_spinning
 
@@ -37,6 +37,7 @@ def cli_train(argv: Sequence[str]) -> int:
     if arguments[0].startswith("-"):
         print(f"opslot: error: the first argument is the YAML file\n  usage: {USAGE}", file=sys.stderr)
         return 2
+    exit_with_launcher()
     wait_without_spinning()
     from opslot.distributed import OtherRankFailed
 
@@ -64,7 +65,7 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
 
     Under torchrun every process calls it, the first one speaks, and all end when one fails.
     """
-    from opslot.distributed import destroy_parallel_state, failing_together
+    from opslot.distributed import destroy_parallel_state, fail_together
     from opslot.trainer.base import start_processes
     from opslot.trainer.display import make_console
 
@@ -75,7 +76,7 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
             # Before anything that only one of them may find wrong.
             with _told_by_first_rank():
                 start_processes(config)
-        with failing_together():
+        with fail_together():
             done = _run(config, console)
         destroy_parallel_state()
         return done

@@ -1,9 +1,11 @@
-"""The random generators that a run draws from: seeded, and as plain data that a checkpoint keeps."""
+"""Seeding the random generators of a run, and saving their states as plain data."""
 
 from __future__ import annotations
 
 import random
 from typing import TYPE_CHECKING, Any
+
+from opslot._base.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +39,22 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Undo what was drawn since `random_states`."""
+    """Set the generators to what `random_states` returned.
+
+    Raises:
+        CheckpointError: `states` is something else.
+    """
+    try:
+        _restore(states)
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(
+            "the random states in the checkpoint are not what opslot wrote",
+            found=f"{type(error).__name__}: {error}",
+            hint="resume from another checkpoint",
+        ) from error
+
+
+def _restore(states: dict[str, Any]) -> None:
     import numpy as np
     import torch
 

@@ -1,4 +1,4 @@
-"""`CheckpointSaver`: checkpoints written beside the training that goes on."""
+"""`CheckpointSaver`: writes checkpoints in the background while training continues."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.logging import get_logger
 from opslot.trainer import checkpointing
-from opslot.trainer.ranks import torch_distributed
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -20,16 +19,16 @@ logger = get_logger(__name__)
 class CheckpointSaver:
     """Writes snapshots, one at a time.
 
-    In the background, `save` returns once the tensors are copied to host memory, and a thread writes the copy, talking
-    to the other ranks over a gloo group of its own. A checkpoint gets its name when it is complete on all ranks. What
-    goes wrong meanwhile is raised by the next `save` or `wait`; `failed` tells before.
+    In the background, `save` returns once the tensors are copied to host memory, and a thread with its own gloo group
+    writes the copy. A checkpoint gets its name when it is complete on all ranks. The next `save` or `wait` raises an
+    error of the background; `failed` shows it before that.
 
     Every rank makes the same calls.
 
     Args:
-        folder: that receives the checkpoints.
-        keep: how many of them; None keeps all.
-        background: False writes before `save` returns, and needs no memory for a copy.
+        folder: where the checkpoints are written.
+        keep: number of checkpoints to keep; None keeps all.
+        background: False writes before `save` returns and makes no copy.
     """
 
     def __init__(self, folder: Path, *, keep: int | None = None, background: bool = True) -> None:
@@ -43,33 +42,35 @@ class CheckpointSaver:
 
     @property
     def failed(self) -> bool:
-        """Whether the save in the background has ended with an error that nobody was told yet."""
+        """Whether the save in the background ended with an error that has not been raised yet."""
         return self._error is not None
 
     def save(self, snapshot: checkpointing.Snapshot) -> Path:
-        """Write `snapshot` once the one before is written; returns its folder, which exists when it is complete.
+        """Wait for the previous save, then write `snapshot`; returns its folder, which exists when it is complete.
 
         Raises:
-            CheckpointError: this save failed, or in the background the one before; earlier checkpoints are intact.
+            CheckpointError: this save failed, or the previous one in the background; earlier checkpoints are intact.
         """
+        from opslot.distributed.consensus import has_process_group
+
         self.wait()
         if not self.background:
             return checkpointing.write_snapshot(self.folder, snapshot, self.keep)
-        if self._group is None and torch_distributed():
+        if self._group is None and has_process_group():
             import torch.distributed as dist
 
             self._group = dist.new_group(backend="gloo")
         copy = dataclasses.replace(snapshot, tensors=self._stage(snapshot.tensors))
-        # A daemon, so that one stuck on a dead disk or rank does not keep a failing process alive.
+        # A daemon thread, so that a hanging disk or rank does not keep a failing process alive.
         self._thread = threading.Thread(target=self._write, args=(copy,), name="opslot-checkpoint", daemon=True)
         self._thread.start()
         return self.folder / checkpointing.checkpoint_name(snapshot.step)
 
     def wait(self) -> None:
-        """Return when no save is under way.
+        """Wait until no save is running.
 
         Raises:
-            CheckpointError: what went wrong in the background.
+            CheckpointError: the save in the background failed.
         """
         if self._thread is not None:
             self._thread.join()
@@ -79,19 +80,21 @@ class CheckpointSaver:
             raise error
 
     def close(self, seconds: float = 30.0) -> None:
-        """After the last save, or an error: give one under way `seconds` to end; longer would keep the error from the
-        user. One that is cut off leaves an unfinished folder, which the next run removes."""
+        """Wait up to `seconds` for a running save, then abandon it, so that an error of the run is not delayed.
+
+        An abandoned save leaves an unfinished folder, which the next run removes.
+        """
         if self._thread is not None:
             self._thread.join(seconds)
             if self._thread.is_alive():
-                logger.warning("the checkpoint that was being written is given up; the one before is intact")
+                logger.warning("the checkpoint being written was abandoned; the previous one is intact")
             elif self._error is not None:
                 logger.warning("%s", self._error)
         self._thread = self._error = None
         self._stager = None
 
     def _stage(self, tensors: dict[str, Any]) -> Any:
-        """A copy of `tensors` in host memory, page-locked and used again by the next save where a GPU fills it."""
+        """A copy of `tensors` in host memory; on a GPU it is pinned and reused by the next save."""
         import torch
         from torch.distributed.checkpoint.staging import BlockingAsyncStager
 

@@ -28,9 +28,9 @@ from opslot.data import (
     split_documents,
 )
 from opslot.distributed import sum_over_ranks
-from opslot.models import build_foundation_model, expert_layout, load_config
-from opslot.models.parallelize import whole_sequences
-from opslot.slots import loss_only
+from opslot.models import build_foundation_model, load_config
+from opslot.ops.cross_entropy_loss import loss_only
+from opslot.slots.protocol import keeps_sequences
 from opslot.trainer.base import BaseTrainer, TrainResult
 from opslot.trainer.validate import micro_batch_size
 
@@ -112,7 +112,7 @@ class TextTrainer(BaseTrainer):
             ops_implementation=model.ops_implementation,
             trust_remote_code=model.trust_remote_code,
         )
-        if self.config.data.packing and (why := whole_sequences(built)):
+        if self.config.data.packing and (why := keeps_sequences(built)):
             raise ConfigError(
                 f"documents packed into one row could see each other in {type(built).__name__}: {why}",
                 hint="set data.packing to false",
@@ -160,7 +160,7 @@ class TextTrainer(BaseTrainer):
 
     def export(self, folder: Path) -> None:
         """Write weights, config and tokenizer so that plain Transformers loads them."""
-        export_hf(self.model, folder, layout=expert_layout(self.model), processors=[self.tokenizer])
+        export_hf(self.model, folder, processors=[self.tokenizer])
 
     @functools.cached_property
     def unigram_entropy(self) -> float:

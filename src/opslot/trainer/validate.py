@@ -11,7 +11,15 @@ from opslot._base.device import has_package
 from opslot._base.errors import ConfigError, count_of, list_problems
 from opslot._base.launcher import launched_world_size
 from opslot.data import find_files
-from opslot.trainer.checkpointing import CHECKPOINTS, STATE_FILE, damaged_checkpoints, find_checkpoints, is_complete
+from opslot.trainer.checkpointing import (
+    CHECKPOINTS,
+    STATE_FILE,
+    damaged_checkpoints,
+    find_checkpoints,
+    is_complete,
+    newer_checkpoints,
+    step_of,
+)
 from opslot.trainer.config import ModelConfig, RunConfig, TrainConfig
 
 # NumPy takes 32 bits, and each rank adds its number.
@@ -241,8 +249,9 @@ def _check_output(train: TrainConfig, problems: list[str]) -> Path | None:
             f"{output / CHECKPOINTS / 'step_00000100'} (there: {known})"
         )
         return None
-    later = [path.name for path in present if path.name > wanted.name and path.parent.samefile(wanted.parent)]
-    foreign = present and not any(path.samefile(wanted) for path in present)
+    own = (output / CHECKPOINTS).is_dir() and wanted.parent.samefile(output / CHECKPOINTS)
+    later = [path.name for path in newer_checkpoints(wanted)] if own else []
+    foreign = present and not own
     if later or foreign:
         problems.append(
             f"train.resume_from={train.resume_from}: {output} holds checkpoints that this run would mix with "
@@ -253,7 +262,7 @@ def _check_output(train: TrainConfig, problems: list[str]) -> Path | None:
 
 def _latest(folder: Path, present: list[Path], problems: list[str]) -> Path | None:
     """The newest checkpoint; a damaged one must not be passed over in silence, and steps with it."""
-    newest = max([*present, *damaged_checkpoints(folder)], default=None)
+    newest = max([*present, *damaged_checkpoints(folder)], key=step_of, default=None)
     if newest is not None and newest not in present:
         before = present[-1].name if present else "the first step"
         problems.append(

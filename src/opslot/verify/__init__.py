@@ -1,15 +1,18 @@
-"""The parity harness, for opslot's own kernels and for third parties'."""
+"""Checks of kernels, models and architectures, of opslot's own and of third parties'."""
 
+from opslot.verify.architecture import ArchitectureCheck, check_architecture
 from opslot.verify.bisect import Bisection, Suspect, bisect
 from opslot.verify.kernels import verify_kernels
 from opslot.verify.parity import CheckResult, Comparison, check_kernel, poisoned_memory
 
 __all__ = [
+    "ArchitectureCheck",
     "Bisection",
     "CheckResult",
     "Comparison",
     "Suspect",
     "bisect",
+    "check_architecture",
     "check_kernel",
     "poisoned_memory",
     "verify_kernels",

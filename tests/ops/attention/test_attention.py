@@ -13,7 +13,7 @@ from opslot._base.errors import ConfigError, KernelError
 from opslot.ops._common import documents as documents_room
 from opslot.ops.attention import op
 from opslot.ops.attention.flash import make_flash
-from opslot.slots import KernelRequest
+from opslot.slots import KernelRequest, Resolution, SlotBinding
 
 HOPPER = DeviceFacts("gpu", (9, 0), "a Hopper")
 
@@ -239,7 +239,9 @@ def flash(monkeypatch):
         flash_attn_func=library.flash_attn_func, flash_attn_varlen_func=library.flash_attn_varlen_func
     )
     monkeypatch.setattr(
-        importlib, "import_module", lambda name, *a: stand_in if name.startswith("flash_attn") else real(name, *a)
+        importlib,
+        "import_module",
+        lambda name, *a: stand_in if name.startswith(("flash_attn", "opslot.ops.attention.flash4")) else real(name, *a),
     )
     return library, make_flash
 
@@ -275,7 +277,7 @@ def test_flash_hands_every_option_on(flash, options):
 def test_documents_that_flash_would_leave_out_are_refused(flash, borders, longest, said):
     q, k, v = tensors(dtype=torch.bfloat16)
     given = {"cu_seq_lens_q": torch.tensor(borders, dtype=torch.int32), "max_length_q": longest}
-    with pytest.raises(KernelError, match=f"(?s)flash_attention_4.*cu_seq_lens_q.*{said}.*to do"):
+    with pytest.raises(KernelError, match=f"(?s)flash_attention_4.*cu_seq_lens_q.*{said}.*hint"):
         flash[1](4)(Attention(), q, k, v, None, **given)
 
 
@@ -389,8 +391,9 @@ def test_auto_without_any_kernel_is_eager():
 def test_a_kernel_that_cannot_make_masks_is_refused():
     model = request().module
     model.config._attn_implementation = "sdpa"
-    with pytest.raises(KernelError, match=r"attn_implementation='mine'.* no attribute mask_function(.|\n)*to do"):
-        op.OP.attach(model, "mine", lambda *arguments, **options: None)
+    slot = SlotBinding("", "", "Model", Resolution("attention", "causal", "mine", "named", (), True))
+    with pytest.raises(KernelError, match=r"attn_implementation='mine'.* no attribute mask_function(.|\n)*hint"):
+        op.OP.attach(model, slot, lambda *arguments, **options: None)
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -496,3 +499,17 @@ def test_documents_of_training_lengths(name):
     for window in (None, 100) if name in ("sdpa", "cudnn") else (None,):
         options = documents(300, 1, 260, 139, device="cuda") | {"sliding_window": window, "scaling": 128**-0.5}
         assert_as_good_as_eager(kernel, arguments, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("sinks", [False, True])
+def test_flash_attention_4_compiles_without_graph_break(sinks):
+    kernel = usable("flash_attention_4")
+    torch.manual_seed(0)
+    leaves = [torch.randn(2, heads, 96, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    options = {"s_aux": torch.randn(4, device="cuda", dtype=torch.bfloat16)} if sinks else {}
+    plain = forward_backward(kernel, leaves, options, torch.bfloat16)
+    compiled = forward_backward(torch.compile(kernel, fullgraph=True), leaves, options, torch.bfloat16)
+    for got, want in zip(compiled, plain, strict=True):
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-9)

@@ -190,8 +190,8 @@ def test_documents_of_several_rows_are_refused():
     ],
 )
 def test_fla_is_refused_where_triton_makes_its_gradients_wrong(monkeypatch, capability, triton, tilelang, refused):
-    monkeypatch.setattr(room, "package_version", lambda name: triton)
-    monkeypatch.setattr(room, "has_package", lambda name: tilelang)
+    monkeypatch.setattr("opslot.slots.spec.package_version", lambda name: triton)
+    monkeypatch.setattr("opslot.slots.spec.has_package", lambda name: name == "triton" or tilelang)
     request = KernelRequest(room.OP.name, "standard", DeviceFacts("gpu", capability, "a GPU"))
     reason = KERNEL_REGISTRY.get(room.OP.name, "standard", "fla").supports(request)
     assert ("install Triton 3.7.1 or tilelang" in (reason or "")) == refused

@@ -395,14 +395,14 @@ def test_heads_that_are_more_than_a_weight():
 
 
 def test_npu_is_refused_here_with_every_reason():
-    with pytest.raises(ConfigError, match=r"npu.*needs an NPU") as caught:
+    with pytest.raises(ConfigError, match=r"npu.*requires an NPU") as caught:
         KERNEL_REGISTRY.resolve(KernelRequest("cross_entropy_loss", "causal", CPU, torch.float32), "npu")
     assert "usable here: eager" in str(caught.value)
     facts = DeviceFacts("npu", name="Ascend NPU")
     reason = KERNEL_REGISTRY.get("cross_entropy_loss", "causal", "npu").unsupported(
         KernelRequest("cross_entropy_loss", "causal", facts, torch.bfloat16)
     )
-    assert reason == "needs the package torch_npu, not installed"
+    assert reason == "requires the package torch_npu, not installed"
 
 
 @pytest.mark.parametrize(

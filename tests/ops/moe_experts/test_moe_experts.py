@@ -585,5 +585,5 @@ def test_npu_elsewhere_tells_every_alternative():
         KERNEL_REGISTRY.resolve(request, "fused_npu")
     message = str(caught.value)
     assert "moe_implementation='fused_npu'" in message
-    assert "needs an NPU" in message
+    assert "requires an NPU" in message
     assert "usable here: eager, grouped_mm" in message

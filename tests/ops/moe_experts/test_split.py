@@ -54,9 +54,10 @@ def gradients(kernel, tensors):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_same_as_merged_weights(name, dtype):
-    """The Triton kernels add up the same products in the same order.
+    """On a GPU, the Triton kernels add up the same terms in the same order.
 
-    Libraries need not for a product of another width, and grouped_mm adds to an input gradient that is rounded already.
+    Libraries need not for a GEMM of another width, nor does the interpreter, whose dots are NumPy's BLAS: sums of at
+    most 45 terms, off by some eps of the largest. grouped_mm adds to an input gradient that is already rounded.
     """
     tensors = inputs(dtype=dtype)
     found = gradients(load(name), tensors)
@@ -64,7 +65,7 @@ def test_the_same_as_merged_weights(name, dtype):
     expected["gate_proj"], expected["up_proj"] = expected.pop("gate_up_proj").chunk(2, 1)
     assert found.keys() == expected.keys()
     for key, wanted in expected.items():
-        if name == "fused_triton":
+        if name == "fused_triton" and DEVICE == "cuda":
             assert torch.equal(found[key], wanted), key
         else:
             tolerance_ulps = 4 * torch.finfo(dtype).eps

@@ -104,7 +104,7 @@ def test_only_the_wanted_gradients_are_made(variant, name):
 def test_triton_backward_writes_nothing_that_nobody_needs():
     load("standard", "triton")
     x, weight = (t.detach() for t in tensors((6, 16), (16,)))
-    dx, dweight, dgate = torch.ops.opslot.rms_norm_backward(x, x, weight, None, EPS, False, False, True, False)
+    dx, dweight, dgate = torch.ops.opslot.rms_norm_backward(x, x, weight, None, EPS, False, False, False, True, False)
     assert (dx.numel(), dweight.shape, dgate.numel()) == (0, (16,), 0)
 
 
@@ -314,7 +314,7 @@ def test_opcheck():
     load("standard", "triton")
     x, weight = (t.detach() for t in tensors((3, 8), (8,)))
     torch.library.opcheck(torch.ops.opslot.rms_norm.default, (x, weight, None, EPS, False, False))
-    torch.library.opcheck(torch.ops.opslot.rms_norm_backward.default, (x, x, weight, x, EPS, False, True, False, True))
+    torch.library.opcheck(torch.ops.opslot.rms_norm_backward.default, (x, x, weight, x, EPS, False, False, True, False, True))
     torch.library.opcheck(torch.ops.opslot.rms_norm_residual.default, (x, x, weight, EPS, True))
     backward = torch.ops.opslot.rms_norm_residual_backward.default
     torch.library.opcheck(backward, (x, x, x, weight, EPS, True, True))
@@ -400,15 +400,16 @@ def test_quack_refuses_what_it_does_not_serve(quack, x, weight, said):
 @pytest.mark.parametrize(
     ("variant", "version", "width", "said"),
     [
-        ("offset", "0.5.0", 64, "needs quack-kernels 0.6.3 or later, this is 0.5.0"),
+        ("offset", "0.5.0", 64, "requires quack-kernels>=0.6.3, found 0.5.0"),
         ("offset", "0.6.5", 64, None),
         ("standard", "0.5.0", 64, None),
-        ("standard", "0.6.5", 60, "needs a width that is a multiple of 8, found 60"),
+        ("standard", "0.4.1", 64, "requires quack-kernels>=0.5, found 0.4.1"),
+        ("standard", "0.6.5", 60, "requires a width that is a multiple of 8, found 60"),
     ],
 )
 def test_quack_is_offered_where_its_release_and_the_width_fit(monkeypatch, variant, version, width, said):
     monkeypatch.setattr("opslot.slots.spec.has_package", lambda name: True)
-    monkeypatch.setattr("opslot.ops.rms_norm.package_version", lambda name: version)
+    monkeypatch.setattr("opslot.slots.spec.package_version", lambda name: version)
     module = types.SimpleNamespace(weight=torch.zeros(width))
     hopper, ampere = (DeviceFacts("gpu", capability) for capability in ((9, 0), (8, 0)))
     spec = KERNEL_REGISTRY.get("rms_norm", variant, "quack")
@@ -422,7 +423,7 @@ def test_naming_a_kernel_of_other_hardware_tells_everything(name):
         KERNEL_REGISTRY.resolve(KernelRequest("rms_norm", "standard", CPU, torch.float32), name)
     message = str(caught.value)
     assert f"rms_norm_implementation='{name}'" in message
-    assert "needs a" in message
+    assert "requires a" in message
     assert "torch_fused" in message.partition("usable here:")[2]
 
 

@@ -335,7 +335,7 @@ def test_liger_cannot_be_bound_where_it_would_be_wrong(variant):
 
 
 def test_naming_the_npu_kernel_here_tells_everything():
-    with pytest.raises(ConfigError, match="needs an NPU, this is CPU") as caught:
+    with pytest.raises(ConfigError, match="requires an NPU, this is CPU") as caught:
         KERNEL_REGISTRY.resolve(KernelRequest("rotary_pos_emb", "full", CPU, torch.float32), "npu")
     assert "torch_fused" in str(caught.value).partition("usable here:")[2]
 

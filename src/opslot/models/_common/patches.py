@@ -130,7 +130,7 @@ def slot_residual_norm(
         RESIDUAL_NORM,
         f"""
         norm = self.post_attention_layernorm
-        if self.{slot.attribute} is not None and self.{slot.attribute}.serves_norm(norm):
+        if self.{slot.attribute} is not None and self.{slot.attribute}.can_serve(norm):
             hidden_states, residual = self.{slot.attribute}(hidden_states, residual, {args})
         else:
             $match
@@ -195,7 +195,9 @@ def convert_checkpoints(patch: PatchConfig, prefix: str) -> None:
 
 def keep_attention(patch: PatchConfig, classes: Iterable[str], why: str) -> None:
     """Leave attention as the model has it, whatever is chosen; naming a kernel for it is an error that says why."""
-    patch.add_final_block("\n".join(f"{name}._opslot_keeps_attention = {why!r}" for name in classes))
+    patch.add_final_block(
+        "\n".join(f'{name}._opslot_skipped = (("attention", "attention", {why!r}),)' for name in classes)
+    )
 
 
 def keep_sequences_whole(patch: PatchConfig, classes: Iterable[str], why: str) -> None:

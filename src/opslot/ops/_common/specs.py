@@ -7,14 +7,24 @@ from typing import Any
 
 import torch
 
-from opslot.slots import HardwareRequirement, KernelRequest, KernelSpec
+from opslot.slots import HardwareRequirement, KernelRequest, KernelSpec, Requirement
+from opslot.slots.spec import TRITON
 
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 HALF_FLOATS = frozenset({torch.bfloat16, torch.float16})
 
+# The GPU that the priorities of opslot's kernels were measured on.
+H200 = (9, 0)
 
-def no_float(dtype: torch.dtype) -> str:
-    """What is found of an argument whose dtype is none of `FLOATS`."""
+# Versions that kernels require; the extras of pyproject.toml state the same.
+LIGER = Requirement("liger_kernel", "liger-kernel", ">=0.8")
+QUACK = Requirement("quack", "quack-kernels", ">=0.5")
+CUTLASS = Requirement("cutlass", "nvidia-cutlass-dsl")
+FLA = Requirement("fla", "fla-core")
+
+
+def unsupported_dtype(dtype: torch.dtype) -> str:
+    """The `found` of an error about an argument whose dtype is not in `FLOATS`."""
     return f"its dtype is {dtype}, not float32, bfloat16 or float16"
 
 
@@ -28,8 +38,9 @@ def triton_kernel(
         variant,
         f"opslot.ops.{op_name}.triton:{function or variant}",
         HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-        requires=("triton",),
+        requires=(TRITON,),
         dtypes=FLOATS,
+        portable=True,
         interpretable=True,
         **options,
     )
@@ -43,13 +54,14 @@ def liger_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
         variant,
         f"opslot.ops.{op_name}.liger:{variant}",
         HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-        requires=("liger_kernel", "triton"),
+        requires=(LIGER, TRITON),
         dtypes=FLOATS,
+        portable=True,
         **options,
     )
 
 
-def quack_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
+def quack_kernel(op_name: str, variant: str, *, quack: Requirement = QUACK, **options: Any) -> KernelSpec:
     """A kernel `<variant>` of the op's quack.py, for GPUs from Hopper on."""
     return KernelSpec(
         "quack",
@@ -57,7 +69,7 @@ def quack_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
         variant,
         f"opslot.ops.{op_name}.quack:{variant}",
         HardwareRequirement("gpu", min_compute_capability=(9, 0)),
-        requires=("quack", "cutlass"),
+        requires=(quack, CUTLASS),
         dtypes=FLOATS,
         **options,
     )
@@ -77,15 +89,13 @@ def npu_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
     )
 
 
-def cpu_rank(rank: int) -> Callable[[KernelRequest], int | None]:
-    """`rank` on CPUs in float32, where plain torch was measured ahead of eager; in bfloat16 it can be behind."""
-
-    def priority(request: KernelRequest) -> int | None:
-        return rank if request.device.type == "cpu" and request.dtype in (None, torch.float32) else None
-
-    return priority
+def fp32_priority(value: int) -> Callable[[KernelRequest], int | None]:
+    """`value` in float32 alone: on CPUs, plain torch was measured faster than eager there, but not in bfloat16."""
+    return lambda request: value if request.dtype in (None, torch.float32) else None
 
 
 def torch_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
     """A kernel `<variant>` of the op's torch_fused.py: plain torch, for any device."""
-    return KernelSpec("torch_fused", op_name, variant, f"opslot.ops.{op_name}.torch_fused:{variant}", **options)
+    return KernelSpec(
+        "torch_fused", op_name, variant, f"opslot.ops.{op_name}.torch_fused:{variant}", portable=True, **options
+    )

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from opslot.ops._common.sites import head_sizes, text_config
-from opslot.ops._common.specs import HALF_FLOATS
+from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS
 from opslot.ops.attention.op import OP
-from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec
+from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec, Requirement
 
 _HERE = "opslot.ops.attention"
 
@@ -62,23 +62,19 @@ def _all_of(*checks: Supports) -> Supports:
     return supports
 
 
-# Ranks under `auto` by compute capability, from benchmarks/results/attention_h200.json: a kernel is missing where it
-# has not been timed against the others, and hardware that is missing keeps torch's SDPA. On the H200 FlashAttention 4
-# is first at 8192 tokens (6.57 ms against 7.20 and 7.07) and nearly twice as fast on packed documents (1.64 ms against
-# 2.93); at 1024 all three take 1.40 ms. torch 2.11's SDPA takes cuDNN there by itself, which not every release does.
-_RANKS = {
-    (9, 0): {"flash_attention_4": 80, "cudnn": 70},
-}
+# Priorities from benchmarks/results/attention_h200.json. On the H200, FlashAttention 4 is the fastest at 8192 tokens
+# (6.57 ms; sdpa 7.20, cudnn 7.07) and nearly twice as fast on packed documents (1.64 ms; sdpa 2.93); at 1024 tokens all
+# three take 1.40 ms. torch 2.11's SDPA selects cuDNN there by itself, which not every release does. Neither
+# FlashAttention 2 nor 3 was timed in that run.
 
 
-def _ranked(name: str) -> Callable[[KernelRequest], int | None]:
-    def priority(request: KernelRequest) -> int | None:
-        return _RANKS.get(request.device.capability or (0, 0), {}).get(name)
-
-    return priority
-
-
-def _flash(version: int, packages: tuple[str, ...], hardware: HardwareRequirement, *supports: Supports) -> KernelSpec:
+def _flash(
+    version: int,
+    packages: tuple[Requirement | str, ...],
+    hardware: HardwareRequirement,
+    *supports: Supports,
+    priority: int | None = None,
+) -> KernelSpec:
     def factory() -> Callable[..., Any]:
         from opslot.ops.attention.flash import make_flash
 
@@ -94,7 +90,7 @@ def _flash(version: int, packages: tuple[str, ...], hardware: HardwareRequiremen
         requires=packages,
         dtypes=HALF_FLOATS,
         supports=_all_of(_allowed("_supports_flash_attn"), *supports),
-        priority=_ranked(name),
+        priority=None if priority is None else {H200: priority},
         description=f"FlashAttention {version}",
     )
 
@@ -107,7 +103,8 @@ for _spec in (
         "causal",
         f"{_HERE}.sdpa:sdpa",
         supports=_all_of(_allowed("_supports_sdpa"), _no_softcap, _no_sinks, _no_dropout_on_cpu),
-        priority={"gpu": 40, "cpu": 40},
+        priority={H200: 40, "cpu": 40},
+        portable=True,
         description="torch SDPA (flash or memory-efficient), packed documents by cu_seqlens",
     ),
     KernelSpec(
@@ -118,7 +115,7 @@ for _spec in (
         HardwareRequirement("gpu", min_compute_capability=(9, 0)),
         dtypes=HALF_FLOATS,
         supports=_all_of(_allowed("_supports_sdpa"), _head_dim_to(128), _no_softcap, _no_sinks),
-        priority=_ranked("cudnn"),
+        priority={H200: 70},
         description="cuDNN fused attention through torch SDPA",
     ),
     # The compiled extension: FlashAttention 4 alone also makes a package flash_attn.
@@ -131,7 +128,14 @@ for _spec in (
         _no_sinks,
         _no_dropout,
     ),
-    _flash(4, ("flash_attn.cute", "cutlass"), HardwareRequirement("gpu", (9, 0)), _head_dim_to(128), _no_dropout),
+    _flash(
+        4,
+        (Requirement("flash_attn.cute", "flash-attn-4"), CUTLASS),
+        HardwareRequirement("gpu", (9, 0)),
+        _head_dim_to(128),
+        _no_dropout,
+        priority=80,
+    ),
     KernelSpec(
         "flex_attention",
         "attention",

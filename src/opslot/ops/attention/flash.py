@@ -16,7 +16,7 @@ from opslot.ops._common.documents import check_borders
 from opslot.ops.attention.op import causal_of, refuse_options
 
 # version -> module with flash_attn_func and flash_attn_varlen_func
-_LIBRARIES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
+_LIBRARIES = {2: "flash_attn", 3: "flash_attn_interface", 4: "opslot.ops.attention.flash4"}
 
 
 def make_flash(version: int) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ leave them unwritten, refuse them, on a GPU by an assertion there.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
 from opslot.ops._common.sites import head_sizes
-from opslot.slots import Cost, InputCase, OpSpec, OpVariant, own_config
-from opslot.slots.random_inputs import randn
+from opslot.ops.attention.cases import CASES, benchmark_case
+from opslot.slots import Cost, OpSpec, OpVariant, SlotBinding
 
 PREFIX = "opslot_"
 
@@ -128,80 +129,6 @@ def refuse_options(name: str, kwargs: Mapping[str, Any], served: tuple[str, ...]
             )
 
 
-class _Module(nn.Module):
-    """Stands for an attention module in input cases."""
-
-    def __init__(self, causal: bool) -> None:
-        super().__init__()
-        self.is_causal = causal
-
-
-def _case(
-    name: str,
-    shape: tuple[int, int, int, int, int],
-    documents: list[int] | None = None,
-    role: str = "check",
-    causal: bool = True,
-    **options: Any,
-) -> InputCase:
-    batch, heads, kv_heads, length, width = shape
-
-    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-        # [B, S, heads, D] in memory, as projections leave it.
-        def projected(count: int) -> Tensor:
-            return randn((batch, length, count, width), dtype, device, generator).transpose(1, 2)
-
-        arguments: dict[str, Any] = {
-            "module": _Module(causal),
-            "query": projected(heads),
-            "key": projected(kv_heads),
-            "value": projected(kv_heads),
-            "attention_mask": None,
-            "scaling": width**-0.5,
-            **options,
-        }
-        if documents is not None:
-            cu_seqlens = torch.tensor([0, *documents], device=device).cumsum(0).to(torch.int32)
-            longest = max(documents)
-            arguments |= {
-                "cu_seq_lens_q": cu_seqlens,
-                "cu_seq_lens_k": cu_seqlens,
-                "max_length_q": longest,
-                "max_length_k": longest,
-            }
-        return arguments
-
-    return InputCase(name, make, role, {"heads": heads, "kv_heads": kv_heads, "head_dim": width})
-
-
-# Unequal, as packing leaves them.
-_DOCUMENTS = [2816, 1536, 1280, 1152, 1088, 1024, 1024, 1000, 960, 896, 832, 768, 704, 600, 448, 256]
-
-_CASES = [
-    _case("grouped heads", (2, 4, 2, 33, 32)),
-    _case("one group", (1, 2, 2, 17, 64)),
-    _case("two tokens", (2, 4, 1, 2, 32)),
-    _case("packed documents", (1, 4, 2, 50, 32), documents=[7, 1, 30, 12]),
-    _case("packed documents, two rows", (2, 4, 2, 20, 32), documents=[12, 8, 5, 15]),
-    _case("sliding window", (2, 4, 2, 50, 32), sliding_window=9),
-    _case("packed documents, sliding window", (1, 4, 2, 50, 32), documents=[7, 1, 30, 12], sliding_window=9),
-    _case("bidirectional", (2, 4, 4, 21, 64), causal=False),
-    _case("bidirectional packed documents", (1, 4, 4, 40, 64), documents=[16, 4, 20], causal=False),
-    _case("2 x 8192, 32/8 heads, D=128", (2, 32, 8, 8192, 128), role="bench"),
-    _case("16 x 1024, 32/8 heads, D=128", (16, 32, 8, 1024, 128), role="bench"),
-    _case("16384 in 16 documents, 32/8 heads, D=128", (1, 32, 8, 16384, 128), _DOCUMENTS, role="bench"),
-    _case("2 x 8192, 32/8 heads, D=64", (2, 32, 8, 8192, 64), role="bench"),
-]
-
-
-def _case_at(shape: Mapping[str, int], tokens: int) -> InputCase:
-    heads, kv_heads, width = shape["heads"], shape["kv_heads"], shape["head_dim"]
-    # One row up to the length that training packs to.
-    length = min(tokens, 8192)
-    name = f"B={tokens // length} S={length} {heads}/{kv_heads} heads D={width}"
-    return _case(name, (tokens // length, heads, kv_heads, length, width), role="bench")
-
-
 def _cost(arguments: Mapping[str, Any]) -> Cost:
     """Causal: two products forward and five backward over half the square of each document."""
     q, k = arguments["query"], arguments["key"]
@@ -211,79 +138,107 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
     return Cost(bytes=(4 * q.numel() + 6 * k.numel()) * q.element_size(), flops=7 * heads * squares * width)
 
 
+def _is_model(module: Any) -> bool:
+    can_set = getattr(type(module), "_can_set_attn_implementation", None)
+    return can_set is not None and hasattr(module, "config")
+
+
 def _applies_to(model: Any) -> bool:
-    can_set = getattr(type(model), "_can_set_attn_implementation", None)
-    return can_set is not None and hasattr(model, "config") and bool(can_set())
+    """Whether `model` has attention modules that ask its own config for their implementation.
+
+    A model that only holds others, such as a vision-language model, has none.
+    """
+    if not _is_model(model) or not type(model)._can_set_attn_implementation():
+        return False
+    return any(m.__dict__.get("config") is model.config for m in model.modules() if not _is_model(m))
 
 
-def _keeps_its_own(model: Any) -> str | None:
-    """Why a generated class leaves its attention as the model has it, where its patch says so."""
-    return getattr(type(model), "_opslot_keeps_attention", None)
+# What Transformers selects by itself; anything else was asked for by name.
+_DEFAULTS = (None, "sdpa", "eager")
+
+
+def _keeps(model: Any, attached: _Attached | None, wanted: str) -> str | None:
+    """Why a model keeps its attention: opslot has not read its class, or under "auto" because the user selected it."""
+    if type(model).__module__.startswith("transformers."):
+        return f"{type(model).__name__} has no generated class, so what its attention computes is unknown"
+    own = _original(model, attached)
+    if wanted == "auto" and own not in _DEFAULTS and not str(own).startswith(PREFIX):
+        return f"the model was built with Transformers' {own!r}, which auto keeps"
+    return None
 
 
 class _Attached(NamedTuple):
-    """What the config of a model said before it was bound, and what it was told then."""
+    """The attention implementation of a config before it was bound, and the one that was set then."""
 
     previous: str | None
-    told: str | None
+    set_to: str | None
 
 
-def _attach(model: Any, chosen: str, kernel: Callable[..., Any] | None) -> _Attached:
-    """Point the model's own config at the chosen implementation."""
+def _original(model: Any, attached: _Attached | None) -> str | None:
+    now = model.config._attn_implementation
+    return attached.previous if attached is not None and now == attached.set_to else now
+
+
+def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) -> _Attached:
+    """Set the implementation on the model's own config, and on no config inside that."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    previous = model.config._attn_implementation
+    if kernel is None:
+        # Transformers' own code: what "eager" names, else what the model has, unless no kernel serves it.
+        kept = slot.kept and not slot.resolution.explicit
+        return _set(model, previous if kept else "eager")
     mask_function: Any = getattr(kernel, "mask_function", None)
-    if kernel is not None and mask_function is None:
+    if mask_function is None:
         raise KernelError(
-            f"attn_implementation={chosen!r}: the kernel has no attribute mask_function, so "
+            f"attn_implementation={slot.resolution.chosen!r}: the kernel has no attribute mask_function, so "
             "that no mask can be made for it",
             hint="set it to the function that makes its masks, e.g. transformers.masking_utils.sdpa_mask",
         )
-    own_config(model)
-    previous = model.config._attn_implementation
-    if kernel is None and _keeps_its_own(model):
-        return _Attached(previous, previous)
-    if kernel is None:
-        model.config._attn_implementation = "eager"
-        return _Attached(previous, "eager")
-    name = PREFIX + chosen
+    name = PREFIX + "_".join([slot.resolution.chosen, *(re.sub(r"\W+", "_", w.name.lower()) for w in slot.wrappers)])
     AttentionInterface.register(name, kernel)
     AttentionMaskInterface.register(name, mask_function)
-    model.config._attn_implementation = name
+    return _set(model, name)
+
+
+def _set(model: Any, name: str | None) -> _Attached:
+    previous = model.config._attn_implementation
+    # The property would set it on the configs of sub-models too.
+    model.config._attn_implementation_internal = name
     return _Attached(previous, name)
 
 
 def _detach(model: Any, state: _Attached) -> None:
-    model.config._attn_implementation = state.previous
+    """Undo `_attach`, unless another implementation was set on the model since."""
+    if model.config._attn_implementation == state.set_to:
+        model.config._attn_implementation_internal = state.previous
 
 
-def _replaced(model: Any, state: _Attached, chosen: str) -> str | None:
-    """What the config says now, unless opslot said it: sequence parallelism registers the kernel under another name."""
-    now = model.config._attn_implementation
-    return None if now == state.told or str(now).startswith(PREFIX) else now
+def _runs(model: Any) -> str | None:
+    return model.config._attn_implementation
 
 
 OP = OpSpec(
     name="attention",
     config_field="attn_implementation",
-    description="scaled dot-product attention, one choice per model",
+    description="scaled dot-product attention, selected per model and sub-model",
     variants={
         "causal": OpVariant(
             "causal",
             reference,
-            _CASES,
+            CASES,
             ("query", "key", "value"),
             _cost,
-            _keeps_its_own,
             # torch's fused CPU attention takes exp from a 20-ulp approximation.
             tolerance_ulps={"float32": 8},
             static_shape=head_sizes,
-            benchmark_case=_case_at,
+            benchmark_case=benchmark_case,
             description="causal, grouped heads, packed documents",
         )
     },
     applies_to=_applies_to,
     attach=_attach,
     detach=_detach,
-    replaced=_replaced,
+    keeps=_keeps,
+    runs=_runs,
 )

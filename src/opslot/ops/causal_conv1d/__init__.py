@@ -2,18 +2,18 @@
 
 import torch
 
-from opslot.ops._common.specs import triton_kernel
+from opslot.ops._common.specs import FLA, H200, TRITON, triton_kernel
 from opslot.ops.causal_conv1d.op import OP
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec
 
 
-def _triton_rank(request: KernelRequest) -> int | None:
+def _bf16_priority(request: KernelRequest) -> int | None:
     """Forward + backward on an H200, bf16 (benchmarks/results/delta_h200.json), beside torch's own convolution.
 
     8192 channels x 8192 tokens: 0.26 ms to 3.12; 16384 tokens in 16 documents: 0.51 to 8.14. Other dtypes and fla's
     kernel, which tunes itself for minutes, were not timed.
     """
-    return 80 if request.device.type == "gpu" and request.dtype == torch.bfloat16 else None
+    return 80 if request.dtype == torch.bfloat16 else None
 
 
 KERNEL_REGISTRY.register_op(OP)
@@ -21,7 +21,7 @@ KERNEL_REGISTRY.register(
     triton_kernel(
         OP.name,
         "standard",
-        priority=_triton_rank,
+        priority={H200: _bf16_priority},
         description="one pass each way, deterministic, up to four taps, packed documents by cu_seqlens",
     )
 )
@@ -32,7 +32,7 @@ KERNEL_REGISTRY.register(
         "standard",
         "opslot.ops.causal_conv1d.fla:causal_conv1d",
         HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-        requires=("fla", "triton"),
+        requires=(FLA, TRITON),
         # Proven in no other; fla tunes itself for 20 seconds a dtype and filter.
         dtypes=frozenset({torch.bfloat16}),
         description="flash-linear-attention's kernel, packed documents by cu_seqlens",

@@ -1,4 +1,4 @@
-"""Depthwise causal convolution: contract, reference, cases, cost.
+"""Depthwise causal convolution: contract, reference, cost.
 
 Shapes: `hidden_states` [B, D, S], `weight` [D, W], `bias` [D]; out[t] sums weight[j] * x[t - W + 1 + j].
 `cu_seqlens` (int32 or int64, [documents + 1], over the S tokens of B = 1) keeps the window of a document's first
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
-from opslot.slots import Cost, InputCase, OpSpec, OpVariant
-from opslot.slots.random_inputs import randn
+from opslot.ops.causal_conv1d.cases import CASES
+from opslot.slots import Cost, OpSpec, OpVariant
 
 _ACTIVATIONS = {None: lambda x: x, "silu": nn.functional.silu, "swish": nn.functional.silu}
 
@@ -63,34 +63,6 @@ def _convolve_documents(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqle
     return _convolve(spaced, weight, bias).index_select(-1, place)
 
 
-def _case(
-    name: str,
-    shape: tuple[int, int, int, int],
-    documents: list[int] | None = None,
-    role: str = "check",
-    bias: bool = False,
-    activation: str | None = "silu",
-    channels_last: bool = True,
-) -> InputCase:
-    batch, channels, length, width = shape
-
-    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-        # [B, S, D] in memory, as the projection before it leaves it, unless the case says otherwise.
-        hidden_states = randn((batch, length, channels), dtype, device, generator).transpose(1, 2)
-        arguments: dict[str, Any] = {
-            "hidden_states": hidden_states if channels_last else hidden_states.contiguous(),
-            "weight": randn((channels, width), dtype, device, generator, 0.5),
-            "activation": activation,
-        }
-        if bias:
-            arguments["bias"] = randn((channels,), dtype, device, generator)
-        if documents is not None:
-            arguments["cu_seqlens"] = torch.tensor([0, *documents], device=device).cumsum(0).to(torch.int32)
-        return arguments
-
-    return InputCase(name, make, role)
-
-
 def _cost(arguments: Mapping[str, Any]) -> Cost:
     """Forward reads the input and writes the output; backward reads both and writes the input's gradient."""
     x = arguments["hidden_states"]
@@ -104,17 +76,7 @@ OP = OpSpec(
         "standard": OpVariant(
             "standard",
             reference,
-            [
-                # Few shapes of filters: vendors tune anew for each.
-                _case("two rows", (2, 64, 33, 4)),
-                _case("odd channels with bias", (2, 43, 70, 4), bias=True),
-                _case("three taps, linear, sequence last", (1, 64, 9, 3), activation=None, channels_last=False),
-                _case("shorter than the window", (3, 64, 2, 4)),
-                _case("packed documents", (1, 64, 40, 4), documents=[2, 1, 30, 7]),
-                _case("packed documents, one empty", (1, 43, 21, 4), documents=[5, 0, 3, 13], bias=True),
-                _case("8192x8192", (1, 8192, 8192, 4), role="bench"),
-                _case("16384x8192 in 16 documents", (1, 8192, 16384, 4), documents=[1024] * 16, role="bench"),
-            ],
+            CASES,
             ("hidden_states", "weight", "bias"),
             _cost,
         )

@@ -1,15 +1,14 @@
 """chunk_gated_delta_rule: registration of the op and of its kernels."""
 
-import re
-
 import torch
 
-from opslot._base.device import has_package, package_version
-from opslot.ops._common.specs import triton_kernel
+from opslot.ops._common.specs import FLA, H200, TRITON, triton_kernel
 from opslot.ops.chunk_gated_delta_rule.op import OP, WIDEST_KEY
-from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec
+from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec, Requirement
 
 _HERE = "opslot.ops.chunk_gated_delta_rule"
+_BROKEN_ON_HOPPER = Requirement("triton", version=">=3.4,<3.7.1")
+_TILELANG = Requirement("tilelang")
 
 
 def _keys_fit(request: KernelRequest) -> str | None:
@@ -19,22 +18,22 @@ def _keys_fit(request: KernelRequest) -> str | None:
 
 
 def _right_on_hopper(request: KernelRequest) -> str | None:
-    """fla raises in backward where Triton's own fault makes its gradients wrong, unless TileLang computes them."""
-    found = tuple(int(part) for part in re.findall(r"\d+", package_version("triton") or "0")[:3])
-    if request.device.capability != (9, 0) or not (3, 4) <= found < (3, 7, 1) or has_package("tilelang"):
+    """fla raises in backward where a fault of Triton makes its gradients wrong, unless TileLang computes them."""
+    on_hopper = request.device.capability == (9, 0)
+    if not on_hopper or _BROKEN_ON_HOPPER.unsupported() or _TILELANG.unsupported() is None:
         return None
     return (
-        f"has no right gradients on Hopper with Triton 3.4 to 3.7.0 (flash-linear-attention issue 640), this is "
-        f"{'.'.join(map(str, found))}; install Triton 3.7.1 or tilelang"
+        "computes wrong gradients on Hopper with Triton 3.4 to 3.7.0 (flash-linear-attention issue 640); "
+        "install Triton 3.7.1 or tilelang"
     )
 
 
-def _triton_rank(request: KernelRequest) -> int | None:
+def _bf16_priority(request: KernelRequest) -> int | None:
     """On an H200 in bf16, the one dtype timed, forward + backward at Qwen3-Next's sizes (benchmarks/gpu_delta.py).
 
     8192 tokens take 2.0 ms where torch's chunks take 139; 16384 tokens in 16 documents, 4.0 where those take 57.
     """
-    return 80 if request.device.type == "gpu" and request.dtype == torch.bfloat16 else None
+    return 80 if request.dtype == torch.bfloat16 else None
 
 
 KERNEL_REGISTRY.register_op(OP)
@@ -44,7 +43,7 @@ KERNEL_REGISTRY.register(
         "standard",
         function="chunk_gated_delta_rule",
         supports=_keys_fit,
-        priority=_triton_rank,
+        priority={H200: _bf16_priority},
         description="chunks of 64 tokens, deterministic, packed documents by cu_seqlens",
     )
 )
@@ -55,7 +54,7 @@ KERNEL_REGISTRY.register(
         "standard",
         f"{_HERE}.fla:chunk_gated_delta_rule",
         HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-        requires=("fla", "triton"),
+        requires=(FLA, TRITON),
         dtypes=frozenset({torch.bfloat16}),
         supports=lambda request: _keys_fit(request) or _right_on_hopper(request),
         description="flash-linear-attention's chunked kernel, packed documents by cu_seqlens",

@@ -1,4 +1,4 @@
-"""The gated delta rule (Yang et al. 2024, "Gated Delta Networks", equation 10): contract, reference, cases, cost.
+"""The gated delta rule (Yang et al. 2024, "Gated Delta Networks", equation 10): contract, reference, cost.
 
 Shapes: `query`, `key` [B, S, K_heads, K]; `value` [B, S, V_heads, V] with V_heads a multiple of K_heads; `g` (log
 decay, <= 0) and `beta` [B, S, V_heads]; state [B, V_heads, K, V]. `cu_seqlens` (int32 or int64, [documents + 1], over
@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
+from opslot.ops._common.arguments import reject
 from opslot.ops._common.documents import check_borders
-from opslot.ops._common.library import refuse
-from opslot.slots import Cost, InputCase, OpSpec, OpVariant
-from opslot.slots.random_inputs import randn
+from opslot.ops.chunk_gated_delta_rule.cases import CASES
+from opslot.slots import Cost, OpSpec, OpVariant
 
 # Tokens of a chunk: within one, the recurrence is products and a triangular system; between two it is one step.
 _CHUNK = 64
@@ -80,15 +79,15 @@ def check_shapes(
     """Refuse arguments that do not fit together, in the name of `kernel`."""
     if value.shape[2] % key.shape[2]:
         found = f"{value.shape[2]} heads are no multiple of key's {key.shape[2]}"
-        refuse(kernel, "value", found, "give value a multiple of key's heads")
+        reject(kernel, "value", found, "give value a multiple of key's heads")
     if cu_seqlens is not None and key.shape[0] != 1:
-        refuse(kernel, "cu_seqlens", f"packed documents are one row, there are {key.shape[0]}", "flatten the rows")
+        reject(kernel, "cu_seqlens", f"packed documents are one row, there are {key.shape[0]}", "flatten the rows")
     if cu_seqlens is not None:
         check_borders(kernel, "cu_seqlens", cu_seqlens, 1, key.shape[1])
     states = key.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     wanted = (states, value.shape[2], key.shape[3], value.shape[3])
     if initial_state is not None and initial_state.shape != wanted:
-        refuse(kernel, "initial_state", f"its shape is {tuple(initial_state.shape)}", f"give it the shape {wanted}")
+        reject(kernel, "initial_state", f"its shape is {tuple(initial_state.shape)}", f"give it the shape {wanted}")
 
 
 class _Schedule:
@@ -187,33 +186,6 @@ def _slices(sizes: list[int]) -> list[slice]:
     return [slice(stop - size, stop) for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
-def _case(
-    name: str,
-    shape: tuple[int, ...],
-    documents: list[int] | None = None,
-    role: str = "check",
-) -> InputCase:
-    batch, length, k_heads, v_heads, width, v_width = shape
-
-    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-        def draw(*size: int) -> Tensor:
-            return randn(size, dtype, device, generator)
-
-        arguments: dict[str, Any] = {
-            "query": draw(batch, length, k_heads, width),
-            "key": draw(batch, length, k_heads, width),
-            "value": draw(batch, length, v_heads, v_width),
-            "g": logsigmoid(draw(batch, length, v_heads) + 2.0),
-            "beta": draw(batch, length, v_heads).sigmoid(),
-            "use_qk_l2norm_in_kernel": True,
-        }
-        if documents is not None:
-            arguments["cu_seqlens"] = torch.tensor([0, *documents], device=device).cumsum(0).to(torch.int32)
-        return arguments
-
-    return InputCase(name, make, role)
-
-
 def _cost(arguments: Mapping[str, Any]) -> Cost:
     """Forward reads q, k, v and writes the output; backward reads all four and writes three gradients.
 
@@ -231,15 +203,7 @@ OP = OpSpec(
         "standard": OpVariant(
             "standard",
             reference,
-            [
-                # One shape of heads for all: vendors tune anew for each.
-                _case("two rows", (2, 70, 2, 4, 64, 64)),
-                _case("packed documents", (1, 88, 2, 4, 64, 64), documents=[17, 1, 0, 70]),
-                _case("8192x32x128", (1, 8192, 16, 32, 128, 128), role="bench"),
-                _case(
-                    "16384x32x128 in 16 documents", (1, 16384, 16, 32, 128, 128), documents=[1024] * 16, role="bench"
-                ),
-            ],
+            CASES,
             ("query", "key", "value", "g", "beta"),
             _cost,
             # A chunked kernel reads keys and values rounded to the input's dtype into every product of a chunk, where

@@ -4,13 +4,16 @@ from collections.abc import Callable
 
 import torch
 
-from opslot.ops._common.specs import liger_kernel, npu_kernel, triton_kernel
+from opslot.ops._common.specs import H200, liger_kernel, npu_kernel, triton_kernel
+from opslot.ops.cross_entropy_loss.heads import loss_only
 from opslot.ops.cross_entropy_loss.op import OP, head_of
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
 
+__all__ = ["loss_only"]
 
-def _for_large_heads(device: str, rank: int, smallest: int) -> Callable[[KernelRequest], int | None]:
-    """`rank` on `device` where the head has at least `smallest` outputs.
+
+def _for_large_heads(value: int, smallest: int) -> Callable[[KernelRequest], int | None]:
+    """`value` where the head has at least `smallest` outputs.
 
     Without a module to look at, a language model's head counts as large and a classifier's as small.
     """
@@ -18,9 +21,9 @@ def _for_large_heads(device: str, rank: int, smallest: int) -> Callable[[KernelR
     def priority(request: KernelRequest) -> int | None:
         head = head_of(request.module)
         large = request.variant != "sequence_classification" if head is None else head.weight.shape[0] >= smallest
-        # In bfloat16 on a CPU, where eager's products have units of their own, it takes 3 times eager's time.
-        measured = device != "cpu" or request.dtype in (None, torch.float32)
-        return rank if large and measured and request.device.type == device else None
+        # In bfloat16 on a CPU, which has instructions for eager's matmuls, it takes 3 times eager's time.
+        slow = request.device.type == "cpu" and request.dtype not in (None, torch.float32)
+        return value if large and not slow else None
 
     return priority
 
@@ -33,7 +36,7 @@ for _variant in OP.variants:
         triton_kernel(
             OP.name,
             _variant,
-            priority=_for_large_heads("gpu", 80, 16384),
+            priority={H200: _for_large_heads(80, 16384)},
             description="cuBLAS products and one in-place softmax-gradient kernel per chunk",
         )
     )
@@ -45,7 +48,8 @@ for _variant in OP.variants:
             OP.name,
             _variant,
             f"opslot.ops.cross_entropy_loss.chunk_loss:{_variant}",
-            priority=_for_large_heads("cpu", 60, 4096),
+            priority={"cpu": _for_large_heads(60, 4096)},
+            portable=True,
             description="plain torch, chunk by chunk, never the full logits",
         )
     )

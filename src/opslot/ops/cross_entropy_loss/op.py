@@ -1,4 +1,4 @@
-"""Linear head + cross entropy: contract, references, input cases and costs.
+"""Linear head + cross entropy: contract, references and costs.
 
 Shapes: `hidden_states` [..., H] with any strides, `weight` [V, H] (the head's, which has no bias), `labels` [...] of
 integers in [0, V) or `ignore_index`. Logits are scaled and capped in the dtype of the inputs, as upstream does; softmax
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
-from opslot.slots.random_inputs import on_device, randn
+from opslot.ops.cross_entropy_loss.cases import CAUSAL_CASES, CLASSIFICATION_CASES, TOKEN_CASES, benchmark_case
+from opslot.ops.cross_entropy_loss.heads import can_serve
+from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 
 
 def causal(
@@ -150,106 +151,9 @@ def _head_site(module: Any) -> str | None:
     return None
 
 
-def _case(
-    name: str,
-    shape: tuple[int, ...],
-    vocab: int,
-    role: str = "check",
-    *,
-    ignored: float = 0.25,
-    spread: float = 1.0,
-    strided: bool = False,
-    exact: bool = False,
-    shifted: bool = False,
-    num_items: int | Tensor | None = None,
-    **options: Any,
-) -> InputCase:
-    """`spread` scales the logits' standard deviation: at 12 and more some labels have p near 1 or near 0.
-
-    `exact` takes inputs in quarters, whose logits are exact in every dtype: a loss is one number, and where eager
-    code rounds more often than a kernel its error may cancel by luck unless the rounding that both share is none.
-    """
-
-    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-        if role == "bench":
-            generator = on_device(generator, device)
-        *rows, width = shape
-        hidden = randn((*rows, width * (2 if strided else 1)), dtype, device, generator)[..., :width]
-        weight = randn((vocab, width), dtype, device, generator, scale=spread * width**-0.5)
-        if exact:
-            hidden, weight = ((x * 4).round().clamp(-4, 4) / 4 for x in (hidden, weight))
-        home = generator.device
-        labels = torch.randint(vocab, rows, generator=generator, device=home)
-        # Every other label is the likeliest token, as in a trained model.
-        likeliest = (hidden.float() @ weight.float().t()).argmax(-1).to(home)
-        labels = torch.where(torch.rand(rows, generator=generator, device=home) < 0.5, labels, likeliest)
-        labels[torch.rand(rows, generator=generator, device=home) < ignored] = -100
-        labels = labels.to(device)
-        arguments: dict[str, Any] = {"hidden_states": hidden, "weight": weight, "labels": labels, **options}
-        if num_items is not None:
-            arguments["num_items_in_batch"] = num_items
-        if shifted:
-            arguments["shift_labels"] = labels
-        return arguments
-
-    return InputCase(name, make, role, {"hidden": shape[-1], "vocab": vocab})
-
-
-_SHARED_CASES = [
-    _case("odd vocabulary", (2, 17, 64), 131),
-    _case("vocabulary in blocks", (1, 6, 32), 9001, ignored=0.0),
-    _case("sure and unsure", (3, 11, 48), 96, spread=15.0),
-    _case("strided view", (2, 9, 40), 77, strided=True),
-    _case("counted items", (2, 8, 32), 64, num_items=23),
-    _case("counted items, tensor", (2, 8, 32), 64, num_items=torch.tensor(23)),
-    _case("all ignored", (2, 5, 32), 50, ignored=1.1, num_items=7),
-    _case("no rows", (0, 5, 32), 50, num_items=7),
-    _case("smoothed", (2, 9, 32), 101, label_smoothing=0.1),
-]
-
-_CAUSAL_CASES = [
-    *_SHARED_CASES,
-    _case("shifted labels", (37, 32), 80, shifted=True),
-    _case("capped and scaled", (2, 9, 32), 101, spread=3.0, exact=True, softcap=5.0, logit_scale=0.5),
-    _case(
-        "capped, scaled and smoothed",
-        (2, 9, 32),
-        101,
-        spread=2.0,
-        exact=True,
-        softcap=30.0,
-        logit_scale=3.0,
-        label_smoothing=0.1,
-    ),
-    _case("8192x4096x151936", (1, 8192, 4096), 151936, "bench", ignored=0.0),
-    _case("8192x2048x151936", (1, 8192, 2048), 151936, "bench", ignored=0.0),
-    _case("8192x4096x128256", (1, 8192, 4096), 128256, "bench", ignored=0.0),
-]
-
-_CLASSIFICATION_CASES = [
-    *_SHARED_CASES,
-    _case("rows only", (37, 32), 5),
-    _case("16384x4096x32", (16384, 4096), 32, "bench", ignored=0.0),
-]
-
-_TOKEN_CASES = [
-    *(c for c in _SHARED_CASES if not c.name.startswith(("counted", "all", "no rows", "smoothed"))),
-    _case("shifted labels", (37, 32), 80, shifted=True),
-    _case("capped and scaled", (2, 9, 32), 101, spread=3.0, exact=True, softcap=5.0, logit_scale=0.5),
-    _case("all ignored", (2, 5, 32), 50, ignored=1.1),
-    _case("no rows", (0, 5, 32), 50),
-    _case("8192x4096x151936", (1, 8192, 4096), 151936, "bench", ignored=0.0),
-]
-
-
 def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
     weight = getattr(head_of(request.module), "weight", None)
     return None if weight is None else {"hidden": weight.shape[1], "vocab": weight.shape[0]}
-
-
-def _case_at(shape: Mapping[str, int], tokens: int) -> InputCase:
-    hidden, vocab = shape["hidden"], shape["vocab"]
-    return _case(f"{tokens}x{hidden}x{vocab}", (1, tokens, hidden), vocab, "bench", ignored=0.0)
 
 
 def _cost(arguments: Mapping[str, Any], products: int = 3) -> Cost:
@@ -272,40 +176,41 @@ _DIFFERENTIABLE = ("hidden_states", "weight")
 OP = OpSpec(
     name="cross_entropy_loss",
     description="linear head and cross entropy",
+    can_serve=can_serve,
     variants={
         v.name: v
         for v in (
             OpVariant(
                 "causal",
                 causal,
-                _CAUSAL_CASES,
+                CAUSAL_CASES,
                 _DIFFERENTIABLE,
                 _cost,
                 _head_site,
                 static_shape=_site_shape,
-                benchmark_case=_case_at,
+                benchmark_case=benchmark_case,
                 description="next-token loss, shifted inside",
             ),
             OpVariant(
                 "sequence_classification",
                 sequence_classification,
-                _CLASSIFICATION_CASES,
+                CLASSIFICATION_CASES,
                 _DIFFERENTIABLE,
                 _cost,
                 _head_site,
                 static_shape=_site_shape,
-                benchmark_case=_case_at,
+                benchmark_case=benchmark_case,
                 description="labels in place",
             ),
             OpVariant(
                 "token_log_probs",
                 token_log_probs,
-                _TOKEN_CASES,
+                TOKEN_CASES,
                 _DIFFERENTIABLE,
                 _token_cost,
                 _head_site,
                 static_shape=_site_shape,
-                benchmark_case=_case_at,
+                benchmark_case=benchmark_case,
                 description="log-probability and entropy per token",
             ),
         )

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.device import triton_interpreted
-from opslot.ops._common.specs import FLOATS, no_float
+from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops._common.triton import cdiv
 from opslot.ops.cross_entropy_loss.chunked import Backend, Shaping
 from opslot.ops.cross_entropy_loss.fused import make_kernels
@@ -317,7 +317,7 @@ def rescale(grad: Tensor, factor: Tensor) -> None:
 def refuses(hidden: Tensor) -> str | None:
     """See `Backend.refuses`."""
     if hidden.dtype not in FLOATS:
-        return no_float(hidden.dtype)
+        return unsupported_dtype(hidden.dtype)
     if not hidden.is_cuda and not triton_interpreted():
         return f"it is on {hidden.device}, not a GPU"
     return None

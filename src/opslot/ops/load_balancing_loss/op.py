@@ -1,4 +1,4 @@
-"""Load-balancing loss of a mixture of experts: contract, reference, input cases and cost.
+"""Load-balancing loss of a mixture of experts: contract, reference and cost.
 
 Switch Transformer (Fedus et al. 2021), equations 4 to 6, over all layers at once: with f_e the share of (row, choice)
 pairs that chose expert e times the top-k, and P_e the mean router probability of e, both over the rows of all layers,
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.library import refuse
+from opslot.ops._common.arguments import reject
 from opslot.ops._common.sites import text_config
-from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
-from opslot.slots.random_inputs import on_device, randn
+from opslot.ops.load_balancing_loss.cases import CASES, benchmark_case
+from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 
 
 def standard(
@@ -48,7 +48,7 @@ def standard(
     if gate_logits is None or not isinstance(gate_logits, tuple):
         return 0
     if num_experts is None:
-        refuse("load_balancing_loss", "num_experts", "None beside gate_logits", "pass the number of experts")
+        reject("load_balancing_loss", "num_experts", "None beside gate_logits", "pass the number of experts")
     device = gate_logits[0].device
     wide = torch.promote_types(gate_logits[0].dtype, torch.float32)
     rows = torch.zeros((), dtype=wide, device=device)
@@ -68,58 +68,6 @@ def standard(
     return (chosen / rows * (probability / rows)).sum() * num_experts
 
 
-def _case(
-    name: str,
-    layers: int,
-    tokens: tuple[int, int],
-    experts: int,
-    top_k: int,
-    role: str = "check",
-    *,
-    masked: bool = False,
-    strided: bool = False,
-) -> InputCase:
-    """Logits of a row are distinct, also in 16 bits and after the softmax: equal ones leave the choice open."""
-
-    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-        rows = tokens[0] * tokens[1]
-        if role == "bench":
-            generator = on_device(generator, device)
-        home = generator.device
-        steps = torch.linspace(-3.0, 3.0, experts, device=home)
-        # Experts differ in popularity, so that the loss is away from its minimum.
-        popularity = torch.linspace(0.0, 1.5, experts, device=home)
-        logits = []
-        for _ in range(layers):
-            order = (randn((rows, experts), torch.float32, home, generator) + popularity).argsort(-1).argsort(-1)
-            padded = experts + (8 if strided else 0)
-            layer = torch.empty(rows, padded, dtype=dtype, device=device)[:, :experts]
-            # Rows of their own scale: the same values in every row would round the same way in every row.
-            sharpness = 1.0 + 0.2 * randn((rows, 1), torch.float32, home, generator).abs()
-            logits.append(layer.copy_(steps[order] * sharpness))
-        arguments: dict[str, Any] = {"gate_logits": tuple(logits), "num_experts": experts, "top_k": top_k}
-        if masked:
-            lengths = torch.randint(1, tokens[1] + 1, (tokens[0], 1), generator=generator, device=home)
-            arguments["attention_mask"] = (torch.arange(tokens[1], device=home) < lengths).long().to(device)
-        return arguments
-
-    return InputCase(name, make, role, {"layers": layers, "experts": experts, "top_k": top_k})
-
-
-_CASES = [
-    _case("three layers", 3, (2, 37), 8, 2),
-    _case("masked", 3, (3, 29), 16, 4, masked=True),
-    _case("odd number of experts", 2, (1, 70), 13, 3, masked=True),
-    _case("one layer, one choice", 1, (1, 33), 4, 1),
-    _case("all experts chosen", 2, (2, 9), 4, 4),
-    _case("strided view", 2, (2, 25), 16, 2, strided=True),
-    _case("many experts", 2, (1, 65), 128, 8),
-    _case("48 layers x 16384 x 128, top 8", 48, (2, 8192), 128, 8, "bench"),
-    _case("48 layers x 16384 x 128, top 8, masked", 48, (2, 8192), 128, 8, "bench", masked=True),
-    _case("58 layers x 8192 x 256, top 8", 58, (1, 8192), 256, 8, "bench"),
-]
-
-
 def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
     config = text_config(request)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
@@ -127,12 +75,6 @@ def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
     if experts is None or top_k is None:
         return None
     return {"layers": config.num_hidden_layers, "experts": experts, "top_k": top_k}
-
-
-def _case_at(shape: Mapping[str, int], tokens: int) -> InputCase:
-    layers, experts, top_k = shape["layers"], shape["experts"], shape["top_k"]
-    name = f"{layers} layers x {tokens} x {experts}, top {top_k}"
-    return _case(name, layers, (1, tokens), experts, top_k, "bench")
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
@@ -147,11 +89,11 @@ OP = OpSpec(
         "standard": OpVariant(
             "standard",
             standard,
-            _CASES,
+            CASES,
             ("gate_logits",),
             _cost,
             static_shape=_site_shape,
-            benchmark_case=_case_at,
+            benchmark_case=benchmark_case,
             description="all layers at once",
         )
     },

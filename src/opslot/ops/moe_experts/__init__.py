@@ -2,36 +2,33 @@
 
 import torch
 
-from opslot.ops._common.specs import FLOATS, HALF_FLOATS
+from opslot.ops._common.specs import CUTLASS, FLOATS, H200, HALF_FLOATS, QUACK, TRITON
 from opslot.ops.moe_experts.op import OP
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec
 
 _HERE = "opslot.ops.moe_experts"
 
 
-def _triton_rank(request: KernelRequest) -> int | None:
-    """Not measured in fp32, where its products have no tensor cores; all but `standard` only in bf16."""
+def _triton_priority(request: KernelRequest) -> int | None:
+    """Not measured in fp32, where its matmuls use no tensor cores; all variants but `standard` only in bf16."""
     measured = HALF_FLOATS if request.variant == "standard" else {torch.bfloat16}
-    return 80 if request.device.type == "gpu" and request.dtype in measured else None
+    return 80 if request.dtype in measured else None
 
 
-def _grouped_mm_rank(request: KernelRequest) -> int | None:
-    """On CPUs in 16 bits, the bounded gatings take 0.7 to 1.2 of the loop's time.
+def _grouped_mm_on_gpu(request: KernelRequest) -> int | None:
+    """All variants but `standard` were measured only in bf16."""
+    return 40 if request.variant == "standard" or request.dtype == torch.bfloat16 else None
 
-    On GPUs all but `standard` ran only in bf16.
-    """
-    bounded = request.variant in ("clamped", "biased")
-    if request.device.type == "gpu" and request.variant != "standard" and request.dtype != torch.bfloat16:
-        return None
-    if request.device.type == "cpu" and bounded and request.dtype in HALF_FLOATS:
-        return None
-    return {"gpu": 40, "cpu": 60, "npu": 20}.get(request.device.type)
+
+def _grouped_mm_on_cpu(request: KernelRequest) -> int | None:
+    """In 16 bits, the clamped gatings take 0.7 to 1.2 of the loop's time."""
+    return None if request.variant in ("clamped", "biased") and request.dtype in HALF_FLOATS else 60
 
 
 def _multiples_of_8(request: KernelRequest) -> str | None:
     down = getattr(request.module, "down_proj", None)
     widths = tuple(down.shape[1:]) if down is not None else ()
-    return f"needs widths that are multiples of 8, found {widths}" if any(w % 8 for w in widths) else None
+    return f"requires widths that are multiples of 8, found {widths}" if any(w % 8 for w in widths) else None
 
 
 def _grouped_mm(variant: str) -> KernelSpec:
@@ -40,8 +37,9 @@ def _grouped_mm(variant: str) -> KernelSpec:
         "moe_experts",
         variant,
         f"{_HERE}.grouped_mm:{'grouped_mm' if variant == 'standard' else variant}",
-        priority=_grouped_mm_rank,
-        description="tokens sorted by expert; torch's grouped product on GPUs, mm in place on CPUs",
+        priority={H200: _grouped_mm_on_gpu, "cpu": _grouped_mm_on_cpu, "npu": 20},
+        portable=True,
+        description="tokens sorted by expert; torch's grouped GEMM on GPUs, mm in place on CPUs",
     )
 
 
@@ -52,11 +50,12 @@ def _fused_triton(variant: str) -> KernelSpec:
         variant,
         f"{_HERE}.triton:{'fused_triton' if variant == 'standard' else variant}",
         HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-        requires=("triton",),
+        requires=(TRITON,),
         dtypes=FLOATS,
-        priority=_triton_rank,
+        priority={H200: _triton_priority},
+        portable=True,
         interpretable=True,
-        description="grouped Triton products with gating and routing weights in their epilogues",
+        description="grouped Triton GEMMs with gating and routing weights in their epilogues",
     )
 
 
@@ -68,7 +67,7 @@ def _fused_triton(variant: str) -> KernelSpec:
 # On two CPU cores, H 128 to 512, grouped_mm takes 0.51 to 0.87 of the loop's time, in fp32 0.68 to 0.96 for the bounded
 # gatings; for `split`, with 8 to 64 experts and T 64 to 1024, 0.17 to 0.96 in fp32, 0.28 to 0.97 in bf16 and 0.43 to
 # 1.03 in fp16, the more experts the less.
-# The ranks on NPUs are not measured; they keep `auto` off upstream's loop, which synchronizes for every expert.
+# The priorities on NPUs are not measured; they keep `auto` off upstream's loop, which synchronizes for every expert.
 KERNEL_REGISTRY.register_op(OP)
 for _spec in (
     *(_grouped_mm(variant) for variant in OP.variants),
@@ -82,7 +81,7 @@ for _spec in (
         requires=("torch_npu",),
         dtypes=HALF_FLOATS,
         priority={"npu": 80},
-        description="grouped_mm on Ascend's grouped products",
+        description="grouped_mm on Ascend's grouped GEMMs",
     ),
     KernelSpec(
         "fused_quack",
@@ -90,11 +89,11 @@ for _spec in (
         "standard",
         f"{_HERE}.quack:fused_quack",
         HardwareRequirement("gpu", min_compute_capability=(9, 0)),
-        requires=("quack", "cutlass", "triton"),
+        requires=(QUACK, CUTLASS, TRITON),
         dtypes=HALF_FLOATS,
         supports=_multiples_of_8,
-        priority={"gpu": 90},
-        description="quack-kernels' grouped CuTe products with gather and SwiGLU inside",
+        priority={H200: 90},
+        description="quack-kernels' grouped CuTe GEMMs with gather and SwiGLU inside",
     ),
 ):
     KERNEL_REGISTRY.register(_spec)

@@ -1,4 +1,4 @@
-"""Experts of a mixture of experts: contract, reference, input cases, cost and what a model must be for it.
+"""Experts of a mixture of experts: contract, reference, cost and which modules have them.
 
 Shapes: T tokens, K experts a token, E experts held here, H hidden and I intermediate width. `hidden_states` [T, H];
 `gate_up_proj` [E, 2I, H], the first I rows of an expert being its gate; `down_proj` [E, H, I]; `top_k_index` [T, K]
@@ -9,7 +9,6 @@ rank. Every variant takes the parameters as a module holds them; those of `biase
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +16,20 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from opslot.ops._common.sites import text_config
-from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant, own_config, walk_slots
-from opslot.slots.random_inputs import randn
+from opslot.ops.moe_experts.cases import (
+    BIASED_CASES,
+    CASES,
+    CLAMPED_CASES,
+    SPLIT_CASES,
+    benchmark_case,
+    biased_benchmark_case,
+    clamped_benchmark_case,
+    split_benchmark_case,
+)
+from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant, walk_slots
+from opslot.slots.protocol import bound_kernel
 
 _IMPLEMENTATION = "_experts_implementation"
-# From a dtype and the standard variant's arguments to another variant's.
-Form = Callable[[torch.dtype, dict[str, Any]], dict[str, Any]]
 
 
 def standard(
@@ -138,139 +145,6 @@ def _sum_over_experts(
     return output
 
 
-def _case(
-    name: str,
-    tokens: int,
-    experts: int,
-    top_k: int,
-    hidden: int,
-    intermediate: int,
-    *,
-    hit: int | None = None,
-    sentinels: float = 0.0,
-    strided: bool = False,
-    float32_weights: bool = False,
-    form: Form | None = None,
-    role: str = "check",
-) -> InputCase:
-    """`hit`: experts that the router can choose; `sentinels`: share of the choices that belong to another rank."""
-
-    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-        where = generator.device
-        x = randn((tokens, hidden * (2 if strided else 1)), dtype, device, generator)[:, :hidden]
-        scores = torch.rand((tokens, experts), generator=generator, device=where)
-        scores[:, hit or experts :] = 0.0
-        weights, index = scores.topk(top_k, dim=-1)
-        if sentinels:
-            elsewhere = torch.rand((tokens, top_k), generator=generator, device=where) < sentinels
-            index = index.masked_fill(elsewhere, experts)
-        weights = weights / weights.sum(-1, keepdim=True)
-        arguments = {
-            "hidden_states": x,
-            "gate_up_proj": randn((experts, 2 * intermediate, hidden), dtype, device, generator, hidden**-0.5),
-            "down_proj": randn((experts, hidden, intermediate), dtype, device, generator, intermediate**-0.5),
-            "top_k_index": index.to(device),
-            "top_k_weights": weights.to(device, torch.float32 if float32_weights else dtype),
-        }
-        return form(dtype, arguments) if form is not None else arguments
-
-    return InputCase(
-        name, make, role, {"experts": experts, "top_k": top_k, "hidden": hidden, "intermediate": intermediate}
-    )
-
-
-def _limit(dtype: torch.dtype) -> float:
-    """A bound that a third of the cases' values pass, halfway between two numbers of `dtype`.
-
-    So rounding puts no value on the other side of it, where the gradient is another.
-    """
-    return 1.0 + torch.finfo(dtype).eps / 2
-
-
-def _bounded(dtype: torch.dtype, arguments: dict[str, Any], limit: float | None = None) -> dict[str, Any]:
-    return {**arguments, "limit": limit or _limit(dtype)}
-
-
-def _bounded_with_offset(dtype: torch.dtype, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {**_bounded(dtype, arguments), "alpha": 1.702, "up_offset": 1.0}
-
-
-def _biased(dtype: torch.dtype, arguments: dict[str, Any], limit: float | None = None) -> dict[str, Any]:
-    gate_up, down = arguments["gate_up_proj"], arguments["down_proj"]
-    _, double, hidden = gate_up.shape
-    # Biases as large as what they are added to, made of the weights: a form draws no numbers of its own.
-    return {
-        **arguments,
-        "gate_up_proj": gate_up.mT.contiguous(),
-        "down_proj": down.mT.contiguous(),
-        "gate_up_proj_bias": gate_up[:, :, 0] * hidden**0.5,
-        "down_proj_bias": down[:, :, 0] * (double // 2) ** 0.5,
-        "limit": limit or _limit(dtype),
-        "alpha": 1.702,
-    }
-
-
-def _split(dtype: torch.dtype, arguments: dict[str, Any]) -> dict[str, Any]:
-    rest = dict(arguments)
-    gate, up = (half.contiguous() for half in rest.pop("gate_up_proj").chunk(2, dim=1))
-    return {"hidden_states": rest.pop("hidden_states"), "gate_proj": gate, "up_proj": up, **rest}
-
-
-# With the limits of DeepSeek-V4 and gpt-oss, for shapes whose results are compared with eager code's in the same dtype:
-# biases added to rounded products put many values on the other side of a near bound.
-_DEEPSEEK_V4 = partial(_bounded, limit=10.0)
-_GPT_OSS = partial(_biased, limit=7.0)
-
-
-def _cases_of(form: Form, timed: Form) -> list[InputCase]:
-    return [
-        _case("plain", 97, 4, 2, 64, 32, form=form),
-        _case("float32 routing weights", 97, 4, 2, 64, 32, float32_weights=True, form=form),
-        _case("empty experts", 21, 8, 2, 32, 48, hit=3, form=form),
-        _case("one expert gets all", 50, 6, 1, 32, 16, hit=1, form=form),
-        _case("experts of other ranks", 99, 4, 3, 64, 32, sentinels=0.6, float32_weights=True, form=form),
-        _case("all on other ranks", 9, 4, 2, 32, 16, sentinels=1.1, form=form),
-        _case("odd sizes", 19, 5, 3, 45, 27, form=form),
-        _case("one token", 1, 8, 8, 32, 48, form=form),
-        _case("no tokens", 0, 4, 2, 32, 16, form=form),
-        _case("several tiles", 130, 2, 1, 136, 72, form=form),
-        _case("gpt-oss-20b layer, T=8192", 8192, 32, 4, 2880, 2880, form=timed, role="bench"),
-        _case("gpt-oss-20b layer, T=1024", 1024, 32, 4, 2880, 2880, form=timed, role="bench"),
-    ]
-
-
-def _unbounded_checks(form: Form | None = None) -> list[InputCase]:
-    return [
-        _case("plain", 97, 4, 2, 64, 32, form=form),
-        _case("float32 routing weights", 97, 4, 2, 64, 32, float32_weights=True, form=form),
-        _case("empty experts", 21, 8, 2, 32, 48, hit=3, form=form),
-        _case("one expert gets all", 50, 6, 1, 32, 16, hit=1, form=form),
-        _case("experts of other ranks", 99, 4, 3, 64, 32, sentinels=0.6, float32_weights=True, form=form),
-        _case("all on other ranks", 9, 4, 2, 32, 16, sentinels=1.1, form=form),
-        _case("odd sizes", 19, 5, 3, 45, 27, form=form),
-        _case("one token", 1, 8, 4, 32, 16, form=form),
-        _case("every expert", 33, 3, 3, 40, 24, form=form),
-        _case("strided tokens", 93, 4, 2, 32, 16, strided=True, form=form),
-        _case("no tokens", 0, 4, 2, 32, 16, form=form),
-        _case("several tiles", 130, 2, 1, 136, 72, form=form),
-    ]
-
-
-def _qwen3(tokens: int, form: Form | None = None) -> InputCase:
-    name = f"Qwen3-30B-A3B layer, T={tokens}"
-    return _case(name, tokens, 128, 8, 2048, 768, float32_weights=True, form=form, role="bench")
-
-
-_CASES = [
-    *_unbounded_checks(),
-    _qwen3(16384),
-    _case("DeepSeek-V3 slice E=32, T=8192", 8192, 32, 8, 7168, 2048, float32_weights=True, role="bench"),
-    _qwen3(256),
-    _qwen3(2048),
-    _case("Mixtral layer, T=8192", 8192, 8, 2, 4096, 14336, float32_weights=True, role="bench"),
-]
-
-
 def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
     down = getattr(request.module, "down_proj", None)
     top_k = getattr(text_config(request), "num_experts_per_tok", None)
@@ -280,12 +154,6 @@ def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
     if request.variant == "biased":
         hidden, intermediate = intermediate, hidden
     return {"experts": experts, "top_k": top_k, "hidden": hidden, "intermediate": intermediate}
-
-
-def _case_at(shape: Mapping[str, int], tokens: int, form: Form | None = None) -> InputCase:
-    sizes = shape["experts"], shape["top_k"], shape["hidden"], shape["intermediate"]
-    name = "T={} E={} K={} H={} I={}".format(tokens, *sizes)
-    return _case(name, tokens, *sizes, float32_weights=True, form=form, role="bench")
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
@@ -402,20 +270,17 @@ def _is_number(module: Any, name: str) -> bool:
     return isinstance(getattr(module, name, None), int | float)
 
 
-def attach(model: Any, chosen: str, kernel: Any) -> list[tuple[Any, str | None]] | None:
-    """Make "eager" mean upstream's own loop.
+def attach(model: Any, slot: Any, kernel: Any) -> list[tuple[Any, str | None]]:
+    """Make "eager" mean Transformers' own loop.
 
-    Upstream dispatches around that loop, by default to its grouped_mm. A model whose experts no kernel can serve keeps
-    upstream's dispatch: it was not told to be slow.
+    Transformers dispatches around that loop, by default to its grouped_mm. Experts that no kernel can serve keep that
+    dispatch: nobody asked them to be slow.
     """
     eager = [
-        module
-        for _, module, slot, op_name, variant in walk_slots(model)
-        if op_name == OP.name and module.__dict__.get(f"_opslot_{slot}") is None and _served(variant, module)
+        at.module
+        for at in walk_slots(model)
+        if at.op_name == OP.name and bound_kernel(at.module, at.name) is None and _served(at.variant, at.module)
     ]
-    if not eager:
-        return None
-    own_config(model)
     configs = {id(c): c for c in (getattr(m, "config", None) for m in eager) if hasattr(c, _IMPLEMENTATION)}
     previous = [(config, getattr(config, _IMPLEMENTATION)) for config in configs.values()]
     for config, _ in previous:
@@ -428,18 +293,16 @@ def _served(variant: str, module: Any) -> bool:
     return check is None or check(module) is None
 
 
-def detach(model: Any, state: list[tuple[Any, str | None]] | None) -> None:
-    """Undo `attach`."""
-    for config, previous in state or ():
-        setattr(config, _IMPLEMENTATION, previous)
+def detach(model: Any, state: list[tuple[Any, str | None]]) -> None:
+    """Undo `attach`, unless another implementation was set on the model since."""
+    for config, previous in state:
+        if getattr(config, _IMPLEMENTATION) == "eager":
+            setattr(config, _IMPLEMENTATION, previous)
 
 
-def replaced(model: Any, state: list[tuple[Any, str | None]] | None, chosen: str) -> str | None:
-    """What upstream dispatches to now where `attach` had set its loop; a bound kernel stands before that dispatch."""
-    if chosen != "eager":
-        return None
-    now = (getattr(config, _IMPLEMENTATION) for config, _ in state or ())
-    return next((name for name in now if name != "eager"), None)
+def runs(module: Any) -> str | None:
+    """What Transformers dispatches to where no kernel is in the slot of `module`."""
+    return getattr(getattr(module, "config", None), _IMPLEMENTATION, None)
 
 
 _GRADIENTS = ("hidden_states", "gate_up_proj", "down_proj", "top_k_weights")
@@ -452,53 +315,53 @@ _VARIANTS = (
     OpVariant(
         "standard",
         standard,
-        _CASES,
+        CASES,
         _GRADIENTS,
         _cost,
         check_standard,
         tolerance_ulps=_ROUNDINGS,
         compiles=False,
         static_shape=_site_shape,
-        benchmark_case=_case_at,
+        benchmark_case=benchmark_case,
         description="merged gate_up [E, 2I, H], SiLU, no bias",
     ),
     OpVariant(
         "clamped",
         clamped,
-        [_case("bounded and offset", 61, 4, 2, 40, 24, form=_bounded_with_offset), *_cases_of(_bounded, _DEEPSEEK_V4)],
+        CLAMPED_CASES,
         _GRADIENTS,
         _cost,
         check_clamped,
         tolerance_ulps=_ROUNDINGS,
         compiles=False,
         static_shape=_site_shape,
-        benchmark_case=partial(_case_at, form=_DEEPSEEK_V4),
+        benchmark_case=clamped_benchmark_case,
         description="merged gate_up [E, 2I, H], gate and up within a limit, no bias",
     ),
     OpVariant(
         "biased",
         biased,
-        _cases_of(_biased, _GPT_OSS),
+        BIASED_CASES,
         (*_GRADIENTS, "gate_up_proj_bias", "down_proj_bias"),
         _cost,
         check_biased,
         tolerance_ulps=_ROUNDINGS,
         compiles=False,
         static_shape=_site_shape,
-        benchmark_case=partial(_case_at, form=_GPT_OSS),
+        benchmark_case=biased_benchmark_case,
         description="transposed and interleaved gate_up [E, H, 2I], biases, gate and up within a limit (gpt-oss)",
     ),
     OpVariant(
         "split",
         split,
-        [*_unbounded_checks(_split), _qwen3(16384, _split), _qwen3(256, _split)],
+        SPLIT_CASES,
         ("hidden_states", "gate_proj", "up_proj", "down_proj", "top_k_weights"),
         _cost,
         check_split,
         tolerance_ulps=_ROUNDINGS,
         compiles=False,
         static_shape=_site_shape,
-        benchmark_case=partial(_case_at, form=_split),
+        benchmark_case=split_benchmark_case,
         description="gate and up apart, [E, I, H] each, SiLU, no bias",
     ),
 )
@@ -510,6 +373,6 @@ OP = OpSpec(
     aliases=("moe_experts_implementation",),
     attach=attach,
     detach=detach,
-    replaced=replaced,
+    runs=runs,
     variants={variant.name: variant for variant in _VARIANTS},
 )

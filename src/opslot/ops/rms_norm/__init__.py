@@ -1,11 +1,12 @@
 """rms_norm: registration of the op and of its kernels."""
 
-import re
-
-from opslot._base.device import package_version
 from opslot.ops._common.specs import (
+    FLA,
+    H200,
     HALF_FLOATS,
-    cpu_rank,
+    QUACK,
+    TRITON,
+    fp32_priority,
     liger_kernel,
     npu_kernel,
     quack_kernel,
@@ -13,20 +14,16 @@ from opslot.ops._common.specs import (
     triton_kernel,
 )
 from opslot.ops.rms_norm.op import OP
-from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec
+from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec, Requirement
+
+# The first release whose kernel takes a weight_offset.
+_QUACK_WITH_OFFSET = Requirement("quack", "quack-kernels", ">=0.6.3")
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-
-
-def _quack_serves(request: KernelRequest) -> str | None:
-    version = package_version("quack-kernels") or "0"
-    if request.variant == "offset" and _numbers(version) < (0, 6, 3):
-        return f"needs quack-kernels 0.6.3 or later, this is {version}"
+def _multiple_of_8(request: KernelRequest) -> str | None:
     weight = getattr(request.module, "weight", None)
     if weight is not None and weight.shape[-1] % 8:
-        return f"needs a width that is a multiple of 8, found {weight.shape[-1]}"
+        return f"requires a width that is a multiple of 8, found {weight.shape[-1]}"
     return None
 
 
@@ -35,7 +32,7 @@ def _quack_serves(request: KernelRequest) -> str | None:
 KERNEL_REGISTRY.register_op(OP)
 for _variant in OP.variants:
     KERNEL_REGISTRY.register(
-        triton_kernel(OP.name, _variant, priority={"gpu": 80}, description="one pass each way, deterministic")
+        triton_kernel(OP.name, _variant, priority={H200: 80}, description="one pass each way, deterministic")
     )
 for _variant in ("standard", "offset", "cast_last", "residual", "residual_cast_last"):
     # By a name of its own, which promises what `triton` happens to have.
@@ -50,15 +47,22 @@ for _variant in ("standard", "offset", "cast_last", "residual", "residual_cast_l
     )
 for _variant in ("standard", "offset", "cast_last"):
     KERNEL_REGISTRY.register(
-        liger_kernel(OP.name, _variant, priority={"gpu": 60}, description="Liger-Kernel, out of place")
+        liger_kernel(OP.name, _variant, priority={H200: 60}, description="Liger-Kernel, out of place")
     )
     KERNEL_REGISTRY.register(
-        torch_kernel(OP.name, _variant, priority=cpu_rank(60), description="plain torch with its own backward")
+        torch_kernel(
+            OP.name, _variant, priority={"cpu": fp32_priority(60)}, description="plain torch with its own backward"
+        )
     )
 for _variant in ("standard", "offset", "cast_last", "unweighted"):
     KERNEL_REGISTRY.register(
         quack_kernel(
-            OP.name, _variant, supports=_quack_serves, priority={"gpu": 70}, description="quack-kernels, on CuTe"
+            OP.name,
+            _variant,
+            quack=_QUACK_WITH_OFFSET if _variant == "offset" else QUACK,
+            supports=_multiple_of_8,
+            priority={H200: 70},
+            description="quack-kernels, on CuTe",
         )
     )
 # Not timed beside triton, so never chosen by itself.
@@ -69,7 +73,7 @@ KERNEL_REGISTRY.register(
         "gated",
         "opslot.ops.rms_norm.fla:gated",
         HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-        requires=("fla", "triton"),
+        requires=(FLA, TRITON),
         # In fp32 its forward misses by 14 times eager code's error on an H200.
         dtypes=HALF_FLOATS,
         description="flash-linear-attention's kernel",

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019, equation 4): contract, references, input cases and costs.
+"""RMSNorm (Zhang and Sennrich 2019, equation 4): contract, references and costs.
 
 Shapes: `hidden_states` [..., H] with any strides, `weight` [H], `gate` and `residual` like `hidden_states`;
 statistics in float32 (float64 for float64 input); `eps` is added to the mean of squares.
@@ -6,15 +6,16 @@ statistics in float32 (float64 for float64 input); `eps` is added to the mean of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from opslot.ops._common.sites import head_sizes, text_config
-from opslot.slots import Cost, InputCase, KernelRequest, OpSpec, OpVariant
-from opslot.slots.random_inputs import randn
+from opslot.ops.rms_norm.cases import cases, make_benchmark_case
+from opslot.ops.rms_norm.residual import can_serve
+from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 
 
 def _normalize(hidden_states: Tensor, eps: float) -> Tensor:
@@ -107,67 +108,6 @@ def _silu_gate(module: Any) -> str | None:
     return None if activation in ("silu", "swish") else f"the gate's activation is {activation!r}, not silu"
 
 
-def _case(
-    name: str,
-    shape: tuple[int, ...],
-    roles: tuple[str, ...],
-    *,
-    role: str = "check",
-    view: str = "",
-    scale: float = 1.0,
-    weight_dtype: torch.dtype | None = None,
-    heads: int = 1,
-) -> InputCase:
-    """One case.
-
-    Args:
-        roles: the tensors that the variant takes beside `hidden_states`.
-        view: how those lie in memory.
-        heads: rows that a token has; 1 but for norms of queries and keys.
-    """
-
-    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-        *lead, width = shape
-
-        def activation(factor: float) -> Tensor:
-            if view == "columns":
-                return randn((*lead, 2 * width), dtype, device, generator, factor)[..., :width]
-            if view == "transposed":
-                return randn((lead[1], lead[0], *lead[2:], width), dtype, device, generator, factor).transpose(0, 1)
-            return randn(shape, dtype, device, generator, factor)
-
-        arguments: dict[str, Any] = {"hidden_states": activation(scale), "eps": 1e-6}
-        if "weight" in roles:
-            arguments["weight"] = randn((width,), weight_dtype or dtype, device, generator) * 0.2 + 1.0
-        for name in ("gate", "residual"):
-            if name in roles:
-                arguments[name] = activation(scale if name == "residual" else 1.0)
-        return arguments
-
-    return InputCase(name, make, role, {"width": shape[-1], "heads": heads})
-
-
-def _cases(*roles: str) -> list[InputCase]:
-    cases = [
-        _case("model width", (2, 33, 256), roles),
-        _case("head width", (3, 5, 7, 128), roles),
-        _case("odd width", (6, 42, 123), roles),
-        _case("one row", (1, 64), roles),
-        _case("narrow", (9, 3), roles),
-        _case("no rows", (0, 64), roles),
-        _case("column slice", (4, 9, 96), roles, view="columns"),
-        _case("transposed rows", (4, 9, 96), roles, view="transposed"),
-        _case("tiny values", (64, 160), roles, scale=1e-3),
-        _case("large values", (64, 160), roles, scale=1e3),
-        _case("16384x4096", (16384, 4096), roles, role="bench"),
-        _case("16384x2048", (16384, 2048), roles, role="bench"),
-        _case("524288x128", (524288, 128), roles, role="bench", heads=32),
-    ]
-    if "weight" in roles:
-        cases.insert(6, _case("fp32 weight", (3, 11, 64), roles, weight_dtype=torch.float32))
-    return cases
-
-
 def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
     # A residual sum's slot is the decoder layer's.
     norm = getattr(request.module, "post_attention_layernorm", request.module)
@@ -178,14 +118,6 @@ def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
     sizes = head_sizes(request)
     of_heads = sizes is not None and width == sizes["head_dim"] != text_config(request).hidden_size
     return {"width": width, "heads": sizes["heads"] if sizes and of_heads else 1}
-
-
-def _case_at(*roles: str) -> Callable[[Mapping[str, int], int], InputCase]:
-    def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
-        width, heads = shape["width"], shape["heads"]
-        return _case(f"{tokens * heads}x{width}", (tokens * heads, width), roles, role="bench", heads=heads)
-
-    return benchmark_case
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
@@ -202,84 +134,84 @@ _VARIANTS = (
     OpVariant(
         "standard",
         standard,
-        _cases("weight"),
+        cases("weight"),
         ("hidden_states", "weight"),
         _cost,
         static_shape=_site_shape,
-        benchmark_case=_case_at("weight"),
+        benchmark_case=make_benchmark_case("weight"),
         description="cast, then times weight",
     ),
     OpVariant(
         "offset",
         offset,
-        _cases("weight"),
+        cases("weight"),
         ("hidden_states", "weight"),
         _cost,
         static_shape=_site_shape,
-        benchmark_case=_case_at("weight"),
+        benchmark_case=make_benchmark_case("weight"),
         description="times (1 + weight) in fp32",
     ),
     OpVariant(
         "cast_last",
         cast_last,
-        _cases("weight"),
+        cases("weight"),
         ("hidden_states", "weight"),
         _cost,
         static_shape=_site_shape,
-        benchmark_case=_case_at("weight"),
+        benchmark_case=make_benchmark_case("weight"),
         description="times weight in fp32, then cast",
     ),
     OpVariant(
         "gated",
         gated,
-        _cases("weight", "gate"),
+        cases("weight", "gate"),
         ("hidden_states", "weight", "gate"),
         _cost,
         check_module=_silu_gate,
         config_field="rms_norm_gated_implementation",
         static_shape=_site_shape,
-        benchmark_case=_case_at("weight", "gate"),
+        benchmark_case=make_benchmark_case("weight", "gate"),
         description="standard, then times silu(gate)",
     ),
     OpVariant(
         "residual",
         residual,
-        _cases("weight", "residual"),
+        cases("weight", "residual"),
         ("hidden_states", "residual", "weight"),
         _cost,
         extends="standard",
         static_shape=_site_shape,
-        benchmark_case=_case_at("weight", "residual"),
+        benchmark_case=make_benchmark_case("weight", "residual"),
         description="standard of a residual sum, and the sum",
     ),
     OpVariant(
         "residual_cast_last",
         residual_cast_last,
-        _cases("weight", "residual"),
+        cases("weight", "residual"),
         ("hidden_states", "residual", "weight"),
         _cost,
         extends="cast_last",
         static_shape=_site_shape,
-        benchmark_case=_case_at("weight", "residual"),
+        benchmark_case=make_benchmark_case("weight", "residual"),
         description="cast_last of a residual sum, and the sum",
     ),
     OpVariant(
         "batch_invariant",
         batch_invariant,
-        _cases("weight"),
+        cases("weight"),
         ("hidden_states", "weight"),
         _cost,
         static_shape=_site_shape,
-        benchmark_case=_case_at("weight"),
+        benchmark_case=make_benchmark_case("weight"),
         description="standard, a row's bits free of its batch",
     ),
     OpVariant(
         "unweighted",
         unweighted,
-        _cases(),
+        cases(),
         ("hidden_states",),
         _cost,
-        benchmark_case=_case_at(),
+        benchmark_case=make_benchmark_case(),
         description="no weight",
     ),
 )
@@ -287,5 +219,6 @@ _VARIANTS = (
 OP = OpSpec(
     name="rms_norm",
     description="root mean square layer norm",
+    can_serve=can_serve,
     variants={variant.name: variant for variant in _VARIANTS},
 )

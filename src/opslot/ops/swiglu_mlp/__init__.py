@@ -6,7 +6,7 @@ within 5 % of eager there, or slower ([8192, 256], [8192, 768], [1024, 192] fp32
 
 from collections.abc import Callable
 
-from opslot.ops._common.specs import liger_kernel, triton_kernel
+from opslot.ops._common.specs import H200, liger_kernel, triton_kernel
 from opslot.ops.swiglu_mlp.op import OP
 from opslot.slots import KERNEL_REGISTRY, KernelRequest
 
@@ -17,14 +17,14 @@ from opslot.slots import KERNEL_REGISTRY, KernelRequest
 _NARROW = 1536
 
 
-def _rank_where_wide(rank: int) -> Callable[[KernelRequest], int | None]:
-    def ranked(request: KernelRequest) -> int | None:
+def _unless_narrow(value: int) -> Callable[[KernelRequest], int | None]:
+    def priority(request: KernelRequest) -> int | None:
         static_shape = OP.variant(request.variant).static_shape
         shape = static_shape(request) if static_shape is not None else None
         narrow = shape is not None and shape["width"] < _NARROW
-        return rank if request.device.type == "gpu" and not narrow else None
+        return None if narrow else value
 
-    return ranked
+    return priority
 
 
 KERNEL_REGISTRY.register_op(OP)
@@ -33,10 +33,12 @@ for _variant in OP.variants:
         triton_kernel(
             OP.name,
             _variant,
-            priority=_rank_where_wide(80) if _variant == "standard" else {"gpu": 80},
+            priority={H200: _unless_narrow(80) if _variant == "standard" else 80},
             description="recomputes the sigmoid in backward",
         )
     )
 KERNEL_REGISTRY.register(
-    liger_kernel(OP.name, "standard", priority=_rank_where_wide(40), description="Liger-Kernel, backward on copies")
+    liger_kernel(
+        OP.name, "standard", priority={H200: _unless_narrow(40)}, description="Liger-Kernel, backward on copies"
+    )
 )

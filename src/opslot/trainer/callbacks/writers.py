@@ -10,7 +10,6 @@ from typing import IO, TYPE_CHECKING, Any
 
 from opslot._base.files import write_text
 from opslot.trainer.callbacks.base import Callback, StepRecord
-from opslot.trainer.ranks import is_first_rank
 
 if TYPE_CHECKING:
     from opslot.trainer.base import BaseTrainer
@@ -159,6 +158,8 @@ class ExportCallback(Callback):
     """hf/: the trained model as plain Transformers loads it, with its tokenizer."""
 
     def on_train_end(self, trainer: BaseTrainer, completed: bool) -> None:
+        from opslot.distributed import is_first_rank
+
         if completed:
             final = trainer.output_dir / HF_FOLDER
             unfinished = trainer.output_dir / f".unfinished-{HF_FOLDER}"

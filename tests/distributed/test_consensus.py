@@ -6,18 +6,18 @@ import time
 import pytest
 
 from opslot._base.errors import ConfigError
-from opslot.distributed import errors, failing_together
+from opslot.distributed import consensus, fail_together
 
 SCRIPT = """
 import os, sys, time
 import torch.distributed as dist
 from opslot._base.errors import ConfigError
-from opslot.distributed import errors, failing_together, init_parallel_state
+from opslot.distributed import consensus, fail_together, init_parallel_state
 
-errors._LEAD_SECONDS = float(os.environ.get("LEAD", errors._LEAD_SECONDS))
+consensus._LEAD_SECONDS = float(os.environ.get("LEAD", consensus._LEAD_SECONDS))
 case, culprit = sys.argv[1], int(sys.argv[2])
 rank = init_parallel_state(device_type="cpu").rank
-with failing_together():
+with fail_together():
     dist.barrier()
     if case == "fine":
         time.sleep(2 * rank)
@@ -98,7 +98,7 @@ def test_torchrun_gets_a_users_error_without_the_traceback(tmp_path, monkeypatch
     try:
         raise kind("seen here")
     except kind as error:
-        errors._record(error)
+        consensus._record(error)
     told = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
     assert f"{kind.__name__}: seen here" in told
     assert ("Traceback" in told) == (kind is IndexError)
@@ -106,7 +106,7 @@ def test_torchrun_gets_a_users_error_without_the_traceback(tmp_path, monkeypatch
 
 def test_an_error_that_no_file_takes_does_not_become_another(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "error.json"))
-    errors._record(ConfigError("seen here"))
+    consensus._record(ConfigError("seen here"))
 
 
 def test_an_error_of_all_ranks_is_told_once_in_full(start):
@@ -122,13 +122,13 @@ def test_a_killed_rank_is_named(start, culprit):
     assert results[culprit][0] == -9
     code, text = results[1 - culprit]
     assert code == 1
-    assert f"opslot: rank {1 - culprit} stops: rank {culprit} is gone without a word (killed" in text
+    assert f"opslot: rank {1 - culprit} stops: rank {culprit} exited without an error message (killed" in text
     assert seconds < 30
 
 
 def test_a_broken_connection_is_told_as_the_end_of_the_rank(start):
     results, _ = ended(start("waited for", 1))
-    assert "ParallelError: rank 1 is gone without a word (killed" in results[0][1]
+    assert "ParallelError: rank 1 exited without an error message (killed" in results[0][1]
 
 
 def test_nothing_happens_when_all_goes_well(start):
@@ -138,5 +138,5 @@ def test_nothing_happens_when_all_goes_well(start):
 
 
 def test_a_single_process_is_left_alone():
-    with pytest.raises(KeyError, match="mine"), failing_together():
+    with pytest.raises(KeyError, match="mine"), fail_together():
         raise KeyError("mine")

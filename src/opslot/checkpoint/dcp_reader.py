@@ -1,0 +1,94 @@
+"""Reading torch's distributed checkpoints (DCP) without running code.
+
+DCP unpickles `.metadata` and the values that are not tensors without restrictions, so a checkpoint from somebody else
+could run anything. Here the metadata may name only the classes that DCP writes, and values go through
+`torch.load(weights_only=True)`, as DCP's tensors do.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from opslot._base.errors import CheckpointError
+
+_METADATA_CLASSES = (
+    "Metadata",
+    "StorageMeta",
+    "MetadataIndex",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
+    "_MEM_FORMAT_ENCODING",
+)
+_ALLOWED = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+}
+
+
+class MetadataReader(FileSystemReader):
+    """DCP's reader of a folder, which unpickles only the classes that DCP writes."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata of the checkpoint.
+
+        Raises:
+            CheckpointError: `.metadata` names another class or function, or is not what DCP writes.
+        """
+        file = Path(self.path) / ".metadata"
+        try:
+            metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{file} is not the metadata of a checkpoint", found=str(error)) from error
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise CheckpointError(f"{file} is not the metadata of a checkpoint", found=type(metadata).__name__)
+        outside = [info.relative_path for info in metadata.storage_data.values() if not _is_name(info.relative_path)]
+        if outside:
+            raise CheckpointError(f"{file} refers to files outside of the checkpoint", found=outside[0])
+        return metadata
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """DCP's planner, which reads values other than tensors with `weights_only=True`."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            loaded = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(f"{name} is not plain data, and loading it could run code") from error
+        set_element(self.original_state_dict, self.mappings[name], loaded)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        # The folder that the checkpoint was written to; Python 3.13 names the module otherwise.
+        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
+            return PurePath
+        if (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        raise CheckpointError(
+            "the checkpoint's .metadata refers to code that no checkpoint needs, so it is not loaded",
+            found=f"{module}.{name}",
+            hint="use checkpoints that opslot wrote, from people you trust",
+        )
+
+
+def _is_name(path: Any) -> bool:
+    return isinstance(path, str) and Path(path).name == path

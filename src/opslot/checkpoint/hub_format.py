@@ -1,0 +1,97 @@
+"""Writing a model's tensors under the names and in the form that Transformers' `save_pretrained` gives them.
+
+That is what the hub has of an architecture, and what every library reads: Mixtral's experts, which are two stacked
+tensors a layer in the model, are `block_sparse_moe.experts.<e>.w1.weight` and so on in its checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opslot.checkpoint.hub_names import transformers_view
+
+Described = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and whole shape of each tensor, by name."""
+
+
+@dataclass(frozen=True)
+class HubGroup:
+    """Tensors of a model that become tensors of a checkpoint together.
+
+    Attributes:
+        sources: the model's names.
+        results: the checkpoint's names, with dtype and shape.
+        converts: whether values are split, merged or transposed; otherwise the one source is only renamed.
+    """
+
+    sources: tuple[str, ...]
+    results: Described
+    converts: bool
+
+
+class HubFormat:
+    """What `save_pretrained` makes of the tensors of one model.
+
+    Args:
+        model: a Transformers model, sharded by FSDP2 or not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        self._model = transformers_view(model)
+        transforms = getattr(model, "_weight_conversions", None)
+        if transforms is None:
+            mapping = get_model_conversion_mapping(self._model, add_legacy=False)
+            # As in `save_pretrained`: nothing was loaded, so there is no prefix to restore.
+            transforms = [t for t in mapping if type(t).__name__ != "PrefixChange"]
+        # Looked up by every conversion, so it is computed once.
+        self._model.__dict__["_weight_conversions"] = transforms
+        reverse = [transform.reverse_transform() for transform in reversed(transforms)]
+        self._converters = [transform for transform in reverse if isinstance(transform, WeightConverter)]
+        self._renamings = [transform for transform in reverse if isinstance(transform, WeightRenaming)]
+
+    def groups(self, tensors: Described) -> list[HubGroup]:
+        """The model's tensors grouped by the conversion that they share, in the model's order."""
+        grouped: dict[tuple[int, str], list[str]] = {}
+        for name in tensors:
+            grouped.setdefault(self._key(name), []).append(name)
+        return [self._group(key, names, tensors) for key, names in grouped.items()]
+
+    def convert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The checkpoint's tensors of one group's sources."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self._model, dict(tensors))
+
+    def _key(self, name: str) -> tuple[int, str]:
+        for index, converter in enumerate(self._converters):
+            renamed, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                return index, renamed
+        return -1, name
+
+    def _group(self, key: tuple[int, str], names: Sequence[str], tensors: Described) -> HubGroup:
+        index, name = key
+        if index < 0:
+            renamed = name
+            for renaming in self._renamings:
+                renamed, _ = renaming.rename_source_key(renamed)
+            return HubGroup((name,), {renamed: tensors[name]}, converts=False)
+        sources = {name: torch.empty(tensors[name][1], dtype=tensors[name][0], device="meta") for name in names}
+        results = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.convert(sources).items()}
+        return HubGroup(tuple(names), results, converts=True)
+
+
+def hub_format(model: Any) -> HubFormat | None:
+    """How `save_pretrained` writes `model`; None when it writes the model's own names and values."""
+    if not hasattr(model, "base_model_prefix"):  # not a Transformers model, and importing Transformers takes seconds
+        return None
+    found = HubFormat(model)
+    return found if found._converters or found._renamings else None

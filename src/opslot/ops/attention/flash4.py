@@ -1,0 +1,160 @@
+"""FlashAttention 4 as custom ops, so that torch.compile keeps one graph.
+
+The library's own functions break the graph at every layer, which costs more than compilation gains. Its forward and
+backward launches become two opaque ops here, with an autograd.Function around them.
+
+Shapes: B batch, S tokens, N query heads, K key/value heads, D head size, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+from torch import Tensor
+
+from opslot.ops._common.library import once_differentiable, opaque_op
+
+_ARGUMENTS = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
+    "float? scale, bool causal, int? window_left, int? window_right, float softcap"
+)
+
+
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    lse = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    return out, q.new_empty(lse, dtype=torch.float32)
+
+
+@opaque_op(f"flash_attention_4(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)", _forward_fake)
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    scale: float | None,
+    causal: bool,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Output [B, S, N, D] or [T, N, D], and logsumexp [B, N, S] or [N, T] in float32."""
+    return _flash_attn_fwd(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=scale,
+        causal=causal,
+        window_size_left=window_left,
+        window_size_right=window_right,
+        softcap=softcap,
+        return_lse=True,
+    )
+
+
+def _backward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+@opaque_op(
+    "flash_attention_4_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor dout, Tensor lse, Tensor? dlse, "
+    f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    _backward_fake,
+)
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    scale: float | None,
+    causal: bool,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    return _flash_attn_bwd(
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        scale,
+        causal,
+        softcap,
+        window_size_left=window_left,
+        window_size_right=window_right,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        dlse=dlse,
+    )
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        return_lse: bool,
+        options: tuple[Any, ...],
+    ) -> Any:
+        out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
+        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        ctx.options = options
+        return (out, lse) if return_lse else out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+        dq, dk, dv = _backward(q, k, v, out, dout, lse, dlse, cu_seqlens_q, cu_seqlens_k, *ctx.options)
+        return dq, dk, dv, None, None, None, None
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    softcap: float = 0.0,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of q [B, S, N, D] over k and v [B, S, K, D]; with cu_seqlens of q [T, N, D] over k and v [T, K, D].
+
+    Returns:
+        The output, shaped as q; with `return_lse` also the logsumexp, float32 [B, N, S] or [N, T].
+    """
+    options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap)
+    return _FlashAttention.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse, options)
+
+
+flash_attn_varlen_func = flash_attn_func

@@ -1,0 +1,48 @@
+"""Input cases of chunk_gated_delta_rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from opslot.slots import InputCase
+from opslot.slots.random_inputs import randn
+
+
+def _case(
+    name: str,
+    shape: tuple[int, ...],
+    documents: list[int] | None = None,
+    role: str = "check",
+) -> InputCase:
+    batch, length, k_heads, v_heads, width, v_width = shape
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        def draw(*size: int) -> Tensor:
+            return randn(size, dtype, device, generator)
+
+        arguments: dict[str, Any] = {
+            "query": draw(batch, length, k_heads, width),
+            "key": draw(batch, length, k_heads, width),
+            "value": draw(batch, length, v_heads, v_width),
+            "g": logsigmoid(draw(batch, length, v_heads) + 2.0),
+            "beta": draw(batch, length, v_heads).sigmoid(),
+            "use_qk_l2norm_in_kernel": True,
+        }
+        if documents is not None:
+            arguments["cu_seqlens"] = torch.tensor([0, *documents], device=device).cumsum(0).to(torch.int32)
+        return arguments
+
+    return InputCase(name, make, role)
+
+
+CASES = [
+    # One shape of heads for all: vendors tune anew for each.
+    _case("two rows", (2, 70, 2, 4, 64, 64)),
+    _case("packed documents", (1, 88, 2, 4, 64, 64), documents=[17, 1, 0, 70]),
+    _case("8192x32x128", (1, 8192, 16, 32, 128, 128), role="bench"),
+    _case("16384x32x128 in 16 documents", (1, 16384, 16, 32, 128, 128), documents=[1024] * 16, role="bench"),
+]

@@ -1,0 +1,60 @@
+"""When a fused linear + loss kernel may run in place of a model's head and loss."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from opslot._base.errors import KernelError
+from opslot.slots import BoundKernel, protocol, walk_slots
+
+
+def can_serve(kernel: BoundKernel, model: Any, head: Any) -> bool:
+    """Whether a fused linear + loss kernel computes what the model's own head and loss would.
+
+    It does when `head` is a bias-free nn.Linear with its own forward and the loss is Transformers'. It makes no
+    logits, which callers read in evaluation (in eval mode without gradients, outside `loss_only`): not then.
+
+    Raises:
+        KernelError: it does not compute the same, and the kernel was named explicitly.
+    """
+    if not (model.training or torch.is_grad_enabled() or protocol.loss_only(model)):
+        return False
+    problem = _head_problem(model, head)
+    if problem is not None and kernel.explicit:
+        raise KernelError(
+            f"cross_entropy_loss_implementation={kernel.name!r} cannot be used here: {problem}",
+            hint="set cross_entropy_loss_implementation to eager or auto, or keep the head a plain nn.Linear",
+        )
+    return problem is None
+
+
+def _head_problem(model: Any, head: Any) -> str | None:
+    if type(head).forward is not nn.Linear.forward or "forward" in head.__dict__:
+        return f"the output head is a {type(head).__name__}, whose forward is more than a matmul with its weight"
+    if head.bias is not None:
+        return "the output head has a bias"
+    if getattr(model, "_loss_function", None) is not None:
+        return "the model's loss_function was replaced by one of your own"
+    return None
+
+
+@contextlib.contextmanager
+def loss_only(model: Any) -> Iterator[None]:
+    """Within it, `model` evaluates for the loss alone: a fused loss makes no logits there, as in training.
+
+    Without it, a model in eval mode and without gradients returns logits beside the loss as Transformers' does, which
+    takes tokens x vocabulary of memory.
+    """
+    models = [slot.module for slot in walk_slots(model) if slot.op_name == "cross_entropy_loss"]
+    for module in models:
+        protocol.set_loss_only(module, True)
+    try:
+        yield
+    finally:
+        for module in models:
+            protocol.set_loss_only(module, False)

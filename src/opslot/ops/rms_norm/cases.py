@@ -1,0 +1,81 @@
+"""Input cases of rms_norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opslot.slots import InputCase
+from opslot.slots.random_inputs import randn
+
+
+def _case(
+    name: str,
+    shape: tuple[int, ...],
+    roles: tuple[str, ...],
+    *,
+    role: str = "check",
+    view: str = "",
+    scale: float = 1.0,
+    weight_dtype: torch.dtype | None = None,
+    heads: int = 1,
+) -> InputCase:
+    """One case.
+
+    Args:
+        roles: the tensors that the variant takes beside `hidden_states`.
+        view: how those lie in memory.
+        heads: rows that a token has; 1 but for norms of queries and keys.
+    """
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        *lead, width = shape
+
+        def activation(factor: float) -> Tensor:
+            if view == "columns":
+                return randn((*lead, 2 * width), dtype, device, generator, factor)[..., :width]
+            if view == "transposed":
+                return randn((lead[1], lead[0], *lead[2:], width), dtype, device, generator, factor).transpose(0, 1)
+            return randn(shape, dtype, device, generator, factor)
+
+        arguments: dict[str, Any] = {"hidden_states": activation(scale), "eps": 1e-6}
+        if "weight" in roles:
+            arguments["weight"] = randn((width,), weight_dtype or dtype, device, generator) * 0.2 + 1.0
+        for name in ("gate", "residual"):
+            if name in roles:
+                arguments[name] = activation(scale if name == "residual" else 1.0)
+        return arguments
+
+    return InputCase(name, make, role, {"width": shape[-1], "heads": heads})
+
+
+def cases(*roles: str) -> list[InputCase]:
+    cases = [
+        _case("model width", (2, 33, 256), roles),
+        _case("head width", (3, 5, 7, 128), roles),
+        _case("odd width", (6, 42, 123), roles),
+        _case("one row", (1, 64), roles),
+        _case("narrow", (9, 3), roles),
+        _case("no rows", (0, 64), roles),
+        _case("column slice", (4, 9, 96), roles, view="columns"),
+        _case("transposed rows", (4, 9, 96), roles, view="transposed"),
+        _case("tiny values", (64, 160), roles, scale=1e-3),
+        _case("large values", (64, 160), roles, scale=1e3),
+        _case("16384x4096", (16384, 4096), roles, role="bench"),
+        _case("16384x2048", (16384, 2048), roles, role="bench"),
+        _case("524288x128", (524288, 128), roles, role="bench", heads=32),
+    ]
+    if "weight" in roles:
+        cases.insert(6, _case("fp32 weight", (3, 11, 64), roles, weight_dtype=torch.float32))
+    return cases
+
+
+def make_benchmark_case(*roles: str) -> Callable[[Mapping[str, int], int], InputCase]:
+    def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
+        width, heads = shape["width"], shape["heads"]
+        return _case(f"{tokens * heads}x{width}", (tokens * heads, width), roles, role="bench", heads=heads)
+
+    return benchmark_case

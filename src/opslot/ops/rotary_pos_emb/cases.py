@@ -1,0 +1,156 @@
+"""Input cases of rotary_pos_emb."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opslot.slots import InputCase
+from opslot.slots.random_inputs import randn
+
+
+def _angles(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of random angles [..., R/2], repeated to [..., R] as upstream's rotary embeddings do."""
+    half = randn((*shape[:-1], shape[-1] // 2), torch.float32, device, generator, scale=3.0)
+    both = torch.cat((half, half), dim=-1)
+    return both.cos().to(dtype), both.sin().to(dtype)
+
+
+_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "twice": lambda both: both,
+    "once": lambda both: both[..., : both.shape[-1] // 2].contiguous(),
+    "first half": lambda both: both[..., : both.shape[-1] // 2],
+    "every second": lambda both: both[..., : both.shape[-1] // 2].repeat_interleave(2, dim=-1)[..., ::2],
+}
+
+
+def _case(
+    name: str,
+    sizes: tuple[int, int, int, int, int],
+    *,
+    rotary: int | None = None,
+    cos_batch: int | None = None,
+    memory: str = "tokens",
+    unsqueeze_dim: int | None = None,
+    cos_dtype: torch.dtype | None = None,
+    sections: tuple[int, ...] | None = None,
+    angles: str = "twice",
+    role: str = "check",
+) -> InputCase:
+    """One case of sizes (B, S, heads, kv_heads, D).
+
+    Args:
+        memory: "tokens" for transposed views of [B, S, heads, D], what projections give; "heads" for contiguous
+            [B, heads, S, D]; "fused" for slices of one [B, S, heads + kv_heads, D + 16].
+        angles: "twice" for [.., R], whose halves are alike; "once" for [.., R/2]; "first half" and "every second" for
+            such views of angles that come twice, in halves or in pairs.
+    """
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        batch, tokens, heads, kv_heads, width = sizes
+        if memory == "heads":
+            q = randn((batch, heads, tokens, width), dtype, device, generator)
+            k = randn((batch, kv_heads, tokens, width), dtype, device, generator)
+        elif memory == "fused":
+            both = randn((batch, tokens, heads + kv_heads, width + 16), dtype, device, generator)[..., 16:]
+            q, k = (x.transpose(1, 2) for x in both.split((heads, kv_heads), dim=2))
+        else:
+            q = randn((batch, tokens, heads, width), dtype, device, generator).transpose(1, 2)
+            k = randn((batch, tokens, kv_heads, width), dtype, device, generator).transpose(1, 2)
+        lead = (cos_batch or batch, tokens) if sections is None else (3, batch, tokens)
+        cos, sin = _angles((*lead, rotary or width), cos_dtype or dtype, device, generator)
+        cos, sin = _VIEWS[angles](cos), _VIEWS[angles](sin)
+        arguments: dict[str, Any] = {"q": q, "k": k, "cos": cos, "sin": sin}
+        if unsqueeze_dim == 2:
+            arguments |= {"q": q.transpose(1, 2), "k": k.transpose(1, 2), "unsqueeze_dim": 2}
+        if sections is not None:
+            arguments["mrope_section"] = list(sections)
+        return arguments
+
+    heads, kv_heads, width = sizes[2:]
+    return InputCase(name, make, role, {"heads": heads, "kv_heads": kv_heads, "head_dim": width})
+
+
+def make_benchmark_case(ratio: int, angles: str) -> Callable[[Mapping[str, int], int], InputCase]:
+    def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
+        heads, kv_heads, width = shape["heads"], shape["kv_heads"], shape["head_dim"]
+        batch = 2 if tokens % 2 == 0 else 1
+        name = f"{tokens} tokens, {heads} and {kv_heads} heads of {width}"
+        sizes = (batch, tokens // batch, heads, kv_heads, width)
+        return _case(name, sizes, rotary=width // ratio, cos_batch=1, angles=angles, role="bench")
+
+    return benchmark_case
+
+
+def cases(ratio: int = 1, angles: str = "twice") -> list[InputCase]:
+    """The cases of the variants that take [B, heads, S, D]; the rotary width is D / `ratio`."""
+
+    def case(name: str, sizes: tuple[int, int, int, int, int], **options: Any) -> InputCase:
+        return _case(name, sizes, rotary=sizes[-1] // ratio, angles=angles, **options)
+
+    return [
+        case("grouped heads", (2, 9, 8, 2, 64)),
+        case("odd heads", (2, 5, 7, 3, 80), cos_batch=1),
+        case("halves of 44", (1, 5, 3, 2, 88)),
+        case("one key head", (1, 6, 5, 1, 32)),
+        case("contiguous heads", (2, 7, 4, 4, 32), memory="heads"),
+        case("fused projection", (2, 4, 4, 2, 32), memory="fused"),
+        case("tokens before heads", (2, 6, 4, 2, 48), unsqueeze_dim=2),
+        case("fp32 angles", (1, 6, 4, 2, 32), cos_dtype=torch.float32),
+        case("no tokens", (1, 0, 4, 2, 32)),
+        case("16384 tokens, 32 and 8 heads of 128", (2, 8192, 32, 8, 128), cos_batch=1, role="bench"),
+    ]
+
+
+def paired_cases() -> list[InputCase]:
+    return [
+        *cases(ratio=2, angles="first half"),
+        replace(cases(angles="once")[0], name="every channel"),
+        _case("every second angle", (2, 5, 4, 2, 48), angles="every second"),
+    ]
+
+
+def as_single(case: InputCase) -> InputCase:
+    """A case of q and k as one of q alone."""
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        made = case.make(dtype, device, generator)
+        return {"x" if name == "q" else name: value for name, value in made.items() if name != "k"}
+
+    return replace(case, make=make)
+
+
+def _as_vision(case: InputCase) -> InputCase:
+    """A [1, heads, S, D] case without its batch and in [S, heads, D] order."""
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        made = case.make(dtype, device, generator)
+        return {name: x.squeeze(0).transpose(0, 1) if name in ("q", "k") else x.squeeze(0) for name, x in made.items()}
+
+    return InputCase(case.name, make, case.role)
+
+
+VISION_CASES = [
+    _as_vision(case)
+    for case in (
+        _case("even heads", (1, 9, 4, 4, 64)),
+        _case("heads of 80", (1, 7, 3, 3, 80), cos_dtype=torch.float32),
+        _case("heads of 72", (1, 5, 5, 5, 72)),
+        _case("fused projection", (1, 5, 4, 4, 32), memory="fused"),
+        _case("no patches", (1, 0, 2, 2, 32)),
+        _case("16384 patches, 16 heads of 72", (1, 16384, 16, 16, 72), cos_dtype=torch.float32, role="bench"),
+    )
+]
+
+MULTIMODAL_CASES = [
+    _case("grouped heads", (2, 9, 8, 2, 64), sections=(8, 12, 12)),
+    _case("fused projection", (1, 6, 3, 1, 32), sections=(4, 6, 6), memory="fused"),
+    _case("tokens before heads", (2, 5, 4, 2, 32), sections=(4, 6, 6), unsqueeze_dim=2),
+    _case("16384 tokens, 28 and 4 heads of 128", (2, 8192, 28, 4, 128), sections=(16, 24, 24), role="bench"),
+]

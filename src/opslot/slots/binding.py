@@ -1,0 +1,335 @@
+"""`Binding`: which kernel is in which slot of a model, why, and what is applied to it.
+
+`resolve` makes one without touching the model, parallelization makes another one from it, and `write` alone changes
+modules. What wraps a kernel is kept with the module, so that the next `resolve` finds it again: a model that was
+parallelized keeps its wrappers when it is bound again, moves to another device or resumes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from opslot._base.device import DeviceFacts, facts_of
+from opslot._base.dtypes import dtype_name
+from opslot._base.errors import ConfigError
+from opslot.slots.config import OpsImplementationConfig
+from opslot.slots.op import OpSpec
+from opslot.slots.profile import ProfileError
+from opslot.slots.protocol import (
+    Skipped,
+    Slot,
+    attached,
+    replaced_forward,
+    skip_reason,
+    skipped_parts,
+    walk_slots,
+    wrappers_of,
+)
+from opslot.slots.registry import KERNEL_REGISTRY, Resolution
+from opslot.slots.spec import KernelRequest
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Wrapper(Protocol):
+    """Something that runs around whatever kernel is in a slot, such as expert parallelism.
+
+    It can be applied again to the next kernel of the slot, and is pickled with the model.
+    """
+
+    @property
+    def name(self) -> str:
+        """As `explain` shows it, e.g. "expert parallel"."""
+
+    def wrap(
+        self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]
+    ) -> Callable[..., Any] | None:
+        """What the slot of `module` holds instead of `kernel`.
+
+        Args:
+            kernel: None where the slot runs Transformers' implementation; None returned leaves that so.
+            reference: the op's plain torch code, with the same signature as kernels.
+        """
+
+
+@dataclass(frozen=True)
+class SlotBinding:
+    """The kernel of one slot.
+
+    Attributes:
+        path: FQN of the module.
+        slot: name of the slot; "" for an op that is selected per model (attention).
+        owner: class name of the module.
+        resolution: the kernel and the reasons.
+        wrappers: applied to the kernel, in this order.
+        kept: of an op that is selected per model: this one keeps Transformers' implementation, for the reason in
+            `resolution`; a kernel that is named serves the other sub-models.
+    """
+
+    path: str
+    slot: str
+    owner: str
+    resolution: Resolution
+    wrappers: tuple[Wrapper, ...] = ()
+    kept: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name under which the module keeps the slot's wrappers."""
+        return self.slot or self.resolution.op_name
+
+    @property
+    def field(self) -> str:
+        """The configuration field that selects this kernel."""
+        return KERNEL_REGISTRY.op(self.resolution.op_name).field_of(self.resolution.variant)
+
+
+class SkippedPart(NamedTuple):
+    """A part of the model that got no slot, and the modules that it belongs to."""
+
+    part: Skipped
+    paths: tuple[str, ...]
+
+
+class Absent(NamedTuple):
+    """A kernel that was named for an op that the model does not have."""
+
+    where: str
+    op_name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The kernel of every slot of a model; immutable, and without references to the model.
+
+    Attributes:
+        config: what it was resolved from.
+        slots: by module FQN and slot.
+        skipped: parts without a slot.
+        absent: fields of `config` without effect.
+        device: where the model runs.
+        dtype: the compute dtype that was asked for; None for that of each module's parameters.
+        model_dtype: that of most modules, for display.
+    """
+
+    config: OpsImplementationConfig
+    slots: tuple[SlotBinding, ...]
+    skipped: tuple[SkippedPart, ...]
+    absent: tuple[Absent, ...]
+    device: DeviceFacts
+    dtype: torch.dtype | None
+    model_dtype: str
+
+    def of(self, op_name: str) -> tuple[SlotBinding, ...]:
+        """The slots of one op."""
+        return tuple(slot for slot in self.slots if slot.resolution.op_name == op_name)
+
+    def with_wrapper(self, wrapper: Wrapper, wraps: Callable[[SlotBinding], bool]) -> Binding:
+        """The binding with `wrapper` outermost in each slot that `wraps` accepts; once, however often it is called."""
+        return replace(
+            self,
+            slots=tuple(
+                replace(slot, wrappers=(*slot.wrappers, wrapper))
+                if wraps(slot) and all(type(known) is not type(wrapper) for known in slot.wrappers)
+                else slot
+                for slot in self.slots
+            ),
+        )
+
+
+def resolve(
+    model: Any,
+    ops: OpsImplementationConfig | dict[str, Any] | str | None = "auto",
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Binding:
+    """Select the kernel of every slot of `model`, which stays as it is. Arguments and errors are those of `bind`."""
+    config = OpsImplementationConfig.make(ops)
+    facts, default_dtype = _placement(model, device, dtype)
+    configs = {path: module.__dict__.get("config") for path, module in model.named_modules()}
+    problems: list[str] = []
+    slots: list[SlotBinding] = []
+    for at in (*walk_slots(model), *_per_model(model)):
+        op_name, variant = at.op_name, at.variant
+        around = _nearest(at.path, configs)
+        request = KernelRequest(
+            op_name, variant, facts, dtype or _dtype_of(at.module) or default_dtype, at.module, around
+        )
+        wanted = config.choice(op_name, variant, at.path)
+        keeps = None if at.name else _keeps(at, wanted)
+        try:
+            resolution = _resolve_at(request, wanted, keeps)
+        except ProfileError:
+            # The file's fault, not a slot's.
+            raise
+        except ConfigError as error:
+            problems.append(f"{at.path or type(model).__name__}: {error}")
+            continue
+        wrappers = wrappers_of(at.module, at.name or at.op_name)
+        slots.append(SlotBinding(at.path, at.name, class_name(at.module), resolution, wrappers, keeps is not None))
+    skipped = _skipped(model)
+    absent = list(_absent(config, slots, skipped, problems))
+    if problems:
+        raise ConfigError(_collapse(problems))
+    shown = "" if default_dtype is None else dtype_name(default_dtype)
+    return Binding(config, tuple(slots), skipped, tuple(absent), facts, dtype, shown)
+
+
+def class_name(module: Any) -> str:
+    """The name of the module's class before `fully_shard` made one of its own from it."""
+    return next(cls.__name__ for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))
+
+
+def _per_model(model: Any) -> Iterator[Slot]:
+    """Ops selected per model, such as attention: once for each sub-model with a config of its own."""
+    for op in KERNEL_REGISTRY.ops.values():
+        if op.applies_to is None:
+            continue
+        seen: list[Any] = []
+        for path, module in model.named_modules():
+            if op.applies_to(module) and all(module.config is not config for config in seen):
+                seen.append(module.config)
+                yield Slot(path, module, "", op.name, next(iter(op.variants)))
+
+
+def _keeps(at: Slot, wanted: str) -> str | None:
+    """Why a model keeps Transformers' implementation of a per-model op, or None."""
+    keeps = KERNEL_REGISTRY.op(at.op_name).keeps
+    reason = skip_reason(at.module, at.op_name)
+    return reason or (keeps(at.module, attached(at.module).get(at.op_name), wanted) if keeps else None)
+
+
+def _resolve_at(request: KernelRequest, wanted: str, keeps: str | None) -> Resolution:
+    """The registry's selection, but aware of what the module itself rules out."""
+    op = KERNEL_REGISTRY.op(request.op_name)
+    variant = op.variant(request.variant)
+    specs = KERNEL_REGISTRY.specs(request.op_name, request.variant)
+    if wanted == "eager":
+        return KERNEL_REGISTRY.resolve(request, wanted)
+    named = wanted != "auto"
+    problem = keeps or replaced_forward(request.module)
+    optional = keeps is not None or variant.extends is not None
+    if problem is None and variant.check_module:
+        problem = variant.check_module(request.module)
+    if named and variant.extends and all(spec.name != wanted for spec in specs):
+        problem = f"{wanted} has no form of it; the slots of {variant.extends} serve"
+    if problem is None:
+        return KERNEL_REGISTRY.resolve(request, wanted)
+    if named and not optional:
+        raise ConfigError(f"{op.field_of(request.variant)}={wanted!r}: {problem}; use eager or auto there")
+    rejected = tuple((spec.name, problem) for spec in specs)
+    return Resolution(request.op_name, request.variant, "eager", problem, rejected, False)
+
+
+def _skipped(model: Any) -> tuple[SkippedPart, ...]:
+    paths: dict[Skipped, list[str]] = {}
+    for path, module in model.named_modules():
+        for part in skipped_parts(type(module)):
+            paths.setdefault(part, []).append(path)
+    return tuple(SkippedPart(part, tuple(found)) for part, found in paths.items())
+
+
+def _absent(
+    config: OpsImplementationConfig,
+    slots: Iterable[SlotBinding],
+    skipped: Iterable[SkippedPart],
+    problems: list[str],
+) -> Iterator[Absent]:
+    """Fields and overrides that name a kernel for nothing; an error in `problems` where that part was skipped."""
+    for field, value in config.named_fields():
+        op = _op_of(field)
+        if value == "eager" or not op.bound_to_model:
+            continue
+        problem = _without_slot(field, value, "*", slots, skipped)
+        if problem is None:
+            yield Absent("-", op.name, f"{field}={value}, but this architecture has no such op")
+        else:
+            problems += problem
+    for glob, chosen in config.overrides.items():
+        for field, value in chosen.items():
+            problem = _without_slot(field, value, glob, slots, skipped)
+            if problem is None:
+                yield Absent(
+                    glob, _op_of(field).name, f"overrides: {field}={value}, but no module path like this has the op"
+                )
+            elif value not in ("auto", "eager"):
+                problems += [f"{line} (in overrides[{glob!r}])" for line in problem]
+
+
+def _without_slot(
+    field: str, value: str, glob: str, slots: Iterable[SlotBinding], skipped: Iterable[SkippedPart]
+) -> list[str] | None:
+    """Why a field reaches no slot at the modules that `glob` names: a line for each part; none where it reaches one.
+
+    Returns None where those modules have no such op at all.
+    """
+    of_field = [slot for slot in slots if slot.field == field and fnmatch.fnmatchcase(slot.path, glob)]
+    if any(not slot.kept for slot in of_field):
+        return []
+    where = {(slot.path, slot.resolution.why): "" for slot in of_field}
+    if not of_field:
+        for part, paths in skipped:
+            if _selected_by(field, part) and (found := fnmatch.filter(paths, glob)):
+                where[found[0], part.reason] = f"{part.symbol} has no slot: "
+    lines = [
+        f"{path or 'model'}: {field}={value!r}: {part}{why}; use eager or auto" for (path, why), part in where.items()
+    ]
+    return lines or None
+
+
+def _selected_by(field: str, part: Skipped) -> bool:
+    """Whether `field` selects the kernel of a skipped part."""
+    op, (op_name, _, variant) = _op_of(field), part.op.partition("/")
+    return op_name == op.name and field == (op.field_of(variant) if variant in op.variants else op.config_field)
+
+
+def _op_of(field: str) -> OpSpec:
+    """The op that a configuration field selects for."""
+    return next(
+        op for op in KERNEL_REGISTRY.ops.values() if field in {op.config_field, *(op.field_of(v) for v in op.variants)}
+    )
+
+
+def _nearest(path: str, configs: dict[str, Any]) -> Any:
+    """The config of the innermost module that has one and that the module at `path` is, or is a part of."""
+    while True:
+        if configs.get(path) is not None:
+            return configs[path]
+        if not path:
+            return next((config for config in configs.values() if config is not None), None)
+        path = path.rpartition(".")[0]
+
+
+def _placement(
+    model: Any, device: torch.device | str | None, dtype: torch.dtype | None
+) -> tuple[DeviceFacts, torch.dtype | None]:
+    import torch
+
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"dtype={dtype!r} is not a floating dtype of torch; pass torch.bfloat16, float16 or float32")
+    first = next(iter(model.parameters()), None)
+    where = device if device is not None else (first.device if first is not None else "cpu")
+    return facts_of(where), dtype or _dtype_of(model)
+
+
+def _dtype_of(module: Any) -> torch.dtype | None:
+    return next((p.dtype for p in module.parameters() if p.dtype.is_floating_point), None)
+
+
+def _collapse(problems: list[str]) -> str:
+    """One line per distinct problem; the same problem in 48 layers is reported once, with the count."""
+    found: dict[str, list[str]] = {}
+    for problem in problems:
+        path, separator, text = problem.partition(": ")
+        found.setdefault(text if separator else problem, []).append(path)
+    lines = []
+    for text, paths in found.items():
+        where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+        lines.append(f"- {where}: {text}")
+    return "kernels cannot be bound:\n" + "\n".join(lines)

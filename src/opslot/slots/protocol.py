@@ -1,0 +1,186 @@
+"""The attributes by which generated modules, bound models and opslot's own rooms talk to each other.
+
+Every name that begins with `_opslot_` is spelled here (and in the text that `opslot.patchgen` writes). On a class:
+
+- `_opslot_slots`: slot name -> (op, variant); `_opslot_<slot>` is None, so that an unbound slot reads as None.
+- `_opslot_skipped`: (op, symbol, reason) of each part that an op might compute and that got no slot.
+- `_opslot_keeps_sequences`: why tokens may see each other elsewhere than in causal attention.
+
+On an instance, in its `__dict__` alone, so that neither state_dict nor parameters know of it: the kernel in
+`_opslot_<slot>`, its wrappers, and what undoes a binding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+PREFIX = "_opslot_"
+SLOTS = PREFIX + "slots"
+SKIPPED = PREFIX + "skipped"
+KEEPS_SEQUENCES = PREFIX + "keeps_sequences"
+_BINDING = PREFIX + "binding"
+_WRAPPERS = PREFIX + "wrappers"
+_ATTACHED = PREFIX + "attached"
+_OWNS_CONFIG = PREFIX + "owns_config"
+_REPLACED_FORWARD = PREFIX + "replaced_forward"
+_LOSS_ONLY = PREFIX + "loss_only"
+
+
+class Skipped(NamedTuple):
+    """A part of an architecture that an op might compute and that got no slot.
+
+    Attributes:
+        op: "rms_norm", or "rms_norm/gated" where the variant is known.
+        symbol: the class, method or function in Transformers' module.
+        reason: why it keeps Transformers' implementation.
+    """
+
+    op: str
+    symbol: str
+    reason: str
+
+
+class Slot(NamedTuple):
+    """A slot of one module of a model; `path` is the module's name in the model."""
+
+    path: str
+    module: Any
+    name: str
+    op_name: str
+    variant: str
+
+
+def slot_attribute(slot: str) -> str:
+    """The attribute that holds the kernel of a slot."""
+    return PREFIX + slot
+
+
+def declare_slot(cls: type, slot: str, op_name: str, variant: str) -> None:
+    """Add a slot to a class."""
+    setattr(cls, SLOTS, {**getattr(cls, SLOTS, {}), slot: (op_name, variant)})
+    setattr(cls, slot_attribute(slot), None)
+
+
+def declared_slots(module: Any) -> dict[str, tuple[str, str]]:
+    """Slots of a module's class: name -> (op, variant)."""
+    return getattr(type(module), SLOTS, {})
+
+
+def walk_slots(model: Any) -> Iterator[Slot]:
+    """Every slot of a model."""
+    for path, module in model.named_modules():
+        for name, (op_name, variant) in declared_slots(module).items():
+            yield Slot(path, module, name, op_name, variant)
+
+
+def skipped_parts(cls: type) -> tuple[Skipped, ...]:
+    """The skipped parts of a class and of those that it derives from, its own first."""
+    found: dict[Skipped, None] = {}
+    for base in cls.__mro__:
+        found |= dict.fromkeys(Skipped(*part) for part in base.__dict__.get(SKIPPED, ()))
+    return tuple(found)
+
+
+def skip_reason(module: Any, op_name: str) -> str | None:
+    """Why discovery skipped that op in the class of `module`; None where it did not."""
+    return next((part.reason for part in skipped_parts(type(module)) if part.op.split("/")[0] == op_name), None)
+
+
+def keeps_sequences(model: Any) -> str | None:
+    """Why tokens of `model` may see each other elsewhere than in causal attention; None where they can't.
+
+    Such a model takes no packed documents, and no parts of sequences. The model may be inside a wrapper.
+    """
+    reasons = (getattr(type(module), KEEPS_SEQUENCES, None) for module in model.modules())
+    return next((reason for reason in reasons if reason), None)
+
+
+def bound_kernel(module: Any, slot: str) -> Any:
+    """What is in a slot of an instance: a kernel, or None where Transformers' implementation runs."""
+    return module.__dict__.get(PREFIX + slot)
+
+
+def set_kernel(module: Any, slot: str, kernel: Any) -> None:
+    """Put a kernel into a slot; None clears it."""
+    if kernel is None:
+        module.__dict__.pop(PREFIX + slot, None)
+    else:
+        module.__dict__[PREFIX + slot] = kernel
+
+
+def wrappers_of(module: Any, slot: str) -> tuple[Any, ...]:
+    """What is applied to any kernel in a slot (of a per-model op: under the op's name), innermost first."""
+    return module.__dict__.get(_WRAPPERS, {}).get(slot, ())
+
+
+def set_wrappers(module: Any, slot: str, wrappers: tuple[Any, ...]) -> None:
+    kept = {name: held for name, held in module.__dict__.get(_WRAPPERS, {}).items() if name != slot}
+    if wrappers:
+        kept[slot] = wrappers
+    if kept:
+        module.__dict__[_WRAPPERS] = kept
+    else:
+        module.__dict__.pop(_WRAPPERS, None)
+
+
+def is_wrapped(model: Any) -> bool:
+    """Whether any slot of `model` has wrappers, which is so once it is parallelized."""
+    return any(_WRAPPERS in module.__dict__ for module in model.modules())
+
+
+def attached(module: Any) -> dict[str, Any]:
+    """By op, what undoes the op's preparation of this module; empty where nothing was prepared."""
+    return module.__dict__.get(_ATTACHED, {})
+
+
+def set_attached(module: Any, states: dict[str, Any]) -> None:
+    if states:
+        module.__dict__[_ATTACHED] = states
+    else:
+        module.__dict__.pop(_ATTACHED, None)
+
+
+def binding_state(model: Any) -> Any:
+    """What `write` left on the model that it was called with, or None."""
+    return model.__dict__.get(_BINDING)
+
+
+def set_binding_state(model: Any, state: Any) -> None:
+    if state is None:
+        model.__dict__.pop(_BINDING, None)
+    else:
+        model.__dict__[_BINDING] = state
+
+
+def owns_config(module: Any) -> bool:
+    """Whether the module's Transformers config is a copy that no other model shares."""
+    return bool(module.__dict__.get(_OWNS_CONFIG))
+
+
+def set_owns_config(module: Any) -> None:
+    module.__dict__[_OWNS_CONFIG] = True
+
+
+def replaced_forward(module: Any) -> str | None:
+    """Why the slots of an instance are never read, where its forward was replaced before `opslot.apply`."""
+    return module.__dict__.get(_REPLACED_FORWARD)
+
+
+def set_replaced_forward(module: Any, reason: str | None) -> None:
+    if reason is None:
+        module.__dict__.pop(_REPLACED_FORWARD, None)
+    else:
+        module.__dict__[_REPLACED_FORWARD] = reason
+
+
+def loss_only(module: Any) -> bool:
+    """Whether a model in evaluation is asked for its loss alone, without logits."""
+    return bool(module.__dict__.get(_LOSS_ONLY))
+
+
+def set_loss_only(module: Any, value: bool) -> None:
+    if value:
+        module.__dict__[_LOSS_ONLY] = True
+    else:
+        module.__dict__.pop(_LOSS_ONLY, None)
