@@ -126,6 +126,19 @@ def test_traceback_on_request(capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["--traceback", "train"], ["train", "--traceback"]])
+def test_traceback_of_train(tmp_path, capsys, arguments):
+    assert main([*arguments, str(tmp_path / "nothing.yaml")]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "no such file" in err
+
+
+def test_verify_several_ops(capsys):
+    assert main(["verify", "--op", "attention,load_balancing_loss", "--device", "cpu", "--json"]) == 0
+    assert {result["op"] for result in json.loads(capsys.readouterr().out)} == {"attention", "load_balancing_loss"}
+
+
 def test_unknown_command_exits_2():
     with pytest.raises(SystemExit) as caught:
         main(["trian"])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from opslot._base.errors import CheckpointError
 from opslot._base.logging import get_logger
 from opslot.checkpoint._report import SHOWN, Problems
 from opslot.checkpoint.converter import CheckpointTensorConverter

@@ -24,7 +24,7 @@ _EPILOG = """examples:
   opslot convert SRC DST --layout stacked           rewrite an MoE checkpoint's experts
   opslot patchgen --list                            the architectures and their patches
 
-exit codes: 0 done, 1 a check or a run failed, 2 wrong use or bad input, 130 interrupted
+exit codes: 0 done, 1 a check or a run failed, 2 wrong usage or bad input, 130 SIGINT, 143 SIGTERM
 """
 
 
@@ -32,8 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code and prints one clear message for every expected error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in arguments
-    if arguments[:1] != ["train"]:
-        arguments = [a for a in arguments if a != "--traceback"]
+    arguments = [a for a in arguments if a != "--traceback"]
+    if show_traceback and arguments[:1] == ["train"]:
+        # It prints its errors itself.
+        arguments.append("--traceback")
     try:
         return _dispatch(arguments)
     except OpslotError as error:

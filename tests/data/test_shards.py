@@ -1,4 +1,4 @@
-"""Files in blocks: no document lost, cut or twice, whatever a block holds; each tokenized once by whoever is first."""
+"""Files in shards: no document lost, split or repeated, for any shard size; each shard is tokenized once."""
 
 import json
 import multiprocessing
@@ -14,36 +14,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opslot._base.errors import DataError
-from opslot.data import open_corpus
-from opslot.data.sources import read_documents, read_spans, split_files
+from opslot.data import TokenShard, open_corpus
+from opslot.data.sources import read_ranges, split_into_shards
 
 NEWLINES = ("\n", "\r\n", "\n\n", "\r\n\r\n", "\n\n\n")
-pieces = st.lists(st.tuples(st.sampled_from(["", "a", "bü", "word and word", "😀" * 5]), st.sampled_from(NEWLINES)))
+parts = st.lists(st.tuples(st.sampled_from(["", "a", "bü", "word and word", "😀" * 5]), st.sampled_from(NEWLINES)))
 
 
 def documents_of(files, max_bytes, sample_by="document"):
     problems = []
-    blocks = split_files(files, "text", max_bytes, problems)
-    assert all(len(block) == 1 or sum(span.size for span in block) <= max_bytes for block in blocks)
-    documents = [text for block in blocks for text in read_spans(block, "text", sample_by, problems)]
+    shards = split_into_shards(files, "text", max_bytes, problems)
+    assert all(len(shard) == 1 or sum(part.size for part in shard) <= max_bytes for shard in shards)
+    documents = [text for shard in shards for text in read_ranges(shard, "text", sample_by, problems)]
     assert problems == []
     return documents
 
 
 @settings(deadline=None)
-@given(pieces=pieces, max_bytes=st.integers(1, 40))
-def test_lines_are_the_same_in_blocks_of_any_size(tmp_path_factory, pieces, max_bytes):
+@given(parts=parts, max_bytes=st.integers(1, 40))
+def test_lines_in_shards_of_any_size(tmp_path_factory, parts, max_bytes):
     file = tmp_path_factory.mktemp("text") / "a.txt"
-    file.write_bytes("".join(text + end for text, end in pieces).encode())
+    file.write_bytes("".join(text + end for text, end in parts).encode())
     whole = [line for line in file.read_text().split("\n") if line]
     assert documents_of([file], max_bytes, "line") == whole
 
 
 @settings(deadline=None)
-@given(pieces=pieces, max_bytes=st.integers(1, 40))
-def test_paragraphs_and_cut_documents_lose_nothing(tmp_path_factory, pieces, max_bytes):
+@given(parts=parts, max_bytes=st.integers(1, 40))
+def test_paragraphs_and_split_documents_lose_nothing(tmp_path_factory, parts, max_bytes):
     file = tmp_path_factory.mktemp("text") / "a.txt"
-    file.write_bytes("".join(text + end for text, end in pieces).encode())
+    file.write_bytes("".join(text + end for text, end in parts).encode())
     paragraphs = [part.strip("\n") for part in file.read_text().split("\n\n")]
     found = [text.strip("\n") for text in documents_of([file], max_bytes, "paragraph")]
     assert found == [part for part in paragraphs if part]
@@ -53,7 +53,7 @@ def test_paragraphs_and_cut_documents_lose_nothing(tmp_path_factory, pieces, max
 
 
 @pytest.mark.parametrize("max_bytes", [1, 7, 30, 200, 5000])
-def test_json_lines_in_blocks_of_any_size(tmp_path, max_bytes):
+def test_json_lines_in_shards_of_any_size(tmp_path, max_bytes):
     texts = [f"{number} " + "ü" * (number * 7 % 40) for number in range(60)]
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     for file, part in zip(files, (texts[:45], texts[45:]), strict=True):
@@ -63,57 +63,55 @@ def test_json_lines_in_blocks_of_any_size(tmp_path, max_bytes):
 
 @pytest.mark.parametrize("rows", [7, 50])
 @pytest.mark.parametrize("max_bytes", [30, 300, 9000])
-def test_parquet_rows_in_blocks_of_any_size(tmp_path, rows, max_bytes):
+def test_parquet_rows_in_shards_of_any_size(tmp_path, rows, max_bytes):
     texts = [f"{number} " + "x" * (number * 7 % 40) for number in range(50)]
     pq.write_table(pa.table({"n": range(50), "text": texts}), tmp_path / "a.parquet", row_group_size=rows)
     assert documents_of([tmp_path / "a.parquet"], max_bytes) == texts
 
 
-def test_a_line_is_named_by_its_number_in_the_file(tmp_path):
+def test_error_has_the_line_number_in_the_file(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "good"}\n' * 50 + "bad\n" + '{"text": "good"}\n' * 50)
     problems = []
-    blocks = split_files([file], "text", 100, problems)
-    found = [len(list(read_spans(block, "text", "document", problems))) for block in blocks]
+    shards = split_into_shards([file], "text", 100, problems)
+    found = [len(list(read_ranges(shard, "text", "document", problems))) for shard in shards]
     assert sum(found) == 100
     assert [problem.split(": ")[0] for problem in problems] == [f"{file}, line 51"]
-    with pytest.raises(DataError, match="line 51: not JSON"):
-        list(read_documents([file]))
 
 
 @pytest.fixture
 def corpus(tmp_path, tokenizer):
-    """Open a corpus of twenty lines a block, of the lines 0 to 199."""
+    """Open a corpus of twenty lines a shard, of the lines 0 to 199."""
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"text": f"{number:03}"}) + "\n" for number in range(200)))
 
     def make(**options):
-        return open_corpus([file], tokenizer, cache_dir=str(tmp_path / "cache"), block_bytes=320, **options)
+        return open_corpus([file], tokenizer, cache_dir=str(tmp_path / "cache"), shard_bytes=320, **options)
 
     return make
 
 
 def texts_of(corpus, tokenizer):
-    blocks = [corpus.block(number) for number in range(len(corpus.sizes))]
-    return [tokenizer.decode(b.tokens(i)[:-1]) for b in blocks for i in range(len(b.lengths))]
+    shards = [corpus.shard(number) for number in range(len(corpus.sizes))]
+    return [tokenizer.decode(b.tokens(i)[:-1]) for b in shards for i in range(len(b.lengths))]
 
 
 def names(tmp_path):
     return sorted(path.name for path in tmp_path.glob("cache/opslot-*/*"))
 
 
-def test_a_block_is_tokenized_when_it_is_asked_for(tmp_path, corpus, tokenizer):
+def test_shard_is_tokenized_on_demand(tmp_path, corpus, tokenizer):
     one = corpus()
     assert len(one.sizes) == 10
     assert names(tmp_path) == []
-    assert one.block(3).lengths.tolist() == [4] * 20
+    assert one.shard(3).lengths.tolist() == [4] * 20
     assert names(tmp_path) == ["000003.arrow", "lock"]
     assert not one.is_complete
     assert texts_of(one, tokenizer) == [f"{number:03}" for number in range(200)]
     assert one.is_complete
     assert (one.num_documents(), one.num_tokens()) == (200, 800)
     assert corpus().is_complete
-    assert one.block(0).tokens(0).dtype == np.uint16
+    assert one.shard(0).tokens(0).dtype == np.uint16
 
 
 def tokenize_all(corpus, written):
@@ -128,7 +126,7 @@ def tokenize_all(corpus, written):
     corpus.prepare(range(len(corpus.sizes)))
 
 
-def test_processes_at_once_on_one_cache_share_the_work(corpus, tokenizer):
+def test_processes_share_the_work_on_one_cache(corpus, tokenizer):
     context = multiprocessing.get_context("fork")
     written = context.Queue()
     processes = [context.Process(target=tokenize_all, args=(corpus(), written), daemon=True) for _ in range(3)]
@@ -142,7 +140,7 @@ def test_processes_at_once_on_one_cache_share_the_work(corpus, tokenizer):
     assert texts_of(corpus(), tokenizer) == [f"{number:03}" for number in range(200)]
 
 
-def hold_first_block(corpus, flag):
+def hold_first_shard(corpus, flag):
     def wait(*_):
         flag.set()
         signal.pause()
@@ -151,19 +149,19 @@ def hold_first_block(corpus, flag):
     corpus.prepare([0])
 
 
-def test_a_process_killed_at_a_block_leaves_it_to_others(tmp_path, corpus):
+def test_shard_of_a_killed_process_is_tokenized_by_another(tmp_path, corpus):
     context = multiprocessing.get_context("fork")
     flag = context.Event()
-    process = context.Process(target=hold_first_block, args=(corpus(), flag), daemon=True)
+    process = context.Process(target=hold_first_shard, args=(corpus(), flag), daemon=True)
     process.start()
     assert flag.wait(60)
     one = corpus()
-    # Another is at it.
-    assert not one._write_unless_others_do(0, lambda: None)
+    # The other process holds its lock.
+    assert not one._write_unless_locked(0, lambda: None)
     process.kill()
     process.join()
     assert names(tmp_path) == ["lock"]
-    assert len(one.block(0).lengths) == 20
+    assert len(one.shard(0).lengths) == 20
 
 
 def wait_for(condition):
@@ -173,7 +171,7 @@ def wait_for(condition):
     assert condition()
 
 
-def test_processes_tokenize_ahead_and_end(corpus, tokenizer):
+def test_processes_tokenize_ahead_and_exit(corpus, tokenizer):
     one = corpus()
     one.start_processes(2, list(range(10)))
     wait_for(lambda: corpus().is_complete)
@@ -183,10 +181,10 @@ def test_processes_tokenize_ahead_and_end(corpus, tokenizer):
     one.check_processes()
 
 
-def test_what_a_process_finds_wrong_is_told_before_it_is_needed(tmp_path, tokenizer):
+def test_error_of_a_process_is_raised_before_its_shard_is_needed(tmp_path, tokenizer):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "good"}\n' * 50 + "bad\n")
-    one = open_corpus([file], tokenizer, cache_dir=str(tmp_path / "cache"), block_bytes=170)
+    one = open_corpus([file], tokenizer, cache_dir=str(tmp_path / "cache"), shard_bytes=170)
     one.start_processes(1, list(range(len(one.sizes))))
     wait_for(lambda: one._processes._members[0][0].exitcode is not None)
     with pytest.raises(DataError, match="line 51: not JSON"):
@@ -196,12 +194,12 @@ def test_what_a_process_finds_wrong_is_told_before_it_is_needed(tmp_path, tokeni
     one.close()
 
 
-def test_a_killed_process_is_an_error(corpus, monkeypatch):
+def test_killed_process_raises(corpus, monkeypatch):
     one = corpus()
     one._tokenize = lambda texts: os.kill(os.getpid(), signal.SIGKILL)
     one.start_processes(1, [0])
     wait_for(lambda: one._processes._members[0][0].exitcode is not None)
-    with pytest.raises(DataError, match=r"has ended \(signal 9; out of memory\?\)\n.*lower data\.num_workers"):
+    with pytest.raises(DataError, match=r"exited \(signal 9; out of memory\?\)\n.*lower data\.num_workers"):
         one.check_processes()
     one.close()
 
@@ -228,7 +226,7 @@ def is_running(pid):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
-def test_processes_end_with_a_parent_that_is_killed(corpus):
+def test_processes_exit_when_their_parent_is_killed(corpus):
     context = multiprocessing.get_context("fork")
     pids = context.Queue()
     parent = context.Process(target=start_and_wait, args=(corpus(), pids))
@@ -241,15 +239,15 @@ def test_processes_end_with_a_parent_that_is_killed(corpus):
     assert not corpus().is_complete
 
 
-def test_a_long_wait_is_told(corpus, monkeypatch, caplog):
+def test_long_wait_is_logged(corpus, monkeypatch, caplog):
     monkeypatch.setattr("opslot.data.corpus._LONG_SECONDS", 0.0)
     one = corpus()
     with caplog.at_level("INFO", logger="opslot"):
         one.prepare([0])
-    assert "for text to be tokenized; data.num_workers says how many do it ahead" in caplog.text
+    assert "s for tokenization; increase data.num_workers to tokenize ahead" in caplog.text
 
 
-def test_a_file_that_is_gone_at_the_start(tmp_path, tokenizer):
+def test_missing_file_raises(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"gone\.txt: No such file or directory"):
         open_corpus([tmp_path / "gone.txt"], tokenizer, cache_dir=str(tmp_path / "cache"))
 
@@ -262,51 +260,61 @@ def test_a_file_that_is_gone_at_the_start(tmp_path, tokenizer):
         (lambda file: os.utime(file, ns=(1, 1)), "it has changed while the run was reading it"),
     ],
 )
-def test_a_file_that_goes_midway(tmp_path, corpus, change, message):
+def test_changed_file_raises_while_it_is_read(tmp_path, corpus, change, message):
     one = corpus()
-    one.block(0)
+    one.shard(0)
     change(tmp_path / "a.jsonl")
-    assert len(one.block(0).lengths) == 20
+    assert len(one.shard(0).lengths) == 20
     with pytest.raises(DataError, match=message):
-        one.block(1)
+        one.shard(1)
     assert names(tmp_path) == ["000000.arrow", "lock"]
 
 
-def test_a_full_disk_leaves_no_half_block(tmp_path, corpus, monkeypatch):
+def test_full_disk_leaves_no_partial_shard(tmp_path, corpus, monkeypatch):
     one = corpus()
-    one.block(0)
+    one.shard(0)
 
     def full(_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(DataError, match=r"cannot be kept in .*/cache: .*No space left on device\n.*make room there"):
-        one.block(1)
+    with pytest.raises(DataError, match=r"cannot be written to .*/cache: .*No space left on device\n.*free disk space"):
+        one.shard(1)
     assert names(tmp_path) == ["000000.arrow", "lock"]
     monkeypatch.undo()
-    assert len(one.block(1).lengths) == 20
+    assert len(one.shard(1).lengths) == 20
 
 
-def test_a_cache_that_is_complete_is_only_read(tmp_path, corpus, monkeypatch):
+def test_complete_cache_is_read_only(tmp_path, corpus, monkeypatch):
     corpus().num_tokens()
     monkeypatch.setattr("os.open", lambda *_: pytest.fail("opened for writing"))
     assert corpus().num_tokens() == 800
 
 
-def test_a_cache_that_cannot_be_locked_is_refused(corpus, monkeypatch):
+def test_cache_without_lock_support_raises(corpus, monkeypatch):
     def no_locks(*_):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr("fcntl.lockf", no_locks)
     with pytest.raises(DataError, match=r"Operation not supported\n.*a folder that can be written and locked"):
-        corpus().block(0)
+        corpus().shard(0)
 
 
-@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:99])])
-def test_a_damaged_cache_is_named(tmp_path, corpus, damage):
+def flip_a_bit_of_a_token(path):
+    data = bytearray(path.read_bytes())
+    data[data.find(TokenShard(path).tokens(1).tobytes())] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:99]), flip_a_bit_of_a_token],
+    ids=["missing", "truncated", "flipped bit"],
+)
+def test_damaged_cache_raises(tmp_path, corpus, damage):
     one = corpus()
     one.prepare([0])
     (path,) = tmp_path.glob("cache/opslot-*/000000.arrow")
     damage(path)
-    with pytest.raises(DataError, match=r"is missing or damaged: .*000000\.arrow.*\n  hint: remove "):
-        one.block(0)
+    with pytest.raises(DataError, match=r"is missing or damaged: .*000000\.arrow\n  found: .*\n  hint: delete "):
+        one.shard(0)
