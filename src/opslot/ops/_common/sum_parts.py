@@ -1,7 +1,7 @@
 """The sum of what the ranks sent of a gradient, in Triton: each number read once and written once.
 
 torch's sum over the first of two dims reaches 1.4 of an H200's 4.3 TB/s where the result is wider than what is added up
-(profile of `benchmarks/gpu_parallel.py`), and needs a rank's own part copied beside the others'.
+(profile of `benchmarks/parallel.py`), and needs a rank's own part copied beside the others'.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The sum over each token's rows after an exchange between ranks, in Triton.
 
 It moves what it must: each row read once, each token written once. At 16,384 tokens of 2,048, 3.6 rows each, those
-bytes take 0.07 ms on an H200; torch's embedding_bag needs 0.72 (profile of `benchmarks/gpu_parallel.py`).
+bytes take 0.07 ms on an H200; torch's embedding_bag needs 0.72 (profile of `benchmarks/parallel.py`).
 """
 
 from __future__ import annotations
