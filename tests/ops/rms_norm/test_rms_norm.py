@@ -314,7 +314,9 @@ def test_opcheck():
     load("standard", "triton")
     x, weight = (t.detach() for t in tensors((3, 8), (8,)))
     torch.library.opcheck(torch.ops.opslot.rms_norm.default, (x, weight, None, EPS, False, False))
-    torch.library.opcheck(torch.ops.opslot.rms_norm_backward.default, (x, x, weight, x, EPS, False, False, True, False, True))
+    torch.library.opcheck(
+        torch.ops.opslot.rms_norm_backward.default, (x, x, weight, x, EPS, False, False, True, False, True)
+    )
     torch.library.opcheck(torch.ops.opslot.rms_norm_residual.default, (x, x, weight, EPS, True))
     backward = torch.ops.opslot.rms_norm_residual_backward.default
     torch.library.opcheck(backward, (x, x, x, weight, EPS, True, True))

@@ -14,7 +14,7 @@ from opslot.ops._common.arguments import reject
 
 
 @functools.cache
-def multiprocessor_count(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; 2 for the CPU interpreter, so that persistent grids have several programs."""
     if device.type != "cuda":
         return 2
@@ -26,7 +26,7 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-class Launcher:
+class KernelLauncher:
     """Launches a Triton kernel, straight through its compiled form once that is known.
 
     `kernel[grid](...)` works out anew on every call which compiled form its arguments need, in 20 us of CPU time on the

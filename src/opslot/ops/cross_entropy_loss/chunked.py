@@ -19,7 +19,7 @@ from torch import Tensor
 # Rows of a chunk are a multiple of this, so that matrix products get whole tiles.
 _ROW_TILE = 128
 # Adding a chunk to a 16-bit gradient rounds it once; past this many chunks the sum is kept in float32.
-_MAX_ROUNDINGS = 8
+_MAX_16_BIT_SUMS = 8
 # Below this share of labels that count, the others' rows are left out (CPU, where counting them costs no
 # synchronization).
 _WORTH_COMPACTING = 0.9
@@ -197,7 +197,7 @@ class _GradientSums:
         self.want_hidden, self.want_weight = want_hidden, want_weight
         narrow, broad = hidden.dtype, wide(hidden.dtype)
         chunks = -(-hidden.shape[0] // _chunk_rows(backend, hidden, weight.shape[0]))
-        sum_dtype = broad if wide_sums or chunks > _MAX_ROUNDINGS else narrow
+        sum_dtype = broad if wide_sums or chunks > _MAX_16_BIT_SUMS else narrow
         self.grad_hidden = torch.empty(
             hidden.shape if want_hidden else 0, dtype=broad if wide_sums else narrow, device=hidden.device
         )

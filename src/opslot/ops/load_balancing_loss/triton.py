@@ -23,7 +23,7 @@ from opslot._base.device import triton_interpreted
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import custom_op, once_differentiable
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
-from opslot.ops._common.triton import Launcher, cdiv
+from opslot.ops._common.triton import KernelLauncher, cdiv
 
 
 @triton.jit
@@ -161,9 +161,9 @@ _GRADIENTS_TILE = 4096
 _PROGRAMS = 2048
 
 
-_launch_sums = Launcher(_sums_kernel)
-_launch_finish = Launcher(_finish_kernel)
-_launch_gradients = Launcher(_gradients_kernel)
+_launch_sums = KernelLauncher(_sums_kernel)
+_launch_finish = KernelLauncher(_finish_kernel)
+_launch_gradients = KernelLauncher(_gradients_kernel)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -309,7 +309,7 @@ _GRADIENTS = ("hidden_states", "gate_up_proj", "down_proj", "top_k_weights")
 # A fused kernel takes the gradient of a routing weight as a dot over I of (dout @ down_proj) with h, where eager code
 # takes it over H of dout with (h @ down_proj.T): as right, but each term carries a product's rounding, which only shows
 # where the inputs are as precise as the accumulation.
-_ROUNDINGS = {"float32": 3}
+_TOLERANCE_ULPS = {"float32": 3}
 
 _VARIANTS = (
     OpVariant(
@@ -319,7 +319,7 @@ _VARIANTS = (
         _GRADIENTS,
         _cost,
         check_standard,
-        tolerance_ulps=_ROUNDINGS,
+        tolerance_ulps=_TOLERANCE_ULPS,
         compiles=False,
         static_shape=_site_shape,
         benchmark_case=benchmark_case,
@@ -332,7 +332,7 @@ _VARIANTS = (
         _GRADIENTS,
         _cost,
         check_clamped,
-        tolerance_ulps=_ROUNDINGS,
+        tolerance_ulps=_TOLERANCE_ULPS,
         compiles=False,
         static_shape=_site_shape,
         benchmark_case=clamped_benchmark_case,
@@ -345,7 +345,7 @@ _VARIANTS = (
         (*_GRADIENTS, "gate_up_proj_bias", "down_proj_bias"),
         _cost,
         check_biased,
-        tolerance_ulps=_ROUNDINGS,
+        tolerance_ulps=_TOLERANCE_ULPS,
         compiles=False,
         static_shape=_site_shape,
         benchmark_case=biased_benchmark_case,
@@ -358,7 +358,7 @@ _VARIANTS = (
         ("hidden_states", "gate_proj", "up_proj", "down_proj", "top_k_weights"),
         _cost,
         check_split,
-        tolerance_ulps=_ROUNDINGS,
+        tolerance_ulps=_TOLERANCE_ULPS,
         compiles=False,
         static_shape=_site_shape,
         benchmark_case=split_benchmark_case,

@@ -48,13 +48,13 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Plan:
+class GemmTiling:
     """How all six products are cut.
 
     Attributes:
         align: rows of an expert start at its multiples; every row product's bm divides it.
         tma: operands are tensor descriptors: SM90 and newer, rows and bases at multiples of 16 bytes.
-        programs: multiprocessors of the device.
+        programs: SMs of the device.
         gather: the first product gathers tokens as it loads them, instead of reading rows gathered before.
     """
 
@@ -70,13 +70,13 @@ class Plan:
     gather: bool = True
 
 
-def _hopper(programs: int) -> Plan:
+def _hopper(programs: int) -> GemmTiling:
     """The best, or within 2% of it, for every product on an H200 at the widths of Qwen3-30B-A3B and DeepSeek-V3.
 
     benchmarks/tune_moe.py measures them; `gate_up` makes two results a tile, so its tile is as wide as the others'.
     """
     wide = Tiles(128, 256, 64, 8, 3, group=4, flatten=True)
-    return Plan(
+    return GemmTiling(
         align=128,
         gate_up=Tiles(128, 128, 64, 8, 4, group=4, flatten=True),
         down=wide,
@@ -89,11 +89,11 @@ def _hopper(programs: int) -> Plan:
     )
 
 
-def _uniform(align: int, tiles: Tiles, tma: bool, programs: int) -> Plan:
-    return Plan(align, tiles, tiles, tiles, tiles, tiles, tiles, tma, programs)
+def _uniform(align: int, tiles: Tiles, tma: bool, programs: int) -> GemmTiling:
+    return GemmTiling(align, tiles, tiles, tiles, tiles, tiles, tiles, tma, programs)
 
 
-def plan_for(experts: Experts, real: bool = True) -> Plan:
+def plan_for(experts: Experts, real: bool = True) -> GemmTiling:
     """The plan for `experts`; without memory (`real` false) it is right in `align` alone."""
     down_proj = experts.down_proj
     if not down_proj.is_cuda:
@@ -132,7 +132,7 @@ fused_triton, clamped, biased, split = variants(_run)
 
 
 def _operand(
-    plan: Plan, tensor: Tensor, block_rows: int, block_columns: int, planes: int = 1
+    plan: GemmTiling, tensor: Tensor, block_rows: int, block_columns: int, planes: int = 1
 ) -> Tensor | TensorDescriptor:
     """`tensor` [planes, rows, columns] as the kernels take it."""
     if not plan.tma:
@@ -140,7 +140,7 @@ def _operand(
     return TensorDescriptor.from_tensor(tensor, [planes, block_rows, block_columns])
 
 
-def _grid(plan: Plan, tiles: Tiles, count: int) -> tuple[int]:
+def _grid(plan: GemmTiling, tiles: Tiles, count: int) -> tuple[int]:
     return (min(count, plan.programs * tiles.per_sm),)
 
 
@@ -191,7 +191,7 @@ def slot_sum(parts: Tensor, places: Tensor, like: Tensor) -> Tensor:
 
 
 def rows_product(
-    plan: Plan,
+    plan: GemmTiling,
     tiles: Tiles,
     a: Tensor,
     weight: Tensor,
@@ -231,7 +231,7 @@ def rows_product(
     return out
 
 
-def weight_grad_product(plan: Plan, tiles: Tiles, left: Tensor, right: Tensor, routing: Routing) -> Tensor:
+def weight_grad_product(plan: GemmTiling, tiles: Tiles, left: Tensor, right: Tensor, routing: Routing) -> Tensor:
     """[E * PLANES, M, N]: left^T right over each expert's rows of `left` [PLANES, R, M] and `right` [1, R, N]."""
     planes, rows, m = left.shape
     n, groups = right.shape[2], routing.counts.numel() * planes
@@ -253,7 +253,9 @@ def weight_grad_product(plan: Plan, tiles: Tiles, left: Tensor, right: Tensor, r
     return out
 
 
-def forward(plan: Plan, x: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[Tensor, ...]:
+def forward(
+    plan: GemmTiling, x: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor
+) -> tuple[Tensor, ...]:
     """The output [T, H], gate and up [2, R, I] and the tensors of `Routing`."""
     count, hidden, intermediate = experts.sizes
     x = x.contiguous()
@@ -267,7 +269,7 @@ def forward(plan: Plan, x: Tensor, experts: Experts, top_k_index: Tensor, top_k_
 
 
 def backward(
-    plan: Plan,
+    plan: GemmTiling,
     grad: Tensor,
     x: Tensor,
     experts: Experts,
@@ -312,7 +314,7 @@ def backward(
 
 
 def inward_grads(
-    plan: Plan, projected_grad: Tensor, rows: Tensor, experts: Experts, routing: Routing
+    plan: GemmTiling, projected_grad: Tensor, rows: Tensor, experts: Experts, routing: Routing
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of `gate_up_proj` and `up_proj`; each of two weights gets a tensor of its own."""
     if experts.up_proj is not None:
@@ -334,7 +336,7 @@ def _gating(experts: Experts) -> dict[str, float | bool | None]:
 
 
 def gate_up(
-    plan: Plan, x: Tensor, experts: Experts, top_k: int, routing: Routing, row_tokens: Tensor | None = None
+    plan: GemmTiling, x: Tensor, experts: Experts, top_k: int, routing: Routing, row_tokens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Gate and up [2, R, I] and what the gating makes of them [1, R, I]."""
     count, hidden, intermediate = experts.sizes
@@ -378,7 +380,7 @@ def gate_up(
 
 
 def gate_grad(
-    plan: Plan,
+    plan: GemmTiling,
     act_grad: Tensor,
     projected: Tensor,
     row_grad: Tensor,
