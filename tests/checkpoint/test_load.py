@@ -340,7 +340,7 @@ def remove_shard(folder: Path) -> str:
 
 def break_index(folder: Path) -> str:
     (folder / INDEX).write_text('{"weight_map": {"x": "../../etc/passwd"}}')
-    return "is no readable safetensors index"
+    return "is not a valid safetensors index"
 
 
 def drop_index(folder: Path) -> str:

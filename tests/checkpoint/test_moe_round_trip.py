@@ -157,7 +157,7 @@ def described(folder: Path) -> dict[str, tuple[int, ...]]:
     found = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
-            found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+            found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     return found
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from opslot._base.errors import ConfigError, ParallelError
-from opslot.distributed import ParallelState, destroy_parallel_state, get_parallel_state, init_parallel_state
+from opslot.distributed import destroy_parallel_state, get_parallel_state, init_parallel_state
 from opslot.distributed.parallel_state import check_sizes
 
 
@@ -35,12 +35,6 @@ def test_one_process_is_built_without_a_group():
     assert state is get_parallel_state()
     assert state.mesh is None
     assert not torch.distributed.is_initialized()
-
-
-def test_what_is_shared_is_told():
-    state = ParallelState(dp_shard=2, sp=2, ep=4)
-    assert (state.sp_enabled, state.ep_enabled) == (True, True)
-    assert (get_parallel_state().sp_enabled, get_parallel_state().ep_enabled) == (False, False)
 
 
 def test_devices_that_are_not_there_are_refused(monkeypatch):
@@ -148,7 +142,7 @@ def test_one_process_may_have_a_group_of_its_own():
         ({"RANK": "1"}, "RANK=1, but WORLD_SIZE is not set\n  hint: start the run with torchrun"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, but WORLD_SIZE is 2"),
         ({"WORLD_SIZE": "0"}, "RANK=0, but WORLD_SIZE is 0"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two', which is no number"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two', which is not a number"),
     ],
 )
 def test_half_an_environment_says_what_is_missing(monkeypatch, environment, message):

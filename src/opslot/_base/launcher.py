@@ -1,8 +1,12 @@
-"""What a launcher such as torchrun tells each process through its environment."""
+"""What a launcher such as torchrun sets in the environment of each process, and noticing that it is gone."""
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
+import threading
+import time
 
 from opslot._base.errors import ConfigError
 
@@ -25,6 +29,11 @@ def launched_world_size() -> int:
     return world
 
 
+def launched_rank() -> int:
+    """Number of this process, RANK; 0 without a launcher."""
+    return _number("RANK", 0)
+
+
 def launched_with_rendezvous() -> bool:
     """Whether this process has all it needs to meet the others of its run; one that is alone need not.
 
@@ -42,6 +51,33 @@ def launched_with_rendezvous() -> bool:
     if not lacking:
         _number("MASTER_PORT", 0)
     return not lacking
+
+
+def launched_by_torchrun() -> bool:
+    """Whether this process was started by torchrun, which also hosts the store."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+@functools.cache
+def exit_with_launcher(poll_seconds: float = 0.5) -> None:
+    """End this process when torchrun, its parent, is gone: killed, torchrun cannot end its ranks itself.
+
+    A thread watches it, since the main thread may wait in a collective, or for the store that torchrun hosted. Nothing
+    is watched without torchrun: a script may start ranks in the background and end.
+    """
+    if not launched_by_torchrun():
+        return
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(poll_seconds)
+        rank = os.environ.get("RANK", "0")
+        sys.stdout.flush()
+        print(f"opslot: rank {rank} stops: torchrun (process {parent}) was killed", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="opslot-launcher", daemon=True).start()
 
 
 def _number(name: str, default: int) -> int:

@@ -19,6 +19,7 @@ from opslot.checkpoint.safetensors_file import TensorEntry, read_header
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SIZES = {"GB": 10**9, "MB": 10**6, "KB": 10**3}
+_NAME_BYTES = 255
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -32,9 +33,9 @@ def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
             (all are named); a tensor that the index places in a shard that lacks it, or that two shards hold.
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise CheckpointError(
-            f"checkpoint {str(folder)!r} is not a folder; give the one that holds {WEIGHTS} or {INDEX}"
+            f"checkpoint {str(folder)!r} is not a folder", hint=f"give the folder that holds {WEIGHTS} or {INDEX}"
         )
     if (folder / INDEX).is_file():
         weight_map = _weight_map(folder / INDEX)
@@ -51,16 +52,29 @@ def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
+    """Raises: CheckpointError when `index` is not JSON, or names files that no folder can hold."""
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
-        assert isinstance(weight_map, dict)
-        assert all(isinstance(shard, str) and Path(shard).name == shard for shard in weight_map.values())
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-        raise CheckpointError(
-            f'{index} is no readable safetensors index; it should hold {{"weight_map": {{tensor name: file name}}}}. '
-            "Copy or download it again"
-        ) from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _bad_index(index, f"{type(error).__name__}: {error}") from error
+    if not isinstance(weight_map, dict):
+        raise _bad_index(index, f"weight_map is a {type(weight_map).__name__}")
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or not _is_file_name(shard):
+            raise _bad_index(index, f"{str(shard)[:60]!r} as a file name")
     return weight_map
+
+
+def _is_file_name(name: str) -> bool:
+    return bool(name) and Path(name).name == name and "\0" not in name and len(os.fsencode(name)) <= _NAME_BYTES
+
+
+def _bad_index(index: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{index} is not a valid safetensors index",
+        found=found,
+        hint='it should hold {"weight_map": {tensor name: file name}}; copy or download it again',
+    )
 
 
 def _no_weights(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from opslot._base.errors import CheckpointError
 from opslot._base.logging import get_logger
-from opslot.checkpoint._report import Problems
+from opslot.checkpoint._report import SHOWN, Problems
 from opslot.checkpoint.converter import CheckpointTensorConverter
 from opslot.checkpoint.experts import ExpertTensorConverter
 from opslot.checkpoint.folder import read_folder
@@ -61,6 +63,7 @@ class LoadReport:
         layouts: layout of each family of expert tensors, e.g. {"model.layers.*.mlp.experts": "per_expert"}.
         missing: parameters that the checkpoint lacks, initialised anew.
         extra: checkpoint tensors left out by `allow_extra` or `strict=False`.
+        not_finite: parameters in which this rank read a NaN or an infinity.
     """
 
     folder: Path
@@ -70,6 +73,7 @@ class LoadReport:
     layouts: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
+    not_finite: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         rate = self.bytes_read / 1e9 / max(self.seconds, 1e-9)
@@ -125,7 +129,9 @@ def load_weights(
 
     def check() -> None:
         plan = _check(model, folder, converters, dtype, strict, allow_missing, allow_extra)
-        checked.append((plan, {name: local_ranges(tensor) for name, tensor in tensors.items()}))
+        regions = {name: local_ranges(tensor) for name, tensor in tensors.items()}
+        _check_range(plan, ModelTensors.of(model, dtype), regions)
+        checked.append((plan, regions))
 
     if sharded:
         on_all_ranks(check)
@@ -140,6 +146,13 @@ def load_weights(
     with torch.no_grad():
         _execute(plan, tensors_of(model), regions, report)
     report.seconds = time.perf_counter() - start
+    if report.not_finite:
+        logger.warning(
+            "%d parameters of %s hold NaN or infinity, e.g. %s; the loss will not be finite",
+            len(report.not_finite),
+            folder,
+            ", ".join(report.not_finite[:SHOWN]),
+        )
     logger.log(logging.WARNING if report.missing else logging.INFO, "loaded %s", report)
     return report
 
@@ -155,6 +168,7 @@ def _check(
 ) -> LoadPlan:
     """The plan; raises CheckpointError with everything that is wrong."""
     entries = read_folder(folder)
+    _refuse_quantized(folder)
     names = None
     if converters is None:
         names = hub_names(model, {name: entry.shape for name, entry in entries.items()})
@@ -173,9 +187,53 @@ def _check(
     return plan
 
 
+def _refuse_quantized(folder: Path) -> None:
+    """Raises: CheckpointError when config.json says that the weights are quantized, which opslot does not read."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return
+    found = config.get("quantization_config") if isinstance(config, dict) else None
+    if found:
+        method = found.get("quant_method", found) if isinstance(found, dict) else found
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r} is quantized, and opslot trains weights of 16 bits or more",
+            found=f"quantization_config in config.json: {str(method)[:60]}",
+            hint="dequantize it with Transformers and save it, or remove the entry if the weights are not quantized",
+        )
+
+
+def _check_range(plan: LoadPlan, model: ModelTensors, regions: Mapping[str, Region]) -> None:
+    """Raises: CheckpointError when a finite value becomes infinite in the dtype of its parameter."""
+    problems = Problems("the checkpoint has values that its parameters cannot hold")
+    for piece in plan.pieces:
+        wanted, stored = model.targets[piece.placement.target].dtype, piece.entry.dtype
+        # Of float32's largest values, bfloat16 lacks 0.4 %; not worth reading every checkpoint twice.
+        if not stored.is_floating_point or torch.finfo(stored).max < 2 * torch.finfo(wanted).max:
+            continue
+        overlap = intersect(regions[piece.placement.target], piece.placement.region)
+        if overlap is None or not volume(overlap):
+            continue
+        stored_view = piece.placement.as_region(MappedFile(piece.entry.file).view(piece.entry))
+        values = stored_view[relative(overlap, piece.placement.region)]
+        largest = float(torch.nan_to_num(values, 0.0, 0.0, 0.0).abs().max())
+        if largest > torch.finfo(wanted).max:
+            item = f"{piece.entry.name}: {largest:g} in {wanted}"
+            problems.add("values that overflow", item, "load in a dtype of a larger range, or correct the checkpoint")
+    problems.raise_if_any()
+
+
+def _is_finite(values: Tensor) -> bool:
+    """In one pass over most tensors: a sum is finite only if all terms are."""
+    if not values.is_floating_point() or values.itemsize < 2:
+        return True
+    return bool(torch.isfinite(values.sum(dtype=torch.float32))) or bool(torch.isfinite(values).all())
+
+
 def _execute(plan: LoadPlan, tensors: Mapping[str, Tensor], regions: Mapping[str, Region], report: LoadReport) -> None:
     """Copy what the plan says into `tensors`, shard by shard, several tensors at a time."""
     local = {name: local_tensor(tensor).detach() for name, tensor in tensors.items()}
+    not_finite: set[str] = set()
     by_file: dict[Path, list[Piece]] = defaultdict(list)
     for piece in plan.pieces:
         overlap = intersect(regions[piece.placement.target], piece.placement.region)
@@ -199,11 +257,14 @@ def _execute(plan: LoadPlan, tensors: Mapping[str, Tensor], regions: Mapping[str
                     _read_ahead(task, mapped, regions)
                 for piece in tasks[number]:
                     name = piece.placement.target
-                    copy_overlap(local[name], regions[name], mapped.view(piece.entry), piece.placement)
+                    written = copy_overlap(local[name], regions[name], mapped.view(piece.entry), piece.placement)
+                    if written is not None and not _is_finite(written):
+                        not_finite.add(name)
 
             list(pool.map(copy, range(len(tasks))))
     for stream in plan.streams:
-        _run_stream(stream, local, regions, report)
+        _run_stream(stream, local, regions, report, not_finite)
+    report.not_finite = sorted(not_finite)
 
 
 def _tasks(pieces: list[Piece]) -> Iterator[list[Piece]]:
@@ -246,13 +307,21 @@ def _span(piece: Piece, region: Region) -> tuple[int, int]:
     return entry.start + rows.start * row_bytes, entry.start + rows.stop * row_bytes
 
 
-def _run_stream(stream: Stream, local: Mapping[str, Tensor], regions: Mapping[str, Region], report: LoadReport) -> None:
+def _run_stream(
+    stream: Stream,
+    local: Mapping[str, Tensor],
+    regions: Mapping[str, Region],
+    report: LoadReport,
+    not_finite: set[str],
+) -> None:
     """Feed a collecting converter and write what it hands out; tensors are read whole."""
 
     def write(handed: Sequence[tuple[str, Tensor]]) -> None:
         for name, tensor in handed:
             if name in local:
-                copy_overlap(local[name], regions[name], tensor, Placement.whole(name, tensor.shape))
+                written = copy_overlap(local[name], regions[name], tensor, Placement.whole(name, tensor.shape))
+                if written is not None and not _is_finite(written):
+                    not_finite.add(name)
 
     file: Path | None = None
     for name, entry in stream.entries:

@@ -80,8 +80,10 @@ class Placement:
         return view.mT if self.transposed else view
 
 
-def copy_overlap(destination: Tensor, region: Region, stored: Tensor, placement: Placement) -> None:
+def copy_overlap(destination: Tensor, region: Region, stored: Tensor, placement: Placement) -> Tensor | None:
     """Copy what `stored`, placed by `placement`, has of `region` of the target into `destination`.
+
+    Returns the part of `destination` that was written; None if there is none.
 
     Args:
         destination: [extent(region)], any dtype and device; written in place.
@@ -90,9 +92,10 @@ def copy_overlap(destination: Tensor, region: Region, stored: Tensor, placement:
         placement: where `stored` lies in the target.
     """
     overlap = intersect(region, placement.region)
-    if overlap is not None:
-        source = placement.as_region(stored)[relative(overlap, placement.region)]
-        destination[relative(overlap, region)].copy_(source)
+    if overlap is None:
+        return None
+    written = destination[relative(overlap, region)]
+    return written.copy_(placement.as_region(stored)[relative(overlap, placement.region)])
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -125,14 +125,20 @@ def _entry(file: Path, name: str, value: dict[str, Any], base: int) -> TensorEnt
         raise CheckpointError(
             f"{file}: {name} has dtype {value['dtype']!r}, which opslot does not read; it reads {', '.join(DTYPES)}"
         )
-    dtype, shape = DTYPES[value["dtype"]], tuple(int(n) for n in value["shape"])
-    begin, end = value["data_offsets"]
+    dtype, shape, offsets = DTYPES[value["dtype"]], value["shape"], value["data_offsets"]
+    if not _are_integers(shape) or not _are_integers(offsets):
+        raise ValueError(f"{name}: shape {str(shape)[:60]} and data_offsets {str(offsets)[:60]} must be integers")
+    shape, (begin, end) = tuple(shape), offsets
     nbytes = math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or begin < 0 or end - begin != nbytes:
         raise ValueError(
             f"{name}: {value['dtype']} {list(shape)} takes {nbytes} bytes, data_offsets give {end - begin}"
         )
     return TensorEntry(name, file, dtype, shape, base + begin, nbytes)
+
+
+def _are_integers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int for value in values)
 
 
 class MappedFile:

@@ -164,6 +164,7 @@ def save_weights(
     max_bytes, folder = parse_size(max_shard_size), Path(folder)
     if isinstance(model_or_state_dict, nn.Module):
         _refuse_adapters(model_or_state_dict)
+        _refuse_quantized(config if config is not None else getattr(model_or_state_dict, "config", None))
         model, tensors = model_or_state_dict, tensors_of(model_or_state_dict)
     else:
         model, tensors = None, {plain_name(name): tensor for name, tensor in model_or_state_dict.items()}
@@ -235,6 +236,14 @@ def _refuse_adapters(model: nn.Module) -> None:
         raise CheckpointError(
             f"{type(model).__name__} has adapters ({', '.join(adapters)}), whose names Transformers does not know",
             hint="save model.merge_and_unload(), or the adapters alone with model.save_pretrained(folder)",
+        )
+
+
+def _refuse_quantized(config: Any) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise CheckpointError(
+            "the config has a quantization_config, and save_weights does not quantize",
+            hint="delete config.quantization_config if the weights are not quantized, or use save_pretrained",
         )
 
 

@@ -1,8 +1,8 @@
 """Checkpoints to resume training from: model and optimizer by torch's DCP, the state of the run as JSON beside them.
 
-A checkpoint is one folder: DCP's files, `kernels.json`, and `trainer_state.json` with sizes and checksums of the others.
-It is written under another name and renamed at the end. Reading one runs no code: the pickles in it may name only the
-classes that DCP writes.
+A checkpoint is one folder: DCP's files, `kernels.json`, and `trainer_state.json` with the sizes and checksums of the
+others. It is written under another name and renamed at the end. Reading one runs no code: the pickles in it may name
+only the classes that DCP writes.
 
 torch is imported where it is used, so that a run's configuration is checked quickly.
 """
@@ -127,8 +127,8 @@ def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def load_snapshot(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load the tensors of a checkpoint into `model` and `optimizer`.
 
-    First every file is compared with its recorded checksum, each by one rank. Of the optimizer only the state is loaded;
-    its settings, such as the weight decay, stay as they are.
+    First every file is compared with its recorded checksum, each by one rank. Only the optimizer's state is loaded; its
+    settings, such as the weight decay, stay as they are.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint is damaged, holds code, or is of another model.

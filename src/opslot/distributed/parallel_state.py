@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +28,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from opslot._base.device import usable_device
 from opslot._base.errors import ConfigError, ParallelError
-from opslot._base.launcher import launched_with_rendezvous, launched_world_size
+from opslot._base.launcher import (
+    exit_with_launcher,
+    launched_by_torchrun,
+    launched_with_rendezvous,
+    launched_world_size,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,16 +77,6 @@ class ParallelState:
     @property
     def sp_rank(self) -> int:
         return self.rank % self.sp
-
-    @property
-    def sp_enabled(self) -> bool:
-        """Whether ranks hold parts of sequences, so that what counts positions must be given."""
-        return self.sp > 1
-
-    @property
-    def ep_enabled(self) -> bool:
-        """Whether ranks hold parts of the experts."""
-        return self.ep > 1
 
     @property
     def ep_rank(self) -> int:
@@ -196,10 +193,45 @@ def _join_group(device: torch.device, timeout: datetime.timedelta | None, group_
     # group was of another size (torch 2.11).
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if launched_with_rendezvous():
+        exit_with_launcher()
+        _wait_for_store()
         dist.init_process_group(backend, timeout=timeout)
     elif group_of_one:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return dist.is_initialized()
+
+
+def _wait_for_store() -> None:
+    """Wait until the store that torchrun or rank 0 hosts accepts connections.
+
+    torch alone would try for as long as a collective may take, half an hour by default.
+
+    Raises:
+        ParallelError: nothing answers at its address.
+    """
+    if not launched_by_torchrun() and os.environ["RANK"] == "0":
+        return
+    address, seconds = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), _connect_seconds()
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection(address, timeout=seconds).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ParallelError(
+                    f"rank {os.environ['RANK']} cannot connect to {address[0]}:{address[1]}, tried for {seconds} s",
+                    found=str(error),
+                    hint="check that the launcher and rank 0 still run, and MASTER_ADDR and MASTER_PORT",
+                ) from error
+            time.sleep(0.1)
+
+
+def _connect_seconds() -> int:
+    """torchrun hosts the store before it starts the ranks; without it, rank 0 may take minutes to import."""
+    if not launched_by_torchrun():
+        return 300
+    return 10 if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE") else 60
 
 
 def _with_meshes(dp_replicate: int, dp_shard: int, sp: int, ep: int, device: torch.device) -> ParallelState:

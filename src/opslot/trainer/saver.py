@@ -19,9 +19,9 @@ logger = get_logger(__name__)
 class CheckpointSaver:
     """Writes snapshots, one at a time.
 
-    In the background, `save` returns once the tensors are copied to host memory, and a thread writes the copy; it has
-    its own gloo group. A checkpoint gets its name when it is complete on all ranks. An error in the background is raised
-    by the next `save` or `wait`, and shown by `failed` before that.
+    In the background, `save` returns once the tensors are copied to host memory, and a thread with its own gloo group
+    writes the copy. A checkpoint gets its name when it is complete on all ranks. The next `save` or `wait` raises an
+    error of the background; `failed` shows it before that.
 
     Every rank makes the same calls.
 

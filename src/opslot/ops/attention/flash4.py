@@ -1,7 +1,7 @@
 """FlashAttention 4 as custom ops, so that torch.compile keeps one graph.
 
 The library's own functions break the graph at every layer, which costs more than compilation gains. Its forward and
-backward launches become two custom ops here, with an autograd.Function around them.
+backward launches become two opaque ops here, with an autograd.Function around them.
 
 Shapes: B batch, S tokens, N query heads, K key/value heads, D head size, T packed tokens.
 """
@@ -28,7 +28,7 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, 
     return out, q.new_empty(lse, dtype=torch.float32)
 
 
-def _run_forward(
+def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -64,7 +64,7 @@ def _backward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Te
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _run_backward(
+def _launch_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -104,12 +104,12 @@ def _run_backward(
 
 
 _forward = custom_op(
-    f"flash_attention_4(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)", _run_forward, _forward_fake
+    f"flash_attention_4(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)", _launch, _forward_fake
 )
 _backward = custom_op(
     "flash_attention_4_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor dout, Tensor lse, Tensor? dlse, "
     f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
-    _run_backward,
+    _launch_backward,
     _backward_fake,
 )
 
