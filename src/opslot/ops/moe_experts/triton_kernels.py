@@ -1,4 +1,4 @@
-"""Triton kernels of fused_triton: grouped products over rows sorted by expert (`routing.py`).
+"""Triton kernels of fused_triton: grouped GEMMs over rows sorted by expert (`routing.py`).
 
 Every operand is seen as [planes, rows, columns], contiguous: weights [E, N, K] or, split into gate and up, [2E, I, H];
 activations [1, R, C], and gate and up [2, R, I]. Planes keep a tile inside its own half and its own expert: what lies
@@ -6,7 +6,7 @@ outside reads as zero and is not written. `TMA` tells whether an operand is a te
 
 A program takes tiles with a stride of the grid, so that a grid of the machine's size is persistent. Rows that fill up
 an expert's last tile have slot -1; they read as zero and have routing weight zero, so that no gradient has a part of
-them. `BIASED` experts hold their weights as [E, K, N], gate and up columns in turn.
+them. `BIASED` experts hold their weights as [E, K, N], interleaved gate and up columns.
 """
 
 from __future__ import annotations
@@ -403,7 +403,7 @@ def combine_kernel(
 
 
 @triton.jit
-def slot_sum_kernel(parts, places, out, slots, rows, tiles, BLOCK: tl.constexpr):
+def pair_sum_kernel(parts, places, out, slots, rows, tiles, BLOCK: tl.constexpr):
     """out [S] = the sum of `parts` [tiles, R] at each slot's row; zero for a slot without one."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(places + slot, mask=slot < slots, other=-1)

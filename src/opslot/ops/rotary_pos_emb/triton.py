@@ -1,6 +1,6 @@
 """Rotary position embedding in Triton: queries and keys in one launch, each read once and written once.
 
-A program turns all heads of one token, so the token's angles are loaded once; tensors are addressed by their own
+A program rotates all heads of one token, so cos and sin are loaded once; tensors are addressed by their own
 strides, so transposed views cost no copy. Backward is the same kernel turning the other way.
 
 Strides reach the kernel in units of UNIT elements, a constant that divides all of them: heads of 72 channels, whose
@@ -266,7 +266,7 @@ def _arguments(
 
     Args:
         shape: q's, [B, heads, S, D].
-        rotary: channels of a head that turn.
+        rotary: channels of a head that are rotated.
         pairs: whether neighbouring channels are the pairs, of the tensors read and of those written.
         q_strides, k_strides: of the tensor read and of the one written; `k_heads` is 0 where there is no k.
     """
@@ -450,7 +450,7 @@ def _apply(
     """Turn `q`, and `k` unless it is None.
 
     Args:
-        pairs: whether neighbouring channels are the pairs that turn, on the way in and on the way out.
+        pairs: whether the layout is GPT-J (interleaved), else NeoX (halves), of the input and of the output.
         half_angles: `cos` and `sin` have an angle a pair.
         partial: they may be for fewer channels than a head has.
         keep_dtype: the results are in `q`'s dtype, whatever that of `cos`.

@@ -37,7 +37,7 @@ class ChunkTiling:
 def plan_for(key: int, value: int, element_bytes: int) -> ChunkTiling:
     """Sized to what ptxas says of registers and shared memory on Hopper, not measured.
 
-    A walk is bound by its chain of small products, so its blocks are narrow: 128 wide values make four walks a head.
+    A walk is bound by its chain of small matmuls, so its blocks are narrow: 128 wide values make four walks a head.
     The last kernels of backward hold three accumulators; 64 columns of values would spill twice as many registers.
     """
     key_full, value_full = (max(16, triton.next_power_of_2(n)) for n in (key, value))

@@ -4,8 +4,8 @@ Tokens are [T, heads, width] with strides, T over all rows. What only kernels se
 [chunks * V_heads, 64, width], zero (reads, writes and what follows from them) behind a chunk's last token. The table of
 chunks may hold chunks of length 0 at its end; nothing is read or written for those.
 
-In all kernels, no operand of a product is the transpose of a computed tile: what is needed transposed is computed that
-way, or goes through memory. From such operands Triton 3.4 and later compute wrong products on Hopper
+In all kernels, no operand of a matmul is the transpose of a computed tile: what is needed transposed is computed that
+way, or goes through memory. From such operands Triton 3.4 and later compute wrong matmuls on Hopper
 (flash-linear-attention issues 640 and 984).
 """
 
