@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021, section 3.4.2): contract, references and costs.
 
-A head's rotary channels form pairs (a, b) that are rotated by the token's angles: (a cos - b sin, b cos + a sin). Upstream
-pairs channel i with channel i + R/2 ("halves"), except where the variant says otherwise.
+A head's rotary channels form pairs (a, b) that are rotated by the token's angles: (a cos - b sin, b cos + a sin).
+Channel i is paired with channel i + R/2 (NeoX layout, "halves"), except where the variant says otherwise.
 
 Shapes: `q` [B, heads, S, D] and `k` [B, kv_heads, S, D] for `unsqueeze_dim` 1, [B, S, heads, D] for 2, with any
 strides; `cos` and `sin` [B or 1, S, R], R = D unless partial, constants of the graph. Returns new (q, k), in the
@@ -68,7 +68,7 @@ def half_angles(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: i
 
 
 def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """The first R = `cos.shape[-1]` channels are rotated, NeoX layout; the others pass. The form of Qwen3.5 and GLM-4-MoE."""
+    """The first R = `cos.shape[-1]` channels are rotated (NeoX), the others pass. Used by Qwen3.5 and GLM-4-MoE."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     width = cos.shape[-1]
 
@@ -104,8 +104,8 @@ def _rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def paired(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """Channels 2i and 2i + 1 are pair i, and stay in their places; an angle a pair: `cos`, `sin` [B or 1, S, R/2].
 
-    The first R channels are rotated, the others pass. The form of GLM-4 and Helium, whose angles come twice: one half of them
-    is what this takes.
+    The first R channels are rotated, the others pass. Used by GLM-4 and Helium, whose angles come twice: this takes
+    one half of them.
     """
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return _rotate_interleaved(q, cos, sin), _rotate_interleaved(k, cos, sin)
@@ -138,7 +138,7 @@ def merge_sections(x: Tensor, mrope_section: Sequence[int]) -> Tensor:
 def multimodal(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Qwen2-VL's form: `cos`, `sin` [3, B, S, D] merge by sections (`merge_sections`), then every channel is rotated."""
+    """Qwen2-VL's form: `cos`, `sin` [3, B, S, D] merge by sections (`merge_sections`), then as `full`."""
     return full(q, k, merge_sections(cos, mrope_section), merge_sections(sin, mrope_section), unsqueeze_dim)
 
 

@@ -1,7 +1,7 @@
 """Rotary position embedding for any device in three passes of plain torch; measured worth it on CPU.
 
-One multiplication makes the result and two in-place ones add the rotated halves; no rotated copy, and backward is the same
-with the angle's sign changed.
+One multiplication makes the result and two in-place ones add the rotated halves; no rotated copy, and backward is
+the same with the angle's sign changed.
 """
 
 from __future__ import annotations
