@@ -10,8 +10,8 @@ that the host never waits for `cu_seqlens`. The modules of `kernels` give the fo
 Roofline on an H200 (4.3 TB/s, 790 TFLOP/s) in bf16 at 16384 tokens, 16 key and 32 value heads of 128: forward reads
 q, k and v and writes the output, 403 MB or 0.09 ms; backward reads these, writes three gradients, 671 MB or 0.16 ms.
 The recurrence alone is 52 GFLOP forward and 103 backward, 0.07 and 0.13 ms. This form does 100 and 239 GFLOP and moves
-its intermediates through memory, 2.3 and 6.0 GB in all or 0.55 and 1.4 ms, of which the L2 cache may spare some. Counted,
-not timed.
+its intermediates through memory, 2.3 and 6.0 GB in all or 0.55 and 1.4 ms, of which the L2 cache may spare some.
+Counted, not timed.
 """
 
 from __future__ import annotations
