@@ -57,7 +57,7 @@ def test_what_lies_beside_the_weights(tmp_path, make_model, caplog) -> None:
         "README.md",
         "additional_chat_templates/tool.jinja",
     }
-    assert "left out, as no part of the checkpoint: adapter.safetensors, original" in caplog.text
+    assert "left out, not part of the checkpoint: adapter.safetensors, original" in caplog.text
 
 
 @pytest.mark.parametrize(

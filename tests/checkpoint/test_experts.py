@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opslot._base.errors import CheckpointError, ConfigError
-from opslot.checkpoint import CheckpointTensorConverter, ExpertTensorConverter, PlacingConverter
+from opslot.checkpoint import CheckpointTensorConverter, ExpertTensorConverter, SlicingConverter
 from opslot.checkpoint.experts import LAYOUTS, expert_targets, expert_targets_of_checkpoint, split_target
-from opslot.checkpoint.placement import copy_overlap, full_region
+from opslot.checkpoint.tensor_slice import copy_overlap, full_region
 
 EXPERTS = "model.layers.0.mlp.experts"
 SIZES = st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 5))
@@ -67,7 +67,7 @@ def test_every_layout_is_found_and_placed(sizes: tuple[int, int, int], layout: s
     random.shuffle(names)
     for name in names:
         assert converter.can_handle(name)
-        place = converter.place(name, tuple(checkpoint[name].shape))
+        place = converter.slice_of(name, tuple(checkpoint[name].shape))
         assert place.shape == tuple(checkpoint[name].shape)
         copy_overlap(result[place.target], full_region(shapes[place.target]), checkpoint[name], place)
     assert all(torch.equal(result[name], values[name]) for name in shapes)
@@ -97,7 +97,7 @@ def test_a_checkpoint_alone_tells_its_targets(sizes: tuple[int, int, int], layou
 def test_it_serves_both_protocols() -> None:
     converter = ExpertTensorConverter(targets(2, 3, 5))
     assert isinstance(converter, CheckpointTensorConverter)
-    assert isinstance(converter, PlacingConverter)
+    assert isinstance(converter, SlicingConverter)
 
 
 def test_can_handle_knows_the_models_own_tensors_only() -> None:

@@ -120,7 +120,7 @@ def test_keeps_parameter_objects_that_have_memory(moe_folder, make_model) -> Non
 
 def test_head_and_base_model_checkpoints(tmp_path, moe_folder, make_model, same_tensors) -> None:
     base = make_model("qwen3_moe", "Model", seed=1)
-    with pytest.raises(CheckpointError, match=r"tensors that no parameter takes \(1\):\n    lm_head.weight"):
+    with pytest.raises(CheckpointError, match=r"tensors that the model does not have \(1\):\n    lm_head.weight"):
         load_weights(base, moe_folder)
     report = load_weights(base, moe_folder, allow_extra=["lm_head.weight"])
     assert report.extra == ["lm_head.weight"]
@@ -135,12 +135,12 @@ def test_head_and_base_model_checkpoints(tmp_path, moe_folder, make_model, same_
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_new_head_is_initialised_only_if_allowed(moe_folder, make_model, device: str) -> None:
     model = make_model("qwen3_moe", "ForSequenceClassification", seed=1, device=device)
-    with pytest.raises(CheckpointError, match=r"no tensor fills \(1\):\n    score.weight \[2, 16\]"):
+    with pytest.raises(CheckpointError, match=r"that the checkpoint does not have \(1\):\n    score.weight \[2, 16\]"):
         load_weights(model, moe_folder, allow_extra=["lm_head.weight"])
     torch.manual_seed(3)
     report = load_weights(model, moe_folder, allow_missing=["score.*"], allow_extra=["lm_head.weight"])
     assert report.missing == ["score.weight"]
-    assert "initialised anew: score.weight" in str(report)
+    assert "initialized randomly: score.weight" in str(report)
     weight = model.score.weight.detach()
     assert 0 < weight.abs().max() < 0.2, "normal with std 0.02"
     assert torch.equal(model.model.norm.weight, make_model("qwen3_moe").model.norm.weight)
@@ -296,13 +296,13 @@ class ByValue(Doubling):
         (
             Again,
             {},
-            r"a converter and another source fill \(1\):\n    joined\n    hint: have each",
+            r"a converter and another source fill \(1\):\n    joined\n    hint: return each",
         ),
         (Doubling, {"joined": torch.zeros(5, 2)}, r"a converter and another source fill \(1\):\n    joined"),
         (
             ByValue,
             {},
-            r"ByValue.convert\('a'\) failed on tensors without values.*\n.*RuntimeError: .*\n  hint:",
+            r"ByValue.convert\('a'\) failed on meta tensors.*\n.*RuntimeError: .*\n  hint:",
         ),
     ],
 )
@@ -407,14 +407,14 @@ def half_stacked(tensors: dict[str, Tensor]) -> None:
 MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "missing": (
         lambda t: t.pop("model.layers.1.self_attn.q_norm.weight"),
-        r"parameters that no tensor fills \(1\):\n    model.layers.1.self_attn.q_norm.weight \[8\]",
+        r"parameters that the checkpoint does not have \(1\):\n    model.layers.1.self_attn.q_norm.weight \[8\]",
     ),
-    "extra": (lambda t: t.update(stray=torch.ones(2)), r"tensors that no parameter takes \(1\):\n    stray"),
-    "misshapen": (
+    "extra": (lambda t: t.update(stray=torch.ones(2)), r"tensors that the model does not have \(1\):\n    stray"),
+    "other shape": (
         lambda t: t.update({"model.norm.weight": torch.ones(17)}),
-        r"misshapen tensors \(1\):\n    model.norm.weight: found \[17\], expected \[16\]",
+        r"tensors of another shape \(1\):\n    model.norm.weight: found \[17\], expected \[16\]",
     ),
-    "misshapen expert": (
+    "other shape expert": (
         lambda t: t.update({expert(2, "up_proj"): torch.ones(16, 12)}),
         r"experts.2.up_proj.weight: found \[16, 12\], expected \[12, 16\]",
     ),
@@ -424,7 +424,7 @@ MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     ),
     "layer without experts": (
         lambda t: [t.pop(name) for name in list(t) if "layers.1.mlp.experts" in name],
-        r"no tensor fills \(2\):\n    model.layers.1.mlp.experts.gate_up_proj",
+        r"that the checkpoint does not have \(2\):\n    model.layers.1.mlp.experts.gate_up_proj",
     ),
     "too many experts": (
         lambda t: t.update({expert(4, "up_proj"): torch.ones(12, 16)}),
@@ -469,7 +469,7 @@ def test_one_error_tells_everything_and_stays_short(tmp_path, moe_folder, make_m
 
 def test_converters_can_be_left_out_or_told_the_layout(moe_folder, make_model) -> None:
     model = make_model("qwen3_moe", seed=1)
-    with pytest.raises(CheckpointError, match=r"no parameter takes \(24\)"):
+    with pytest.raises(CheckpointError, match=r"that the model does not have \(24\)"):
         load_weights(model, moe_folder, converters=[])
     with pytest.raises(CheckpointError, match="per_expert, not stacked"):
         load_weights(model, moe_folder, converters=[ExpertTensorConverter.for_model(model, "stacked")])

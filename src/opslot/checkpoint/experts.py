@@ -22,7 +22,7 @@ from opslot._base.errors import CheckpointError, ConfigError
 from opslot.checkpoint._report import Problems, listed
 from opslot.checkpoint.converter import Shapes
 from opslot.checkpoint.model_tensors import tensors_of
-from opslot.checkpoint.placement import Placement, copy_overlap, full_region, volume
+from opslot.checkpoint.tensor_slice import TensorSlice, copy_overlap, full_region, volume
 
 LAYOUTS = ("per_expert", "stacked", "transposed")
 
@@ -104,26 +104,26 @@ def expert_targets_of_checkpoint(shapes: Shapes, at_least: int = 0) -> dict[str,
     return targets
 
 
-def split_target(target: str, shape: Sequence[int], layout: str) -> list[tuple[str, Placement]]:
+def split_target(target: str, shape: Sequence[int], layout: str) -> list[tuple[str, TensorSlice]]:
     """The checkpoint tensors, with their places, that make up expert tensor `target` of `shape` in `layout`."""
     if layout != "per_expert":
-        return [(target, Placement.whole(target, shape, transposed=layout == "transposed"))]
+        return [(target, TensorSlice.whole(target, shape, transposed=layout == "transposed"))]
     prefix, _, tensor = target.rpartition(".")
     projections = ["gate_proj", "up_proj"] if tensor == "gate_up_proj" else [tensor]
     return [
-        (f"{prefix}.{expert}.{projection}.weight", _expert_placement(target, shape, expert, projection))
+        (f"{prefix}.{expert}.{projection}.weight", _expert_slice(target, shape, expert, projection))
         for expert in range(shape[0])
         for projection in projections
     ]
 
 
-def _expert_placement(target: str, shape: Sequence[int], expert: int, projection: str) -> Placement:
+def _expert_slice(target: str, shape: Sequence[int], expert: int, projection: str) -> TensorSlice:
     """One expert's projection in `target`: gate above up in [E, 2I, H], any other alone in [E, rows, columns]."""
     shared = target.endswith("gate_up_proj")
     rows = shape[1] // 2 if shared else shape[1]
     first = rows if shared and projection == "up_proj" else 0
     region = (slice(expert, expert + 1), slice(first, first + rows), slice(0, shape[2]))
-    return Placement(target, region, (rows, shape[2]))
+    return TensorSlice(target, region, (rows, shape[2]))
 
 
 class ExpertTensorConverter:
@@ -212,7 +212,7 @@ class ExpertTensorConverter:
         fits = {"stacked": wanted, "transposed": (wanted[0], wanted[2], wanted[1])}
         return [layout for layout, stored in fits.items() if stored == tuple(shape)]
 
-    def place(self, name: str, shape: tuple[int, ...]) -> Placement:
+    def slice_of(self, name: str, shape: tuple[int, ...]) -> TensorSlice:
         """Where tensor `name` of `shape` goes; the layout is the one that `inspect` found, else the one its
         shape tells.
 
@@ -227,7 +227,7 @@ class ExpertTensorConverter:
         if split:
             if int(split["expert"]) >= wanted[0]:
                 raise CheckpointError(f"{name}: the model has {wanted[0]} experts, counted from 0")
-            return _expert_placement(target, wanted, int(split["expert"]), split["projection"])
+            return _expert_slice(target, wanted, int(split["expert"]), split["projection"])
         layout = self._layout or self.layouts.get(family_of(target.rpartition(".")[0]))
         readings = self._readings(name, shape)
         if layout is None and len(readings) > 1:
@@ -236,7 +236,7 @@ class ExpertTensorConverter:
                 'give layout="stacked" or "transposed"'
             )
         layout = layout or (readings[0] if readings else "stacked")
-        return Placement.whole(target, wanted, transposed=layout == "transposed")
+        return TensorSlice.whole(target, wanted, transposed=layout == "transposed")
 
     def lacking(self, names: Iterable[str]) -> list[str]:
         """The tensors of single experts that are absent although others of their target are there."""
@@ -269,29 +269,29 @@ class ExpertTensorConverter:
             CheckpointError: wrong shape, an expert the model lacks, a tensor given twice, or a lone square
                 tensor.
         """
-        place = self.place(name, tuple(tensor.shape))
-        if tuple(tensor.shape) != place.shape:
+        part = self.slice_of(name, tuple(tensor.shape))
+        if tuple(tensor.shape) != part.shape:
             raise CheckpointError(
-                f"{name} has shape {list(tensor.shape)}, the model's {place.target} needs {list(place.shape)}"
+                f"{name} has shape {list(tensor.shape)}, the model's {part.target} needs {list(part.shape)}"
             )
-        wanted = self.targets[place.target]
+        wanted = self.targets[part.target]
         if _SPLIT.fullmatch(name) is None:
-            return [(place.target, place.as_region(tensor))]
-        if place.target not in self._open:
-            self._open[place.target] = (tensor.new_empty(wanted), {})
-        buffer, arrived = self._open[place.target]
+            return [(part.target, part.as_region(tensor))]
+        if part.target not in self._open:
+            self._open[part.target] = (tensor.new_empty(wanted), {})
+        buffer, arrived = self._open[part.target]
         if name in arrived:
             raise CheckpointError(f"{name} came twice; keep the shards of one save only")
         if tensor.dtype != buffer.dtype:
             # Whichever came first, no expert loses digits.
             buffer = buffer.to(torch.promote_types(tensor.dtype, buffer.dtype))
-            self._open[place.target] = buffer, arrived
-        copy_overlap(buffer, full_region(wanted), tensor, place)
-        arrived[name] = volume(place.region)
+            self._open[part.target] = buffer, arrived
+        copy_overlap(buffer, full_region(wanted), tensor, part)
+        arrived[name] = volume(part.region)
         if sum(arrived.values()) < buffer.numel():
             return None
-        del self._open[place.target]
-        return [(place.target, buffer)]
+        del self._open[part.target]
+        return [(part.target, buffer)]
 
     def finalize(self) -> list[tuple[str, Tensor]]:
         """Nothing is left to hand out after whole layers.

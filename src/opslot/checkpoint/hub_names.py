@@ -24,7 +24,7 @@ from opslot._base.errors import CheckpointError
 from opslot.checkpoint.converter import CheckpointTensorConverter, Shapes
 from opslot.checkpoint.experts import ExpertTensorConverter, family_of, is_expert_tensor, stacked_name
 from opslot.checkpoint.model_tensors import tensors_of
-from opslot.checkpoint.placement import Placement
+from opslot.checkpoint.tensor_slice import TensorSlice
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -36,24 +36,24 @@ class HubNames:
     Attributes:
         renamed: each name of the checkpoint, as Transformers renames it; the model need not have it.
         converters: readers of every tensor for which the model has a use.
-        spellings: names of the model with numbers left out, and what the checkpoint calls those.
+        source_keys: names of the model with numbers left out, and what the checkpoint calls those.
         model: the model, as Transformers knows it.
     """
 
     renamed: Mapping[str, str]
     converters: list[CheckpointTensorConverter]
-    spellings: dict[str, list[str]]
+    source_keys: dict[str, list[str]]
     model: Any
 
-    def spell(self, name: str) -> list[str]:
+    def source_keys_of(self, name: str) -> list[str]:
         """What the checkpoint would call the model's tensor `name`, or the tensors that it is made of.
 
         They are named as their like in other layers are, else as `save_pretrained` names them.
         """
-        if family_of(name) not in self.spellings:
+        if family_of(name) not in self.source_keys:
             saved = [family_of(stored) for stored in _saved_names(self.model, name) if _agree(stored, name)]
-            self.spellings[family_of(name)] = list(dict.fromkeys(saved)) or [family_of(name)]
-        return _spelled(name, self.spellings)
+            self.source_keys[family_of(name)] = list(dict.fromkeys(saved)) or [family_of(name)]
+        return _source_keys(name, self.source_keys)
 
 
 def hub_names(model: nn.Module, shapes: Shapes) -> HubNames | None:
@@ -220,10 +220,10 @@ def _expert_number(name: str, target: str) -> int | None:
     return int(numbers[0]) if len(numbers) == 1 else None
 
 
-def _spelled(name: str, spellings: Mapping[str, Sequence[str]]) -> list[str]:
+def _source_keys(name: str, source_keys: Mapping[str, Sequence[str]]) -> list[str]:
     """`name` as others of its family are spelled; a number that it lacks stays a star."""
     found = []
-    for spelling in spellings.get(family_of(name), ()):
+    for spelling in source_keys.get(family_of(name), ()):
         for number in _NUMBER.findall(name):
             spelling = spelling.replace(".*.", f".{number}.", 1)
         found.append(spelling)
@@ -248,7 +248,7 @@ class HubTensorConverter:
         names: the checkpoint's names, and what the model, or `experts`, calls those.
         tensors: the model's.
         experts: places the tensors of single experts.
-        spellings: see `HubNames`.
+        source_keys: see `HubNames`.
     """
 
     def __init__(
@@ -256,12 +256,12 @@ class HubTensorConverter:
         names: Mapping[str, str],
         tensors: Mapping[str, Tensor],
         experts: ExpertTensorConverter,
-        spellings: Mapping[str, Sequence[str]],
+        source_keys: Mapping[str, Sequence[str]],
     ) -> None:
         self._names = names
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self._experts = experts
-        self._spellings = spellings
+        self._spellings = source_keys
 
     @property
     def layouts(self) -> dict[str, str]:
@@ -280,24 +280,24 @@ class HubTensorConverter:
         """
         self._experts.inspect({self._names[name]: shape for name, shape in shapes.items()})
 
-    def place(self, name: str, shape: tuple[int, ...]) -> Placement:
+    def slice_of(self, name: str, shape: tuple[int, ...]) -> TensorSlice:
         """Where tensor `name` goes.
 
         Raises:
-            CheckpointError: as `ExpertTensorConverter.place`.
+            CheckpointError: as `ExpertTensorConverter.slice_of`.
         """
         renamed = self._names[name]
         if not self._experts.can_handle(renamed):
-            return Placement.whole(renamed, self._shapes[renamed])
+            return TensorSlice.whole(renamed, self._shapes[renamed])
         try:
-            return self._experts.place(renamed, shape)
+            return self._experts.slice_of(renamed, shape)
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(renamed, name)) from error
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """The tensors of single experts that are absent although others of their layer are there."""
         lacking = self._experts.lacking(self._names[name] for name in names)
-        return [spelled for name in lacking for spelled in _spelled(name, self._spellings) or [name]]
+        return [spelled for name in lacking for spelled in _source_keys(name, self._spellings) or [name]]
 
     def convert(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]] | None:
         """As `ExpertTensorConverter.convert`; a whole tensor is handed out at once."""

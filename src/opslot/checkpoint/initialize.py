@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint._report import listed
 from opslot.checkpoint.materialize import materialize
-from opslot.checkpoint.model_tensors import plain_name
-from opslot.checkpoint.placement import extent, intersect, local_ranges, local_tensor, relative
+from opslot.checkpoint.model_tensors import clean_fqn
+from opslot.checkpoint.tensor_slice import extent, intersect, local_ranges, local_tensor, relative
 
 _aten = torch.ops.aten
 # Draws that fill a tensor in place, element by element.
@@ -60,9 +60,9 @@ def initialize_weights(
     Raises:
         CheckpointError: tensors that the model cannot initialise by itself.
     """
-    meta_buffers = [plain_name(name) for name, buffer in model.named_buffers() if buffer.is_meta]
+    meta_buffers = [clean_fqn(name) for name, buffer in model.named_buffers() if buffer.is_meta]
     materialize(model, device, dtype)
-    parameters = [plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
+    parameters = [clean_fqn(name) for name, _ in model.named_parameters(remove_duplicate=False)]
     # A model's function may also set what modules below hold, e.g. scaled projections, so every module has its turn.
     initialize(model, parameters, meta_buffers, seed, every_module=True)
 
@@ -212,8 +212,8 @@ def _modules(
     for key, child in model.named_children():
         yield from _modules(child, f"{path}.{key}" if path else key, init)
     own = {**model._parameters, **model._buffers}
-    named = {plain_name(f"{path}.{key}" if path else key): t for key, t in own.items() if t is not None}
-    yield plain_name(path), model, init, named
+    named = {clean_fqn(f"{path}.{key}" if path else key): t for key, t in own.items() if t is not None}
+    yield clean_fqn(path), model, init, named
 
 
 def _marker(dtype: torch.dtype) -> float | int | None:

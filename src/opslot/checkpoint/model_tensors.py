@@ -16,7 +16,7 @@ _ALWAYS_IGNORED = r"(^|\.)rotary_emb\.inv_freq$"
 _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
-def plain_name(name: str) -> str:
+def clean_fqn(name: str) -> str:
     """`name` of a parameter without what torch.compile, activation checkpointing and the like put in it."""
     return _WRAPPERS.sub("", name)
 
@@ -24,7 +24,7 @@ def plain_name(name: str) -> str:
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and persistent buffers of `model` under their plain names; tied ones appear under each name."""
     state = model.state_dict(keep_vars=True)
-    return {plain_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    return {clean_fqn(name): value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class ModelTensors:
             cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
             target = Target(name, tuple(tensor.shape), dtype if cast and dtype else tensor.dtype)
             targets[name] = first.setdefault(id(tensor), target)
-        transient = {plain_name(name) for name, _ in model.named_buffers()} - targets.keys()
+        transient = {clean_fqn(name) for name, _ in model.named_buffers()} - targets.keys()
         prefix = getattr(model, "base_model_prefix", "")
         return cls(
             targets,

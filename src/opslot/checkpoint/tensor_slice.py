@@ -45,7 +45,7 @@ def relative(region: Region, origin: Region) -> Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class TensorSlice:
     """A checkpoint tensor is one region of a model's tensor, perhaps with its last two dims swapped.
 
     Read from left to right it says where to load it, from right to left how to save it.
@@ -64,7 +64,7 @@ class Placement:
     transposed: bool = False
 
     @classmethod
-    def whole(cls, target: str, shape: Sequence[int], *, transposed: bool = False) -> Placement:
+    def whole(cls, target: str, shape: Sequence[int], *, transposed: bool = False) -> TensorSlice:
         """The checkpoint's tensor is the whole target of `shape`."""
         stored = (*shape[:-2], shape[-1], shape[-2]) if transposed else tuple(shape)
         return cls(target, full_region(shape), stored, transposed)
@@ -80,22 +80,22 @@ class Placement:
         return view.mT if self.transposed else view
 
 
-def copy_overlap(destination: Tensor, region: Region, stored: Tensor, placement: Placement) -> Tensor | None:
-    """Copy what `stored`, placed by `placement`, has of `region` of the target into `destination`.
+def copy_overlap(destination: Tensor, region: Region, stored: Tensor, tensor_slice: TensorSlice) -> Tensor | None:
+    """Copy what `stored`, placed by `tensor_slice`, has of `region` of the target into `destination`.
 
     Returns the part of `destination` that was written; None if there is none.
 
     Args:
         destination: [extent(region)], any dtype and device; written in place.
         region: the part of the target that `destination` holds.
-        stored: the checkpoint's tensor, [placement.shape].
-        placement: where `stored` lies in the target.
+        stored: the checkpoint's tensor, [tensor_slice.shape].
+        tensor_slice: where `stored` lies in the target.
     """
-    overlap = intersect(region, placement.region)
+    overlap = intersect(region, tensor_slice.region)
     if overlap is None:
         return None
     written = destination[relative(overlap, region)]
-    return written.copy_(placement.as_region(stored)[relative(overlap, placement.region)])
+    return written.copy_(tensor_slice.as_region(stored)[relative(overlap, tensor_slice.region)])
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from opslot._base.errors import CheckpointError
-from opslot.checkpoint.placement import (
-    Placement,
+from opslot.checkpoint.tensor_slice import (
     Region,
+    TensorSlice,
     copy_overlap,
     full_region,
     intersect,
@@ -44,7 +44,7 @@ def test_copying_what_two_regions_share(case: tuple[tuple[int, ...], Region, Reg
     shape, kept, stored = case
     target = torch.arange(1, 1 + volume(full_region(shape))).view(shape)
     destination = torch.zeros_like(target[kept])
-    copy_overlap(destination, kept, target[stored], Placement("x", stored, tuple(target[stored].shape)))
+    copy_overlap(destination, kept, target[stored], TensorSlice("x", stored, tuple(target[stored].shape)))
     mask = torch.zeros(shape, dtype=torch.bool)
     mask[stored] = True
     assert torch.equal(destination, (target * mask)[kept])
