@@ -146,7 +146,7 @@ def test_finalize_names_the_incomplete_experts() -> None:
 def test_convert_refuses_what_does_not_fit() -> None:
     converter = ExpertTensorConverter(targets(2, 3, 5))
     converter.convert(f"{EXPERTS}.0.up_proj.weight", torch.zeros(3, 5))
-    with pytest.raises(CheckpointError, match="came twice"):
+    with pytest.raises(CheckpointError, match="was given twice"):
         converter.convert(f"{EXPERTS}.0.up_proj.weight", torch.zeros(3, 5))
     with pytest.raises(CheckpointError, match=r"has shape \[5, 3\].*needs \[3, 5\]"):
         converter.convert(f"{EXPERTS}.0.gate_proj.weight", torch.zeros(5, 3))
@@ -154,7 +154,7 @@ def test_convert_refuses_what_does_not_fit() -> None:
         converter.convert(f"{EXPERTS}.gate_up_proj", torch.zeros(2, 6, 7))
     with pytest.raises(CheckpointError, match="the model has 2 experts"):
         converter.convert(f"{EXPERTS}.2.up_proj.weight", torch.zeros(3, 5))
-    with pytest.raises(CheckpointError, match="weight is not an expert tensor of this model; ask can_handle"):
+    with pytest.raises(CheckpointError, match="weight is not an expert tensor of this model; check can_handle"):
         converter.convert("lm_head.weight", torch.zeros(3, 5))
 
 
@@ -178,7 +178,7 @@ def test_a_lone_square_tensor_is_refused_until_told() -> None:
     name, value = f"{EXPERTS}.gate_up_proj", torch.randn(2, 6, 6)
     with pytest.raises(CheckpointError, match=r'is square.*layout="stacked" or "transposed"'):
         ExpertTensorConverter(shapes).convert(name, value)
-    with pytest.raises(CheckpointError, match=r'fit both directions(?s:.*)layout="stacked" or "transposed"'):
+    with pytest.raises(CheckpointError, match=r'fit stacked and transposed(?s:.*)layout="stacked" or "transposed"'):
         ExpertTensorConverter(shapes).inspect({name: (2, 6, 6)})
     for layout, wanted in (("stacked", value), ("transposed", value.mT)):
         ((_, found),) = ExpertTensorConverter(shapes, layout).convert(name, value) or ()

@@ -133,7 +133,7 @@ def test_a_copy_has_nothing_yet_and_the_same_model(olmo_hybrid) -> None:
     twin = copy.deepcopy(converter)
     assert twin._model is converter._model
     assert [twin.convert(name, tensors[name]) is None for name in names] == [True, True, False]
-    with pytest.raises(CheckpointError, match=r"k_conv1d\.weight, .*q_conv1d\.weight did not come"):
+    with pytest.raises(CheckpointError, match=r"k_conv1d\.weight, .*q_conv1d\.weight are missing"):
         converter.finalize()
 
 

@@ -145,7 +145,7 @@ def test_the_seed_alone_decides_and_generators_stay() -> None:
     assert torch.equal(draw(None), draw(torch.initial_seed()))
 
 
-def test_only_modules_with_something_to_fill_are_initialised() -> None:
+def test_only_modules_with_something_to_fill_are_initialized() -> None:
     """Or loading a checkpoint would draw all of its weights first, for a rotary embedding's frequencies."""
     model = toy()
     initialize_weights(model, 0)
@@ -169,5 +169,5 @@ def test_a_parameter_that_nothing_sets_is_named() -> None:
 
     with torch.device("meta"):
         model = Forgetful()
-    with pytest.raises(CheckpointError, match=r"cannot initialise by itself \(1\):\n    experts.gate_up_proj"):
+    with pytest.raises(CheckpointError, match=r"cannot initialize by itself \(1\):\n    experts.gate_up_proj"):
         initialize_weights(model)

@@ -133,7 +133,7 @@ def test_head_and_base_model_checkpoints(tmp_path, moe_folder, make_model, same_
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_new_head_is_initialised_only_if_allowed(moe_folder, make_model, device: str) -> None:
+def test_a_new_head_is_initialized_only_if_allowed(moe_folder, make_model, device: str) -> None:
     model = make_model("qwen3_moe", "ForSequenceClassification", seed=1, device=device)
     with pytest.raises(CheckpointError, match=r"that the checkpoint does not have \(1\):\n    score.weight \[2, 16\]"):
         load_weights(model, moe_folder, allow_extra=["lm_head.weight"])
@@ -318,7 +318,7 @@ def test_meta_buffers_that_nothing_sets_are_an_error(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Joined()
     folder = save(tmp_path / "x", joined=torch.ones(5, 2), count=torch.tensor(1))
-    with pytest.raises(CheckpointError, match=r"cannot initialise by itself \(1\):\n    cache"):
+    with pytest.raises(CheckpointError, match=r"cannot initialize by itself \(1\):\n    cache"):
         load_weights(model, folder)
 
 

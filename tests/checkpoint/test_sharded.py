@@ -123,7 +123,7 @@ def load_without_head(folder: str) -> tuple[list[str], float]:
     return report.missing, float(model[1].weight.full_tensor().detach().abs().max())
 
 
-def test_a_sharded_parameter_that_is_missing_is_initialised(ranks, tmp_path) -> None:
+def test_a_sharded_parameter_that_is_missing_is_initialized(ranks, tmp_path) -> None:
     save_weights({"0.weight": torch.randn(HIDDEN, HIDDEN)}, tmp_path / "x")
     first, second = ranks.run(load_without_head, str(tmp_path / "x"))
     assert first == second

@@ -33,7 +33,7 @@ class MappedMemory:
         files = [Path(folder[0], str(rank)) for rank in range(group.size())]
         files[group.rank()].write_bytes(bytes(size))
         dist.barrier(group)
-        self.pieces = [torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8) for file in files]
+        self.buffers = [torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8) for file in files]
 
     def barrier(self):
         dist.barrier(self._group)
@@ -131,7 +131,7 @@ def refused():
 def test_copies_that_cannot_be_are_refused_when_asked_for(ranks):
     for message in ranks.run(refused):
         assert "fsdp.copy_engine is on, but the model runs on cpu, and copies need GPUs" in message
-        assert "hint: leave it out" in message
+        assert "hint: remove it to use NCCL" in message
 
 
 def ring():

@@ -361,7 +361,7 @@ def test_frozen_parameters_may_have_another_dtype(ranks):
             r"ep=2, but the parallel plan does not shard model.layers.0.mlp.experts.down_proj\n",
         ),
         ("heads", r"sp=2 does not divide 3 query heads.*would: 1, 3"),
-        ("checkpointing", r"activation_checkpointing needs a Transformers model, Stack is none"),
+        ("checkpointing", r"activation_checkpointing needs a Transformers model, not Stack"),
         ("twice", r"Qwen3MoeForCausalLM is parallelized already\n  hint: build it again"),
         (
             "dtypes",

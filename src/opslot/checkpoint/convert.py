@@ -36,7 +36,8 @@ def convert_folder(
     """Write the checkpoint in `source` to `destination` with its experts in `layout`.
 
     Other tensors and files, such as config.json and the tokenizer's, are copied. Folders, except additional chat
-    templates, and safetensors files that are not part of the checkpoint are left out and logged. The destination appears when it is complete. Memory is one tensor of the result and the mapped pages of a few files.
+    templates, and safetensors files that are not part of the checkpoint are left out and logged. The destination
+    appears when it is complete. Memory is one tensor of the result and the mapped pages of a few files.
 
     Args:
         source: a Hugging Face checkpoint of any layout.
@@ -119,8 +120,8 @@ def _map(
     mapping = map_tensors(entries, model, [converter], problems)
     problems.raise_if_any()
     slices: dict[str, list[MappedSlice]] = {}
-    for item in mapping.slices:
-        slices.setdefault(item.tensor_slice.target, []).append(item)
+    for mapped in mapping.slices:
+        slices.setdefault(mapped.tensor_slice.target, []).append(mapped)
     return model, slices
 
 

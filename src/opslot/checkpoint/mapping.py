@@ -77,11 +77,11 @@ def map_tensors(
         problems: collects what is wrong; do not use the mapping if there is any.
         allow_missing, allow_extra: name patterns (`fnmatch`) of the model's and the checkpoint's tensors that
             may be missing or left out.
-        names: Transformers' renamings; converters get the source keys. None: names are the model's, up to a base model's
-            prefix.
+        names: Transformers' renamings; converters get the source keys. None: names are the model's, except a base
+            model's prefix.
     """
     mapper = _Mapper(model, problems, allow_missing, allow_extra, names)
-    return mapper.map(model.in_model_terms(entries) if names is None else dict(entries), converters)
+    return mapper.map(model.under_model_names(entries) if names is None else dict(entries), converters)
 
 
 class _Mapper:

@@ -1,7 +1,7 @@
 """Collectives with gradients: all-gather, and all-to-all, synchronous or overlapped.
 
-The loss is the sum of the ranks' losses. So the backward of an all-gather is a summing reduce-scatter, and no gradient is
-divided by the size of a group.
+The loss is the sum of the ranks' losses. So the backward of an all-gather is a summing reduce-scatter, and gradients
+are not divided by the size of a group.
 """
 
 from __future__ import annotations

@@ -130,8 +130,10 @@ def _check_cu_seqlens(cu_seqlens: Tensor | None, input_ids: Tensor) -> None:
 
 
 def _documents(starts: Tensor) -> dict[str, Any]:
-    """cu_seqlens and maximum lengths of documents that begin where `starts` [B, S] is True; nothing if each sequence is one
-    document, where causal attention needs none and is faster without."""
+    """cu_seqlens and maximum lengths of documents that begin where `starts` [B, S] is True.
+
+    Empty if each sequence is one document: causal attention needs no cu_seqlens then, and is faster without.
+    """
     first = starts.flatten().nonzero().flatten()
     if len(first) == len(starts):
         return {}

@@ -151,8 +151,8 @@ def kv_repeats(heads: int, kv_heads: int, sp: int) -> int:
 class OverlappedAllToAll:
     """All-to-alls of query, key and value of one attention module, from local sequences to local heads.
 
-    Each starts when its tensor is projected and is awaited where it is needed; what is computed in between overlaps with
-    the transfer, forward and backward.
+    Each starts when its tensor is projected and is awaited where it is needed; it overlaps with what is computed in
+    between, forward and backward.
 
     Args:
         group: the ranks; None asks `get_parallel_state()` at each call.
