@@ -32,7 +32,7 @@ from opslot.checkpoint.safetensors_file import TensorEntry
         ),
     ],
 )
-def test_the_span_of_what_is_kept(shape: Any, placement: TensorSlice, region: Any, rows: tuple[int, int]) -> None:
+def test_byte_range_of_a_slice(shape: Any, placement: TensorSlice, region: Any, rows: tuple[int, int]) -> None:
     entry = TensorEntry("w", Path("f"), torch.float32, shape, 1000, 4 * shape[0] * shape[1])
     row_bytes = 4 * shape[1]
     assert _byte_range(MappedSlice(entry, placement), region) == (
@@ -42,7 +42,7 @@ def test_the_span_of_what_is_kept(shape: Any, placement: TensorSlice, region: An
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no such advice")
-def test_every_byte_is_asked_for_once(moe_folder: Path, make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_byte_is_prefetched_once(moe_folder: Path, make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda _file, _start, length, _advice: asked.append(length))
     report = load_weights(make_model("qwen3_moe", device="meta"), moe_folder)

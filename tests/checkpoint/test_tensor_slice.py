@@ -39,7 +39,7 @@ def region_pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], Region, Region]:
 
 @settings(max_examples=100, deadline=None)
 @given(region_pairs())
-def test_copying_what_two_regions_share(case: tuple[tuple[int, ...], Region, Region]) -> None:
+def test_copy_overlap_of_two_regions(case: tuple[tuple[int, ...], Region, Region]) -> None:
     """Copied through the target's coordinates, exactly the shared elements change."""
     shape, kept, stored = case
     target = torch.arange(1, 1 + volume(full_region(shape))).view(shape)
@@ -83,7 +83,7 @@ def test_local_ranges_of_fsdp_over_another_sharding(ranks, inner: int, outer: in
     assert ranks.run(on_a_fake_mesh, 8, inner, outer) == [None, None]
 
 
-def test_a_strided_shard_that_is_uneven_is_refused(ranks) -> None:
+def test_uneven_strided_shard_raises(ranks) -> None:
     for message in ranks.run(on_a_fake_mesh, 6, 0, 0):
         assert "is not one region on this rank; shard evenly" in message
 
