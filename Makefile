@@ -4,14 +4,30 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test lint constraints bench-cpu clean
+.PHONY: demo test test-all lint constraints bench-cpu clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m opslot.trainer.demo
 
-# A worker a core, up to four for the memory's sake; PYTEST_ARGS="-n 0" runs one test after another.
+# One worker per core, at most four because of memory; PYTEST_ARGS="-n 0" runs one test after another.
+PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
+MARKS ?= not gpu and not multigpu and not slow
+
 test: $(VENV)/ready-dev
-	$(BIN)/python -m pytest -m "not gpu and not multigpu" -n logical --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+	$(PYTEST) -m "$(MARKS)" $(PYTEST_ARGS)
+
+# Every test, then the numerical ones as CPUs without AVX-512 and without AVX2 compute them, with one and two threads:
+# the code that PyTorch, oneDNN, MKL and NumPy's OpenBLAS (dots in Triton's interpreter) choose for such CPUs.
+NUMERICAL = tests/ops tests/optim tests/models tests/verify tests/distributed tests/trainer/test_isolation.py
+OLDER_CPUS = ATEN_CPU_CAPABILITY=avx2,OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=default,OPENBLAS_CORETYPE=Nehalem
+
+test-all: $(VENV)/ready-dev
+	$(PYTEST) -m "not gpu and not multigpu" $(PYTEST_ARGS)
+	for cpu in $(OLDER_CPUS); do for threads in 1 2; do \
+		echo "numerical tests with $$cpu and $$threads threads"; \
+		env $$(echo $$cpu | tr , ' ') ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=$$threads \
+			$(PYTEST) -m "not gpu and not multigpu" $(PYTEST_ARGS) $(NUMERICAL) || exit 1; \
+	done; done
 
 lint: $(VENV)/ready-dev
 	$(BIN)/ruff check .

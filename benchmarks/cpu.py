@@ -1,23 +1,20 @@
-"""The small figures on CPU: importing opslot, reading a slot, generating and importing a patched module.
+"""opslot's overheads on a CPU: importing it, reading a slot, generating and importing a patched module.
 
-    python benchmarks/cpu.py            prints the table and writes benchmarks/results/cpu.json
+    python benchmarks/cpu.py [--output FILE]
 
-Each import is timed in a process of its own, after the packages it builds on; medians of several.
-(The demo model's step is benchmarks/cpu_demo_step.py, loading benchmarks/loading.py.)
+Each import is timed in a process of its own, after the packages it depends on; medians of several.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import timeit
-from pathlib import Path
 
-RESULT = Path(__file__).parent / "results" / "cpu.json"
 REPEAT = 7
 
 
@@ -53,8 +50,11 @@ def slot_nanoseconds() -> dict[str, float]:
 
 
 def main() -> None:
-    from opslot.bench import environment
+    from opslot.bench import Environment, OutputFiles, Result, Run, Value
 
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", help="write the result as JSON")
+    files = OutputFiles(parser.parse_args().output)
     upstream = "import torch, transformers.models.qwen3_moe.modeling_qwen3_moe"
     importing = "import opslot.generated.qwen3_moe"
     with tempfile.TemporaryDirectory() as folder:
@@ -62,32 +62,19 @@ def main() -> None:
         cold = median(upstream, importing, lambda: {"OPSLOT_CACHE": f"{folder}/{next(fresh)}"})
         warm = median(upstream, importing, lambda: {"OPSLOT_CACHE": f"{folder}/0"})
     slots = slot_nanoseconds()
-    rows = [
-        ("import opslot, beyond torch", median("import torch", "import opslot"), 0.15, "s"),
-        (
-            "import opslot and its registry, beyond torch",
-            median("import torch", "import opslot; opslot.KERNEL_REGISTRY.ops"),
-            None,
-            "s",
-        ),
-        ("generate and import qwen3_moe, cold", cold, 1.5, "s"),
-        ("import qwen3_moe, warm", warm, 0.1, "s"),
-        ("read a bound slot", slots["bound"], 150.0, "ns"),
-        ("read an eager slot", slots["eager"], 150.0, "ns"),
+    registry = "import opslot; opslot.KERNEL_REGISTRY.ops"
+    values = [
+        Value("import opslot, beyond torch", 1e3 * median("import torch", "import opslot"), "ms", "<= 150"),
+        Value("import opslot and its registry, beyond torch", 1e3 * median("import torch", registry), "ms"),
+        Value("generate and import qwen3_moe, cold", 1e3 * cold, "ms", "<= 1500"),
+        Value("import qwen3_moe, warm", 1e3 * warm, "ms", "<= 100"),
+        Value("read a bound slot", slots["bound"], "ns", "<= 150"),
+        Value("read an eager slot", slots["eager"], "ns", "<= 150"),
     ]
-    print(f"{'what':46} {'measured':>12} {'goal':>10}")
-    for what, value, goal, unit in rows:
-        print(f"{what:46} {value:10.3f} {unit:2} {'' if goal is None else f'<= {goal:g}':>10}")
-    RESULT.write_text(
-        json.dumps(
-            {
-                "environment": environment("cpu"),
-                "rows": [{"what": w, "value": v, "goal": g, "unit": u} for w, v, g, u in rows],
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+    for v in values:
+        print(f"{v.name:46} {v.value:10.3f} {v.unit:2} {v.goal:>10}")
+    run = Run("python benchmarks/cpu.py", Environment.current("cpu"), values=values)
+    files.write(Result("benchmarks/cpu.py", [run]))
 
 
 if __name__ == "__main__":

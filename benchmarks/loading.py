@@ -1,12 +1,12 @@
 """Loading a sharded per-expert MoE checkpoint: opslot beside Transformers' from_pretrained.
 
-    python benchmarks/loading.py --size-gb 4 --shards 4 --output benchmarks/results/loading.json
+    python benchmarks/loading.py --size-gb 4 --shards 4 [--output FILE]
 
 Every load runs in a process of its own, the loaders alternating; imports are not timed, building the model is. "cold"
-drops the files from the page cache first (posix_fadvise, so what the disk's own or the host's cache holds stays);
-"read" is the floor there: the same files read front to back into one small buffer. Ratios are of the best runs, since
-other work on a shared machine only ever adds time; every run and the CPU seconds of each are in the result. Peak memory
-is the process's high-water mark, mapped file pages included, less what it was after the imports.
+drops the files from the page cache first (posix_fadvise, which does not empty the disk's or the host's own cache);
+"read the files" is the time of reading them front to back into one small buffer. Times are of the best runs,
+since other load on the machine only adds time. Peak memory is the process's high-water mark, mapped file pages
+included, less what it was after the imports.
 """
 
 from __future__ import annotations
@@ -15,19 +15,15 @@ import argparse
 import gc
 import json
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 EXPERTS, HIDDEN, INTERMEDIATE, VOCAB = 128, 2048, 768, 32768
 LAYER_BYTES = 2 * EXPERTS * 3 * HIDDEN * INTERMEDIATE
-GOAL_TIME_RATIO = 0.7
 
 
 def make_config(size_gb: float) -> Any:
@@ -120,18 +116,22 @@ def read_files(folder: Path) -> float:
     return time.perf_counter() - start
 
 
-def measure(folder: Path, repeats: int) -> dict[str, Any]:
-    """The runs of each loader, cold and warm."""
-    result: dict[str, Any] = {}
+def measure(folder: Path, repeats: int) -> list[Any]:
+    """The best runs of each loader, cold and warm, as values."""
+    from opslot.bench import Value
+
+    shards = [file.stat().st_size / 1e9 for file in folder.glob("*.safetensors")]
+    budget = sum(shards) + max(shards)
+    values = [Value("checkpoint", sum(shards), "GB"), Value("its largest shard", max(shards), "GB")]
     checksums = set()
     for cache in ("cold", "warm"):
         runs: dict[str, list[dict[str, float]]] = {"opslot": [], "transformers": []}
-        floor: list[float] = []
+        reads: list[float] = []
         for repeat in range(repeats):
             if cache == "cold":
                 drop_from_page_cache(folder)
-            floor.append(read_files(folder))
-            # Who goes first alternates, so that neither has the quieter half of a shared machine.
+            reads.append(read_files(folder))
+            # The order alternates, so that other load on the machine affects both.
             for loader in sorted(runs, reverse=repeat % 2 == 1):
                 if cache == "cold":
                     drop_from_page_cache(folder)
@@ -140,48 +140,18 @@ def measure(folder: Path, repeats: int) -> dict[str, Any]:
                 runs[loader].append(json.loads(answer.splitlines()[-1]))
                 checksums.add(runs[loader][-1]["checksum"])
                 print(f"{cache:5} {loader:13} {runs[loader][-1]['seconds']:6.2f} s", file=sys.stderr)
-        result[cache] = summary(runs) | {"read_seconds": [round(seconds, 3) for seconds in floor]}
+        best = {name: min(run["seconds"] for run in each) for name, each in runs.items()}
+        peak = {name: max(run["peak_bytes"] for run in each) / 1e9 for name, each in runs.items()}
+        values += [
+            Value(f"{cache}: read the files", min(reads), "s"),
+            *(Value(f"{cache}: load with {name}", seconds, "s") for name, seconds in best.items()),
+            Value(f"{cache}: time of opslot / transformers", best["opslot"] / best["transformers"], "x", "<= 0.7"),
+            Value(f"{cache}: peak memory of opslot", peak["opslot"], "GB", f"<= {budget:.3f}"),
+            Value(f"{cache}: peak memory of transformers", peak["transformers"], "GB"),
+        ]
     if len(checksums) != 1:
         raise SystemExit("the loaders gave different weights; no time is reported")
-    return result
-
-
-def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    rows: dict[str, Any] = {
-        name: {
-            "seconds": [round(run["seconds"], 3) for run in each],
-            "seconds_median": round(statistics.median(run["seconds"] for run in each), 3),
-            "cpu_seconds": [round(run["cpu_seconds"], 3) for run in each],
-            "peak_gb": round(max(run["peak_bytes"] for run in each) / 1e9, 3),
-        }
-        for name, each in runs.items()
-    }
-    for key, ratio in (("seconds", "time_ratio"), ("cpu_seconds", "cpu_ratio")):
-        rows[ratio] = round(min(rows["opslot"][key]) / min(rows["transformers"][key]), 3)
-    return rows
-
-
-def facts(folder: Path) -> dict[str, Any]:
-    shards = [file.stat().st_size for file in folder.glob("*.safetensors")]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    cpu = next(
-        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), ""
-    )
-    return {
-        "machine": {
-            "cpu": cpu or platform.processor(),
-            "cores": len(os.sched_getaffinity(0)),
-            "system": platform.system(),
-        },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers", "safetensors")},
-        },
-        "commit": commit,
-        "model_gb": round(sum(shards) / 1e9, 3),
-        "shards": len(shards),
-        "largest_shard_gb": round(max(shards) / 1e9, 3),
-    }
+    return values
 
 
 def main() -> int:
@@ -192,28 +162,24 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, help="where to put the checkpoint, reused when there (default: temporary)"
     )
-    parser.add_argument("--output", type=Path, help="file for the result as JSON")
+    parser.add_argument("--output", help="write the result as JSON")
     parser.add_argument("--one", choices=("opslot", "transformers"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(load_once(args.one, args.folder)))
         return 0
+    from opslot.bench import Environment, OutputFiles, Result, Run
+
+    files = OutputFiles(args.output)
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch) / "checkpoint"
         if not folder.exists():
             write_checkpoint(folder, args.size_gb, args.shards)
-        result = {**facts(folder), **measure(folder, args.repeats)}
-    budget = result["model_gb"] + result["largest_shard_gb"]
-    result["goals"] = {
-        "time_ratio": GOAL_TIME_RATIO,
-        "time_met": all(result[cache]["time_ratio"] <= GOAL_TIME_RATIO for cache in ("cold", "warm")),
-        "peak_gb": round(budget, 3),
-        "peak_met": all(result[cache]["opslot"]["peak_gb"] <= budget for cache in ("cold", "warm")),
-    }
-    text = json.dumps(result, indent=2) + "\n"
-    if args.output:
-        args.output.write_text(text)
-    print(text)
+        values = measure(folder, args.repeats)
+    for v in values:
+        print(f"{v.name:40} {v.value:8.3f} {v.unit:3} {v.goal}")
+    command = f"python benchmarks/loading.py --size-gb {args.size_gb:g} --shards {args.shards} --repeats {args.repeats}"
+    files.write(Result("benchmarks/loading.py", [Run(command, Environment.current("cpu"), values=values)]))
     return 0
 
 

@@ -6,30 +6,29 @@ from pathlib import Path
 
 import pytest
 
-# Idle threads of the tests' many processes shall not spin on cores that others need; read when torch is imported.
+# Idle threads of the tests' many processes must not spin on cores that others need. Read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Of several workers each has a core, and so have the processes that its tests start.
+# Each of several workers has one core, and so do the processes that its tests start.
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-# Triton reads this when it is imported, which collecting any test may do: its kernels then run on the CPU here,
-# through the interpreter.
+# Triton reads this when it is imported, which collecting any test may do: its kernels then run in the interpreter.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-# No test of examples is about their time, which is another's where the machine is busy.
+# The time of a hypothesis example depends on what else the machine does.
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
 
     settings.register_profile("busy", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("busy")
-# What somebody measured on this machine must not decide what the tests see.
+# Kernel timings measured on this machine must not change which kernels the tests see.
 os.environ["OPSLOT_PROFILE"] = "off"
 
 
 def _module(path: str):
-    """A module of the tests, which lie in no package that could be imported by name."""
+    """A helper module under tests/, which is not an importable package."""
     name = "opslot_test_" + Path(path).stem
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / path)
@@ -39,14 +38,14 @@ def _module(path: str):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_interpreter() -> None:
+def fast_interpreter() -> None:
     if not torch.cuda.is_available():
-        _module("interpreter.py").quicken()
+        _module("interpreter.py").speed_up()
 
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator:
-    """Starts scripts in processes that have torch, Transformers and opslot imported, but hold no model's classes."""
+    """Starts scripts in processes that have imported torch, Transformers and opslot, but no modeling module."""
     processes = _module("forks.py").Forks()
     yield processes
     processes.close()
@@ -54,7 +53,7 @@ def forks() -> Iterator:
 
 @pytest.fixture(scope="session")
 def ranks(forks) -> Iterator:
-    """Four processes that run a test's functions as ranks, two of them unless the test says more."""
+    """Four processes that run functions of a test as ranks; two of them unless the test asks for more."""
     pool = _module("distributed/ranks.py").Ranks(4, forks)
     yield pool
     pool.close()
@@ -72,7 +71,7 @@ def free_port() -> Callable[[], int]:
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    """One token a byte, and <eos> as number 0."""
+    """One token per byte; <eos> has index 0."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

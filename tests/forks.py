@@ -1,7 +1,7 @@
-"""Python processes without the seconds of their imports: forks of one process that has them done.
+"""Python processes that start without importing for seconds: forks of one process that has imported everything.
 
-`Forks().start(script, *arguments, env=...)` begins a process that runs and ends as `python script *arguments` does.
-As a script it is the process that forks.
+`Forks().start(script, *arguments, env=...)` starts a process that runs and exits as `python script *arguments` does.
+Run as a script, this file is the process that forks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 
 class Fork:
-    """One such process, as a `subprocess.Popen` whose output goes to files."""
+    """One forked process, with the interface of a `subprocess.Popen` whose output goes to files."""
 
     def __init__(self, server: Connection, pid: int, output: Path) -> None:
         self.pid = pid
@@ -30,14 +30,14 @@ class Fork:
         self._output = output
 
     def poll(self) -> int | None:
-        """The exit code, -n after signal n; None while it runs."""
+        """Return the exit code, -n after signal n, or None while the process runs."""
         if self.returncode is None:
             self._server.send(self.pid)
             self.returncode = self._server.recv()
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """The exit code; raises subprocess.TimeoutExpired where there is none after `timeout` seconds."""
+        """Return the exit code; raise subprocess.TimeoutExpired after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > deadline:
@@ -46,22 +46,22 @@ class Fork:
         return self.returncode
 
     def communicate(self, timeout: float = 120) -> tuple[str, str]:
-        """What it had written to stdout and stderr when it ended."""
+        """Wait for the process and return its stdout and stderr."""
         self.wait(timeout)
         return self.read("stdout"), self.read("stderr")
 
     def read(self, name: str) -> str:
-        """What is in its "stdout" or "stderr" by now."""
+        """Return what it has written to "stdout" or "stderr" so far."""
         return (self._output / name).read_text()
 
     def kill(self) -> None:
-        """Send SIGKILL and go on, as Popen does: of several that talk to each other none shall see another's end."""
+        """Send SIGKILL without waiting, as Popen does, so that all of several communicating processes can be killed."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
 
 class Forks:
-    """The process that forks. It computes nothing itself, so that no thread of its is missing in a fork."""
+    """The process that forks. It computes nothing itself: threads do not survive a fork."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -88,7 +88,7 @@ class Forks:
 
 
 def _serve(connection: Connection) -> None:
-    """Answer a task with the pid of its fork, and a pid with its exit code; in the fork, return from its script."""
+    """Reply to a task with the pid of its fork, and to a pid with its exit code. The fork returns after its script."""
     while True:
         task = connection.recv()
         if isinstance(task, int):
@@ -114,7 +114,7 @@ def _become(script: str, arguments: tuple[str, ...], environment: dict[str, str]
 
 
 if __name__ == "__main__":
-    # What takes long, but no model's classes, which a test may be about.
+    # Slow imports, but no modeling module: tests check which of them are imported.
     for name in ("transformers.modeling_utils", "opslot.distributed", "opslot.models", "opslot.trainer.text"):
         importlib.import_module(name)
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it does over and over, which is most of a kernel's time on a CPU."""
+"""A faster Triton interpreter: work that it repeats at every call, most of a kernel's time on a CPU, is done once."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 
-def quicken() -> None:
-    """Have this process do once what always gives the same; a kernel computes what it did.
+def speed_up() -> None:
+    """Patch the interpreter of this process; kernels compute the same values as before.
 
-    - The interpreter replaces its language's builtins at every call of a function, also where one kernel calls another
-      and they are replaced already; and looks for them in all of the language.
-    - It makes a table of all types to look up one in it.
-    - It computes every sum of integers again to see whether it overflows, and drops what it sees, not being told to
-      debug.
+    - At every call of a function, the interpreter searches the language for builtins and replaces them, even where one
+      kernel calls another and they are already replaced.
+    - It builds a table of all dtypes for each lookup of one.
+    - It repeats integer arithmetic to detect overflow, and ignores the result unless in debug mode.
     """
     if importlib.util.find_spec("triton") is None:
         return
     from triton.runtime import interpreter
 
-    if getattr(interpreter, "_opslot_quick", False):
+    if getattr(interpreter, "_opslot_fast", False):
         return
-    interpreter._opslot_quick = True
+    interpreter._opslot_fast = True
     _replace_builtins_once(interpreter)
-    interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype, interpreter.tl)
+    interpreter._get_np_dtype = _cached(interpreter._get_np_dtype, interpreter.tl)
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
@@ -54,20 +53,20 @@ def _replace_builtins_once(interpreter: ModuleType) -> None:
     def patch_once(function: FunctionType) -> Any:
         if any(is_builtin(language.load) for language in languages(function)):
             return patch_lang(function)
-        # Whoever replaced them puts them back.
+        # The caller that replaced them restores them.
         return interpreter._LangPatchScope() if hasattr(interpreter, "_LangPatchScope") else None
 
     interpreter._patch_builtin = patch_builtin
     interpreter._patch_lang = patch_once
 
 
-def _remembered(get_np_dtype: Any, tl: ModuleType) -> Any:
+def _cached(get_np_dtype: Any, tl: ModuleType) -> Any:
     scalars = functools.cache(get_np_dtype)
 
-    def remember(language_type: Any) -> Any:
+    def cached(language_type: Any) -> Any:
         if isinstance(language_type, tl.block_type):
             language_type = language_type.element_ty
         # Pointers have no hash.
         return get_np_dtype(language_type) if isinstance(language_type, tl.pointer_type) else scalars(language_type)
 
-    return remember
+    return cached

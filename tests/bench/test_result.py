@@ -95,6 +95,35 @@ def test_bar_far_longer_than_all_others_is_broken():
     assert axis_limit([]) == 1.0
 
 
+def bars_of(axis):
+    return {label.get_text(): bar for label, bar in zip(axis.get_yticklabels(), axis.patches, strict=False)}
+
+
+def test_plot_colours_opslot_and_marks_broken_bars(tmp_path, monkeypatch):
+    from matplotlib.colors import to_hex
+    from matplotlib.figure import Figure
+
+    figures = []
+    saved = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (figures.append(self), saved(self, *args, **kw)))
+    case = ("swiglu_mlp", "standard", "4x4")
+    times = {"torch.compile": 0.9, "triton": 1.0, "liger: in place": 1.1, "eager": 20.0}
+    ops = [OpRow(*case, kernel, "float32", ms, check="ok") for kernel, ms in times.items()]
+    run = dataclasses.replace(RUN, ops=ops, curve=None)
+    draw(Result("opslot bench", [run]), tmp_path / "ops.png", {"Source": "abc"})
+    assert (tmp_path / "ops.png").read_bytes().startswith(b"\x89PNG")
+    first, second, *_ = figures[0].axes
+    for axis, own in ((first, "triton"), (second, "opslot")):
+        colours = {name: to_hex(bar.get_facecolor()) for name, bar in bars_of(axis).items()}
+        coloured = [name for name, colour in colours.items() if len({colour[i : i + 2] for i in (1, 3, 5)}) > 1]
+        blue = [name for name in coloured if int(colours[name][5:], 16) - int(colours[name][1:3], 16) > 64]
+        assert blue == [own]
+    assert bars_of(first)["eager"].get_width() == pytest.approx(1.375)
+    assert "20.0" in [text.get_text() for text in first.texts], "a broken bar has its number"
+    assert len(first.lines) == 2, "and two break marks"
+    assert not second.lines
+
+
 def test_empty_result_makes_no_plot(tmp_path):
     draw(Result("opslot bench", [Run("", MACHINE)]), tmp_path / "page.png")
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -55,9 +56,10 @@ def test_explain_names_what_was_set(folder, capsys):
         (["verify", "--op", "rms_norm", "--device", "gpu0"], "device 'gpu0' is none that torch knows"),
         (["verify", "--op", "rms_norm", "--device", "cuda:99"], "device 'cuda:99': the number of GPUs"),
         (["verify", "--op", "rms_nrm"], "did you mean 'rms_norm'?"),
-        (["verify", "--kernel", "nothing"], "no kernel 'nothing' is registered; there are "),
-        (["verify", "--kernel", "torch_fusde"], "no kernel 'torch_fusde' is registered; did you mean 'torch_fused'?"),
-        (["verify", "--op", "rms_norm", "--kernel", "sdpa"], "no kernel 'sdpa' is registered for the op 'rms_norm'"),
+        (["verify", "--op", "attention,rms_nrm"], "did you mean 'rms_norm'?"),
+        (["verify", "--kernel", "nothing"], "unknown kernel 'nothing'"),
+        (["verify", "--kernel", "torch_fusde"], "did you mean 'torch_fused'?"),
+        (["verify", "--op", "rms_norm", "--kernel", "sdpa"], "unknown kernel 'sdpa' for 'rms_norm'"),
         (["verify", "--op", "attention", "--kernel", "cudnn", "--device", "cpu"], "can run on this machine"),
     ],
 )
@@ -124,6 +126,19 @@ def test_traceback_on_request(capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["--traceback", "train"], ["train", "--traceback"]])
+def test_traceback_of_train(tmp_path, capsys, arguments):
+    assert main([*arguments, str(tmp_path / "nothing.yaml")]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "no such file" in err
+
+
+def test_verify_several_ops(capsys):
+    assert main(["verify", "--op", "attention,load_balancing_loss", "--device", "cpu", "--json"]) == 0
+    assert {result["op"] for result in json.loads(capsys.readouterr().out)} == {"attention", "load_balancing_loss"}
+
+
 def test_unknown_command_exits_2():
     with pytest.raises(SystemExit) as caught:
         main(["trian"])
@@ -151,15 +166,22 @@ def test_verify_passes_and_fails_by_exit_code(capsys):
 
     assert main(["verify", "--op", "attention", "--kernel", "sdpa"]) == 0
     out = capsys.readouterr().out
-    assert "checks passed" in out
+    assert re.search(r"(\d+) checks against an fp64 reference: \1 passed\n", out)
     KERNEL_REGISTRY.register(KernelSpec("off_by_a_percent", "rms_norm", "unweighted", lambda: _wrong), replace=True)
     try:
         assert main(["verify", "--op", "rms_norm", "--kernel", "off_by_a_percent"]) == 1
         out = capsys.readouterr().out
-        assert "WRONG" in out
+        assert re.search(r"off_by_a_percent +float32 +\d+ +failed +", out)
         assert "FAILED rms_norm/unweighted off_by_a_percent" in out
     finally:
         KERNEL_REGISTRY.unregister("rms_norm", "unweighted", "off_by_a_percent")
+
+
+def test_verify_takes_several_ops(capsys):
+    arguments = ["--kernel", "torch_fused", "--device", "cpu", "--json"]
+    assert main(["verify", "--op", "rms_norm, rotary_pos_emb", *arguments]) == 0
+    ops = [row["op"] for row in json.loads(capsys.readouterr().out)]
+    assert list(dict.fromkeys(ops)) == ["rms_norm", "rotary_pos_emb"]
 
 
 def _wrong(hidden_states, eps):

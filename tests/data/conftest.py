@@ -1,6 +1,8 @@
 import pytest
 
+from opslot._base.errors import DataError, list_problems
 from opslot.data import open_corpus
+from opslot.data.sources import no_text, read_ranges, split_into_shards
 
 
 @pytest.fixture
@@ -16,3 +18,20 @@ def corpus_of(tmp_path, tokenizer):
         return open_corpus([file], tokenizer, cache_dir=str(tmp_path / "cache"))
 
     return make
+
+
+@pytest.fixture
+def read_documents():
+    """Read the documents of files; raises all problems as one DataError."""
+
+    def read(files, text_field="text", sample_by="document"):
+        problems = []
+        shards = split_into_shards(files, text_field, 4 << 20, problems)
+        documents = [text for shard in shards for text in read_ranges(shard, text_field, sample_by, problems)]
+        if not problems and not documents:
+            problems.append(no_text(files))
+        if problems:
+            raise DataError(list_problems("the data cannot be read", problems))
+        return documents
+
+    return read

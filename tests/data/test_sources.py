@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from opslot._base.errors import DataError
-from opslot.data import find_files, read_documents
+from opslot.data import find_files, open_corpus
 
 
 def write(path, text):
@@ -14,17 +14,17 @@ def write(path, text):
     return path
 
 
-def test_files_and_globs_each_once_in_order(tmp_path):
+def test_files_and_globs_are_found_once_in_order(tmp_path):
     a, b = write(tmp_path / "b" / "a.txt", "x"), write(tmp_path / "b.txt", "y")
     problems = []
     assert find_files([str(b), f"{tmp_path}/**/*.txt"], "data.train_path", problems) == [b, a]
     assert problems == []
 
 
-def test_a_glob_may_find_empty_files_a_name_may_not(tmp_path):
-    empty = write(tmp_path / "empty.py", "")
+def test_empty_files_are_allowed_in_globs_only(tmp_path):
+    empty = write(tmp_path / "empty.md", "")
     problems = []
-    find_files([f"{tmp_path}/*.py", str(empty)], "data.train_path", problems)
+    find_files([f"{tmp_path}/*.md", str(empty)], "data.train_path", problems)
     assert problems == [f"data.train_path: {empty} is empty"]
 
 
@@ -33,11 +33,11 @@ def test_a_glob_may_find_empty_files_a_name_may_not(tmp_path):
     [
         ("missing.txt", "no such file"),
         ("*.parquet", "no file matches"),
-        ("", "is empty; name a text"),
-        (".", "is a folder; name its files by a glob"),
+        ("", "is empty; set it to a text"),
+        (".", "is a folder; select its files with a glob"),
     ],
 )
-def test_paths_that_lead_nowhere(tmp_path, monkeypatch, name, message):
+def test_missing_paths(tmp_path, monkeypatch, name, message):
     monkeypatch.chdir(tmp_path)
     problems = []
     find_files(name, "data.train_path", problems)
@@ -53,24 +53,24 @@ def test_paths_that_lead_nowhere(tmp_path, monkeypatch, name, message):
         ("paragraph", ["one\ntwo", "three\n"]),
     ],
 )
-def test_what_a_document_is_in_plain_text(tmp_path, sample_by, expected):
+def test_sample_by(tmp_path, sample_by, expected, read_documents):
     file = write(tmp_path / "a.txt", "one\ntwo\n\nthree\n")
-    assert list(read_documents([file], sample_by=sample_by)) == expected
+    assert read_documents([file], sample_by=sample_by) == expected
 
 
-def test_jsonl_and_parquet_give_the_same_documents(tmp_path):
+def test_jsonl_and_parquet_have_equal_documents(tmp_path, read_documents):
     texts = ["ü\nx", "second", ""]
     lines = write(tmp_path / "a.jsonl", "\n\n".join(json.dumps({"n": 1, "body": text}) for text in texts))
     table = tmp_path / "a.parquet"
     pq.write_table(pa.table({"n": [1, 2, 3], "body": texts}), table)
-    assert list(read_documents([lines], "body")) == list(read_documents([table], "body")) == ["ü\nx", "second"]
+    assert read_documents([lines], "body") == read_documents([table], "body") == ["ü\nx", "second"]
 
 
-def test_every_malformed_line_is_named(tmp_path):
+def test_every_malformed_line_is_reported(tmp_path, read_documents):
     first = write(tmp_path / "a.jsonl", '{"text": "good"}\n{"text": \n{"content": "x"}\n[1]\n')
     second = write(tmp_path / "b.jsonl", '{"text": 3}\n')
     with pytest.raises(DataError) as caught:
-        list(read_documents([first, second]))
+        read_documents([first, second])
     message = str(caught.value)
     assert f"{first}, line 2: not JSON" in message
     assert f"{first}, line 3: no field 'text'; it has content. Set data.text_field" in message
@@ -78,10 +78,10 @@ def test_every_malformed_line_is_named(tmp_path):
     assert f"{second}, line 1: field 'text' holds a int" in message
 
 
-def test_a_long_list_of_problems_is_cut_and_counted(tmp_path):
+def test_long_list_of_problems_is_truncated(tmp_path, read_documents):
     file = write(tmp_path / "a.jsonl", "{\n" * 25)
     with pytest.raises(DataError) as caught:
-        list(read_documents([file]))
+        read_documents([file])
     assert str(caught.value).count("not JSON") == 10
     assert "and 15 more" in str(caught.value)
 
@@ -95,7 +95,7 @@ def test_a_long_list_of_problems_is_cut_and_counted(tmp_path):
         (
             "a.jsonl",
             b'{"text": "x"}\n{"text": "\\ud83d cut"}\n',
-            "line 2: field 'text' holds \\ud83d, half of a character",
+            "line 2: field 'text' holds \\ud83d, half of a surrogate pair",
         ),
         ("a.jsonl", b'{"text": "x", "n": ' + b"9" * 5000 + b"}\n", "line 1: not JSON (Exceeds the limit"),
         ("a.jsonl", b'{"text": "x", "n": ' + b"[" * 99999 + b"\n", "line 1: not JSON (maximum recursion depth"),
@@ -103,37 +103,85 @@ def test_a_long_list_of_problems_is_cut_and_counted(tmp_path):
         ("a.parquet", b"PAR1 but no more", "not a readable parquet file"),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path, name, content, message):
+def test_unreadable_files_raise(tmp_path, name, content, message, read_documents):
     with pytest.raises(DataError) as caught:
-        list(read_documents([write(tmp_path / name, content)]))
+        read_documents([write(tmp_path / name, content)])
     assert message in str(caught.value)
 
 
-def test_whole_characters_of_two_halves_are_text(tmp_path):
-    assert list(read_documents([write(tmp_path / "a.jsonl", '{"text": "\\ud83d\\ude00"}')])) == ["\U0001f600"]
+def test_surrogate_pairs_are_text(tmp_path, read_documents):
+    assert read_documents([write(tmp_path / "a.jsonl", '{"text": "\\ud83d\\ude00"}')]) == ["\U0001f600"]
 
 
-def test_parquet_strings_of_every_kind(tmp_path):
+def test_parquet_strings_of_every_kind(tmp_path, read_documents):
     texts = pa.array(["one", None, "two", "one"])
     for number, column in enumerate([texts, texts.cast(pa.large_string()), texts.dictionary_encode()]):
         file = tmp_path / f"{number}.parquet"
         pq.write_table(pa.table({"text": column}), file)
-        assert list(read_documents([file])) == ["one", "two", "one"]
+        assert read_documents([file]) == ["one", "two", "one"]
 
 
-def test_a_file_that_may_not_be_read_is_named_before_reading(tmp_path, monkeypatch):
+def test_file_without_permission_is_reported(tmp_path, monkeypatch):
     file = write(tmp_path / "a.txt", "x")
     monkeypatch.setattr("os.access", lambda path, mode: False)
     for name in (str(file), f"{tmp_path}/*.txt"):
         problems = []
         find_files(name, "data.train_path", problems)
-        assert problems == [f"data.train_path: {file} may not be read; check its permissions"]
+        assert problems == [f"data.train_path: {file} is not readable; check its permissions"]
 
 
-def test_parquet_without_the_column(tmp_path):
+def test_parquet_without_the_column_raises(tmp_path, read_documents):
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"content": ["x"], "n": [1]}), file)
     with pytest.raises(DataError, match="no column 'text'; it has content, n"):
-        list(read_documents([file]))
+        read_documents([file])
     with pytest.raises(DataError, match="column 'n' holds int64, not strings"):
-        list(read_documents([file], "n"))
+        read_documents([file], "n")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.html", "README", "a.jsonl.gz", "a.txt.zst"])
+def test_unknown_extensions_are_reported_unless_a_format_is_given(tmp_path, name):
+    file = write(tmp_path / name, "x")
+    problems = []
+    assert find_files(str(file), "data.train_path", problems) == [file]
+    (problem,) = problems
+    assert problem.startswith(f"data.train_path: {file} has ")
+    assert ("decompress it" if name.endswith(("gz", "zst")) else "set data.format to text, jsonl or parquet") in problem
+    problems.clear()
+    find_files(str(file), "data.train_path", problems, "text")
+    assert problems == []
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".jsonlines", ".jl", ".json", ".JSONL"])
+def test_json_lines_extensions(tmp_path, suffix, read_documents):
+    file = write(tmp_path / f"a{suffix}", '{"text": "one"}\n')
+    problems = []
+    assert read_documents(find_files(str(file), "data.train_path", problems)) == ["one"]
+    assert problems == []
+
+
+def test_format_overrides_the_extension(tmp_path, tokenizer):
+    file = write(tmp_path / "a.log", '{"text": "ab"}\n')
+    lengths = {}
+    for format in ("text", "jsonl"):
+        corpus = open_corpus([file], tokenizer, format=format, append_eos=False, cache_dir=str(tmp_path / "cache"))
+        lengths[format] = corpus.num_tokens()
+    assert lengths == {"text": 15, "jsonl": 2}
+
+
+def test_links_to_one_file_are_read_once(tmp_path, caplog):
+    file = write(tmp_path / "a.txt", "x")
+    (tmp_path / "b.txt").symlink_to(file)
+    (tmp_path / "c.txt").hardlink_to(file)
+    problems = []
+    with caplog.at_level("WARNING", logger="opslot"):
+        assert find_files(f"{tmp_path}/*.txt", "data.train_path", problems) == [file]
+    assert caplog.text.count("are the same file; it is read once") == 2
+    assert problems == []
+
+
+def test_missing_dataset_id_names_the_download_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    problems = []
+    find_files("HuggingFaceFW/fineweb", "data.train_path", problems)
+    assert "hf download HuggingFaceFW/fineweb --repo-type dataset --local-dir data" in problems[0]

@@ -1,4 +1,4 @@
-"""Batches by tokens: nothing padded, nothing lost, ranks equally busy, a place that any number of ranks can take."""
+"""Batches by tokens: no padding, no document lost, balanced ranks, and a state that any number of ranks can load."""
 
 import itertools
 
@@ -7,22 +7,22 @@ import pytest
 import torch
 
 from opslot._base.errors import DataError
-from opslot.data import PackedRows, RowLoader, TokenLoader, count_targets, share_out
+from opslot.data import PackedDataset, SampleLoader, TokenLoader, balance_micro_batches, count_targets
 
 
 class Corpus:
     """Documents of given lengths; each token is the number of its document."""
 
-    fingerprint = "corpus"
     sizes = np.array([1])
 
     def __init__(self, lengths):
+        self.identity = {"data.train_path": "corpus"}
         self.lengths = np.array(lengths, dtype=np.int64)
 
     def prepare(self, numbers):
         pass
 
-    def block(self, number):
+    def shard(self, number):
         return self
 
     def tokens(self, document, start=0, stop=None):
@@ -33,18 +33,18 @@ LENGTHS = [3, 30, 1, 7, 12, 5, 64, 2, 9, 9, 17, 4, 33, 6, 1, 8, 21, 3, 10, 40]
 
 
 def loader(rank=0, world_size=1, lengths=LENGTHS, size=32, **options):
-    rows = PackedRows(Corpus(lengths), size, packing=False, seed=3)
-    settings = {"step_tokens": 96, "max_tokens": 32, "attention_share": 0.01} | options
-    return TokenLoader(rows, rank=rank, world_size=world_size, **settings)
+    dataset = PackedDataset(Corpus(lengths), size, packing=False, seed=3)
+    settings = {"step_tokens": 96, "max_tokens": 32, "attention_cost": 0.01} | options
+    return TokenLoader(dataset, rank=rank, world_size=world_size, **settings)
 
 
 def documents(micro_batches):
     """(tokens, number) of each document of a step, sorted."""
     found = []
     for batch in micro_batches:
-        borders = batch["cu_seq_lens_q"].tolist()
+        offsets = batch["cu_seq_lens_q"].tolist()
         ids = batch["input_ids"].flatten()
-        found += [(stop - start, int(ids[start])) for start, stop in itertools.pairwise(borders)]
+        found += [(stop - start, int(ids[start])) for start, stop in itertools.pairwise(offsets)]
     return sorted(found)
 
 
@@ -59,28 +59,28 @@ def take(loaders, steps):
     return taken
 
 
-def test_an_epoch_holds_every_token_once_in_steps_of_at_most_so_many():
+def test_every_token_once_per_epoch_in_steps_below_the_limit():
     one = loader()
     steps = one.steps(1)
     taken = take([one], steps)
-    assert one.consumed >= one.rows.rows_per_epoch
+    assert one.consumed >= one.dataset.samples_per_epoch
     assert all(sum(length for length, _ in step) <= 96 for step in taken)
     flat = [document for step in taken for document in step]
-    pieces = sorted((min(32, length - start), n) for n, length in enumerate(LENGTHS) for start in range(0, length, 32))
-    assert len(pieces) == one.rows.rows_per_epoch
+    parts = sorted((min(32, length - start), n) for n, length in enumerate(LENGTHS) for start in range(0, length, 32))
+    assert len(parts) == one.dataset.samples_per_epoch
     first_epoch = []
     for step in taken:
         first_epoch += step
     # The last step may begin the next epoch.
     assert sorted(first_epoch)[: len(flat)] == sorted(flat)
-    missing = pieces.copy()
+    missing = parts.copy()
     for document in flat:
         if document in missing:
             missing.remove(document)
     assert missing == []
 
 
-def test_micro_batches_are_rows_without_padding_whose_documents_do_not_see_each_other():
+def test_micro_batches_are_packed_without_padding():
     for batch in next(iter(loader())):
         tokens = batch["input_ids"].numel()
         assert tokens <= 32
@@ -93,12 +93,12 @@ def test_micro_batches_are_rows_without_padding_whose_documents_do_not_see_each_
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_a_step_holds_the_same_documents_on_any_number_of_ranks(world):
+def test_a_step_is_independent_of_the_number_of_ranks(world):
     assert take([loader(rank, world, max_tokens=64) for rank in range(world)], 6) == take([loader()], 6)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 2)])
-def test_another_number_of_ranks_goes_on_where_the_first_stopped(before, after):
+def test_resume_on_another_number_of_ranks(before, after):
     straight = take([loader()], 7)
     first = [loader(rank, before) for rank in range(before)]
     assert take(first, 3) == straight[:3]
@@ -110,7 +110,7 @@ def test_another_number_of_ranks_goes_on_where_the_first_stopped(before, after):
     assert take(second, 4) == straight[3:]
 
 
-def test_what_workers_prefetched_is_not_consumed():
+def test_prefetched_samples_are_not_consumed():
     here, beside = loader(), loader(num_workers=2)
     steps = iter(beside)
     for _ in range(3):
@@ -119,15 +119,15 @@ def test_what_workers_prefetched_is_not_consumed():
     assert beside.state_dict() == here.state_dict()
 
 
-def test_a_run_by_rows_does_not_go_on_by_tokens():
-    rows = RowLoader(PackedRows(Corpus(LENGTHS), 32, packing=False, seed=3), 1)
-    with pytest.raises(DataError, match="batches: none then, whole documents, by tokens"):
-        loader().load_state_dict(rows.state_dict())
-    with pytest.raises(DataError, match=r"batches: whole documents, by tokens .* then, none now"):
-        rows.load_state_dict(loader().state_dict())
+def test_resume_from_the_other_loader_raises():
+    dataset = SampleLoader(PackedDataset(Corpus(LENGTHS), 32, packing=False, seed=3), 1)
+    with pytest.raises(DataError, match=r"data\.max_tokens_per_batch: none -> set"):
+        loader().load_state_dict(dataset.state_dict())
+    with pytest.raises(DataError, match=r"data\.max_tokens_per_batch: set -> none"):
+        dataset.load_state_dict(loader().state_dict())
 
 
-def test_a_rank_without_a_document_runs_a_batch_that_predicts_nothing():
+def test_rank_without_documents_gets_a_batch_without_targets():
     loaders = [loader(rank, 4, lengths=[32, 32], size=32, step_tokens=64) for rank in range(4)]
     of_ranks = [next(iter(each)) for each in loaders]
     targets = [sum(count_targets(batch["labels"]) for batch in batches) for batches in of_ranks]
@@ -137,49 +137,49 @@ def test_a_rank_without_a_document_runs_a_batch_that_predicts_nothing():
     assert (idle["labels"] == -100).all()
 
 
-def imbalance(shares, lengths, attention_share):
-    """Tokens and cost of the busiest rank over the mean; and the time of all rounds, each as long as its longest micro
-    batch, over what an even division would take."""
-    cost = lengths + attention_share * lengths**2
-    by_rank = np.array([[cost[places].sum() for places in share] for share in shares])
-    tokens = np.array([sum(lengths[places].sum() for places in share) for share in shares])
+def imbalance(assigned, lengths, attention_cost):
+    """Tokens and cost of the most loaded rank over the mean; and the time of all rounds, each as long as its longest
+    micro batch, over that of an even distribution."""
+    cost = lengths + attention_cost * lengths**2
+    costs = np.array([[cost[indices].sum() for indices in own] for own in assigned])
+    tokens = np.array([sum(lengths[indices].sum() for indices in own) for own in assigned])
     return (
         tokens.max() / tokens.mean(),
-        by_rank.sum(1).max() / by_rank.sum(1).mean(),
-        by_rank.max(0).sum() / (by_rank.sum() / len(shares)),
+        costs.sum(1).max() / costs.sum(1).mean(),
+        costs.max(0).sum() / (costs.sum() / len(assigned)),
     )
 
 
 def in_order(lengths, ranks, max_tokens):
-    """What a loader does that packs documents as they come: micro batches filled one after the other, dealt in turn."""
+    """Micro batches without balancing: filled in order and assigned round-robin."""
     batches, room = [[]], max_tokens
-    for place, length in enumerate(lengths):
+    for index, length in enumerate(lengths):
         if length > room:
             batches.append([])
             room = max_tokens
-        batches[-1].append(place)
+        batches[-1].append(index)
         room -= length
     while len(batches) % ranks:
         batches.append([])
     return [batches[rank::ranks] for rank in range(ranks)]
 
 
-def test_ranks_are_equally_busy_on_skewed_lengths():
+def test_ranks_are_balanced_on_skewed_lengths():
     """8 ranks, two micro batches of 16k tokens each, hidden size 1024; lengths are log-normal, median 600, a fifteenth
     above 4,000, at most 8,192."""
-    share, before, after = 1 / (12 * 1024), [], []
+    attention_cost, before, after = 1 / (12 * 1024), [], []
     for seed in range(20):
         rng = np.random.default_rng(seed)
         lengths = np.clip(rng.lognormal(6.4, 1.2, size=4000), 8, 8192).astype(np.int64)
         lengths = lengths[: np.searchsorted(lengths.cumsum(), 8 * 2 * 15500)]
-        shares = share_out(lengths, 8, 16384, share)
-        assert sorted(place for one in shares for places in one for place in places) == list(range(len(lengths)))
-        assert max(lengths[places].sum() for one in shares for places in one) <= 16384
-        assert {len(one) for one in shares} == {2}
-        before.append(imbalance(in_order(lengths, 8, 16384), lengths, share))
-        after.append(imbalance(shares, lengths, share))
+        assigned = balance_micro_batches(lengths, 8, 16384, attention_cost)
+        assert sorted(index for one in assigned for indices in one for index in indices) == list(range(len(lengths)))
+        assert max(lengths[indices].sum() for one in assigned for indices in one) <= 16384
+        assert {len(one) for one in assigned} == {2}
+        before.append(imbalance(in_order(lengths, 8, 16384), lengths, attention_cost))
+        after.append(imbalance(assigned, lengths, attention_cost))
     print("\nmean and worst of (tokens, cost, time):", np.mean(before, 0), np.max(before, 0), "as they come")
-    print(np.mean(after, 0), np.max(after, 0), "shared out")
+    print(np.mean(after, 0), np.max(after, 0), "balanced")
     assert np.mean(before, 0)[0] > 1.05
     assert np.mean(before, 0)[2] > 1.3
     # Tokens differ a little so that cost does not.
@@ -188,18 +188,18 @@ def test_ranks_are_equally_busy_on_skewed_lengths():
     assert np.max(after, 0)[2] < 1.015
 
 
-def test_sharing_out_is_deterministic_and_takes_more_micro_batches_where_documents_do_not_fit():
+def test_balancing_is_deterministic_and_adds_micro_batches_when_documents_do_not_fit():
     lengths = [6, 6, 6, 2, 2, 2]
-    assert share_out(lengths, 2, 8) == share_out(np.array(lengths), 2, 8)
+    assert balance_micro_batches(lengths, 2, 8) == balance_micro_batches(np.array(lengths), 2, 8)
     # 24 tokens would fill three batches of 8, which two ranks cannot have; 5s fill none.
-    assert [len(one) for one in share_out(lengths, 2, 8)] == [2, 2]
-    assert [len(one) for one in share_out([5, 5, 5, 5, 5], 2, 8)] == [3, 3]
-    assert share_out([], 2, 8) == [[[]], [[]]]
+    assert [len(one) for one in balance_micro_batches(lengths, 2, 8)] == [2, 2]
+    assert [len(one) for one in balance_micro_batches([5, 5, 5, 5, 5], 2, 8)] == [3, 3]
+    assert balance_micro_batches([], 2, 8) == [[[]], [[]]]
 
 
-def test_documents_without_end_are_cut_to_the_longest_row():
-    rows = PackedRows(Corpus([70, 5]), 32, packing=False, shuffle=False)
-    assert rows.token_counts(0, 4).tolist() == [32, 32, 6, 5]
-    assert rows.token_counts(2, 7).tolist() == [6, 5, 32, 32, 6]
-    assert [len(rows.tokens(i)[0]) for i in range(4)] == [32, 32, 6, 5]
-    assert torch.equal(rows[3]["input_ids"][:5], torch.ones(5, dtype=torch.int64))
+def test_long_documents_are_split_into_samples():
+    dataset = PackedDataset(Corpus([70, 5]), 32, packing=False, shuffle=False)
+    assert dataset.token_counts(0, 4).tolist() == [32, 32, 6, 5]
+    assert dataset.token_counts(2, 7).tolist() == [6, 5, 32, 32, 6]
+    assert [len(dataset.tokens(i)[0]) for i in range(4)] == [32, 32, 6, 5]
+    assert torch.equal(dataset[3]["input_ids"][:5], torch.ones(5, dtype=torch.int64))

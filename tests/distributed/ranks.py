@@ -99,7 +99,7 @@ def _serve(connection: Connection, rank: int) -> None:
 
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
-        _load(str(Path(__file__).parents[1] / "interpreter.py")).quicken()
+        _load(str(Path(__file__).parents[1] / "interpreter.py")).speed_up()
     # Drawing a curve takes as long as the run that it is of.
     loss_curve.draw_loss_curve = lambda rows, path, **_: path.touch()
     connection.send(rank)

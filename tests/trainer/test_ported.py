@@ -1,4 +1,4 @@
-"""Training architectures that nobody patched by hand."""
+"""Training architectures without a patch."""
 
 import json
 
@@ -19,7 +19,7 @@ SIZES = {
 
 @pytest.fixture
 def of(settings, tmp_path, tokenizer):
-    """`settings` with a model of another type."""
+    """Changes `settings` to a model of another type."""
 
     def of(model_type, **sizes):
         folder = tmp_path / model_type
@@ -31,7 +31,7 @@ def of(settings, tmp_path, tokenizer):
     return of
 
 
-def test_a_mixture_of_experts_without_a_patch_trains_on_packed_documents(train, of, settings, tmp_path):
+def test_moe_without_a_patch_trains_on_packed_documents(train, of, settings, tmp_path):
     of("mixtral", num_local_experts=4, num_experts_per_tok=2)
     settings["train"]["max_steps"] = 12
     code, out, _ = train()
@@ -43,11 +43,52 @@ def test_a_mixture_of_experts_without_a_patch_trains_on_packed_documents(train, 
     assert not any(told.values()), told
 
 
-def test_documents_that_could_see_each_other_are_not_packed(train, of, settings):
+def test_packing_raises_where_documents_could_see_each_other(train, of, settings):
     of("gemma3_text", head_dim=8)
     code, _, err = train()
     assert code == 2
-    assert "documents packed into one row could see each other in Gemma3ForCausalLM: its masks are not causal" in err
-    assert "set data.packing to false" in err
+    assert "Gemma3ForCausalLM cannot train on packed documents, which would see each other" in err
+    assert "found: its masks are not causal" in err
+    assert "hint: set data.packing: false" in err
     settings["data"]["packing"] = False
     assert train()[0] == 0
+
+
+DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+EXPERTS = {
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        ("qwen3_next", DELTA | EXPERTS),
+        ("qwen3_5_text", DELTA),
+        ("qwen3_5_moe_text", DELTA | EXPERTS),
+    ],
+)
+def test_linear_attention_trains_without_packing(train, of, settings, model_type, sizes):
+    of(model_type, **sizes)
+    settings["train"] |= {"max_steps": 2, "eval_steps": 2}
+    settings["data"]["sample_by"] = "line"
+    code, _, err = train()
+    assert code == 2
+    assert "ForCausalLM cannot train on packed documents, which would see each other" in err
+    assert "hint: set data.packing: false" in err
+    settings["data"]["max_tokens_per_batch"] = 64
+    assert "hint: set data.packing: false and remove data.max_tokens_per_batch" in train()[2]
+    settings["data"] |= {"max_tokens_per_batch": None, "packing": False}
+    code, _, err = train()
+    assert "Traceback" not in err
+    assert code == 0

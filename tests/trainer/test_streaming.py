@@ -1,4 +1,4 @@
-"""Runs whose text is tokenized while they train: nothing is counted first, and every number is the same."""
+"""Runs whose text is tokenized during training, so that their steps are not counted before."""
 
 import functools
 import json
@@ -17,15 +17,15 @@ from opslot.trainer.optimizer import learning_rate
 NAMES = ("step", "loss", "grad_norm", "lr", "epoch", "tokens", "eval_loss")
 
 
-def in_small_blocks(monkeypatch):
-    monkeypatch.setattr("opslot.trainer.text.open_corpus", functools.partial(open_corpus, block_bytes=1500))
+def in_small_shards(monkeypatch):
+    monkeypatch.setattr("opslot.trainer.text.open_corpus", functools.partial(open_corpus, shard_bytes=1500))
     monkeypatch.setattr("opslot.trainer.text._TOKENIZED_AT_START", 0)
 
 
 @pytest.fixture
 def streaming(settings, monkeypatch):
-    """`settings` for two epochs of a text that counts as large, in several blocks."""
-    in_small_blocks(monkeypatch)
+    """`settings` for two epochs of a text that counts as large, in several shards."""
+    in_small_shards(monkeypatch)
     settings["data"]["max_seq_len"] = 64
     settings["train"] |= {"num_epochs": 2, "global_batch_size": 8, "save_steps": 5, "lr": 1e-3}
     del settings["train"]["max_steps"]
@@ -43,15 +43,15 @@ def trainer_of(settings, tmp_path, **keywords):
 
 
 @pytest.mark.parametrize("changes", [{}, {"max_tokens_per_batch": 128}])
-def test_a_run_ends_with_its_epochs_though_nobody_counted(streaming, tmp_path, changes):
+def test_uncounted_run_ends_with_its_epochs(streaming, tmp_path, changes):
     streaming["data"] |= changes
     streaming["train"] |= {"eval_steps": 1000, "warmup_steps": 3}
     trainer = trainer_of(streaming, tmp_path)
     assert trainer.max_steps is None
     assert not trainer.corpus.is_complete
     result = trainer.train()
-    rows = trainer.train_rows.rows_per_epoch
-    steps = trainer.batches.steps(2) if changes else math.ceil(2 * rows / 8)
+    samples = trainer.train_set.samples_per_epoch
+    steps = trainer.batches.steps(2) if changes else math.ceil(2 * samples / 8)
     assert (result.step, result.completed) == (steps, True)
     rows = curve(tmp_path / "out")
     assert len(rows) == steps
@@ -63,7 +63,7 @@ def test_a_run_ends_with_its_epochs_though_nobody_counted(streaming, tmp_path, c
     assert rows[-1]["lr"] == exact[-1]
 
 
-def test_a_killed_run_goes_on_whatever_is_in_the_cache(streaming, tmp_path):
+def test_killed_run_resumes_with_any_cache(streaming, tmp_path):
     trainer_of(streaming, tmp_path).train()
     straight = curve(tmp_path / "out")
     streaming["train"] |= {"output_dir": str(tmp_path / "again"), "resume_from": "latest"}
@@ -87,22 +87,22 @@ def test_a_killed_run_goes_on_whatever_is_in_the_cache(streaming, tmp_path):
     assert curve(tmp_path / "again") == straight
 
 
-def test_a_run_that_is_done_is_done(streaming, tmp_path, capsys):
+def test_complete_run_has_nothing_left_to_train(streaming, tmp_path, capsys):
     done = trainer_of(streaming, tmp_path).train()
     streaming["train"]["resume_from"] = "latest"
     again = trainer_of(streaming, tmp_path)
     assert again.max_steps == done.step
-    assert "which was the last: nothing is left to do" in capsys.readouterr().out
+    assert "was the last one; nothing left to train" in capsys.readouterr().out
     assert again.train().record is None
 
 
-def run_in_small_blocks(file):
+def run_in_small_shards(file):
     with pytest.MonkeyPatch.context() as patch:
-        in_small_blocks(patch)
+        in_small_shards(patch)
         return cli_train([file])
 
 
-def test_two_processes_tokenize_and_train_together(ranks, streaming, tmp_path):
+def test_two_ranks_share_tokenization(ranks, streaming, tmp_path):
     curves = []
     for name in ("one", "two"):
         streaming["train"] |= {"output_dir": str(tmp_path / name), "num_epochs": 0.5, "eval_steps": 5}
@@ -110,21 +110,21 @@ def test_two_processes_tokenize_and_train_together(ranks, streaming, tmp_path):
         file = tmp_path / f"{name}.yaml"
         file.write_text(yaml.safe_dump(streaming))
         if name == "one":
-            assert run_in_small_blocks(str(file)) == 0
+            assert run_in_small_shards(str(file)) == 0
         else:
-            assert ranks.run(run_in_small_blocks, str(file)) == [0, 0]
+            assert ranks.run(run_in_small_shards, str(file)) == [0, 0]
         curves.append(curve(tmp_path / name))
     assert len(curves[0]) == len(curves[1])
     for one, two in zip(*curves, strict=True):
         assert two == pytest.approx(one, rel=1e-5)
 
 
-def test_processes_tokenize_ahead_and_are_gone_at_the_end(train, streaming, tmp_path):
+def test_tokenizing_processes_exit_with_the_run(train, streaming, tmp_path):
     code, out, err = train("--data.num_workers=2", "--train.num_epochs=0.5")
     assert (code, err) == (0, "")
     assert " MB of text" in out
     assert "; 0.5 epochs in steps of 512 tokens" in out
-    assert "step 1/~" in out
+    assert "step: 1/~" in out
     assert multiprocessing.active_children() == []
     rows = curve(tmp_path / "out")
     assert train(f"--train.output_dir={tmp_path / 'here'}", "--train.num_epochs=0.5")[0] == 0
@@ -132,7 +132,7 @@ def test_processes_tokenize_ahead_and_are_gone_at_the_end(train, streaming, tmp_
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_malformed_line_in_the_middle(train, streaming, tmp_path, workers):
+def test_malformed_line_in_a_later_shard_raises(train, streaming, tmp_path, workers):
     lines = [json.dumps({"text": "one and two, " * 30})] * 40
     lines[25] = '{"text": '
     (tmp_path / "bad.jsonl").write_text("\n".join(lines))
@@ -145,6 +145,6 @@ def test_a_malformed_line_in_the_middle(train, streaming, tmp_path, workers):
     assert "Traceback" not in err
     assert multiprocessing.active_children() == []
     steps = [row["step"] for row in curve(tmp_path / "out")] if (tmp_path / "out").exists() else []
-    # The blocks before hold 23 lines of 391 tokens, and a step takes 512. Processes look ahead and stop it earlier.
+    # The shards before hold 23 lines of 391 tokens, and a step takes 512. With workers the error comes earlier.
     assert steps == list(range(1, (17 if workers == 0 else len(steps)) + 1))
     assert len(steps) <= 17

@@ -1,4 +1,4 @@
-"""Whole runs through `opslot train`: what they write, and that stopping and going on changes no number."""
+"""Whole runs through `opslot train`: their output, and that resumed runs equal uninterrupted ones."""
 
 import errno
 import io
@@ -39,7 +39,7 @@ def trainer_of(settings, tmp_path, **keywords):
     return TextTrainer(load_config([str(file), "--train.logging.progress", "off"]), **keywords)
 
 
-def test_evaluation_makes_no_logits_where_training_makes_none(settings, tmp_path):
+def test_evaluation_materializes_no_logits_with_chunk_loss(settings, tmp_path):
     settings["model"]["ops_implementation"] = {"preset": "eager", "cross_entropy_loss_implementation": "chunk_loss"}
     settings["train"] |= {"max_steps": 1, "eval_steps": 1}
     trainer = trainer_of(settings, tmp_path)
@@ -50,18 +50,18 @@ def test_evaluation_makes_no_logits_where_training_makes_none(settings, tmp_path
     assert logits == [None] * len(logits)
 
 
-def test_transformers_own_classes_train_without_a_table_of_kernels(settings, train, monkeypatch):
+def test_hf_backend_trains_without_a_kernel_table(settings, train, monkeypatch):
     monkeypatch.setenv("OPSLOT_BACKEND", "hf")
     settings["train"]["max_steps"] = 1
     code, out, err = train()
     assert (code, err) == (0, "")
     assert "Transformers' own" in out
-    assert "step 1/1" in out
+    assert "step: 1/1" in out
     assert "kernels on" not in out
 
 
 @pytest.mark.usefixtures("picture")
-def test_the_output_folder_holds_what_is_promised(train, settings, tmp_path):
+def test_files_in_the_output_folder(train, settings, tmp_path):
     settings["train"] |= {"max_steps": 30, "save_steps": 10, "eval_steps": 10, "save_total_limit": 2, "lr": 3e-2}
     settings["train"]["logging"] = {"tensorboard": True}
     code, out, err = train()
@@ -92,11 +92,11 @@ def test_the_output_folder_holds_what_is_promised(train, settings, tmp_path):
     assert {"rms_norm", "rotary_pos_emb", "moe_experts", "cross_entropy_loss", "attention"} <= chosen.keys()
     table = (folder / "kernels.txt").read_text()
     assert all(f"{op}/" in table and name in table for op, name in chosen.items())
-    assert "step 30/30" in out
+    assert "step: 30/30" in out
     assert load_config(folder / "config.yaml").train.max_steps == 30
 
 
-def test_plain_transformers_loads_the_exported_model(settings, tmp_path):
+def test_transformers_loads_the_exported_model(settings, tmp_path):
     trainer = trainer_of(settings, tmp_path)
     trainer.train()
     folder = tmp_path / "out" / "hf"
@@ -127,7 +127,7 @@ class Renaming:
 
 
 @pytest.mark.parametrize("fsdp", [{}, {"compute_dtype": "float32"}], ids=["whole", "sharded"])
-def test_weights_pass_through_the_architectures_converters(settings, tmp_path, monkeypatch, fsdp):
+def test_weights_are_loaded_through_the_architecture_converters(settings, tmp_path, monkeypatch, fsdp):
     settings["train"] |= {"max_steps": 1, "output_dir": str(tmp_path / "start")}
     trainer_of(settings, tmp_path).train()
     file = tmp_path / "start" / "hf" / "model.safetensors"
@@ -146,7 +146,7 @@ def test_weights_pass_through_the_architectures_converters(settings, tmp_path, m
         destroy_parallel_state()
 
 
-def test_a_kernel_can_be_named_that_takes_only_the_dtype_of_the_computation(settings, tmp_path):
+def test_named_kernel_for_the_compute_dtype_only(settings, tmp_path):
     right = KERNEL_REGISTRY.load("rms_norm", "standard", "torch_fused")
     half = KernelSpec("half", "rms_norm", "standard", lambda: right, dtypes=frozenset({torch.bfloat16}))
     KERNEL_REGISTRY.register(half)
@@ -165,7 +165,7 @@ def test_a_kernel_can_be_named_that_takes_only_the_dtype_of_the_computation(sett
         KERNEL_REGISTRY.unregister("rms_norm", "standard", "half")
 
 
-def test_a_stopped_and_resumed_run_gives_the_same_numbers(train, settings, tmp_path):
+def test_stopped_and_resumed_run_equals_an_uninterrupted_one(train, settings, tmp_path):
     settings["train"] |= {"max_steps": 9, "save_steps": 3, "eval_steps": 4}
     assert train()[0] == 0
     straight = curve(tmp_path / "out")
@@ -184,7 +184,7 @@ def test_a_stopped_and_resumed_run_gives_the_same_numbers(train, settings, tmp_p
     assert [row["step"] for row in curve(tmp_path / "again")] == [1, 2, 3, 4, 5]
     code, out, _ = train("--data.num_workers", "1")
     assert code == 0
-    assert "step_00000003 after step 3" in out
+    assert "step_00000003 (step 3)" in out
     assert curve(tmp_path / "again") == straight
     first, second = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "hf").state_dict() for name in ("out", "again")
@@ -192,8 +192,8 @@ def test_a_stopped_and_resumed_run_gives_the_same_numbers(train, settings, tmp_p
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
-@pytest.mark.parametrize("data", [{}, {"max_tokens_per_batch": 64}], ids=["rows", "tokens"])
-def test_a_resumed_run_drops_what_the_straight_one_does(settings, tmp_path, model_folder, data):
+@pytest.mark.parametrize("data", [{}, {"max_tokens_per_batch": 64}], ids=["samples", "tokens"])
+def test_resumed_run_has_the_same_dropout(settings, tmp_path, model_folder, data):
     """Dropout draws from torch's generator, so a single draw more or less shows."""
     model = tmp_path / "model"
     model.mkdir()
@@ -243,7 +243,7 @@ sys.exit(cli_train(sys.argv[4:]))
 
 
 @pytest.mark.slow
-def test_kill_9_during_a_save_and_during_a_step_changes_no_number(forks, train, settings, tmp_path):
+def test_sigkill_during_a_save_and_a_step(forks, train, settings, tmp_path):
     settings["train"] |= {"max_steps": 8, "save_steps": 2, "save_total_limit": 2}
     assert train()[0] == 0
     straight = curve(tmp_path / "out")
@@ -259,13 +259,13 @@ def test_kill_9_during_a_save_and_during_a_step_changes_no_number(forks, train, 
         assert [path.name for path in find_checkpoints(checkpoints)] == [f"step_{n:08d}" for n in complete]
     code, out, err = train()
     assert code == 0, err
-    assert "step_00000004 after step 4" in out
+    assert "step_00000004 (step 4)" in out
     assert curve(tmp_path / "killed") == straight
     assert not [path for path in checkpoints.iterdir() if path.name.startswith(".")]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(settings, tmp_path, capsys, number):
+def test_signal_stops_the_run_with_a_checkpoint(settings, tmp_path, capsys, number):
     class Signal(Callback):
         def on_step_end(self, trainer, record):
             if record.step == 2:
@@ -275,10 +275,10 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(settings, tmp_pa
     trainer = trainer_of(settings, tmp_path)
     trainer.callbacks.insert(0, Signal())
     result = trainer.train()
-    assert (result.step, result.completed) == (2, False)
+    assert (result.step, result.completed, result.signal) == (2, False, number)
     assert [path.name for path in find_checkpoints(tmp_path / "out" / "checkpoints")] == ["step_00000002"]
     assert not (tmp_path / "out" / "hf").exists()
-    assert f"{signal.Signals(number).name}: finishing step" in capsys.readouterr().out
+    assert f"{signal.Signals(number).name}: stopping after the current step" in capsys.readouterr().out
     assert signal.getsignal(number) is previous
 
 
@@ -297,7 +297,7 @@ class _Interrupted(io.RawIOBase):
         return len(data)
 
 
-def test_a_signal_in_the_middle_of_a_write(settings, tmp_path):
+def test_signal_during_a_write_to_the_console(settings, tmp_path):
     stream = _Interrupted()
 
     class Speak(Callback):
@@ -312,18 +312,18 @@ def test_a_signal_in_the_middle_of_a_write(settings, tmp_path):
     assert [path.name for path in find_checkpoints(tmp_path / "out" / "checkpoints")] == ["step_00000002"]
 
 
-def test_latest_starts_anew_where_there_is_none_and_stops_where_all_is_done(train, settings):
+def test_resume_latest_without_checkpoint_and_after_the_last_step(train, settings):
     settings["train"]["resume_from"] = "latest"
     code, out, _ = train()
     assert code == 0
-    assert "so this run starts from its first step" in out
+    assert "; starting from step 1" in out
     code, out, _ = train()
     assert code == 0
-    assert "after step 4, which was the last: nothing is left to do" in out
+    assert "step 4 was the last one; nothing left to train" in out
     assert "; 0 steps of" in train("--train.max_steps", "3")[1]
 
 
-def test_the_checkpoints_of_another_run_are_not_overwritten(train, tmp_path):
+def test_checkpoints_of_another_run_are_not_overwritten(train, tmp_path):
     assert train()[0] == 0
     before = (tmp_path / "out" / "metrics.jsonl").read_text()
     code, _, err = train()
@@ -332,7 +332,7 @@ def test_the_checkpoints_of_another_run_are_not_overwritten(train, tmp_path):
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == before
 
 
-def test_going_back_past_later_checkpoints_is_refused_elsewhere_it_works(train, settings, tmp_path):
+def test_resume_before_later_checkpoints_needs_another_folder(train, settings, tmp_path):
     settings["train"]["save_steps"] = 2
     assert train()[0] == 0
     middle = tmp_path / "out" / "checkpoints" / "step_00000002"
@@ -344,7 +344,7 @@ def test_going_back_past_later_checkpoints_is_refused_elsewhere_it_works(train, 
     assert curve(tmp_path / "branch") == curve(tmp_path / "out")[2:]
 
 
-def test_a_resumed_run_takes_the_optimizers_settings_from_its_configuration(settings, tmp_path):
+def test_resumed_run_uses_the_optimizer_settings_of_its_configuration(settings, tmp_path):
     settings["train"] |= {"max_steps": 2, "weight_decay": 0.0}
     trainer_of(settings, tmp_path).train()
     settings["train"] |= {"max_steps": 3, "weight_decay": 0.5, "optimizer": {"beta2": 0.9}, "resume_from": "latest"}
@@ -354,15 +354,15 @@ def test_a_resumed_run_takes_the_optimizers_settings_from_its_configuration(sett
     assert {state["step"].item() for state in resumed.optimizer.state.values()} == {2}
 
 
-def test_a_run_on_other_data_cannot_be_resumed(train, settings, tmp_path):
+def test_resume_with_changed_data_raises(train, settings, tmp_path):
     assert train()[0] == 0
     code, _, err = train("--train.resume_from", "latest", "--data.max_seq_len", "64", "--train.max_steps", "6")
     assert code == 2
-    assert "data.max_seq_len: 32 then, 64 now" in err
+    assert "data.max_seq_len: 32 -> 64" in err
 
 
 @pytest.mark.parametrize("damaged", ["__0_0.distcp", "trainer_state.json"])
-def test_a_damaged_checkpoint_is_named(train, tmp_path, damaged):
+def test_damaged_checkpoint_raises(train, tmp_path, damaged):
     assert train()[0] == 0
     file = tmp_path / "out" / "checkpoints" / "step_00000004" / damaged
     file.write_bytes(file.read_bytes()[:1000])
@@ -372,17 +372,17 @@ def test_a_damaged_checkpoint_is_named(train, tmp_path, damaged):
 
 
 @pytest.mark.parametrize("lost", [".metadata", "trainer_state.json"])
-def test_the_newest_checkpoint_is_not_passed_over_when_a_file_is_lost(train, settings, tmp_path, lost):
+def test_incomplete_newest_checkpoint_is_not_skipped(train, settings, tmp_path, lost):
     settings["train"]["save_steps"] = 2
     assert train()[0] == 0
     checkpoints = tmp_path / "out" / "checkpoints"
     (checkpoints / "step_00000004" / lost).unlink()
     code, _, err = train("--train.resume_from", "latest", "--train.max_steps", "6")
     assert code == 2
-    assert "step_00000004 has lost files" in err
-    assert "go on from step_00000002" in err
+    assert "step_00000004 is incomplete" in err
+    assert "continue from step_00000002" in err
     shutil.rmtree(checkpoints / "step_00000002")
-    assert "go on from the first step" in train("--train.resume_from", "latest")[2]
+    assert "continue from the first step" in train("--train.resume_from", "latest")[2]
 
 
 @pytest.mark.parametrize("extra", [{}, {"output_router_logits": True}])
@@ -393,9 +393,9 @@ def test_accumulated_micro_batches_equal_one_batch(settings, tmp_path, model_fol
         "tokenizer_path": str(model_folder),
         "ops_implementation": "eager",
     }
-    # The router loss of a batch is no sum over its rows, so the losses are compared without its gradient.
+    # The auxiliary loss of a batch is not a sum over its samples, so losses are compared without its gradient.
     (tmp_path / "config.json").write_text(json.dumps({**config, **extra, "router_aux_loss_coef": 0.0}))
-    # AdamW's first steps turn rounding in the smallest gradients into whole steps of the learning rate.
+    # AdamW's first steps amplify rounding in the smallest gradients to full steps of the learning rate.
     settings["train"]["lr"] = 1e-3
     curves = []
     for micro in (4, 1, 2):
@@ -406,7 +406,7 @@ def test_accumulated_micro_batches_equal_one_batch(settings, tmp_path, model_fol
         torch.testing.assert_close(torch.tensor(other), torch.tensor(curves[0]), rtol=1e-5, atol=1e-6)
 
 
-def test_the_router_loss_of_a_step_is_the_mean_of_its_micro_batches(settings, tmp_path, model_folder):
+def test_aux_loss_of_a_step_is_the_mean_of_its_micro_batches(settings, tmp_path, model_folder):
     config = json.loads((model_folder / "config.json").read_text()) | {"output_router_logits": True}
     (tmp_path / "config.json").write_text(json.dumps({**config, "router_aux_loss_coef": 0.5}))
     settings["model"] = {"config_path": str(tmp_path / "config.json"), "tokenizer_path": str(model_folder)}
@@ -425,7 +425,7 @@ def test_the_router_loss_of_a_step_is_the_mean_of_its_micro_batches(settings, tm
 
 
 @pytest.mark.usefixtures("picture")
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(train, settings, tmp_path, monkeypatch):
+def test_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(train, settings, tmp_path, monkeypatch):
     settings["train"] |= {"save_steps": 1, "max_steps": 5}
     original = TextTrainer.split_loss
 
@@ -437,7 +437,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(t
     code, _, err = train()
     assert code == 1
     assert "step 3: the loss is nan" in err
-    assert "the last good checkpoint is" in err
+    assert "the last checkpoint is" in err
     assert [path.name for path in find_checkpoints(tmp_path / "out" / "checkpoints")][-1] == "step_00000002"
     monkeypatch.undo()
     assert train("--train.resume_from", "latest")[0] == 0
@@ -445,7 +445,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(t
 
 
 @pytest.mark.parametrize("moment", ["on_train_start", "on_step_end", "close"])
-def test_a_full_disk_is_one_error_and_every_callback_is_closed(train, settings, monkeypatch, moment):
+def test_full_disk_is_one_error_and_callbacks_are_closed(train, settings, monkeypatch, moment):
     settings["train"] |= {"save_steps": 2, "max_steps": 3}
     closed, really = [], getattr(MetricsCallback, moment)
 
@@ -459,12 +459,12 @@ def test_a_full_disk_is_one_error_and_every_callback_is_closed(train, settings, 
     code, _, err = train()
     assert code == 1
     assert err.startswith(f"opslot: error: the run's files cannot be written to {settings['train']['output_dir']}: No ")
-    assert "make room there, then run again with train.resume_from: latest" in err
+    assert "free disk space, then continue with train.resume_from: latest" in err
     assert "Traceback" not in err
     assert len(closed) == 1
 
 
-def test_another_os_error_is_no_full_disk(settings, tmp_path, monkeypatch):
+def test_other_os_errors_are_not_disk_errors(settings, tmp_path, monkeypatch):
     def refused(self, trainer, record):
         raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
 
@@ -473,20 +473,20 @@ def test_another_os_error_is_no_full_disk(settings, tmp_path, monkeypatch):
         trainer_of(settings, tmp_path).train()
 
 
-def test_gradient_checkpointing_changes_no_loss(settings, tmp_path):
+def test_activation_checkpointing_changes_no_loss(settings, tmp_path):
     curves = []
     for on in (False, True):
-        settings["train"] |= {"gradient_checkpointing": on, "output_dir": str(tmp_path / f"out{on}")}
+        settings["train"] |= {"activation_checkpointing": on, "output_dir": str(tmp_path / f"out{on}")}
         trainer_of(settings, tmp_path).train()
         curves.append([row["loss"] for row in read_metrics(tmp_path / f"out{on}")])
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
 
 
-def test_steps_from_epochs(settings, tmp_path):
+def test_steps_of_epochs(settings, tmp_path):
     del settings["train"]["max_steps"]
     settings["train"]["num_epochs"] = 2.5
     trainer = trainer_of(settings, tmp_path)
-    assert trainer.max_steps == -(-2.5 * trainer.train_rows.rows_per_epoch // 4)
+    assert trainer.max_steps == -(-2.5 * trainer.train_set.samples_per_epoch // 4)
 
 
 @pytest.mark.slow

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +28,29 @@ def replacing(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
         raise
+
+
+def remove_temporary_files(folder: Path) -> None:
+    """Remove the files in `folder` that `replacing` left behind when its process was killed; nobody may write there."""
+    for path in folder.glob(".*"):
+        if re.fullmatch(r"\.[0-9a-f]{32}\..+", path.name) and path.is_file():
+            path.unlink(missing_ok=True)
+
+
+def path_problem(text: str) -> str | None:
+    """Why no file can have the path `text`: an unknown user after "~", a NUL character, a name that is too long."""
+    try:
+        Path(text).expanduser().stat()
+    except RuntimeError:
+        return f"{text.split('/')[0]!r} is not a user's home folder"
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        return f"{text!r} is not a path ({error})"
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return f"{text[:40]}... is not a path ({error.strerror})"
+    return None
 
 
 def write_text(path: Path, text: str) -> None:

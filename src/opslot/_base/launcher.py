@@ -29,6 +29,11 @@ def launched_world_size() -> int:
     return world
 
 
+def launched_rank() -> int:
+    """Number of this process, RANK; 0 without a launcher."""
+    return _number("RANK", 0)
+
+
 def launched_with_rendezvous() -> bool:
     """Whether this process has all it needs to meet the others of its run; one that is alone need not.
 

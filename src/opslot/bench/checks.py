@@ -130,8 +130,8 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 def describe(result: CheckResult) -> str:
     """A check's result as an outcome."""
-    if result.refused:
-        return f"unsupported: {brief(result.refused)}"
+    if result.unsupported:
+        return f"unsupported: {brief(result.unsupported)}"
     if result.problem:
         return f"WRONG {result.case}: {brief(result.problem)}"
     worst = result.worst

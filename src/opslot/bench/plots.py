@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from opslot.bench.result import LossCurve, OpRow, Result, StepRow, by_comparison, origin_of, steps_by_comparison
+from opslot.bench.table import significant
 
 _OWN, _EAGER, _OTHER, _ROOFLINE, _INK = "#1f6feb", "#d5dae1", "#a3adb9", "#d1242f", "#1f2933"
 _COLUMNS = 3
@@ -62,7 +63,7 @@ def _draw_op(axis: Any, comparison: tuple[str, str, str], group: Sequence[OpRow]
     op, variant, case = comparison
     values = {r.kernel: r.ms or 0.0 for r in group}
     colours = [_OWN if origin_of(r.kernel) == "opslot" else _EAGER if r.kernel == "eager" else _OTHER for r in group]
-    _draw_bars(axis, values, colours, "{:.3g}", axis_limit(list(values.values())))
+    _draw_bars(axis, values, colours, axis_limit(list(values.values())))
     if group[0].roofline_ms:
         axis.axvline(group[0].roofline_ms, color=_ROOFLINE, linewidth=1.2, linestyle="--")
     axis.set_title(f"{op}/{variant}\n{case}", fontsize=9, loc="left", color=_INK)
@@ -72,7 +73,7 @@ def _draw_steps(axis: Any, name: str, steps: Sequence[StepRow]) -> None:
     ranked = sorted(steps, key=lambda s: -(s.tokens_per_s or 0.0))
     values = {s.implementation: s.tokens_per_s or 0.0 for s in ranked}
     colours = [_OWN if s.own else _EAGER if s.implementation.endswith("eager") else _OTHER for s in ranked]
-    _draw_bars(axis, values, colours, "{:,.0f}", max(values.values()))
+    _draw_bars(axis, values, colours, max(values.values()))
     axis.set_title(f"training step, tokens/s per GPU, longer is better\n{name}", fontsize=9, loc="left", color=_INK)
 
 
@@ -84,14 +85,16 @@ def axis_limit(values: Sequence[float]) -> float:
     return 1.25 * ranked[1]
 
 
-def _draw_bars(axis: Any, values: Mapping[str, float], colours: Sequence[str], form: str, limit: float) -> None:
+def _draw_bars(axis: Any, values: Mapping[str, float], colours: Sequence[str], limit: float) -> None:
     axis.barh(list(values), [min(v, limit) for v in values.values()], color=colours, height=0.7)
     # From the top down; a single bar is as thick as one of three.
     axis.set_ylim(max(len(values), 3) - 0.5, -0.5)
     for i, value in enumerate(values.values()):
         if value > limit:
             _draw_break(axis, 0.9 * limit, i, limit)
-        axis.text(min(value, limit), i, f" {form.format(value)}", va="center", fontsize=8, color=_INK)
+        # On white, where the roofline crosses it.
+        behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.8}
+        axis.text(1.015 * min(value, limit), i, significant(value), va="center", fontsize=8, color=_INK, bbox=behind)
     axis.set_xlim(0, 1.22 * limit)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(labelsize=8, colors=_INK)

@@ -61,8 +61,13 @@ class StepTask:
 
 
 def implementations(baselines: Sequence[str], compiled: bool = False) -> list[str]:
-    """opslot, with torch.compile where asked for, opslot with everything eager, and the models of `baselines`."""
-    own = [name for name in OWN_IMPLEMENTATIONS if compiled or "torch.compile" not in name]
+    """opslot, with torch.compile where asked for, and the models of `baselines`.
+
+    Without Transformers among them, opslot with everything eager is what losses are compared with.
+    """
+    left_out = {"opslot eager"} if "hf" in baselines else set()
+    left_out |= set() if compiled else {"opslot + torch.compile"}
+    own = [name for name in OWN_IMPLEMENTATIONS if name not in left_out]
     return [*own, *(name for baseline in baselines for name, _ in BASELINES[baseline].models)]
 
 

@@ -82,3 +82,8 @@ def curve_text(curve: LossCurve) -> str:
         f"nats per token, {curve.distance.mean:.4f} on average;\nTransformers from itself, with the samples of each "
         f"batch reversed: {curve.rounding.largest:.4f}, {curve.rounding.mean:.4f}"
     )
+
+
+def significant(value: float) -> str:
+    """A number with three significant digits."""
+    return f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:,.0f}"

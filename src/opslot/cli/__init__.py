@@ -18,13 +18,13 @@ _EPILOG = """examples:
   opslot explain config.yaml                        which kernels it would train with, and why
   opslot kernels --op rms_norm                      what can run here
   opslot port mistral                               the slots of an architecture without a patch
-  opslot verify                                     prove every kernel that can run here
+  opslot verify                                     check every kernel that can run here
   opslot bisect path/to/model                       name the slot that breaks parity
   opslot bench --op moe_experts                     time its kernels beside the roofline
   opslot convert SRC DST --layout stacked           rewrite an MoE checkpoint's experts
   opslot patchgen --list                            the architectures and their patches
 
-exit codes: 0 done, 1 a check or a run failed, 2 wrong use or bad input, 130 interrupted
+exit codes: 0 done, 1 a check or a run failed, 2 wrong usage or bad input, 130 SIGINT, 143 SIGTERM
 """
 
 
@@ -32,8 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code and prints one clear message for every expected error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in arguments
-    if arguments[:1] != ["train"]:
-        arguments = [a for a in arguments if a != "--traceback"]
+    arguments = [a for a in arguments if a != "--traceback"]
+    if show_traceback and arguments[:1] == ["train"]:
+        # It prints its errors itself.
+        arguments.append("--traceback")
     try:
         return _dispatch(arguments)
     except OpslotError as error:
@@ -161,14 +163,14 @@ def _add_port(add: _Add) -> None:
 def _add_verify(add: _Add) -> None:
     verify = add(
         "verify",
-        help="prove every kernel that can run here: forward and gradients against fp64",
+        help="check every kernel that can run here: forward and gradients against fp64",
         epilog=(
-            "examples:\n  opslot verify\n  opslot verify --op rms_norm --kernel triton --json\n"
+            "examples:\n  opslot verify\n  opslot verify --op rms_norm,swiglu_mlp --kernel triton --json\n"
             "  TRITON_INTERPRET=1 opslot verify --op swiglu_mlp      Triton kernels without a GPU, slowly"
         ),
         formatter_class=_FORM,
     )
-    verify.add_argument("--op", metavar="NAME", help="only this op")
+    verify.add_argument("--op", metavar="NAMES", help="only these ops (separated by commas)")
     verify.add_argument("--kernel", metavar="NAME", help="only kernels of this name")
     verify.add_argument(
         "--device", type=_device, default=None, help="cpu, cuda or npu; default the best that each kernel runs on"
@@ -184,7 +186,7 @@ def _add_verify(add: _Add) -> None:
 def _add_bisect(add: _Add) -> None:
     bisect = add(
         "bisect",
-        help="name the slot and layer whose kernel breaks parity with upstream's code",
+        help="name the slot and layer whose kernel breaks parity with Transformers' code",
         epilog=(
             "examples:\n"
             "  opslot bisect path/to/model                        what auto chooses, with the weights that lie there\n"

@@ -1,4 +1,4 @@
-"""`opslot verify`: prove the kernels of this machine, one line each."""
+"""`opslot verify`: check the kernels that this machine can run."""
 
 from __future__ import annotations
 
@@ -11,30 +11,35 @@ from opslot.verify import CheckResult, verify_kernels
 
 
 def run(op: str | None, kernel: str | None, device: str | None, seed: int, workers: int | None, as_json: bool) -> int:
-    """Print one row per kernel and dtype with its worst comparison; exit code 1 when any check fails."""
+    """Print one row per kernel and dtype with its worst comparison; exit code 1 when a check fails.
+
+    Args:
+        op: names of ops, separated by commas; None for all.
+    """
     if workers is not None and workers < 0:
-        raise ConfigError(f"--workers {workers}: it takes 0 or more")
-    results = list(verify_kernels(op, kernel, device=device, seed=seed, workers=workers))
+        raise ConfigError(f"--workers {workers} is negative", hint="give 0 (no worker processes) or more")
+    ops = None if op is None else [name.strip() for name in op.split(",")]
+    results = list(verify_kernels(ops, kernel, device=device, seed=seed, workers=workers))
     if not results:
-        raise ConfigError(_nothing(op, kernel))
+        raise _no_kernel(ops, kernel)
     failed = [r for r in results if not r.ok]
+    unsupported = sum(bool(r.unsupported) for r in results)
     if as_json:
         print(json.dumps([{**asdict(r), "ok": r.ok} for r in results], indent=2))
         return 1 if failed else 0
-    header = ("op", "variant", "kernel", "dtype", "cases", "verdict", "worst of: error, eager's error, bound")
+    header = ("op", "variant", "kernel", "dtype", "cases", "check", "worst case: error, eager's error, bound")
     print("\n".join(format_table(header, _rows(results))))
     for result, more in _distinct(failed):
-        print(f"FAILED {result}" + (f" (and {more} more cases alike)" if more else ""))
-    refused = sum(bool(r.refused) for r in results)
-    print(
-        f"{len(results) - len(failed) - refused} of {len(results)} checks passed"
-        + (f", {refused} refused by their kernels" if refused else "")
-    )
-    return 1 if failed or refused == len(results) else 0
+        print(f"FAILED {result}" + (f" (and {more} more cases)" if more else ""))
+    passed = len(results) - len(failed) - unsupported
+    counts = [f"{passed} passed", *([f"{len(failed)} failed"] if failed else [])]
+    counts += [f"{unsupported} unsupported by their kernels"] if unsupported else []
+    print(f"{len(results)} checks against an fp64 reference: {', '.join(counts)}")
+    return 1 if failed or unsupported == len(results) else 0
 
 
 def _distinct(failed: list[CheckResult]) -> list[tuple[CheckResult, int]]:
-    """The failures, those that say the same of one kernel once, with the number of the others."""
+    """One failure for each message of a kernel, with the number of other cases that have the same."""
     groups: dict[tuple[str, ...], list[CheckResult]] = {}
     for r in failed:
         groups.setdefault((r.op, r.variant, r.kernel, r.dtype, r.problem or r.case), []).append(r)
@@ -45,18 +50,18 @@ def _rows(results: list[CheckResult]) -> list[tuple[str, ...]]:
     groups: dict[tuple[str, str, str, str], list[CheckResult]] = {}
     for r in results:
         groups.setdefault((r.op, r.variant, r.kernel, r.dtype), []).append(r)
-    return [(*key, _count(group), _verdict(group), _worst(group)) for key, group in groups.items()]
+    return [(*key, _count(group), _outcome(group), _worst(group)) for key, group in groups.items()]
 
 
 def _count(group: list[CheckResult]) -> str:
-    refused = sum(bool(r.refused) for r in group)
-    return f"{len(group)}, {refused} refused" if refused else str(len(group))
+    unsupported = sum(bool(r.unsupported) for r in group)
+    return f"{len(group)}, {unsupported} unsupported" if unsupported else str(len(group))
 
 
-def _verdict(group: list[CheckResult]) -> str:
-    if all(r.refused for r in group):
-        return "unproven"
-    return "ok" if all(r.ok for r in group) else "WRONG"
+def _outcome(group: list[CheckResult]) -> str:
+    if all(r.unsupported for r in group):
+        return "unsupported"
+    return "passed" if all(r.ok for r in group) else "failed"
 
 
 def _worst(group: list[CheckResult]) -> str:
@@ -70,10 +75,12 @@ def _worst(group: list[CheckResult]) -> str:
     return f"{case}, {worst.name}: {worst.error:.1e}, {worst.eager_error:.1e}, {worst.bound:.1e}"
 
 
-def _nothing(op: str | None, kernel: str | None) -> str:
-    wanted = " ".join(x for x in (f"op {op!r}" if op else "", f"kernel {kernel!r}" if kernel else "") if x) or "any op"
-    names = sorted({s.name for s in KERNEL_REGISTRY.specs(op)}) or ["only eager"]
-    return (
-        f"no kernel of {wanted} can run on this machine; registered: {', '.join(names)} "
-        "(opslot kernels says what each needs)"
+def _no_kernel(ops: list[str] | None, kernel: str | None) -> ConfigError:
+    wanted = f"kernel {kernel!r}" if kernel else "kernel"
+    of = f" of {', '.join(map(repr, ops))}" if ops else ""
+    names = sorted({s.name for s in KERNEL_REGISTRY.specs() if ops is None or s.op_name in ops})
+    return ConfigError(
+        f"no {wanted}{of} can run on this machine",
+        found=f"registered: {', '.join(names) or 'only eager'}",
+        hint="`opslot kernels` shows what each requires",
     )

@@ -1,4 +1,4 @@
-"""Text files to packed batches: sources, a corpus tokenized as it is needed, rows, and loaders that resume exactly."""
+"""Text files to packed batches: sources, an on-demand tokenized corpus, packed samples, and stateful dataloaders."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from opslot.data.balance import share_out
+    from opslot.data.balance import balance_micro_batches
     from opslot.data.config import DataConfig
-    from opslot.data.corpus import TokenBlock, TokenCorpus, open_corpus
-    from opslot.data.loader import RowLoader, TokenLoader, evaluation_batches
-    from opslot.data.packing import IGNORE_INDEX, Documents, PackedRows, collate, count_targets
-    from opslot.data.sources import find_files, read_documents
+    from opslot.data.corpus import TokenCorpus, TokenShard, open_corpus
+    from opslot.data.loader import SampleLoader, TokenLoader, evaluation_batches
+    from opslot.data.packing import IGNORE_INDEX, Documents, PackedDataset, collate, collate_padded, count_targets
+    from opslot.data.sources import find_files
     from opslot.data.split import split_documents
     from opslot.data.tokenizer import load_tokenizer
 
-_HOMES = {
+_MODULES = {
     "IGNORE_INDEX": "packing",
     "DataConfig": "config",
     "Documents": "packing",
-    "PackedRows": "packing",
-    "RowLoader": "loader",
-    "TokenBlock": "corpus",
+    "PackedDataset": "packing",
+    "SampleLoader": "loader",
     "TokenCorpus": "corpus",
     "TokenLoader": "loader",
+    "TokenShard": "corpus",
+    "balance_micro_batches": "balance",
     "collate": "packing",
+    "collate_padded": "packing",
     "count_targets": "packing",
     "evaluation_batches": "loader",
     "find_files": "sources",
     "load_tokenizer": "tokenizer",
     "open_corpus": "corpus",
-    "read_documents": "sources",
-    "share_out": "balance",
     "split_documents": "split",
 }
 
@@ -39,25 +39,25 @@ __all__ = [
     "IGNORE_INDEX",
     "DataConfig",
     "Documents",
-    "PackedRows",
-    "RowLoader",
-    "TokenBlock",
+    "PackedDataset",
+    "SampleLoader",
     "TokenCorpus",
     "TokenLoader",
+    "TokenShard",
+    "balance_micro_batches",
     "collate",
+    "collate_padded",
     "count_targets",
     "evaluation_batches",
     "find_files",
     "load_tokenizer",
     "open_corpus",
-    "read_documents",
-    "share_out",
     "split_documents",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # The configuration is read without torch, so that a command's help is instant.
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"opslot.data.{_HOMES[name]}"), name)
+    # Lazy: the configuration is read without torch, so that a command's help is quick.
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"opslot.data.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'opslot.data' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Documents of an optimizer step, shared among ranks and micro batches so that all compute equally long."""
+"""Load balancing across ranks: the documents of an optimizer step, packed into micro batches of equal cost."""
 
 from __future__ import annotations
 
@@ -8,55 +8,55 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def share_out(
-    lengths: Sequence[int] | np.ndarray, ranks: int, max_tokens: int, attention_share: float = 0.0
+def balance_micro_batches(
+    lengths: Sequence[int] | np.ndarray, ranks: int, max_tokens: int, attention_cost: float = 0.0
 ) -> list[list[list[int]]]:
-    """Which documents each rank takes into each of its micro batches; a function of the arguments alone.
+    """Assign documents to ranks and micro batches; a function of the arguments alone.
 
-    Longest first, each document goes to the micro batch that costs least so far and has room, and micro batches of
-    like cost run at the same time on all ranks, which wait for each other. There are as few as hold everything; where
-    documents are fewer than they, some are empty.
+    Bin packing, longest first: each document goes to the cheapest micro batch with room for it. Micro batches of
+    similar cost run at the same time on all ranks, which wait for each other. There are as few micro batches as
+    possible; some are empty if there are fewer documents.
 
     Args:
         lengths: tokens of each document, none above `max_tokens`.
-        ranks: that share the documents.
-        max_tokens: in a micro batch.
-        attention_share: a document of n tokens costs n + attention_share * n**2.
+        ranks: number of ranks.
+        max_tokens: maximum tokens in a micro batch.
+        attention_cost: a document of n tokens costs n + attention_cost * n**2.
 
     Returns:
-        [rank][micro batch] -> places in `lengths`, ascending; the same number of micro batches for each rank.
+        [rank][micro batch] -> indices into `lengths`, ascending; the same number of micro batches for each rank.
     """
     sizes = [int(length) for length in lengths]
     assert max(sizes, default=0) <= max_tokens, f"a document of {max(sizes)} tokens, micro batches of {max_tokens}"
-    costs = [size + attention_share * size**2 for size in sizes]
+    costs = [size + attention_cost * size**2 for size in sizes]
     rounds = max(1, -(-sum(sizes) // (ranks * max_tokens)))
     while (bins := _fill(sizes, costs, ranks * rounds, max_tokens)) is None:
         rounds += 1
     bins.sort(key=lambda members: (-sum(costs[i] for i in members), members))
-    shares: list[list[list[int]]] = [[] for _ in range(ranks)]
+    by_rank: list[list[list[int]]] = [[] for _ in range(ranks)]
     load = [0.0] * ranks
     for number in range(rounds):
-        together = bins[number * ranks : (number + 1) * ranks]
-        for rank, members in zip(sorted(range(ranks), key=load.__getitem__), together, strict=True):
-            shares[rank].append(sorted(members))
+        concurrent = bins[number * ranks : (number + 1) * ranks]
+        for rank, members in zip(sorted(range(ranks), key=load.__getitem__), concurrent, strict=True):
+            by_rank[rank].append(sorted(members))
             load[rank] += sum(costs[i] for i in members)
-    return shares
+    return by_rank
 
 
-def _fill(sizes: list[int], costs: list[float], count: int, room: int) -> list[list[int]] | None:
-    """`count` lists of places; None when this order leaves a document without room."""
+def _fill(sizes: list[int], costs: list[float], count: int, max_tokens: int) -> list[list[int]] | None:
+    """`count` bins of indices; None if a document does not fit in this order."""
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     cheapest = [(0.0, number) for number in range(count)]
-    for place in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         full = []
-        while cheapest and tokens[cheapest[0][1]] + sizes[place] > room:
+        while cheapest and tokens[cheapest[0][1]] + sizes[index] > max_tokens:
             full.append(heapq.heappop(cheapest))
         if not cheapest:
             return None
         cost, number = heapq.heappop(cheapest)
-        bins[number].append(place)
-        tokens[number] += sizes[place]
-        for entry in (*full, (cost + costs[place], number)):
+        bins[number].append(index)
+        tokens[number] += sizes[index]
+        for entry in (*full, (cost + costs[index], number)):
             heapq.heappush(cheapest, entry)
     return bins

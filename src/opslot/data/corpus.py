@@ -1,4 +1,4 @@
-"""Documents as tokens, block by block: each block is tokenized when it is needed, once, and kept on disk."""
+"""Documents as tokens, shard by shard: each shard is tokenized once, when it is needed, and cached on disk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import numpy as np
 
 from opslot._base.errors import DataError, list_problems
 from opslot._base.logging import get_logger
-from opslot.data.sources import Span, no_text, read_spans, split_files
+from opslot.data.sources import ByteRange, no_text, read_ranges, split_into_shards
 from opslot.data.tokenizing import TokenizingProcesses
 
 if TYPE_CHECKING:
@@ -23,29 +24,38 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Part of every fingerprint: raise it when the same text must become other tokens, or lie elsewhere.
-_FORMAT = 2
-# Text of a block: a few seconds of tokenizing on one core, and what a kill can cost.
-BLOCK_BYTES = 4 << 20
+# Part of every cache key: increase it when the same text must be tokenized differently or is stored differently.
+_FORMAT = 3
+# Text of a shard: a few seconds of tokenizing on one core.
+SHARD_BYTES = 4 << 20
 _BATCH_CHARACTERS = 1 << 20
-_SECONDS_BETWEEN_LOOKS = 0.05
-# A wait that is worth a word.
+_POLL_SECONDS = 0.05
+# Waits longer than this are logged.
 _LONG_SECONDS = 10.0
+# Content digests read files up to this many bytes in all; of larger corpora, evenly spaced parts.
+_DIGEST_BYTES = 256 << 20
+_DIGEST_PART = 64 << 10
 
 
-class TokenBlock:
-    """Tokenized documents of one block, memory-mapped.
+class TokenShard:
+    """Tokenized documents of one shard, memory-mapped.
 
     Attributes:
         lengths: tokens in each document, int64 [documents].
+
+    Raises:
+        ValueError: the file is not what was written.
     """
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa
 
-        column = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0).column(0)
+        file = pa.ipc.open_file(pa.memory_map(str(path)))
+        column = file.get_batch(0).column(0)
         self._starts = column.offsets.to_numpy()
         self._tokens = column.values.to_numpy()
+        if (file.schema.metadata or {}).get(b"crc32") != _checksum(self._starts, self._tokens):
+            raise ValueError("its checksum differs from the one that was written")
         self.lengths: np.ndarray = np.diff(self._starts)
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -53,104 +63,107 @@ class TokenBlock:
         return self._tokens[self._starts[document] : self._starts[document + 1]][start:stop]
 
     def counts(self, vocab_size: int) -> np.ndarray:
-        """How often each token occurs, int64 [vocab_size]."""
+        """Number of occurrences of each token, int64 [vocab_size]."""
         return np.bincount(self._tokens, minlength=vocab_size)
 
 
 class TokenCorpus:
-    """Blocks of documents, known from the start, whose tokens are there when they are asked for.
+    """Shards of documents, known from the start, that are tokenized on demand.
 
-    Processes that share the folder share the work: whoever needs a block that is not there writes it, unless another is
-    at it. A block is there whole or not at all.
+    Processes that share the cache folder share the work: a missing shard is written by the first process that needs it.
+    A shard file exists completely or not at all.
 
     Args:
-        blocks: the text of each, from `split_files`.
-        stamps: size in bytes and time of change (ns) of each file, which must not change while it is read.
-        tokenize: texts to token numbers.
-        folder: where blocks are kept; belongs to these files, this tokenizer and these settings alone.
+        shards: the text of each, from `split_into_shards`.
+        stamps: size in bytes and modification time (ns) of each file, which must not change during the run.
+        tokenize: texts to token ids.
+        folder: cache folder of these files, this tokenizer and these settings.
+        identity: names the texts, the tokenizer and the settings in a checkpoint, for `PackedDataset.identity`.
         text_field, sample_by: as in `DataConfig`.
-        dtype: of the kept tokens.
+        dtype: of the cached tokens.
 
     Attributes:
-        sizes: bytes of text in each block, int64 [blocks].
-        fingerprint: names the texts, the tokenizer and the way from one to the other.
+        sizes: bytes of text in each shard, int64 [shards].
     """
 
     def __init__(
         self,
-        blocks: Sequence[Sequence[Span]],
+        shards: Sequence[Sequence[ByteRange]],
         stamps: Mapping[Path, tuple[int, int]],
         tokenize: Callable[[list[str]], Iterable[list[int]]],
         folder: Path,
-        fingerprint: str,
+        identity: dict[str, Any],
         *,
         text_field: str = "text",
         sample_by: str = "document",
         dtype: type[np.unsignedinteger] = np.uint32,
     ) -> None:
-        self.fingerprint = fingerprint
-        self.sizes = np.array([sum(span.size for span in block) for block in blocks], dtype=np.int64)
-        self._blocks = blocks
+        self.identity = identity
+        self.sizes = np.array([sum(part.size for part in shard) for shard in shards], dtype=np.int64)
+        self._shards = shards
         self._tokenize = tokenize
         self._folder = folder
         self._text_field = text_field
         self._sample_by = sample_by
         self._dtype = dtype
         self._stamps = stamps
-        self._there: set[int] = set()
+        self._cached: set[int] = set()
         self._processes: TokenizingProcesses | None = None
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            self._there = {int(name[: -len(_SUFFIX)]) for name in os.listdir(folder) if name.endswith(_SUFFIX)}
+            self._cached = {int(name[: -len(_SUFFIX)]) for name in os.listdir(folder) if name.endswith(_SUFFIX)}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Processes belong to the one that started them.
+        # Only the process that started the tokenizing processes can join them.
         return {**self.__dict__, "_processes": None}
 
     @property
     def is_complete(self) -> bool:
-        """Whether every block is there."""
-        return all(self._is_there(number) for number in range(len(self.sizes)))
+        """Whether every shard is tokenized."""
+        return all(self._is_cached(number) for number in range(len(self.sizes)))
 
-    def block(self, number: int) -> TokenBlock:
-        """The documents of a block, tokenized now if they are not there."""
+    def shard(self, number: int) -> TokenShard:
+        """The documents of a shard; tokenizes it if needed.
+
+        Raises:
+            DataError: see `prepare`; or the cached file is damaged.
+        """
         self.prepare([number])
         try:
-            return TokenBlock(self._path(number))
+            return TokenShard(self._path(number))
         except (OSError, ValueError) as error:
             raise DataError(
-                f"tokenized text is missing or damaged: {self._path(number)}: {error}",
-                hint=(
-                    f"remove {self._folder} and run again with train.resume_from: latest; the text is tokenized anew"
-                ),
+                f"tokenized text is missing or damaged: {self._path(number)}",
+                found=str(error),
+                hint=f"delete {self._folder} and run again with train.resume_from: latest; it is tokenized again",
             ) from error
 
     def prepare(self, numbers: Sequence[int] | np.ndarray, check: Callable[[], None] | None = None) -> None:
-        """Return when these blocks are there; those that no other process is at are tokenized here.
+        """Return when these shards are tokenized; this process tokenizes those that no other process works on.
 
         Args:
-            check: called every second or so; raises to give up.
+            check: called about every second; raises to give up.
 
         Raises:
             DataError: malformed text, a file that changed, or a cache folder that cannot be written.
         """
-        look = check or self.check_processes
+        check_now = check or self.check_processes
         began = time.monotonic()
-        while absent := [number for number in numbers if not self._is_there(number)]:
-            written = sum([self._write_unless_others_do(number, look) for number in absent])
+        while missing := [number for number in numbers if not self._is_cached(number)]:
+            written = sum([self._write_unless_locked(number, check_now) for number in missing])
             if not written:
-                look()
-                time.sleep(_SECONDS_BETWEEN_LOOKS)
+                check_now()
+                time.sleep(_POLL_SECONDS)
         waited = time.monotonic() - began
         if check is None and waited > _LONG_SECONDS:
-            logger.info("waited %.0f s for text to be tokenized; data.num_workers says how many do it ahead", waited)
+            logger.info("waited %.0f s for tokenization; increase data.num_workers to tokenize ahead", waited)
 
     def start_processes(self, count: int, numbers: Sequence[int]) -> None:
-        """Let `count` processes tokenize the blocks `numbers` in this order, ahead of need."""
-        if count and not all(self._is_there(number) for number in numbers):
+        """Start `count` processes that tokenize the shards `numbers`, in this order, ahead of need."""
+        if count and not all(self._is_cached(number) for number in numbers):
             self._processes = TokenizingProcesses(self, numbers, count)
 
     def check_processes(self) -> None:
-        """Raise what a process found wrong, although nobody asked for that block yet.
+        """Raise the error of a tokenizing process, before its shard is needed.
 
         Raises:
             DataError: see `prepare`; also for a process that was killed.
@@ -159,39 +172,39 @@ class TokenCorpus:
             self._processes.check()
 
     def close(self) -> None:
-        """End the processes; a block that one was at is done again by the next run."""
+        """Stop the processes; an unfinished shard is tokenized again by the next run."""
         if self._processes is not None:
             self._processes.stop()
             self._processes = None
 
     def num_tokens(self) -> int:
-        """Tokens in all documents, end-of-sequence tokens included; tokenizes what is not there."""
-        return sum(int(block.lengths.sum()) for block in self._all_blocks())
+        """Tokens in all documents, with end-of-sequence tokens; tokenizes what is missing."""
+        return sum(int(shard.lengths.sum()) for shard in self._all_shards())
 
     def num_documents(self) -> int:
-        """Documents that are not blank; tokenizes what is not there."""
-        return sum(len(block.lengths) for block in self._all_blocks())
+        """Documents that are not blank; tokenizes what is missing."""
+        return sum(len(shard.lengths) for shard in self._all_shards())
 
     def counts(self, vocab_size: int) -> np.ndarray:
-        """How often each token occurs, int64 [vocab_size]; tokenizes what is not there."""
+        """Number of occurrences of each token, int64 [vocab_size]; tokenizes what is missing."""
         total = np.zeros(vocab_size, dtype=np.int64)
-        for block in self._all_blocks():
-            total += block.counts(vocab_size)
+        for shard in self._all_shards():
+            total += shard.counts(vocab_size)
         return total
 
-    def _all_blocks(self) -> Iterator[TokenBlock]:
+    def _all_shards(self) -> Iterator[TokenShard]:
         self.prepare(range(len(self.sizes)))
-        return (self.block(number) for number in range(len(self.sizes)))
+        return (self.shard(number) for number in range(len(self.sizes)))
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:06d}{_SUFFIX}"
 
-    def _is_there(self, number: int) -> bool:
-        if number not in self._there and self._path(number).exists():
-            self._there.add(number)
-        return number in self._there
+    def _is_cached(self, number: int) -> bool:
+        if number not in self._cached and self._path(number).exists():
+            self._cached.add(number)
+        return number in self._cached
 
-    def _write_unless_others_do(self, number: int, check: Callable[[], None]) -> bool:
+    def _write_unless_locked(self, number: int, check: Callable[[], None]) -> bool:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with _locked(self._folder / "lock", number) as held:
@@ -200,8 +213,8 @@ class TokenCorpus:
                 return held
         except OSError as error:
             raise DataError(
-                f"tokenized text cannot be kept in {self._folder.parent}: {error}",
-                hint="make room there, or set data.cache_dir to a folder that can be written and locked",
+                f"tokenized text cannot be written to {self._folder.parent}: {error}",
+                hint="free disk space, or set data.cache_dir to a folder that can be written and locked",
             ) from error
 
     def _write(self, number: int, check: Callable[[], None]) -> None:
@@ -211,11 +224,12 @@ class TokenCorpus:
         offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
         values = np.concatenate([np.empty(0, self._dtype), *documents])
         column = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
+        schema = pa.schema({"input_ids": column.type}, metadata={"crc32": _checksum(offsets, values)})
         unfinished = self._path(number).with_suffix(".unfinished")
         try:
             with unfinished.open("wb") as file:
-                with pa.ipc.new_file(file, pa.schema({"input_ids": column.type})) as table:
-                    table.write_batch(pa.record_batch([column], ["input_ids"]))
+                with pa.ipc.new_file(file, schema) as table:
+                    table.write_batch(pa.record_batch([column], schema=schema))
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(self._path(number))
@@ -224,23 +238,23 @@ class TokenCorpus:
             raise
 
     def _token_lists(self, number: int, check: Callable[[], None]) -> list[np.ndarray]:
-        spans = self._blocks[number]
+        ranges = self._shards[number]
         problems: list[str] = []
-        self._require_unchanged(spans)
+        self._require_unchanged(ranges)
         documents: list[np.ndarray] = []
-        for texts in _batches(read_spans(spans, self._text_field, self._sample_by, problems)):
+        for texts in _batches(read_ranges(ranges, self._text_field, self._sample_by, problems)):
             check()
             documents += [np.array(ids, dtype=self._dtype) for ids in self._tokenize(texts) if ids]
-        # A file that changes under the reader makes for malformed text; say the cause.
-        self._require_unchanged(spans)
+        # A file that changes while it is read looks malformed; report the change instead.
+        self._require_unchanged(ranges)
         if not problems and not documents and len(self.sizes) == 1:
             problems.append(no_text(list(self._stamps)))
         if problems:
             raise DataError(list_problems("the data cannot be read", problems))
         return documents
 
-    def _require_unchanged(self, spans: Sequence[Span]) -> None:
-        for file in {span.file for span in spans}:
+    def _require_unchanged(self, ranges: Sequence[ByteRange]) -> None:
+        for file in {part.file for part in ranges}:
             try:
                 found = "it has changed" if _stamp(file) != self._stamps[file] else None
             except OSError as error:
@@ -249,10 +263,14 @@ class TokenCorpus:
                 raise DataError(
                     f"{file}: {found} while the run was reading it",
                     hint=(
-                        "put it back as it was and go on with train.resume_from: latest, or start a new "
-                        "run on what is there now"
+                        "restore it and continue with train.resume_from: latest, or start a new run on the changed file"
                     ),
                 )
+
+
+def _checksum(starts: np.ndarray, tokens: np.ndarray) -> bytes:
+    value = zlib.crc32(np.ascontiguousarray(tokens).data, zlib.crc32(np.ascontiguousarray(starts).data))
+    return f"{value:08x}".encode()
 
 
 _SUFFIX = ".arrow"
@@ -265,19 +283,21 @@ def open_corpus(
     text_field: str = "text",
     sample_by: str = "document",
     append_eos: bool = True,
+    split_special_tokens: bool = False,
+    format: str = "auto",
     cache_dir: str | None = None,
-    block_bytes: int = BLOCK_BYTES,
+    shard_bytes: int = SHARD_BYTES,
 ) -> TokenCorpus:
-    """The documents of `files`, to be tokenized as they are needed; what an earlier run made of them is there already.
+    """The documents of `files`, tokenized as they are needed, or read from the cache of an earlier run.
 
     Args:
-        text_field, sample_by, append_eos, cache_dir: as in `DataConfig`.
-        block_bytes: text that is tokenized at a time; of a plain text file that is longer, each such part, cut at the
-            end of a line, is a document.
+        text_field, sample_by, append_eos, split_special_tokens, format, cache_dir: as in `DataConfig`.
+        shard_bytes: text that is tokenized at a time. A longer plain text file is split into documents of this size, at
+            ends of lines.
 
     Raises:
-        DataError: a file that is gone, parquet files without the text, or a tokenizer without the end-of-sequence token
-            it should append.
+        DataError: a missing file, parquet files without the text column, or `append_eos` with a tokenizer that has no
+            end-of-sequence token.
     """
     if append_eos and tokenizer.eos_token_id is None:
         raise DataError(
@@ -288,20 +308,23 @@ def open_corpus(
     problems: list[str] = []
     try:
         stamps = {file: _stamp(file) for file in files}
-        blocks = split_files(files, text_field, block_bytes, problems)
+        shards = split_into_shards(files, text_field, shard_bytes, problems, format)
+        identity = _identity(stamps, tokenizer, text_field, sample_by, append_eos, split_special_tokens)
     except OSError as error:
         raise DataError(f"the data cannot be read:\n- {error.filename}: {error.strerror}") from error
-    if not problems and not blocks:
+    if not problems and not shards:
         problems.append(no_text(files))
     if problems:
         raise DataError(list_problems("the data cannot be read", problems))
-    fingerprint = _fingerprint(stamps, tokenizer, text_field, sample_by, append_eos, block_bytes)
+    key = _digest(repr((_FORMAT, format, shard_bytes, identity)))
+    for file, (size, changed) in stamps.items():
+        key.update(f"{file.resolve()}\0{size}\0{changed}\n".encode())
     return TokenCorpus(
-        blocks,
+        shards,
         stamps,
-        _Tokenize(tokenizer, tokenizer.eos_token_id if append_eos else None),
-        (Path(cache_dir).expanduser() if cache_dir else _default_cache()) / f"opslot-{fingerprint}",
-        fingerprint,
+        _Tokenize(tokenizer, tokenizer.eos_token_id if append_eos else None, split_special_tokens),
+        (Path(cache_dir).expanduser() if cache_dir else _default_cache()) / f"opslot-{key.hexdigest()[:32]}",
+        identity,
         text_field=text_field,
         sample_by=sample_by,
         dtype=np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32,
@@ -309,31 +332,32 @@ def open_corpus(
 
 
 def _tokenize_with_threads() -> None:
-    """Unless the user says otherwise, let Rust's own threads tokenize a batch; without a word, a later fork warns."""
+    """Unless the user has set it, enable the tokenizer's own threads; setting it also avoids its warning at a fork."""
     if "TOKENIZERS_PARALLELISM" not in os.environ:
         os.environ["TOKENIZERS_PARALLELISM"] = "true"
-        # A forked process would wait for threads that exist in its parent alone.
+        # A forked process would wait for threads that only exist in its parent.
         os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))
 
 
 class _Tokenize:
-    """Texts to token numbers with an end; a class, so that other processes can be given it."""
+    """Texts to token ids, with an end-of-sequence token; a class, so that it can be pickled."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos: int | None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos: int | None, split_special_tokens: bool) -> None:
         self.tokenizer = tokenizer
         self.end = [] if eos is None else [eos]
+        self.options = {"split_special_tokens": True} if split_special_tokens else {}
 
     def __call__(self, texts: list[str]) -> list[list[int]]:
-        lists = self.tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+        lists = self.tokenizer(texts, return_attention_mask=False, verbose=False, **self.options)["input_ids"]
         return [ids if ids[-1:] == self.end else ids + self.end for ids in lists]
 
 
 @contextlib.contextmanager
 def _locked(path: Path, number: int) -> Iterator[bool]:
-    """Hold the lock of one block; False where another process does. The end of a process, however it comes, frees it.
+    """Hold the lock of one shard; False if another process holds it. Released when the process ends, even by a kill.
 
-    Block n's lock is byte n of one file, by POSIX, so it also holds between the machines of a shared file system. A
-    process must not take a second one meanwhile: closing the file frees both.
+    The lock of shard n is a POSIX lock on byte n of one file, so it also works across machines of a shared file system.
+    A process must not take two at a time: closing the file releases both.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -366,18 +390,51 @@ def _stamp(file: Path) -> tuple[int, int]:
 
 
 def _default_cache() -> Path:
-    """The folder of Hugging Face datasets, without importing them."""
+    """The cache folder of Hugging Face datasets, without importing it."""
     from huggingface_hub.constants import HF_HOME
 
     return Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME) / "datasets").expanduser()
 
 
-def _fingerprint(stamps: Mapping[Path, tuple[int, int]], tokenizer: PreTrainedTokenizerBase, *settings: Any) -> str:
+def _identity(
+    stamps: Mapping[Path, tuple[int, int]],
+    tokenizer: PreTrainedTokenizerBase,
+    text_field: str,
+    sample_by: str,
+    append_eos: bool,
+    split_special_tokens: bool,
+) -> dict[str, Any]:
+    """What determines the tokens, by configuration field; independent of paths and modification times."""
     rust = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = rust.to_str() if rust is not None else repr((type(tokenizer), sorted(tokenizer.get_vocab().items())))
+    total = sum(size for size, _ in stamps.values())
+    return {
+        "data.train_path": f"{len(stamps):,} files, {total:,} bytes, content {_content_digest(stamps)}",
+        "model.tokenizer_path": f"content {_digest(repr((vocabulary, tokenizer.eos_token_id))).hexdigest()[:16]}",
+        "data.text_field": text_field,
+        "data.sample_by": sample_by,
+        "data.append_eos": append_eos,
+        "data.split_special_tokens": split_special_tokens,
+    }
+
+
+def _content_digest(stamps: Mapping[Path, tuple[int, int]]) -> str:
+    """Digest of the files' contents in order; of more than `_DIGEST_BYTES`, of evenly spaced parts of each file."""
     digest = hashlib.sha256()
-    for part in (_FORMAT, vocabulary, tokenizer.eos_token_id, *settings):
-        digest.update(repr(part).encode())
-    for file, (size, changed) in stamps.items():
-        digest.update(f"{file.resolve()}\0{size}\0{changed}\n".encode())
-    return digest.hexdigest()[:32]
+    budget = _DIGEST_BYTES // max(1, len(stamps))
+    for path, (size, _) in stamps.items():
+        digest.update(f"{size}\n".encode())
+        with path.open("rb") as file:
+            if size <= max(budget, 2 * _DIGEST_PART):
+                while chunk := file.read(1 << 20):
+                    digest.update(chunk)
+                continue
+            parts = max(2, budget // _DIGEST_PART)
+            for number in range(parts):
+                file.seek((size - _DIGEST_PART) * number // (parts - 1))
+                digest.update(file.read(_DIGEST_PART))
+    return digest.hexdigest()[:16]
+
+
+def _digest(text: str) -> Any:
+    return hashlib.sha256(text.encode())

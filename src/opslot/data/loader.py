@@ -1,4 +1,4 @@
-"""Batches in an order that is the same for any number of ranks, and whose place is one integer."""
+"""Stateful dataloaders whose order does not depend on the number of ranks, and whose state is one integer."""
 
 from __future__ import annotations
 
@@ -11,219 +11,239 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from opslot._base.errors import DataError
-from opslot.data.balance import share_out
-from opslot.data.packing import PackedRows, collate, padded_row
+from opslot._base.logging import get_logger
+from opslot.data.balance import balance_micro_batches
+from opslot.data.packing import PackedDataset, collate, collate_padded, make_sample
 
-# Rows of which a step may look ahead.
-_COUNTED_AT_ONCE = 64
+logger = get_logger(__name__)
+
+# Samples whose lengths are read at a time when a step is put together.
+_LOOKAHEAD = 64
 
 
 class _Loader:
-    """What loaders of rows share: how many rows are consumed, over all ranks; follows torch's Stateful protocol, as
-    torchdata's StatefulDataLoader does. What workers prefetched does not count as consumed."""
+    """Common part of the loaders. The state is the number of consumed samples over all ranks; samples that workers
+    prefetched are not consumed. Follows torch's Stateful protocol, as torchdata's StatefulDataLoader does."""
 
-    def __init__(self, rows: PackedRows, rank: int, world_size: int, num_workers: int, pin_memory: bool) -> None:
-        self.rows = rows
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        rank: int,
+        world_size: int,
+        num_workers: int,
+        pin_memory: bool,
+        allow_changes: bool,
+    ) -> None:
+        self.dataset = dataset
         self.rank = rank
         self.world_size = world_size
         self.num_workers = num_workers
         self.pin_memory = pin_memory
+        self.allow_changes = allow_changes
         self.consumed = 0
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far, see `PackedRows.epochs`."""
-        return self.rows.epochs(self.consumed)
+        """Passes over the data so far, see `PackedDataset.epochs`."""
+        return self.dataset.epochs(self.consumed)
 
     def identity(self) -> dict[str, Any]:
-        """What decides what a number of consumed rows means."""
-        return self.rows.identity()
+        """Everything that determines which samples the first n are."""
+        return self.dataset.identity()
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the data, in rows, and what the rows are made of."""
-        return {"consumed": self.consumed, "rows": self.identity()}
+        """The dataloader state: consumed samples, and the identity of the dataset."""
+        return {"consumed": self.consumed, "dataset": self.identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state` was taken; takes effect at the next `iter`.
+        """Continue after the samples that `state` counts; takes effect at the next `iter`.
 
         Raises:
-            DataError: the rows are not the same ones, so the place means nothing; names what changed. Or the state is
-                another loader's.
+            DataError: the state is of another kind of loader; or of other data, unless `allow_changes` is set. Names
+                what changed.
         """
-        now, then = self.identity(), state.get("rows")
+        now, then = self.identity(), state.get("dataset")
         if not isinstance(then, dict) or not isinstance(state.get("consumed"), int):
             raise DataError(
-                f"the saved place in the data is not one of a {type(self).__name__}",
-                found=f"{', '.join(map(str, state)) or 'nothing'}; expected: consumed, rows",
-                hint="go on with the loader that it was saved with, or start a new run in another train.output_dir",
+                f"the saved dataloader state is not that of a {type(self).__name__}",
+                found=f"{', '.join(map(str, state)) or 'nothing'}; expected: consumed, dataset",
+                hint="continue with the loader that saved it, or start a new run in another train.output_dir",
             )
         changed = [
-            f"{name}: {then.get(name, 'none')} then, {now.get(name, 'none')} now"
+            f"{name}: {then.get(name, 'none')} -> {now.get(name, 'none')}"
             for name in (now | then)
             if then.get(name) != now.get(name)
         ]
-        if changed:
+        if changed and not self.allow_changes:
             raise DataError(
-                "the run cannot be resumed, its data is not what it was:\n"
+                "the run cannot be resumed, because its data has changed since the checkpoint:\n"
                 + "\n".join(f"- {line}" for line in changed),
-                hint="restore the files and settings, or start a new run in another train.output_dir"
-                " (model.model_path takes the exported weights)",
+                hint="restore the files and settings; or set data.allow_changes: true to continue at the same sample "
+                "number of the new data; or start a new run from the exported weights (model.model_path)",
             )
+        for line in changed:
+            logger.warning("the data has changed since the checkpoint (data.allow_changes is set): %s", line)
         self.consumed = state["consumed"]
 
 
-class RowLoader(_Loader):
-    """Endless micro batches of `PackedRows`.
+class SampleLoader(_Loader):
+    """Endless micro batches of a `PackedDataset`.
 
-    The ranks' micro batches of one moment are consecutive rows, so a step's global batch holds the same rows whatever
-    the number of ranks and the micro batch size.
+    The micro batches that the ranks run at the same time are consecutive samples, so the global batch of a step does
+    not depend on the number of ranks and the micro batch size.
 
     Args:
-        rows: the rows.
-        micro_batch_size: rows in a batch of this rank.
-        rank, world_size: place of this process among those that share the data.
-        num_workers: processes that assemble batches; 0 does it here.
+        dataset: the samples.
+        micro_batch_size: samples per batch of this rank.
+        rank, world_size: of this process among those that share the data.
+        num_workers: processes that assemble batches; 0 assembles them in this process.
         pin_memory: allocate batches in page-locked memory, for copies to a GPU.
+        allow_changes: accept the state of other data, see `DataConfig`.
     """
 
     def __init__(
         self,
-        rows: PackedRows,
+        dataset: PackedDataset,
         micro_batch_size: int,
         *,
         rank: int = 0,
         world_size: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
+        allow_changes: bool = False,
     ) -> None:
-        super().__init__(rows, rank, world_size, num_workers, pin_memory)
+        super().__init__(dataset, rank, world_size, num_workers, pin_memory, allow_changes)
         self.micro_batch_size = micro_batch_size
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         loader = DataLoader(
-            self.rows,
-            batch_sampler=_RowNumbers(self),
-            collate_fn=collate,
+            self.dataset,
+            batch_sampler=_SampleNumbers(self),
+            collate_fn=_collate_of(self.dataset),
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             generator=_own_generator(),
-            worker_init_fn=_leave_signals_to_parent,
+            worker_init_fn=_ignore_signals,
         )
         for batch in loader:
             self.consumed += self.micro_batch_size * self.world_size
             yield batch
 
 
-def _leave_signals_to_parent(_worker: int) -> None:
+def _collate_of(dataset: PackedDataset) -> Any:
+    return collate if dataset.packing else collate_padded
+
+
+def _ignore_signals(_worker: int) -> None:
     """Signals that stop a run often reach all of its processes; workers are needed until the step is done."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _own_generator() -> torch.Generator:
-    """What a DataLoader draws its workers' seed from; a draw from torch's own would shift those of the model."""
+    """Generator for the seed of a DataLoader's workers; a draw from torch's default one would change dropout."""
     return torch.Generator()
 
 
-class _RowNumbers:
-    """This rank's row numbers, batch by batch, without end."""
+class _SampleNumbers:
+    """This rank's sample numbers, batch by batch, without end."""
 
-    def __init__(self, loader: RowLoader) -> None:
-        self.rows = loader.rows
+    def __init__(self, loader: SampleLoader) -> None:
+        self.dataset = loader.dataset
         self.size = loader.micro_batch_size
         self.first = loader.consumed + loader.rank * self.size
         self.stride = self.size * loader.world_size
-        # Here, so that workers inherit what is known of the rows before.
-        self.rows.prepare(self.first)
+        # Before workers are forked, so that they inherit what is known of the previous samples.
+        self.dataset.prepare(self.first)
 
     def __iter__(self) -> Iterator[list[int]]:
         first = self.first
         while True:
-            # Workers never tokenize: they are told numbers whose tokens are there.
-            self.rows.prepare(first + self.size - 1)
+            # Workers never tokenize: what their samples need is tokenized before they get the numbers.
+            self.dataset.prepare(first + self.size - 1)
             yield list(range(first, first + self.size))
             first += self.stride
 
 
 class TokenLoader(_Loader):
-    """Endless optimizer steps of whole documents, each step a list of this rank's micro batches.
+    """Endless optimizer steps of whole documents; each step is a list of this rank's micro batches.
 
-    A step takes the next documents, in their order, up to `step_tokens`; so it holds the same ones whatever the number
-    of ranks and the size of micro batches. Then `share_out` divides them: no padding, micro batches of at most
-    `max_tokens`, as many on each rank, ranks equally busy.
+    A step takes the next documents, in order, up to `step_tokens` tokens, so it does not depend on the number of ranks
+    and the size of micro batches. `balance_micro_batches` distributes them: no padding, at most `max_tokens` tokens in
+    a micro batch, the same number of micro batches on each rank, balanced by estimated FLOPs.
 
     Args:
-        rows: of one document each (`packing=False`).
-        step_tokens: tokens in an optimizer step, over all ranks; a document that would exceed them is the next step's
-            first.
-        max_tokens: tokens in a micro batch of this rank, at least `rows.max_seq_len`.
-        attention_share: see `share_out`.
-        rank, world_size, num_workers, pin_memory: as in `RowLoader`.
+        dataset: of one document per sample (`packing=False`).
+        step_tokens: maximum tokens in an optimizer step, over all ranks.
+        max_tokens: maximum tokens in a micro batch of this rank, at least `dataset.max_seq_len`.
+        attention_cost: see `balance_micro_batches`.
+        rank, world_size, num_workers, pin_memory, allow_changes: as in `SampleLoader`.
 
     Attributes:
-        step_size: tokens of the step last taken, over all ranks.
+        step_size: tokens of the last step, over all ranks.
     """
 
     def __init__(
         self,
-        rows: PackedRows,
+        dataset: PackedDataset,
         step_tokens: int,
         max_tokens: int,
         *,
-        attention_share: float = 0.0,
+        attention_cost: float = 0.0,
         rank: int = 0,
         world_size: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
+        allow_changes: bool = False,
     ) -> None:
-        super().__init__(rows, rank, world_size, num_workers, pin_memory)
+        super().__init__(dataset, rank, world_size, num_workers, pin_memory, allow_changes)
         self.step_tokens = step_tokens
         self.max_tokens = max_tokens
-        self.attention_share = attention_share
+        self.attention_cost = attention_cost
         self.step_size = 0
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         loader = DataLoader(
-            _MicroBatches(self.rows),
+            _MicroBatches(self.dataset),
             batch_size=None,
-            sampler=_Shares(self),
-            collate_fn=_as_it_is,
+            sampler=_StepSharding(self),
+            collate_fn=_identity,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             generator=_own_generator(),
-            worker_init_fn=_leave_signals_to_parent,
+            worker_init_fn=_ignore_signals,
         )
         for count, self.step_size, micro_batches in loader:
             self.consumed += count
             yield micro_batches
 
     def identity(self) -> dict[str, Any]:
-        return {**super().identity(), "batches": "whole documents, by tokens (data.max_tokens_per_batch)"}
+        return {**super().identity(), "data.max_tokens_per_batch": "set"}
 
     def steps(self, epochs: float) -> int:
-        """Optimizer steps that consume `epochs` of documents, the last one perhaps more."""
-        first, count, total = 0, 0, max(1, round(self.rows.rows_per_epoch * epochs))
+        """Optimizer steps for `epochs` passes over the documents; the last step may exceed them."""
+        first, count, total = 0, 0, max(1, round(self.dataset.samples_per_epoch * epochs))
         while first < total:
             first += len(self.step_lengths(first))
             count += 1
         return count
 
     def step_lengths(self, first: int) -> np.ndarray:
-        """Tokens of each document of the step that begins with row number `first`, int64."""
+        """Tokens of each document of the step that starts with sample `first`, int64."""
         lengths: list[np.ndarray] = []
         tokens = count = 0
         while tokens <= self.step_tokens:
-            lengths.append(self.rows.token_counts(first + count, first + count + _COUNTED_AT_ONCE))
+            lengths.append(self.dataset.token_counts(first + count, first + count + _LOOKAHEAD))
             tokens += int(lengths[-1].sum())
-            count += _COUNTED_AT_ONCE
+            count += _LOOKAHEAD
         ends = np.concatenate(lengths).cumsum()
         taken = max(1, int(np.searchsorted(ends, self.step_tokens, side="right")))
         return np.diff(ends[:taken], prepend=0)
 
 
-class _Shares:
-    """This rank's share of each step without end: rows and tokens of the whole step, and the numbers of its own rows by
-    micro batch."""
+class _StepSharding:
+    """For each step, without end: its samples and tokens over all ranks, and the sample numbers of this rank's micro
+    batches."""
 
     def __init__(self, loader: TokenLoader) -> None:
         self.loader = loader
@@ -232,37 +252,38 @@ class _Shares:
         loader, first = self.loader, self.loader.consumed
         while True:
             lengths = loader.step_lengths(first)
-            shares = share_out(lengths, loader.world_size, loader.max_tokens, loader.attention_share)
-            own = [[first + place for place in places] for places in shares[loader.rank]]
+            by_rank = balance_micro_batches(lengths, loader.world_size, loader.max_tokens, loader.attention_cost)
+            own = [[first + index for index in indices] for indices in by_rank[loader.rank]]
             yield len(lengths), int(lengths.sum()), own
             first += len(lengths)
 
 
 class _MicroBatches(Dataset):
-    """Micro batches [1, tokens] from the numbers of their rows."""
+    """Packed micro batches [1, tokens] from the numbers of their samples."""
 
-    # A rank without a document runs one that predicts nothing, since sharded parameters take every rank to gather.
+    # A rank without a document runs a batch without targets, since FSDP needs every rank for its collectives.
     _IDLE_TOKENS = 8
 
-    def __init__(self, rows: PackedRows) -> None:
-        self.rows = rows
+    def __init__(self, dataset: PackedDataset) -> None:
+        self.dataset = dataset
 
-    def __getitem__(self, share: tuple[int, int, list[list[int]]]) -> tuple[int, int, list[dict[str, Any]]]:
-        count, tokens, own = share
+    def __getitem__(self, step: tuple[int, int, list[list[int]]]) -> tuple[int, int, list[dict[str, Any]]]:
+        count, tokens, own = step
         return count, tokens, [self._collate(numbers) for numbers in own]
 
     def _collate(self, numbers: list[int]) -> dict[str, Any]:
-        pieces = [piece for number in numbers for piece in self.rows.tokens(number)]
-        size = sum(map(len, pieces)) or self._IDLE_TOKENS
-        return collate([padded_row(pieces, size, self.rows.pad_token_id)])
+        documents = [tokens for number in numbers for tokens in self.dataset.tokens(number)]
+        size = sum(map(len, documents)) or self._IDLE_TOKENS
+        return collate([make_sample(documents, size, self.dataset.pad_token_id)])
 
 
-def _as_it_is(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
-def evaluation_batches(rows: PackedRows, micro_batch_size: int) -> Iterator[dict[str, Any]]:
-    """Every row of one epoch once, in batches of at most `micro_batch_size`."""
-    for first in range(0, rows.rows_per_epoch, micro_batch_size):
-        last = min(first + micro_batch_size, rows.rows_per_epoch)
-        yield collate([rows[number] for number in range(first, last)])
+def evaluation_batches(dataset: PackedDataset, micro_batch_size: int) -> Iterator[dict[str, Any]]:
+    """Every sample of one epoch once, in batches of at most `micro_batch_size`."""
+    collate_fn = _collate_of(dataset)
+    for first in range(0, dataset.samples_per_epoch, micro_batch_size):
+        last = min(first + micro_batch_size, dataset.samples_per_epoch)
+        yield collate_fn([dataset[number] for number in range(first, last)])

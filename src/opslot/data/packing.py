@@ -1,11 +1,11 @@
-"""Rows of packed documents, each a pure function of (seed, epoch, index).
+"""Samples of packed documents; each is a pure function of (seed, epoch, index).
 
-Because a row can be computed from its number alone, a run's place in its data is one integer: resuming is exact after
-a kill, and whatever happened to the micro batch size, the number of workers or of ranks in between.
+A sample can be computed from its number alone, so the dataloader state is one integer. Resuming is exact after a kill,
+with any micro batch size and any number of workers and ranks.
 
-The order of an epoch is drawn window by window, so that a row needs the tokens up to its own window alone: blocks of
-the corpus come in an order of their own, and all documents of a window's blocks are shuffled together. The first
-windows are small, so that training starts when a single block is tokenized.
+An epoch is shuffled buffer by buffer, so that a sample needs the tokens up to its own buffer only: the shards of the
+corpus are visited in random order, and all documents of a shuffle buffer (several shards) are shuffled together. The
+first buffers are small, so that training starts when a single shard is tokenized.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from opslot._base.errors import DataError
 
 IGNORE_INDEX = -100
 
-# Blocks whose documents are shuffled together: 256 MiB of text.
-_LARGEST_WINDOW = 64
-# What is drawn from (seed, epoch, window): NumPy pads seeds with zeros, so each has a number of its own.
-_BLOCKS, _DOCUMENTS, _ROWS = 1, 2, 3
+# Shards in the largest shuffle buffer: 256 MiB of text.
+_LARGEST_BUFFER = 64
+# Last element of the seed of each random draw: NumPy pads seeds with zeros, so each draw needs its own number.
+_SHARD_ORDER, _DOCUMENT_ORDER, _SAMPLE_ORDER = 1, 2, 3
 
 
-class Block(Protocol):
-    """Documents of a part of the corpus: `opslot.data.TokenBlock`."""
+class Shard(Protocol):
+    """Documents of a part of the corpus: `opslot.data.TokenShard`."""
 
     lengths: np.ndarray
 
@@ -38,99 +38,99 @@ class Block(Protocol):
 
 
 class Corpus(Protocol):
-    """Blocks that are made when they are asked for: `opslot.data.TokenCorpus`."""
+    """Shards that are tokenized on demand: `opslot.data.TokenCorpus`."""
 
     @property
-    def fingerprint(self) -> str: ...
+    def identity(self) -> dict[str, Any]: ...
 
     @property
     def sizes(self) -> np.ndarray: ...
 
-    def block(self, number: int) -> Block: ...
+    def shard(self, number: int) -> Shard: ...
 
     def prepare(self, numbers: Sequence[int] | np.ndarray) -> None: ...
 
 
 class Documents:
-    """Which documents of a corpus: all of them, or a part that a subclass chooses block by block.
+    """A selection of the documents of a corpus: all of them, or what a subclass selects from each shard.
 
     Attributes:
-        blocks: the blocks that have any, int64.
-        identity: what the choice depends on beside the corpus, for `PackedRows.identity`.
+        shards: numbers of the shards that have selected documents, int64.
+        identity: parameters of the selection, for `PackedDataset.identity`.
     """
 
     def __init__(self, corpus: Corpus) -> None:
-        self.blocks: np.ndarray = np.arange(len(corpus.sizes))
+        self.shards: np.ndarray = np.arange(len(corpus.sizes))
         self.identity: Any = None
 
-    def of(self, number: int, block: Block) -> np.ndarray:
-        """The chosen documents of block `number`, ascending, int64."""
-        return np.arange(len(block.lengths))
+    def of(self, number: int, shard: Shard) -> np.ndarray:
+        """The selected documents of shard `number`, ascending, int64."""
+        return np.arange(len(shard.lengths))
 
 
 @dataclass
 class _Epoch:
-    """One pass over the documents, as far as it is known.
+    """One pass over the documents, as far as its shards have been tokenized.
 
     Attributes:
-        windows: the blocks of each window.
-        text: bytes of text up to the end of each window.
-        ends: where each known window ends in the epoch's stream: in tokens when rows are packed, in rows when each row
-            holds one document.
-        rows: rows that end in the known windows up to each.
+        buffers: the shards of each shuffle buffer.
+        text: bytes of text up to the end of each buffer.
+        ends: end of each known buffer in the stream of the epoch: in tokens with packing, in samples without.
+        samples: number of samples that end in the known buffers up to each one.
     """
 
     number: int
-    windows: list[np.ndarray]
+    buffers: list[np.ndarray]
     text: np.ndarray
     ends: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
 
     @property
     def is_known(self) -> bool:
-        return len(self.ends) == len(self.windows)
+        return len(self.ends) == len(self.buffers)
 
 
 @dataclass(frozen=True)
-class _Window:
-    """The documents of a window in their order, those cut off from the row that goes on here first.
+class _ShuffleBuffer:
+    """The shuffled documents of a buffer, after the remainder of the previous buffers.
 
     Attributes:
-        blocks: the blocks.
-        places, documents: for each document, its block's place in `blocks` and its number there; int64 [documents].
+        shards: the shards.
+        places, documents: for each document, the index of its shard in `shards` and its number there; int64
+            [documents].
         lengths: tokens in each document, int64 [documents].
-        carried: the tokens before this window that belong to its first row, document by document.
-        starts: where each of `carried`, then each document, then what follows starts in the epoch's stream, int64.
-        rows: the rows that end here, in the order in which they are drawn.
+        remainder: tokens before this buffer that belong to its first sample, document by document.
+        starts: start of each remainder document, each document, and what follows, in the stream of the epoch, int64.
+        samples: the samples that end in this buffer, in shuffled order.
     """
 
-    blocks: list[Block]
+    shards: list[Shard]
     places: np.ndarray
     documents: np.ndarray
     lengths: np.ndarray
-    carried: list[np.ndarray]
+    remainder: list[np.ndarray]
     starts: np.ndarray
-    rows: np.ndarray
+    samples: np.ndarray
 
     def tokens(self, position: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the document at `position` of `starts`."""
-        if position < len(self.carried):
-            return self.carried[position][start:stop]
-        position -= len(self.carried)
-        return self.blocks[self.places[position]].tokens(int(self.documents[position]), start, stop)
+        if position < len(self.remainder):
+            return self.remainder[position][start:stop]
+        position -= len(self.remainder)
+        return self.shards[self.places[position]].tokens(int(self.documents[position]), start, stop)
 
 
-class PackedRows(Dataset):
-    """Endless rows of `max_seq_len` tokens; row number `i` belongs to epoch `i // rows_per_epoch`.
+class PackedDataset(Dataset):
+    """An endless sequence of samples of `max_seq_len` tokens; sample `i` is in epoch `i // samples_per_epoch`.
 
-    With packing, an epoch is the concatenation of its documents cut into rows, so a document may go on in another
-    row, without its beginning; the last, partial row is left out (unless it is the only one). Without, each row
-    holds one document, or the next `max_seq_len` tokens of a longer one, padded.
+    With packing, an epoch is the concatenation of its documents, cut into samples: a document may continue in another
+    sample, without its beginning. The last, partial sample is dropped (unless it is the only one). Without packing,
+    each sample is one document, or the next `max_seq_len` tokens of a longer one, padded.
 
     Args:
         corpus: the tokenized documents.
-        documents: which of them; default all.
-        pad_token_id: fills rows that are too short; never predicted, in a document of its own.
+        documents: a selection of them; default all.
+        pad_token_id: pads samples that are too short; padding is never predicted.
     """
 
     def __init__(
@@ -152,90 +152,92 @@ class PackedRows(Dataset):
         self.documents = Documents(corpus) if documents is None else documents
         self.pad_token_id = pad_token_id
         self._sizes: dict[int, int] = {}
-        self._rows_per_epoch: int | None = None
+        self._samples_per_epoch: int | None = None
         self._epochs: dict[int, _Epoch] = {}
-        self._windows: dict[tuple[int, int], _Window] = {}
+        self._buffers: dict[tuple[int, int], _ShuffleBuffer] = {}
 
     @property
-    def rows_per_epoch(self) -> int:
-        """Rows of one pass over the documents; tokenizes what is not there.
+    def samples_per_epoch(self) -> int:
+        """Samples of one pass over the documents; tokenizes all of them.
 
         Raises:
             DataError: there is no text.
         """
-        if self._rows_per_epoch is None:
-            self.corpus.prepare(self.documents.blocks)
+        if self._samples_per_epoch is None:
+            self.corpus.prepare(self.documents.shards)
             epoch = self._epoch(0)
             while not epoch.is_known:
                 self._extend(epoch)
-            if not epoch.rows or epoch.rows[-1] == 0:
+            if not epoch.samples or epoch.samples[-1] == 0:
                 raise DataError("the data cannot be read:\n- there is no document to train on, or to evaluate with")
-            self._rows_per_epoch = epoch.rows[-1]
-        return self._rows_per_epoch
+            self._samples_per_epoch = epoch.samples[-1]
+        return self._samples_per_epoch
 
     def __len__(self) -> int:
-        return self.rows_per_epoch
+        return self.samples_per_epoch
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        """Row number `row`: "input_ids" int64 [max_seq_len] and "lengths", the tokens of each of its documents.
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """Sample `number`: "input_ids" int64 [max_seq_len] and "lengths", the tokens of each of its documents.
 
-        "padding" tells how many tokens at the end are padding; they are the last document.
+        "padding" is the number of padding tokens at the end, which are also the last entry of "lengths".
         """
-        return padded_row(self.tokens(row), self.max_seq_len, self.pad_token_id)
+        return make_sample(self.tokens(number), self.max_seq_len, self.pad_token_id)
 
-    def prepare(self, row: int) -> None:
-        """Return when the tokens of all rows up to number `row` are there."""
-        self._locate(row)
+    def prepare(self, number: int) -> None:
+        """Tokenize what the samples up to `number` need."""
+        self._locate(number)
 
-    def tokens(self, row: int) -> list[np.ndarray]:
-        """Tokens of each document of row number `row`, unsigned, without padding."""
-        epoch, place, index = self._locate(row)
-        window = self._window(epoch, place)
-        return self._pieces(window, int(window.rows[index - _before(epoch.rows, place)]))
+    def tokens(self, number: int) -> list[np.ndarray]:
+        """Tokens of each document of sample `number`, unsigned, without padding."""
+        epoch, place, index = self._locate(number)
+        buffer = self._buffer(epoch, place)
+        return self._documents_of(buffer, int(buffer.samples[index - _before(epoch.samples, place)]))
 
     def token_counts(self, first: int, stop: int) -> np.ndarray:
-        """Tokens of the rows [first, stop), int64, of rows of one document each."""
-        assert not self.packing, "packed rows are full"
+        """Tokens of the samples [first, stop), int64; only without packing, where each is one document."""
+        assert not self.packing, "packed samples are full"
         counts = []
         while first < stop:
             epoch, place, index = self._locate(first)
-            window = self._window(epoch, place)
-            begin = index - _before(epoch.rows, place)
-            rows = window.rows[begin : begin + stop - first]
-            positions = np.searchsorted(window.starts, rows, side="right") - 1
-            before = (rows - window.starts[positions]) * self.max_seq_len
-            counts.append(np.minimum(window.lengths[positions] - before, self.max_seq_len))
-            first += len(rows)
+            buffer = self._buffer(epoch, place)
+            begin = index - _before(epoch.samples, place)
+            samples = buffer.samples[begin : begin + stop - first]
+            positions = np.searchsorted(buffer.starts, samples, side="right") - 1
+            before = (samples - buffer.starts[positions]) * self.max_seq_len
+            counts.append(np.minimum(buffer.lengths[positions] - before, self.max_seq_len))
+            first += len(samples)
         return np.concatenate(counts)
 
-    def epochs(self, rows: int) -> float:
-        """Passes over the data that are done after the first `rows` rows, by bytes of text; whole ones are whole
-        numbers. It needs no more of the text than those rows do."""
-        if rows == 0:
+    def epochs(self, count: int) -> float:
+        """Passes over the data after the first `count` samples, by bytes of text; a whole number at the end of each.
+
+        Tokenizes no more than those samples need.
+        """
+        if count == 0:
             return 0.0
-        epoch, place, index = self._locate(rows - 1)
-        first, stop = _before(epoch.rows, place), epoch.rows[place]
+        epoch, place, index = self._locate(count - 1)
+        first, stop = _before(epoch.samples, place), epoch.samples[place]
         begin, end = _before(epoch.text, place), int(epoch.text[place])
         if index + 1 == stop:
-            # Windows in which no row ends count with the one before them.
-            while place + 1 < len(epoch.windows):
-                if len(epoch.rows) == place + 1:
+            # Buffers in which no sample ends count with the previous one.
+            while place + 1 < len(epoch.buffers):
+                if len(epoch.samples) == place + 1:
                     self._extend(epoch)
-                if epoch.rows[place + 1] > stop:
+                if epoch.samples[place + 1] > stop:
                     break
                 place += 1
                 end = int(epoch.text[place])
             return epoch.number + end / int(epoch.text[-1])
         return epoch.number + (begin + (end - begin) * (index + 1 - first) / (stop - first)) / int(epoch.text[-1])
 
-    def blocks_in_order(self) -> np.ndarray:
-        """The blocks in the order in which the first epoch needs them."""
-        return np.concatenate(self._epoch(0).windows)
+    def shards_in_order(self) -> np.ndarray:
+        """The shards in the order in which the first epoch needs them."""
+        return np.concatenate(self._epoch(0).buffers)
 
     def identity(self) -> dict[str, Any]:
-        """What decides which tokens row `i` holds."""
+        """Everything that determines which tokens sample `i` holds."""
         return {
-            "data": self.corpus.fingerprint,
+            **self.corpus.identity,
             "data.max_seq_len": self.max_seq_len,
             "data.packing": self.packing,
             "data.shuffle": self.shuffle,
@@ -243,170 +245,169 @@ class PackedRows(Dataset):
             "data.eval_fraction": self.documents.identity,
         }
 
-    def _locate(self, row: int) -> tuple[_Epoch, int, int]:
-        """Epoch of a row, place of its window there, and its index among the epoch's rows."""
-        number, index = (0, row) if self._rows_per_epoch is None else divmod(row, self._rows_per_epoch)
-        epoch = self._epoch(number)
-        while not epoch.rows or epoch.rows[-1] <= index:
+    def _locate(self, number: int) -> tuple[_Epoch, int, int]:
+        """Epoch of a sample, number of its shuffle buffer there, and its index in the epoch."""
+        epoch_number, index = (
+            (0, number) if self._samples_per_epoch is None else divmod(number, self._samples_per_epoch)
+        )
+        epoch = self._epoch(epoch_number)
+        while not epoch.samples or epoch.samples[-1] <= index:
             if epoch.is_known:
-                # The first epoch has fewer rows; how many is known now.
-                assert self.rows_per_epoch <= row
-                return self._locate(row)
+                # The first epoch has fewer samples than that, and their number is known now.
+                assert self.samples_per_epoch <= number
+                return self._locate(number)
             self._extend(epoch)
-        return epoch, bisect.bisect_right(epoch.rows, index), index
+        return epoch, bisect.bisect_right(epoch.samples, index), index
 
     def _epoch(self, number: int) -> _Epoch:
         if number not in self._epochs:
-            blocks, size = self.documents.blocks, 1
+            shards, size = self.documents.shards, 1
             if self.shuffle:
-                blocks = np.random.default_rng([self.seed, number, 0, _BLOCKS]).permutation(blocks)
-            windows = []
-            while len(blocks):
-                windows.append(blocks[:size])
-                blocks = blocks[size:]
-                size = min(2 * size, _LARGEST_WINDOW) if self.shuffle else 1
-            text = np.cumsum([self.corpus.sizes[window].sum() for window in windows])
-            self._epochs = _with(self._epochs, number, _Epoch(number, windows, text))
+                shards = np.random.default_rng([self.seed, number, 0, _SHARD_ORDER]).permutation(shards)
+            buffers = []
+            while len(shards):
+                buffers.append(shards[:size])
+                shards = shards[size:]
+                size = min(2 * size, _LARGEST_BUFFER) if self.shuffle else 1
+            text = np.cumsum([self.corpus.sizes[buffer].sum() for buffer in buffers])
+            self._epochs = _keep_newest(self._epochs, number, _Epoch(number, buffers, text))
         return self._epochs[number]
 
     def _extend(self, epoch: _Epoch) -> None:
-        """Learn how long the next window is."""
-        window = epoch.windows[len(epoch.ends)]
-        self.corpus.prepare(window)
-        end = (epoch.ends[-1] if epoch.ends else 0) + sum(self._size(int(number)) for number in window)
+        """Tokenize the next buffer, so that its length is known."""
+        buffer = epoch.buffers[len(epoch.ends)]
+        self.corpus.prepare(buffer)
+        end = (epoch.ends[-1] if epoch.ends else 0) + sum(self._size(int(number)) for number in buffer)
         epoch.ends.append(end)
-        rows = end // self.max_seq_len if self.packing else end
-        epoch.rows.append(min(1, end) if epoch.is_known and rows == 0 else rows)
+        samples = end // self.max_seq_len if self.packing else end
+        epoch.samples.append(min(1, end) if epoch.is_known and samples == 0 else samples)
 
     def _size(self, number: int) -> int:
-        """Tokens, or rows, of the documents of a block."""
+        """Length of a shard's documents in the stream of an epoch."""
         if number not in self._sizes:
-            block = self.corpus.block(number)
-            self._sizes[number] = int(self._stretch(block.lengths[self.documents.of(number, block)]).sum())
+            shard = self.corpus.shard(number)
+            self._sizes[number] = int(self._stream_lengths(shard.lengths[self.documents.of(number, shard)]).sum())
         return self._sizes[number]
 
-    def _stretch(self, lengths: np.ndarray) -> np.ndarray:
-        """What documents of `lengths` tokens take in an epoch's stream."""
+    def _stream_lengths(self, lengths: np.ndarray) -> np.ndarray:
+        """Lengths of documents in the stream of an epoch: in tokens with packing, in samples without."""
         return lengths if self.packing else -(-lengths // self.max_seq_len)
 
-    def _window(self, epoch: _Epoch, place: int) -> _Window:
+    def _buffer(self, epoch: _Epoch, place: int) -> _ShuffleBuffer:
         key = (epoch.number, place)
-        if key not in self._windows:
-            blocks, places, documents = self._draw(epoch, place)
+        if key not in self._buffers:
+            shards, places, documents = self._draw(epoch, place)
             start = _before(epoch.ends, place)
-            carried = self._carried(epoch, place, start % self.max_seq_len) if self.packing else []
-            lengths = _lengths_of(blocks, places, documents)
-            before = np.array([len(tokens) for tokens in carried], dtype=np.int64)
-            sizes = np.concatenate([before, self._stretch(lengths)])
-            rows = np.arange(_before(epoch.rows, place), epoch.rows[place])
+            remainder = self._remainder(epoch, place, start % self.max_seq_len) if self.packing else []
+            lengths = _lengths_of(shards, places, documents)
+            before = np.array([len(tokens) for tokens in remainder], dtype=np.int64)
+            sizes = np.concatenate([before, self._stream_lengths(lengths)])
+            samples = np.arange(_before(epoch.samples, place), epoch.samples[place])
             if self.shuffle:
-                rows = np.random.default_rng([self.seed, *key, _ROWS]).permutation(rows)
+                samples = np.random.default_rng([self.seed, *key, _SAMPLE_ORDER]).permutation(samples)
             starts = start - int(before.sum()) + np.concatenate([[0], np.cumsum(sizes)])
-            self._windows = _with(
-                self._windows, key, _Window(blocks, places, documents, lengths, carried, starts, rows)
+            self._buffers = _keep_newest(
+                self._buffers, key, _ShuffleBuffer(shards, places, documents, lengths, remainder, starts, samples)
             )
-        return self._windows[key]
+        return self._buffers[key]
 
-    def _draw(self, epoch: _Epoch, place: int) -> tuple[list[Block], np.ndarray, np.ndarray]:
-        """Blocks of a window, and for each of its documents in their order its block's place and its number there."""
-        numbers = [int(number) for number in epoch.windows[place]]
-        blocks = [self.corpus.block(number) for number in numbers]
-        chosen = [self.documents.of(number, block) for number, block in zip(numbers, blocks, strict=True)]
-        places = np.repeat(np.arange(len(blocks)), [len(documents) for documents in chosen])
-        documents = np.concatenate(chosen)
+    def _draw(self, epoch: _Epoch, place: int) -> tuple[list[Shard], np.ndarray, np.ndarray]:
+        """Shards of a buffer and, for each document in shuffled order, the index of its shard and its number there."""
+        numbers = [int(number) for number in epoch.buffers[place]]
+        shards = [self.corpus.shard(number) for number in numbers]
+        selected = [self.documents.of(number, shard) for number, shard in zip(numbers, shards, strict=True)]
+        places = np.repeat(np.arange(len(shards)), [len(documents) for documents in selected])
+        documents = np.concatenate(selected)
         if not self.shuffle:
-            return blocks, places, documents
-        order = np.random.default_rng([self.seed, epoch.number, place, _DOCUMENTS]).permutation(len(documents))
-        return blocks, places[order], documents[order]
+            return shards, places, documents
+        order = np.random.default_rng([self.seed, epoch.number, place, _DOCUMENT_ORDER]).permutation(len(documents))
+        return shards, places[order], documents[order]
 
-    def _carried(self, epoch: _Epoch, place: int, count: int) -> list[np.ndarray]:
-        """The last `count` tokens before a window, document by document."""
-        pieces: list[np.ndarray] = []
+    def _remainder(self, epoch: _Epoch, place: int, count: int) -> list[np.ndarray]:
+        """The last `count` tokens before a buffer, document by document."""
+        parts: list[np.ndarray] = []
         while count:
             place -= 1
-            blocks, places, documents = self._draw(epoch, place)
-            for block, document in zip(places[::-1], documents[::-1], strict=True):
-                piece = blocks[block].tokens(int(document))[-count:]
-                pieces.append(piece)
-                count -= len(piece)
+            shards, places, documents = self._draw(epoch, place)
+            for shard, document in zip(places[::-1], documents[::-1], strict=True):
+                part = shards[shard].tokens(int(document))[-count:]
+                parts.append(part)
+                count -= len(part)
                 if not count:
                     break
-        return pieces[::-1]
+        return parts[::-1]
 
-    def _pieces(self, window: _Window, row: int) -> list[np.ndarray]:
+    def _documents_of(self, buffer: _ShuffleBuffer, index: int) -> list[np.ndarray]:
+        """Tokens of each document of the sample with this index in the epoch's stream."""
         size = self.max_seq_len
         if not self.packing:
-            position = int(np.searchsorted(window.starts, row, side="right")) - 1
-            start = (row - int(window.starts[position])) * size
-            return [window.tokens(position, start, start + size)]
-        begin, end = row * size, (row + 1) * size
-        first = int(np.searchsorted(window.starts, begin, side="right")) - 1
-        last = int(np.searchsorted(window.starts, end, side="left"))
-        pieces = []
-        for position in range(first, min(last, len(window.starts) - 1)):
-            offset = int(window.starts[position])
-            pieces.append(window.tokens(position, max(0, begin - offset), end - offset))
-        return pieces
+            position = int(np.searchsorted(buffer.starts, index, side="right")) - 1
+            start = (index - int(buffer.starts[position])) * size
+            return [buffer.tokens(position, start, start + size)]
+        begin, end = index * size, (index + 1) * size
+        first = int(np.searchsorted(buffer.starts, begin, side="right")) - 1
+        last = int(np.searchsorted(buffer.starts, end, side="left"))
+        parts = []
+        for position in range(first, min(last, len(buffer.starts) - 1)):
+            offset = int(buffer.starts[position])
+            parts.append(buffer.tokens(position, max(0, begin - offset), end - offset))
+        return parts
 
 
-def _lengths_of(blocks: list[Block], places: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """Tokens in each document, given as in `_Window`."""
-    firsts = np.cumsum([0, *(len(block.lengths) for block in blocks)])[:-1]
-    return np.concatenate([block.lengths for block in blocks])[firsts[places] + documents]
+def _lengths_of(shards: list[Shard], places: np.ndarray, documents: np.ndarray) -> np.ndarray:
+    """Tokens in each document, given as in `_ShuffleBuffer`."""
+    firsts = np.cumsum([0, *(len(shard.lengths) for shard in shards)])[:-1]
+    return np.concatenate([shard.lengths for shard in shards])[firsts[places] + documents]
 
 
 def _before(ends: Any, place: int) -> int:
-    """The end of the window before `place`."""
+    """End of the buffer before `place`."""
     return int(ends[place - 1]) if place else 0
 
 
-def _with(kept: dict[Any, Any], key: Any, value: Any) -> dict[Any, Any]:
-    """The newest entry and `value`: rows near a border are asked for on both sides."""
+def _keep_newest(kept: dict[Any, Any], key: Any, value: Any) -> dict[Any, Any]:
+    """`value` and the previously newest entry: samples near a boundary alternate between two buffers."""
     return {**dict(list(kept.items())[-1:]), key: value}
 
 
-def padded_row(pieces: list[np.ndarray], size: int, pad_token_id: int) -> dict[str, Any]:
-    """A row of `size` tokens from documents of at most as many, in the form of `PackedRows`' rows."""
-    lengths = [len(piece) for piece in pieces]
+def make_sample(documents: list[np.ndarray], size: int, pad_token_id: int) -> dict[str, Any]:
+    """A sample of `size` tokens from documents of at most as many; see `PackedDataset.__getitem__`."""
+    lengths = [len(tokens) for tokens in documents]
     padding = size - sum(lengths)
     if padding:
-        pieces = [*pieces, np.full(padding, pad_token_id, dtype=np.int64)]
+        documents = [*documents, np.full(padding, pad_token_id, dtype=np.int64)]
         lengths.append(padding)
     return {
-        "input_ids": torch.from_numpy(np.concatenate(pieces).astype(np.int64)),
+        "input_ids": torch.from_numpy(np.concatenate(documents).astype(np.int64)),
         "lengths": lengths,
         "padding": padding,
     }
 
 
-def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """One micro batch of rows [B, S] as keyword arguments of a Transformers causal model.
+def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """A micro batch of packed samples [B, S] as keyword arguments of a Transformers causal model.
 
     Returns:
-        input_ids, labels, position_ids: int64 [B, S]. Positions restart with each document; the first token of each
-            and all padding carry label -100, so nothing is predicted across a border.
-        cu_seq_lens_q, cu_seq_lens_k: int32 [documents + 1], borders of the documents, and so of the rows, in the
-            flattened B * S tokens.
+        input_ids, labels, position_ids: int64 [B, S]. Positions restart with each document. The first token of each
+            document and all padding have label -100, so nothing is predicted across documents.
+        cu_seq_lens_q, cu_seq_lens_k: int32 [documents + 1], offsets of the documents in the flattened B * S tokens;
+            sample boundaries are document boundaries.
         max_length_q, max_length_k: tokens of the longest document, int.
 
-        There is no attention_mask: restarting positions make eager and sdpa attention block-diagonal, and cu_seq_lens
-        does it for kernels that take them.
+        There is no attention_mask: eager and sdpa attention derive the block-diagonal mask from the restarting
+        positions, other kernels use cu_seq_lens.
     """
-    input_ids = torch.stack([row["input_ids"] for row in rows])
-    lengths = torch.tensor([length for row in rows for length in row["lengths"]])
-    borders = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    starts = torch.repeat_interleave(borders[:-1], lengths)
+    input_ids = torch.stack([sample["input_ids"] for sample in samples])
+    lengths = torch.tensor([length for sample in samples for length in sample["lengths"]])
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    starts = torch.repeat_interleave(offsets[:-1], lengths)
     labels = input_ids.flatten().clone()
-    labels[borders[:-1]] = IGNORE_INDEX
-    labels = labels.view_as(input_ids)
-    for row, label in zip(rows, labels, strict=True):
-        if row["padding"]:
-            label[-row["padding"] :] = IGNORE_INDEX
-    cu_seqlens = borders.to(torch.int32)
+    labels[offsets[:-1]] = IGNORE_INDEX
+    cu_seqlens = offsets.to(torch.int32)
     longest = int(lengths.max())
     return {
         "input_ids": input_ids,
-        "labels": labels,
+        "labels": _ignore_padding(labels.view_as(input_ids), samples),
         "position_ids": (torch.arange(len(starts)) - starts).view_as(input_ids),
         "cu_seq_lens_q": cu_seqlens,
         "cu_seq_lens_k": cu_seqlens,
@@ -415,6 +416,37 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def collate_padded(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """A micro batch of samples of one document each, padded on the right, as Transformers' collators make it.
+
+    Every causal model takes it, also one that cannot keep packed documents apart.
+
+    Returns:
+        input_ids, labels, position_ids: int64 [B, S]. Padding and the first token have label -100.
+        attention_mask: int64 [B, S], 1 for tokens; absent without padding.
+    """
+    input_ids = torch.stack([sample["input_ids"] for sample in samples])
+    labels = input_ids.clone()
+    labels[:, 0] = IGNORE_INDEX
+    batch = {
+        "input_ids": input_ids,
+        "labels": _ignore_padding(labels, samples),
+        "position_ids": torch.arange(input_ids.shape[1]).expand_as(input_ids).contiguous(),
+    }
+    if any(sample["padding"] for sample in samples):
+        mask = torch.ones_like(input_ids)
+        for sample, tokens in zip(samples, mask, strict=True):
+            tokens[len(tokens) - sample["padding"] :] = 0
+        batch["attention_mask"] = mask
+    return batch
+
+
+def _ignore_padding(labels: torch.Tensor, samples: list[dict[str, Any]]) -> torch.Tensor:
+    for sample, label in zip(samples, labels, strict=True):
+        label[len(label) - sample["padding"] :] = IGNORE_INDEX
+    return labels
+
+
 def count_targets(labels: torch.Tensor) -> int:
-    """Tokens that a causal model predicts from `labels` [B, S], which it shifts by one."""
+    """Number of tokens that a causal model predicts from `labels` [B, S], which it shifts by one."""
     return int((labels[:, 1:] != IGNORE_INDEX).sum())

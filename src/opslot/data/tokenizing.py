@@ -1,4 +1,4 @@
-"""Processes that tokenize ahead of the training one."""
+"""Processes that tokenize ahead of training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TokenizingProcesses:
-    """`count` processes that write the blocks `numbers` of a corpus, in this order; they end with their parent."""
+    """`count` processes that tokenize the shards `numbers` of a corpus, in this order; they end with their parent."""
 
     def __init__(self, corpus: TokenCorpus, numbers: Sequence[int], count: int) -> None:
         context = multiprocessing.get_context()
@@ -31,11 +31,10 @@ class TokenizingProcesses:
             self._members.append((process, receiver))
 
     def check(self) -> None:
-        """Raise what one of them found wrong.
+        """Raise the error of a process that failed.
 
         Raises:
-            DataError: its own, or one that says how it ended. One that a signal asked to end is no error: the training
-                process does its work.
+            DataError: the process's own error, or how it ended. SIGTERM is no error: the training process takes over.
         """
         for process, receiver in self._members:
             code = process.exitcode
@@ -45,12 +44,12 @@ class TokenizingProcesses:
                 raise DataError(receiver.recv())
             how = f"signal {-code}; out of memory?" if code < 0 else f"exit code {code}, see above"
             raise DataError(
-                f"a process that tokenizes has ended ({how})",
-                hint="lower data.num_workers, and go on with train.resume_from: latest",
+                f"a tokenizing process exited ({how})",
+                hint="lower data.num_workers, and continue with train.resume_from: latest",
             )
 
     def stop(self) -> None:
-        """End them at once."""
+        """Terminate the processes."""
         for process, receiver in self._members:
             process.terminate()
             process.join()
@@ -58,10 +57,10 @@ class TokenizingProcesses:
 
 
 def _tokenize(corpus: TokenCorpus, numbers: Sequence[int], errors: Connection) -> None:
-    # Ctrl-C reaches every process of a terminal; the training one decides what it means.
+    # Ctrl-C reaches every process of a terminal; only the training process handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # The processes are the parallelism; and after a fork, threads of the parent do not exist here.
+    # One thread per process; threads of the parent do not exist after a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
 

@@ -99,6 +99,11 @@ def _record_outputs_of(module: Any) -> None:
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(module)), recorded)
 
 
+def has_slots(model: Any) -> bool:
+    """Whether `apply` would find anything to bind in `model`."""
+    return bool(_plan_moves(model)) or next(walk_slots(model), None) is not None
+
+
 def _plan_moves(model: Any) -> list[tuple[Any, type, type]]:
     """(module, class now, generated class) for every module of a known architecture."""
     moves: list[tuple[Any, type, type]] = []

@@ -1,7 +1,8 @@
-"""`build_foundation_model`: a generated model from a config, with weights and kernels."""
+"""`build_foundation_model`: construct a model from a config, move it to its generated classes, bind kernels, load."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -12,8 +13,15 @@ from opslot._base.device import usable_device
 from opslot._base.dtypes import floating_dtype
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
-from opslot.models._registry import ARCHITECTURES, MODEL_CONFIG_REGISTRY, MODELING_REGISTRY, serve_model_type
-from opslot.slots import OpsImplementationConfig, bind
+from opslot.models._apply import apply, has_slots
+from opslot.models._registry import (
+    ARCHITECTURES,
+    MODEL_CONFIG_REGISTRY,
+    MODELING_REGISTRY,
+    architecture_of,
+    serve_model_type,
+)
+from opslot.slots import OpsImplementationConfig
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +47,7 @@ def build_foundation_model(
     run_dtype: torch.dtype | str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Build a model of an architecture that opslot knows, with its kernels bound.
+    """Construct a Transformers model, apply opslot's slots to every module in it, bind its kernels, load weights.
 
     Args:
         config_path: a folder with config.json, that file, or a config object (copied, never changed).
@@ -48,7 +56,8 @@ def build_foundation_model(
         torch_dtype: parameters' dtype, e.g. "bfloat16"; default the config's, else float32.
         init_device: "cpu", "cuda", "npu", or "meta" for parameters without memory (then without `weights_path`).
         ops_implementation: kernels, as `OpsImplementationConfig` reads them; default "auto".
-        architecture: class name; default the first of the config's `architectures`, else <Model>ForCausalLM.
+        architecture: class name; default the first of the config's `architectures`, else that of Transformers' Auto
+            classes: <Model>ForConditionalGeneration with images or audio, <Model>ForCausalLM without.
         config_kwargs: values that override the config's.
         run_device: what kernels are chosen for; default `init_device`, and for "meta" this machine's best device.
         run_dtype: what the model will compute in, where autocast or FSDP2's mixed precision makes that another dtype
@@ -84,13 +93,13 @@ def build_foundation_model(
     usable_device(init_device)
     cls = _model_class(config, architecture, backend)
     model = _instantiate(cls, config, dtype, init_device, empty=weights_path is not None)
-    if weights_path is not None:
-        load_foundation_weights(model, weights_path)
     if backend == "hf":
         logger.info("%s=hf: Transformers' own %s, without slots", BACKEND_VARIABLE, cls.__name__)
     else:
         device = run_device or (None if init_device == "meta" else init_device)
-        bind(model, ops, device=device, dtype=computed)
+        apply(model, ops, device=device, dtype=computed)
+    if weights_path is not None:
+        load_foundation_weights(model, weights_path)
     model.train()
     return model
 
@@ -103,8 +112,6 @@ def load_config(
     Raises:
         ConfigError: the path or its model_type does not exist, the JSON is broken, or a value is none for its field.
     """
-    import copy
-
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(source, PreTrainedConfig):
@@ -151,9 +158,8 @@ def _decode_float(value: dict[str, Any]) -> Any:
 def _config_class(model_type: str) -> type[PreTrainedConfig]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if os.environ.get(BACKEND_VARIABLE) == "hf" and model_type in CONFIG_MAPPING:
+    if model_type not in MODEL_CONFIG_REGISTRY and model_type in CONFIG_MAPPING:
         return CONFIG_MAPPING[model_type]
-    serve_model_type(model_type)
     return MODEL_CONFIG_REGISTRY.get(model_type)()
 
 
@@ -188,26 +194,48 @@ def _dtype(value: torch.dtype | str | None, config: PreTrainedConfig) -> torch.d
 
 
 def _model_class(config: PreTrainedConfig, architecture: str | None, backend: str) -> type:
-    name = architecture or next(iter(config.architectures or ()), None)
-    if backend == "hf":
-        import transformers
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    """The class to construct: Transformers' own, or that of an architecture registered with a patch of its own.
 
-        found: Any = getattr(transformers, name, None) if name else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-        if found is None:
-            raise ConfigError(f"Transformers has no class {name!r} for model_type {config.model_type!r}")
-        return found
-    serve_model_type(config.model_type)
-    return MODELING_REGISTRY.get(config.model_type)(name or _causal_name(config))
+    Raises:
+        ConfigError: no such class, or nothing in its models gets a slot.
+    """
+    import transformers
+
+    model_type = config.model_type
+    name = architecture or next(iter(config.architectures or ()), None) or _auto_class_name(config)
+    if backend == "opslot" and serve_model_type(model_type):
+        cls = MODELING_REGISTRY.get(model_type)(name)
+        # A patch may change what is constructed, which discovered slots never do.
+        found = None if model_type in ARCHITECTURES else architecture_of(cls, generated=True)
+        return (found and found.upstream_class(name)) or cls
+    theirs: Any = getattr(transformers, name, None)
+    if theirs is None:
+        raise ConfigError(
+            f"Transformers has no class {name!r} for model_type {model_type!r}",
+            hint="give architecture, or architectures in config.json, the name of one that it has",
+        )
+    if backend == "opslot" and not has_slots(_instantiate(theirs, copy.deepcopy(config), None, "meta", empty=True)):
+        MODEL_CONFIG_REGISTRY.get(model_type)
+    return theirs
 
 
-def _causal_name(config: PreTrainedConfig) -> str:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def _auto_class_name(config: PreTrainedConfig) -> str:
+    """The class that Transformers' Auto classes would take: with vision or audio where the config has them."""
+    from transformers.models.auto import modeling_auto
 
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    for kind in ("IMAGE_TEXT_TO_TEXT", "CAUSAL_LM", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM"):
+        found = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}).get(config.model_type)
+        if found:
+            return found if isinstance(found, str) else found[0]
+    raise ConfigError(
+        f"the config names no class for model_type {config.model_type!r}, and Transformers has no language model of it",
+        hint='give architecture, or "architectures" in config.json, the name of a class',
+    )
 
 
-def _instantiate(cls: Any, config: PreTrainedConfig, dtype: torch.dtype, device: str, empty: bool) -> PreTrainedModel:
+def _instantiate(
+    cls: Any, config: PreTrainedConfig, dtype: torch.dtype | None, device: str, empty: bool
+) -> PreTrainedModel:
     """Make the model in `dtype` on `device`; `empty` skips the random draw that weights will overwrite."""
     from contextlib import ExitStack
 
@@ -219,12 +247,16 @@ def _instantiate(cls: Any, config: PreTrainedConfig, dtype: torch.dtype, device:
         if empty:
             stack.enter_context(no_init_weights())
         try:
-            model = cls._from_config(config, dtype=dtype)
-        except (ZeroDivisionError, RuntimeError) as error:
+            model = cls._from_config(config, **({} if dtype is None else {"dtype": dtype}))
+        except Exception as error:
             faulty = _faulty_sizes(config.to_dict(), error)
-            if not faulty:
-                raise
-            raise ConfigError(f"{cls.__name__} cannot be made from its config: {error}{faulty}") from error
+            if faulty:
+                raise ConfigError(f"{cls.__name__} cannot be built from its config: {error}{faulty}") from error
+            raise ConfigError(
+                f"{cls.__name__} cannot be built from its config",
+                found=f"{type(error).__name__}: {error}",
+                hint="fix the value in config.json; --traceback shows where Transformers reads it",
+            ) from error
     if empty:
         # Transformers ties weights in the same place where it draws them.
         model.tie_weights()

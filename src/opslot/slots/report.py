@@ -14,8 +14,8 @@ class BindingRow:
     """One group of slots that share a class, a kernel and its reasons.
 
     Attributes:
-        slot: class and slot, e.g. "Qwen3RMSNorm.rms_norm"; "model" for an op that is selected per model; of an override
-            without effect, its glob.
+        slot: class and slot, e.g. "Qwen3RMSNorm.rms_norm"; of an op that is selected per model "model", or the class of
+            the sub-model; of an override without effect, its glob.
         modules: FQNs of the module instances.
         chosen: kernel name, "eager", "absent" for a field that names what the architecture lacks, or "replaced" where
             another implementation than eager was set on the model itself since it was bound; `why` names it.
@@ -146,7 +146,7 @@ def make_report(
 
 def _row(slot: SlotBinding, then: str | None, now: str | None) -> BindingRow:
     r = slot.resolution
-    label = f"{slot.owner}.{slot.slot}" if slot.slot else "model"
+    label = f"{slot.owner}.{slot.slot}" if slot.slot else slot.owner if slot.path else "model"
     chosen, why, wrappers = r.chosen, r.why, tuple(wrapper.name for wrapper in slot.wrappers)
     if now != then:
         chosen = "eager" if now == "eager" else "replaced"

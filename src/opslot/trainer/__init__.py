@@ -1,4 +1,4 @@
-"""Training: configuration, the loop, its callbacks, and the command. Imports torch only when a trainer is asked for."""
+"""Training: configuration, the loop, its callbacks, and the command. Imports torch only when a trainer is used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from opslot.trainer.parse import load_config
     from opslot.trainer.text import TextTrainer
 
-_HOMES = {
+_MODULES = {
     "BaseTrainer": "base",
     "Callback": "callbacks",
     "RunConfig": "config",
@@ -39,6 +39,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"opslot.trainer.{_HOMES[name]}"), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"opslot.trainer.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'opslot.trainer' has no attribute {name!r}")

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import math
 import resource
+import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from opslot._base.errors import TrainingError
-from opslot._base.files import write_json, write_text
+from opslot._base.errors import ConfigError, DataError, TrainingError
+from opslot._base.files import remove_temporary_files, write_json, write_text
 from opslot.checkpoint import initialize_weights
 from opslot.data import count_targets
 from opslot.distributed import (
@@ -24,6 +26,7 @@ from opslot.distributed import (
     clip_grad_norm,
     gradient_sync,
     init_parallel_state,
+    on_first_rank,
     shard_sequence,
     sum_over_ranks,
 )
@@ -47,8 +50,10 @@ from opslot.trainer.callbacks import (
 from opslot.trainer.config import RunConfig
 from opslot.trainer.display import make_console
 from opslot.trainer.kernels import kernel_record, pin_kernels, require_same_kernels
+from opslot.trainer.loss_scaling import LossScaler
 from opslot.trainer.optimizer import build_optimizer, learning_rate
-from opslot.trainer.parse import to_yaml
+from opslot.trainer.output_lock import OutputLock
+from opslot.trainer.parse import config_changes, to_yaml
 from opslot.trainer.random_states import restore_random_states, seed_everything
 from opslot.trainer.saver import CheckpointSaver
 from opslot.trainer.stopping import StopRequest
@@ -59,13 +64,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# What a disk says that takes no more.
+_MOST_STEPS_WITHOUT_TARGETS = 10
+# errno values of a disk that is full, read-only or failing.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
 
 
 class BatchSource(Protocol):
-    """Endless micro batches, or steps of them, with a place that can be saved; torchdata's StatefulDataLoader is one
-    too."""
+    """An endless stateful dataloader of micro batches, or of lists of them; torchdata's StatefulDataLoader is one."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -79,29 +84,31 @@ class TrainResult:
     """How a run ended.
 
     Attributes:
-        step: last step done.
-        completed: False when the run was asked to stop before its last step.
-        record: measurements of the last step; None when there was none left to do.
+        step: number of the last step.
+        completed: False when a signal stopped the run before its last step.
+        record: measurements of the last step; None when the run was already complete.
+        signal: number of the signal that stopped the run, or None.
     """
 
     step: int
     completed: bool
     record: StepRecord | None
+    signal: int | None = None
 
 
 class BaseTrainer(ABC):
-    """Builds model, data and optimizer, restores a checkpoint, and runs the steps with callbacks around them.
+    """Builds model, data and optimizer, restores a checkpoint, and runs the training steps and callbacks.
 
     Nothing is written before everything is built; then the output folder receives the configuration, the kernel
-    table and what the callbacks write. Subclasses say what the data and the model are.
+    table and the files of the callbacks. Subclasses build the data and the model.
 
     Args:
-        config: the run.
+        config: the configuration of the run.
         callbacks: called in this order; default `default_callbacks()`.
-        console: where messages go; default standard output.
+        console: where messages are printed; default standard output.
 
     Raises:
-        ConfigError, DataError, CheckpointError: before the first step, each with everything that is wrong.
+        ConfigError, DataError, CheckpointError: before the first step, each with all problems found.
     """
 
     def __init__(
@@ -110,28 +117,35 @@ class BaseTrainer(ABC):
         self.config = config
         self.console = console or make_console()
         self.inputs: Inputs = validate(config)
+        for warning in self.inputs.warnings:
+            self.say(f"warning: {warning}")
         self.output_dir = Path(config.train.output_dir).expanduser()
+        self._lock = OutputLock(self.output_dir)
         self.state = start_processes(config)
         self.device = self.state.device
         self.step = 0
         self.tokens_seen = 0
         self.batches: BatchSource = self.build_data()
         seed_everything(config.train.seed)
-        self.model: PreTrainedModel = self._parallelize(self.build_model())
-        # Until here all ranks drew the same numbers, for a model that `build_model` may have filled.
+        self.loss_scaler = LossScaler(_dtype(config.train.fsdp.compute_dtype))
+        self.model: PreTrainedModel = self._parallelize(_require_trainable_dtype(self.build_model()))
+        # All ranks seed alike until the weights exist; dropout differs by rank.
         seed_everything(config.train.seed + self.state.rank)
         self.optimizer = build_optimizer(self.model, config.train)
         self.max_steps = self.count_steps()
         self.expected_steps: float | None = self.max_steps
         self._random_states: dict[str, Any] | None = None
+        self._steps_without_targets = 0
         self._restore()
+        self._first_step = self.step
         self.saver = CheckpointSaver(
             self.output_dir / checkpointing.CHECKPOINTS,
             keep=config.train.save_total_limit,
             background=config.train.async_save,
         )
         self.callbacks = list(callbacks) if callbacks is not None else self.default_callbacks()
-        self._stop = StopRequest(self._say_that_it_stops)
+        self._stop_signal: int | None = None
+        self._stop = StopRequest(self._announce_stop)
 
     @abstractmethod
     def build_data(self) -> BatchSource:
@@ -139,21 +153,23 @@ class BaseTrainer(ABC):
 
     @abstractmethod
     def build_model(self) -> PreTrainedModel:
-        """Build the model, its kernels bound, on `self.device`; or on meta, then it gets its values once it is sharded:
-        those of `model.model_path`, or random ones."""
+        """Build the model with its kernels bound, on `self.device` or on meta.
+
+        A model on meta is initialized after sharding: from `model.model_path`, or with random weights.
+        """
 
     @abstractmethod
     def count_steps(self) -> int | None:
-        """Optimizer steps of the whole run; None where counting them would delay the first one, then `share_done` ends
-        the run."""
+        """Optimizer steps of the whole run; None if counting them would delay the first one. `progress` then decides
+        when the run ends."""
 
-    def share_done(self) -> float:
-        """How much of the run's data is consumed, from 0 to 1 and beyond; for runs whose steps are not counted."""
-        raise NotImplementedError(f"{type(self).__name__}.count_steps() returned None, so it needs share_done()")
+    def progress(self) -> float:
+        """Share of the run's data that is consumed, from 0 to 1 and beyond; for runs whose steps are not counted."""
+        raise NotImplementedError(f"{type(self).__name__}.count_steps() returned None, so it needs progress()")
 
     @abstractmethod
     def evaluate(self) -> float:
-        """Cross entropy of held-out data, nats a predicted token."""
+        """Mean cross entropy of the held-out data in nats per token."""
 
     @abstractmethod
     def export(self, folder: Path) -> None:
@@ -161,33 +177,33 @@ class BaseTrainer(ABC):
 
     @property
     def title(self) -> str:
-        """One line that names the run in pictures."""
+        """One line that names the run, e.g. above the loss curve."""
         millions = sum(p.numel() for p in self.model.parameters()) / 1e6
         return f"{self.model.config.model_type}, {millions:,.1f}M parameters"
 
     @property
     def reference_loss(self) -> float | None:
-        """A loss to compare with in pictures, nats a token."""
+        """A loss in nats per token that the loss curve shows as a dashed line."""
         return None
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro batches that one process runs in an optimizer step."""
+        """Micro batches per rank and optimizer step."""
         train = self.config.train
         return train.global_batch_size // (micro_batch_size(train) * self.state.dp_size)
 
     def next_micro_batches(self, batches: Iterator[Any]) -> list[dict[str, Any]]:
-        """This rank's micro batches of an optimizer step; as many on every rank."""
+        """This rank's micro batches of an optimizer step; the number is the same on every rank."""
         return [next(batches) for _ in range(self.accumulation_steps)]
 
     def count_tokens(self, micro_batches: list[dict[str, Any]]) -> int:
-        """Tokens of an optimizer step over all ranks, padding included, of which this rank has `micro_batches`."""
+        """Tokens of an optimizer step over all ranks, padding included."""
         return sum(batch["input_ids"].numel() for batch in micro_batches) * self.state.dp_size
 
     def default_callbacks(self) -> list[Callback]:
-        """Evaluation comes before those who report it, metrics before the checkpoint that counts on them.
+        """Evaluation first, since the others report its result; metrics before the checkpoint that relies on them.
 
-        Ranks other than the first have those that take all ranks.
+        Ranks other than 0 only get the callbacks that all ranks take part in.
         """
         if self.state.rank:
             return [EvaluationCallback(), CheckpointCallback(), ExportCallback()]
@@ -202,66 +218,81 @@ class BaseTrainer(ABC):
         return [*chosen, CheckpointCallback(), LossCurveCallback(), ExportCallback()]
 
     def train(self) -> TrainResult:
-        """Run the steps that are left.
+        """Run the remaining steps.
 
-        SIGINT and SIGTERM end the run after the step they arrive in, with a checkpoint; a second one ends it at once.
+        SIGINT and SIGTERM end the run after the current step, with a checkpoint; a second signal ends it immediately.
 
         Raises:
+            ConfigError: another run writes to the output folder.
+            DataError: no step has a token to predict.
             TrainingError: a loss or gradient that is not finite, before it reaches the weights; a full disk.
             CheckpointError: a checkpoint cannot be written.
         """
-        with self._naming_the_disk():
+        with self._disk_errors():
             return self._train()
 
     def _train(self) -> TrainResult:
-        self._write_description()
         self.model.train()
+        with contextlib.ExitStack() as locked:
+            on_first_rank(self._lock.acquire)
+            locked.callback(self._lock.release)
+            on_first_rank(self._write_description)
+            record, completed = self._run_steps()
+        return TrainResult(self.step, completed, record, None if completed else self._stop_signal)
+
+    def _run_steps(self) -> tuple[StepRecord | None, bool]:
         record: StepRecord | None = None
         with self._stop.listening(), self._closing_callbacks():
             for callback in self.callbacks:
                 callback.on_train_start(self)
             batches = iter(self.batches)
             if self._random_states is not None:
-                # Last, since a loader's iterator draws a seed for its workers.
+                # After `iter`: a loader's iterator draws a seed for its workers.
                 restore_random_states(self._random_states)
-            while not self._is_done() and not self._asked_to_stop():
+            while not self._is_done() and not self._stop_requested():
                 record = self._train_step(batches)
                 for callback in self.callbacks:
                     callback.on_step_end(self, record)
             completed = self._is_done()
             for callback in self.callbacks:
                 callback.on_train_end(self, completed)
-        return TrainResult(self.step, completed, record)
+        return record, completed
 
     def forward(self, batch: dict[str, Any], num_items_in_batch: int) -> Any:
         """Outputs of the model for this rank's part of one micro batch.
 
-        The loss is the sum over its tokens over `num_items_in_batch`, so losses add up over micro batches and ranks.
+        The loss is summed over the tokens and divided by `num_items_in_batch`, so losses of micro batches and ranks add
+        up to the mean of the step.
         """
         on_device = {
             name: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
             for name, value in shard_sequence(batch, self.state).items()
         }
         items = torch.tensor(max(1, num_items_in_batch), device=self.device)
-        # A cache would also keep Transformers from seeing that position_ids hold several documents.
+        # With a cache, Transformers does not look for packed documents in position_ids.
         return self.model(**on_device, use_cache=False, num_items_in_batch=items)
 
     def split_loss(self, outputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Cross entropy and the weighted router loss, which upstream has added to `outputs.loss`."""
+        """Cross entropy and the weighted auxiliary loss of the routers, which Transformers adds to `outputs.loss`."""
         aux = getattr(outputs, "aux_loss", None)
         if not isinstance(aux, torch.Tensor):
             return outputs.loss, None
-        weighted = self.model.config.router_aux_loss_coef * aux
+        weighted = self.model.config.get_text_config().router_aux_loss_coef * aux
         return outputs.loss - weighted, weighted
 
     def save_checkpoint(self) -> Path:
-        """Write a checkpoint of this moment; with `train.async_save` it is complete after `self.saver.wait()`."""
+        """Write a checkpoint of the current step; with `train.async_save` it is complete after `self.saver.wait()`."""
         return self.saver.save(
             checkpointing.take_snapshot(
                 self.step,
                 self.model,
                 self.optimizer,
-                {"tokens_seen": self.tokens_seen, "data": self.batches.state_dict()},
+                {
+                    "tokens_seen": self.tokens_seen,
+                    "data": self.batches.state_dict(),
+                    "config": asdict(self.config),
+                    "loss_scale": self.loss_scaler.state_dict(),
+                },
                 kernel_record(self.model),
             )
         )
@@ -275,31 +306,22 @@ class BaseTrainer(ABC):
         train = self.config.train
         micro_batches = self.next_micro_batches(batches)
         (counted,) = sum_over_ranks(sum(count_targets(batch["labels"]) for batch in micro_batches))
-        # The ranks of one sequence have the same rows.
+        # The ranks of one sequence have the same labels.
         targets = round(counted) // self.state.sp
-        lr = learning_rate(train, self.step + 1, self._foresee(self.step + 1))
+        lr = learning_rate(train, self.step + 1, self._expect_steps(self.step + 1))
+        self._check_targets(targets)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        loss = torch.zeros((), device=self.device)
-        aux_loss: torch.Tensor | None = None
-        for number, batch in enumerate(micro_batches, 1):
-            with gradient_sync(self.model, number == len(micro_batches)):
-                outputs = self.forward(batch, targets)
-                cross_entropy, router = self.split_loss(outputs)
-                total = outputs.loss
-                if router is not None:
-                    # Each micro batch brings a whole router loss to each of its ranks; the step wants their mean.
-                    parts = len(micro_batches) * self.state.world_size
-                    share = router / parts
-                    total = total if parts == 1 else cross_entropy + share
-                    aux_loss = share.detach() + (0 if aux_loss is None else aux_loss)
-                total.backward()
-            loss += cross_entropy.detach()
-        grad_norm = self._clip_gradients().item()
-        step_loss, step_aux = sum_over_ranks(loss.item(), 0.0 if aux_loss is None else aux_loss.item())
+        while True:
+            step_loss, step_aux, grad_norm = self._forward_backward(micro_batches, targets)
+            overflow = math.isfinite(step_loss) and not math.isfinite(grad_norm)
+            if not (overflow and self.loss_scaler.back_off()):
+                break
+            self.optimizer.zero_grad(set_to_none=True)
         self._check_finite(step_loss, grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.loss_scaler.step()
         self.step += 1
         tokens = self.count_tokens(micro_batches)
         self.tokens_seen += tokens
@@ -312,36 +334,73 @@ class BaseTrainer(ABC):
             epoch=getattr(self.batches, "epoch", float("nan")),
             tokens=self.tokens_seen,
             memory_gib=_peak_memory(self.device),
-            extra={} if aux_loss is None else {"aux_loss": step_aux},
+            extra={} if step_aux is None else {"aux_loss": step_aux},
         )
+
+    def _forward_backward(self, micro_batches: list[dict[str, Any]], targets: int) -> tuple[float, float | None, float]:
+        """Accumulate the gradients of a step; returns its loss, auxiliary loss and gradient norm, over all ranks."""
+        loss = torch.zeros((), device=self.device)
+        aux_loss: torch.Tensor | None = None
+        for number, batch in enumerate(micro_batches, 1):
+            with gradient_sync(self.model, number == len(micro_batches)):
+                outputs = self.forward(batch, targets)
+                cross_entropy, router = self.split_loss(outputs)
+                total = outputs.loss
+                if router is not None:
+                    # Each micro batch of each rank has an auxiliary loss; the step's is their mean.
+                    parts = len(micro_batches) * self.state.world_size
+                    share = router / parts
+                    total = total if parts == 1 else cross_entropy + share
+                    aux_loss = share.detach() + (0 if aux_loss is None else aux_loss)
+                (total * self.loss_scaler.scale if self.loss_scaler.enabled else total).backward()
+            loss += cross_entropy.detach()
+        self.loss_scaler.unscale(self.model.parameters())
+        grad_norm = self._clip_gradients().item()
+        step_loss, step_aux = sum_over_ranks(loss.item(), 0.0 if aux_loss is None else aux_loss.item())
+        return step_loss, None if aux_loss is None else step_aux, grad_norm
+
+    def _check_targets(self, targets: int) -> None:
+        """Raise where step after step has nothing to predict; a single such step is possible in small batches."""
+        self._steps_without_targets = 0 if targets else self._steps_without_targets + 1
+        count, done = self._steps_without_targets, self.step + 1 - self._first_step
+        if count == _MOST_STEPS_WITHOUT_TARGETS or (count == done and self.step + 1 == self.max_steps):
+            raise DataError(
+                f"no token to predict in the last {count} steps",
+                found="every document in them has one token only, or all labels are ignored",
+                hint="use longer documents (data.sample_by), or set data.append_eos: true",
+            )
 
     def _is_done(self) -> bool:
         return self.max_steps is not None and self.step >= self.max_steps
 
-    def _foresee(self, step: int) -> float:
-        """Steps of the run, once those up to `step` have taken their data.
+    def _expect_steps(self, step: int) -> float:
+        """Steps of the run, estimated when the data of steps up to `step` has been taken.
 
-        Where they are not counted, what the share of the data says: the same number whatever is tokenized by then, and
-        right at the last step.
+        Where steps are not counted, the estimate follows `progress`: it does not depend on how much is tokenized yet,
+        and it is exact at the last step.
         """
         if self.max_steps is None:
-            share = self.share_done()
+            share = self.progress()
             self.expected_steps = step / min(share, 1.0)
             if share >= 1:
                 self.max_steps = step
             return self.expected_steps
         return self.max_steps
 
-    def _asked_to_stop(self) -> bool:
-        """Whether a signal reached any rank, so that all stop after the same step.
+    def _stop_requested(self) -> bool:
+        """Whether any rank received a signal, so that all stop after the same step.
 
         Raises:
-            CheckpointError: on every rank, when a save in the background failed on any.
+            CheckpointError: on every rank, when a background save failed on any.
         """
-        stopped, failed = sum_over_ranks(float(self._stop.received), float(self.saver.failed))
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        *received, failed = sum_over_ranks(
+            *(float(self._stop.signal == number) for number in numbers), float(self.saver.failed)
+        )
         if failed:
             self.saver.wait()
-        return stopped > 0
+        self._stop_signal = next((int(n) for n, count in zip(numbers, received, strict=True) if count), None)
+        return self._stop_signal is not None
 
     def _clip_gradients(self) -> torch.Tensor:
         limit = self.config.train.max_grad_norm or math.inf
@@ -351,18 +410,18 @@ class BaseTrainer(ABC):
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return
         kept = checkpointing.find_checkpoints(self.output_dir / checkpointing.CHECKPOINTS)
-        last = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
+        last = f"the last checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
         raise TrainingError(
             f"step {self.step + 1}: the loss is {loss} and the gradient norm {grad_norm}",
-            found=f"{last}; the weights have not been changed by this step",
+            found=f"{last}; this step has not changed the weights",
             hint=(
-                "lower train.lr, raise train.warmup_steps, or look for the kernel with opslot "
-                "verify; go on with train.resume_from: latest"
+                "lower train.lr, raise train.warmup_steps, or check the kernels with opslot verify; "
+                "then continue with train.resume_from: latest"
             ),
         )
 
     def _parallelize(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The model with the kernels of the checkpoint that the run goes on from, over all ranks."""
+        """Shard the model over all ranks; a resumed run gets the kernels recorded in its checkpoint."""
         train, fsdp = self.config.train, self.config.train.fsdp
         dtype = _dtype(fsdp.compute_dtype)
         if self.inputs.checkpoint is not None:
@@ -370,7 +429,7 @@ class BaseTrainer(ABC):
             for line in pin_kernels(model, recorded, dtype, self.device):
                 self.say(line)
         options: dict[str, Any] = {
-            "activation_checkpointing": train.gradient_checkpointing,
+            "activation_checkpointing": train.activation_checkpointing,
             "ulysses_overlap": train.ulysses_overlap,
         }
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -389,7 +448,7 @@ class BaseTrainer(ABC):
         return model
 
     def _fill(self, model: PreTrainedModel) -> None:
-        """Give a model on meta memory and values; each rank its parts."""
+        """Initialize a model on meta; each rank only its shards."""
         device = "cpu" if self.config.train.fsdp.cpu_offload else self.device
         folder = self.config.model.model_path
         if folder:
@@ -401,7 +460,7 @@ class BaseTrainer(ABC):
         checkpoint = self.inputs.checkpoint
         if checkpoint is None:
             if self.config.train.resume_from == "latest":
-                self.say(f"no checkpoint in {self.output_dir}, so this run starts from its first step")
+                self.say(f"no checkpoint in {self.output_dir}; starting from step 1")
             return
         state, _ = checkpointing.read_state(checkpoint)
         self.batches.load_state_dict(state["data"])
@@ -410,22 +469,30 @@ class BaseTrainer(ABC):
             self._random_states = state["random"][self.state.rank]
         self.step = state["step"]
         self.tokens_seen = state["tokens_seen"]
+        if "loss_scale" in state:
+            self.loss_scaler.load_state_dict(state["loss_scale"])
         if self.step:
-            self._foresee(self.step)
-        done = ", which was the last: nothing is left to do" if self._is_done() else ""
-        self.say(f"resumed from {checkpoint} after step {self.step}{done}")
+            self._expect_steps(self.step)
+        self.say(f"resumed from {checkpoint} (step {self.step})")
+        for change in config_changes(state.get("config"), asdict(self.config)):
+            self.say(f"changed since that checkpoint: {change}")
+        if self._is_done():
+            self.say(f"step {self.step} was the last one; nothing left to train")
 
     def _write_description(self) -> None:
-        if self.state.rank:
-            return
-        self.output_dir.mkdir(parents=True, exist_ok=True)
-        write_text(self.output_dir / "config.yaml", to_yaml(self.config))
+        remove_temporary_files(self.output_dir)
+        text, path = to_yaml(self.config), self.output_dir / "config.yaml"
+        if path.is_file() and path.read_bytes() != text.encode():
+            numbers = itertools.count(1)
+            older = next(file for n in numbers if not (file := path.with_name(f"config.{n}.yaml")).exists())
+            path.rename(older)
+        write_text(path, text)
         write_text(self.output_dir / "kernels.txt", f"{explain(self.model)}\n")
         write_json(self.output_dir / "kernels.json", kernel_record(self.model))
 
     @contextlib.contextmanager
-    def _naming_the_disk(self) -> Iterator[None]:
-        """What goes wrong on a full disk inside, as the user's error."""
+    def _disk_errors(self) -> Iterator[None]:
+        """Report a full or failing disk as a TrainingError."""
         try:
             yield
         except OSError as error:
@@ -434,7 +501,7 @@ class BaseTrainer(ABC):
             file = f" ({error.filename})" if error.filename else ""
             raise TrainingError(
                 f"the run's files cannot be written to {self.output_dir}: {error.strerror}{file}",
-                hint="make room there, then run again with train.resume_from: latest; checkpoints are intact",
+                hint="free disk space, then continue with train.resume_from: latest; checkpoints are intact",
             ) from error
 
     @contextlib.contextmanager
@@ -445,12 +512,12 @@ class BaseTrainer(ABC):
                 closing.callback(callback.close, self)
             yield
 
-    def _say_that_it_stops(self, signal_name: str) -> None:
-        self.say(f"{signal_name}: finishing step {self.step + 1}, then saving (once more to stop at once)")
+    def _announce_stop(self, signal_name: str) -> None:
+        self.say(f"{signal_name}: stopping after the current step and saving; send it again to stop immediately")
 
 
 def start_processes(config: RunConfig) -> ParallelState:
-    """The process group and meshes of a run; once they exist, their state.
+    """Create the process group and device meshes of a run; returns their state if they exist already.
 
     Raises:
         ConfigError: sizes that do not fit the processes.
@@ -465,12 +532,25 @@ def start_processes(config: RunConfig) -> ParallelState:
     )
 
 
+def _require_trainable_dtype(model: PreTrainedModel) -> PreTrainedModel:
+    """Reject float16 parameters: AdamW's updates and second moments underflow in float16."""
+    half = next((name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16), None)
+    if half is not None:
+        raise ConfigError(
+            "float16 parameters cannot be trained: optimizer updates underflow",
+            found=f"{half} is float16",
+            hint="set model.torch_dtype: float32 with train.fsdp.compute_dtype: float16 or bfloat16, or "
+            "model.torch_dtype: bfloat16",
+        )
+    return model
+
+
 def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
 def _peak_memory(device: torch.device) -> float:
-    """GiB: of the GPU's allocator and what it shares with other GPUs, else of this process."""
+    """GiB: of the GPU's allocator and of memory opened from other GPUs, else of this process."""
     if device.type == "cuda":
         return (torch.cuda.max_memory_allocated(device) + opened_bytes()) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

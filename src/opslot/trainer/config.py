@@ -1,4 +1,4 @@
-"""A run's configuration: the sections of the YAML as dataclasses. Imports nothing heavy, so that help is quick."""
+"""The configuration of a run: the sections of the YAML as dataclasses. Imports nothing heavy, so help is quick."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class ModelConfig:
 
     Args:
         config_path: folder with config.json, or that file; default `model_path`.
-        model_path: Hugging Face checkpoint to start from; default random weights.
-        tokenizer_path: folder with the tokenizer, or its tokenizer.json; default `model_path`, then `config_path`.
-        torch_dtype: dtype of the parameters.
-        device: where to train; auto takes a GPU where there is one.
+        model_path: folder of the Hugging Face checkpoint to start from; default random weights.
+        tokenizer_path: folder of the tokenizer, or its tokenizer.json; default `model_path`, then `config_path`.
+        torch_dtype: dtype of the parameters and of the optimizer state; see also `train.fsdp.compute_dtype`.
+        device: where to train; auto selects a GPU if there is one.
         trust_remote_code: allow Python code that ships with the checkpoint to run.
         ops_implementation: kernels. "auto", "eager", a preset's name, or a mapping of fields such as
             rms_norm_implementation, preset and overrides.
@@ -26,7 +26,7 @@ class ModelConfig:
     config_path: str | None = None
     model_path: str | None = None
     tokenizer_path: str | None = None
-    torch_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    torch_dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     trust_remote_code: bool = False
     ops_implementation: str | dict[str, Any] | None = None
@@ -34,13 +34,13 @@ class ModelConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW beyond the learning rate.
+    """Settings of AdamW other than the learning rate.
 
     Args:
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
-        eps: added to the root of the second moment.
-        min_lr_ratio: what linear and cosine schedules end at, as a share of `train.lr`.
+        beta1: decay rate of the first moment.
+        beta2: decay rate of the second moment.
+        eps: added to the square root of the second moment.
+        min_lr_ratio: final learning rate of the linear and cosine schedulers, as a fraction of `train.lr`.
     """
 
     beta1: float = 0.9
@@ -51,17 +51,19 @@ class OptimizerConfig:
 
 @dataclass
 class FSDPConfig:
-    """How parameters are sharded over processes, and in what they compute.
+    """Sharding of the parameters with FSDP2, and its mixed precision.
 
     Args:
-        replicas: groups of processes that hold the same shards; 1 shards over all processes.
-        compute_dtype: dtype of the forward and backward pass; default that of the parameters, which the optimizer sees.
-        reduce_dtype: dtype in which gradients are added up over processes.
+        replicas: number of replicas (dp_replicate of HSDP); 1 shards over all processes.
+        compute_dtype: dtype of the forward and backward pass; default that of the parameters. float16 trains with a
+            dynamic loss scale.
+        reduce_dtype: dtype of the gradient reduction.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
-        reshard_after_forward: gather a layer's parameters again for the backward pass instead of keeping them.
-        prefetch: layers whose parameters are gathered ahead of the one that runs.
-        copy_engine: gather parameters and reduce gradients by copies between the GPUs of one host, instead of NCCL's
-            kernels; default where that can be.
+        reshard_after_forward: free a layer's gathered parameters after the forward pass and gather them again for the
+            backward pass.
+        prefetch: number of layers whose parameters are gathered ahead of the current one.
+        copy_engine: all-gather and reduce-scatter with copies between the GPUs of one host instead of NCCL kernels;
+            default wherever it is supported.
     """
 
     replicas: int = 1
@@ -75,14 +77,14 @@ class FSDPConfig:
 
 @dataclass
 class LoggingConfig:
-    """What is reported, and how often.
+    """What is logged, and how often.
 
     Args:
-        log_steps: write a line of metrics.jsonl every so many steps.
+        log_steps: number of steps between two lines of metrics.jsonl.
         tensorboard: write event files to <output_dir>/tensorboard.
-        wandb: log to Weights & Biases; the package must be installed.
-        wandb_project: project there.
-        progress: auto shows a live bar on a terminal and plain lines elsewhere.
+        wandb: log to Weights & Biases; requires the wandb package.
+        wandb_project: name of the project on Weights & Biases.
+        progress: auto shows a progress bar on a terminal and plain lines elsewhere.
     """
 
     log_steps: int = 1
@@ -94,38 +96,38 @@ class LoggingConfig:
 
 @dataclass
 class TrainConfig:
-    """How long, how fast, how wide, and what is kept.
+    """Steps, batch sizes, learning rate, checkpoints and parallelism.
 
     Args:
-        output_dir: folder that receives everything the run writes.
-        max_steps: optimizer steps; default as many as `num_epochs` need.
-        num_epochs: passes over the data when `max_steps` is not given. Above 16 MiB of text the steps are not counted
-            before the first one, and the learning rate follows the share of the text that is done.
-        global_batch_size: rows in an optimizer step, over all processes and micro batches; with
-            `data.max_tokens_per_batch`, that many times `data.max_seq_len` tokens at most.
-        micro_batch_size: rows that one process, or `sp_size` together, run at a time; default its share of the global
-            batch. Routers' balancing loss is the mean of that of each micro batch, so runs that should have the same
-            need the same size, whatever their number of processes.
-        lr: highest learning rate.
-        lr_scheduler: its course after the warm-up.
-        warmup_steps: steps over which it rises linearly from 0.
-        weight_decay: AdamW's, on matrices; norms, biases and embeddings have none.
-        max_grad_norm: gradients are scaled down to this norm; 0 leaves them.
-        seed: of the weights, the data's order and dropout.
-        gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
-        save_steps: checkpoint every so many steps; the last step is always kept.
-        async_save: write checkpoints while training goes on, from a copy of the state in host memory; the next save
-            waits for the one before. Off: training stands still meanwhile, and there is no copy.
-        save_total_limit: checkpoints to keep; older ones are removed. null keeps all.
-        eval_steps: evaluate every so many steps, and at the end.
-        resume_from: "latest" goes on from the newest checkpoint in output_dir, or starts anew where there is none; or a
-            checkpoint's folder.
-        sp_size: processes that share one sequence (Ulysses).
-        ep_size: processes that share the experts.
-        ulysses_overlap: with `sp_size`, send query, key and value each while the next one is projected.
+        output_dir: folder for everything the run writes; one run at a time may write to it.
+        max_steps: optimizer steps; default as many as `num_epochs` needs.
+        num_epochs: passes over the data if `max_steps` is not set. Above 16 MiB of text the steps are not counted
+            before training, and the learning rate follows the fraction of the text that is consumed.
+        global_batch_size: samples per optimizer step, over all processes and micro batches; with
+            `data.max_tokens_per_batch`, a step has at most this many times `data.max_seq_len` tokens.
+        micro_batch_size: samples per forward pass of one process (or of `sp_size` processes); default the process's
+            share of the global batch. The auxiliary loss of MoE routers is the mean over micro batches, so it depends
+            on this size.
+        lr: peak learning rate.
+        lr_scheduler: learning rate schedule after the warmup.
+        warmup_steps: steps in which the learning rate rises linearly from 0 to `lr`.
+        weight_decay: weight decay of matrices; norms, biases and embeddings have none.
+        max_grad_norm: maximum gradient norm for clipping; 0 disables clipping.
+        seed: random seed of the weights, the data order and dropout.
+        activation_checkpointing: recompute activations in the backward pass instead of storing them.
+        save_steps: number of steps between two checkpoints; the last step is always saved.
+        async_save: write checkpoints in the background from a copy in host memory; a save waits for the previous one.
+            Off: training waits for the write, and no copy is made.
+        save_total_limit: number of checkpoints to keep; older ones are deleted. null keeps all.
+        eval_steps: number of steps between two evaluations; the last step is always evaluated. null: no evaluation.
+        resume_from: "latest" continues from the newest checkpoint in `output_dir`, or starts at step 1 if there is
+            none; or the folder of a checkpoint.
+        sp_size: processes that share one sequence (Ulysses sequence parallelism).
+        ep_size: processes that share the experts (expert parallelism).
+        ulysses_overlap: with `sp_size`, overlap the all-to-alls of query, key and value with their projections.
         fsdp: sharding of the parameters.
-        optimizer: AdamW's other settings.
-        logging: what is reported.
+        optimizer: further settings of AdamW.
+        logging: what is logged.
     """
 
     output_dir: str = "outputs"
@@ -139,7 +141,7 @@ class TrainConfig:
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
     seed: int = 0
-    gradient_checkpointing: bool = False
+    activation_checkpointing: bool = False
     save_steps: int | None = None
     async_save: bool = True
     save_total_limit: int | None = 3
@@ -155,11 +157,11 @@ class TrainConfig:
 
 @dataclass
 class RunConfig:
-    """All of a run's configuration; `opslot.trainer.load_config` reads it from YAML and command line.
+    """The whole configuration of a run; `opslot.trainer.load_config` reads it from YAML and command line.
 
     Args:
         model: the model and its kernels.
-        data: the text.
+        data: the training text.
         train: the training.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from opslot._base.errors import CheckpointError, OpslotError, ParallelError, TrainingError
 from opslot._base.launcher import exit_with_launcher, launched_world_size
-from opslot.trainer.parse import USAGE, build_parser, load_config
+from opslot.trainer.parse import build_parser, load_config
 from opslot.trainer.threads import wait_without_spinning
 
 if TYPE_CHECKING:
@@ -25,28 +26,26 @@ if TYPE_CHECKING:
 
 
 def cli_train(argv: Sequence[str]) -> int:
-    """Run `opslot train` with the arguments after that.
+    """Run `opslot train` with the given arguments.
 
     Returns:
-        0: done, or stopped by a signal with a checkpoint; 1: the run failed on the way; 2: wrong use or bad input.
+        0: the run is complete; 1: it failed during training; 2: wrong usage or bad input; 130 or 143: stopped by SIGINT
+        or SIGTERM, with a checkpoint.
     """
     arguments = [argument for argument in argv if argument != "--traceback"]
     if not arguments or "-h" in arguments or "--help" in arguments:
         build_parser().print_help(sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
-    if arguments[0].startswith("-"):
-        print(f"opslot: error: the first argument is the YAML file\n  usage: {USAGE}", file=sys.stderr)
-        return 2
     exit_with_launcher()
     wait_without_spinning()
     from opslot.distributed import OtherRankFailed
 
     try:
-        # While it is not known which rank this is, every process speaks.
+        # Outside of `_reported_by_first_rank`: an invalid environment does not say which rank this is.
         launched_world_size()
-        with _told_by_first_rank():
+        with _reported_by_first_rank():
             config = load_config(arguments)
-        run(config)
+        _, result = run(config)
     except OtherRankFailed:
         return 1
     except OpslotError as error:
@@ -56,14 +55,14 @@ def cli_train(argv: Sequence[str]) -> int:
         return 1 if isinstance(error, TrainingError | CheckpointError | ParallelError) else 2
     except KeyboardInterrupt:
         print("opslot: interrupted; the last checkpoint is intact", file=sys.stderr)
-        return 1
-    return 0
+        return 128 + signal.SIGINT
+    return 128 + result.signal if result.signal else 0
 
 
 def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer, TrainResult]:
-    """Train as `config` says, and tell the user what is done and where everything is.
+    """Train with `config`, and print progress and results.
 
-    Under torchrun every process calls it, the first one speaks, and all end when one fails.
+    Under torchrun every process calls it; rank 0 prints, and all ranks end when one fails.
     """
     from opslot.distributed import destroy_parallel_state, fail_together
     from opslot.trainer.base import start_processes
@@ -73,8 +72,8 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
     with _logging_to(console), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         if launched_world_size() > 1:
-            # Before anything that only one of them may find wrong.
-            with _told_by_first_rank():
+            # Before anything that may fail on one rank only.
+            with _reported_by_first_rank():
                 start_processes(config)
         with fail_together():
             done = _run(config, console)
@@ -84,6 +83,7 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
 
 def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]:
     from opslot.slots import explain
+    from opslot.trainer.callbacks import HF_FOLDER
     from opslot.trainer.display import kernel_table
     from opslot.trainer.text import TextTrainer
 
@@ -103,16 +103,17 @@ def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]
     )
     result = trainer.train()
     if result.completed:
-        trainer.say(f"done; everything is in {trainer.output_dir} (the model: {trainer.output_dir / 'hf'})")
+        folder = trainer.output_dir / HF_FOLDER
+        trainer.say(f"done: {result.step:,} steps; model, checkpoints and metrics are in {trainer.output_dir}")
+        trainer.say(f'load it with: AutoModelForCausalLM.from_pretrained("{folder}")')
     else:
-        trainer.say(f"stopped after step {result.step} and saved; go on with --train.resume_from latest")
+        trainer.say(f"stopped after step {result.step}; checkpoint saved, continue with --train.resume_from latest")
     return trainer, result
 
 
 @contextlib.contextmanager
-def _told_by_first_rank() -> Iterator[None]:
-    """For what goes wrong on all ranks of a machine if on one: an error inside is OtherRankFailed's on all but its
-    first."""
+def _reported_by_first_rank() -> Iterator[None]:
+    """For errors that all ranks of a machine have in common: only its first rank reports them."""
     from opslot.distributed import OtherRankFailed
 
     try:
@@ -120,12 +121,12 @@ def _told_by_first_rank() -> Iterator[None]:
     except OpslotError as error:
         if (os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or "0") == "0":
             raise
-        raise OtherRankFailed("the machine's first rank failed") from error
+        raise OtherRankFailed("the first rank of this machine failed") from error
 
 
 @contextlib.contextmanager
 def _logging_to(console: Console) -> Iterator[None]:
-    """opslot's log lines go where the trainer's messages go; nobody else's logging changes."""
+    """Send opslot's log lines to the trainer's console; other loggers are not changed."""
 
     class _ToConsole(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -13,11 +13,12 @@ import yaml
 
 from opslot._base.errors import ConfigError, count_of, list_problems
 from opslot.trainer.config import RunConfig
+from opslot.trainer.field_hints import known_elsewhere
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-USAGE = "opslot train CONFIG.yaml [--section.field VALUE ...] [--traceback]"
+USAGE = "opslot train [CONFIG.yaml] [--section.field VALUE ...] [--traceback]"
 
 EXAMPLES = """examples:
   opslot train configs/text.yaml
@@ -25,16 +26,24 @@ EXAMPLES = """examples:
   opslot train run.yaml --train.resume_from latest
   opslot train run.yaml --model.ops_implementation eager
   opslot train run.yaml --model.ops_implementation.rms_norm_implementation triton
-  opslot train run.yaml --data.train_path 'corpus/**/*.jsonl' --data.text_field content
+  opslot train --model.model_path models/Qwen3-0.6B --data.train_path 'corpus/**/*.jsonl' --train.output_dir outputs/run
   torchrun --nproc-per-node 4 -m opslot train run.yaml --train.ep_size 4
 """
 
 
+_HALF = (
+    "float16 parameters cannot be trained, since optimizer updates underflow; use float32 parameters with "
+    "train.fsdp.compute_dtype: float16 or bfloat16, or bfloat16 parameters"
+)
+_VALUE_HINTS = {("model.torch_dtype", name): _HALF for name in ("float16", "fp16", "half", "torch.float16")}
+
+
 def load_config(source: str | Path | Sequence[str]) -> RunConfig:
-    """Read a run's configuration.
+    """Read the configuration of a run.
 
     Args:
-        source: a YAML file, or command-line arguments: the YAML file and `--section.field value` overrides, which win.
+        source: a YAML file, or command-line arguments: optionally the YAML file, then `--section.field value` options,
+            which override it. Of an option given twice, the last one counts.
 
     Raises:
         ConfigError: the file cannot be read or is not YAML; or every unknown key, with the nearest known one, and
@@ -71,7 +80,7 @@ def build_parser() -> ArgumentParser:
         formatter_class=Formatter,
         prog="opslot train",
         usage=USAGE,
-        description="Train a model on text files. A YAML file says how; any field may be given on the command line.",
+        description="Train a language model on text files. Fields come from a YAML file, the command line, or both.",
         epilog=EXAMPLES,
         exit_on_error=False,
     )
@@ -79,8 +88,10 @@ def build_parser() -> ArgumentParser:
         parser.add_class_arguments(typing.get_type_hints(RunConfig)[section.name], section.name)
     for action in parser._actions:
         if action.dest != "help" and action.dest not in schema:
-            # A whole section from another file: one way too many to say the same.
+            # jsonargparse's options for whole sections, which `_checked_overrides` does not accept.
             action.help = SUPPRESS
+        # Nor does it accept jsonargparse's options that append to a list.
+        action.option_strings = [option for option in action.option_strings if not option.endswith("+")]
     return parser
 
 
@@ -89,8 +100,24 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
 
 
+def config_changes(then: Any, now: dict[str, Any]) -> list[str]:
+    """Fields of two configurations, as `dataclasses.asdict` gives them, that differ, e.g. "train.lr: 0.1 -> 0.2".
+
+    Fields that say where a run writes and what it resumes from are left out, as are fields that only one of them has.
+    """
+    schema = _leaf_types(RunConfig)
+    before = dict(_flatten(then, schema)) if isinstance(then, dict) else {}
+    after = dict(_flatten(now, schema))
+    ignored = ("train.output_dir", "train.resume_from")
+    return [
+        f"{name}: {before[name]} -> {after[name]}"
+        for name in schema
+        if name in before and name in after and name not in ignored and before[name] != after[name]
+    ]
+
+
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a mapping that names a key twice, of which YAML's own loader would keep the last in silence."""
+    """Rejects a mapping with a duplicate key; YAML's own loader silently keeps the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, yaml.Mark] = {}
@@ -98,7 +125,7 @@ class _UniqueKeys(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
                 continue
             if key.value in seen:
-                found = f"{key.value} is given twice in one section; keep one of them"
+                found = f"{key.value} is given twice in one section; remove one of them"
                 raise yaml.constructor.ConstructorError("first", seen[key.value], found, key.start_mark)
             seen[key.value] = key.start_mark
         return super().construct_mapping(node, deep)
@@ -108,11 +135,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except FileNotFoundError:
-        raise ConfigError(f"no such file: {path}\n  usage: {USAGE}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"no such file: {path}", hint=f"usage: {USAGE}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML:\n  {error}".replace("\n", "\n  ")) from error
+    except RecursionError:
+        raise ConfigError(f"{path} is not a configuration", found="YAML that is nested too deeply") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -121,7 +150,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _leaf_types(cls: type, prefix: str = "") -> dict[str, Any]:
-    """Dotted name of every field with its type; sections themselves are left out."""
+    """Dotted name and type of every field; sections themselves are not included."""
     leaves: dict[str, Any] = {}
     for name, kind in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(kind):
@@ -132,7 +161,7 @@ def _leaf_types(cls: type, prefix: str = "") -> dict[str, Any]:
 
 
 def _flatten(values: dict[str, Any], schema: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values; goes into mappings only where the schema has sections."""
+    """Dotted keys and values; descends only into mappings that are sections of the schema."""
     sections = {name.rsplit(".", depth)[0] for name in schema for depth in range(1, name.count(".") + 1)}
     for key, value in values.items():
         name = f"{prefix}{key}"
@@ -148,7 +177,11 @@ def _checked_values(
     values: dict[str, Any], schema: dict[str, Any], parser: ArgumentParser, problems: list[str]
 ) -> dict[str, Any]:
     kept: dict[str, Any] = {}
+    seen: set[str] = set()
     for name, value in _flatten(values, schema):
+        if name in seen:
+            problems.append(f"{name} is given twice, nested and with dots; remove one of them")
+        seen.add(name)
         if name not in schema:
             problems.append(_section(name, value, schema) or _unknown(name, schema))
             continue
@@ -175,7 +208,7 @@ def _checked_overrides(
         name, equals, value = option.removeprefix("--").partition("=")
         position += 1
         if not option.startswith("--"):
-            problems.append(f"{option!r} is not an option; fields are written --section.field VALUE")
+            problems.append(f"{option!r} is not an option; set fields with --section.field VALUE")
             continue
         if not equals:
             if position == len(argv) or argv[position].startswith("--"):
@@ -200,7 +233,7 @@ def _accepts(parse: Any) -> bool:
 
     try:
         parse()
-    except (argparse.ArgumentError, TypeError, ValueError):
+    except (argparse.ArgumentError, TypeError, ValueError, RecursionError):
         return False
     return True
 
@@ -218,17 +251,20 @@ def _merge(into: dict[str, Any], nested: dict[str, Any]) -> None:
 
 
 def _section(name: str, value: Any, schema: dict[str, Any]) -> str | None:
-    """The problem with a whole section's value; None where there is no such section."""
+    """The problem of a value given for a whole section; None if there is no such section."""
     fields = [leaf for leaf in schema if leaf.startswith(f"{name}.")]
-    return f"{name} is a section, found {value!r}; give its fields, such as {fields[0]}" if fields else None
+    return f"{name} is a section, found {value!r}; set its fields, such as {fields[0]}" if fields else None
 
 
 def _unknown(name: str, schema: dict[str, Any]) -> str:
+    last = name.rsplit(".", 1)[-1]
+    same = [leaf for leaf in schema if leaf.rsplit(".", 1)[-1] == last]
+    elsewhere = None if same else known_elsewhere(name)
+    if elsewhere is not None:
+        return f"{name} is not a field; {f'use {elsewhere}' if elsewhere else 'opslot does not need it, remove it'}"
     near = difflib.get_close_matches(name, schema, 1, cutoff=0.75)
     if not near:
-        last = name.rsplit(".", 1)[-1]
-        near = [leaf for leaf in schema if leaf.rsplit(".", 1)[-1] == last]
-        near = near or difflib.get_close_matches(name, schema, 1, cutoff=0.5)
+        near = same or difflib.get_close_matches(name, schema, 1, cutoff=0.5)
     hint = f"; did you mean {near[0]}?" if near else "; `opslot train --help` lists the fields"
     return f"{name} is not a field{hint}"
 
@@ -240,4 +276,5 @@ def _wrong_type(name: str, value: Any, schema: dict[str, Any]) -> str:
         expected = "one of " + ", ".join(map(str, options))
     else:
         expected = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
-    return f"{name}: expected {expected}, found {value!r}"
+    hint = _VALUE_HINTS.get((name, value)) if isinstance(value, str) else None
+    return f"{name}: expected {expected}, found {value!r}" + (f"; {hint}" if hint else "")

@@ -14,10 +14,13 @@ class StopRequest:
 
     Args:
         announce: called with the signal's name when it arrives.
+
+    Attributes:
+        signal: number of the first signal, or None.
     """
 
     def __init__(self, announce: Callable[[str], None]) -> None:
-        self.received = False
+        self.signal: int | None = None
         self._announce = announce
 
     @contextlib.contextmanager
@@ -29,7 +32,7 @@ class StopRequest:
         previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
         def remember(number: int, _frame: Any) -> None:
-            self.received = True
+            self.signal = number
             signal.signal(number, previous[signal.Signals(number)])
             # Python refuses to write to a stream in the middle of a write to it, which the signal may have interrupted.
             with contextlib.suppress(RuntimeError):

@@ -17,8 +17,8 @@ from opslot._base.errors import ConfigError
 from opslot.checkpoint import export_hf
 from opslot.data import (
     Documents,
-    PackedRows,
-    RowLoader,
+    PackedDataset,
+    SampleLoader,
     TokenCorpus,
     TokenLoader,
     count_targets,
@@ -37,32 +37,33 @@ from opslot.trainer.validate import micro_batch_size
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Bytes of text that are tokenized whole before the first step, in seconds, so that the steps can be counted.
+# Up to this many bytes of text are tokenized before the first step (seconds), so that the steps can be counted.
 _TOKENIZED_AT_START = 16 << 20
-# Bytes of text whose tokens are counted for the loss curve.
+# Up to this many bytes of text, tokens are counted for the reference line of the loss curve.
 _COUNTED_FOR_CURVE = 1 << 30
 
 
 class TextTrainer(BaseTrainer):
-    """Trains `opslot.build_foundation_model`'s model to predict the next token of packed documents."""
+    """Trains a model from `opslot.build_foundation_model` to predict the next token of packed documents."""
 
-    def build_data(self) -> RowLoader | TokenLoader:
+    def build_data(self) -> SampleLoader | TokenLoader:
         config = self.config
-        self.tokenizer = load_tokenizer(self.inputs.tokenizer_path, trust_remote_code=config.model.trust_remote_code)
+        # Before the tokenizer: AutoTokenizer also reads config.json, and would report its errors as the tokenizer's.
         self.model_config = load_config(self.inputs.config_path, trust_remote_code=config.model.trust_remote_code)
+        self.tokenizer = load_tokenizer(self.inputs.tokenizer_path, trust_remote_code=config.model.trust_remote_code)
         if self.tokenizer.eos_token_id is None:
             self._take_eos_from_model()
         self._check_sizes()
         self.corpus = self._open(self.inputs.train_files)
         train_documents: Documents | None = None
-        self.eval_rows: PackedRows | None = None
+        self.eval_set: PackedDataset | None = None
         if self.inputs.eval_files:
-            self.eval_rows = self._rows(self._open(self.inputs.eval_files), None, shuffle=False)
+            self.eval_set = self._dataset(self._open(self.inputs.eval_files), None, shuffle=False)
         elif config.train.eval_steps:
             train_documents, held_out = split_documents(self.corpus, config.data.eval_fraction, config.train.seed)
-            self.eval_rows = self._rows(self.corpus, held_out, shuffle=False)
+            self.eval_set = self._dataset(self.corpus, held_out, shuffle=False)
         max_tokens = config.data.max_tokens_per_batch
-        self.train_rows = self._rows(
+        self.train_set = self._dataset(
             self.corpus,
             train_documents,
             shuffle=config.data.shuffle,
@@ -74,14 +75,14 @@ class TextTrainer(BaseTrainer):
             "world_size": self.state.dp_size,
             "num_workers": config.data.num_workers,
             "pin_memory": self.device.type == "cuda",
+            "allow_changes": config.data.allow_changes,
         }
         if max_tokens is None:
-            return RowLoader(self.train_rows, micro_batch_size(config.train), **options)
-        # A layer of width h multiplies a token by about 12 h^2 weights, 24 h^2 FLOPs, and causal attention takes 2 h
-        # for each token before it.
-        share = 1 / (12 * self.model_config.get_text_config().hidden_size)
+            return SampleLoader(self.train_set, micro_batch_size(config.train), **options)
+        # A layer of width h takes about 24 h^2 FLOPs per token, and causal attention 2 h for each previous token.
+        attention_cost = 1 / (12 * self.model_config.get_text_config().hidden_size)
         step_tokens = config.train.global_batch_size * config.data.max_seq_len
-        return TokenLoader(self.train_rows, step_tokens, max_tokens, attention_share=share, **options)
+        return TokenLoader(self.train_set, step_tokens, max_tokens, attention_cost=attention_cost, **options)
 
     def next_micro_batches(self, batches: Iterator[Any]) -> list[dict[str, Any]]:
         self.corpus.check_processes()
@@ -100,7 +101,7 @@ class TextTrainer(BaseTrainer):
 
     def build_model(self) -> PreTrainedModel:
         model = self.config.model
-        # Random weights too are drawn once sharded, so that they are the same on any mesh.
+        # Random weights are also drawn after sharding, so that they are the same on any mesh.
         later = model.model_path is None or self.state.mesh is not None
         built = build_foundation_model(
             self.inputs.config_path,
@@ -112,10 +113,13 @@ class TextTrainer(BaseTrainer):
             ops_implementation=model.ops_implementation,
             trust_remote_code=model.trust_remote_code,
         )
-        if self.config.data.packing and (why := keeps_sequences(built)):
+        data = self.config.data
+        if data.packing and (reason := keeps_sequences(built)):
+            also = "" if data.max_tokens_per_batch is None else " and remove data.max_tokens_per_batch"
             raise ConfigError(
-                f"documents packed into one row could see each other in {type(built).__name__}: {why}",
-                hint="set data.packing to false",
+                f"{type(built).__name__} cannot train on packed documents, which would see each other",
+                found=reason,
+                hint=f"set data.packing: false{also}",
             )
         return built
 
@@ -127,35 +131,35 @@ class TextTrainer(BaseTrainer):
             return None
         if isinstance(self.batches, TokenLoader):
             return self.batches.steps(train.num_epochs)
-        rows = self.train_rows.rows_per_epoch * train.num_epochs
-        return max(1, math.ceil(rows / train.global_batch_size))
+        samples = self.train_set.samples_per_epoch * train.num_epochs
+        return max(1, math.ceil(samples / train.global_batch_size))
 
-    def share_done(self) -> float:
-        assert isinstance(self.batches, RowLoader | TokenLoader), "only these know how much of the text is done"
+    def progress(self) -> float:
+        assert isinstance(self.batches, SampleLoader | TokenLoader), "these loaders report their progress"
         return self.batches.epoch / self.config.train.num_epochs
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Cross entropy of the held-out documents, nats a predicted token."""
-        assert self.eval_rows is not None, "evaluation needs train.eval_steps or data.eval_path"
+        """Mean cross entropy of the held-out documents in nats per token."""
+        assert self.eval_set is not None, "evaluation needs train.eval_steps or data.eval_path"
         self.model.eval()
         total, targets = 0.0, 0
         data = self.config.data
         by_tokens = data.max_tokens_per_batch
         size = micro_batch_size(self.config.train) if by_tokens is None else by_tokens // data.max_seq_len
-        batches = evaluation_batches(self.eval_rows, size)
+        batches = evaluation_batches(self.eval_set, size)
         with loss_only(self.model):
-            while of_ranks := list(itertools.islice(batches, self.state.dp_size)):
-                # Sharded parameters take every rank to gather, so a rank without a batch runs one that does not count.
-                own = min(self.state.dp_rank, len(of_ranks) - 1)
-                batch = of_ranks[own]
+            while concurrent := list(itertools.islice(batches, self.state.dp_size)):
+                # FSDP needs every rank for its collectives, so a rank without a batch runs one that does not count.
+                own = min(self.state.dp_rank, len(concurrent) - 1)
+                batch = concurrent[own]
                 count = count_targets(batch["labels"]) if own == self.state.dp_rank else 0
                 cross_entropy, _ = self.split_loss(self.forward(batch, count))
                 total += cross_entropy.item() * count
                 targets += count
         self.model.train()
         total, counted = sum_over_ranks(total, targets)
-        # The ranks of a sequence have the same targets, and each a share of their loss.
+        # The ranks of one sequence count the same targets, and each computes a part of their loss.
         return total / max(1, counted / self.state.sp)
 
     def export(self, folder: Path) -> None:
@@ -164,7 +168,7 @@ class TextTrainer(BaseTrainer):
 
     @functools.cached_property
     def unigram_entropy(self) -> float:
-        """Entropy of the corpus' token frequencies, nats: the loss of a model that knows nothing else."""
+        """Entropy of the token frequencies in nats: the loss of a model that predicts them without any context."""
         counts = self.corpus.counts(len(self.tokenizer))
         frequencies = counts[counts > 0] / counts.sum()
         return float(-(frequencies * np.log(frequencies)).sum())
@@ -175,27 +179,27 @@ class TextTrainer(BaseTrainer):
         return self.unigram_entropy if counted else None
 
     def describe_data(self) -> str:
-        """How much text there is, in words."""
+        """Size of the training text."""
         if self.corpus.sizes.sum() <= _TOKENIZED_AT_START:
             return f"{self.corpus.num_tokens():,} tokens in {self.corpus.num_documents():,} documents"
-        beside = "" if self.corpus.is_complete else ", tokenized while it trains"
-        return f"{self.corpus.sizes.sum() / 1e6:,.0f} MB of text{beside}"
+        ahead = "" if self.corpus.is_complete else ", tokenized during training"
+        return f"{self.corpus.sizes.sum() / 1e6:,.0f} MB of text{ahead}"
 
     def _start_tokenizing(self) -> None:
-        """Have what the first step and the first evaluation need come first, and find here what is wrong with it."""
-        order = self.train_rows.blocks_in_order()
-        if self.eval_rows is not None and self.eval_rows.corpus is self.corpus:
-            # An evaluation waits for all of its blocks, training for the next ones.
-            held_out = self.eval_rows.documents.blocks
+        """Tokenize first what the first step and the first evaluation need, and raise what is wrong with it."""
+        order = self.train_set.shards_in_order()
+        if self.eval_set is not None and self.eval_set.corpus is self.corpus:
+            # An evaluation waits for all of its shards, training only for the next ones.
+            held_out = self.eval_set.documents.shards
             order = np.concatenate([order[:1], held_out, order[~np.isin(order, held_out)]])
-        # The first block is this process's own, with as many threads as there are.
+        # This process tokenizes the first shard itself, with all threads.
         self.corpus.start_processes(self.config.data.num_workers, np.roll(order, -1).tolist())
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.corpus.close)
-            for rows in [self.train_rows] if self.eval_rows is None else [self.train_rows, self.eval_rows]:
-                if rows.corpus.sizes.sum() <= _TOKENIZED_AT_START:
-                    rows.corpus.prepare(rows.documents.blocks)
-                rows.prepare(0)
+            for dataset in [self.train_set] if self.eval_set is None else [self.train_set, self.eval_set]:
+                if dataset.corpus.sizes.sum() <= _TOKENIZED_AT_START:
+                    dataset.corpus.prepare(dataset.documents.shards)
+                dataset.prepare(0)
             on_error.pop_all()
 
     def _open(self, files: list[Path]) -> TokenCorpus:
@@ -206,15 +210,17 @@ class TextTrainer(BaseTrainer):
             text_field=data.text_field,
             sample_by=data.sample_by,
             append_eos=data.append_eos,
+            split_special_tokens=data.split_special_tokens,
+            format=data.format,
             cache_dir=data.cache_dir,
         )
 
-    def _rows(
+    def _dataset(
         self, corpus: TokenCorpus, documents: Documents | None, *, shuffle: bool, packing: bool | None = None
-    ) -> PackedRows:
+    ) -> PackedDataset:
         data = self.config.data
         pad = self.tokenizer.pad_token_id
-        return PackedRows(
+        return PackedDataset(
             corpus,
             data.max_seq_len,
             packing=data.packing if packing is None else packing,
@@ -225,26 +231,34 @@ class TextTrainer(BaseTrainer):
         )
 
     def _take_eos_from_model(self) -> None:
-        """A bare tokenizer.json names no end-of-sequence token, but the model's config may."""
+        """Use the model config's end-of-sequence token; a bare tokenizer.json has none."""
         eos = getattr(self.model_config, "eos_token_id", None)
         eos = eos[0] if isinstance(eos, list) and eos else eos
         if isinstance(eos, int) and 0 <= eos < len(self.tokenizer):
             self.tokenizer.eos_token = self.tokenizer.convert_ids_to_tokens(eos)
 
     def _check_sizes(self) -> None:
-        """Refuse tokens and positions that the model has no room for."""
+        """Check the tokenizer, the sample length and the routing against the model's config."""
         text_config = self.model_config.get_text_config()
-        wanted, offered = len(self.tokenizer), text_config.vocab_size
-        longest = getattr(text_config, "max_position_embeddings", None)
-        if wanted > offered:
+        tokens, vocab_size = len(self.tokenizer), text_config.vocab_size
+        positions = getattr(text_config, "max_position_embeddings", None)
+        if tokens > vocab_size:
             raise ConfigError(
-                f"the tokenizer in {self.inputs.tokenizer_path} has {wanted} tokens, the model's "
-                f"vocab_size is {offered}",
-                hint="take the tokenizer that belongs to the model, or raise vocab_size in config.json",
+                f"the tokenizer in {self.inputs.tokenizer_path} has {tokens} tokens, more than the model's "
+                f"vocab_size={vocab_size}",
+                hint="use the tokenizer that ships with the checkpoint, or increase vocab_size in config.json",
             )
-        if longest is not None and self.config.data.max_seq_len > longest:
+        if positions is not None and self.config.data.max_seq_len > positions:
             raise ConfigError(
-                f"data.max_seq_len={self.config.data.max_seq_len}, but the model has positions "
-                f"for {longest} tokens (max_position_embeddings)",
-                hint="lower the one or raise the other",
+                f"data.max_seq_len={self.config.data.max_seq_len} exceeds the model's "
+                f"max_position_embeddings={positions}",
+                hint="lower data.max_seq_len, or increase max_position_embeddings in config.json",
+            )
+        top_k = getattr(text_config, "num_experts_per_tok", None)
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        name = next((n for n in names if isinstance(getattr(text_config, n, None), int)), None)
+        if isinstance(top_k, int) and name is not None and top_k > getattr(text_config, name) > 0:
+            raise ConfigError(
+                f"num_experts_per_tok={top_k} exceeds {name}={getattr(text_config, name)}",
+                hint=f"fix them in {self.inputs.config_path}",
             )

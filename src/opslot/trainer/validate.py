@@ -1,15 +1,17 @@
-"""Everything about a run that can be found wrong before anything is built or written."""
+"""Checks of a run's configuration that need no model and no data, and write nothing."""
 
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from opslot._base.device import has_package
+from opslot._base.device import best_device, has_package
 from opslot._base.errors import ConfigError, count_of, list_problems
-from opslot._base.launcher import launched_world_size
+from opslot._base.files import path_problem
+from opslot._base.launcher import launched_rank, launched_world_size
 from opslot.data import find_files
 from opslot.trainer.checkpointing import (
     CHECKPOINTS,
@@ -21,19 +23,21 @@ from opslot.trainer.checkpointing import (
     step_of,
 )
 from opslot.trainer.config import ModelConfig, RunConfig, TrainConfig
+from opslot.trainer.output_lock import OutputLock
 
-# NumPy takes 32 bits, and each rank adds its number.
+# NumPy seeds have 32 bits, and each rank adds its number.
 _SEEDS = 2**31
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a valid configuration points to.
+    """Files and folders that a valid configuration refers to.
 
     Attributes:
-        config_path, tokenizer_path: resolved defaults included.
-        train_files, eval_files: found files; without `data.eval_path`, `eval_files` is empty.
-        checkpoint: folder to resume from, or None for a fresh start.
+        config_path, tokenizer_path: with defaults resolved.
+        train_files, eval_files: existing files; without `data.eval_path`, `eval_files` is empty.
+        checkpoint: folder to resume from, or None to start at step 1.
+        warnings: settings that have no effect.
     """
 
     config_path: Path
@@ -41,37 +45,85 @@ class Inputs:
     train_files: list[Path]
     eval_files: list[Path]
     checkpoint: Path | None
+    warnings: list[str]
 
 
 def validate(config: RunConfig) -> Inputs:
-    """Check `config` against itself, the files and this machine; nothing is written.
+    """Check `config` against itself, the files and this machine; writes nothing.
 
     Raises:
-        ConfigError: every problem found, one a line.
+        ConfigError: all problems found, one per line; or another run writes to the output folder.
     """
     problems: list[str] = []
+    _check_paths(config, problems)
+    if problems:
+        raise _cannot_start(problems)
     _check_numbers(config, problems)
     _check_processes(config, problems)
     config_path, tokenizer_path = _check_model(config.model, problems)
     data = config.data
-    train_files = find_files(data.train_path, "data.train_path", problems)
-    eval_files = find_files(data.eval_path, "data.eval_path", problems) if data.eval_path else []
+    train_files = find_files(data.train_path, "data.train_path", problems, data.format)
+    eval_files = find_files(data.eval_path, "data.eval_path", problems, data.format) if data.eval_path else []
     checkpoint = _check_output(config.train, problems)
     if config.train.logging.wandb and not has_package("wandb"):
         problems.append("train.logging.wandb is on, but wandb is not installed; pip install wandb, or turn it off")
     if problems:
-        raise ConfigError(list_problems(f"the run cannot start, {count_of(problems)}", problems, shown=30))
-    return Inputs(config_path, tokenizer_path, train_files, eval_files, checkpoint)
+        raise _cannot_start(problems)
+    if launched_rank() == 0:
+        OutputLock(Path(config.train.output_dir).expanduser()).require_free()
+    return Inputs(config_path, tokenizer_path, train_files, eval_files, checkpoint, _no_effect(config))
+
+
+def _cannot_start(problems: list[str]) -> ConfigError:
+    return ConfigError(list_problems(f"the run cannot start, {count_of(problems)}", problems, shown=30))
 
 
 def data_parallel_size(train: TrainConfig) -> int:
-    """Processes, or groups of `sp_size`, that train on different rows."""
+    """Processes, or groups of `sp_size` processes, that train on different samples."""
     return max(1, launched_world_size() // train.sp_size)
 
 
 def micro_batch_size(train: TrainConfig) -> int:
-    """Rows that one process runs at a time."""
+    """Samples per forward pass of one process."""
     return train.micro_batch_size or max(1, train.global_batch_size // data_parallel_size(train))
+
+
+def _check_paths(config: RunConfig, problems: list[str]) -> None:
+    """Paths that no file can have."""
+    model, data, train = config.model, config.data, config.train
+    paths: dict[str, str | list[str] | None] = {
+        "model.config_path": model.config_path,
+        "model.model_path": model.model_path,
+        "model.tokenizer_path": model.tokenizer_path,
+        "data.train_path": data.train_path,
+        "data.eval_path": data.eval_path,
+        "data.cache_dir": data.cache_dir,
+        "train.output_dir": train.output_dir,
+        "train.resume_from": train.resume_from,
+    }
+    for field, value in paths.items():
+        for path in [value] if isinstance(value, str) else value or ():
+            problem = path_problem(path)
+            if problem:
+                problems.append(f"{field}: {problem}")
+
+
+def _no_effect(config: RunConfig) -> list[str]:
+    """Settings that change nothing in this run."""
+    train, data = config.train, config.data
+    warnings = []
+    if data.eval_path and train.eval_steps is None:
+        warnings.append("data.eval_path has no effect without train.eval_steps")
+    if train.max_steps is not None and train.warmup_steps > train.max_steps:
+        warnings.append(
+            f"train.warmup_steps={train.warmup_steps} exceeds train.max_steps={train.max_steps}, so the learning rate "
+            "never reaches train.lr"
+        )
+    if train.fsdp.copy_engine and (config.model.device == "cpu" or best_device().type == "cpu"):
+        warnings.append("train.fsdp.copy_engine has no effect on a CPU")
+    if train.ulysses_overlap and train.sp_size == 1:
+        warnings.append("train.ulysses_overlap has no effect with train.sp_size=1")
+    return warnings
 
 
 def _check_numbers(config: RunConfig, problems: list[str]) -> None:
@@ -145,20 +197,20 @@ def _check_token_batch(config: RunConfig, problems: list[str]) -> None:
     room, longest = config.data.max_tokens_per_batch or 0, config.data.max_seq_len
     if room < longest:
         problems.append(
-            f"data.max_tokens_per_batch={room} has no room for a document of data.max_seq_len={longest} tokens; "
-            f"make it at least {longest}, or max_seq_len at most {room}"
+            f"data.max_tokens_per_batch={room} is less than data.max_seq_len={longest}, the length of the longest "
+            f"document; increase it to at least {longest}, or lower data.max_seq_len"
         )
     if train.micro_batch_size is not None:
         problems.append(
-            f"train.micro_batch_size={train.micro_batch_size} counts rows, but data.max_tokens_per_batch="
-            f"{room} makes micro batches by tokens; leave out one of them"
+            f"train.micro_batch_size={train.micro_batch_size} and data.max_tokens_per_batch={room} both set the "
+            "micro batch size; remove one of them"
         )
     if not config.data.packing:
-        problems.append("data.packing is off, but data.max_tokens_per_batch packs; leave out one of them")
+        problems.append("data.max_tokens_per_batch packs documents, but data.packing is off; remove one of them")
     if train.global_batch_size < ranks:
         problems.append(
-            f"train.global_batch_size={train.global_batch_size} rows of data.max_seq_len tokens are too few for "
-            f"{ranks} data-parallel ranks; make it at least {ranks}"
+            f"train.global_batch_size={train.global_batch_size} is less than the {ranks} data-parallel ranks; "
+            f"increase it to at least {ranks}"
         )
 
 
@@ -168,36 +220,36 @@ def _check_batch(train: TrainConfig, problems: list[str]) -> None:
         return
     if total % ranks:
         problems.append(
-            f"train.global_batch_size={total} cannot be shared by {ranks} data-parallel ranks; "
-            f"make it a multiple of {ranks}"
+            f"train.global_batch_size={total} is not divisible by the {ranks} data-parallel ranks; "
+            f"set it to a multiple of {ranks}"
         )
     elif micro and total % (micro * ranks):
         fits = [size for size in range(1, total // ranks + 1) if total // ranks % size == 0]
         on = f" on {ranks} data-parallel ranks" if ranks > 1 else ""
         problems.append(
-            f"train.global_batch_size={total} is no multiple of train.micro_batch_size={micro}{on}; "
-            f"micro batches that fit: {', '.join(map(str, fits))}"
+            f"train.global_batch_size={total} is not a multiple of train.micro_batch_size={micro}{on}; "
+            f"valid micro batch sizes: {', '.join(map(str, fits))}"
         )
 
 
 def _check_model(model: ModelConfig, problems: list[str]) -> tuple[Path, Path]:
+    import opslot.models  # noqa: F401  (registers the ops)
     from opslot.slots import OpsImplementationConfig
 
     for name in ("config_path", "model_path", "tokenizer_path"):
         path = getattr(model, name)
         if path and not Path(path).expanduser().exists():
-            problems.append(f"model.{name}: no such file or folder: {path}; relative paths start at {Path.cwd()}")
+            problems.append(f"model.{name}: no such file or folder: {path}; {_download_hint(name, path)}")
     config_path = model.config_path or model.model_path
     if not config_path:
-        problems.append("neither model.config_path nor model.model_path is set; name a folder with config.json")
+        problems.append("neither model.config_path nor model.model_path is set; set one to a folder with config.json")
     tokenizer_path = model.tokenizer_path or _first_with_tokenizer(model.model_path, model.config_path)
     if config_path and not tokenizer_path:
         problems.append(
             f"model.tokenizer_path is not set, and there is no tokenizer.json beside {config_path}; "
-            "name the tokenizer's folder"
+            "set it to the tokenizer's folder"
         )
     try:
-        _register_ops()
         OpsImplementationConfig.make(model.ops_implementation)
     except ConfigError as error:
         problems.append(f"model.{error}".replace("\n", "\n  "))
@@ -206,8 +258,15 @@ def _check_model(model: ModelConfig, problems: list[str]) -> tuple[Path, Path]:
     return Path(config_path or ".").expanduser(), Path(tokenizer_path or ".").expanduser()
 
 
-def _register_ops() -> None:
-    import opslot.models  # noqa: F401  (importing it registers the ops)
+def _download_hint(field: str, path: str) -> str:
+    """What to do about a path that does not exist; the command to download it if it looks like a repository's id."""
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path):
+        folder = path.split("/")[1]
+        return (
+            f"if it is a model on the Hugging Face hub, run `hf download {path} --local-dir {folder}` and set "
+            f"model.{field}: {folder}"
+        )
+    return f"relative paths start at {Path.cwd()}"
 
 
 def _first_with_tokenizer(*paths: str | None) -> str | None:
@@ -221,9 +280,9 @@ def _first_with_tokenizer(*paths: str | None) -> str | None:
 
 
 def _check_output(train: TrainConfig, problems: list[str]) -> Path | None:
-    """The checkpoint to resume from; also that the output folder may be written and belongs to this run."""
+    """The checkpoint to resume from; also checks that the output folder can be written and belongs to this run."""
     if not train.output_dir:
-        problems.append("train.output_dir is empty; name a folder")
+        problems.append("train.output_dir is empty; set it to a folder")
         return None
     output = Path(train.output_dir).expanduser()
     problem = _unwritable(output) or _unwritable(output / CHECKPOINTS)
@@ -235,7 +294,7 @@ def _check_output(train: TrainConfig, problems: list[str]) -> Path | None:
         if present:
             problems.append(
                 f"train.output_dir: {output} holds checkpoints of another run (newest {present[-1].name}); "
-                "set train.resume_from: latest to go on with it, or another train.output_dir"
+                "set train.resume_from: latest to continue it, or another train.output_dir"
             )
         return None
     if train.resume_from == "latest":
@@ -245,8 +304,8 @@ def _check_output(train: TrainConfig, problems: list[str]) -> Path | None:
         what = "not a complete checkpoint" if wanted.exists() else "no such folder"
         known = ", ".join(path.name for path in present) or "none"
         problems.append(
-            f"train.resume_from={train.resume_from}: {what}; give latest or a folder such as "
-            f"{output / CHECKPOINTS / 'step_00000100'} (there: {known})"
+            f"train.resume_from={train.resume_from}: {what}; set it to latest or to a folder such as "
+            f"{output / CHECKPOINTS / 'step_00000100'} (existing: {known})"
         )
         return None
     own = (output / CHECKPOINTS).is_dir() and wanted.parent.samefile(output / CHECKPOINTS)
@@ -254,20 +313,20 @@ def _check_output(train: TrainConfig, problems: list[str]) -> Path | None:
     foreign = present and not own
     if later or foreign:
         problems.append(
-            f"train.resume_from={train.resume_from}: {output} holds checkpoints that this run would mix with "
+            f"train.resume_from={train.resume_from}: {output} has other checkpoints "
             f"({', '.join(later or [path.name for path in present])}); use another train.output_dir, or move them away"
         )
     return wanted
 
 
 def _latest(folder: Path, present: list[Path], problems: list[str]) -> Path | None:
-    """The newest checkpoint; a damaged one must not be passed over in silence, and steps with it."""
+    """The newest checkpoint. A damaged newest one is a problem: skipping it would silently repeat steps."""
     newest = max([*present, *damaged_checkpoints(folder)], key=step_of, default=None)
     if newest is not None and newest not in present:
         before = present[-1].name if present else "the first step"
         problems.append(
-            f"train.resume_from=latest: {newest} has lost files ({STATE_FILE} or .metadata), so it cannot be read; "
-            f"restore it, or move it away to go on from {before}"
+            f"train.resume_from=latest: {newest} is incomplete ({STATE_FILE} or .metadata is missing); "
+            f"restore it, or move it away to continue from {before}"
         )
     return present[-1] if present else None
 
@@ -277,7 +336,7 @@ def _unwritable(folder: Path) -> str | None:
     while not ancestor.exists() and ancestor != ancestor.parent:
         ancestor = ancestor.parent
     if not ancestor.is_dir():
-        return f"{folder} cannot be made, {ancestor} is a file"
+        return f"{folder} cannot be created, {ancestor} is a file"
     try:
         with tempfile.TemporaryDirectory(dir=ancestor, prefix=".opslot-"):
             return None

@@ -1,8 +1,8 @@
-"""`bisect`: which slot of a model, in which layer, makes its loss or gradients wrong.
+"""`bisect`: the slot and the layer of a model that make its loss or gradients wrong.
 
-The model runs in its own dtype with upstream's code everywhere, and in float64. What is bound may be twice as far from
-float64 as upstream's code, plus one rounding; where it is further, each op alone, then each layer alone, then each slot
-alone stands beside upstream's code, until the smallest that is still wrong is found.
+The model runs with Transformers' code everywhere, in its own dtype and in float64. The error of the bound kernels may
+be twice that of Transformers' code plus one rounding. Where it is more, each op alone, then each layer alone, then each
+slot alone is bound to its kernel, until the smallest part that is still wrong is found.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from opslot.verify.parity import DRAWS, EAGER_FACTOR, Comparison, mean_of
 
 Way = Callable[["Suspect"], Iterable["Suspect"]]
 
-# An error so many times its bound is wrong on every draw.
+# An error this many times its bound is not luck.
 _NO_LUCK = 3.0
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """One choice of a kernel at some places, tried with upstream's code at all others.
+    """One kernel in some modules, with Transformers' code in all others.
 
     Attributes:
         field: of `OpsImplementationConfig`.
         kernel: its value.
-        paths: modules whose slots take it; "" is the model itself.
-        worst: the loss or gradient that is furthest beyond its bound.
-        problem: why it did not run, if it did not.
+        paths: modules whose slots are bound to it; "" is the model itself.
+        worst: the loss or gradient furthest beyond its bound.
+        problem: why it did not run.
     """
 
     field: str
@@ -58,11 +58,11 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Bisection:
-    """What `bisect` found.
+    """Result of `bisect`.
 
     Attributes:
-        whole: the worst comparison with everything bound as asked.
-        culprits: the smallest choices that break parity alone; none where it holds, or breaks only together.
+        whole: the worst comparison with all kernels bound.
+        culprits: the smallest parts that break parity alone; empty where parity holds or breaks only together.
     """
 
     whole: Comparison
@@ -83,17 +83,17 @@ class Bisection:
 def bisect(
     model: Any, batch: Mapping[str, Any], ops: OpsImplementationConfig | Mapping[str, Any] | str | None = None
 ) -> Bisection:
-    """Name the slots of `model` whose kernels break parity with upstream's code on `batch`.
+    """Find the slots of `model` whose kernels break parity with Transformers' code on `batch`.
 
-    Everything runs on copies of the model, in evaluation mode; one of them is in float64.
+    Everything runs on copies of the model in evaluation mode, one of them in float64.
 
-    In 16 bits, a token on the edge between two experts may take another one by a rounding, which is a break, too, and
-    is found at the slot that tips it: judge a mixture of experts in float32 as well.
+    In 16 bits, a rounding may route a token to another expert, which counts as broken parity: check a mixture of
+    experts in float32 too.
 
     Args:
-        model: one with slots (generated, or after `opslot.apply`), on the device where it shall run.
-        batch: arguments of its forward, labels among them, so that it returns a loss.
-        ops: the kernels to judge; default those that are bound now, "auto" where none are.
+        model: one with slots (generated, or after `opslot.apply`), on the device where it will run.
+        batch: arguments of its forward, including labels, so that it returns a loss.
+        ops: the kernels to check; default those bound now, or "auto" where none are.
 
     Raises:
         ConfigError: `model` is no module or returns no loss on `batch`, or `ops` cannot be bound.
@@ -111,9 +111,9 @@ def bisect(
 
 
 class _Trial:
-    """A model and its batch, on which kernels are compared with Transformers' code.
+    """Compares kernels with Transformers' code on one model and batch.
 
-    As in `parity`, an error beyond its bound is drawn again, on slightly different weights, and the means are compared.
+    As in `parity`, where an error exceeds its bound, means over `DRAWS` slightly different weights are compared.
     """
 
     def __init__(self, model: Any, batch: Mapping[str, Any]) -> None:
@@ -184,9 +184,9 @@ class _Expected:
         fp64 = loss_and_gradients(copy.deepcopy(model).double(), _double(batch))
         eps = torch.finfo(next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)).eps
         grads = [name for name in fp64 if name != "loss"]
-        # A gradient that cancels to nearly nothing is still made of terms of the others' size, as in `parity`.
+        # A gradient that cancels to nearly nothing is still a sum of terms of the others' size, as in `parity`.
         rounding = dict.fromkeys(grads, eps * max((_rms(fp64[n]) for n in grads), default=0.0))
-        # A loss is one number, on which eager's error may cancel by luck: it may be as far off as gradients are.
+        # A loss is one number, whose error in eager may be small by luck: it may be as far off as gradients are.
         missed = sum((eager[n].double() - fp64[n]).square().sum().item() for n in grads)
         relative = (missed / (sum(fp64[n].square().sum().item() for n in grads) or 1.0)) ** 0.5
         rounding["loss"] = max(eps, relative) * _rms(fp64["loss"])
@@ -224,7 +224,7 @@ def _by_field(report: BindingReport) -> Iterator[Suspect]:
 
 
 def _by_layer(suspect: Suspect) -> Iterable[Suspect]:
-    """A layer at a time: a slot may serve only beside another one of its layer, as a residual sum's beside its norm."""
+    """One layer at a time: a slot may need another one of its layer, as a residual sum needs its norm."""
     layers: dict[str, list[str]] = {}
     for path in suspect.paths:
         inside = _LAYER.match(path)

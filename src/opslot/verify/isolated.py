@@ -1,4 +1,4 @@
-"""Checks in processes beside this one: most of a check's time is compiling its kernel for each shape, on the host."""
+"""Checks in worker processes: most of a check's time is compiling its kernel for each shape, on the host."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ _MOST_WORKERS = 12
 
 
 def most_workers() -> int:
-    """As many processes as help on a GPU."""
+    """The number of processes that helps on a GPU."""
     return min(_MOST_WORKERS, os.cpu_count() or 1)
 
 
 def workers_for(count: int, on_gpu: bool) -> int:
-    """As many processes as help with `count` checks: none where the device is the host itself."""
+    """The number of processes that helps with `count` checks: 0 on a CPU."""
     return min(most_workers(), count) if on_gpu else 0
 
 
 def spoils_device(message: str) -> bool:
-    """Whether the failure that a message tells of leaves nothing usable for others in the same process."""
+    """Whether a failure with this message leaves the process unusable for further checks."""
     return "CUDA error" in message
 
 
 class Lost(str):
-    """In place of a result: why there is none, "died" or "was not done after 60 s"."""
+    """Why there is no result: "died" or "was not done after 60 s"."""
 
 
 class Processes:
-    """Processes for one batch of checks after another: starting one takes seconds, which importing needs.
+    """Worker processes, kept from one batch of checks to the next because their imports take seconds.
 
-    Each has one item at a time, so that of those that take their process down or hang every one is known.
+    Each runs one item at a time, so that an item that kills its process or hangs is known.
 
     Args:
-        count: of processes, started when there is work and replaced when one of them is beyond use.
+        count: of processes. They start when there is work, and one that became unusable is replaced.
     """
 
     def __init__(self, count: int) -> None:
@@ -60,7 +60,7 @@ class Processes:
         self.stop()
 
     def stop(self) -> None:
-        """End the processes, whatever they are at; the next work starts new ones."""
+        """Kill the processes; the next work starts new ones."""
         for worker in (*self._idle, *self._busy):
             worker.stop()
         self._idle, self._busy = [], []
@@ -77,12 +77,12 @@ class Processes:
         Args:
             function: importable by name.
             items: picklable.
-            spoils: says of a result that its process can compute nothing more.
-            limit: seconds that an item may take, the start of its process included.
+            spoils: whether a result means that its process is unusable.
+            limit: seconds per item, including the start of its process.
 
         Yields:
-            Items with their results, as they come; `Lost` for one that is not done in time or whose process dies, twice
-            and the second time in a new one.
+            Items with their results, as they arrive. The result is `Lost` for an item that exceeds its limit, or whose
+            process dies and dies again in a new process.
 
         Raises:
             KernelError: `function` raised.
@@ -106,7 +106,7 @@ class Processes:
                     else:
                         self._idle.append(worker)
                     if died and not worker.late and item not in again:
-                        # What ran in the process before may have been at fault.
+                        # What ran before in this process may be the cause.
                         again.add(item)
                         todo.append(item)
                     else:
@@ -117,14 +117,16 @@ class Processes:
             self._busy = []
 
     def _ready(self) -> list[_Worker]:
-        """The workers that have a result, have died or are out of time; waits for the first."""
+        """Wait for workers that have a result, have died or are out of time."""
         ends = [worker.ends for worker in self._busy if worker.ends is not None]
-        spoken = wait([worker.pipe for worker in self._busy], max(0.0, min(ends) - time.monotonic()) if ends else None)
-        return [worker for worker in self._busy if worker.pipe in spoken or worker.late]
+        readable = wait(
+            [worker.pipe for worker in self._busy], max(0.0, min(ends) - time.monotonic()) if ends else None
+        )
+        return [worker for worker in self._busy if worker.pipe in readable or worker.late]
 
 
 class _Worker:
-    """One process, and what it is at."""
+    """One process and its current item."""
 
     def __init__(self) -> None:
         # CUDA does not survive a fork.
@@ -141,7 +143,7 @@ class _Worker:
     def begin(self, function: Callable[[Any], Any], item: Any, limit: float | None) -> None:
         self.item, self._limit = item, limit
         self.ends = None if limit is None else time.monotonic() + limit
-        # One that died meanwhile is noticed when its answer is read.
+        # If the process has died, reading its result reports it.
         with contextlib.suppress(OSError):
             self.pipe.send((function, item))
 
@@ -150,7 +152,7 @@ class _Worker:
         return self.ends is not None and time.monotonic() >= self.ends
 
     def end(self) -> Any:
-        """The result, or why there is none."""
+        """The result, or `Lost`."""
         if not self.pipe.poll():
             return Lost(f"was not done after {self._limit:g} s")
         try:
@@ -160,7 +162,7 @@ class _Worker:
             return Lost("died")
         self.ends = None
         if not good:
-            raise KernelError(f"a check raised, which is a defect of opslot's own; its traceback:\n{result}")
+            raise KernelError(f"a check raised, which is a bug in opslot:\n{result}")
         return result
 
     def stop(self) -> None:
@@ -170,8 +172,8 @@ class _Worker:
 
 
 def _serve(pipe: Connection) -> None:
-    """What a process does: one call after another, until the other end is gone."""
-    # An interrupt from the keyboard reaches all of the processes; the first of them ends the others.
+    """Run calls from the pipe until its other end closes."""
+    # Ctrl-C reaches all processes; the parent ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:

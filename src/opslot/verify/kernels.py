@@ -1,4 +1,4 @@
-"""`verify`: prove every kernel that this machine can run."""
+"""`verify`: check every kernel that this machine can run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def verify_kernels(
-    op: str | None = None,
+    op: str | Sequence[str] | None = None,
     kernel: str | None = None,
     *,
     device: torch.device | str | None = None,
@@ -27,31 +27,34 @@ def verify_kernels(
     seed: int = 0,
     workers: int | None = 0,
 ) -> Iterator[CheckResult]:
-    """Check every usable kernel on every input case of its op, forward and all gradients against an fp64 truth.
+    """Check every usable kernel on every input case of its op, forward and all gradients against an fp64 reference.
 
     Args:
-        op, kernel: only these; default all.
-        device: where; default each kernel's own kind of device on this machine.
-        dtypes: those of them that the kernel claims.
+        op: an op or several; default all.
+        kernel: only kernels of this name.
+        device: default the fastest device of this machine that a kernel runs on.
+        dtypes: to check, of those that the kernel claims.
         seed: of the random inputs.
-        workers: processes beside this one, which share the kernels; None takes as many as help on a GPU. They import
-            the main module, so a script must guard its own work with `if __name__ == "__main__"`, and know the kernels
-            of installed packages alone.
+        workers: processes that run the checks; 0 for this process, None for as many as help on a GPU. They import the
+            main module, so a script must guard its own work with `if __name__ == "__main__"`. They know only kernels
+            that installed packages register.
 
     Returns:
-        One result per kernel, case and dtype, in that order, as soon as it is found; nothing is checked before the
-        first is asked for.
+        An iterator over one result per kernel, case and dtype. Each check runs when its result is requested.
 
     Raises:
-        ConfigError: there is no such op, kernel or device.
+        ConfigError: unknown op, kernel or device.
     """
-    if op is not None:
-        KERNEL_REGISTRY.op(op)
+    ops = [None] if op is None else [op] if isinstance(op, str) else list(dict.fromkeys(op))
+    for name in ops:
+        if name is not None:
+            KERNEL_REGISTRY.op(name)
+    specs = [spec for name in ops for spec in KERNEL_REGISTRY.specs(name)]
     if kernel is not None:
-        _require_kernel(kernel, op)
+        _require_kernel(kernel, specs, [name for name in ops if name is not None])
     checks = [
         _Check(*spec.key, case.name, dtype, str(where), seed)
-        for spec in KERNEL_REGISTRY.specs(op)
+        for spec in specs
         if kernel in (None, spec.name) and (where := _place(spec, device)) is not None
         for dtype in dtypes
         if spec.dtypes is None or dtype in spec.dtypes
@@ -63,26 +66,29 @@ def verify_kernels(
     return _run_apart(checks, workers) if workers else map(_run, checks)
 
 
-def _require_kernel(kernel: str, op: str | None) -> None:
-    names = sorted({spec.name for spec in KERNEL_REGISTRY.specs(op)})
+def _require_kernel(kernel: str, specs: Sequence[KernelSpec], ops: Sequence[str]) -> None:
+    names = sorted({spec.name for spec in specs})
     if kernel in names:
         return
     # As in a configuration, "fused" stands for any fused_*.
-    begun = [name for name in names if name.startswith(f"{kernel}_")]
-    near = begun or difflib.get_close_matches(kernel, names, 1)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(names) or 'none'}"
-    raise ConfigError(f"no kernel {kernel!r} is registered{f' for the op {op!r}' if op else ''}; {hint}")
+    longer = [name for name in names if name.startswith(f"{kernel}_")]
+    near = longer or difflib.get_close_matches(kernel, names, 1)
+    raise ConfigError(
+        f"unknown kernel {kernel!r}" + (f" for {', '.join(map(repr, ops))}" if ops else ""),
+        found=f"registered: {', '.join(names) or 'only eager'}",
+        hint=f"did you mean {' or '.join(map(repr, near))}?" if near else "`opslot kernels` lists all kernels",
+    )
 
 
 def _run_apart(checks: list[_Check], workers: int) -> Iterator[CheckResult]:
-    """The results of `checks`, found by so many processes, in order."""
+    """The results of `checks`, in their order, from `workers` processes."""
     found: dict[_Check, CheckResult] = {}
     order = iter(checks)
     following = next(order, None)
     with Processes(workers) as processes:
         for check, result in processes.run(_run, checks, _spoils):
             if isinstance(result, Lost):
-                result = check.failed(f"the process that checked it {result}")
+                result = check.failed(f"its process {result}")
             found[check] = result
             while following in found:
                 yield found.pop(following)
@@ -106,7 +112,7 @@ class _Check:
 
 
 def _place(spec: KernelSpec, device: torch.device | str | None) -> torch.device | None:
-    """The first device that can run `spec`: the fastest kind first, as training would."""
+    """The first device that can run `spec`, the fastest first, as training would choose."""
     names = [device] if device is not None else [facts.torch_type for facts in machine_devices()]
     for candidate in map(usable_device, names):
         if spec.unsupported(KernelRequest(spec.op_name, spec.variant, facts_of(candidate))) is None:

@@ -2,11 +2,11 @@
 
 The bound. A kernel passes where its largest error is at most
 
-    2 x eager's largest error + eps x scale
+    2 x eager's largest error + tolerance_ulps x eps x scale
 
-on one random draw of the case or, where it is not, in the mean over `DRAWS` draws. `eps` is that of the output's dtype
-and `scale` the largest output (for a gradient: the largest gradient) of the case, since an element that cancels to
-nearly nothing is still a sum of terms of that size.
+on one random draw of the case or, where it is not, in the mean over `DRAWS` draws. `eps` is that of the output's dtype,
+`tolerance_ulps` that of the variant (1 unless it says more), and `scale` the largest output of the case (for a
+gradient, its largest gradient), since an element that cancels to nearly nothing is still a sum of terms of that size.
 
 Why the bound names no accumulation length. Summing n terms of size t in a dtype with unit roundoff u = eps / 2 is off
 by a random walk, about u x sqrt(n) x t; products with other tensors, exponentials and divisions behind it multiply
@@ -54,7 +54,7 @@ _DRAW_STRIDE = 1000
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor of one check ("out[1]", "grad weight"): the kernel's and eager's largest error, and the bound."""
+    """One tensor of a check ("out[1]", "grad weight"): the errors of the kernel and of eager, and the bound."""
 
     name: str
     error: float
@@ -73,7 +73,7 @@ class CheckResult:
     Attributes:
         comparisons: one per output and gradient.
         problem: why there are none: the kernel raised, or shape or dtype differ from the reference's.
-        refused: the kernel's own `KernelError`, if it does not support the case: no failure, but nothing was checked.
+        unsupported: the kernel's own `KernelError`, if it does not support the case: no failure, but nothing checked.
         draws: of the case that the comparisons are the mean of.
     """
 
@@ -84,7 +84,7 @@ class CheckResult:
     dtype: str
     comparisons: tuple[Comparison, ...] = ()
     problem: str = ""
-    refused: str = ""
+    unsupported: str = ""
     draws: int = 1
 
     @property
@@ -98,8 +98,8 @@ class CheckResult:
 
     def __str__(self) -> str:
         head = f"{self.op}/{self.variant} {self.kernel} [{self.case}, {self.dtype}]"
-        if self.problem or self.refused:
-            return f"{head}: {f'failed, {self.problem}' if self.problem else f'unsupported: {self.refused}'}"
+        if self.problem or self.unsupported:
+            return f"{head}: {f'failed, {self.problem}' if self.problem else f'unsupported: {self.unsupported}'}"
         worst = self.worst
         if worst is None:
             return f"{head}: passed"
@@ -159,46 +159,46 @@ def mean_of(draws: Sequence[Sequence[Comparison]]) -> tuple[Comparison, ...]:
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the reference makes of one call's arguments.
+    """Results of the reference for one call.
 
     Attributes:
         arguments: the call's.
-        eager, truth: outputs and gradients by name, computed in the arguments' dtypes and in float64.
+        eager, fp64: outputs and gradients by name, computed in the arguments' dtypes and in float64.
     """
 
     variant: OpVariant
     arguments: dict[str, Any]
     seed: int
     eager: dict[str, Tensor]
-    truth: dict[str, Tensor]
+    fp64: dict[str, Tensor]
 
 
 def expect(variant: OpVariant, arguments: dict[str, Any], seed: int = 0) -> Expectation:
-    """Run the reference on `arguments`, twice: as they are and in float64."""
+    """Run the reference on `arguments` as they are and in float64."""
     eager = _run(variant, variant.reference, arguments, seed)
-    truth = _run(variant, variant.reference, _cast(arguments, torch.float64), seed, eager)
-    return Expectation(variant, arguments, seed, eager, truth)
+    fp64 = _run(variant, variant.reference, _cast(arguments, torch.float64), seed, eager)
+    return Expectation(variant, arguments, seed, eager, fp64)
 
 
 def compare(
     kernel: Callable[..., Any], expected: Expectation, label: CheckResult, *, by_norm: bool = False
 ) -> CheckResult:
-    """`label` with the comparisons of `kernel` on the same arguments; never raises for what the kernel does.
+    """Return `label` with the comparisons of `kernel` on the same arguments, or with the exception it raised.
 
     Args:
-        by_norm: compare root mean squares instead of largest elements, plus half a unit in the last place of the
-            case's dtype. Among the 10^8 elements of a large case the largest error says little, and a loss is one
-            number, on which eager's error may cancel by luck; `check_kernel` judges every element of small cases.
+        by_norm: compare root mean squares instead of largest elements, and allow half an ULP of the case's dtype: for
+            large cases, where the largest of 10^8 errors says little. `check_kernel` compares every element of small
+            cases.
     """
     try:
         with poisoned_memory():
             got = _run(expected.variant, kernel, expected.arguments, expected.seed)
     except KernelError as error:
-        return replace(label, refused=str(error))
+        return replace(label, unsupported=str(error))
     except Exception as error:
         return replace(label, problem=f"raised {type(error).__name__}: {error}")
-    truth = expected.truth
-    scales = {kind: _largest(t for key, t in truth.items() if key.startswith("grad") == kind) for kind in (True, False)}
+    fp64 = expected.fp64
+    scales = {kind: _largest(t for key, t in fp64.items() if key.startswith("grad") == kind) for kind in (True, False)}
     allowed = expected.variant.tolerance_ulps.get(label.dtype, 1.0)
     comparisons = []
     for key, wanted in expected.eager.items():
@@ -207,9 +207,9 @@ def compare(
             return replace(label, problem=f"{key}: {mismatch}")
         if by_norm:
             rounding = allowed * torch.finfo(getattr(torch, label.dtype)).eps / 2
-            comparisons.append(_compare_norms(key, got[key], wanted, truth[key], rounding))
+            comparisons.append(_compare_norms(key, got[key], wanted, fp64[key], rounding))
         else:
-            comparisons.append(_compare(key, got[key], wanted, truth[key], allowed * scales[key.startswith("grad")]))
+            comparisons.append(_compare(key, got[key], wanted, fp64[key], allowed * scales[key.startswith("grad")]))
     return replace(label, comparisons=tuple(comparisons))
 
 
@@ -220,11 +220,11 @@ def _run(
     seed: int,
     eager: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Outputs and gradients by name; the incoming gradients are the same random ones for every function.
+    """Outputs and gradients by name; every function gets the same random incoming gradients.
 
     Args:
-        eager: what the reference makes of the arguments as they are. The incoming gradients are rounded to its outputs'
-            dtypes, or a rounding that is no kernel's doing would stand in every error.
+        eager: results of the reference on the arguments as they are. Incoming gradients are rounded to the dtypes of
+            these outputs: otherwise that rounding would count as an error of the kernel.
     """
     wanted = [n for n in variant.differentiable if n in arguments]
     leaves: list[tuple[str, Tensor]] = []
@@ -236,7 +236,7 @@ def _run(
         def one(x: Any) -> Any:
             if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
                 return x
-            # A view of the leaf with the case's own strides: kernels see what models give them.
+            # Keep the strides of the case.
             base = x.detach().requires_grad_()
             leaves.append((name, base))
             return base
@@ -248,7 +248,7 @@ def _run(
     named = {"out" if len(outputs) == 1 else f"out[{i}]": o for i, o in enumerate(outputs)}
     rooted = [o for o in outputs if o.requires_grad]
     if rooted:
-        # By place among all outputs: a kernel may let gradients into one that the reference keeps them out of.
+        # Seeds count all outputs: a kernel's output may require a gradient where the reference's does not.
         dtypes = [(eager or named)[name].dtype for name in named]
         grads = [
             _incoming(o, seed + 1 + i).to(dtype).to(o)
@@ -262,18 +262,18 @@ def _run(
     return {n: t.detach() for n, t in named.items()}
 
 
-def _compare_norms(name: str, got: Tensor, eager: Tensor, truth: Tensor, rounding: float) -> Comparison:
-    if truth.numel() == 0:
+def _compare_norms(name: str, got: Tensor, eager: Tensor, fp64: Tensor, rounding: float) -> Comparison:
+    if fp64.numel() == 0:
         return Comparison(name, 0.0, 0.0, 0.0)
-    count = truth.numel() ** 0.5
-    error, eager_error = ((_apart(x, truth).norm() / count).item() for x in (got, eager))
-    known = truth.nan_to_num(0.0) if truth.isnan().any() else truth
+    count = fp64.numel() ** 0.5
+    error, eager_error = ((_difference(x, fp64).norm() / count).item() for x in (got, eager))
+    known = fp64.nan_to_num(0.0) if fp64.isnan().any() else fp64
     bound = EAGER_FACTOR * eager_error + rounding * (known.norm() / count).item()
     return Comparison(name, error if error == error else float("inf"), eager_error, bound)
 
 
 def _incoming(output: Tensor, seed: int) -> Tensor:
-    """A random gradient, the same for every dtype; a large one is drawn where it is used."""
+    """A random gradient, the same for every dtype; a large one is drawn on its device."""
     home = output.device if output.numel() > _LARGE else torch.device("cpu")
     generator = torch.Generator(home).manual_seed(seed)
     return torch.randn(output.shape, generator=generator, device=home).to(output.device)
@@ -301,17 +301,17 @@ def _largest(tensors: Iterable[Tensor]) -> float:
     return max((t.max().item() for t in known), default=0.0)
 
 
-def _apart(x: Tensor, truth: Tensor) -> Tensor:
-    """x - truth in float64; 0 where both are NaN, as a mean over no labels is."""
-    apart = x.double() - truth
-    return apart.masked_fill_(x.isnan() & truth.isnan(), 0.0) if truth.isnan().any() else apart
+def _difference(x: Tensor, fp64: Tensor) -> Tensor:
+    """x - fp64 in float64; 0 where both are NaN, as the mean over no labels is."""
+    difference = x.double() - fp64
+    return difference.masked_fill_(x.isnan() & fp64.isnan(), 0.0) if fp64.isnan().any() else difference
 
 
-def _compare(name: str, got: Tensor, eager: Tensor, truth: Tensor, scale: float) -> Comparison:
-    if truth.numel() == 0:
+def _compare(name: str, got: Tensor, eager: Tensor, fp64: Tensor, scale: float) -> Comparison:
+    if fp64.numel() == 0:
         return Comparison(name, 0.0, 0.0, 0.0)
-    error = _apart(got, truth).abs().max().item()
-    eager_error = _apart(eager, truth).abs().max().item()
+    error = _difference(got, fp64).abs().max().item()
+    eager_error = _difference(eager, fp64).abs().max().item()
     rounding = torch.finfo(got.dtype).eps * scale if got.dtype.is_floating_point else 0.0
     if error != error:
         error = float("inf")
@@ -321,7 +321,7 @@ def _compare(name: str, got: Tensor, eager: Tensor, truth: Tensor, scale: float)
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Fill what torch.empty returns with NaN (the largest integer for integer dtypes) inside the block."""
-    # The module has this property by a class of its own, which no type checker sees.
+    # A property of the module's class, which type checkers don't see.
     deterministic: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -329,7 +329,7 @@ def poisoned_memory() -> Iterator[None]:
     deterministic.fill_uninitialized_memory = True
     try:
         with warnings.catch_warnings():
-            # torch fills memory only where it is told to be deterministic, and then tells of each backend that is not.
+            # torch fills memory only in deterministic mode, in which it warns about other operations.
             warnings.filterwarnings("ignore", ".*(non-deterministic algorithm|not have a deterministic implementation)")
             yield
     finally:

@@ -104,7 +104,7 @@ def test_only_the_wanted_gradients_are_made(variant, name):
 def test_triton_backward_writes_nothing_that_nobody_needs():
     load("standard", "triton")
     x, weight = (t.detach() for t in tensors((6, 16), (16,)))
-    dx, dweight, dgate = torch.ops.opslot.rms_norm_backward(x, x, weight, None, EPS, False, False, True, False)
+    dx, dweight, dgate = torch.ops.opslot.rms_norm_backward(x, x, weight, None, EPS, False, False, False, True, False)
     assert (dx.numel(), dweight.shape, dgate.numel()) == (0, (16,), 0)
 
 
@@ -314,7 +314,9 @@ def test_opcheck():
     load("standard", "triton")
     x, weight = (t.detach() for t in tensors((3, 8), (8,)))
     torch.library.opcheck(torch.ops.opslot.rms_norm.default, (x, weight, None, EPS, False, False))
-    torch.library.opcheck(torch.ops.opslot.rms_norm_backward.default, (x, x, weight, x, EPS, False, True, False, True))
+    torch.library.opcheck(
+        torch.ops.opslot.rms_norm_backward.default, (x, x, weight, x, EPS, False, False, True, False, True)
+    )
     torch.library.opcheck(torch.ops.opslot.rms_norm_residual.default, (x, x, weight, EPS, True))
     backward = torch.ops.opslot.rms_norm_residual_backward.default
     torch.library.opcheck(backward, (x, x, x, weight, EPS, True, True))

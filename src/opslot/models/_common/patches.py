@@ -193,13 +193,6 @@ def convert_checkpoints(patch: PatchConfig, prefix: str) -> None:
     )
 
 
-def keep_attention(patch: PatchConfig, classes: Iterable[str], why: str) -> None:
-    """Leave attention as the model has it, whatever is chosen; naming a kernel for it is an error that says why."""
-    patch.add_final_block(
-        "\n".join(f'{name}._opslot_skipped = (("attention", "attention", {why!r}),)' for name in classes)
-    )
-
-
 def keep_sequences_whole(patch: PatchConfig, classes: Iterable[str], why: str) -> None:
     """Refuse what needs a model that mixes tokens in its attention alone: packed documents, and parts of sequences."""
     patch.add_final_block("\n".join(f"{name}._opslot_keeps_sequences = {why!r}" for name in classes))

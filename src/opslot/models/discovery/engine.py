@@ -169,7 +169,9 @@ def _ported(arch: str, release: Release) -> Port:
     name = f"transformers.models.{arch}.modeling_{arch}"
     module = release.module(name)
     patch = PatchConfig(name, description=f"{arch}, its slots found by what its code computes")
-    findings = tuple(_Scan(module, patch).findings())
+    scan = _Scan(module, patch)
+    findings = tuple(scan.findings())
+    scan.write_skipped(findings)
     return Port(arch, patch, findings)
 
 
@@ -206,6 +208,21 @@ class _Scan:
         others = [name for name in self.classes if name.endswith("ForConditionalGeneration")]
         if others:
             known.keep_sequences_whole(self.patch, others, "it is no language model alone")
+
+    def write_skipped(self, findings: Iterable[Finding]) -> None:
+        """Write each skipped part on the class that has it, or on all models of the module."""
+        skipped: dict[str, list[tuple[str, str, str]]] = {}
+        for finding in findings:
+            if finding.left:
+                owner = finding.symbol.split(".")[0]
+                attention = finding.op.startswith("attention")
+                op = "attention" if attention else finding.op
+                for name in [owner] if owner in self.classes and not attention else self._models():
+                    skipped.setdefault(name, []).append((op, finding.symbol, finding.left))
+        if skipped:
+            self.patch.add_final_block(
+                "\n".join(f"{n}._opslot_skipped = {tuple(parts)!r}" for n, parts in skipped.items())
+            )
 
     def _models(self) -> list[str]:
         """The classes that all of the module's models derive from."""
@@ -360,8 +377,6 @@ class _Scan:
         why = self._unlike_masks() or next(told, "")
         if self._print("eager_attention_forward") != known.EAGER_ATTENTION:
             why = "its eager attention is more than softmax(scale q k + mask) v"
-        if why:
-            known.keep_attention(self.patch, self._models(), why)
         yield Finding(", ".join(parts), "attention/causal", why)
 
     def _unlike_masks(self) -> str:

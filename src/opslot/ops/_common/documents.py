@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from opslot.ops._common.library import refuse
+from opslot.ops._common.arguments import reject
 
 _INSTEAD = "let it begin with 0, never fall and end with the number of tokens; padding is a document too"
 # Borders asked about last on a device, of which a model gives the same to every layer: the tensor, its version, rows,
@@ -44,16 +44,16 @@ def check_borders(
         borders = cu_seqlens.tolist()
         lengths = [stop - start for start, stop in itertools.pairwise(borders)]
         if not borders or borders[0] != 0 or min(lengths, default=0) < 0:
-            refuse(kernel, argument, f"it is {_shown(borders)}, not rising from 0", _INSTEAD)
+            reject(kernel, argument, f"it is {_shown(borders)}, not rising from 0", _INSTEAD)
         if borders[-1] != tokens:
-            refuse(kernel, argument, f"it ends with {borders[-1]} where there are {tokens} tokens", _INSTEAD)
+            reject(kernel, argument, f"it ends with {borders[-1]} where there are {tokens} tokens", _INSTEAD)
         crossed = [end for end in range(length, tokens, max(length, 1)) if end not in borders]
         if crossed:
             found = f"a document crosses token {crossed[0]}, where a row of {length} ends"
-            refuse(kernel, argument, found, "end documents with their rows, or give one row")
+            reject(kernel, argument, found, "end documents with their rows, or give one row")
         if longest is not None and max(lengths, default=0) > longest:
             found = f"its longest document has {max(lengths)} tokens, the longest is said to have {longest}"
-            refuse(kernel, argument, found, "give the true max_length, or leave it out")
+            reject(kernel, argument, found, "give the true max_length, or leave it out")
 
 
 def _shown(borders: list[int]) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opslot._base.device import triton_interpreted
-from opslot.ops._common.library import refuse
+from opslot.ops._common.arguments import reject
 
 
 @functools.cache
@@ -124,7 +124,7 @@ class Launcher:
         home = named[0][1].device
         name, odd = next(((n, x) for n, x in named if x.device != home), named[0])
         found = f"it is on {odd.device}, {'not a GPU' if odd.device == home else f'others are on {home}'}"
-        refuse(f"the Triton kernel of {op}", name, found, f"move it, or set {op} to eager")
+        reject(f"the Triton kernel of {op}", name, found, f"move it, or set {op} to eager")
 
 
 def _on_one_cpu_or_gpu(tensors: tuple[Tensor | tuple[Tensor, ...] | None, ...]) -> bool:

@@ -14,7 +14,7 @@ import torch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
 
-from opslot.ops._common.library import once_differentiable, opaque_op
+from opslot.ops._common.custom_op import custom_op, once_differentiable
 
 _ARGUMENTS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
@@ -28,8 +28,7 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, 
     return out, q.new_empty(lse, dtype=torch.float32)
 
 
-@opaque_op(f"flash_attention_4(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)", _forward_fake)
-def _forward(
+def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -65,12 +64,7 @@ def _backward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Te
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-@opaque_op(
-    "flash_attention_4_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor dout, Tensor lse, Tensor? dlse, "
-    f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
-    _backward_fake,
-)
-def _backward(
+def _launch_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -107,6 +101,17 @@ def _backward(
         max_seqlen_k=max_seqlen_k,
         dlse=dlse,
     )
+
+
+_forward = custom_op(
+    f"flash_attention_4(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)", _launch, _forward_fake
+)
+_backward = custom_op(
+    "flash_attention_4_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor dout, Tensor lse, Tensor? dlse, "
+    f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    _launch_backward,
+    _backward_fake,
+)
 
 
 class _FlashAttention(torch.autograd.Function):

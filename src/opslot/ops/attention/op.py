@@ -138,19 +138,16 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
     return Cost(bytes=(4 * q.numel() + 6 * k.numel()) * q.element_size(), flops=7 * heads * squares * width)
 
 
-def _is_model(module: Any) -> bool:
-    can_set = getattr(type(module), "_can_set_attn_implementation", None)
-    return can_set is not None and hasattr(module, "config")
-
-
 def _applies_to(model: Any) -> bool:
     """Whether `model` has attention modules that ask its own config for their implementation.
 
     A model that only holds others, such as a vision-language model, has none.
     """
-    if not _is_model(model) or not type(model)._can_set_attn_implementation():
+    can_set = getattr(type(model), "_can_set_attn_implementation", None)
+    if can_set is None or not hasattr(model, "config") or not can_set():
         return False
-    return any(m.__dict__.get("config") is model.config for m in model.modules() if not _is_model(m))
+    # Projectors keep the config too.
+    return any("Attention" in type(m).__name__ and m.__dict__.get("config") is model.config for m in model.modules())
 
 
 # What Transformers selects by itself; anything else was asked for by name.

@@ -6,8 +6,8 @@ import torch
 from fla.modules.convolution import causal_conv1d as fla_conv
 from torch import Tensor
 
+from opslot.ops._common.arguments import reject
 from opslot.ops._common.documents import check_borders
-from opslot.ops._common.library import refuse
 
 _LABEL = "causal_conv1d_implementation='fla'"
 
@@ -21,10 +21,10 @@ def causal_conv1d(
 ) -> Tensor:
     """Contract: see `op.reference`."""
     if activation not in (None, "silu", "swish"):
-        refuse(_LABEL, "activation", f"{activation!r} is neither None nor 'silu'", "use eager")
+        reject(_LABEL, "activation", f"{activation!r} is neither None nor 'silu'", "use eager")
     if cu_seqlens is not None and hidden_states.shape[0] != 1:
         found = f"packed documents are one row, there are {hidden_states.shape[0]}"
-        refuse(_LABEL, "cu_seqlens", found, "flatten the rows")
+        reject(_LABEL, "cu_seqlens", found, "flatten the rows")
     if cu_seqlens is not None:
         check_borders(_LABEL, "cu_seqlens", cu_seqlens, 1, hidden_states.shape[2])
     out, _ = fla_conv(

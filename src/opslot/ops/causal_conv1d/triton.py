@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot.ops._common.library import once_differentiable, opaque_op, refuse
+from opslot.ops._common.arguments import reject
+from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops._common.triton import Launcher, cdiv
 
@@ -289,19 +290,17 @@ def _positions(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
     return position
 
 
-def _fake_forward(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, silu: bool) -> Tensor:
+def _allocate(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, silu: bool) -> Tensor:
     _, channels, length = x.shape
-    # No transposed view of a [B, S, D]: autograd lets nobody write into a view that comes out of a function.
+    # No transposed view of a [B, S, D]: autograd forbids writing into a view that a function returns.
     return x.new_empty_strided(x.shape, (length * channels, 1, channels))
 
 
-@opaque_op(
-    "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, bool silu) -> Tensor", fake=_fake_forward
-)
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, silu: bool) -> Tensor:
-    out = _fake_forward(x, weight, bias, cu_seqlens, silu)
+def _forward(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, silu: bool
+) -> None:
     if x.numel() == 0:
-        return out
+        return
     batch, channels, length = x.shape
     x = _rows(x)
     plan = forward_plan(length, channels)
@@ -322,53 +321,43 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor 
         ),
         plan.warps,
     )
-    return out
 
 
-def _gradients(x: Tensor, weight: Tensor, bias: Tensor | None, need_filter: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialized gradients; empty tensors stand for those that nobody needs."""
+def _allocate_gradients(
+    dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """That of `x` always: the kernel computes it in any case."""
+    need_filter = rest[-2] or rest[-1]
     batch, channels, length = x.shape
-    dx = x.new_empty(batch, length, channels).transpose(1, 2)
-    dweight = weight.new_empty(weight.shape if need_filter else (0,))
-    dbias = weight.new_empty(0) if bias is None or not need_filter else bias.new_empty(bias.shape)
-    return dx, dweight, dbias
+    return (
+        x.new_empty(batch, length, channels).transpose(1, 2),
+        weight.new_empty(weight.shape) if need_filter else None,
+        bias.new_empty(bias.shape) if need_filter and bias is not None else None,
+    )
 
 
-def _fake_backward(
-    dout: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
-    need_filter: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(x, weight, bias, need_filter)
-
-
-@opaque_op(
-    "causal_conv1d_backward(Tensor dout, Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, bool silu,"
-    " bool need_filter) -> (Tensor, Tensor, Tensor)",
-    fake=_fake_backward,
-)
 def _backward(
+    gradients: tuple[Tensor, Tensor | None, Tensor | None],
     dout: Tensor,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     cu_seqlens: Tensor | None,
     silu: bool,
-    need_filter: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dweight, dbias = _gradients(x, weight, bias, need_filter)
+    *needs: bool,
+) -> None:
+    dx, dweight, dbias = gradients
     if x.numel() == 0:
-        return dx, dweight.zero_(), dbias.zero_()
+        for gradient in (dweight, dbias):
+            if gradient is not None:
+                gradient.zero_()
+        return
     batch, channels, length = x.shape
     width = weight.shape[1]
     x, dout = _rows(x), _rows(dout)
     plan = backward_plan(length, channels)
     spans = cdiv(length, plan.span)
-    partial = x.new_empty((batch * spans, 5, channels), dtype=torch.float32) if need_filter else None
+    partial = None if dweight is None else x.new_empty((batch * spans, 5, channels), dtype=torch.float32)
     _launch_backward(
         (cdiv(channels, plan.columns), spans, batch),
         (dout, x, weight.contiguous(), _dense(bias), _positions(cu_seqlens, length), dx, partial),
@@ -380,38 +369,29 @@ def _backward(
             silu,
             bias is not None,
             cu_seqlens is not None,
-            need_filter,
+            dweight is not None,
             plan.span,
             plan.ahead,
             plan.columns,
         ),
         plan.warps,
     )
-    if partial is not None:
+    if partial is not None and dweight is not None:
         total = partial.sum(0)
         # By lag in memory, by tap in the filter.
         dweight.copy_(total[:width].flip(0).T)
-        if bias is not None:
+        if dbias is not None:
             dbias.copy_(total[4])
-    return dx, dweight, dbias
 
 
-class _CausalConv1d(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, silu: bool
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias, cu_seqlens)
-        ctx.silu = silu
-        return _forward(x, weight, bias, cu_seqlens, silu)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, cu_seqlens = ctx.saved_tensors
-        need_x, need_weight, need_bias, _, _ = ctx.needs_input_grad
-        dx, dweight, dbias = _backward(dout, x, weight, bias, cu_seqlens, ctx.silu, need_weight or need_bias)
-        return dx if need_x else None, dweight if need_weight else None, dbias if need_bias else None, None, None
+_causal_conv1d = differentiable_op(
+    "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, bool silu) -> Tensor",
+    allocate=_allocate,
+    launch=_forward,
+    allocate_gradients=_allocate_gradients,
+    launch_backward=_backward,
+    differentiable=3,
+)
 
 
 def standard(
@@ -427,21 +407,21 @@ def standard(
     channels are not adjacent are copied into that order first.
     """
     if activation not in (None, "silu", "swish"):
-        refuse(_LABEL, "activation", f"{activation!r} is neither None nor 'silu'", "use eager")
+        reject(_LABEL, "activation", f"{activation!r} is neither None nor 'silu'", "use eager")
     for name, tensor in (("hidden_states", hidden_states), ("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype not in FLOATS:
-            refuse(_LABEL, name, unsupported_dtype(tensor.dtype), "use eager")
+            reject(_LABEL, name, unsupported_dtype(tensor.dtype), "use eager")
     channels = hidden_states.shape[1]
     if weight.dim() != 2 or weight.shape[0] != channels or not 1 <= weight.shape[1] <= _TAPS:
         wanted = f"({channels}, 1 to {_TAPS})"
-        refuse(_LABEL, "weight", f"its shape is {tuple(weight.shape)}, not {wanted}", "use eager")
+        reject(_LABEL, "weight", f"its shape is {tuple(weight.shape)}, not {wanted}", "use eager")
     if bias is not None and bias.shape != (channels,):
-        refuse(_LABEL, "bias", f"its shape is {tuple(bias.shape)}, not ({channels},)", "use eager")
+        reject(_LABEL, "bias", f"its shape is {tuple(bias.shape)}, not ({channels},)", "use eager")
     if cu_seqlens is not None and hidden_states.shape[0] != 1:
-        refuse(
+        reject(
             _LABEL,
             "cu_seqlens",
             f"packed documents are one row, there are {hidden_states.shape[0]}",
             "flatten the rows",
         )
-    return _CausalConv1d.apply(hidden_states, weight, bias, cu_seqlens, activation is not None)
+    return _causal_conv1d(hidden_states, weight, bias, cu_seqlens, activation is not None)

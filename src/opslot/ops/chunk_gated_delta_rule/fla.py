@@ -6,7 +6,7 @@ import torch
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_chunk
 from torch import Tensor
 
-from opslot.ops._common.library import refuse
+from opslot.ops._common.arguments import reject
 from opslot.ops.chunk_gated_delta_rule.op import WIDEST_KEY, check_shapes
 from opslot.slots import Requirement
 
@@ -32,9 +32,9 @@ def chunk_gated_delta_rule(
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dtype != torch.bfloat16:
-            refuse(_LABEL, name, f"its dtype is {tensor.dtype}, not bfloat16", "use torch_chunked")
+            reject(_LABEL, name, f"its dtype is {tensor.dtype}, not bfloat16", "use torch_chunked")
     if key.shape[3] > WIDEST_KEY:
-        refuse(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {WIDEST_KEY}", "use torch_chunked")
+        reject(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {WIDEST_KEY}", "use torch_chunked")
     check_shapes(_LABEL, key, value, initial_state, cu_seqlens)
     groups = value.shape[2] // key.shape[2]
     if groups > 1 and not _GROUPS_HEADS:

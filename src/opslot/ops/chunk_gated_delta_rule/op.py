@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opslot.ops._common.arguments import reject
 from opslot.ops._common.documents import check_borders
-from opslot.ops._common.library import refuse
 from opslot.ops.chunk_gated_delta_rule.cases import CASES
 from opslot.slots import Cost, OpSpec, OpVariant
 
@@ -79,15 +79,15 @@ def check_shapes(
     """Refuse arguments that do not fit together, in the name of `kernel`."""
     if value.shape[2] % key.shape[2]:
         found = f"{value.shape[2]} heads are no multiple of key's {key.shape[2]}"
-        refuse(kernel, "value", found, "give value a multiple of key's heads")
+        reject(kernel, "value", found, "give value a multiple of key's heads")
     if cu_seqlens is not None and key.shape[0] != 1:
-        refuse(kernel, "cu_seqlens", f"packed documents are one row, there are {key.shape[0]}", "flatten the rows")
+        reject(kernel, "cu_seqlens", f"packed documents are one row, there are {key.shape[0]}", "flatten the rows")
     if cu_seqlens is not None:
         check_borders(kernel, "cu_seqlens", cu_seqlens, 1, key.shape[1])
     states = key.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     wanted = (states, value.shape[2], key.shape[3], value.shape[3])
     if initial_state is not None and initial_state.shape != wanted:
-        refuse(kernel, "initial_state", f"its shape is {tuple(initial_state.shape)}", f"give it the shape {wanted}")
+        reject(kernel, "initial_state", f"its shape is {tuple(initial_state.shape)}", f"give it the shape {wanted}")
 
 
 class _Schedule:

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.library import once_differentiable, opaque_op, refuse
+from opslot.ops._common.arguments import reject
+from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops.chunk_gated_delta_rule.kernels.backward import write_gradients
 from opslot.ops.chunk_gated_delta_rule.kernels.call import prepare
@@ -31,7 +32,7 @@ from opslot.ops.chunk_gated_delta_rule.op import WIDEST_KEY, check_shapes
 _LABEL = "chunk_gated_delta_rule_implementation='triton'"
 
 
-def _fake_forward(
+def _allocate(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -48,12 +49,8 @@ def _fake_forward(
     return out, value.new_empty(shape, dtype=torch.float32) if want_final else None
 
 
-@opaque_op(
-    "chunk_gated_delta_rule(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor? initial_state,"
-    " Tensor? cu_seqlens, bool normalize, bool want_final) -> (Tensor, Tensor)",
-    fake=_fake_forward,
-)
 def _forward(
+    outputs: tuple[Tensor, Tensor | None],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -63,46 +60,30 @@ def _forward(
     cu_seqlens: Tensor | None,
     normalize: bool,
     want_final: bool,
-) -> tuple[Tensor, Tensor | None]:
-    out, final = _fake_forward(query, key, value, g, beta, initial_state, cu_seqlens, normalize, want_final)
+) -> None:
+    out, final = outputs
     if value.numel() == 0:
         if final is not None:
             final.copy_(initial_state) if initial_state is not None else final.zero_()
-        return out, final
+        return
     call = prepare(query, key, value, g, beta, cu_seqlens, normalize)
-    found = recur(call, initial_state, want_final)
-    write_output(call, found, out)
-    return out, found.final
+    write_output(call, recur(call, initial_state, final), out)
 
 
-def _fake_backward(
-    dout: Tensor,
-    dfinal: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    normalize: bool,
-    want_dinitial: bool,
-) -> tuple[Tensor | None, ...]:
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value, g, beta)]
+def _allocate_gradients(dout: Tensor | None, dfinal: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
+    """All but that of the initial state always: the kernels compute them in any case."""
+    *inputs, initial_state = args[:6]
+    need_initial = args[-1]
+    gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
     dinitial = None
-    if want_dinitial and initial_state is not None:
+    if need_initial and initial_state is not None:
         dinitial = torch.empty_like(initial_state, memory_format=torch.contiguous_format)
-    return *grads, dinitial
+    return *gradients, dinitial
 
 
-@opaque_op(
-    "chunk_gated_delta_rule_backward(Tensor dout, Tensor? dfinal, Tensor query, Tensor key, Tensor value, Tensor g,"
-    " Tensor beta, Tensor? initial_state, Tensor? cu_seqlens, bool normalize, bool want_dinitial)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=_fake_backward,
-)
 def _backward(
-    dout: Tensor,
+    gradients: tuple[Tensor | None, ...],
+    dout: Tensor | None,
     dfinal: Tensor | None,
     query: Tensor,
     key: Tensor,
@@ -112,52 +93,31 @@ def _backward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     normalize: bool,
-    want_dinitial: bool,
-) -> tuple[Tensor | None, ...]:
-    *grads, dinitial = _fake_backward(
-        dout, dfinal, query, key, value, g, beta, initial_state, cu_seqlens, normalize, want_dinitial
-    )
+    want_final: bool,
+    *needs: bool,
+) -> None:
+    *grads, dinitial = gradients
+    if not want_final:
+        # Compiled, the output that nobody wants is an empty tensor, and so is its gradient.
+        dfinal = None
     if value.numel() == 0:
         if dinitial is not None:
             dinitial.copy_(dfinal) if dfinal is not None else dinitial.zero_()
-    else:
-        call = prepare(query, key, value, g, beta, cu_seqlens, normalize)
-        found = recur(call, initial_state, want_final=False)
-        write_gradients(call, found, dout, dfinal, tuple(grads), dinitial, normalize)  # type: ignore[arg-type]
-    return *grads, dinitial
+        return
+    dout = torch.zeros_like(value) if dout is None else dout
+    call = prepare(query, key, value, g, beta, cu_seqlens, normalize)
+    write_gradients(call, recur(call, initial_state), dout, dfinal, tuple(grads), dinitial, normalize)  # type: ignore[arg-type]
 
 
-class _GatedDeltaRule(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        normalize: bool,
-        want_final: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.save_for_backward(query, key, value, g, beta, initial_state, cu_seqlens)
-        ctx.set_materialize_grads(False)
-        ctx.normalize = normalize
-        out, final = _forward(query, key, value, g, beta, initial_state, cu_seqlens, normalize, want_final)
-        return out, final if want_final else None
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dout is None and dfinal is None:
-            return (None,) * 9
-        saved = ctx.saved_tensors
-        if dout is None:
-            dout = torch.zeros_like(saved[2])
-        needed = ctx.needs_input_grad
-        grads = _backward(dout, dfinal, *saved, ctx.normalize, needed[5])
-        return *(grad if need else None for grad, need in zip(grads, needed, strict=False)), None, None, None
+_gated_delta_rule = differentiable_op(
+    "chunk_gated_delta_rule(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor? initial_state,"
+    " Tensor? cu_seqlens, bool normalize, bool want_final) -> (Tensor, Tensor)",
+    allocate=_allocate,
+    launch=_forward,
+    allocate_gradients=_allocate_gradients,
+    launch_backward=_backward,
+    differentiable=6,
+)
 
 
 def chunk_gated_delta_rule(
@@ -182,14 +142,14 @@ def chunk_gated_delta_rule(
     named = {"query": query, "key": key, "value": value, "g": g, "beta": beta, "initial_state": initial_state}
     for name, tensor in named.items():
         if tensor is not None and tensor.dtype not in FLOATS:
-            refuse(_LABEL, name, unsupported_dtype(tensor.dtype), "use torch_chunked")
+            reject(_LABEL, name, unsupported_dtype(tensor.dtype), "use torch_chunked")
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
-            refuse(_LABEL, name, f"its dtype is {tensor.dtype}, query's is {query.dtype}", "give all three the same")
+            reject(_LABEL, name, f"its dtype is {tensor.dtype}, query's is {query.dtype}", "give all three the same")
     if key.shape[3] > WIDEST_KEY:
-        refuse(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {WIDEST_KEY}", "use torch_chunked")
+        reject(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {WIDEST_KEY}", "use torch_chunked")
     check_shapes(_LABEL, key, value, initial_state, cu_seqlens)
-    out, final = _GatedDeltaRule.apply(
+    out, final = _gated_delta_rule(
         query, key, value, g, beta, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, output_final_state
     )
-    return out, final
+    return out, final if output_final_state else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opslot.ops._common.library import refuse
+from opslot.ops._common.arguments import reject
 from opslot.ops.cross_entropy_loss.chunked import Backend, Shaping, wide
 from opslot.ops.cross_entropy_loss.fused import make_kernels
 
@@ -95,7 +95,7 @@ def _columns(labels: Tensor, vocab: int, shaping: Shaping) -> tuple[Tensor, Tens
     if labels.device.type == "cpu":
         outside = index[(index < 0) | (index >= vocab)]
         if outside.numel():
-            refuse(
+            reject(
                 "cross_entropy_loss_implementation='chunk_loss'",
                 "labels",
                 f"label {outside[0].item()} is out of bounds: the vocabulary has {vocab}, ignored is "

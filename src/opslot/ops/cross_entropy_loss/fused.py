@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opslot.ops._common.library import once_differentiable, opaque_op, refuse
+from opslot.ops._common.arguments import reject
+from opslot.ops._common.custom_op import custom_op, once_differentiable
 from opslot.ops.cross_entropy_loss.chunked import (
     Backend,
     Shaping,
@@ -181,7 +182,7 @@ def _served(name: str, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[
 
 def _refuse(name: str, argument: str, found: str) -> NoReturn:
     field = "cross_entropy_loss_implementation"
-    refuse(f"{field}={name!r}", argument, found, f"fix the argument, or set {field} to 'eager'")
+    reject(f"{field}={name!r}", argument, found, f"fix the argument, or set {field} to 'eager'")
 
 
 def _loss(
@@ -270,7 +271,7 @@ def _loss_op(backend: Backend) -> Callable[..., Any]:
 
     arguments = f"Tensor hidden, Tensor weight, Tensor labels, Tensor divisor, {_SHAPING}, {_WANTED}"
     schema = f"linear_cross_entropy_{backend.name}({arguments}) -> (Tensor, Tensor, Tensor)"
-    return opaque_op(schema, fake)(loss)
+    return custom_op(schema, loss, fake)
 
 
 def _token_ops(backend: Backend) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -305,6 +306,6 @@ def _token_ops(backend: Backend) -> tuple[Callable[..., Any], Callable[..., Any]
     per_row = "Tensor entropy, Tensor grad_log_probs, Tensor grad_entropy"
     name, outputs = f"token_log_probs_{backend.name}", "(Tensor, Tensor)"
     return (
-        opaque_op(f"{name}({inputs}, {_SHAPING}) -> {outputs}", forward_fake)(forward),
-        opaque_op(f"{name}_backward({inputs}, {per_row}, {_SHAPING}, {_WANTED}) -> {outputs}", backward_fake)(backward),
+        custom_op(f"{name}({inputs}, {_SHAPING}) -> {outputs}", forward, forward_fake),
+        custom_op(f"{name}_backward({inputs}, {per_row}, {_SHAPING}, {_WANTED}) -> {outputs}", backward, backward_fake),
     )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.library import refuse
+from opslot.ops._common.arguments import reject
 from opslot.ops._common.sites import text_config
 from opslot.ops.load_balancing_loss.cases import CASES, benchmark_case
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
@@ -48,7 +48,7 @@ def standard(
     if gate_logits is None or not isinstance(gate_logits, tuple):
         return 0
     if num_experts is None:
-        refuse("load_balancing_loss", "num_experts", "None beside gate_logits", "pass the number of experts")
+        reject("load_balancing_loss", "num_experts", "None beside gate_logits", "pass the number of experts")
     device = gate_logits[0].device
     wide = torch.promote_types(gate_logits[0].dtype, torch.float32)
     rows = torch.zeros((), dtype=wide, device=device)

@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.device import triton_interpreted
-from opslot.ops._common.library import once_differentiable, refuse
+from opslot.ops._common.arguments import reject
+from opslot.ops._common.custom_op import custom_op, once_differentiable
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops._common.triton import Launcher, cdiv
 
@@ -231,27 +232,22 @@ def _backward_fake(layers: Sequence[Tensor], weights: Tensor | None, coefficient
     return layers[0].new_empty(len(layers), *layers[0].shape)
 
 
-_forward_op = torch.library.custom_op(
-    "opslot::load_balancing_loss",
-    _forward,
-    mutates_args=(),
-    schema="(Tensor[] layers, Tensor? weights, int top_k) -> (Tensor, Tensor)",
+_forward_op = custom_op(
+    "load_balancing_loss(Tensor[] layers, Tensor? weights, int top_k) -> (Tensor, Tensor)", _forward, _forward_fake
 )
-_forward_op.register_fake(_forward_fake)
-_backward_op = torch.library.custom_op(
-    "opslot::load_balancing_loss_backward",
+_backward_op = custom_op(
+    "load_balancing_loss_backward(Tensor[] layers, Tensor? weights, Tensor coefficients, Tensor grad_loss) -> Tensor",
     _backward,
-    mutates_args=(),
-    schema="(Tensor[] layers, Tensor? weights, Tensor coefficients, Tensor grad_loss) -> Tensor",
+    _backward_fake,
 )
-_backward_op.register_fake(_backward_fake)
 
 
 class _LoadBalancingLoss(torch.autograd.Function):
+    """No `differentiable_op`: autograd sees a list of tensors only as arguments of their own."""
+
     @staticmethod
     def forward(ctx: Any, weights: Tensor | None, top_k: int, *layers: Tensor) -> Tensor:
-        run = _forward_op if _traced(layers) else _forward
-        loss, coefficients = run(layers, weights, top_k)
+        loss, coefficients = _forward_op(layers, weights, top_k)
         ctx.save_for_backward(coefficients, weights, *layers)
         return loss
 
@@ -259,13 +255,7 @@ class _LoadBalancingLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> Any:
         coefficients, weights, *layers = ctx.saved_tensors
-        run = _backward_op if _traced(layers) else _backward
-        return None, None, *run(layers, weights, coefficients, grad_loss).unbind()
-
-
-def _traced(layers: Sequence[Tensor]) -> bool:
-    """Whether a graph is being recorded. Otherwise the dispatcher, which is slow with many tensors, is left out."""
-    return torch.compiler.is_compiling() or type(layers[0]) is not Tensor
+        return None, None, *_backward_op(layers, weights, coefficients, grad_loss).unbind()
 
 
 def standard(
@@ -314,4 +304,4 @@ def _check(gate_logits: tuple[Tensor, ...], num_experts: int | None, top_k: int,
 
 def _refuse(argument: str, found: str) -> NoReturn:
     field = "load_balancing_loss_implementation"
-    refuse(f"{field}='triton'", argument, found, f"fix the argument, or set {field} to 'eager'")
+    reject(f"{field}='triton'", argument, found, f"fix the argument, or set {field} to 'eager'")

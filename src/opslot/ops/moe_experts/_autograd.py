@@ -1,4 +1,4 @@
-"""A forward and a backward function as one differentiable torch operator, opaque to torch.compile."""
+"""A forward and a backward function of experts as one differentiable custom op."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from opslot._base.errors import KernelError
+from opslot.ops._common.custom_op import autograd_function, custom_op
 
 
 class Experts(NamedTuple):
@@ -79,7 +80,8 @@ Forward = Callable[[Tensor, Experts, Tensor, Tensor], tuple[Tensor, ...]]
 # (grad, hidden_states, experts, top_k_weights, what forward saved, wanted)
 Backward = Callable[[Tensor, Tensor, Experts, Tensor, Sequence[Tensor], Wanted], Grads]
 
-_GATING = "Tensor? up_proj, Tensor? gate_up_bias, Tensor? down_bias, float? limit, float alpha, float up_offset"
+_EXPERTS = "Tensor? up_proj, Tensor? gate_up_bias, Tensor? down_bias"
+_GATING = "float? limit, float alpha, float up_offset"
 _INPUTS = "Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj"
 
 
@@ -103,56 +105,51 @@ def differentiable(
     ) -> tuple[Tensor, ...]:
         return fake(x, Experts(gate_up, down, *rest), index, weights)
 
-    def run_wanted(
+    def run_backward(
         grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *rest: Any
-    ) -> tuple[Tensor, ...]:
-        """An operator returns tensors, and no tensor twice: unwanted gradients become empty ones."""
-        *gating, saved, wanted = *rest[:-3], Wanted(*rest[-3:])
-        grads = _on_its_device(backward, grad, x, Experts(gate_up, down, *gating), weights, saved, wanted)
-        return tuple(g if w and g is not None else grad.new_empty(0) for g, w in zip(grads, _each(wanted), strict=True))
+    ) -> tuple[Tensor | None, ...]:
+        *optional, saved = rest[:4]
+        experts, wanted = Experts(gate_up, down, *optional, *rest[4:7]), Wanted(*rest[7:])
+        grads = _on_its_device(backward, grad, x, experts, weights, saved, wanted)
+        # An op returns no tensor that nobody asked for: another gradient may share its memory.
+        return tuple([g if w else None for g, w in zip(grads, _each(wanted), strict=True)])
 
-    op = torch.library.custom_op(
-        f"opslot::{name}",
+    op = custom_op(
+        f"{name}({_INPUTS}, Tensor top_k_index, Tensor top_k_weights, {_EXPERTS}, {_GATING}) -> ({returned})",
         run,
-        mutates_args=(),
-        schema=f"({_INPUTS}, Tensor top_k_index, Tensor top_k_weights, {_GATING}) -> ({returned})",
+        run_fake,
     )
-    backward_op = torch.library.custom_op(
-        f"opslot::{name}_backward",
-        run_wanted,
-        mutates_args=(),
-        schema=f"(Tensor grad, {_INPUTS}, Tensor top_k_weights, {_GATING}, Tensor[] saved, bool input_grad,"
-        " bool weight_grad, bool bias_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    backward_op = custom_op(
+        f"{name}_backward(Tensor grad, {_INPUTS}, Tensor top_k_weights, {_EXPERTS}, Tensor[] saved, {_GATING},"
+        f" bool input_grad, bool weight_grad, bool bias_grad) -> ({', '.join(['Tensor'] * len(Grads._fields))})",
+        run_backward,
+        _fake_backward,
     )
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        hidden_states, gate_up_proj, down_proj, _, top_k_weights, *optional = inputs
-        *optional, ctx.limit, ctx.alpha, ctx.up_offset = optional
-        ctx.save_for_backward(hidden_states, gate_up_proj, down_proj, top_k_weights, *optional, *output[1:])
-        ctx.mark_non_differentiable(*output[1:])
-        # Else autograd makes gradients of zeros for what is saved, which is as large as the activations.
+    def apply_forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, *rest: Any) -> Tensor:
+        out, *saved = op(x, gate_up, down, index, *rest)
+        ctx.save_for_backward(x, gate_up, down, *rest[:4], *saved)
+        ctx.gating = rest[4:]
         ctx.set_materialize_grads(False)
+        return out
 
-    def run_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * len(ctx.needs_input_grad)
+    def apply_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad
-        # Read once: activation checkpointing recomputes at the first read and refuses a second.
-        x, gate_up, down, weights, up, gate_up_bias, down_bias, *saved = ctx.saved_tensors
-        gating = (up, gate_up_bias, down_bias, ctx.limit, ctx.alpha, ctx.up_offset)
+        if grad is None:
+            return (None,) * len(needs)
+        # Read once: activation checkpointing recomputes at the first read and raises at a second.
+        *inputs, up, gate_up_bias, down_bias = (saved := ctx.saved_tensors)[:7]
         wanted = Wanted(needs[0], needs[1] or needs[2] or needs[5], needs[6] or needs[7])
-        grads = backward_op(grad, x, gate_up, down, weights, *gating, saved, *wanted)
+        grads = backward_op(grad, *inputs, up, gate_up_bias, down_bias, saved[7:], *ctx.gating, *wanted)
         kept = [g if needed else None for g, needed in zip(grads, (*needs[:3], *needs[4:8]), strict=True)]
         return *kept[:3], None, *kept[3:], None, None, None
 
-    op.register_fake(run_fake)
-    backward_op.register_fake(_fake_backward)
-    op.register_autograd(run_backward, setup_context=setup_context)
+    function = autograd_function(name, apply_forward, apply_backward, forward.__module__)
 
     def apply(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             _refuse_tangents(name, hidden_states, *experts, top_k_weights)
-        return op(hidden_states, *experts[:2], top_k_index, top_k_weights, *experts[2:])[0]
+        return function(hidden_states, *experts[:2], top_k_index, top_k_weights, *experts[2:])
 
     return apply
 
@@ -180,18 +177,12 @@ def _on_its_device(function: Callable[..., Any], tensor: Tensor, *rest: Any) -> 
 
 
 def _fake_backward(
-    grad: Tensor,
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    up: Tensor | None,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    like = (x, gate_up, down, weights, up, gate_up_bias, down_bias)
+    grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *rest: Any
+) -> tuple[Tensor | None, ...]:
+    like = (x, gate_up, down, weights, *rest[:3])
     return tuple(
-        torch.empty_like(t, memory_format=torch.contiguous_format) if w and t is not None else grad.new_empty(0)
-        for t, w in zip(like, _each(Wanted(*rest[-3:])), strict=True)
+        [
+            torch.empty_like(t, memory_format=torch.contiguous_format) if w and t is not None else None
+            for t, w in zip(like, _each(Wanted(*rest[-3:])), strict=True)
+        ]
     )

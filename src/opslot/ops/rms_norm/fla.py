@@ -5,7 +5,7 @@ from __future__ import annotations
 from fla.modules.fused_norm_gate import rms_norm_gated
 from torch import Tensor
 
-from opslot.ops._common.library import refuse
+from opslot.ops._common.arguments import reject
 
 _LABEL = "rms_norm_gated_implementation='fla'"
 # Of one row, in bytes: the kernel holds it in one block.
@@ -17,10 +17,10 @@ def gated(hidden_states: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Te
     width = hidden_states.shape[-1]
     if width * hidden_states.element_size() > _WIDEST:
         limit = _WIDEST // hidden_states.element_size()
-        refuse(_LABEL, "hidden_states", f"{width} wide, the limit is {limit}", "use triton")
+        reject(_LABEL, "hidden_states", f"{width} wide, the limit is {limit}", "use triton")
     if gate.shape != hidden_states.shape:
         found = f"its shape is {tuple(gate.shape)}, not {tuple(hidden_states.shape)}"
-        refuse(_LABEL, "gate", found, "give it the shape of hidden_states")
+        reject(_LABEL, "gate", found, "give it the shape of hidden_states")
     if not hidden_states.numel():
         # fla divides the rows among blocks, of which there are none.
         return hidden_states + 0.0 * (gate.to(hidden_states.dtype) + weight.to(hidden_states.dtype))

@@ -6,7 +6,7 @@ import torch
 from quack.rmsnorm import rmsnorm
 from torch import Tensor
 
-from opslot.ops._common.library import refuse
+from opslot.ops._common.arguments import reject
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 
 _LABEL = "rms_norm_implementation='quack'"
@@ -16,12 +16,12 @@ def _check(x: Tensor, weight: Tensor | None) -> None:
     """Refuse what quack would stop at with an assertion, or not compile."""
     for name, tensor in (("hidden_states", x), ("weight", weight)):
         if tensor is not None and tensor.dtype not in FLOATS:
-            refuse(_LABEL, name, unsupported_dtype(tensor.dtype), "use eager")
+            reject(_LABEL, name, unsupported_dtype(tensor.dtype), "use eager")
     if x.shape[-1] % 8:
         found = f"its rows are {x.shape[-1]} wide, not a multiple of 8"
-        refuse(_LABEL, "hidden_states", found, "use triton or eager")
+        reject(_LABEL, "hidden_states", found, "use triton or eager")
     if weight is not None and weight.shape != x.shape[-1:]:
-        refuse(_LABEL, "weight", f"its shape is {tuple(weight.shape)}, not ({x.shape[-1]},)", "use eager")
+        reject(_LABEL, "weight", f"its shape is {tuple(weight.shape)}, not ({x.shape[-1]},)", "use eager")
 
 
 def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:

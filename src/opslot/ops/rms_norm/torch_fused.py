@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.library import once_differentiable, refuse
+from opslot.ops._common.arguments import reject
+from opslot.ops._common.custom_op import once_differentiable
 
 _LABEL = "rms_norm_implementation='torch_fused'"
 
@@ -66,7 +67,7 @@ def _apply(
 ) -> Tensor:
     if weight.shape != hidden_states.shape[-1:]:
         found = f"its shape is {tuple(weight.shape)}, not {tuple(hidden_states.shape[-1:])}"
-        refuse(_LABEL, "weight", found, "give it one element a channel, or use eager")
+        reject(_LABEL, "weight", found, "give it one element a channel, or use eager")
     return _RMSNorm.apply(hidden_states, weight, eps, offset, cast_last)
 
 

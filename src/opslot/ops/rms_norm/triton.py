@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot.ops._common.library import as_rows, once_differentiable, opaque_op, refuse
+from opslot.ops._common.arguments import as_rows, reject
+from opslot.ops._common.custom_op import custom_op, differentiable_op, launched, once_differentiable
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops._common.triton import Launcher, cdiv, multiprocessor_count
 
@@ -215,17 +216,19 @@ def _rows(x: Tensor) -> tuple[Tensor, int]:
 
 
 def _run_forward(
+    out: Tensor,
+    total: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
     gate: Tensor | None,
     residual: Tensor | None,
-    out: Tensor,
-    total: Tensor | None,
     eps: float,
     offset: bool,
     cast_last: bool,
 ) -> None:
     """Write `out`, and with a residual also the sum, `total`."""
+    if not x.numel():
+        return
     width = x.shape[-1]
     rows = x.numel() // width
     x, x_stride = _rows(x)
@@ -252,17 +255,21 @@ def _run_forward(
 
 
 def _run_backward(
+    gradients: tuple[Tensor | None, ...],
     dout: Tensor,
     dsum: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
     gate: Tensor | None,
-    gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
     eps: float,
     offset: bool,
 ) -> None:
     """Write those of the `gradients` of x, weight and gate that are not None."""
     dx, dweight, dgate = gradients
+    if not x.numel():
+        if dweight is not None:
+            dweight.zero_()
+        return
     width = x.shape[-1]
     rows = x.numel() // width
     element_bytes = sum(t.element_size() for t in (dout, dsum, x, gate) if t is not None)
@@ -297,134 +304,95 @@ def _run_backward(
         _launch_sum_partials((cdiv(width, 8), 1, 1), (partial, dweight), (), (programs,), (width, 256, 8), 4)
 
 
-def _fake_forward(
+def _allocate(
     x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool, cast_last: bool
 ) -> Tensor:
     return _dense(x, _out_dtype(x, weight, gate, cast_last))
 
 
-@opaque_op(
+def _norm_forward(
+    out: Tensor, x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool, cast_last: bool
+) -> None:
+    _run_forward(out, None, x, weight, gate, None, eps, offset, cast_last)
+
+
+def _norm_backward(
+    gradients: tuple[Tensor | None, ...],
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    gate: Tensor | None,
+    eps: float,
+    offset: bool,
+    *_: bool,
+) -> None:
+    _run_backward(gradients, dout, None, x, weight, gate, eps, offset)
+
+
+_norm = differentiable_op(
     "rms_norm(Tensor x, Tensor? weight, Tensor? gate, float eps, bool offset, bool cast_last) -> Tensor",
-    fake=_fake_forward,
+    allocate=_allocate,
+    launch=_norm_forward,
+    launch_backward=_norm_backward,
 )
-def _forward(
-    x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool, cast_last: bool
-) -> Tensor:
-    out = _fake_forward(x, weight, gate, eps, offset, cast_last)
-    if x.numel():
-        _run_forward(x, weight, gate, None, out, None, eps, offset, cast_last)
-    return out
 
 
-def _fake_backward(
-    dout: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    gate: Tensor | None,
-    eps: float,
-    offset: bool,
-    need_x: bool,
-    need_weight: bool,
-    need_gate: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    return (
-        _dense(x, x.dtype) if need_x else None,
-        torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight and weight is not None else None,
-        _dense(gate, gate.dtype) if need_gate and gate is not None else None,
-    )
-
-
-@opaque_op(
-    "rms_norm_backward(Tensor dout, Tensor x, Tensor? weight, Tensor? gate, float eps, bool offset,"
-    " bool need_x, bool need_weight, bool need_gate) -> (Tensor, Tensor, Tensor)",
-    fake=_fake_backward,
-)
-def _backward(
-    dout: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    gate: Tensor | None,
-    eps: float,
-    offset: bool,
-    need_x: bool,
-    need_weight: bool,
-    need_gate: bool,
-) -> tuple[Tensor | None, ...]:
-    gradients = _fake_backward(dout, x, weight, gate, eps, offset, need_x, need_weight, need_gate)
-    if x.numel():
-        _run_backward(dout, None, x, weight, gate, gradients, eps, offset)
-    elif gradients[1] is not None:
-        gradients[1].zero_()
-    return gradients
-
-
-def _fake_residual_forward(
+def _allocate_residual(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, cast_last: bool
 ) -> tuple[Tensor, Tensor]:
     total = _dense(x, torch.promote_types(x.dtype, residual.dtype))
     return _dense(x, _out_dtype(total, weight, None, cast_last)), total
 
 
-@opaque_op(
-    "rms_norm_residual(Tensor x, Tensor residual, Tensor weight, float eps, bool cast_last) -> (Tensor, Tensor)",
-    fake=_fake_residual_forward,
-)
 def _residual_forward(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, cast_last: bool
-) -> tuple[Tensor, Tensor]:
-    out, total = _fake_residual_forward(x, residual, weight, eps, cast_last)
-    if x.numel():
-        _run_forward(x, weight, None, residual, out, total, eps, False, cast_last)
-    return out, total
+    outputs: tuple[Tensor, Tensor], x: Tensor, residual: Tensor, weight: Tensor, eps: float, cast_last: bool
+) -> None:
+    _run_forward(*outputs, x, weight, None, residual, eps, False, cast_last)
 
 
-def _fake_residual_backward(
-    dout: Tensor, dsum: Tensor | None, total: Tensor, weight: Tensor, eps: float, need_x: bool, need_weight: bool
-) -> tuple[Tensor | None, ...]:
-    return _fake_backward(dout, total, weight, None, eps, False, need_x, need_weight, False)[:2]
+def _allocate_residual_gradients(
+    dout: Tensor, dsum: Tensor | None, total: Tensor, weight: Tensor, eps: float, need_sum: bool, need_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of the sum, whose terms share it, and of the weight."""
+    return (
+        _dense(total, total.dtype) if need_sum else None,
+        torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else None,
+    )
 
 
-@opaque_op(
+def _residual_backward(
+    gradients: tuple[Tensor | None, ...],
+    dout: Tensor,
+    dsum: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    eps: float,
+    *_: bool,
+) -> None:
+    _run_backward((*gradients, None), dout, dsum, total, weight, None, eps, False)
+
+
+_residual_op = custom_op(
+    "rms_norm_residual(Tensor x, Tensor residual, Tensor weight, float eps, bool cast_last) -> (Tensor, Tensor)",
+    launched(_allocate_residual, _residual_forward),
+    _allocate_residual,
+)
+_residual_backward_op = custom_op(
     "rms_norm_residual_backward(Tensor dout, Tensor? dsum, Tensor total, Tensor weight, float eps,"
     " bool need_x, bool need_weight) -> (Tensor, Tensor)",
-    fake=_fake_residual_backward,
+    launched(_allocate_residual_gradients, _residual_backward),
+    _allocate_residual_gradients,
 )
-def _residual_backward(
-    dout: Tensor, dsum: Tensor | None, total: Tensor, weight: Tensor, eps: float, need_x: bool, need_weight: bool
-) -> tuple[Tensor | None, ...]:
-    dx, dweight = _fake_residual_backward(dout, dsum, total, weight, eps, need_x, need_weight)
-    if total.numel():
-        _run_backward(dout, dsum, total, weight, None, (dx, dweight, None), eps, False)
-    elif dweight is not None:
-        dweight.zero_()
-    return dx, dweight
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool, cast_last: bool
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, gate)
-        ctx.eps, ctx.offset = eps, offset
-        return _forward(x, weight, gate, eps, offset, cast_last)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, gate = ctx.saved_tensors
-        need_x, need_weight, need_gate = ctx.needs_input_grad[:3]
-        dx, dweight, dgate = _backward(dout, x, weight, gate, ctx.eps, ctx.offset, need_x, need_weight, need_gate)
-        gradients = (dx if need_x else None, dweight if need_weight else None, dgate if need_gate else None)
-        return *gradients, None, None, None
 
 
 class _ResidualRMSNorm(torch.autograd.Function):
+    """No `differentiable_op`: the sum, which is an output, is what backward needs, and both of its terms share dx."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, cast_last: bool
     ) -> tuple[Tensor, Tensor]:
-        out, total = _residual_forward(x, residual, weight, eps, cast_last)
+        out, total = _residual_op(x, residual, weight, eps, cast_last)
         ctx.save_for_backward(total, weight)
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.dtypes = eps, (x.dtype, residual.dtype)
@@ -438,7 +406,7 @@ class _ResidualRMSNorm(torch.autograd.Function):
         dx, dweight = dsum, None
         if dout is not None:
             need_sum = need_x or need_residual
-            dx, dweight = _residual_backward(dout, dsum, total, weight, ctx.eps, need_sum, need_weight)
+            dx, dweight = _residual_backward_op(dout, dsum, total, weight, ctx.eps, need_sum, need_weight)
 
         def of(dtype: torch.dtype, need: bool) -> Tensor | None:
             return dx.to(dtype) if need and dx is not None else None
@@ -461,10 +429,10 @@ def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None = None, residua
     wanted = {"hidden_states": (x, x.shape), "weight": (weight, width), "gate": (gate, x.shape)}
     for name, (tensor, shape) in (wanted | {"residual": (residual, x.shape)}).items():
         if tensor is not None and tensor.dtype not in FLOATS:
-            refuse(label, name, unsupported_dtype(tensor.dtype), "use eager")
+            reject(label, name, unsupported_dtype(tensor.dtype), "use eager")
         if tensor is not None and tensor.shape != shape:
-            refuse(label, name, f"its shape is {tuple(tensor.shape)}, not {tuple(shape)}", "use eager")
-    refuse(label, "hidden_states", f"its rows are {width[0]} wide, the limit is {MAX_WIDTH}", "use eager")
+            reject(label, name, f"its shape is {tuple(tensor.shape)}, not {tuple(shape)}", "use eager")
+    reject(label, "hidden_states", f"its rows are {width[0]} wide, the limit is {MAX_WIDTH}", "use eager")
 
 
 def _rms_norm(
@@ -477,7 +445,7 @@ def _rms_norm(
     cast_last: bool = False,
 ) -> Tensor:
     _check(x, weight, gate)
-    return _RMSNorm.apply(x, weight, gate, float(eps), offset, cast_last)
+    return _norm(x, weight, gate, float(eps), offset, cast_last)
 
 
 def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 from liger_kernel.ops.rope import rope_backward, rope_forward
 from torch import Tensor
 
-from opslot.ops._common.library import once_differentiable, refuse
+from opslot.ops._common.arguments import reject
+from opslot.ops._common.custom_op import once_differentiable
 
 _LABEL = "rotary_pos_emb_implementation='liger_kernel'"
 
@@ -35,10 +36,10 @@ class _Rotary(torch.autograd.Function):
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`op.full`; mixed dtypes are promoted first, since Liger returns those of `q` and `k`."""
     if unsqueeze_dim not in (1, 2):
-        refuse(_LABEL, "unsqueeze_dim", f"it is {unsqueeze_dim}, not 1 or 2", "use eager")
+        reject(_LABEL, "unsqueeze_dim", f"it is {unsqueeze_dim}, not 1 or 2", "use eager")
     if cos.shape[-1] != q.shape[-1]:
         found = f"it has {cos.shape[-1]} channels for heads of {q.shape[-1]}"
-        refuse(_LABEL, "cos", found, "use the partial variant")
+        reject(_LABEL, "cos", found, "use the partial variant")
     if not q.dtype == k.dtype == cos.dtype:
         q, k = (x.to(torch.promote_types(x.dtype, cos.dtype)) for x in (q, k))
         cos, sin = cos.to(q.dtype), sin.to(q.dtype)

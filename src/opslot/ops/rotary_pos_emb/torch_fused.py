@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.library import once_differentiable, refuse
+from opslot.ops._common.arguments import reject
+from opslot.ops._common.custom_op import once_differentiable
 
 _LABEL = "rotary_pos_emb_implementation='torch_fused'"
 
@@ -58,7 +59,7 @@ def _apply(cos: Tensor, sin: Tensor, unsqueeze_dim: int, *tensors: Tensor, keep_
     """The `tensors` turned, as a tuple."""
     for name, angles in (("cos", cos), ("sin", sin)):
         if angles.requires_grad:
-            refuse(_LABEL, name, "it requires a gradient, and only q and k receive one", "use eager")
+            reject(_LABEL, name, "it requires a gradient, and only q and k receive one", "use eager")
     return _Rotary.apply(cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim), keep_dtype, *tensors)
 
 
@@ -67,7 +68,7 @@ def _check_width(cos: Tensor, *tensors: Tensor, angles: int = 1) -> None:
     widths = [x.shape[-1] for x in tensors]
     if widths[0] % 2 or any(width != angles * cos.shape[-1] for width in widths):
         found = f"it has {cos.shape[-1]} channels for heads of {' and '.join(map(str, widths))}"
-        refuse(_LABEL, "cos", found, "use eager, or the partial variant")
+        reject(_LABEL, "cos", found, "use eager, or the partial variant")
 
 
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -99,5 +100,5 @@ def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
     """`op.partial` for every floating dtype."""
     rotary, width = cos.shape[-1], q.shape[-1]
     if rotary % 2 or rotary > width:
-        refuse(_LABEL, "cos", f"it has {rotary} channels for heads of {width}", "use eager")
+        reject(_LABEL, "cos", f"it has {rotary} channels for heads of {width}", "use eager")
     return _apply(cos, sin, unsqueeze_dim, q, k)

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot.ops._common.library import once_differentiable, opaque_op, refuse
+from opslot.ops._common.arguments import reject
+from opslot.ops._common.custom_op import custom_op, launched, once_differentiable
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops._common.triton import Launcher, cdiv
 from opslot.ops.rotary_pos_emb.op import merge_sections
@@ -303,26 +304,14 @@ def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return out if out.stride(-1) == 1 else torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _fake_rotary(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    dtype: torch.dtype,
-    rotary: int,
-    pairs_in: bool,
-    pairs_out: bool,
-    inverse: bool,
+def _allocate(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, dtype: torch.dtype, *options: Any
 ) -> tuple[Tensor, Tensor | None]:
     return _empty_like(q, dtype), None if k is None else _empty_like(k, dtype)
 
 
-@opaque_op(
-    "rotary_pos_emb(Tensor q, Tensor? k, Tensor cos, Tensor sin, ScalarType dtype, int rotary, bool pairs_in,"
-    " bool pairs_out, bool inverse) -> (Tensor, Tensor)",
-    fake=_fake_rotary,
-)
-def _rotary(
+def _rotate(
+    outputs: tuple[Tensor, Tensor | None],
     q: Tensor,
     k: Tensor | None,
     cos: Tensor,
@@ -332,14 +321,14 @@ def _rotary(
     pairs_in: bool,
     pairs_out: bool,
     inverse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Turn the first `rotary` channels of one or two tensors [B, heads, S, D]; results in `dtype`.
+) -> None:
+    """Rotate the first `rotary` channels of one or two tensors [B, heads, S, D]; results in `dtype`.
 
-    Angles are [B or 1, S, rotary], or half as wide with one a pair.
+    `cos` and `sin` are [B or 1, S, rotary], or half as wide with one element a pair of channels.
     """
-    q_out, k_out = _fake_rotary(q, k, cos, sin, dtype, rotary, pairs_in, pairs_out, inverse)
+    q_out, k_out = outputs
     if q.numel() == 0:
-        return q_out, k_out
+        return
     q, k = _adjacent(q), None if k is None else _adjacent(k)
     pairs = (pairs_out, pairs_in) if inverse else (pairs_in, pairs_out)
     if not cos.stride(-1) == sin.stride(-1) in (1, 2):
@@ -360,7 +349,14 @@ def _rotary(
         inverse,
     )
     _launch(grid, (q, k, cos, sin, q_out, k_out), (), scalars, constants, warps)
-    return q_out, k_out
+
+
+_rotary = custom_op(
+    "rotary_pos_emb(Tensor q, Tensor? k, Tensor cos, Tensor sin, ScalarType dtype, int rotary, bool pairs_in,"
+    " bool pairs_out, bool inverse) -> (Tensor, Tensor)",
+    launched(_allocate, _rotate),
+    _allocate,
+)
 
 
 def _adjacent(x: Tensor) -> Tensor:
@@ -368,6 +364,8 @@ def _adjacent(x: Tensor) -> Tensor:
 
 
 class _Rotary(torch.autograd.Function):
+    """No `differentiable_op`: backward is the same op with the inverse rotation, and needs neither q nor k."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -422,19 +420,19 @@ def _explain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> NoReturn:
     first = "x" if k is q else "q"
     for name, x in ((first, q), ("k", k), ("cos", cos), ("sin", sin)):
         if x.dtype not in FLOATS:
-            refuse(_LABEL, name, unsupported_dtype(x.dtype), "use eager")
+            reject(_LABEL, name, unsupported_dtype(x.dtype), "use eager")
         if x.ndim != (4 if name in "qkx" else 3):
-            refuse(_LABEL, name, f"its shape is {tuple(x.shape)}", "use eager, or the layout of the op's contract")
+            reject(_LABEL, name, f"its shape is {tuple(x.shape)}", "use eager, or the layout of the op's contract")
     if q.dtype != k.dtype:
-        refuse(_LABEL, "k", f"its dtype is {k.dtype} beside q's {q.dtype}", "use eager")
+        reject(_LABEL, "k", f"its dtype is {k.dtype} beside q's {q.dtype}", "use eager")
     batch, _, tokens, width = q.shape
     if (k.shape[0], k.shape[2], k.shape[3]) != (batch, tokens, width):
-        refuse(_LABEL, "k", f"its shape is {tuple(k.shape)} beside q's {tuple(q.shape)}", "use eager")
+        reject(_LABEL, "k", f"its shape is {tuple(k.shape)} beside q's {tuple(q.shape)}", "use eager")
     name, x = ("cos", cos) if cos.requires_grad else ("sin", sin)
     if x.requires_grad:
-        refuse(_LABEL, name, "it requires a gradient, and only q and k receive one", "use eager")
+        reject(_LABEL, name, "it requires a gradient, and only q and k receive one", "use eager")
     name, x = ("sin", sin) if sin.shape != cos.shape else ("cos", cos)
-    refuse(_LABEL, name, f"its shape is {tuple(x.shape)} for {first}'s {tuple(q.shape)}", "use eager")
+    reject(_LABEL, name, f"its shape is {tuple(x.shape)} for {first}'s {tuple(q.shape)}", "use eager")
 
 
 def _apply(
@@ -458,7 +456,7 @@ def _apply(
         keep_dtype: the results are in `q`'s dtype, whatever that of `cos`.
     """
     if unsqueeze_dim not in (1, 2):
-        refuse(_LABEL, "unsqueeze_dim", f"it is {unsqueeze_dim}, not 1 or 2", "use eager")
+        reject(_LABEL, "unsqueeze_dim", f"it is {unsqueeze_dim}, not 1 or 2", "use eager")
     swap = unsqueeze_dim == 2
     if swap:
         q, k = q.transpose(1, 2), None if k is None else k.transpose(1, 2)
@@ -466,7 +464,7 @@ def _apply(
     rotary, width = cos.shape[-1] * (2 if half_angles else 1), q.shape[-1]
     if rotary % 2 or rotary > width or (rotary != width and not partial):
         found = f"it has {cos.shape[-1]} channels for heads of {width}"
-        refuse(_LABEL, "cos", found, "use eager, or the partial variant")
+        reject(_LABEL, "cos", found, "use eager, or the partial variant")
     q, k = _Rotary.apply(q, k, cos, sin, rotary, *pairs, keep_dtype)
     return (q.transpose(1, 2), None if k is None else k.transpose(1, 2)) if swap else (q, k)
 
@@ -527,6 +525,6 @@ def vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     angles = [x.unsqueeze(0) for x in (cos, sin)]
     _check(*batched, *angles)
     if cos.shape[-1] != q.shape[-1]:
-        refuse(_LABEL, "cos", f"it has {cos.shape[-1]} channels for heads of {q.shape[-1]}", "use eager")
+        reject(_LABEL, "cos", f"it has {cos.shape[-1]} channels for heads of {q.shape[-1]}", "use eager")
     q_out, k_out = _Rotary.apply(*batched, *angles, q.shape[-1], False, False, True)
     return q_out.squeeze(0).transpose(0, 1), k_out.squeeze(0).transpose(0, 1)

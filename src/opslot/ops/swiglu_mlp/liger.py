@@ -8,7 +8,8 @@ import torch
 from liger_kernel.ops.swiglu import swiglu_backward, swiglu_forward
 from torch import Tensor
 
-from opslot.ops._common.library import once_differentiable, refuse
+from opslot.ops._common.arguments import reject
+from opslot.ops._common.custom_op import once_differentiable
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -31,7 +32,7 @@ def standard(gate: Tensor, up: Tensor) -> Tensor:
     """`op.standard` where `gate` and `up` share a shape; mixed dtypes are promoted first."""
     if gate.shape != up.shape:
         found = f"its shape is {tuple(up.shape)} beside gate's {tuple(gate.shape)}"
-        refuse("swiglu_mlp_implementation='liger_kernel'", "up", found, "use eager, which broadcasts")
+        reject("swiglu_mlp_implementation='liger_kernel'", "up", found, "use eager, which broadcasts")
     if gate.dtype != up.dtype:
         dtype = torch.promote_types(gate.dtype, up.dtype)
         gate, up = gate.to(dtype), up.to(dtype)

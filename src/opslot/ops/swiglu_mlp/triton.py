@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot.ops._common.library import as_rows, once_differentiable, opaque_op, refuse
+from opslot.ops._common.arguments import as_rows, reject
+from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops._common.triton import Launcher, cdiv
 
@@ -122,189 +123,71 @@ def _layout(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...], tupl
     return tensors, (columns, *strides), (rows * blocks, 1, 1), blocks
 
 
-# limit, alpha and up_offset of `op.clamped`; None for plain SwiGLU.
-Clamp = tuple[float, float, float] | None
-_NO_CLAMP = (0.0, 1.0, 0.0)
+# limit, alpha and up_offset of `op.clamped`; without them SwiGLU is not clamped.
+_NOT_CLAMPED = (0.0, 1.0, 0.0)
 
 
-def _launch_forward(gate: Tensor, up: Tensor, out: Tensor, clamp: Clamp = None) -> None:
+def _launch(out: Tensor, gate: Tensor, up: Tensor, *clamp: float) -> None:
     if out.numel():
         tensors, strides, grid, blocks = _layout(gate, up, out)
-        scalars = (blocks, *(clamp or _NO_CLAMP))
-        _forward_launcher(grid, tensors, strides, scalars, (clamp is not None, _BLOCK), _WARPS)
+        scalars = (blocks, *(clamp or _NOT_CLAMPED))
+        _forward_launcher(grid, tensors, strides, scalars, (bool(clamp), _BLOCK), _WARPS)
 
 
-def _launch_backward(
-    dout: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    dgate: Tensor | None,
-    dup: Tensor | None,
-    clamp: Clamp = None,
-) -> None:
-    """Write the gradients into `dgate` and `dup`, whose rows must have one stride; None is not needed."""
+def _launch_backward(gradients: tuple[Tensor | None, ...], dout: Tensor, gate: Tensor, up: Tensor, *rest: Any) -> None:
+    """Write the gradients, whose rows must have one stride; None is not needed."""
+    clamp, (dgate, dup) = rest[:-2], gradients
     if dout.numel():
-        need_gate, need_up = dgate is not None, dup is not None
         targets = (dout if dgate is None else dgate, dout if dup is None else dup)
         tensors, strides, grid, blocks = _layout(dout, gate, up, *targets)
-        scalars = (blocks, *(clamp or _NO_CLAMP))
-        constants = (clamp is not None, need_gate, need_up, _BLOCK)
+        scalars = (blocks, *(clamp or _NOT_CLAMPED))
+        constants = (bool(clamp), dgate is not None, dup is not None, _BLOCK)
         _backward_launcher(grid, tensors, strides, scalars, constants, _WARPS)
 
 
-def _fake_forward(gate: Tensor, up: Tensor) -> Tensor:
+def _allocate(gate: Tensor, up: Tensor, *clamp: float) -> Tensor:
     dtype = torch.promote_types(gate.dtype, up.dtype)
     return torch.empty_like(gate, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-@opaque_op("swiglu(Tensor gate, Tensor up) -> Tensor", fake=_fake_forward)
-def _forward(gate: Tensor, up: Tensor) -> Tensor:
-    out = _fake_forward(gate, up)
-    _launch_forward(gate, up, out)
-    return out
-
-
-def _fake_backward(
-    dout: Tensor, gate: Tensor, up: Tensor, need_gate: bool, need_up: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    return (
-        torch.empty_like(gate, memory_format=torch.contiguous_format) if need_gate else None,
-        torch.empty_like(up, memory_format=torch.contiguous_format) if need_up else None,
-    )
-
-
-@opaque_op(
-    "swiglu_backward(Tensor dout, Tensor gate, Tensor up, bool need_gate, bool need_up) -> (Tensor, Tensor)",
-    fake=_fake_backward,
-)
-def _backward(
-    dout: Tensor, gate: Tensor, up: Tensor, need_gate: bool, need_up: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    dgate, dup = _fake_backward(dout, gate, up, need_gate, need_up)
-    _launch_backward(dout, gate, up, dgate, dup)
-    return dgate, dup
-
-
-def _fake_clamped_forward(gate: Tensor, up: Tensor, limit: float, alpha: float, up_offset: float) -> Tensor:
-    return _fake_forward(gate, up)
-
-
-@opaque_op(
-    "swiglu_clamped(Tensor gate, Tensor up, float limit, float alpha, float up_offset) -> Tensor",
-    fake=_fake_clamped_forward,
-)
-def _clamped_forward(gate: Tensor, up: Tensor, limit: float, alpha: float, up_offset: float) -> Tensor:
-    out = _fake_forward(gate, up)
-    _launch_forward(gate, up, out, (limit, alpha, up_offset))
-    return out
-
-
-def _fake_clamped_backward(
-    dout: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    limit: float,
-    alpha: float,
-    up_offset: float,
-    need_gate: bool,
-    need_up: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    return _fake_backward(dout, gate, up, need_gate, need_up)
-
-
-@opaque_op(
-    "swiglu_clamped_backward(Tensor dout, Tensor gate, Tensor up, float limit, float alpha, float up_offset,"
-    " bool need_gate, bool need_up) -> (Tensor, Tensor)",
-    fake=_fake_clamped_backward,
-)
-def _clamped_backward(
-    dout: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    limit: float,
-    alpha: float,
-    up_offset: float,
-    need_gate: bool,
-    need_up: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    dgate, dup = _fake_backward(dout, gate, up, need_gate, need_up)
-    _launch_backward(dout, gate, up, dgate, dup, (limit, alpha, up_offset))
-    return dgate, dup
-
-
-def _fake_fused_forward(gate_up: Tensor) -> Tensor:
+def _allocate_fused(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
-@opaque_op("swiglu_fused(Tensor gate_up) -> Tensor", fake=_fake_fused_forward)
-def _fused_forward(gate_up: Tensor) -> Tensor:
-    out = _fake_fused_forward(gate_up)
+def _launch_fused(out: Tensor, gate_up: Tensor) -> None:
     gate, up = gate_up.chunk(2, dim=-1)
-    _launch_forward(gate, up, out)
-    return out
+    _launch(out, gate, up)
 
 
-def _fake_fused_backward(dout: Tensor, gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty(gate_up.shape)
+def _launch_fused_backward(dgate_up: Tensor, dout: Tensor, gate_up: Tensor) -> None:
+    _launch_backward(dgate_up.chunk(2, dim=-1), dout, *gate_up.chunk(2, dim=-1), True, True)
 
 
-@opaque_op("swiglu_fused_backward(Tensor dout, Tensor gate_up) -> Tensor", fake=_fake_fused_backward)
-def _fused_backward(dout: Tensor, gate_up: Tensor) -> Tensor:
-    dgate_up = _fake_fused_backward(dout, gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    dgate, dup = dgate_up.chunk(2, dim=-1)
-    _launch_backward(dout, gate, up, dgate, dup)
-    return dgate_up
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return _forward(gate, up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        need_gate, need_up = ctx.needs_input_grad
-        dgate, dup = _backward(dout, *ctx.saved_tensors, need_gate, need_up)
-        return dgate if need_gate else None, dup if need_up else None
-
-
-class _ClampedSwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, limit: float, alpha: float, up_offset: float) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.clamp = limit, alpha, up_offset
-        return _clamped_forward(gate, up, limit, alpha, up_offset)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        need_gate, need_up, *_ = ctx.needs_input_grad
-        dgate, dup = _clamped_backward(dout, *ctx.saved_tensors, *ctx.clamp, need_gate, need_up)
-        return dgate if need_gate else None, dup if need_up else None, None, None, None
-
-
-class _FusedSwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        return _fused_forward(gate_up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        return _fused_backward(dout, gate_up)
-
+_swiglu = differentiable_op(
+    "swiglu(Tensor gate, Tensor up) -> Tensor",
+    allocate=_allocate,
+    launch=_launch,
+    launch_backward=_launch_backward,
+)
+_clamped = differentiable_op(
+    "swiglu_clamped(Tensor gate, Tensor up, float limit, float alpha, float up_offset) -> Tensor",
+    allocate=_allocate,
+    launch=_launch,
+    launch_backward=_launch_backward,
+)
+_fused = differentiable_op(
+    "swiglu_fused(Tensor gate_up) -> Tensor",
+    allocate=_allocate_fused,
+    launch=_launch_fused,
+    launch_backward=_launch_fused_backward,
+)
 
 _LABEL = "swiglu_mlp_implementation='triton'"
 
 
 def _check(name: str, x: Tensor) -> None:
     if x.dtype not in FLOATS:
-        refuse(_LABEL, name, unsupported_dtype(x.dtype), "use eager")
+        reject(_LABEL, name, unsupported_dtype(x.dtype), "use eager")
 
 
 def _check_pair(gate: Tensor, up: Tensor) -> None:
@@ -312,24 +195,24 @@ def _check_pair(gate: Tensor, up: Tensor) -> None:
     _check("up", up)
     if gate.shape != up.shape:
         found = f"its shape is {tuple(up.shape)} beside gate's {tuple(gate.shape)}"
-        refuse(_LABEL, "up", found, "use eager, which broadcasts")
+        reject(_LABEL, "up", found, "use eager, which broadcasts")
 
 
 def standard(gate: Tensor, up: Tensor) -> Tensor:
     """`op.standard` for float32, bfloat16 and float16, computed in fp32; `gate` and `up` have one shape."""
     _check_pair(gate, up)
-    return _SwiGLU.apply(gate, up)
+    return _swiglu(gate, up)
 
 
 def clamped(gate: Tensor, up: Tensor, limit: float, alpha: float = 1.0, up_offset: float = 0.0) -> Tensor:
     """`op.clamped`, within the limits of `standard`."""
     _check_pair(gate, up)
-    return _ClampedSwiGLU.apply(gate, up, float(limit), float(alpha), float(up_offset))
+    return _clamped(gate, up, float(limit), float(alpha), float(up_offset))
 
 
 def fused_gate_up(gate_up: Tensor) -> Tensor:
     """`op.fused_gate_up` for float32, bfloat16 and float16, computed in fp32."""
     _check("gate_up", gate_up)
     if gate_up.shape[-1] % 2:
-        refuse(_LABEL, "gate_up", f"its width {gate_up.shape[-1]} is odd", "use eager")
-    return _FusedSwiGLU.apply(gate_up)
+        reject(_LABEL, "gate_up", f"its width {gate_up.shape[-1]} is odd", "use eager")
+    return _fused(gate_up)

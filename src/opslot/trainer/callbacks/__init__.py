@@ -1,4 +1,4 @@
-"""What happens around the steps of a run."""
+"""Callbacks: evaluation, metrics, progress, checkpoints and the final export."""
 
 from opslot.trainer.callbacks.base import Callback, StepRecord
 from opslot.trainer.callbacks.progress import ProgressCallback

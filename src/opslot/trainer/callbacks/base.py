@@ -1,4 +1,4 @@
-"""What a callback sees and when it is called."""
+"""The callback interface and the record of a step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class StepRecord:
 
     Attributes:
         step: number of the step; the first is 1.
-        loss: cross entropy averaged over the predicted tokens of the global batch, nats.
+        loss: mean cross entropy over the predicted tokens of the global batch, in nats.
         grad_norm: norm of all gradients before clipping.
         lr: learning rate of the step.
-        tokens_per_s: tokens of the global batch over the wall time of the step, without evaluation and saving.
+        tokens_per_s: tokens of the global batch per second of the step, without evaluation and saving.
         epoch: passes over the data after the step.
         tokens: tokens seen since the run's first step.
-        memory_gib: peak memory: of the GPU, else of this process.
-        extra: further measurements (aux_loss, eval_loss).
+        memory_gib: peak memory of the GPU, or of this process on a CPU.
+        extra: further measurements, such as aux_loss and eval_loss.
     """
 
     step: int
@@ -42,7 +42,7 @@ class StepRecord:
 
 
 class Callback:
-    """Base of all callbacks; each method does nothing unless overridden. They are called in the trainer's order."""
+    """Base class of callbacks; its methods do nothing. Callbacks are called in the trainer's order."""
 
     def on_train_start(self, trainer: BaseTrainer) -> None:
         """After everything is built and, on resume, restored; before the first step."""
@@ -51,7 +51,7 @@ class Callback:
         """After each optimizer step."""
 
     def on_train_end(self, trainer: BaseTrainer, completed: bool) -> None:
-        """After the last step (`completed`), or after the step at which the run was asked to stop."""
+        """After the last step (`completed`), or after the step in which a signal stopped the run."""
 
     def close(self, trainer: BaseTrainer) -> None:
-        """Always, also after an error; release what is open."""
+        """Always called last, also after an error; close files here."""

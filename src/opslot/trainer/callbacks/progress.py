@@ -1,4 +1,4 @@
-"""A live bar on a terminal, plain lines elsewhere."""
+"""Training progress: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class ProgressCallback(Callback):
-    """Loss, tokens/s, memory and time left.
+    """Prints loss, throughput, memory and remaining time.
 
     Args:
-        console: where to write; its being a terminal decides between bar and lines under `progress: auto`.
+        console: where to print; with `progress: auto`, a terminal gets a bar and anything else lines.
     """
 
     def __init__(self, console: Console) -> None:
@@ -47,15 +47,15 @@ class ProgressCallback(Callback):
                 total=_rounded(trainer.expected_steps),
                 completed=record.step,
                 loss=record.loss,
-                speed=f"{record.tokens_per_s:,.0f} tok/s",
+                speed=f"{record.tokens_per_s:,.0f} tokens/s",
                 memory=f"{record.memory_gib:.1f} GiB",
             )
             if "eval_loss" in record.extra:
-                self._bar.console.print(f"step {record.step}: evaluation loss {record.extra['eval_loss']:.4f}")
+                self._bar.console.print(f"step: {record.step}  eval_loss: {record.extra['eval_loss']:.4f}")
             return
         now = time.monotonic()
         if self._clock_from is None:
-            # The first step also pays for imports and caches, so it says nothing about the others.
+            # The first step includes imports and compilation, so it is not part of the estimate.
             self._started, self._clock_from = now, record.step
         due = record.step in (self._clock_from, trainer.max_steps) or "eval_loss" in record.extra
         if due or now - self._last_line >= _SECONDS_BETWEEN_LINES:
@@ -71,12 +71,13 @@ class ProgressCallback(Callback):
         spent, done = time.monotonic() - self._started, record.step - self._clock_from
         expected = _rounded(trainer.expected_steps)
         about = "~" if trainer.max_steps is None else ""
-        left = f"{_clock(spent / done * (expected - record.step))} left" if done and expected else ""
-        extra = "".join(f"  {name} {value:.4f}" for name, value in record.extra.items())
-        return (
-            f"step {record.step}/{about}{expected}  loss {record.loss:.4f}{extra}  grad_norm {record.grad_norm:.2f}  "
-            f"lr {record.lr:.2e}  {record.tokens_per_s:,.0f} tok/s  {record.memory_gib:.1f} GiB  {left}"
+        extra = "".join(f"  {name}: {value:.4f}" for name, value in record.extra.items())
+        line = (
+            f"step: {record.step}/{about}{expected}  loss: {record.loss:.4f}{extra}  "
+            f"grad_norm: {record.grad_norm:.4f}  "
+            f"lr: {record.lr:.2e}  tokens/s: {record.tokens_per_s:,.0f}  memory: {record.memory_gib:.2f}GiB"
         )
+        return f"{line}  eta: {_clock(spent / done * (expected - record.step))}" if done and expected else line
 
 
 def _make_bar(console: Console) -> Progress:
@@ -97,7 +98,7 @@ def _make_bar(console: Console) -> Progress:
         TextColumn("[cyan]{task.fields[speed]}"),
         TextColumn("[magenta]{task.fields[memory]}"),
         TimeElapsedColumn(),
-        TextColumn("left"),
+        TextColumn("eta"),
         TimeRemainingColumn(),
         console=console,
         refresh_per_second=4,

@@ -19,21 +19,25 @@ HF_FOLDER = "hf"
 
 
 def read_metrics(output_dir: Path, last_step: int | None = None) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl up to `last_step`; a line that a kill cut short is left out."""
+    """Records of metrics.jsonl up to `last_step`; other lines (cut by a kill, edited) are dropped."""
     path = output_dir / METRICS_FILE
-    rows: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    records: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
             continue
-        if last_step is None or row["step"] <= last_step:
-            rows.append(row)
-    return rows
+        if _is_record(record) and (last_step is None or record["step"] <= last_step):
+            records.append(record)
+    return records
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, dict) and type(value.get("step")) is int and type(value.get("loss")) in (int, float)
 
 
 class EvaluationCallback(Callback):
-    """Adds `eval_loss` (nats a token) to the record every `train.eval_steps` steps and at the last."""
+    """Adds `eval_loss` (nats per token) to the record every `train.eval_steps` steps and at the last step."""
 
     def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
         every = trainer.config.train.eval_steps
@@ -42,7 +46,7 @@ class EvaluationCallback(Callback):
 
 
 class MetricsCallback(Callback):
-    """metrics.jsonl: one object a line; a resumed run first drops the lines after its checkpoint."""
+    """metrics.jsonl: one JSON object per line; a resumed run first drops the lines after its checkpoint."""
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
@@ -64,7 +68,7 @@ class MetricsCallback(Callback):
 
 
 class TensorBoardCallback(Callback):
-    """The same measurements as TensorBoard event files."""
+    """The metrics as TensorBoard event files."""
 
     def __init__(self) -> None:
         self._writer: Any = None
@@ -72,7 +76,7 @@ class TensorBoardCallback(Callback):
     def on_train_start(self, trainer: BaseTrainer) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Events after the checkpoint stay in the older file; purging hides them from the viewer.
+        # Events after the checkpoint remain in the older file; purge_step hides them in TensorBoard.
         purge = trainer.step + 1 if trainer.step else None
         self._writer = SummaryWriter(str(trainer.output_dir / "tensorboard"), purge_step=purge)
 
@@ -87,7 +91,7 @@ class TensorBoardCallback(Callback):
 
 
 class WandbCallback(Callback):
-    """The same measurements to Weights & Biases."""
+    """The metrics on Weights & Biases."""
 
     def __init__(self) -> None:
         self._run: Any = None
@@ -110,7 +114,7 @@ class WandbCallback(Callback):
 
 
 class CheckpointCallback(Callback):
-    """A checkpoint every `train.save_steps` steps and at the end, asked for or not."""
+    """A checkpoint every `train.save_steps` steps and at the end of the run."""
 
     def __init__(self) -> None:
         self._saved: int | None = None
@@ -134,7 +138,7 @@ class CheckpointCallback(Callback):
 
 
 class LossCurveCallback(Callback):
-    """loss.png from metrics.jsonl, renewed with each checkpoint and at the end."""
+    """loss.png from metrics.jsonl, drawn with each checkpoint and at the end of the run."""
 
     def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
         every = trainer.config.train.save_steps
@@ -147,25 +151,44 @@ class LossCurveCallback(Callback):
     def _draw(self, trainer: BaseTrainer) -> None:
         from opslot.trainer.loss_curve import draw_loss_curve
 
-        rows = read_metrics(trainer.output_dir)
-        if rows:
+        records = read_metrics(trainer.output_dir)
+        if records:
             draw_loss_curve(
-                rows, trainer.output_dir / "loss.png", title=trainer.title, reference=trainer.reference_loss
+                records, trainer.output_dir / "loss.png", title=trainer.title, reference=trainer.reference_loss
             )
 
 
 class ExportCallback(Callback):
-    """hf/: the trained model as plain Transformers loads it, with its tokenizer."""
+    """hf/: the trained model and its tokenizer, for Transformers' from_pretrained.
+
+    A run that had nothing left to train keeps an existing export. Otherwise files of the user in hf/ are kept.
+    """
+
+    def __init__(self) -> None:
+        self._started_at = 0
+
+    def on_train_start(self, trainer: BaseTrainer) -> None:
+        self._started_at = trainer.step
 
     def on_train_end(self, trainer: BaseTrainer, completed: bool) -> None:
         from opslot.distributed import is_first_rank
 
-        if completed:
-            final = trainer.output_dir / HF_FOLDER
-            unfinished = trainer.output_dir / f".unfinished-{HF_FOLDER}"
-            if is_first_rank():
-                shutil.rmtree(unfinished, ignore_errors=True)
-            trainer.export(unfinished)
-            if is_first_rank():
-                shutil.rmtree(final, ignore_errors=True)
-                unfinished.rename(final)
+        final = trainer.output_dir / HF_FOLDER
+        if not completed or (trainer.step == self._started_at and final.is_dir()):
+            return
+        unfinished = trainer.output_dir / f".unfinished-{HF_FOLDER}"
+        if is_first_rank():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        trainer.export(unfinished)
+        if is_first_rank():
+            _replace_export(final, unfinished)
+
+
+def _replace_export(final: Path, new: Path) -> None:
+    """Give `new` the name `final`, with the files of the old export that are not part of a checkpoint."""
+    for old in final.iterdir() if final.is_dir() else ():
+        weights = old.name.endswith((".safetensors", ".safetensors.index.json"))
+        if not weights and not (new / old.name).exists():
+            shutil.move(old, new / old.name)
+    shutil.rmtree(final, ignore_errors=True)
+    new.rename(final)

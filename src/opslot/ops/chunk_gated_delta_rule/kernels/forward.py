@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -147,7 +146,6 @@ class Recurrence:
     Attributes:
         cumulated, inverse, reads, correction: G, M, reads and d, by chunk.
         states: [chunks * V_heads, K, V], the state that each chunk finds.
-        final: float32 [documents, V_heads, K, V], the last states, if asked for.
     """
 
     cumulated: Tensor
@@ -155,25 +153,23 @@ class Recurrence:
     reads: Tensor
     states: Tensor
     correction: Tensor
-    final: Tensor | None
 
 
-def recur(call: Call, initial_state: Tensor | None, want_final: bool) -> Recurrence:
+def recur(call: Call, initial_state: Tensor | None, final: Tensor | None = None) -> Recurrence:
+    """Walk along the chunks of each document; the last states go to `final`, float32 [documents, V_heads, K, V]."""
     plan, chunks = call.plan, call.chunks
     cumulated, inverse, reads, writes = solve(call)
     states, correction = call.by_chunk(call.key, call.value), call.by_chunk(CHUNK, call.value)
-    shape = (chunks.documents, call.heads, call.key, call.value)
-    final = call.k.new_empty(shape, dtype=torch.float32) if want_final else None
     initial = None if initial_state is None else initial_state.contiguous()
     _launch_states(
         (chunks.documents * call.heads, cdiv(call.value, plan.state_block), 1),
         (call.k, reads, writes, cumulated, chunks.cu_seqlens, chunks.first, initial, states, correction, final),
         strides(call.k),
         (),
-        (*call.sizes, initial is not None, want_final, plan.key, plan.state_block, CHUNK, plan.stages),
+        (*call.sizes, initial is not None, final is not None, plan.key, plan.state_block, CHUNK, plan.stages),
         4,
     )
-    return Recurrence(cumulated, inverse, reads, states, correction, final)
+    return Recurrence(cumulated, inverse, reads, states, correction)
 
 
 def write_output(call: Call, found: Recurrence, out: Tensor) -> None:

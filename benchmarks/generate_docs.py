@@ -1,0 +1,317 @@
+"""Write the tables and plots of README.md and docs/ from the committed results: the only source of their numbers.
+
+    python benchmarks/generate_docs.py [--check]
+
+A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. Every line of a table comes from one run. Cells:
+the best implementation of a line is bold, whichever it is; "not measured" where the run did not include the library;
+"-" where the library has no such kernel. `--check` changes nothing and exits with 1 where a file is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from opslot.bench.plots import draw
+from opslot.bench.result import OpRow, Result, Run, StepRow, by_comparison, origin_of, read
+from opslot.bench.table import curve_text, significant
+from opslot.slots import KERNEL_REGISTRY
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+BENCH, PARALLEL = "bench_h200.json", "parallel_h200x4.json"
+CPU = ("cpu_epyc.json", "cpu_demo_step_epyc.json", "loading_epyc.json")
+GEMM = "gemm_h200.json"
+DOCUMENTS = ("README.md", "docs/performance.md")
+
+_STEP_COLUMNS = (
+    "opslot",
+    "opslot + torch.compile",
+    "VeOmni",
+    "Liger-Kernel",
+    "Transformers",
+    "Transformers + torch.compile",
+)
+# What `--baselines` calls the library, or the distribution that must have been installed.
+_MEASURED_WITH = {"VeOmni": "veomni", "Liger-Kernel": "liger", "quack": "quack", "fla": "fla-core"}
+_OP_COLUMNS = (
+    "opslot",
+    "FlashAttention",
+    "fla",
+    "quack",
+    "Liger-Kernel",
+    "VeOmni",
+    "PyTorch",
+    "torch.compile",
+    "Transformers",
+)
+# Op variants that VeOmni has kernels of its own for (`opslot.bench.baselines.veomni`).
+_VEOMNI = (("moe_experts", "standard"), ("load_balancing_loss", "standard"))
+_MODEL_LABELS = {
+    "qwen3_8b_width": "Qwen3-8B width",
+    "qwen3_30b_a3b_width": "Qwen3-30B-A3B width",
+    "qwen3_0.6b": "Qwen3-0.6B, whole",
+    "llama_3b_width": "Llama-3.2-3B width",
+    "mistral_7b_width": "Mistral-7B width, sliding window",
+    "gemma3_12b_width": "Gemma-3-12B width",
+    "glm_4.5_air_width": "GLM-4.5-Air width",
+    "gpt_oss_20b_width": "gpt-oss-20b width",
+    "qwen3.5_9b_width": "Qwen3.5-9B width",
+    "moonlight_width": "Moonlight-16B-A3B width",
+}
+# Ops whose memory matters as much as their time.
+_WITH_MEMORY = ("cross_entropy_loss", "load_balancing_loss", "adamw")
+_README_STEPS = ("qwen3_30b_a3b_width", "qwen3_8b_width")
+_README_OPS = (
+    ("moe_experts", "standard", "Qwen3-30B-A3B layer, T=16384"),
+    ("cross_entropy_loss", "causal", "8192x4096x151936"),
+)
+_README_COLUMNS = ("opslot", "torch.compile", "VeOmni", "quack", "Liger-Kernel", "Transformers")
+_PLOTTED_OPS = (
+    ("rms_norm", "standard", "16384x4096"),
+    ("rms_norm", "standard", "524288x128"),
+    ("rms_norm", "residual", "16384x4096"),
+    ("rotary_pos_emb", "full", "16384 tokens, 32 and 8 heads of 128"),
+    ("rotary_pos_emb", "vision", "16384 patches, 16 heads of 72"),
+    ("swiglu_mlp", "standard", "16384x12288"),
+    ("moe_experts", "standard", "Qwen3-30B-A3B layer, T=16384"),
+    ("moe_experts", "standard", "DeepSeek-V3 slice E=32, T=8192"),
+    ("moe_experts", "biased", "gpt-oss-20b layer, T=8192"),
+    ("cross_entropy_loss", "causal", "8192x4096x151936"),
+    ("load_balancing_loss", "standard", "48 layers x 16384 x 128, top 8"),
+    ("adamw", "standard", "128x1536x2048"),
+    ("chunk_gated_delta_rule", "standard", "8192x32x128"),
+    ("attention", "causal", "2 x 8192, 32/8 heads, D=128"),
+    ("attention", "causal", "16384 in 16 documents, 32/8 heads, D=128"),
+)
+_Cell = tuple[str, float | None]
+
+
+def load(name: str) -> Result:
+    return read(RESULTS / name)
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rule = ["---"] * len(header)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
+
+
+def _best_bold(cells: Sequence[_Cell], best: Callable[[list[float]], float]) -> list[str]:
+    numbers = [number for _, number in cells if number is not None]
+    if len(numbers) < 2:
+        return [text for text, _ in cells]
+    return [f"**{text}**" if number is not None and number == best(numbers) else text for text, number in cells]
+
+
+def _missing(library: str, op: str, variant: str, run: Run) -> _Cell:
+    needed = _MEASURED_WITH.get(library)
+    if library == "VeOmni" and (op, variant) not in _VEOMNI:
+        needed = None
+    elif library == "fla" and op == "chunk_gated_delta_rule":
+        # On Hopper fla's gradients require TileLang.
+        needed = "tilelang"
+    included = needed is None or needed in run.baselines or needed in run.environment.versions
+    return ("-" if included else "not measured"), None
+
+
+def _failure(text: str) -> str:
+    return "out of memory" if "out of memory" in text.lower() or "OutOfMemory" in text else "failed"
+
+
+def _step_cell(implementation: str, rows: Sequence[StepRow]) -> _Cell:
+    row = next((r for r in rows if r.implementation == implementation), None)
+    if row is None:
+        return "not measured", None
+    if not row.valid or row.tokens_per_s is None:
+        return (_failure(row.error) if row.error else "wrong loss"), None
+    memory = f", {row.peak_gib:.1f} GiB" if row.peak_gib is not None else ""
+    return f"{row.tokens_per_s:,.0f}{memory}", row.tokens_per_s
+
+
+def _op_cell(library: str, rows: Sequence[OpRow], run: Run) -> _Cell:
+    """The library's fastest kernel with a passed check."""
+    found = [r for r in rows if origin_of(r.kernel) == library]
+    valid = [r for r in found if r.valid]
+    if not found:
+        return _missing(library, rows[0].op, rows[0].variant, run)
+    if not valid:
+        checks = [r.check for r in found]
+        unsupported = all(check.startswith(("unsupported", "unchecked")) for check in checks)
+        return ("-" if unsupported else _failure(" ".join(checks))), None
+    row = min(valid, key=lambda r: r.ms or 0.0)
+    memory = f", {row.peak_mib / 1024:.2f} GiB" if row.op in _WITH_MEMORY and row.peak_mib is not None else ""
+    return f"{significant(row.ms or 0.0)}{memory}", row.ms
+
+
+def _label(model: str) -> str:
+    return _MODEL_LABELS.get(model, model)
+
+
+def how_fast() -> str:
+    result = load(BENCH)
+    lines = []
+    for model in _README_STEPS:
+        rows = [r for r in result.steps if r.model == model]
+        names = ("opslot", "Transformers + torch.compile", "VeOmni", None, "Liger-Kernel", "Transformers")
+        cells = [_step_cell(name, rows) if name else ("-", None) for name in names]
+        lines.append([f"training step, {_label(model)}, 8 layers, tokens/s", *_best_bold(cells, max)])
+    groups = by_comparison(result.ops)
+    for comparison in _README_OPS:
+        rows = groups.get(comparison, [])
+        label = f"{comparison[0]}, {comparison[2]}, ms"
+        if not rows:
+            lines.append([label, *["not measured"] * len(_README_COLUMNS)])
+            continue
+        cells = [_op_cell(library, rows, result.run_of(rows[0])) for library in _README_COLUMNS]
+        lines.append([label, *_best_bold(cells, min)])
+    return _table(["", *_README_COLUMNS], lines)
+
+
+def steps() -> str:
+    result = load(BENCH)
+    lines = []
+    for model in dict.fromkeys(r.model for r in result.steps):
+        rows = [r for r in result.steps if r.model == model]
+        lines.append([_label(model), *_best_bold([_step_cell(name, rows) for name in _STEP_COLUMNS], max)])
+    return _table(["tokens/s, peak memory", *_STEP_COLUMNS], lines)
+
+
+def curve() -> str:
+    found = load(BENCH).curve
+    return curve_text(found) + "." if found else "not measured"
+
+
+def parallel() -> str:
+    result = load(PARALLEL)
+    lines = []
+    for key in dict.fromkeys(r.comparison for r in result.steps):
+        rows = [r for r in result.steps if r.comparison == key]
+        base = next((r.tokens_per_s for r in rows if r.implementation == "VeOmni" and r.tokens_per_s), None)
+        for row in rows:
+            speed, _ = _step_cell(row.implementation, [row])
+            against = f"{row.tokens_per_s / base:.2f}" if base and row.tokens_per_s else "not measured"
+            batch = f"{row.batch} x {row.length:,}"
+            lines.append([_label(row.model), row.setup, batch, row.implementation, speed, against])
+    header = ["model", "parallelism", "batch", "implementation", "tokens/s per GPU, peak memory", "vs VeOmni"]
+    return _table(header, lines)
+
+
+def ops() -> str:
+    result = load(BENCH)
+    parts = []
+    measured = by_comparison(result.ops)
+    for op in dict.fromkeys(key[0] for key in measured):
+        groups = {key: rows for key, rows in measured.items() if key[0] == op}
+        origins = {origin_of(r.kernel) for rows in groups.values() for r in rows} | {
+            "VeOmni" for name, _ in _VEOMNI if name == op
+        }
+        columns = [name for name in _OP_COLUMNS if name in origins or name == "opslot"]
+        lines = []
+        for (_, variant, case), rows in groups.items():
+            run = result.run_of(rows[0])
+            cells = _best_bold([_op_cell(name, rows, run) for name in columns], min)
+            roofline = next((r.roofline_ms for r in rows if r.roofline_ms), None)
+            lines.append([f"{variant}, {case}", *cells, significant(roofline) if roofline else "-"])
+        parts.append(f"### {op}\n\n{_table(['ms', *columns, 'roofline'], lines)}")
+    absent = [name for name in KERNEL_REGISTRY.ops if name not in {key[0] for key in measured} and _timed(name)]
+    if absent:
+        parts.append(f"Not measured: {', '.join(absent)}.")
+    return "\n\n".join(parts)
+
+
+def _timed(op: str) -> bool:
+    return any(case.role == "bench" for variant in KERNEL_REGISTRY.op(op).variants.values() for case in variant.cases)
+
+
+def runs() -> str:
+    lines = []
+    for name in sorted(path.name for path in RESULTS.glob("*.json")):
+        for run in load(name).runs:
+            here = run.environment
+            versions = ", ".join(f"{k} {v}" for k, v in here.versions.items())
+            lines.append([f"`{name}`", here.device, here.date, f"`{here.commit}`", f"`{run.command}`", versions])
+    return _table(["file", "device", "date", "commit", "command", "versions"], lines)
+
+
+def values(*names: str) -> str:
+    lines = [
+        [v.name, f"{significant(v.value)} {v.unit}", v.goal and f"{v.goal} {v.unit}"]
+        for name in names
+        for v in load(name).values
+    ]
+    return _table(["", "measured", "goal"], lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "how_fast": how_fast,
+    "steps": steps,
+    "curve": curve,
+    "parallel": parallel,
+    "ops": ops,
+    "gemm": lambda: values(GEMM),
+    "cpu": lambda: values(*CPU),
+    "runs": runs,
+}
+_BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
+
+
+def generated(text: str) -> str:
+    """A document with every table written again."""
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{TABLES[block[2]]()}\n\n{block[3]}", text)
+
+
+def plots() -> Iterator[tuple[Path, Result]]:
+    """The plots of docs/ and what each shows."""
+    result = load(BENCH)
+    chosen = [replace(run, ops=[r for r in run.ops if r.comparison in _PLOTTED_OPS]) for run in result.runs]
+    order = {comparison: i for i, comparison in enumerate(_PLOTTED_OPS)}
+    for run in chosen:
+        run.ops.sort(key=lambda r: order[r.comparison])
+    chosen = [replace(run, steps=[], curve=None) for run in chosen if run.ops]
+    chosen.sort(key=lambda run: order[run.ops[0].comparison])
+    yield ROOT / "docs" / "ops.png", replace(result, runs=chosen)
+    trained = [replace(run, ops=[]) for run in result.runs if run.steps or run.curve]
+    yield ROOT / "docs" / "training_step.png", replace(result, runs=trained)
+
+
+def digest(result: Result) -> str:
+    """Identifies what a plot shows; written into the PNG."""
+    return hashlib.sha256(repr(result).encode()).hexdigest()
+
+
+def drawn_digest(path: Path) -> str | None:
+    """The digest in a PNG."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return getattr(image, "text", {}).get("Source")
+
+
+def outdated() -> list[str]:
+    """The documents and plots that differ from what the results say."""
+    texts = [name for name in DOCUMENTS if generated((ROOT / name).read_text()) != (ROOT / name).read_text()]
+    return texts + [path.name for path, shown in plots() if not path.exists() or drawn_digest(path) != digest(shown)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where a file is out of date")
+    if parser.parse_args().check:
+        found = outdated()
+        print("\n".join(f"{name} is out of date" for name in found) or "up to date")
+        return 1 if found else 0
+    for name in DOCUMENTS:
+        path = ROOT / name
+        path.write_text(generated(path.read_text()))
+    for path, shown in plots():
+        draw(shown, path, {"Source": digest(shown)})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Training steps over several GPUs of one host, opslot beside VeOmni on the same machine: one run, one result file.
+
+    python benchmarks/parallel.py --gpus 4 [CONFIGURATION[+OPTION=VALUE] ...] [--baseline-path veomni=DIR] --output FILE
+
+The configurations are those of `parallel_workers/workload.py`; default all. An OPTION is one of opslot's
+`parallelize_model`, as in moe-fsdp+copy_engine=False or dense-sp+ulysses_overlap=True. Each library runs in processes
+of its own (torchrun); VeOmni only where --baseline-path names a folder with it and the Transformers that it pins.
+fp32 master weights, bfloat16 computation, gradients reduced in fp32 and clipped, AdamW, no activation checkpointing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from opslot._base.device import best_device
+from opslot._base.pairs import pairs
+from opslot.bench import Environment, OutputFiles, Result, Run, StepRow
+from opslot.bench.step import process_environment
+from opslot.bench.table import steps_table
+
+WORKERS = Path(__file__).parent / "parallel_workers"
+
+
+def measure(worker: str, path: str | None, arguments: list[str], options: argparse.Namespace) -> Iterator[StepRow]:
+    """The rows of one library, in the order measured; what its processes print goes to stderr."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
+        command = [*torchrun, str(WORKERS / worker), *arguments, "--rows", str(file)]
+        command += ["--layers", str(options.layers), "--steps", str(options.steps)]
+        command += ["--shrink", str(options.shrink)] if options.shrink > 1 else []
+        done = subprocess.run(command, env=process_environment(path), stdout=sys.stderr)
+        lines = file.read_text().splitlines() if file.exists() else []
+        yield from (StepRow(**json.loads(line)) for line in lines)
+        if done.returncode:
+            print(f"{worker} failed with exit code {done.returncode}", file=sys.stderr)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configurations", nargs="*", help="default all")
+    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="opslot's ops_implementation")
+    parser.add_argument("--baseline-path", action="append", default=[], metavar="NAME=DIR")
+    parser.add_argument("--shrink", type=int, default=1, help="divide widths and lengths, to try it on a CPU")
+    parser.add_argument("--commit", help="commit to record where there is no git")
+    parser.add_argument("--output", help="write the result as JSON")
+    options = parser.parse_args()
+    files = OutputFiles(options.output)
+    paths = pairs("--baseline-path", "NAME=DIR", options.baseline_path)
+    device = Environment.current(best_device().torch_type, options.commit)
+    run = Run(" ".join(["python", *sys.argv]), device, list(paths))
+    overrides = [part for item in options.set for part in ("--set", item)]
+    libraries = [("opslot_worker.py", None, [*options.configurations, *overrides])]
+    if "veomni" in paths:
+        plain = dict.fromkeys(name.partition("+")[0] for name in options.configurations)
+        libraries.append(("veomni_worker.py", paths["veomni"], list(plain)))
+    for worker, path, arguments in libraries:
+        run.steps.extend(measure(worker, path, arguments, options))
+        files.write(Result("benchmarks/parallel.py", [run]))
+    print(steps_table(run.steps))
+    return 0 if run.steps else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

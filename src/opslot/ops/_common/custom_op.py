@@ -1,0 +1,202 @@
+"""Kernels as differentiable custom ops, `torch.ops.opslot.*`.
+
+torch.compile sees the launch of a kernel as one op with a fake implementation, without a graph break. Eager code calls
+the op's Python function instead: at common sizes the dispatcher takes a good part of the time of a kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable as torch_once_differentiable
+
+from opslot._base.errors import KernelError
+
+# Registrations live as long as the library object.
+_LIBRARY = torch.library.Library("opslot", "FRAGMENT")
+# Other tensors (fake, distributed, functional) have no memory of their own for a kernel to read.
+_PLAIN = frozenset({Tensor, nn.Parameter, type(None)})
+_SCHEMA = re.compile(r"(?P<name>\w+)\((?P<arguments>.*)\) -> (?P<returns>.*)")
+
+
+def _arguments(schema: str) -> tuple[list[str], list[str]]:
+    """The arguments of a schema: tensors, which come first, and others, each as "type name"."""
+    match = _SCHEMA.fullmatch(schema)
+    assert match is not None, schema
+    arguments = match["arguments"].split(", ")
+    tensors = [argument for argument in arguments if argument.startswith("Tensor")]
+    assert arguments[: len(tensors)] == tensors, f"{schema}: tensors come first"
+    return tensors, arguments[len(tensors) :]
+
+
+def custom_op(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Define `opslot::<schema>`, implemented on every device by `function`.
+
+    Args:
+        schema: e.g. "swiglu(Tensor gate, Tensor up) -> Tensor"; tensors come before other arguments.
+        fake: the same signature; returns empty outputs of the right shape, dtype and strides.
+
+    Returns:
+        A function that calls the op under torch.compile and for tensor subclasses, else `function`. One of several
+        outputs may be None if nobody needs it; the op itself returns an empty tensor there.
+    """
+    name = schema.partition("(")[0]
+    tensors = len(_arguments(schema)[0])
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, _dispatched(function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"opslot::{name}", _dispatched(fake), lib=_LIBRARY)
+    overload = getattr(torch.ops.opslot, name).default
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return overload(*args)
+        for arg in args[:tensors]:
+            if type(arg) not in _PLAIN and not _is_plain_list(arg):
+                return overload(*args)
+        return function(*args)
+
+    return call
+
+
+def _is_plain_list(arg: Any) -> bool:
+    return isinstance(arg, list | tuple) and type(arg[0]) in _PLAIN
+
+
+def _dispatched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as the dispatcher calls it: with an empty tensor in place of every None among its outputs.
+
+    Autograd does not record what it does: derivatives are those of the autograd.Function around it.
+    """
+
+    @torch.no_grad()
+    def dispatched(first: Any, *args: Any) -> Any:
+        outputs = function(first, *args)
+        if isinstance(outputs, tuple):
+            like = first if isinstance(first, Tensor) else first[0]
+            return tuple([like.new_empty(0) if output is None else output for output in outputs])
+        return outputs
+
+    return dispatched
+
+
+def launched(allocate: Callable[..., Any], launch: Callable[..., None]) -> Callable[..., Any]:
+    """A function of the arguments of `allocate` that returns its outputs, written by `launch(outputs, *arguments)`."""
+
+    def function(*args: Any) -> Any:
+        outputs = allocate(*args)
+        launch(outputs, *args)
+        return outputs
+
+    return function
+
+
+def differentiable_op(
+    schema: str,
+    *,
+    allocate: Callable[..., Any],
+    launch: Callable[..., None],
+    launch_backward: Callable[..., None],
+    allocate_gradients: Callable[..., Any] | None = None,
+    differentiable: int | None = None,
+) -> Callable[..., Any]:
+    """A kernel and its backward as `opslot::<name>` and `opslot::<name>_backward`, and the function that applies them.
+
+    Backward gets (*douts, *arguments, *needs): the gradients of the outputs (of several outputs, None for one without),
+    the arguments of forward, and whether each differentiable one needs a gradient. With one differentiable argument
+    there are no needs, and its gradient is not in a tuple.
+
+    Args:
+        schema: see `custom_op`.
+        allocate: (*arguments) -> empty outputs.
+        launch: (outputs, *arguments) writes the outputs.
+        launch_backward: (gradients, *douts, *arguments, *needs) writes the gradients that are not None.
+        allocate_gradients: (*douts, *arguments, *needs) -> empty gradients, None for those that are not needed; default
+            contiguous and like the arguments.
+        differentiable: how many of the tensors, the first ones, receive gradients; default all.
+    """
+    name, outputs = schema.partition("(")[0], schema.rpartition(" -> ")[2].count("Tensor")
+    tensor_arguments, others = _arguments(schema)
+    tensors = len(tensor_arguments)
+    count = tensors if differentiable is None else differentiable
+    several = outputs > 1
+
+    def like_arguments(*args: Any) -> Any:
+        arguments = args[outputs : outputs + count]
+        needs = args[-count:] if count > 1 else (True,)
+        gradients = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) if need and x is not None else None
+            for x, need in zip(arguments, needs)
+        ]
+        return tuple(gradients) if count > 1 else gradients[0]
+
+    run = custom_op(schema, launched(allocate, launch), allocate)
+    backward_arguments = [
+        *(f"Tensor{'?' if several else ''} dout{i}" for i in range(outputs)),
+        *tensor_arguments,
+        *others,
+        *(f"bool need_{argument.split()[1]}" for argument in tensor_arguments[:count] if count > 1),
+    ]
+    returns = f"({', '.join(['Tensor'] * count)})" if count > 1 else "Tensor"
+    allocate_gradients = allocate_gradients or like_arguments
+    run_backward = custom_op(
+        f"{name}_backward({', '.join(backward_arguments)}) -> {returns}",
+        launched(allocate_gradients, launch_backward),
+        allocate_gradients,
+    )
+    no_gradients = (None,) * (tensors - count + len(others))
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        ctx.save_for_backward(*args[:tensors])
+        ctx.others = args[tensors:]
+        if several:
+            ctx.set_materialize_grads(False)
+        return run(*args)
+
+    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
+        if count == 1:
+            return run_backward(*douts, *ctx.saved_tensors, *ctx.others), *no_gradients
+        needs = ctx.needs_input_grad[:count]
+        gradients = run_backward(*douts, *ctx.saved_tensors, *ctx.others, *needs)
+        return *[gradient if need else None for gradient, need in zip(gradients, needs)], *no_gradients
+
+    return autograd_function(name, forward, backward, launch.__module__)
+
+
+def autograd_function(
+    name: str, forward: Callable[..., Any], backward: Callable[..., Any], module: str
+) -> Callable[..., Any]:
+    """`apply` of the autograd.Function `name` with these methods; `module` is the kernel's, for errors."""
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward, module))}
+    metaclass: Any = type(torch.autograd.Function)
+    return metaclass(name, (torch.autograd.Function,), methods).apply
+
+
+def once_differentiable(backward: Callable[..., Any], module: str = "") -> Callable[..., Any]:
+    """Raise KernelError for second derivatives of a kernel's backward, which has none.
+
+    torch's own decorator misses those through the saved tensors: under `create_graph` it returns constants where no
+    incoming gradient requires one itself, as below every loss, and results that build on them are silently wrong.
+
+    Args:
+        module: name of the module that holds the kernel; by default that of `backward`.
+    """
+    _, op, kernel = (module or backward.__module__).rsplit(".", 2)
+    guarded = torch_once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *douts: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *douts)
+        if not torch.compiler.is_compiling():
+            raise KernelError(
+                f"{op}: a kernel of {kernel}.py has no second derivative, which create_graph=True asks for",
+                hint=f"set {op} to eager, or leave create_graph out",
+            )
+        return guarded(ctx, *douts)
+
+    return call

@@ -1,0 +1,94 @@
+"""Every number of README.md and docs/performance.md is generated from the committed results."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from opslot.bench import Environment, OpRow, Result, Run, StepRow
+from opslot.bench.result import read
+
+ROOT = Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "benchmarks" / "results").iterdir())
+# A number with a unit of time, speed, size or share.
+MEASURED = re.compile(r"\d[\d.,]*\s*(ns|us|ms|s|GiB|GB|MiB|TB/s|W|%|x|times|tokens/s|tok/s|TFLOP/s)(?=[\s.,;:)|*]|$)")
+
+
+@pytest.fixture(scope="module")
+def docs():
+    spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "benchmarks" / "generate_docs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_documents_and_plots_match_the_results(docs):
+    assert docs.outdated() == [], "run: python benchmarks/generate_docs.py"
+
+
+def test_every_table_is_used_once(docs):
+    found = [name for document in docs.DOCUMENTS for _, name, _ in docs._BLOCK.findall((ROOT / document).read_text())]
+    assert sorted(found) == sorted(docs.TABLES)
+
+
+def test_no_measured_number_outside_generated_tables(docs):
+    for document, begin in (
+        ("docs/performance.md", 0),
+        ("README.md", (ROOT / "README.md").read_text().index("## How fast")),
+    ):
+        text = docs._BLOCK.sub("", (ROOT / document).read_text()[begin:])
+        assert [match[0] for match in MEASURED.finditer(text)] == [], document
+    assert MEASURED.search("opslot takes 6.5 ms")
+
+
+def test_changed_result_is_detected(docs, tmp_path, monkeypatch):
+    for file in RESULTS:
+        text = file.read_text()
+        (tmp_path / file.name).write_text(text.replace('"tokens_per_s": 4', '"tokens_per_s": 5'))
+    monkeypatch.setattr(docs, "RESULTS", tmp_path)
+    assert docs.outdated() == ["README.md", "docs/performance.md", "training_step.png"]
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.name)
+def test_committed_result_is_of_the_schema(docs, file):
+    result = read(file)
+    assert result.runs, "every file holds a run"
+    assert re.fullmatch(r"\w+_(h200|h200x\d|epyc)\.json", file.name), "<script>_<machine>.json"
+    script = result.script.split()[-1]
+    assert file.name.startswith(Path(script).stem)
+    assert file.name in {docs.BENCH, docs.PARALLEL, docs.GEMM, *docs.CPU}, "no result is stale"
+    for run in result.runs:
+        assert not run.empty
+        assert run.environment.commit
+
+
+def result_of(baselines, ops=(), steps=()):
+    machine = Environment("GPU", "cpu", 1, "3.12", {"torch": "2.11"}, "abc", "2026-11-20")
+    return Result("opslot bench", [Run("opslot bench", machine, list(baselines), list(ops), list(steps))])
+
+
+def test_cells_say_what_was_not_measured(docs, monkeypatch):
+    experts = ("moe_experts", "standard", "Qwen3-30B-A3B layer, T=16384")
+    rows = [
+        OpRow(*experts, "eager", "bfloat16", 9.0, check="ok"),
+        OpRow(*experts, "fused_triton", "bfloat16", 7.0, check="ok"),
+        OpRow(*experts, "fused_quack", "bfloat16", 5.0, check="WRONG out"),
+        OpRow(*experts, "hf: grouped_mm", "bfloat16", 8.0, check="ok"),
+        OpRow(*experts, "liger: x", "bfloat16", check="OutOfMemoryError: CUDA out of memory"),
+    ]
+    steps = [
+        StepRow("qwen3_8b_width", "opslot", 2, 8192, tokens_per_s=4e4, peak_gib=34.5, check="ok"),
+        StepRow("qwen3_8b_width", "Transformers", 2, 8192, tokens_per_s=5e4, check="WRONG: a loss differs"),
+        StepRow("qwen3_8b_width", "VeOmni", 2, 8192, error="OutOfMemoryError"),
+    ]
+    for baselines, veomni in (((), "not measured"), (("veomni",), "-")):
+        monkeypatch.setattr(docs, "load", lambda name, given=baselines: result_of(given, rows, steps))
+        _, _, moe, dense, experts_line, loss = docs.how_fast().splitlines()
+        assert experts_line == (
+            f"| moe_experts, Qwen3-30B-A3B layer, T=16384, ms | **7.00** | - | {veomni} "
+            f"| {'not measured'} | out of memory | 8.00 |"
+        )
+        assert moe.count("not measured") == 5
+        assert dense.endswith("| 40,000, 34.5 GiB | not measured | out of memory | - | not measured | wrong loss |")
+        assert loss.count("not measured") == 6

@@ -1,0 +1,150 @@
+"""Which attention runs where opslot selects none: explain names it, `eager` is honoured, a user's choice is kept."""
+
+import pytest
+import torch
+import transformers
+from transformers import AttentionInterface, AutoConfig
+
+import opslot
+from opslot._base.errors import ConfigError
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+
+
+def config_of(name="qwen3"):
+    return AutoConfig.for_model(name, **SIZES)
+
+
+def attention(report):
+    return [(row.chosen, row.runs) for row in report if row.op == "attention"]
+
+
+@pytest.fixture
+def own_attention():
+    """An implementation that somebody registered with Transformers; yields the calls of it."""
+    calls = []
+
+    def attend(module, query, key, value, mask, **kwargs):
+        calls.append(module)
+        return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
+
+    AttentionInterface.register("own_attention", attend)
+    transformers.AttentionMaskInterface.register("own_attention", transformers.masking_utils.sdpa_mask)
+    return calls
+
+
+def run(model):
+    ids = torch.arange(1, 13).view(2, 6)
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def test_auto_keeps_the_attention_that_the_user_selected(own_attention):
+    model = transformers.Qwen3ForCausalLM._from_config(config_of(), attn_implementation="own_attention")
+    report = opslot.apply(model)
+    assert attention(report) == [("eager", "own_attention")]
+    assert "eager (Transformers' own_attention)" in str(report)
+    assert "built with Transformers' 'own_attention', which auto keeps" in str(report)
+    run(model)
+    assert len(own_attention) == 2
+    # Naming a kernel wins, and going back to auto finds what the user had.
+    assert attention(opslot.bind(model, {"attn_implementation": "sdpa"})) == [("sdpa", "")]
+    run(model)
+    assert len(own_attention) == 2
+    assert attention(opslot.bind(model)) == [("eager", "own_attention")]
+    opslot.restore(model)
+    assert model.config._attn_implementation == "own_attention"
+
+
+def test_attention_selected_after_binding_is_kept_too(own_attention):
+    model = opslot.build_foundation_model(config_of())
+    model.set_attn_implementation("own_attention")
+    opslot.bind(model)
+    run(model)
+    assert len(own_attention) == 2
+    opslot.restore(model)
+    assert model.config._attn_implementation == "own_attention"
+
+
+@pytest.mark.parametrize("default", ["sdpa", "eager"])
+def test_auto_replaces_the_defaults_of_transformers(default):
+    model = transformers.Qwen3ForCausalLM._from_config(config_of(), attn_implementation=default)
+    assert attention(opslot.apply(model)) == [("sdpa", "")]
+    opslot.restore(model)
+    assert model.config._attn_implementation == default
+
+
+@pytest.fixture
+def skipped_attention(monkeypatch):
+    """Qwen-3 as if discovery had skipped its attention."""
+    from opslot.generated import qwen3
+
+    part = ("attention", "Qwen3Attention", "is not causal")
+    monkeypatch.setattr(qwen3.Qwen3PreTrainedModel, "_opslot_skipped", (part,), raising=False)
+
+
+@pytest.mark.usefixtures("skipped_attention")
+def test_explain_names_the_attention_that_runs():
+    model = opslot.build_foundation_model(config_of())
+    assert attention(opslot.explain(model)) == [("eager", "sdpa")]
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.usefixtures("skipped_attention")
+def test_eager_is_honoured_without_a_slot():
+    model = opslot.build_foundation_model(config_of(), ops_implementation={"attn_implementation": "eager"})
+    assert attention(opslot.explain(model)) == [("eager", "eager")]
+    assert model.config._attn_implementation == "eager"
+    opslot.restore(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.usefixtures("skipped_attention")
+def test_named_attention_without_a_slot_raises():
+    with pytest.raises(ConfigError, match="model: attn_implementation='sdpa': is not causal; use eager or auto"):
+        opslot.build_foundation_model(config_of(), ops_implementation={"attn_implementation": "sdpa"})
+
+
+def test_gemma2_loss_without_a_slot_is_an_error_when_named():
+    with pytest.raises(
+        ConfigError, match=r"cross_entropy_loss_implementation='chunk_loss': Gemma2ForCausalLM.* has no slot"
+    ):
+        opslot.build_foundation_model(
+            config_of("gemma2"), ops_implementation={"cross_entropy_loss_implementation": "chunk_loss"}
+        )
+    report = opslot.explain(opslot.build_foundation_model(config_of("gemma2"), init_device="meta"))
+    assert [row.symbol.split(".")[0] for row in report.skipped if row.op.startswith("cross_entropy")] == [
+        "Gemma2ForCausalLM"
+    ]
+
+
+def test_sub_models_get_their_own_attention():
+    """The language model of Mistral-3 gets a kernel, its vision tower keeps what Transformers runs."""
+    text = {**SIZES, "model_type": "mistral"}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    config = AutoConfig.for_model("mistral3", text_config=text, vision_config={**vision, "model_type": "pixtral"})
+    model = opslot.build_foundation_model(config, init_device="meta", run_device="cpu")
+    rows = {row.slot: (row.chosen, row.runs) for row in opslot.explain(model) if row.op == "attention"}
+    assert rows == {"PixtralVisionModel": ("eager", "sdpa"), "MistralModel": ("sdpa", "")}
+    assert model.config.get_text_config()._attn_implementation == "opslot_sdpa"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    # A named kernel serves the sub-model that it can serve.
+    named = opslot.bind(model, {"attn_implementation": "sdpa"}, device="cpu")
+    assert {row.slot: row.chosen for row in named if row.op == "attention"} == {
+        "PixtralVisionModel": "eager",
+        "MistralModel": "sdpa",
+    }

@@ -1,0 +1,157 @@
+"""One run at a time writes to an output folder, and what users put there is kept."""
+
+import json
+import multiprocessing
+import os
+import signal
+
+import pytest
+import yaml
+
+from opslot._base.errors import ConfigError
+from opslot.trainer import TextTrainer, load_config
+from opslot.trainer.callbacks import Callback, read_metrics
+from opslot.trainer.output_lock import LOCK_FILE, OutputLock
+
+
+def hold(folder, ready):
+    OutputLock(folder).acquire()
+    ready.set()
+    signal.pause()
+
+
+@pytest.fixture
+def other_run(tmp_path):
+    """A process that holds the lock of `out`."""
+    (tmp_path / "out").mkdir()
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    process = context.Process(target=hold, args=(tmp_path / "out", ready), daemon=True)
+    process.start()
+    assert ready.wait(60)
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_second_run_raises_and_writes_nothing(train, tmp_path, other_run):
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    code, _, err = train()
+    assert code == 2
+    assert f"another run writes to train.output_dir={tmp_path / 'out'}" in err
+    assert f"found: pid {other_run.pid} on " in err
+    assert "set another train.output_dir" in err
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_run_that_starts_later_raises_at_its_first_write(settings, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    trainer = TextTrainer(load_config([str(file), "--train.logging.progress", "off"]))
+    (tmp_path / "out").mkdir()
+    first = OutputLock(tmp_path / "out")
+    first.acquire()
+    with pytest.raises(ConfigError, match="another run writes to"):
+        trainer.train()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [LOCK_FILE]
+    first.release()
+    assert trainer.train().completed
+
+
+def test_lock_of_a_killed_run_is_free(train, tmp_path, other_run):
+    other_run.kill()
+    other_run.join()
+    assert (tmp_path / "out" / LOCK_FILE).is_file()
+    assert train()[0] == 0
+    assert not (tmp_path / "out" / LOCK_FILE).exists()
+
+
+def test_file_system_without_locks_warns(tmp_path, monkeypatch, caplog):
+    def no_locks(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.lockf", no_locks)
+    with caplog.at_level("WARNING", logger="opslot"):
+        OutputLock(tmp_path).acquire()
+    assert "cannot be locked (Operation not supported)" in caplog.text
+
+
+def test_temporary_files_of_a_killed_run_are_removed(train, tmp_path):
+    (tmp_path / "out").mkdir()
+    leftover = tmp_path / "out" / f".{'0a' * 16}.loss.png"
+    leftover.write_bytes(b"")
+    (tmp_path / "out" / ".mine").write_text("")
+    assert train()[0] == 0
+    assert not leftover.exists()
+    assert (tmp_path / "out" / ".mine").exists()
+
+
+def test_files_of_the_user_in_the_export_are_kept(train, tmp_path):
+    assert train()[0] == 0
+    hf = tmp_path / "out" / "hf"
+    (hf / "README.md").write_text("notes")
+    stamp = (hf / "model.safetensors").stat().st_mtime_ns
+    assert train("--train.resume_from", "latest")[0] == 0
+    assert (hf / "README.md").read_text() == "notes"
+    assert (hf / "model.safetensors").stat().st_mtime_ns == stamp
+    assert train("--train.resume_from", "latest", "--train.max_steps", "5")[0] == 0
+    assert (hf / "README.md").read_text() == "notes"
+    assert (hf / "model.safetensors").stat().st_mtime_ns != stamp
+
+
+@pytest.mark.parametrize("line", ["[1]", "3", '{"loss": 1.0}', '{"step": "2", "loss": 1}', "\udcff", "[" * 100_000])
+def test_odd_lines_in_metrics_are_dropped_on_resume(train, tmp_path, line):
+    assert train()[0] == 0
+    file = tmp_path / "out" / "metrics.jsonl"
+    file.write_bytes(line.encode(errors="surrogateescape") + b"\n" + file.read_bytes())
+    code, _, err = train("--train.resume_from", "latest", "--train.max_steps", "5")
+    assert (code, err) == (0, "")
+    assert [record["step"] for record in read_metrics(tmp_path / "out")] == [1, 2, 3, 4, 5]
+
+
+def test_changed_settings_are_printed_and_configurations_kept(train, tmp_path):
+    assert train()[0] == 0
+    code, out, _ = train("--train.resume_from=latest", "--train.max_steps=6", "--train.lr=1e-3")
+    assert code == 0
+    assert "changed since that checkpoint: train.max_steps: 4 -> 6" in out
+    assert "changed since that checkpoint: train.lr: 0.01 -> 0.001" in out
+    assert "resume_from:" not in out
+    folder = tmp_path / "out"
+    assert load_config(folder / "config.yaml").train.lr == 1e-3
+    assert load_config(folder / "config.1.yaml").train.lr == 1e-2
+    assert train("--train.resume_from=latest", "--train.max_steps=6", "--train.lr=1e-3")[0] == 0
+    assert not (folder / "config.2.yaml").exists()
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_exit_code_of_a_stopped_run(train, monkeypatch, number, expected):
+    class Signal(Callback):
+        def on_step_end(self, trainer, record):
+            if record.step == 2:
+                os.kill(os.getpid(), number)
+
+    default = TextTrainer.default_callbacks
+    monkeypatch.setattr(TextTrainer, "default_callbacks", lambda self: [Signal(), *default(self)])
+    code, out, _ = train()
+    assert code == expected
+    assert "stopped after step 2; checkpoint saved, continue with --train.resume_from latest" in out
+    monkeypatch.undo()
+    assert train("--train.resume_from=latest")[0] == 0
+
+
+def test_signal_in_the_last_step_is_a_complete_run(train, monkeypatch):
+    class Signal(Callback):
+        def on_step_end(self, trainer, record):
+            if record.step == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    default = TextTrainer.default_callbacks
+    monkeypatch.setattr(TextTrainer, "default_callbacks", lambda self: [Signal(), *default(self)])
+    assert train()[0] == 0
+
+
+def test_last_lines_say_how_to_load_the_model(train, tmp_path):
+    _, out, _ = train()
+    assert out.splitlines()[-2] == f"done: 4 steps; model, checkpoints and metrics are in {tmp_path / 'out'}"
+    assert out.splitlines()[-1] == f'load it with: AutoModelForCausalLM.from_pretrained("{tmp_path / "out" / "hf"}")'
+    assert json.loads((tmp_path / "out" / "hf" / "config.json").read_text())["model_type"] == "qwen3_moe"
