@@ -159,7 +159,7 @@ def test_meta_models_and_invalid_arguments_raise(tmp_path, make_model) -> None:
         save_weights(make_model("qwen3", device="meta"), tmp_path / "x")
     with pytest.raises(ConfigError, match="'experts' is unknown"):
         save_weights(make_model("qwen3"), tmp_path / "x", layout="experts")
-    with pytest.raises(ConfigError, match="'5 apples' is no size"):
+    with pytest.raises(ConfigError, match="'5 apples' is not a valid size"):
         save_weights(make_model("qwen3"), tmp_path / "x", max_shard_size="5 apples")
     assert list(tmp_path.iterdir()) == []
 

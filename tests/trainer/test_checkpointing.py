@@ -35,7 +35,7 @@ def save(folder, step, keep=None, seed=0):
 
 
 def snapshot(step, model, optimizer):
-    return checkpointing.take_snapshot(step, model, optimizer, {"tokens_seen": 9}, {"rows": []})
+    return checkpointing.take_snapshot(step, model, optimizer, {"tokens_seen": 9, "data": {}}, {"rows": []})
 
 
 def test_tensors_and_optimizer_round_trip_bit_for_bit(tmp_path):
@@ -224,6 +224,9 @@ def test_metadata_of_something_else_is_an_error(tmp_path, data):
         {"files": {"kernels.json": 7}},
         {"files": {}},
         {"tokens_seen": "many"},
+        {"tokens_seen": None},
+        {"data": None},
+        {"data": [1]},
     ],
 )
 def test_forged_state_is_an_error(tmp_path, entries):

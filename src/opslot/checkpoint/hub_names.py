@@ -292,7 +292,7 @@ class HubTensorConverter:
     def missing(self, names: Iterable[str]) -> list[str]:
         """The missing per-expert tensors of layers of which other tensors are present."""
         lacking = self._experts.lacking(self._names[name] for name in names)
-        return [spelled for name in lacking for spelled in _source_keys(name, self._known_keys) or [name]]
+        return [key for name in lacking for key in _source_keys(name, self._known_keys) or [name]]
 
     def convert(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]] | None:
         """As `ExpertTensorConverter.convert`; a whole tensor is returned at once."""

@@ -41,7 +41,9 @@ def parse_size(size: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", str(size).upper())
     nbytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if nbytes <= 0:
-        raise ConfigError(f'max_shard_size={size!r} is no size; use a number of bytes or e.g. "5GB" or "512MiB"')
+        raise ConfigError(
+            f'max_shard_size={size!r} is not a valid size; use a number of bytes or e.g. "5GB" or "512MiB"'
+        )
     return nbytes
 
 
@@ -207,7 +209,7 @@ def export_hf(
 
     Args:
         processors: objects with `save_pretrained(folder)`, saved by rank 0; None among them is skipped.
-        model, folder, layout, max_shard_size: as in `save_weights`, which also tells the errors.
+        model, folder, layout, max_shard_size: as in `save_weights`, which also lists the errors.
 
     Raises:
         CheckpointError: a processor cannot be saved; on rank 0 alone, where the weights are saved by then.
