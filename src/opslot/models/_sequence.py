@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from opslot._base.errors import ConfigError, ParallelError
 from opslot.distributed import ParallelState, gather_outputs, ulysses_attention
-from opslot.distributed.ulysses import Arrivals, kv_repeats
+from opslot.distributed.ulysses import OverlappedAllToAll, kv_repeats
 from opslot.slots import Binding, SlotBinding, walk_slots
 from opslot.slots.protocol import keeps_sequences
 
@@ -95,7 +95,7 @@ class _OverlappedProjections:
     def wrap(
         self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]
     ) -> Callable[..., Any] | None:
-        arrivals = Arrivals.of(module)
+        arrivals = OverlappedAllToAll.of(module)
         return kernel if arrivals is None else _RotaryOnArrival(kernel or reference, arrivals)
 
 
@@ -195,7 +195,7 @@ def _send_projections(model: Any, repeats: int) -> None:
             hint="set ulysses_overlap to False",
         )
     for module in attentions:
-        arrivals = Arrivals()
+        arrivals = OverlappedAllToAll()
         arrivals.attach(module)
         for name, times in (("query", 1), ("key", repeats), ("value", repeats)):
             _last_of(module, name[0]).register_forward_hook(
@@ -220,12 +220,12 @@ def _last_of(module: Any, letter: str) -> nn.Module:
 
 
 def _send(
-    arrivals: Arrivals, name: str, head_dim: int, repeats: int, module: nn.Module, args: Any, output: Tensor
+    arrivals: OverlappedAllToAll, name: str, head_dim: int, repeats: int, module: nn.Module, args: Any, output: Tensor
 ) -> Tensor:
     """Forward hook: `output` [B, S / sp, heads, D] or [B, S / sp, heads * D]."""
     if output.dim() == 4:
-        return arrivals.send(name, output, repeats)
-    return arrivals.send(name, output.unflatten(-1, (-1, head_dim)), repeats).flatten(-2)
+        return arrivals.start(name, output, repeats)
+    return arrivals.start(name, output.unflatten(-1, (-1, head_dim)), repeats).flatten(-2)
 
 
 def _gather_cos_sin(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -236,12 +236,12 @@ def _gather_cos_sin(module: nn.Module, args: Any, output: tuple[Tensor, Tensor])
 class _RotaryOnArrival:
     """A rotary embedding of queries and keys whose all-to-all has not finished."""
 
-    def __init__(self, kernel: Callable[..., Any], arrivals: Arrivals) -> None:
+    def __init__(self, kernel: Callable[..., Any], arrivals: OverlappedAllToAll) -> None:
         self.kernel = kernel
         self.arrivals = arrivals
 
     def __call__(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        return self.kernel(self.arrivals.take("query", query), self.arrivals.take("key", key), cos, sin)
+        return self.kernel(self.arrivals.wait("query", query), self.arrivals.wait("key", key), cos, sin)
 
     def __repr__(self) -> str:
         return f"<on arrival {self.kernel!r}>"
