@@ -21,6 +21,7 @@ from opslot._base.errors import ConfigError
 from opslot.checkpoint import ExpertTensorConverter
 from opslot.distributed import destroy_parallel_state
 from opslot.models import ARCHITECTURES
+from opslot.models._registry import find_architecture
 from opslot.trainer import TextTrainer, load_config
 from opslot.trainer.callbacks import Callback, MetricsCallback, read_metrics
 from opslot.trainer.checkpointing import find_checkpoints
@@ -136,7 +137,7 @@ def test_weights_are_loaded_through_the_architecture_converters(settings, tmp_pa
     save_file({**tensors, "model.final_norm.weight": norm}, file)
     settings["model"]["model_path"] = str(tmp_path / "start" / "hf")
     settings["train"] |= {"output_dir": str(tmp_path / "out"), "fsdp": fsdp}
-    known = ARCHITECTURES["qwen3_moe"]
+    known = find_architecture("qwen3_moe")
     renaming = replace(known, converters=lambda model: [Renaming(), ExpertTensorConverter.for_model(model)])
     monkeypatch.setitem(ARCHITECTURES, "qwen3_moe", renaming)
     try:

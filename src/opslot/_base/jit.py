@@ -1,0 +1,30 @@
+"""Triton functions that kernels of several rooms call."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from opslot._base.device import triton_interpreted
+
+# Triton's interpreter multiplies the bit patterns of bf16 operands, and cuts bf16 off where GPUs round it.
+_INTERPRETED = tl.constexpr(triton_interpreted())
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a b in float32; operands of float32 are not rounded to TF32."""
+    if _INTERPRETED:
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def downcast(x, dtype: tl.constexpr):
+    """float32 `x` rounded to `dtype`."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return x.to(dtype)

@@ -1,0 +1,163 @@
+"""Slices of a model's tensors that a checkpoint's tensors fill, and the part of a parameter that a rank keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from opslot._base.errors import CheckpointError
+
+Region = tuple[slice, ...]
+"""One slice(start, stop) per dim of a tensor."""
+
+
+def full_region(shape: Sequence[int]) -> Region:
+    """The region that covers a whole tensor of `shape`."""
+    return tuple(slice(0, n) for n in shape)
+
+
+def extent(region: Region) -> tuple[int, ...]:
+    """The shape of a region."""
+    return tuple(r.stop - r.start for r in region)
+
+
+def volume(region: Region) -> int:
+    """The number of elements of a region."""
+    return math.prod(extent(region))
+
+
+def intersect(a: Region, b: Region) -> Region | None:
+    """The region that two regions of one tensor share; None when it is empty."""
+    assert len(a) == len(b), f"regions of different tensors: {a}, {b}"
+    both = tuple(slice(max(p.start, q.start), min(p.stop, q.stop)) for p, q in zip(a, b))
+    return None if any(r.start >= r.stop for r in both) else both
+
+
+def relative(region: Region, origin: Region) -> Region:
+    """`region` in coordinates that begin where `origin` does."""
+    return tuple(slice(r.start - o.start, r.stop - o.start) for r, o in zip(region, origin))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """A checkpoint tensor is one region of a model's tensor, perhaps with its last two dims swapped.
+
+    Used both to load it and to save it.
+
+    Attributes:
+        target: name of the model's tensor.
+        region: the part of the target it fills.
+        shape: shape of the checkpoint's tensor: the region's extent less leading dims of 1, swapped if
+            `transposed`.
+        transposed: whether the checkpoint holds the last two dims the other way round.
+    """
+
+    target: str
+    region: Region
+    shape: tuple[int, ...]
+    transposed: bool = False
+
+    @classmethod
+    def whole(cls, target: str, shape: Sequence[int], *, transposed: bool = False) -> TensorSlice:
+        """The checkpoint's tensor is the whole target of `shape`."""
+        stored = (*shape[:-2], shape[-1], shape[-2]) if transposed else tuple(shape)
+        return cls(target, full_region(shape), stored, transposed)
+
+    def as_region(self, stored: Tensor) -> Tensor:
+        """A view of the checkpoint's tensor with the dims of the target."""
+        view = stored.mT if self.transposed else stored
+        return view[(None,) * (len(self.region) - view.ndim)]
+
+    def as_stored(self, tensor: Tensor) -> Tensor:
+        """The inverse of `as_region`: a view of the region's values with the dims of the checkpoint's tensor."""
+        view = tensor[(0,) * (tensor.ndim - len(self.shape))]
+        return view.mT if self.transposed else view
+
+
+def copy_overlap(destination: Tensor, region: Region, stored: Tensor, tensor_slice: TensorSlice) -> Tensor | None:
+    """Copy what `stored`, placed by `tensor_slice`, has of `region` of the target into `destination`.
+
+    Returns the part of `destination` that was written; None if there is none.
+
+    Args:
+        destination: [extent(region)], any dtype and device; written in place.
+        region: the part of the target that `destination` holds.
+        stored: the checkpoint's tensor, [tensor_slice.shape].
+        tensor_slice: where `stored` lies in the target.
+    """
+    overlap = intersect(region, tensor_slice.region)
+    if overlap is None:
+        return None
+    written = destination[relative(overlap, region)]
+    return written.copy_(tensor_slice.as_region(stored)[relative(overlap, tensor_slice.region)])
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of `tensor`: the local part of a DTensor, a plain tensor itself; shares its memory."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def local_ranges(tensor: Tensor) -> Region:
+    """The part of a parameter that this rank keeps, in coordinates of the whole parameter.
+
+    A plain tensor is kept whole; a rank outside the DTensor's mesh keeps nothing.
+
+    Raises:
+        CheckpointError: the DTensor is partial, or a rank's shard is not contiguous in each dim (an uneven
+            strided shard).
+    """
+    if not isinstance(tensor, DTensor):
+        return full_region(tensor.shape)
+    placements = tensor.placements
+    if any(p.is_partial() for p in placements):
+        raise CheckpointError(f"weights cannot be loaded into a partial DTensor ({placements}); reduce it first")
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
+    if len(offset) != tensor.ndim:
+        return tuple(slice(0, 0) for _ in tensor.shape)
+    if tuple(tensor._local_tensor.shape) != tuple(shape) or not _is_block(tensor):
+        raise CheckpointError(
+            f"a DTensor of shape {tuple(tensor.shape)} placed as {placements} over {tensor.device_mesh} "
+            "is not one region on this rank; shard evenly or on different dims"
+        )
+    return tuple(slice(o, o + n) for o, n in zip(offset, shape))
+
+
+def _is_block(tensor: DTensor) -> bool:
+    """Whether a rank's part of each dim is one run of indices.
+
+    Plain shards of a dim always give one. A strided shard (FSDP over tensor parallelism of the same dim) does
+    when it undoes the shards right of it, that is when its split_factor is their number, and every split is
+    even.
+    """
+    for dim in range(tensor.ndim):
+        right_of_it = 1
+        strided = False
+        for axis in reversed(range(len(tensor.placements))):
+            placement = tensor.placements[axis]
+            if getattr(placement, "dim", None) != dim:
+                continue
+            split_factor = getattr(placement, "split_factor", None)
+            strided = strided or split_factor is not None
+            if split_factor not in (None, right_of_it):
+                return False
+            right_of_it *= tensor.device_mesh.size(axis)
+        if strided and tensor.shape[dim] % right_of_it:
+            return False
+    return True
+
+
+def is_numeric_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether values of `stored` may become `wanted` by a plain cast: same dtype, or both 16 bits or wider
+    and floating.
+
+    Integers and 8-bit floats in place of floats are quantized weights, whose scales a cast would drop.
+    """
+    if stored == wanted:
+        return True
+    return all(dtype.is_floating_point and dtype.itemsize >= 2 for dtype in (stored, wanted))

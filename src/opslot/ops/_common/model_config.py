@@ -1,0 +1,24 @@
+"""Static sizes of a model around a slot, read from its Transformers config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opslot.slots import KernelRequest
+
+
+def text_config(request: KernelRequest) -> Any:
+    """The language model's part of the config; None without a config."""
+    config = request.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def head_sizes(request: KernelRequest) -> dict[str, int] | None:
+    """Query heads, key/value heads and channels of a head; None where the config does not say."""
+    config = text_config(request)
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        return None
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return {"heads": heads, "kv_heads": kv_heads, "head_dim": width}
