@@ -446,7 +446,9 @@ class BaseTrainer(ABC):
         try:
             model = parallelize(model, self.state, **options)
         except ConfigError as error:
-            raise ConfigError(f"{error}\n  (in a training configuration: sp is train.sp_size, ep is train.ep_size)") from error
+            raise ConfigError(
+                f"{error}\n  (in a training configuration: sp is train.sp_size, ep is train.ep_size)"
+            ) from error
         require_same_kernels(model)
         return model
 
