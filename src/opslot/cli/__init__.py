@@ -75,7 +75,7 @@ def _dispatch(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "opslot",
-        description="Choose, prove and train with the right kernel for each op of a Transformers model.",
+        description="Select, check and train with a kernel for each op of a Transformers model.",
         epilog=_EPILOG,
         formatter_class=_FORM,
     )
@@ -132,7 +132,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
 def _add_explain(add: _Add) -> None:
     explain = add(
         "explain",
-        help="show which kernel stands where in a model, and why",
+        help="show which kernel each part of a model uses, and why",
         epilog=(
             "examples:\n  opslot explain config.yaml                a training configuration\n"
             "  opslot explain path/to/model              a folder with config.json\n"
