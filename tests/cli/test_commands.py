@@ -222,4 +222,4 @@ def test_number_of_layers_with_layer_types(folder, capsys, layers):
 @pytest.mark.parametrize("option", [["--length", "1"], ["--batch", "0"], ["--layers", "0"]])
 def test_bisect_of_nothing_raises(folder, capsys, option):
     assert main(["bisect", str(folder), *option]) == 2
-    assert "two tokens in it, and a layer" in capsys.readouterr().err
+    assert "a loss needs a batch of 1, 2 tokens and 1 layer" in capsys.readouterr().err
