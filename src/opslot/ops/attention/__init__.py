@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from opslot.ops._common.sites import head_sizes, text_config
+from opslot.ops._common.model_config import head_sizes, text_config
 from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS
 from opslot.ops.attention.op import OP
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec, Requirement

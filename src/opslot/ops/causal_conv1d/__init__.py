@@ -44,7 +44,7 @@ KERNEL_REGISTRY.register(
         OP.name,
         "standard",
         "opslot.ops.causal_conv1d.op:reference",
-        # The same convolution as upstream's, and right for packed documents, whose windows upstream lets overlap.
+        # The same convolution as Transformers', and right for packed documents, whose windows overlap there.
         priority={"cpu": 10},
         description="torch's own convolution, packed documents by cu_seqlens, any device",
     )

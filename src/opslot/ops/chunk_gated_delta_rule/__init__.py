@@ -66,7 +66,7 @@ KERNEL_REGISTRY.register(
         OP.name,
         "standard",
         f"{_HERE}.op:reference",
-        # On a CPU as fast as upstream's own chunks (14 % slower at the smallest size measured), and right for packed
+        # On a CPU as fast as Transformers' chunks (14 % slower at the smallest size measured), and right for packed
         # documents, which upstream mixes; not timed on a GPU.
         priority={"cpu": 10},
         description="torch alone, chunk by chunk, packed documents by cu_seqlens, any device",

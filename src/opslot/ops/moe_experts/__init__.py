@@ -67,7 +67,7 @@ def _fused_triton(variant: str) -> KernelSpec:
 # On two CPU cores, H 128 to 512, grouped_mm takes 0.51 to 0.87 of the loop's time, in fp32 0.68 to 0.96 for the bounded
 # gatings; for `split`, with 8 to 64 experts and T 64 to 1024, 0.17 to 0.96 in fp32, 0.28 to 0.97 in bf16 and 0.43 to
 # 1.03 in fp16, the more experts the less.
-# The priorities on NPUs are not measured; they keep `auto` off upstream's loop, which synchronizes for every expert.
+# The priorities on NPUs are not measured; they keep `auto` off Transformers' loop, which synchronizes for every expert.
 KERNEL_REGISTRY.register_op(OP)
 for _spec in (
     *(_grouped_mm(variant) for variant in OP.variants),
