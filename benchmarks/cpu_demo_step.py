@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import opslot
 from opslot.bench import Environment, OutputFiles, Result, Run, Value
 from opslot.data import collate
-from opslot.trainer.demo import LENGTH, MODEL, ROWS
+from opslot.trainer.demo import BATCH_SIZE, LENGTH, MODEL
 
 
 def models() -> dict[str, Any]:
@@ -46,7 +46,7 @@ def batch(count: int) -> dict[str, Any]:
     """Packed sequences as in the demo, about three documents each."""
     generator = torch.Generator().manual_seed(0)
     lengths = [100, 250, 162]
-    rows = [
+    samples = [
         {
             "input_ids": torch.randint(1, MODEL["vocab_size"], (LENGTH,), generator=generator),
             "lengths": lengths[i % 3 :] + lengths[: i % 3],
@@ -54,7 +54,7 @@ def batch(count: int) -> dict[str, Any]:
         }
         for i in range(count)
     ]
-    return collate(rows)
+    return collate(samples)
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]) -> tuple[float, float]:
@@ -68,9 +68,9 @@ def step(model: Any, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]) -
     return loss.item(), time.perf_counter() - begun
 
 
-def measure(rounds: int, rows: int) -> list[Value]:
+def measure(rounds: int, samples: int) -> list[Value]:
     """Speeds and ratios, after a check that all models compute the same losses."""
-    inputs = batch(rows)
+    inputs = batch(samples)
     candidates = {
         name: (model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)) for name, model in models().items()
     }
@@ -90,8 +90,8 @@ def measure(rounds: int, rows: int) -> list[Value]:
             torch.tensor(losses[name]), reference, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
         )
     assert losses["opslot eager"] == losses["transformers eager"], "eager must equal Transformers bit for bit"
-    shape = f"{rows} x {LENGTH} tokens"
-    speeds = {name: rows * LENGTH / statistics.median(times) for name, times in seconds.items()}
+    shape = f"{samples} x {LENGTH} tokens"
+    speeds = {name: samples * LENGTH / statistics.median(times) for name, times in seconds.items()}
     speedup = _median_ratio(seconds["transformers"], seconds["opslot auto"])
     overhead = _median_ratio(seconds["opslot eager"], seconds["transformers eager"])
     return [
@@ -114,8 +114,8 @@ def main() -> None:
     files = OutputFiles(options.output)
     torch.set_num_threads(options.threads)
     run = Run("python benchmarks/cpu_demo_step.py", Environment.current("cpu"))
-    for rows in (ROWS, 2 * ROWS):
-        run.values.extend(measure(options.rounds, rows))
+    for samples in (BATCH_SIZE, 2 * BATCH_SIZE):
+        run.values.extend(measure(options.rounds, samples))
     for v in run.values:
         print(f"{v.name:60} {v.value:10,.3f} {v.unit:8} {v.goal}")
     files.write(Result("benchmarks/cpu_demo_step.py", [run]))

@@ -26,7 +26,7 @@ from opslot.distributed import (
     ParallelState,
     clip_grad_norm,
     destroy_parallel_state,
-    failing_together,
+    fail_together,
     gradient_sync,
     init_parallel_state,
     shard_sequence,
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--rows", help="file to append rows to")
     options = parser.parse_args()
     for name in options.configurations or CONFIGURATIONS:
-        with failing_together():
+        with fail_together():
             run(name, *parse(name), options)
         destroy_parallel_state(keep_group=True)
         free_memory()

@@ -12,8 +12,13 @@ from opslot.bench import read
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda script: script.stem)
-def test_script_imports(script):
+@pytest.mark.parametrize(
+    "script",
+    [*sorted(SCRIPTS.glob("*.py")), SCRIPTS / "parallel_workers" / "opslot_worker.py"],
+    ids=lambda script: script.stem,
+)
+def test_script_imports(script, monkeypatch):
+    monkeypatch.syspath_prepend(script.parent)
     spec = importlib.util.spec_from_file_location(script.stem, script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -311,6 +311,8 @@ def read_model(source: str, layers: int | None = None) -> dict[str, Any]:
     Raises:
         ConfigError: none of these, or a broken file.
     """
+    from transformers import AutoConfig
+
     path = Path(source)
     if path.exists():
         load_config(path)
@@ -325,7 +327,8 @@ def read_model(source: str, layers: int | None = None) -> dict[str, Any]:
     if layers:
         data |= with_layers(data, layers)
     # Filled in, so that every implementation reads the same sizes whatever its release's defaults are.
-    data.setdefault("vocab_size", MODEL_CONFIG_REGISTRY.get(data["model_type"])()().vocab_size)
+    if "vocab_size" not in data:
+        data["vocab_size"] = AutoConfig.for_model(data["model_type"]).vocab_size
     return data
 
 
