@@ -27,7 +27,7 @@ ENTRY_POINT_GROUP = "opslot.architectures"
 
 
 class Registry:
-    """Factories by name, e.g. model_type or processor class name."""
+    """Factories by model_type."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -77,7 +77,6 @@ class Registry:
 
 MODELING_REGISTRY = Registry("model_type")
 MODEL_CONFIG_REGISTRY = Registry("model_type")
-MODEL_PROCESSOR_REGISTRY = Registry("processor")
 
 
 @dataclass(frozen=True)
