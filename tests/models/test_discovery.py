@@ -14,14 +14,12 @@ import opslot
 from opslot._base.errors import ConfigError
 from opslot.cli import main
 from opslot.models import MODELING_REGISTRY
-from opslot.models._sequence import prepare_ulysses
 from opslot.models.discovery import discover
 from opslot.models.parallelize import parallel_plan
 from opslot.patchgen.engine import generate
 from opslot.patchgen.materialization import require_patch
 from opslot.patchgen.source import installed_release
 from opslot.patchgen.writing import patch_source
-from opslot.slots import binding_of
 from opslot.slots.protocol import keeps_sequences
 
 SIZES = {
@@ -313,10 +311,9 @@ def test_models_that_may_mix_tokens_elsewhere_state_the_reason(arch, why):
 
 
 def test_sequences_of_such_models_are_not_sharded(tmp_path):
-    model = opslot.build_foundation_model(config_of("gemma2"))
-    _, binding = binding_of(model)
+    model = opslot.build_foundation_model(config_of("gemma2"), ops_implementation="eager")
     with pytest.raises(ConfigError, match=r"cannot be sharded \(sp=2\): its eager attention is more than softmax"):
-        prepare_ulysses(model, binding, SimpleNamespace(sp=2))
+        opslot.parallelize(model, SimpleNamespace(sp=2, ep=1, mesh=None, device=torch.device("cpu")))
 
 
 def test_build_save_and_load(tmp_path):

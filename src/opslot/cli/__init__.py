@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add_command in (_add_kernels, _add_explain, _add_discover, _add_verify, _add_bisect, _add_bench, _add_convert):
         add_command(commands.add_parser)
-    commands.add_parser("train", help="train a model from a YAML file (opslot train --help)", add_help=False)
+    commands.add_parser("train", help="train a model on text files (opslot train --help)", add_help=False)
     commands.add_parser("patchgen", help="generate and check patched modeling files", add_help=False)
     return parser
 

@@ -1,4 +1,4 @@
-"""Give a Transformers model that already exists opslot's slots, and take them away again."""
+"""Add opslot's slots to an existing Transformers model, and remove them again."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ def apply(
         The table that `opslot.explain(model)` returns too.
 
     Raises:
-        ConfigError: `model` is no module or has no architecture of opslot's inside, or a named kernel that cannot be
-            bound.
+        ConfigError: `model` is not a module, has nothing to bind, or a named kernel cannot be bound.
     """
     require_module(model, "opslot.apply")
     config = OpsImplementationConfig.make(ops)
@@ -72,7 +71,7 @@ def restore(model: Any) -> Any:
     """Undo `apply`: Transformers' own classes, attention and experts again; weights untouched. Returns `model`.
 
     Raises:
-        ConfigError: `model` is no module.
+        ConfigError: `model` is not a module, or is parallelized.
     """
     require_module(model, "opslot.restore")
     unbind(model)
@@ -91,7 +90,7 @@ def restore(model: Any) -> Any:
 
 
 def _record_outputs_of(module: Any) -> None:
-    """Upstream registers what a class can record (router logits) when one is constructed; here none was, perhaps."""
+    """Register what the class can record (router logits), as Transformers does when one is constructed."""
     recorded = getattr(module, "_can_record_outputs", None)
     if recorded is not None:
         from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
@@ -111,7 +110,7 @@ def _plan_moves(model: Any) -> list[tuple[Any, type, type]]:
         cls = type(module)
         architecture = architecture_of(cls, generated=False)
         if architecture is None:
-            _refuse_subclass(path, cls)
+            _check_subclass(path, cls)
             continue
         new = architecture.generated_class(cls.__name__)
         if new is not None:
@@ -119,8 +118,8 @@ def _plan_moves(model: Any) -> list[tuple[Any, type, type]]:
     return moves
 
 
-def _refuse_subclass(path: str, cls: type) -> None:
-    """A class made at run time from an upstream one (FSDP2, or yours) cannot be exchanged under its owner's feet."""
+def _check_subclass(path: str, cls: type) -> None:
+    """Raise for a class that FSDP2 or the user derived from Transformers', which an instance has to keep."""
     if cls.__module__.startswith("transformers."):
         # An architecture that builds on another's classes, and has no slots of its own.
         return
