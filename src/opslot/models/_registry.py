@@ -60,7 +60,7 @@ class Registry:
             near = difflib.get_close_matches(name, names, 1)
             raise ConfigError(
                 f"opslot has no {self._what} {name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""),
-                found=f"among others {', '.join(names[:12])}" if len(names) > 12 else ", ".join(names),
+                found=f"slots in {', '.join(names)}",
                 hint=(
                     "set OPSLOT_BACKEND=hf to train with Transformers' own class, or add the "
                     "architecture (CONTRIBUTING.md, one folder)"
