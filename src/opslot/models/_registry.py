@@ -27,7 +27,7 @@ ENTRY_POINT_GROUP = "opslot.architectures"
 
 
 class Registry:
-    """Factories by name, e.g. model_type or processor class name."""
+    """Factories by model_type."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -60,7 +60,7 @@ class Registry:
             near = difflib.get_close_matches(name, names, 1)
             raise ConfigError(
                 f"opslot has no {self._what} {name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""),
-                found=f"among others {', '.join(names[:12])}" if len(names) > 12 else ", ".join(names),
+                found=f"slots in {', '.join(names)}",
                 hint=(
                     "set OPSLOT_BACKEND=hf to train with Transformers' own class, or add the "
                     "architecture (CONTRIBUTING.md, one folder)"
