@@ -44,7 +44,7 @@ class Skipped(NamedTuple):
     reason: str
 
 
-class Slot(NamedTuple):
+class ModuleSlot(NamedTuple):
     """A slot of one module of a model; `path` is the module's name in the model."""
 
     path: str
@@ -70,11 +70,11 @@ def declared_slots(module: Any) -> dict[str, tuple[str, str]]:
     return getattr(type(module), SLOTS, {})
 
 
-def walk_slots(model: Any) -> Iterator[Slot]:
+def walk_slots(model: Any) -> Iterator[ModuleSlot]:
     """Every slot of a model."""
     for path, module in model.named_modules():
         for name, (op_name, variant) in declared_slots(module).items():
-            yield Slot(path, module, name, op_name, variant)
+            yield ModuleSlot(path, module, name, op_name, variant)
 
 
 def skipped_parts(cls: type) -> tuple[Skipped, ...]:
