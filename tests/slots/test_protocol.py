@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import opslot
-from opslot.patchgen import OpSlot
+from opslot.patchgen import Slot
 from opslot.slots import protocol
 
 SOURCE = Path(opslot.__file__).parent
@@ -23,7 +23,7 @@ def test_only_the_protocol_spells_its_names():
 def test_generated_modules_use_the_names_of_the_protocol():
     from opslot.generated import gemma2
 
-    slot = OpSlot("rms_norm", "offset")
+    slot = Slot("rms_norm", "offset")
     assert slot.attribute == protocol.slot_attribute("rms_norm")
     assert getattr(gemma2.Gemma2RMSNorm, protocol.SLOTS) == {"rms_norm": ("rms_norm", "offset")}
     assert getattr(gemma2.Gemma2RMSNorm, slot.attribute) is None

@@ -20,6 +20,7 @@ from opslot.models.discovery.finder import add_patch
 from opslot.models.discovery.supported import supported_architectures
 from opslot.patchgen import PatchConfig, materialize
 from opslot.patchgen.materialization import NoPatchError
+from opslot.slots.protocol import lost_slots
 
 logger = get_logger(__name__)
 
@@ -121,7 +122,7 @@ class Architecture:
 @cache
 def _generated(name: str) -> ModuleType:
     module = importlib.import_module(name)
-    if lost := getattr(module, "_opslot_lost_slots", ""):
+    if lost := lost_slots(module):
         logger.warning("%s", lost)
     return module
 

@@ -19,8 +19,8 @@ from opslot.slots.config import OpsImplementationConfig
 from opslot.slots.op import OpSpec
 from opslot.slots.profile import ProfileError
 from opslot.slots.protocol import (
+    ModuleSlot,
     Skipped,
-    Slot,
     attached,
     replaced_forward,
     skip_reason,
@@ -186,7 +186,7 @@ def class_name(module: Any) -> str:
     return next(cls.__name__ for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))
 
 
-def _per_model(model: Any) -> Iterator[Slot]:
+def _per_model(model: Any) -> Iterator[ModuleSlot]:
     """Ops selected per model, such as attention: once for each sub-model with a config of its own."""
     for op in KERNEL_REGISTRY.ops.values():
         if op.applies_to is None:
@@ -195,10 +195,10 @@ def _per_model(model: Any) -> Iterator[Slot]:
         for path, module in model.named_modules():
             if op.applies_to(module) and all(module.config is not config for config in seen):
                 seen.append(module.config)
-                yield Slot(path, module, "", op.name, next(iter(op.variants)))
+                yield ModuleSlot(path, module, "", op.name, next(iter(op.variants)))
 
 
-def _keeps(at: Slot, wanted: str) -> str | None:
+def _keeps(at: ModuleSlot, wanted: str) -> str | None:
     """Why a model keeps Transformers' implementation of a per-model op, or None."""
     keeps = KERNEL_REGISTRY.op(at.op_name).keeps
     reason = skip_reason(at.module, at.op_name)

@@ -6,6 +6,8 @@ Every name that begins with `_opslot_` is spelled here (and in the text that `op
 - `_opslot_skipped`: (op, symbol, reason) of each part that an op might compute and that got no slot.
 - `_opslot_keeps_sequences`: why tokens may see each other elsewhere than in causal attention.
 
+On a generated module `_opslot_lost_slots`: which expected slots it lacks in this release of Transformers.
+
 On an instance, in its `__dict__` alone, so that neither state_dict nor parameters know of it: the kernel in
 `_opslot_<slot>`, its wrappers, and what undoes a binding.
 """
@@ -19,6 +21,7 @@ PREFIX = "_opslot_"
 SLOTS = PREFIX + "slots"
 SKIPPED = PREFIX + "skipped"
 KEEPS_SEQUENCES = PREFIX + "keeps_sequences"
+LOST_SLOTS = PREFIX + "lost_slots"
 _BINDING = PREFIX + "binding"
 _WRAPPERS = PREFIX + "wrappers"
 _ATTACHED = PREFIX + "attached"
@@ -41,7 +44,7 @@ class Skipped(NamedTuple):
     reason: str
 
 
-class Slot(NamedTuple):
+class ModuleSlot(NamedTuple):
     """A slot of one module of a model; `path` is the module's name in the model."""
 
     path: str
@@ -67,11 +70,11 @@ def declared_slots(module: Any) -> dict[str, tuple[str, str]]:
     return getattr(type(module), SLOTS, {})
 
 
-def walk_slots(model: Any) -> Iterator[Slot]:
+def walk_slots(model: Any) -> Iterator[ModuleSlot]:
     """Every slot of a model."""
     for path, module in model.named_modules():
         for name, (op_name, variant) in declared_slots(module).items():
-            yield Slot(path, module, name, op_name, variant)
+            yield ModuleSlot(path, module, name, op_name, variant)
 
 
 def skipped_parts(cls: type) -> tuple[Skipped, ...]:
@@ -85,6 +88,11 @@ def skipped_parts(cls: type) -> tuple[Skipped, ...]:
 def skip_reason(module: Any, op_name: str) -> str | None:
     """Why discovery skipped that op in the class of `module`; None where it did not."""
     return next((part.reason for part in skipped_parts(type(module)) if part.op.split("/")[0] == op_name), None)
+
+
+def lost_slots(module: Any) -> str:
+    """Which expected slots a generated module lost in this release of Transformers; "" if none."""
+    return getattr(module, LOST_SLOTS, "")
 
 
 def keeps_sequences(model: Any) -> str | None:
