@@ -19,7 +19,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(LAYOUTS, LAYOUTS)))
-def test_every_layout_to_every_other(tmp_path, make_model, same_tensors, first: str, second: str) -> None:
+def test_convert_every_layout_to_every_other(tmp_path, make_model, same_tensors, first: str, second: str) -> None:
     model = make_model("qwen3_moe")
     save_weights(model, tmp_path / "a", layout=first, max_shard_size="10KB")
     convert_folder(tmp_path / "a", tmp_path / "b", layout=second, max_shard_size="10KB")
@@ -29,7 +29,7 @@ def test_every_layout_to_every_other(tmp_path, make_model, same_tensors, first: 
     assert (tmp_path / "a" / "config.json").read_bytes() == (tmp_path / "b" / "config.json").read_bytes()
 
 
-def test_there_and_back_is_the_same_folder(tmp_path, make_model) -> None:
+def test_converting_back_gives_the_same_folder(tmp_path, make_model) -> None:
     save_weights(make_model("qwen3_moe"), tmp_path / "a", layout="per_expert")
     (tmp_path / "a" / "tokenizer.json").write_text("{}")
     convert_folder(tmp_path / "a", tmp_path / "b", layout="transposed")
@@ -37,7 +37,7 @@ def test_there_and_back_is_the_same_folder(tmp_path, make_model) -> None:
     assert contents(tmp_path / "c") == contents(tmp_path / "a")
 
 
-def test_what_lies_beside_the_weights(tmp_path, make_model, caplog) -> None:
+def test_files_beside_the_weights(tmp_path, make_model, caplog) -> None:
     """An index may say anything of sizes, and belongs to the old files."""
     source = tmp_path / "a"
     save_weights(make_model("qwen3_moe"), source, max_shard_size="10KB")
@@ -57,7 +57,7 @@ def test_what_lies_beside_the_weights(tmp_path, make_model, caplog) -> None:
         "README.md",
         "additional_chat_templates/tool.jinja",
     }
-    assert "left out, as no part of the checkpoint: adapter.safetensors, original" in caplog.text
+    assert "left out, not part of the checkpoint: adapter.safetensors, original" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_sizes_in_words(nbytes: int, words: str) -> None:
     assert _in_words(nbytes) == words
 
 
-def test_a_checkpoint_that_transformers_saved(tmp_path, moe_folder, make_model, same_tensors) -> None:
+def test_convert_checkpoint_saved_by_transformers(tmp_path, moe_folder, make_model, same_tensors) -> None:
     convert_folder(moe_folder, tmp_path / "stacked", layout="stacked")
     tensors = safetensors.torch.load_file(tmp_path / "stacked" / "model.safetensors")
     wanted = make_model("qwen3_moe").state_dict()
@@ -75,7 +75,7 @@ def test_a_checkpoint_that_transformers_saved(tmp_path, moe_folder, make_model, 
     assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
 
 
-def test_bad_sources_and_destinations(tmp_path, moe_folder, make_model) -> None:
+def test_invalid_sources_and_destinations_raise(tmp_path, moe_folder, make_model) -> None:
     with pytest.raises(CheckpointError, match="is not an empty folder"):
         convert_folder(moe_folder, moe_folder, layout="stacked")
     save_weights(make_model("qwen3"), tmp_path / "dense")
@@ -94,7 +94,7 @@ def test_bad_sources_and_destinations(tmp_path, moe_folder, make_model) -> None:
 
 
 @pytest.mark.parametrize("layers", [(1,), (0, 1)])
-def test_a_last_expert_that_is_missing(tmp_path, make_model, layers) -> None:
+def test_missing_last_expert_raises(tmp_path, make_model, layers) -> None:
     """Among the layers that have it, or by the count in config.json."""
     save_weights(make_model("qwen3_moe"), tmp_path / "part")
     file = tmp_path / "part" / "model.safetensors"

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opslot._base.errors import CheckpointError, ConfigError
-from opslot.checkpoint import CheckpointTensorConverter, ExpertTensorConverter, PlacingConverter
+from opslot.checkpoint import CheckpointTensorConverter, ExpertTensorConverter, SlicingConverter
 from opslot.checkpoint.experts import LAYOUTS, expert_targets, expert_targets_of_checkpoint, split_target
-from opslot.checkpoint.placement import copy_overlap, full_region
+from opslot.checkpoint.tensor_slice import copy_overlap, full_region
 
 EXPERTS = "model.layers.0.mlp.experts"
 SIZES = st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 5))
@@ -55,7 +55,7 @@ def shapes_of(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 
 @settings(max_examples=60, deadline=None)
 @given(SIZES, st.sampled_from(LAYOUTS), st.randoms())
-def test_every_layout_is_found_and_placed(sizes: tuple[int, int, int], layout: str, random) -> None:
+def test_every_layout_is_detected_and_loaded(sizes: tuple[int, int, int], layout: str, random) -> None:
     """Whatever the sizes (square ones too) and the order of arrival, the pair of tensors tells the layout."""
     shapes = targets(*sizes, layers=2)
     values, checkpoint = stored(shapes, layout)
@@ -67,7 +67,7 @@ def test_every_layout_is_found_and_placed(sizes: tuple[int, int, int], layout: s
     random.shuffle(names)
     for name in names:
         assert converter.can_handle(name)
-        place = converter.place(name, tuple(checkpoint[name].shape))
+        place = converter.slice_of(name, tuple(checkpoint[name].shape))
         assert place.shape == tuple(checkpoint[name].shape)
         copy_overlap(result[place.target], full_region(shapes[place.target]), checkpoint[name], place)
     assert all(torch.equal(result[name], values[name]) for name in shapes)
@@ -76,7 +76,7 @@ def test_every_layout_is_found_and_placed(sizes: tuple[int, int, int], layout: s
 
 @settings(max_examples=30, deadline=None)
 @given(SIZES, st.sampled_from(LAYOUTS))
-def test_splitting_is_the_inverse_of_placing(sizes: tuple[int, int, int], layout: str) -> None:
+def test_splitting_is_the_inverse_of_loading(sizes: tuple[int, int, int], layout: str) -> None:
     shapes = targets(*sizes)
     values, checkpoint = stored(shapes, layout)
     for name, shape in shapes.items():
@@ -88,19 +88,19 @@ def test_splitting_is_the_inverse_of_placing(sizes: tuple[int, int, int], layout
 
 @settings(max_examples=30, deadline=None)
 @given(SIZES, st.sampled_from(LAYOUTS))
-def test_a_checkpoint_alone_tells_its_targets(sizes: tuple[int, int, int], layout: str) -> None:
+def test_targets_from_checkpoint_shapes(sizes: tuple[int, int, int], layout: str) -> None:
     shapes = targets(*sizes)
     assert expert_targets_of_checkpoint(shapes_of(stored(shapes, layout)[1])) == shapes
     assert expert_targets(shapes) == shapes
 
 
-def test_it_serves_both_protocols() -> None:
+def test_converter_implements_both_protocols() -> None:
     converter = ExpertTensorConverter(targets(2, 3, 5))
     assert isinstance(converter, CheckpointTensorConverter)
-    assert isinstance(converter, PlacingConverter)
+    assert isinstance(converter, SlicingConverter)
 
 
-def test_can_handle_knows_the_models_own_tensors_only() -> None:
+def test_can_handle_only_tensors_of_the_model() -> None:
     converter = ExpertTensorConverter(targets(2, 3, 5))
     assert converter.can_handle(f"{EXPERTS}.1.up_proj.weight")
     assert converter.can_handle(f"{EXPERTS}.down_proj")
@@ -116,7 +116,7 @@ def test_can_handle_knows_the_models_own_tensors_only() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_convert_hands_out_each_target_once(layout: str) -> None:
+def test_convert_returns_each_target_once(layout: str) -> None:
     shapes = targets(3, 4, 5)
     values, checkpoint = stored(shapes, layout)
     converter = ExpertTensorConverter(shapes)
@@ -126,7 +126,7 @@ def test_convert_hands_out_each_target_once(layout: str) -> None:
     assert converter.finalize() == []
 
 
-def test_finalize_names_the_incomplete_experts() -> None:
+def test_finalize_raises_for_incomplete_experts() -> None:
     shapes = targets(4, 3, 5)
     _, checkpoint = stored(shapes, "per_expert")
     converter = ExpertTensorConverter(shapes)
@@ -143,10 +143,10 @@ def test_finalize_names_the_incomplete_experts() -> None:
     assert f"{EXPERTS}: expert 3 lacks gate_proj, down_proj\n" in str(caught.value)
 
 
-def test_convert_refuses_what_does_not_fit() -> None:
+def test_convert_raises_for_invalid_tensors() -> None:
     converter = ExpertTensorConverter(targets(2, 3, 5))
     converter.convert(f"{EXPERTS}.0.up_proj.weight", torch.zeros(3, 5))
-    with pytest.raises(CheckpointError, match="came twice"):
+    with pytest.raises(CheckpointError, match="was given twice"):
         converter.convert(f"{EXPERTS}.0.up_proj.weight", torch.zeros(3, 5))
     with pytest.raises(CheckpointError, match=r"has shape \[5, 3\].*needs \[3, 5\]"):
         converter.convert(f"{EXPERTS}.0.gate_proj.weight", torch.zeros(5, 3))
@@ -154,12 +154,12 @@ def test_convert_refuses_what_does_not_fit() -> None:
         converter.convert(f"{EXPERTS}.gate_up_proj", torch.zeros(2, 6, 7))
     with pytest.raises(CheckpointError, match="the model has 2 experts"):
         converter.convert(f"{EXPERTS}.2.up_proj.weight", torch.zeros(3, 5))
-    with pytest.raises(CheckpointError, match="weight is not an expert tensor of this model; ask can_handle"):
+    with pytest.raises(CheckpointError, match="weight is not an expert tensor of this model; check can_handle"):
         converter.convert("lm_head.weight", torch.zeros(3, 5))
 
 
 @pytest.mark.parametrize("narrow_first", [True, False])
-def test_experts_of_several_dtypes_become_the_widest(narrow_first: bool) -> None:
+def test_experts_of_several_dtypes_are_promoted(narrow_first: bool) -> None:
     shapes = targets(2, 3, 5)
     _, checkpoint = stored(shapes, "per_expert")
     converter = ExpertTensorConverter(shapes)
@@ -173,12 +173,12 @@ def test_experts_of_several_dtypes_become_the_widest(narrow_first: bool) -> None
         assert torch.equal(again[name], tensor.bfloat16().float() if narrow else tensor), name
 
 
-def test_a_lone_square_tensor_is_refused_until_told() -> None:
+def test_ambiguous_square_tensor_raises() -> None:
     shapes = targets(2, 3, 6)
     name, value = f"{EXPERTS}.gate_up_proj", torch.randn(2, 6, 6)
     with pytest.raises(CheckpointError, match=r'is square.*layout="stacked" or "transposed"'):
         ExpertTensorConverter(shapes).convert(name, value)
-    with pytest.raises(CheckpointError, match=r'fit both directions(?s:.*)layout="stacked" or "transposed"'):
+    with pytest.raises(CheckpointError, match=r'fit stacked and transposed(?s:.*)layout="stacked" or "transposed"'):
         ExpertTensorConverter(shapes).inspect({name: (2, 6, 6)})
     for layout, wanted in (("stacked", value), ("transposed", value.mT)):
         ((_, found),) = ExpertTensorConverter(shapes, layout).convert(name, value) or ()
@@ -186,7 +186,7 @@ def test_a_lone_square_tensor_is_refused_until_told() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.permutations(LAYOUTS, 2)))
-def test_mixed_layouts_are_refused(first: str, second: str) -> None:
+def test_mixed_layouts_raise(first: str, second: str) -> None:
     shapes = targets(2, 3, 5, layers=2)
     mixed = {}
     for layer, layout in enumerate((first, second)):
@@ -198,7 +198,7 @@ def test_mixed_layouts_are_refused(first: str, second: str) -> None:
     assert second in str(caught.value)
 
 
-def test_a_wrong_explicit_layout_is_refused() -> None:
+def test_wrong_explicit_layout_raises() -> None:
     shapes = targets(2, 3, 5)
     with pytest.raises(CheckpointError, match="stacked, not transposed"):
         ExpertTensorConverter(shapes, "transposed").inspect(shapes)
@@ -206,7 +206,7 @@ def test_a_wrong_explicit_layout_is_refused() -> None:
         ExpertTensorConverter(shapes, "diagonal")
 
 
-def test_experts_that_are_transposed_in_the_model_need_no_converter() -> None:
+def test_experts_transposed_in_the_model_need_no_converter() -> None:
     """gpt_oss keeps [E, H, 2I] and [E, I, H] itself."""
     own = {f"{EXPERTS}.gate_up_proj": (2, 5, 6), f"{EXPERTS}.down_proj": (2, 3, 5)}
     assert expert_targets(own) == {}

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from opslot._base.errors import CheckpointError
-from opslot.checkpoint import CheckpointTensorConverter, ExpertTensorConverter, PlacingConverter
+from opslot.checkpoint import CheckpointTensorConverter, ExpertTensorConverter, SlicingConverter
 from opslot.checkpoint.hub_names import hub_names
 
 
@@ -56,33 +56,33 @@ def olmo_hybrid() -> nn.Module:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "seed_oss", "qwen3_moe"])
-def test_names_that_need_no_translation(make_model, architecture) -> None:
+def test_models_without_renamings(make_model, architecture) -> None:
     model = make_model(architecture, device="meta")
     assert hub_names(model, {"layers.0.anything": (2, 3)}) is None
 
 
-def test_models_that_are_not_transformers() -> None:
+def test_other_modules_have_no_renamings() -> None:
     assert hub_names(nn.Linear(2, 2), {"weight": (2, 2)}) is None
 
 
-def test_renamed_tensors_are_placed_whole_and_experts_by_slices(mixtral) -> None:
+def test_renamed_tensors_and_experts_are_mapped(mixtral) -> None:
     experts = "model.layers.1.block_sparse_moe.experts"
     shapes = {"model.norm.weight": (8,), f"{experts}.2.w1.weight": (6, 8), f"{experts}.2.w3.weight": (6, 8)}
     names = hub_names(mixtral, {**shapes, "stranger": (1,)})
     (converter,) = names.converters
-    assert isinstance(converter, PlacingConverter)
+    assert isinstance(converter, SlicingConverter)
     assert not converter.can_handle("stranger")
     converter.inspect(shapes)
     assert converter.layouts == {"model.layers.*.mlp.experts": "per_expert"}
-    whole = converter.place("model.norm.weight", (8,))
+    whole = converter.slice_of("model.norm.weight", (8,))
     assert (whole.target, whole.region) == ("model.norm.weight", (slice(0, 8),))
-    up = converter.place(f"{experts}.2.w3.weight", (6, 8))
+    up = converter.slice_of(f"{experts}.2.w3.weight", (6, 8))
     assert up.target == "model.layers.1.mlp.experts.gate_up_proj"
     assert up.region == (slice(2, 3), slice(6, 12), slice(0, 8))
     assert converter.missing(shapes) == [f"{experts}.{e}.{w}.weight" for e in (0, 1) for w in ("w1", "w3")]
 
 
-def test_placed_tensors_can_be_collected_too(mixtral) -> None:
+def test_renamed_tensors_can_be_converted(mixtral) -> None:
     experts = "model.layers.0.block_sparse_moe.experts"
     parts = {f"{experts}.{e}.w2.weight": torch.randn(8, 6) for e in range(3)}
     (converter,) = hub_names(mixtral, {name: tuple(part.shape) for name, part in parts.items()}).converters
@@ -94,12 +94,12 @@ def test_placed_tensors_can_be_collected_too(mixtral) -> None:
     assert converter.finalize() == []
 
 
-def test_names_that_no_other_tells_are_those_that_would_be_saved(mixtral) -> None:
+def test_unknown_source_keys_are_those_of_save_pretrained(mixtral) -> None:
     names = hub_names(mixtral, {"model.layers.0.block_sparse_moe.gate.weight": (3, 8)})
     experts = "block_sparse_moe.experts"
-    assert names.spell("model.layers.1.mlp.gate.weight") == ["model.layers.1.block_sparse_moe.gate.weight"]
-    assert names.spell("lm_head.weight") == ["lm_head.weight"]
-    assert names.spell("model.layers.1.mlp.experts.gate_up_proj") == [
+    assert names.source_keys_of("model.layers.1.mlp.gate.weight") == ["model.layers.1.block_sparse_moe.gate.weight"]
+    assert names.source_keys_of("lm_head.weight") == ["lm_head.weight"]
+    assert names.source_keys_of("model.layers.1.mlp.experts.gate_up_proj") == [
         f"model.layers.1.{experts}.*.w1.weight",
         f"model.layers.1.{experts}.*.w3.weight",
     ]
@@ -114,9 +114,9 @@ def conversion(model: nn.Module) -> tuple[CheckpointTensorConverter, dict[str, t
     return converter, tensors
 
 
-def test_a_converted_tensor_comes_with_the_last_of_its_sources(olmo_hybrid) -> None:
+def test_conversion_returns_with_the_last_input(olmo_hybrid) -> None:
     converter, tensors = conversion(olmo_hybrid)
-    assert not isinstance(converter, PlacingConverter)
+    assert not isinstance(converter, SlicingConverter)
     v, q, k = tensors.values()
     *collecting, done = [converter.convert(name, tensor) for name, tensor in tensors.items()]
     assert collecting == [None, None]
@@ -126,18 +126,18 @@ def test_a_converted_tensor_comes_with_the_last_of_its_sources(olmo_hybrid) -> N
     assert converter.finalize() == []
 
 
-def test_a_copy_has_nothing_yet_and_the_same_model(olmo_hybrid) -> None:
+def test_copied_conversion_has_no_inputs(olmo_hybrid) -> None:
     converter, tensors = conversion(olmo_hybrid)
     names = list(tensors)
     converter.convert(names[0], tensors[names[0]])
     twin = copy.deepcopy(converter)
     assert twin._model is converter._model
     assert [twin.convert(name, tensors[name]) is None for name in names] == [True, True, False]
-    with pytest.raises(CheckpointError, match=r"k_conv1d\.weight, .*q_conv1d\.weight did not come"):
+    with pytest.raises(CheckpointError, match=r"k_conv1d\.weight, .*q_conv1d\.weight are missing"):
         converter.finalize()
 
 
-def test_what_cannot_be_converted_tells_its_sources(olmo_hybrid) -> None:
+def test_failed_conversion_names_its_inputs(olmo_hybrid) -> None:
     converter, tensors = conversion(olmo_hybrid)
     *others, last = tensors
     for name in others:
@@ -150,12 +150,12 @@ def test_what_cannot_be_converted_tells_its_sources(olmo_hybrid) -> None:
         converter.convert(last, torch.randn(6, 2, 4))
 
 
-def test_experts_that_stand_alone() -> None:
+def test_experts_without_gates() -> None:
     """Up projections without gates: all rows of an expert."""
     converter = ExpertTensorConverter({"experts.up_proj": (2, 4, 3)})
     assert converter.target_of("experts.1.up_proj.weight") == "experts.up_proj"
     assert converter.target_of("experts.1.gate_proj.weight") is None
-    placement = converter.place("experts.1.up_proj.weight", (4, 3))
+    placement = converter.slice_of("experts.1.up_proj.weight", (4, 3))
     assert placement.region == (slice(1, 2), slice(0, 4), slice(0, 3))
     assert converter.lacking(["experts.1.up_proj.weight"]) == ["experts.0.up_proj.weight"]
     assert converter.missing(["experts.1.up_proj.weight"]) == ["experts: expert 0 lacks up_proj"]

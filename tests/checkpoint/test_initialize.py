@@ -102,7 +102,7 @@ def on_ranks(way: str) -> tuple[dict[str, np.ndarray], int]:
 
 
 @pytest.mark.parametrize("way", ["fsdp", "ep"])
-def test_every_mesh_starts_from_the_same_values(ranks: Any, way: str) -> None:
+def test_initialization_does_not_depend_on_the_mesh(ranks: Any, way: str) -> None:
     single = toy()
     initialize_weights(single, 3)
     wanted = values(single)
@@ -114,7 +114,7 @@ def test_every_mesh_starts_from_the_same_values(ranks: Any, way: str) -> None:
         assert largest == 4 << 20
 
 
-def test_values_are_drawn_as_the_model_says() -> None:
+def test_initialization_follows_the_model() -> None:
     model = toy()
     initialize_weights(model, 0)
     model.requires_grad_(False)
@@ -129,7 +129,7 @@ def test_values_are_drawn_as_the_model_says() -> None:
     assert torch.equal(model.frequencies, torch.arange(3.0))
 
 
-def test_the_seed_alone_decides_and_generators_stay() -> None:
+def test_initialization_depends_only_on_the_seed() -> None:
     def draw(seed: int | None) -> torch.Tensor:
         model = toy()
         initialize_weights(model, seed)
@@ -145,7 +145,7 @@ def test_the_seed_alone_decides_and_generators_stay() -> None:
     assert torch.equal(draw(None), draw(torch.initial_seed()))
 
 
-def test_only_modules_with_something_to_fill_are_initialised() -> None:
+def test_only_modules_with_missing_tensors_are_initialized() -> None:
     """Or loading a checkpoint would draw all of its weights first, for a rotary embedding's frequencies."""
     model = toy()
     initialize_weights(model, 0)
@@ -161,7 +161,7 @@ def test_only_modules_with_something_to_fill_are_initialised() -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items() if name != "frequencies")
 
 
-def test_a_parameter_that_nothing_sets_is_named() -> None:
+def test_parameter_without_initialization_raises() -> None:
     class Forgetful(Toy):
         def _init_weights(self, module: nn.Module) -> None:
             if not isinstance(module, Experts):
@@ -169,5 +169,5 @@ def test_a_parameter_that_nothing_sets_is_named() -> None:
 
     with torch.device("meta"):
         model = Forgetful()
-    with pytest.raises(CheckpointError, match=r"cannot initialise by itself \(1\):\n    experts.gate_up_proj"):
+    with pytest.raises(CheckpointError, match=r"cannot initialize by itself \(1\):\n    experts.gate_up_proj"):
         initialize_weights(model)

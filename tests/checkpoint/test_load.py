@@ -52,7 +52,7 @@ def fuse(tensors: dict[str, Tensor], *, transposed: bool = False) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "seed_oss", "qwen3_moe"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_loads_what_from_pretrained_loads(
+def test_loads_like_from_pretrained(
     tmp_path, make_model, same_tensors, architecture: str, tied: bool, device: str
 ) -> None:
     make_model(architecture, tie_word_embeddings=tied).save_pretrained(tmp_path, max_shard_size="8KB")
@@ -97,7 +97,7 @@ def test_square_stacked_tensors_are_distinguished_by_their_pair(tmp_path, make_m
         same_tensors(model, make_model("qwen3_moe", **sizes))
 
 
-def test_casts_to_the_parameters_dtype_or_the_one_asked_for(moe_folder, make_model) -> None:
+def test_casts_to_the_parameters_or_the_given_dtype(moe_folder, make_model) -> None:
     wanted = make_model("qwen3_moe")
     for model, dtype in (
         (make_model("qwen3_moe").to(torch.bfloat16), None),
@@ -120,7 +120,7 @@ def test_keeps_parameter_objects_that_have_memory(moe_folder, make_model) -> Non
 
 def test_head_and_base_model_checkpoints(tmp_path, moe_folder, make_model, same_tensors) -> None:
     base = make_model("qwen3_moe", "Model", seed=1)
-    with pytest.raises(CheckpointError, match=r"tensors that no parameter takes \(1\):\n    lm_head.weight"):
+    with pytest.raises(CheckpointError, match=r"tensors that the model does not have \(1\):\n    lm_head.weight"):
         load_weights(base, moe_folder)
     report = load_weights(base, moe_folder, allow_extra=["lm_head.weight"])
     assert report.extra == ["lm_head.weight"]
@@ -133,20 +133,20 @@ def test_head_and_base_model_checkpoints(tmp_path, moe_folder, make_model, same_
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_new_head_is_initialised_only_if_allowed(moe_folder, make_model, device: str) -> None:
+def test_missing_head_is_initialized_only_if_allowed(moe_folder, make_model, device: str) -> None:
     model = make_model("qwen3_moe", "ForSequenceClassification", seed=1, device=device)
-    with pytest.raises(CheckpointError, match=r"no tensor fills \(1\):\n    score.weight \[2, 16\]"):
+    with pytest.raises(CheckpointError, match=r"that the checkpoint does not have \(1\):\n    score.weight \[2, 16\]"):
         load_weights(model, moe_folder, allow_extra=["lm_head.weight"])
     torch.manual_seed(3)
     report = load_weights(model, moe_folder, allow_missing=["score.*"], allow_extra=["lm_head.weight"])
     assert report.missing == ["score.weight"]
-    assert "initialised anew: score.weight" in str(report)
+    assert "initialized randomly: score.weight" in str(report)
     weight = model.score.weight.detach()
     assert 0 < weight.abs().max() < 0.2, "normal with std 0.02"
     assert torch.equal(model.model.norm.weight, make_model("qwen3_moe").model.norm.weight)
 
 
-def test_not_strict_reports_instead(tmp_path, moe_folder, make_model) -> None:
+def test_non_strict_loading_reports(tmp_path, moe_folder, make_model) -> None:
     folder = rewrite(moe_folder, tmp_path / "x", lambda t: t.update(stray=t.pop("model.norm.weight")))
     model = make_model("qwen3_moe", seed=1)
     report = load_weights(model, folder, strict=False)
@@ -164,7 +164,7 @@ def test_old_rotary_buffers_are_ignored(tmp_path, moe_folder, make_model) -> Non
     assert torch.equal(model.model.rotary_emb.inv_freq, make_model("qwen3_moe").model.rotary_emb.inv_freq)
 
 
-def test_a_tied_tensor_may_be_stored_twice_with_one_value(tmp_path, make_model, same_tensors) -> None:
+def test_tied_tensor_may_be_stored_twice(tmp_path, make_model, same_tensors) -> None:
     make_model("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path / "a")
     model = make_model("qwen3", seed=1, tie_word_embeddings=True)
     twice = rewrite(
@@ -177,7 +177,7 @@ def test_a_tied_tensor_may_be_stored_twice_with_one_value(tmp_path, make_model, 
         load_weights(model, differing)
 
 
-def test_wrapped_modules_keep_the_hubs_names(moe_folder, make_model, same_tensors) -> None:
+def test_wrapped_modules_have_clean_fqns(moe_folder, make_model, same_tensors) -> None:
     model = make_model("qwen3_moe", seed=1)
     model.model.layers[0] = torch.compile(model.model.layers[0])
     load_weights(model, moe_folder)
@@ -220,7 +220,7 @@ def save(folder: Path, **tensors: Tensor) -> Path:
     return folder
 
 
-def test_a_collecting_converter(tmp_path: Path) -> None:
+def test_converter_that_joins_tensors(tmp_path: Path) -> None:
     model, converter = Joined(), Doubling()
     a, b, count = torch.randn(2, 2), torch.randn(3, 2), torch.tensor(7)
     load_weights(model, save(tmp_path / "x", a=a, b=b, count=count), converters=[converter])
@@ -256,7 +256,7 @@ class Renaming:
         return []
 
 
-def test_a_converter_is_given_one_file_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_converter_gets_one_file_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was read of a file stays in memory while it is mapped: model and one shard, not model and checkpoint."""
     mapped, opened = weakref.WeakSet(), []
 
@@ -296,17 +296,17 @@ class ByValue(Doubling):
         (
             Again,
             {},
-            r"a converter and another source fill \(1\):\n    joined\n    hint: have each",
+            r"a converter and another source fill \(1\):\n    joined\n    hint: return each",
         ),
         (Doubling, {"joined": torch.zeros(5, 2)}, r"a converter and another source fill \(1\):\n    joined"),
         (
             ByValue,
             {},
-            r"ByValue.convert\('a'\) failed on tensors without values.*\n.*RuntimeError: .*\n  hint:",
+            r"ByValue.convert\('a'\) failed on meta tensors.*\n.*RuntimeError: .*\n  hint:",
         ),
     ],
 )
-def test_converters_that_break_their_contract(tmp_path: Path, converter: Any, more: Any, message: str) -> None:
+def test_invalid_converters_raise(tmp_path: Path, converter: Any, more: Any, message: str) -> None:
     model = Joined()
     folder = save(tmp_path / "x", a=torch.ones(2, 2), b=torch.ones(3, 2), count=torch.tensor(7), **more)
     with pytest.raises(CheckpointError, match=message):
@@ -314,11 +314,11 @@ def test_converters_that_break_their_contract(tmp_path: Path, converter: Any, mo
     assert not model.joined.any()
 
 
-def test_meta_buffers_that_nothing_sets_are_an_error(tmp_path: Path) -> None:
+def test_meta_buffers_without_values_raise(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Joined()
     folder = save(tmp_path / "x", joined=torch.ones(5, 2), count=torch.tensor(1))
-    with pytest.raises(CheckpointError, match=r"cannot initialise by itself \(1\):\n    cache"):
+    with pytest.raises(CheckpointError, match=r"cannot initialize by itself \(1\):\n    cache"):
         load_weights(model, folder)
 
 
@@ -384,7 +384,7 @@ def absent(folder: Path) -> str:
     [cut, remove_shard, break_index, drop_index, misplace, only_pickles, two_saves, empty, absent],
     ids=lambda f: f.__name__,
 )
-def test_damaged_folders_leave_the_model_alone(moe_folder, make_model, same_tensors, damage) -> None:
+def test_damaged_folders_raise_and_change_nothing(moe_folder, make_model, same_tensors, damage) -> None:
     message = damage(moe_folder)
     model = make_model("qwen3_moe", seed=1)
     with pytest.raises(CheckpointError, match=message):
@@ -407,14 +407,14 @@ def half_stacked(tensors: dict[str, Tensor]) -> None:
 MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "missing": (
         lambda t: t.pop("model.layers.1.self_attn.q_norm.weight"),
-        r"parameters that no tensor fills \(1\):\n    model.layers.1.self_attn.q_norm.weight \[8\]",
+        r"parameters that the checkpoint does not have \(1\):\n    model.layers.1.self_attn.q_norm.weight \[8\]",
     ),
-    "extra": (lambda t: t.update(stray=torch.ones(2)), r"tensors that no parameter takes \(1\):\n    stray"),
-    "misshapen": (
+    "extra": (lambda t: t.update(stray=torch.ones(2)), r"tensors that the model does not have \(1\):\n    stray"),
+    "other shape": (
         lambda t: t.update({"model.norm.weight": torch.ones(17)}),
-        r"misshapen tensors \(1\):\n    model.norm.weight: found \[17\], expected \[16\]",
+        r"tensors of another shape \(1\):\n    model.norm.weight: found \[17\], expected \[16\]",
     ),
-    "misshapen expert": (
+    "other shape expert": (
         lambda t: t.update({expert(2, "up_proj"): torch.ones(16, 12)}),
         r"experts.2.up_proj.weight: found \[16, 12\], expected \[12, 16\]",
     ),
@@ -424,7 +424,7 @@ MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     ),
     "layer without experts": (
         lambda t: [t.pop(name) for name in list(t) if "layers.1.mlp.experts" in name],
-        r"no tensor fills \(2\):\n    model.layers.1.mlp.experts.gate_up_proj",
+        r"that the checkpoint does not have \(2\):\n    model.layers.1.mlp.experts.gate_up_proj",
     ),
     "too many experts": (
         lambda t: t.update({expert(4, "up_proj"): torch.ones(12, 16)}),
@@ -443,7 +443,7 @@ MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_misfits_leave_the_model_alone(tmp_path, moe_folder, make_model, same_tensors, misfit: str) -> None:
+def test_mismatches_raise_and_change_nothing(tmp_path, moe_folder, make_model, same_tensors, misfit: str) -> None:
     change, message = MISFITS[misfit]
     folder = rewrite(moe_folder, tmp_path / "x", change)
     model = make_model("qwen3_moe", seed=1)
@@ -452,7 +452,7 @@ def test_misfits_leave_the_model_alone(tmp_path, moe_folder, make_model, same_te
     same_tensors(model, make_model("qwen3_moe", seed=1))
 
 
-def test_one_error_tells_everything_and_stays_short(tmp_path, moe_folder, make_model) -> None:
+def test_one_error_lists_everything_and_is_short(tmp_path, moe_folder, make_model) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
         del tensors["model.norm.weight"]
         tensors |= {f"stray.{i:02}": torch.ones(1) for i in range(25)}
@@ -467,9 +467,9 @@ def test_one_error_tells_everything_and_stays_short(tmp_path, moe_folder, make_m
     assert text.count("stray.") == 10
 
 
-def test_converters_can_be_left_out_or_told_the_layout(moe_folder, make_model) -> None:
+def test_converters_are_optional_or_with_a_layout(moe_folder, make_model) -> None:
     model = make_model("qwen3_moe", seed=1)
-    with pytest.raises(CheckpointError, match=r"no parameter takes \(24\)"):
+    with pytest.raises(CheckpointError, match=r"that the model does not have \(24\)"):
         load_weights(model, moe_folder, converters=[])
     with pytest.raises(CheckpointError, match="per_expert, not stacked"):
         load_weights(model, moe_folder, converters=[ExpertTensorConverter.for_model(model, "stacked")])

@@ -139,7 +139,7 @@ def accepted(cls: type, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def original(model_type: str) -> Any:
-    """Transformers' model, with no weight as it is initialised."""
+    """Transformers' model, with no weight as it is initialized."""
     auto = (
         transformers.AutoModelForImageTextToText if model_type in VISION_LANGUAGE else transformers.AutoModelForCausalLM
     )

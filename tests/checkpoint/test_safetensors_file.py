@@ -33,7 +33,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 @given(
     st.dictionaries(st.text(min_size=1, max_size=8), st.tuples(SMALL_SHAPES, st.sampled_from(list(DTYPES.values()))))
 )
-def test_what_we_write_the_safetensors_package_reads(
+def test_safetensors_reads_what_opslot_writes(
     tmp_path: Path, described: dict[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> None:
     tensors = {name: random_bits(*args) for name, args in described.items() if name != "__metadata__"}
@@ -52,7 +52,7 @@ def test_what_we_write_the_safetensors_package_reads(
 @given(
     st.dictionaries(st.text(min_size=1, max_size=8), st.tuples(SMALL_SHAPES, st.sampled_from(list(DTYPES.values()))))
 )
-def test_what_the_safetensors_package_writes_we_read(
+def test_opslot_reads_what_safetensors_writes(
     tmp_path: Path, described: dict[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> None:
     tensors = {name: random_bits(*args) for name, args in described.items() if name != "__metadata__"}
@@ -119,7 +119,7 @@ def test_corrupt_headers(tmp_path: Path, header: object, message: str) -> None:
         read_header(file)
 
 
-def test_the_header_is_aligned_and_views_share_memory(tmp_path: Path) -> None:
+def test_header_is_aligned_and_views_share_memory(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     write_safetensors(file, [TensorSpec("x", torch.float64, (3,))], lambda spec: torch.arange(3, dtype=torch.float64))
     (entry,) = read_header(file)

@@ -24,7 +24,7 @@ def names_in(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "seed_oss", "qwen3_moe"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_transformers_loads_what_we_save(tmp_path, make_model, same_tensors, architecture: str, tied: bool) -> None:
+def test_transformers_loads_saved_weights(tmp_path, make_model, same_tensors, architecture: str, tied: bool) -> None:
     model = make_model(architecture, tie_word_embeddings=tied)
     save_weights(model, tmp_path / "ours", max_shard_size=6000)
     model.save_pretrained(tmp_path / "theirs")
@@ -38,26 +38,26 @@ def test_transformers_loads_what_we_save(tmp_path, make_model, same_tensors, arc
 
 
 @pytest.mark.parametrize("layout", ["per_expert", "stacked", "transposed"])
-def test_each_layout_comes_back(tmp_path, make_model, same_tensors, layout: str) -> None:
+def test_each_layout_round_trips(tmp_path, make_model, same_tensors, layout: str) -> None:
     save_weights(make_model("qwen3_moe"), tmp_path / "x", layout=layout)
     model = make_model("qwen3_moe", device="meta")
     assert set(load_weights(model, tmp_path / "x").layouts.values()) == {layout}
     same_tensors(model, make_model("qwen3_moe"))
 
 
-def test_transformers_loads_our_stacked_layout(tmp_path, make_model, same_tensors) -> None:
+def test_transformers_loads_the_stacked_layout(tmp_path, make_model, same_tensors) -> None:
     save_weights(make_model("qwen3_moe"), tmp_path / "x", layout="stacked")
     same_tensors(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x"), make_model("qwen3_moe"))
 
 
-def test_the_dtype_is_kept_and_told(tmp_path, make_model) -> None:
+def test_dtype_is_saved(tmp_path, make_model) -> None:
     save_weights(make_model("qwen3").to(torch.bfloat16), tmp_path / "x")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x")
     assert loaded.dtype == torch.bfloat16
     assert torch.equal(loaded.lm_head.weight, make_model("qwen3").lm_head.weight.to(torch.bfloat16))
 
 
-def test_shards_hold_at_most_what_was_asked(tmp_path, make_model) -> None:
+def test_shards_have_at_most_max_shard_size(tmp_path, make_model) -> None:
     model = make_model("qwen3_moe")
     save_weights(model, tmp_path, max_shard_size="5KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -69,7 +69,7 @@ def test_shards_hold_at_most_what_was_asked(tmp_path, make_model) -> None:
         assert sum(t.nbytes for t in tensors.values()) <= 5000 or len(tensors) == 1
 
 
-def test_a_state_dict_with_strided_and_shared_tensors(tmp_path: Path) -> None:
+def test_state_dict_with_strided_and_shared_tensors(tmp_path: Path) -> None:
     base = torch.arange(12.0).view(3, 4)
     save_weights({"a": base.T, "b": base[:, 1:3], "c": base, "tied": base, "scalar": torch.tensor(3)}, tmp_path)
     found = safetensors.torch.load_file(tmp_path / "model.safetensors")
@@ -96,7 +96,7 @@ def test_replacing_an_older_checkpoint_leaves_no_stale_shard(tmp_path, make_mode
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_a_full_disk_midway_leaves_the_old_checkpoint(tmp_path, make_model, same_tensors, monkeypatch) -> None:
+def test_full_disk_keeps_the_old_checkpoint(tmp_path, make_model, same_tensors, monkeypatch) -> None:
     folder = tmp_path / "x"
     save_weights(make_model("qwen3_moe", seed=1), folder, max_shard_size="10KB")
     synced = []
@@ -115,7 +115,7 @@ def test_a_full_disk_midway_leaves_the_old_checkpoint(tmp_path, make_model, same
     same_tensors(model, make_model("qwen3_moe", seed=1))
 
 
-def test_too_little_room_is_found_before_writing(tmp_path, make_model, monkeypatch) -> None:
+def test_too_little_space_raises_before_writing(tmp_path, make_model, monkeypatch) -> None:
     usage = namedtuple("usage", "total used free")(10**9, 10**9 - 1000, 1000)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match="more than the disk has left"):
@@ -123,7 +123,7 @@ def test_too_little_room_is_found_before_writing(tmp_path, make_model, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_kill_while_replacing_shards_leaves_a_folder_that_is_refused(tmp_path, make_model, monkeypatch) -> None:
+def test_kill_while_replacing_shards_leaves_an_unreadable_folder(tmp_path, make_model, monkeypatch) -> None:
     folder = tmp_path / "x"
     save_weights(make_model("qwen3_moe", seed=1), folder, max_shard_size="10KB")
     replace, count = os.replace, []
@@ -141,30 +141,30 @@ def test_a_kill_while_replacing_shards_leaves_a_folder_that_is_refused(tmp_path,
         load_weights(make_model("qwen3_moe"), folder)
 
 
-def test_what_a_killed_save_left_goes_with_the_next(tmp_path, make_model) -> None:
+def test_next_save_removes_leftovers(tmp_path, make_model) -> None:
     (tmp_path / ".x.k1ll3d.tmp").mkdir()
     (tmp_path / ".x.k1ll3d.tmp" / "model.safetensors").write_bytes(b"half")
     save_weights(make_model("qwen3"), tmp_path / "x")
     assert list(tmp_path.iterdir()) == [tmp_path / "x"]
 
 
-def test_a_place_that_cannot_be_written(tmp_path, make_model) -> None:
+def test_unwritable_folder_raises(tmp_path, make_model) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file/x' cannot be written: (File exists|Not a directory)"):
         save_weights(make_model("qwen3"), tmp_path / "file" / "x")
 
 
-def test_meta_models_and_wrong_arguments(tmp_path, make_model) -> None:
+def test_meta_models_and_invalid_arguments_raise(tmp_path, make_model) -> None:
     with pytest.raises(CheckpointError, match=r"model.embed_tokens.weight is on the meta device"):
         save_weights(make_model("qwen3", device="meta"), tmp_path / "x")
     with pytest.raises(ConfigError, match="'experts' is unknown"):
         save_weights(make_model("qwen3"), tmp_path / "x", layout="experts")
-    with pytest.raises(ConfigError, match="'5 apples' is no size"):
+    with pytest.raises(ConfigError, match="'5 apples' is not a valid size"):
         save_weights(make_model("qwen3"), tmp_path / "x", max_shard_size="5 apples")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_adapters_are_refused_and_what_they_are_merged_into_is_saved(tmp_path, make_model) -> None:
+def test_adapters_raise_and_merged_models_are_saved(tmp_path, make_model) -> None:
     """Under PEFT's names plain Transformers would find no weight and draw them all anew."""
     lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     model = get_peft_model(make_model("qwen3"), lora)
@@ -198,7 +198,7 @@ def test_export_saves_processors_beside_the_weights(tmp_path, make_model) -> Non
     assert transformers_logging.get_verbosity() >= transformers_logging.ERROR
 
 
-def test_a_processor_that_cannot_be_saved_is_one_error(tmp_path):
+def test_unsavable_processor_raises(tmp_path):
     class Full:
         def save_pretrained(self, folder):
             raise Exception("No space left on device (os error 28)")

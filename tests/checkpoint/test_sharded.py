@@ -100,7 +100,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("layout", ["per_expert", "stacked", "transposed"])
 @pytest.mark.parametrize("way", ["fsdp", "ep", "ep_dim1"])
-def test_every_rank_reads_only_what_it_keeps(ranks, folders, way: str, layout: str) -> None:
+def test_every_rank_reads_only_its_shards(ranks, folders, way: str, layout: str) -> None:
     wanted = truth()
     answers = ranks.run(load_on_rank, way, str(folders[layout]))
     for answer in answers:
@@ -123,7 +123,7 @@ def load_without_head(folder: str) -> tuple[list[str], float]:
     return report.missing, float(model[1].weight.full_tensor().detach().abs().max())
 
 
-def test_a_sharded_parameter_that_is_missing_is_initialised(ranks, tmp_path) -> None:
+def test_missing_sharded_parameter_is_initialized(ranks, tmp_path) -> None:
     save_weights({"0.weight": torch.randn(HIDDEN, HIDDEN)}, tmp_path / "x")
     first, second = ranks.run(load_without_head, str(tmp_path / "x"))
     assert first == second
@@ -140,7 +140,7 @@ def load_from_own_folder(folders: list[str]) -> str:
     return "no error"
 
 
-def test_an_error_on_one_rank_is_raised_on_all(ranks, folders, tmp_path) -> None:
+def test_error_on_one_rank_is_raised_on_all(ranks, folders, tmp_path) -> None:
     first, second = ranks.run(load_from_own_folder, [str(folders["stacked"]), str(tmp_path / "absent")])
     assert first.startswith("rank 1: checkpoint ")
     assert "absent' is not a folder" in second
@@ -220,7 +220,7 @@ def save_tied(folder: str) -> str:
     return "saved"
 
 
-def test_a_tied_weight_of_which_a_rank_has_nothing(ranks, tmp_path) -> None:
+def test_tied_weight_with_an_empty_shard(ranks, tmp_path) -> None:
     assert ranks.run(save_tied, str(tmp_path / "x")) == ["saved", "saved"]
     for folder in (tmp_path / "x", tmp_path / "x-state"):
         tensors = safetensors.torch.load_file(folder / "model.safetensors")
@@ -243,7 +243,7 @@ def _full_disk(descriptor: int) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_full_disk_on_rank_0_is_raised_on_all(ranks, folders, tmp_path) -> None:
+def test_full_disk_on_rank_0_raises_on_all(ranks, folders, tmp_path) -> None:
     first, second = ranks.run(fail_while_saving, str(folders["stacked"]), str(tmp_path / "x"))
     assert "cannot be written: No space left on device" in first
     assert first.startswith("rank 0: ")

@@ -66,7 +66,7 @@ def ended(processes):
 @pytest.mark.parametrize(
     ("case", "kind", "culprit"), [("user", "ConfigError", 0), ("defect", "IndexError", 1), ("exit", "SystemExit", 1)]
 )
-def test_the_others_stop_and_name_the_rank(start, case, kind, culprit):
+def test_other_ranks_exit_and_name_the_failed_rank(start, case, kind, culprit):
     results, seconds = ended(start(case, culprit))
     assert all(code != 0 for code, _ in results)
     message = f"{kind}: only rank {culprit} sees this"
@@ -80,7 +80,7 @@ def test_the_others_stop_and_name_the_rank(start, case, kind, culprit):
 
 
 @pytest.mark.parametrize("case", ["user", "all"])
-def test_the_one_that_failed_ends_first(start, case):
+def test_failed_rank_exits_first(start, case):
     """A launcher then ends the others, and shows the error of the first."""
     processes = start(case, lead=20)
     while all(process.poll() is None for process in processes):
@@ -92,7 +92,7 @@ def test_the_one_that_failed_ends_first(start, case):
 
 
 @pytest.mark.parametrize("kind", [ConfigError, IndexError])
-def test_torchrun_gets_a_users_error_without_the_traceback(tmp_path, monkeypatch, kind):
+def test_torchrun_error_file_has_no_traceback_of_opslot_errors(tmp_path, monkeypatch, kind):
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     try:
@@ -104,19 +104,19 @@ def test_torchrun_gets_a_users_error_without_the_traceback(tmp_path, monkeypatch
     assert ("Traceback" in told) == (kind is IndexError)
 
 
-def test_an_error_that_no_file_takes_does_not_become_another(tmp_path, monkeypatch):
+def test_unwritable_error_file_is_ignored(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "error.json"))
     consensus._record(ConfigError("seen here"))
 
 
-def test_an_error_of_all_ranks_is_told_once_in_full(start):
+def test_error_of_all_ranks_is_reported(start):
     results, _ = ended(start("all"))
     assert all(code != 0 for code, _ in results)
     assert all("the same mistake everywhere" in text for _, text in results)
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_killed_rank_is_named(start, culprit):
+def test_killed_rank_is_named(start, culprit):
     """Rank 0 keeps the store here."""
     results, seconds = ended(start("killed", culprit))
     assert results[culprit][0] == -9
@@ -126,17 +126,17 @@ def test_a_killed_rank_is_named(start, culprit):
     assert seconds < 30
 
 
-def test_a_broken_connection_is_told_as_the_end_of_the_rank(start):
+def test_broken_connection_names_the_killed_rank(start):
     results, _ = ended(start("waited for", 1))
     assert "ParallelError: rank 1 exited without an error message (killed" in results[0][1]
 
 
-def test_nothing_happens_when_all_goes_well(start):
+def test_ranks_exit_together_without_an_error(start):
     results, _ = ended(start("fine"))
     assert [code for code, _ in results] == [0, 0]
     assert "done 1" in results[1][1]
 
 
-def test_a_single_process_is_left_alone():
+def test_fail_together_does_nothing_in_a_single_process():
     with pytest.raises(KeyError, match="mine"), fail_together():
         raise KeyError("mine")

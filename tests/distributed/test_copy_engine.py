@@ -33,7 +33,7 @@ class MappedMemory:
         files = [Path(folder[0], str(rank)) for rank in range(group.size())]
         files[group.rank()].write_bytes(bytes(size))
         dist.barrier(group)
-        self.pieces = [torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8) for file in files]
+        self.buffers = [torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8) for file in files]
 
     def barrier(self):
         dist.barrier(self._group)
@@ -79,7 +79,7 @@ BF16 = {"param_dtype": torch.bfloat16}
         (4, "qwen3", {"sp": 2}, {"prefetch": 0}, {"micro_batches": 4}),
     ],
 )
-def test_copies_train_as_the_process_group_does(ranks, world, name, sizes, options, kwargs):
+def test_training_with_copies_equals_training_with_gloo(ranks, world, name, sizes, options, kwargs):
     kwargs = {"steps": 3, "micro_batches": world, **kwargs}
     for found, expected, sent in ranks.run(both_ways, name, sizes, options, kwargs, world=world):
         assert sent
@@ -113,7 +113,7 @@ def gradients(accumulated):
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
-def test_gradients_of_one_pass_travel_as_computed_and_sums_in_full(ranks, accumulated):
+def test_single_pass_gradients_are_sent_in_param_dtype(ranks, accumulated):
     for expected, found, sent in ranks.run(gradients, accumulated):
         own = torch.bfloat16 if accumulated == 1 else torch.float32
         assert sent == [own, own, torch.float32, torch.float32]
@@ -128,10 +128,10 @@ def refused():
         return str(error)
 
 
-def test_copies_that_cannot_be_are_refused_when_asked_for(ranks):
+def test_unavailable_copies_raise_if_requested(ranks):
     for message in ranks.run(refused):
         assert "fsdp.copy_engine is on, but the model runs on cpu, and copies need GPUs" in message
-        assert "hint: leave it out" in message
+        assert "hint: remove it to use NCCL" in message
 
 
 def ring():
@@ -157,5 +157,5 @@ def ring():
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_transfers_of_any_size_follow_one_another(ranks, world):
+def test_transfers_of_any_size(ranks, world):
     assert ranks.run(ring, world=world) == [[]] * world

@@ -73,7 +73,7 @@ def on_ranks(frozen, param_dtype):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_gradients_are_those_of_one_process(ranks, frozen):
+def test_gradients_equal_those_of_one_process(ranks, frozen):
     model, batches = model_and_batches(frozen)
     for batch in batches:
         model(*batch).pow(2).sum().backward()
@@ -85,14 +85,14 @@ def test_gradients_are_those_of_one_process(ranks, frozen):
             torch.testing.assert_close(torch.tensor(grad), expected[name])
 
 
-def test_dummy_inputs_take_the_dtype_that_the_model_computes_in(ranks):
+def test_dummy_inputs_are_cast_to_param_dtype(ranks):
     wide, narrow = (ranks.run(on_ranks, False, dtype)[0] for dtype in (None, torch.bfloat16))
     for name, grad in wide.items():
         difference = torch.tensor(narrow[name]) - torch.tensor(grad)
         assert 0 < difference.norm() < 8 * 2**-8 * torch.tensor(grad).norm()
 
 
-def test_no_rank_has_it():
+def test_dummy_forward_on_all_ranks():
     """The zero is one, whatever the module gives, and so are the gradients."""
     model, _ = model_and_batches(False)
     zero = dummy_forward(model.visual, torch.randn(3, 6))

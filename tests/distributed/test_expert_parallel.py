@@ -82,7 +82,7 @@ def parity(total, tokens_of_rank, hit, top_k=2, as_dtensor=False):
         pytest.param(16, (20, 11), 8, 6, id="all to one rank, three rows a token"),
     ],
 )
-def test_two_ranks_compute_what_one_does(ranks, total, tokens_of_rank, hit, top_k):
+def test_two_ranks_equal_one(ranks, total, tokens_of_rank, hit, top_k):
     assert max(ranks.run(parity, total, tokens_of_rank, hit, top_k)) < 1e-13
 
 
@@ -94,7 +94,7 @@ def test_two_ranks_compute_what_one_does(ranks, total, tokens_of_rank, hit, top_
         pytest.param(4, (0, 0, 0, 6), 1, 1, id="one expert gets all"),
     ],
 )
-def test_four_ranks_compute_what_one_does(ranks, total, tokens_of_rank, hit, top_k):
+def test_four_ranks_equal_one(ranks, total, tokens_of_rank, hit, top_k):
     assert max(ranks.run(parity, total, tokens_of_rank, hit, top_k, world=4)) < 1e-13
 
 
@@ -147,7 +147,7 @@ def variant_parity(variant_name, kernel, tokens_of_rank):
 @pytest.mark.parametrize("variant", WEIGHTS)
 @pytest.mark.parametrize("kernel", ["grouped_mm", "fused_triton"])
 @pytest.mark.parametrize("tokens_of_rank", [(7, 4), (9, 0)])
-def test_every_parameter_stays_with_its_expert(ranks, variant, kernel, tokens_of_rank):
+def test_parameters_stay_with_their_expert(ranks, variant, kernel, tokens_of_rank):
     assert max(ranks.run(variant_parity, variant, kernel, tokens_of_rank)) < 1e-4
 
 
@@ -173,7 +173,7 @@ def travelled(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_routing_weights_arrive_as_they_were_sent(ranks, dtype):
+def test_routing_weights_are_dispatched_unchanged(ranks, dtype):
     assert ranks.run(travelled, dtype) == [(True, True)] * 2
 
 
@@ -205,7 +205,7 @@ def plan(name="layers.*.experts.gate_up_proj"):
     return ParallelPlan(extra_parallel_plan={"ep": {name: Shard(0)}})
 
 
-def test_a_plan_finds_its_parameters():
+def test_plan_matches_parameters():
     assert sorted(plan().match(Model())) == ["layers.0.experts.gate_up_proj", "layers.1.experts.gate_up_proj"]
     assert plan().apply(Model()) == ["layers.0.experts", "layers.1.experts"]
 
@@ -218,23 +218,23 @@ def test_a_plan_finds_its_parameters():
         ("layers.*.experts.up_proj", "nothing ends in up_proj"),
     ],
 )
-def test_a_name_that_matches_nothing_is_an_error(name, message):
+def test_plan_name_without_a_match_raises(name, message):
     with pytest.raises(ConfigError, match=message):
         plan(name).apply(Model())
 
 
-def test_an_unknown_axis_is_an_error():
+def test_unknown_axis_raises():
     with pytest.raises(ConfigError, match="names the axis tp"):
         ParallelPlan(extra_parallel_plan={"tp": {}})
 
 
 @pytest.mark.parametrize("placement", [Shard(1), Replicate()])
-def test_anything_but_whole_experts_is_an_error(placement):
+def test_placement_other_than_dim_0_raises(placement):
     with pytest.raises(ConfigError, match=r"places a\.b as .*experts, which are dim 0\n  hint: set it to Shard\(0\)"):
         ParallelPlan(extra_parallel_plan={"ep": {"a.b": placement}})
 
 
-def test_the_plan_of_a_wrapped_model():
+def test_plan_of_a_wrapped_model():
     outer = nn.ModuleDict({"wrapped": Model()})
     names = ["wrapped.layers.0.experts.gate_up_proj", "wrapped.layers.1.experts.gate_up_proj"]
     assert sorted(plan().below("wrapped").match(outer)) == names
@@ -249,11 +249,11 @@ def applied(total):
     return tuple(parameter.shape), parameter.to_local().tolist(), parameter.to_local().untyped_storage().nbytes()
 
 
-def test_each_rank_keeps_its_experts_and_frees_the_others(ranks):
+def test_each_rank_keeps_only_its_experts(ranks):
     whole = torch.arange(16.0).view(4, 4).tolist()
     assert ranks.run(applied, 4) == [((4, 4), whole[:2], 32), ((4, 4), whole[2:], 32)]
 
 
-def test_experts_that_do_not_divide_name_sizes_that_would(ranks, rank_failed):
+def test_indivisible_experts_raise_with_fitting_sizes(ranks, rank_failed):
     with pytest.raises(rank_failed, match=r"ep=2 does not divide the 3 experts of layers.0.*would: 1, 3"):
         ranks.run(applied, 3)

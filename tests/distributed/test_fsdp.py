@@ -54,7 +54,7 @@ def structure():
     }
 
 
-def test_layers_and_experts_become_groups_and_slots_stay(ranks):
+def test_layers_and_experts_are_fsdp_groups_and_keep_slots(ranks):
     for found in ranks.run(structure):
         assert found["same kernels"]
         assert found["slot"] == "<expert parallel <moe_experts/standard: grouped_mm>>"
@@ -86,7 +86,7 @@ def fused_norm(recompute):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_layer_reads_its_norms_gathered_weight(ranks, recompute):
+def test_norm_weight_is_unsharded_in_its_layer(ranks, recompute):
     model = tiny.build("llama", FUSED_NORM)
     loss_of(model, opslot.distributed.ParallelState()).backward()
     for ran, grads in ranks.run(fused_norm, recompute):
@@ -106,7 +106,7 @@ def clipped(sizes, max_norm):
 
 
 @pytest.mark.parametrize("sizes", [{}, {"ep": 2}, {"sp": 2, "ep": 2}, {"dp_replicate": 2}])
-def test_gradients_are_scaled_to_the_norm_over_all_ranks(ranks, sizes):
+def test_clip_grad_norm_over_all_ranks(ranks, sizes):
     model = tiny.build("qwen3_moe", "auto")
     loss_of(model, opslot.distributed.ParallelState()).backward()
     expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
@@ -118,7 +118,7 @@ def test_gradients_are_scaled_to_the_norm_over_all_ranks(ranks, sizes):
         assert after == pytest.approx(found, rel=1e-6)
 
 
-def test_the_norm_of_plain_tensors_and_of_none():
+def test_clip_grad_norm_of_plain_tensors_and_of_none():
     parameter = nn.Parameter(torch.zeros(2))
     assert clip_grad_norm([parameter], 1.0) == 0
     parameter.grad = torch.tensor([3.0, 4.0])
@@ -130,7 +130,7 @@ def test_the_norm_of_plain_tensors_and_of_none():
 
 
 @pytest.mark.parametrize("limit", [-1.0, math.nan])
-def test_a_limit_that_is_none_is_refused(limit):
+def test_invalid_max_norm_raises(limit):
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     with pytest.raises(ConfigError, match=f"max_norm={limit} must be at least 0"):
@@ -173,7 +173,7 @@ def spoiled(value):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_on_one_rank_shows_in_every_norm(ranks, value):
+def test_nonfinite_gradient_on_one_rank_is_in_every_norm(ranks, value):
     for found in ranks.run(spoiled, value):
         assert found == pytest.approx([value] * 3, nan_ok=True)
     for found in ranks.run(spoiled, None):
@@ -191,7 +191,7 @@ def norms_of_few_rows():
     return [clip_grad_norm(layer.parameters(), math.inf, order).item() for order in (1.0, 2.0, math.inf)]
 
 
-def test_a_rank_that_holds_nothing_of_a_gradient(ranks):
+def test_clip_grad_norm_with_an_empty_shard(ranks):
     for found in ranks.run(norms_of_few_rows):
         assert found == pytest.approx([8.5, math.sqrt(26.25), 4.0])
 
@@ -208,7 +208,7 @@ def communication():
     return counts
 
 
-def test_accumulation_reduces_once_a_step(ranks):
+def test_gradient_accumulation_reduces_once_per_step(ranks):
     for middle, last in ranks.run(communication):
         reductions = [sum(n for op, n in counts.items() if "reduce_scatter" in op) for counts in (middle, last)]
         # Two layers, the head and the root; experts are whole on their ep rank and have nothing to reduce.
@@ -230,7 +230,7 @@ def order_of_reductions(ops):
 
 
 @pytest.mark.parametrize("loss", ["eager", "chunk_loss"])
-def test_the_head_is_reduced_first_and_embeddings_last(ranks, loss):
+def test_head_is_reduced_first_and_embeddings_last(ranks, loss):
     ops = {"preset": "eager", "cross_entropy_loss_implementation": loss}
     with torch.no_grad():
         expected = tiny.build("qwen3", ops)(input_ids=tiny.rows(0)["input_ids"]).logits.sum().item()
@@ -252,7 +252,7 @@ def mixed():
     return whole.item(), seen["out"], {p.dtype for p in model.parameters()}, {p.grad.dtype for p in model.parameters()}
 
 
-def test_computation_in_bfloat16_keeps_parameters_and_gradients_wide(ranks):
+def test_bfloat16_computation_keeps_float32_parameters_and_gradients(ranks):
     expected = loss_of(tiny.build("qwen3"), opslot.distributed.ParallelState()).item()
     for loss, computed, stored, gradients in ranks.run(mixed):
         assert loss == pytest.approx(expected, rel=2e-2)
@@ -274,7 +274,7 @@ def streamed(folder, sizes):
 
 
 @pytest.mark.parametrize("sizes", [{}, {"ep": 2}])
-def test_a_meta_model_streams_what_each_rank_keeps(ranks, tmp_path, sizes):
+def test_meta_model_loads_only_local_shards(ranks, tmp_path, sizes):
     model = tiny.build("qwen3_moe")
     model.save_pretrained(tmp_path)
     expected = loss_of(model, opslot.distributed.ParallelState()).item()
@@ -305,7 +305,7 @@ def any_module():
     return isinstance(weight, DTensor), weight.grad.full_tensor().tolist()
 
 
-def test_any_module_shards_by_named_classes(ranks):
+def test_any_module_is_sharded_by_class_names(ranks):
     model = Stack()
     model(torch.tensor([[1.0] * 4, [2.0] * 4])).sum().backward()
     for sharded, grad in ranks.run(any_module):
@@ -361,7 +361,7 @@ def test_frozen_parameters_may_have_another_dtype(ranks):
             r"ep=2, but the parallel plan does not shard model.layers.0.mlp.experts.down_proj\n",
         ),
         ("heads", r"sp=2 does not divide 3 query heads.*would: 1, 3"),
-        ("checkpointing", r"activation_checkpointing needs a Transformers model, Stack is none"),
+        ("checkpointing", r"activation_checkpointing needs a Transformers model, not Stack"),
         ("twice", r"Qwen3MoeForCausalLM is parallelized already\n  hint: build it again"),
         (
             "dtypes",
@@ -369,12 +369,12 @@ def test_frozen_parameters_may_have_another_dtype(ranks):
         ),
     ],
 )
-def test_what_cannot_work_is_refused(ranks, rank_failed, case, message):
+def test_invalid_arguments_raise(ranks, rank_failed, case, message):
     with pytest.raises(rank_failed, match=message):
         ranks.run(refused, case)
 
 
-def test_a_models_own_plan_comes_before_its_architectures():
+def test_plan_of_the_model_overrides_that_of_the_architecture():
     model = tiny.build("qwen3_moe")
     assert set(parallel_plan(model).extra_parallel_plan["ep"]) == {
         "model.layers.*.mlp.experts.gate_up_proj",

@@ -117,7 +117,7 @@ def unsupported(attention):
     "attention",
     ["eager", "sdpa", "cudnn", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"],
 )
-def test_attention_over_parts_of_sequences(ranks, attention, documents):
+def test_ulysses_attention(ranks, attention, documents):
     reason = unsupported(attention)
     if reason:
         pytest.skip(reason)
@@ -126,15 +126,15 @@ def test_attention_over_parts_of_sequences(ranks, attention, documents):
 
 
 @pytest.mark.parametrize("options", [{"ulysses_overlap": True}, {"ulysses_pipeline": 2}], ids=str)
-def test_transfers_behind_computation(ranks, options):
+def test_overlapped_all_to_all(ranks, options):
     check(ranks, 2, "qwen3", {"sp": 2}, ops="auto", options=options)
 
 
-def test_ranks_whose_experts_get_no_token(ranks):
+def test_ranks_without_tokens(ranks):
     check(ranks, 2, "qwen3_moe", {"ep": 2}, ops="auto", one_expert_for_all=True)
 
 
-def test_a_checkpoint_of_four_goes_on_on_two(ranks, tmp_path):
+def test_resume_on_fewer_ranks(ranks, tmp_path):
     needs(4)
     first = run(ranks, 4, "qwen3_moe", {"ep": 2}, ops="auto", aux_loss=True, steps=3, save=str(tmp_path))
     rest = run(ranks, 2, "qwen3_moe", {"ep": 2}, ops="auto", aux_loss=True, load=str(tmp_path))

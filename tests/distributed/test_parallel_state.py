@@ -16,7 +16,7 @@ def _no_launcher(monkeypatch):
     destroy_parallel_state()
 
 
-def test_a_single_process_has_a_trivial_state():
+def test_single_process_has_a_trivial_state():
     state = get_parallel_state()
     assert (state.world_size, state.rank, state.dp_rank, state.sp_rank, state.ep_rank) == (1, 0, 0, 0, 0)
     assert state.sp_group is None
@@ -24,7 +24,7 @@ def test_a_single_process_has_a_trivial_state():
     assert state.fsdp_mesh is None
 
 
-def test_several_processes_need_a_state(monkeypatch):
+def test_several_processes_without_a_state_raise(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ParallelError, match=r"4 processes.*\n.*init_parallel_state"):
         get_parallel_state()
@@ -37,7 +37,7 @@ def test_one_process_is_built_without_a_group():
     assert not torch.distributed.is_initialized()
 
 
-def test_devices_that_are_not_there_are_refused(monkeypatch):
+def test_missing_device_raises(monkeypatch):
     with pytest.raises(ConfigError, match="device 'tpu' is none that torch knows"):
         init_parallel_state(device_type="tpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -45,7 +45,7 @@ def test_devices_that_are_not_there_are_refused(monkeypatch):
         init_parallel_state(device_type="cuda")
 
 
-def test_more_processes_than_gpus_are_refused_on_each_of_them(monkeypatch):
+def test_more_processes_than_gpus_raise_on_each(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for rank in range(4):
@@ -73,7 +73,7 @@ def test_sizes_that_fit():
         ({"dp_shard": 4.0}, r"dp_shard=4\.0 must be a whole number"),
     ],
 )
-def test_sizes_that_do_not_fit_name_those_that_would(sizes, message):
+def test_invalid_sizes_raise_with_fitting_sizes(sizes, message):
     with pytest.raises(ConfigError, match=message):
         check_sizes(8, **{"dp_replicate": 1, "dp_shard": None, "sp": 1, "ep": 1, **sizes})
 
@@ -104,7 +104,7 @@ def places(sizes):
         ({"dp_replicate": 2}, ([(0, 0, 0, 0), (1, 1, 0, 0)], None, None, None, None)),
     ],
 )
-def test_places_on_two_ranks(ranks, sizes, expected):
+def test_coordinates_on_two_ranks(ranks, sizes, expected):
     places_expected, fsdp, expert_fsdp, sp, ep = expected
     found = ranks.run(places, sizes)
     assert [f["place"] for f in found] == places_expected
@@ -123,12 +123,12 @@ def rebuild():
     init_parallel_state(device_type="cpu", sp=2)
 
 
-def test_another_size_is_refused_once_built(ranks, rank_failed):
+def test_building_again_with_other_sizes_raises(ranks, rank_failed):
     with pytest.raises(rank_failed, match="the parallel state is dp_replicate 1 x dp_shard 2 x sp 1 x ep 1 already"):
         ranks.run(rebuild)
 
 
-def test_one_process_may_have_a_group_of_its_own():
+def test_group_of_one():
     state = init_parallel_state(device_type="cpu", group_of_one=True)
     assert state.fsdp_mesh.size() == 1
     assert state.sp_group is None
@@ -145,7 +145,7 @@ def test_one_process_may_have_a_group_of_its_own():
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two', which is not a number"),
     ],
 )
-def test_half_an_environment_says_what_is_missing(monkeypatch, environment, message):
+def test_incomplete_environment_raises(monkeypatch, environment, message):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
@@ -153,7 +153,7 @@ def test_half_an_environment_says_what_is_missing(monkeypatch, environment, mess
 
 
 @pytest.mark.parametrize("environment", [{"MASTER_ADDR": "head.cluster"}, {"WORLD_SIZE": "", "RANK": "0"}])
-def test_what_a_cluster_leaves_in_the_environment_starts_no_group(monkeypatch, environment):
+def test_cluster_environment_starts_no_group(monkeypatch, environment):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert init_parallel_state(device_type="cpu").mesh is None

@@ -44,7 +44,7 @@ def whole():
         ("hsdp", "ep"),
     ],
 )
-def test_another_mesh_goes_on_with_the_same_losses(ranks, whole, tmp_path, before, after):
+def test_resume_on_another_mesh_has_the_same_losses(ranks, whole, tmp_path, before, after):
     first = train(ranks, before, steps=3, save=str(tmp_path))
     rest = train(ranks, after, steps=5, load=str(tmp_path))
     torch.testing.assert_close(torch.tensor(first + rest), whole, rtol=1e-5, atol=0)

@@ -25,7 +25,7 @@ def joined(found, name):
     return torch.cat([part[name] for part in found], 1).tolist()
 
 
-def test_labels_are_shifted_over_the_whole_row():
+def test_labels_are_shifted_over_the_global_sequence():
     found = parts({"input_ids": torch.tensor([[1, 2, 3, 4]]), "labels": torch.tensor([[-100, 2, 3, 4]])})
     assert joined(found, "input_ids") == [[1, 2, 3, 4]]
     assert joined(found, "position_ids") == [[0, 1, 2, 3]]
@@ -33,12 +33,12 @@ def test_labels_are_shifted_over_the_whole_row():
     assert not {"cu_seq_lens_q", "attention_mask"} & set(found[0])
 
 
-def test_labels_that_are_shifted_already_are_not_shifted_again():
+def test_shift_labels_are_not_shifted_again():
     found = parts({"input_ids": torch.tensor([[1, 2, 3]]), "shift_labels": torch.tensor([[2, 3, -100]])})
     assert joined(found, "shift_labels") == joined(found, "labels") == [[2, 3, -100, -100]]
 
 
-def test_rows_are_padded():
+def test_sequences_are_padded():
     found = parts({"input_ids": torch.tensor([[1, 2, 3], [4, 5, 6]]), "labels": torch.tensor([[1, 2, 3], [4, 5, 6]])})
     assert joined(found, "input_ids") == [[1, 2, 3, 0], [4, 5, 6, 0]]
     assert joined(found, "shift_labels") == [[2, 3, -100, -100], [5, 6, -100, -100]]
@@ -55,7 +55,7 @@ def test_rows_are_padded():
         {"attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])},
     ],
 )
-def test_documents_are_those_of_the_whole_rows(extra):
+def test_cu_seqlens_are_those_of_the_global_sequence(extra):
     found = parts({"input_ids": torch.ones(2, 5, dtype=torch.long), **extra})
     for part in found:
         assert part["cu_seq_lens_q"].tolist() == part["cu_seq_lens_k"].tolist() == [0, 2, 6, 12]
@@ -96,7 +96,7 @@ def test_without_sequence_parallelism_the_batch_is_returned():
         ({"cu_seq_lens_q": torch.tensor([1, 2])}, r"rise from 0 to the 2 tokens"),
     ],
 )
-def test_batches_that_cannot_be_cut_are_refused(changes, message):
+def test_invalid_batches_raise(changes, message):
     batch = {"input_ids": torch.ones(1, 2, dtype=torch.long), **changes}
     with pytest.raises(ConfigError, match=message):
         parts({name: value for name, value in batch.items() if value is not None})

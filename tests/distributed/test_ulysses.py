@@ -45,7 +45,7 @@ def transposes():
     return worst
 
 
-def test_sequence_and_heads_change_places_and_back(ranks):
+def test_gather_seq_scatter_heads_and_back(ranks):
     assert ranks.run(transposes) == [0.0, 0.0]
 
 
@@ -64,13 +64,13 @@ def gather_and_slice():
     return torch.equal(whole, full * full), (x.grad - 2 * full * sum(weights)).abs().max().item()
 
 
-def test_gather_and_slice_have_the_gradient_of_the_summed_loss(ranks):
+def test_gather_and_slice_gradients_are_of_the_summed_loss(ranks):
     for equal, error in ranks.run(gather_and_slice):
         assert equal
         assert error < 1e-14
 
 
-def test_one_process_gets_its_input_back():
+def test_single_process_returns_its_input():
     x = random(2, 5, 3)
     for same in (
         gather_seq_scatter_heads(x, 1, 2),
@@ -95,7 +95,7 @@ def test_one_process_gets_its_input_back():
         (partial(unpad_tensor, dim=1, size=-1), "has no first -1 elements"),
     ],
 )
-def test_dims_and_sizes_that_do_not_exist_are_refused(call, message):
+def test_invalid_dims_and_sizes_raise(call, message):
     with pytest.raises(ConfigError, match=message):
         call(random(2, 5, 3))
 
@@ -109,7 +109,7 @@ def test_key_value_heads_are_repeated_until_they_divide(heads, kv_heads, sp, rep
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "sp"), [(6, 2, 4), (12, 4, 8)])
-def test_heads_that_do_not_divide_name_sizes_that_do(heads, kv_heads, sp):
+def test_indivisible_heads_raise_with_fitting_sizes(heads, kv_heads, sp):
     with pytest.raises(ConfigError, match=rf"sp={sp} does not divide {heads} query heads.*would: 1, 2, 3?"):
         kv_repeats(heads, kv_heads, sp)
 
@@ -145,12 +145,12 @@ def attention_parity(heads, kv_heads, pipeline=1):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1), (6, 3)])
-def test_attention_over_the_whole_sequence(ranks, heads, kv_heads):
+def test_attention_over_the_global_sequence(ranks, heads, kv_heads):
     assert max(ranks.run(attention_parity, heads, kv_heads)) < 1e-13
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "pipeline"), [(8, 4, 2), (8, 8, 4), (4, 2, 2), (12, 6, 2)])
-def test_heads_taken_in_parts(ranks, heads, kv_heads, pipeline):
+def test_heads_in_chunks(ranks, heads, kv_heads, pipeline):
     assert max(ranks.run(attention_parity, heads, kv_heads, pipeline)) < 1e-13
 
 
@@ -242,6 +242,6 @@ def uneven():
     slice_input_tensor(torch.ones(3, 5), 1)
 
 
-def test_a_length_that_does_not_divide_is_an_error(ranks, rank_failed):
+def test_indivisible_length_raises(ranks, rank_failed):
     with pytest.raises(rank_failed, match=r"dim 1 of a tensor of shape \(3, 5\).*\n  hint: pad it"):
         ranks.run(uneven)

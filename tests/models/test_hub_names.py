@@ -205,7 +205,7 @@ def test_an_extra_tensor_is_named_as_in_the_checkpoint(arch, tmp_path) -> None:
     edit(tmp_path, add={extra: torch.zeros(2)})
     message = refusal(config_of(arch), tmp_path)
     assert message.count("hint:") == 1
-    assert message.splitlines()[1:3] == ["  tensors that no parameter takes (1):", f"    {extra}"]
+    assert message.splitlines()[1:3] == ["  tensors that the model does not have (1):", f"    {extra}"]
 
 
 @pytest.mark.parametrize(
@@ -333,4 +333,4 @@ def test_a_release_without_conversions_reads_as_before(tmp_path, monkeypatch) ->
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
     message = refusal(config_of("mixtral"), tmp_path)
     assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in message
-    assert "tensors that no parameter takes" in message
+    assert "tensors that the model does not have" in message

@@ -35,10 +35,10 @@ def save(folder, step, keep=None, seed=0):
 
 
 def snapshot(step, model, optimizer):
-    return checkpointing.take_snapshot(step, model, optimizer, {"tokens_seen": 9}, {"rows": []})
+    return checkpointing.take_snapshot(step, model, optimizer, {"tokens_seen": 9, "data": {}}, {"rows": []})
 
 
-def test_tensors_and_optimizer_come_back_bit_for_bit(tmp_path):
+def test_tensors_and_optimizer_round_trip_bit_for_bit(tmp_path):
     model, optimizer = trained(0)
     folder = checkpointing.write_snapshot(tmp_path, snapshot(3, model, optimizer))
     other, other_optimizer = trained(1)
@@ -52,7 +52,7 @@ def test_tensors_and_optimizer_come_back_bit_for_bit(tmp_path):
     assert (state["step"], state["tokens_seen"], kernels) == (3, 9, {"rows": []})
 
 
-def test_the_newest_are_kept_and_leftovers_are_swept(tmp_path):
+def test_newest_checkpoints_are_kept_and_leftovers_removed(tmp_path):
     (tmp_path / ".unfinished-step_00000001").mkdir()
     (tmp_path / "step_00000009").mkdir()
     for step in (1, 2, 3, 10):
@@ -61,7 +61,7 @@ def test_the_newest_are_kept_and_leftovers_are_swept(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_save_that_fails_leaves_the_earlier_ones(tmp_path, monkeypatch):
+def test_failed_save_keeps_earlier_checkpoints(tmp_path, monkeypatch):
     save(tmp_path, 1)
 
     def full(*_):
@@ -91,7 +91,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
         ),
     ],
 )
-def test_a_checkpoint_of_another_model_is_an_error(tmp_path, model, message):
+def test_checkpoint_of_another_model_raises(tmp_path, model, message):
     folder = save(tmp_path, 1)
     with pytest.raises(CheckpointError, match=f"is of another model:\n(.*\n)*{message}"):
         checkpointing.load_checkpoint(folder, model, torch.optim.AdamW(model.parameters()))
@@ -146,7 +146,7 @@ def other_kernels(folder, _other):
         (empty, "trainer_state.json without step, random, files, crc32"),
     ],
 )
-def test_damage_is_told_before_anything_is_loaded(tmp_path, damage, message):
+def test_damaged_checkpoint_raises_before_loading(tmp_path, damage, message):
     folder, other = save(tmp_path, 2), save(tmp_path, 1, seed=1)
     damage(folder, other)
     model, optimizer = trained(3)
@@ -224,6 +224,9 @@ def test_metadata_of_something_else_is_an_error(tmp_path, data):
         {"files": {"kernels.json": 7}},
         {"files": {}},
         {"tokens_seen": "many"},
+        {"tokens_seen": None},
+        {"data": None},
+        {"data": [1]},
     ],
 )
 def test_forged_state_is_an_error(tmp_path, entries):
@@ -306,7 +309,7 @@ def held_back(monkeypatch):
     go_on.set()
 
 
-def test_in_the_background_the_moment_is_saved_and_named_when_complete(tmp_path, held_back):
+def test_background_save_is_named_when_complete(tmp_path, held_back):
     model, optimizer = trained(0)
     saved = [parameter.clone() for parameter in model.parameters()]
     moments = [optimizer.state[parameter]["exp_avg"].clone() for parameter in model.parameters()]
@@ -325,7 +328,7 @@ def test_in_the_background_the_moment_is_saved_and_named_when_complete(tmp_path,
     assert all(torch.equal(m, other_optimizer.state[p]["exp_avg"]) for m, p in zip(moments, other.parameters()))
 
 
-def test_a_save_waits_for_the_one_before(tmp_path, held_back):
+def test_save_waits_for_the_previous_one(tmp_path, held_back):
     saver = CheckpointSaver(tmp_path, keep=2)
     threading.Timer(0.2, held_back.set).start()
     for step in (1, 2, 3):
@@ -336,7 +339,7 @@ def test_a_save_waits_for_the_one_before(tmp_path, held_back):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])])
-def test_every_save_in_the_background_holds_its_own_moment(tmp_path, device):
+def test_background_saves_have_their_own_state(tmp_path, device):
     """On a GPU each save is staged in the memory of the one before."""
     model, optimizer = trained(0)
     model.to(device)
@@ -354,7 +357,7 @@ def test_every_save_in_the_background_holds_its_own_moment(tmp_path, device):
     saver.close()
 
 
-def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, monkeypatch):
+def test_background_error_is_raised_by_the_next_call(tmp_path, monkeypatch):
     saver = CheckpointSaver(tmp_path)
     saver.save(snapshot(1, *trained(0)))
     saver.wait()
@@ -373,7 +376,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 
-def test_a_save_that_hangs_is_given_up(tmp_path, held_back, caplog):
+def test_hanging_save_is_abandoned(tmp_path, held_back, caplog):
     saver = CheckpointSaver(tmp_path)
     saver.save(snapshot(1, *trained(0)))
     saver.close(seconds=0.1)
@@ -381,7 +384,7 @@ def test_a_save_that_hangs_is_given_up(tmp_path, held_back, caplog):
     assert checkpointing.find_checkpoints(tmp_path) == []
 
 
-def test_random_generators_go_on_where_they_were():
+def test_random_states_round_trip():
     def draw():
         return random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1), np.random.randn()  # noqa: NPY002
 

@@ -96,7 +96,7 @@ def curve(folder):
     return [row["loss"] for row in read_metrics(folder)]
 
 
-def test_the_others_name_a_killed_rank_and_the_run_goes_on(config, start, tmp_path):
+def test_killed_rank_is_named_and_the_run_resumes(config, start, tmp_path):
     processes, _ = start("killed", config("run"))
     assert processes[1].wait(90) == -signal.SIGKILL
     died = time.monotonic()
@@ -117,7 +117,7 @@ def run_config(file):
     return cli_train([file])
 
 
-def test_killed_midway_in_a_save_the_one_before_is_gone_on_from(ranks, config, start, tmp_path):
+def test_kill_during_a_save_resumes_from_the_previous_checkpoint(ranks, config, start, tmp_path):
     """Step 5 was taken while the checkpoint of step 4 was being written, so the kill finds it unfinished."""
     processes, flag = start("midway", config("run"))
     deadline = time.monotonic() + 90
@@ -136,7 +136,7 @@ def test_killed_midway_in_a_save_the_one_before_is_gone_on_from(ranks, config, s
     assert [path.name for path in checkpoints.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_disk_without_room_on_one_rank(config, start, tmp_path):
+def test_full_disk_on_one_rank_raises_on_all(config, start, tmp_path):
     codes, errors = finish(start("full", config("run"))[0])
     assert codes == [1, 1]
     told = "".join(errors)

@@ -1,4 +1,4 @@
-"""What a launcher such as torchrun sets in the environment of each process, and noticing that it is gone."""
+"""What a launcher such as torchrun sets in the environment of each process, and ending with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def launched_world_size() -> int:
     """Processes of this run, WORLD_SIZE; 1 without a launcher.
 
     Raises:
-        ConfigError: WORLD_SIZE or RANK is no number, or RANK is not below WORLD_SIZE.
+        ConfigError: WORLD_SIZE or RANK is not a number, or RANK is not below WORLD_SIZE.
     """
     world, rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
     if world < 1 or not 0 <= rank < world:
@@ -35,10 +35,10 @@ def launched_rank() -> int:
 
 
 def launched_with_rendezvous() -> bool:
-    """Whether this process has all it needs to meet the others of its run; one that is alone need not.
+    """Whether the environment has all that a process group needs; a single process needs nothing.
 
     Raises:
-        ConfigError: it is one of several and lacks something.
+        ConfigError: it is one of several and a variable is missing.
     """
     lacking = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     world = launched_world_size()

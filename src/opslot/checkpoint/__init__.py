@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from opslot.checkpoint.convert import convert_folder
-    from opslot.checkpoint.converter import CheckpointTensorConverter, PlacingConverter
+    from opslot.checkpoint.converter import CheckpointTensorConverter, SlicingConverter
     from opslot.checkpoint.experts import LAYOUTS, ExpertTensorConverter
     from opslot.checkpoint.folder import read_folder
     from opslot.checkpoint.initialize import initialize_weights
     from opslot.checkpoint.load import LoadReport, load_weights
-    from opslot.checkpoint.placement import Placement, local_ranges
     from opslot.checkpoint.save import export_hf, save_weights
+    from opslot.checkpoint.tensor_slice import TensorSlice, local_ranges
 
 _MODULES = {
     "LAYOUTS": "experts",
     "CheckpointTensorConverter": "converter",
     "ExpertTensorConverter": "experts",
     "LoadReport": "load",
-    "Placement": "placement",
-    "PlacingConverter": "converter",
+    "TensorSlice": "tensor_slice",
+    "SlicingConverter": "converter",
     "convert_folder": "convert",
     "export_hf": "save",
     "initialize_weights": "initialize",
     "load_weights": "load",
-    "local_ranges": "placement",
+    "local_ranges": "tensor_slice",
     "read_folder": "folder",
     "save_weights": "save",
 }
@@ -39,8 +39,8 @@ __all__ = [
     "CheckpointTensorConverter",
     "ExpertTensorConverter",
     "LoadReport",
-    "Placement",
-    "PlacingConverter",
+    "SlicingConverter",
+    "TensorSlice",
     "convert_folder",
     "export_hf",
     "initialize_weights",

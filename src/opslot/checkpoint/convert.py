@@ -1,4 +1,4 @@
-"""Converting a checkpoint folder between the experts' layouts, offline and without a model."""
+"""Converting a checkpoint folder between expert layouts, without building a model."""
 
 from __future__ import annotations
 
@@ -15,31 +15,29 @@ from opslot._base.logging import get_logger
 from opslot.checkpoint._report import Problems
 from opslot.checkpoint.experts import ExpertTensorConverter, check_layout, expert_targets_of_checkpoint
 from opslot.checkpoint.folder import INDEX, read_folder, staged_folder
+from opslot.checkpoint.mapping import MappedSlice, map_tensors
 from opslot.checkpoint.model_tensors import ModelTensors, Target
-from opslot.checkpoint.placement import Placement, copy_overlap, extent, intersect
-from opslot.checkpoint.plan import Piece, make_plan
 from opslot.checkpoint.safetensors_file import MappedFile, TensorEntry
 from opslot.checkpoint.save import outputs_for, parse_size, shard_outputs, write_shards
+from opslot.checkpoint.tensor_slice import TensorSlice, copy_overlap, extent, intersect
 
 logger = get_logger(__name__)
 
 _OPEN_FILES = 4
-# Where Transformers keeps the templates beside the default one.
+# Chat templates other than the default one.
 _TEMPLATES = "additional_chat_templates"
-# What families call it.
+# The number of experts in config.json.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def convert_folder(
     source: str | Path, destination: str | Path, *, layout: str, max_shard_size: int | str = "5GB"
 ) -> Path:
-    """Write the checkpoint in `source` to `destination` with its experts in `layout`; everything else is
-    kept.
+    """Write the checkpoint in `source` to `destination` with its experts in `layout`.
 
-    Tensors outside the experts are copied, and all other files beside them, such as config.json and the tokenizer's;
-    folders are not, but for additional chat templates, nor safetensors that are no part of the checkpoint, and a log
-    line says so. The destination appears whole or not at all; memory is one tensor of the result and the mapped pages
-    of a few shards.
+    Other tensors and files, such as config.json and the tokenizer's, are copied. Folders, except additional chat
+    templates, and safetensors files that are not part of the checkpoint are left out and logged. The destination
+    appears when it is complete. Memory is one tensor of the result and the mapped pages of a few files.
 
     Args:
         source: a Hugging Face checkpoint of any layout.
@@ -52,7 +50,7 @@ def convert_folder(
 
     Raises:
         CheckpointError: a source that is missing, corrupt, incomplete or of mixed layouts, or has no experts;
-            a destination that holds something or cannot be written.
+            a destination that is not empty or cannot be written.
         ConfigError: unknown layout or size.
     """
     source, destination = Path(source), Path(destination)
@@ -64,12 +62,12 @@ def convert_folder(
     shapes = {name: entry.shape for name, entry in entries.items()}
     experts = expert_targets_of_checkpoint(shapes, at_least=_configured_experts(source))
     if not experts:
-        raise CheckpointError(f"checkpoint {str(source)!r} holds no experts, so there is no layout to convert")
-    model, pieces = _plan(source, entries, experts)
+        raise CheckpointError(f"checkpoint {str(source)!r} holds no experts, so there is nothing to convert")
+    model, slices = _map(source, entries, experts)
     described = {name: (target.dtype, target.shape) for name, target in model.targets.items()}
     shards = shard_outputs(outputs_for(described, experts, layout), max_bytes)
     with staged_folder(destination, sum(entry.nbytes for entry in entries.values())) as stage:
-        write_shards(stage, shards, _Reader(model, pieces))
+        write_shards(stage, shards, _Reader(model, slices))
         _copy_companions(source, stage, {entry.file.name for entry in entries.values()})
     logger.info("converted %s to %s in %s", source, layout, destination)
     return destination
@@ -86,11 +84,11 @@ def _copy_companions(source: Path, destination: Path, shards: set[str]) -> None:
         elif path.name not in shards:
             left_out.append(path.name)
     if left_out:
-        logger.info("left out, as no part of the checkpoint: %s", ", ".join(left_out))
+        logger.info("left out, not part of the checkpoint: %s", ", ".join(left_out))
 
 
 def _configured_experts(source: Path) -> int:
-    """Experts of a layer, as config.json says; 0 when it says nothing."""
+    """Experts per layer according to config.json; 0 if it has no such entry."""
     try:
         config = json.loads((source / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -102,10 +100,10 @@ def _configured_experts(source: Path) -> int:
     return max((count for count in counts if isinstance(count, int)), default=0)
 
 
-def _plan(
+def _map(
     source: Path, entries: dict[str, TensorEntry], experts: dict[str, tuple[int, ...]]
-) -> tuple[ModelTensors, dict[str, list[Piece]]]:
-    """The tensors that a model of this checkpoint has, and the pieces of each; checked for completeness."""
+) -> tuple[ModelTensors, dict[str, list[MappedSlice]]]:
+    """The tensors of a model of this checkpoint, and the slices that fill each; checked for completeness."""
     problems = Problems(f"checkpoint {str(source)!r} cannot be converted")
     converter = ExpertTensorConverter(experts)
     targets: dict[str, Target] = {}
@@ -119,27 +117,27 @@ def _plan(
             item = f"{name}: {entry.dtype}, others of {target}: {first.dtype}"
             problems.add("experts of several dtypes", item, "save them in one dtype first")
     model = ModelTensors(targets)
-    plan = make_plan(entries, model, [converter], problems)
+    mapping = map_tensors(entries, model, [converter], problems)
     problems.raise_if_any()
-    pieces: dict[str, list[Piece]] = {}
-    for piece in plan.pieces:
-        pieces.setdefault(piece.placement.target, []).append(piece)
-    return model, pieces
+    slices: dict[str, list[MappedSlice]] = {}
+    for mapped in mapping.slices:
+        slices.setdefault(mapped.tensor_slice.target, []).append(mapped)
+    return model, slices
 
 
 class _Reader:
-    """Assembles any region of a model's tensor from the pieces that the source holds of it."""
+    """Reads any region of a model's tensor from the slices in the source."""
 
-    def __init__(self, model: ModelTensors, pieces: dict[str, list[Piece]]) -> None:
+    def __init__(self, model: ModelTensors, slices: dict[str, list[MappedSlice]]) -> None:
         self._model = model
-        self._pieces = pieces
+        self._slices = slices
         self._open = functools.lru_cache(maxsize=_OPEN_FILES)(MappedFile)
 
-    def __call__(self, placement: Placement) -> Tensor:
-        target = self._model.targets[placement.target]
-        region = torch.empty(extent(placement.region), dtype=target.dtype)
-        for piece in self._pieces[placement.target]:
-            if intersect(placement.region, piece.placement.region) is not None:
-                stored = self._open(piece.entry.file).view(piece.entry)
-                copy_overlap(region, placement.region, stored, piece.placement)
-        return placement.as_stored(region)
+    def __call__(self, tensor_slice: TensorSlice) -> Tensor:
+        target = self._model.targets[tensor_slice.target]
+        region = torch.empty(extent(tensor_slice.region), dtype=target.dtype)
+        for item in self._slices[tensor_slice.target]:
+            if intersect(tensor_slice.region, item.tensor_slice.region) is not None:
+                stored = self._open(item.entry.file).view(item.entry)
+                copy_overlap(region, tensor_slice.region, stored, item.tensor_slice)
+        return tensor_slice.as_stored(region)

@@ -1,4 +1,4 @@
-"""What turns a checkpoint's tensors into the model's when names or shapes differ."""
+"""Protocols of converters between a checkpoint's tensors and the model's."""
 
 from __future__ import annotations
 
@@ -7,57 +7,55 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from opslot.checkpoint.placement import Placement
+from opslot.checkpoint.tensor_slice import TensorSlice
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @runtime_checkable
 class CheckpointTensorConverter(Protocol):
-    """Turns tensors of a checkpoint, given one by one, into the model's.
+    """Converts tensors of a checkpoint, given one by one, into the model's.
 
-    The loader calls a deep copy with tensors on the meta device first, so that names and shapes are known
-    before anything is
-    written: `convert` must not read values to decide what it returns.
+    In a dry run the loader first calls a deep copy with meta tensors, to know names and shapes before anything is
+    written: `convert` must not depend on values.
     """
 
     def can_handle(self, name: str) -> bool:
-        """Whether the checkpoint's tensor `name` is this converter's."""
+        """Whether this converter takes the checkpoint's tensor `name`."""
         ...
 
     def convert(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]] | None:
-        """The model's (name, tensor) pairs that are complete with this tensor; None while collecting."""
+        """The model's (name, tensor) pairs that this tensor completes; None if there are none yet."""
         ...
 
     def finalize(self) -> list[tuple[str, Tensor]]:
-        """What is still to be handed out after the last tensor.
+        """The pairs that remain after the last tensor.
 
         Raises:
-            CheckpointError: tensors that never became complete.
+            CheckpointError: tensors that are incomplete.
         """
         ...
 
 
 @runtime_checkable
-class PlacingConverter(CheckpointTensorConverter, Protocol):
-    """A converter that only moves values: it says where each tensor goes, and the loader copies it there,
-    slice by slice.
+class SlicingConverter(CheckpointTensorConverter, Protocol):
+    """A converter that only moves values: it maps each tensor to a slice of a parameter, and the loader copies it.
 
-    Nothing is collected, and a rank reads no more than what it keeps.
+    A rank reads only what it keeps.
     """
 
     def inspect(self, shapes: Shapes) -> None:
-        """See every tensor that the checkpoint holds, by name, before the first `place`.
+        """Look at all tensors of the checkpoint before the first `slice_of`.
 
         Raises:
-            CheckpointError: the tensors contradict each other, or leave open what they mean.
+            CheckpointError: the tensors are contradictory or ambiguous.
         """
         ...
 
-    def place(self, name: str, shape: tuple[int, ...]) -> Placement:
-        """Where tensor `name` goes; the placement's shape is what it should have had."""
+    def slice_of(self, name: str, shape: tuple[int, ...]) -> TensorSlice:
+        """The slice that tensor `name` fills; its shape is the expected one."""
         ...
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """What the checkpoint's `names` leave unfilled in targets that they touch, in words."""
+        """Descriptions of what is missing in the parameters that `names` fill partly."""
         ...

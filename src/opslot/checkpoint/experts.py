@@ -1,12 +1,11 @@
-"""The three layouts in which checkpoints hold a mixture's experts, and the converter between them.
+"""The three layouts of experts in checkpoints, and the converter between them.
 
 Transformers' models hold `<experts>.gate_up_proj` [E, 2I, H] and `<experts>.down_proj` [E, H, I] (E experts,
 I intermediate size, H hidden size). A checkpoint holds
 - "per_expert": `<experts>.<e>.gate_proj.weight` [I, H], `.up_proj.weight` [I, H], `.down_proj.weight` [H, I];
 - "stacked": the model's own names and shapes;
 - "transposed": the model's own names, with the last two dims swapped: [E, H, 2I] and [E, I, H].
-Which one is read from the tensors, never from the model's family: families were copied from each other with
-the layouts mixed up.
+The layout is detected from the tensors, not from the architecture: checkpoints of one architecture differ.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from opslot._base.errors import CheckpointError, ConfigError
 from opslot.checkpoint._report import Problems, listed
 from opslot.checkpoint.converter import Shapes
 from opslot.checkpoint.model_tensors import tensors_of
-from opslot.checkpoint.placement import Placement, copy_overlap, full_region, volume
+from opslot.checkpoint.tensor_slice import TensorSlice, copy_overlap, full_region, volume
 
 LAYOUTS = ("per_expert", "stacked", "transposed")
 
@@ -40,26 +39,24 @@ def check_layout(layout: str | None) -> None:
 
 
 def is_expert_tensor(name: str) -> bool:
-    """Whether `name` is one that experts with gate and up weights in one tensor have."""
+    """Whether `name` is a stacked expert tensor."""
     return _STACKED.fullmatch(name) is not None
 
 
 def stacked_name(projection: str) -> str:
-    """The tensor that holds `projection` ("gate_proj", "up_proj" or "down_proj") of all experts, where gate and up are
-    one."""
+    """The stacked tensor that holds `projection` ("gate_proj", "up_proj" or "down_proj") of all experts."""
     return _STACKED_NAME[projection]
 
 
 def family_of(name: str) -> str:
-    """`name` with its layer numbers left out: tensors that one writer wrote the same way."""
+    """`name` with layer numbers replaced by `*`."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def expert_targets(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
     """Of a model's tensors, the expert tensors in the [E, 2I, H], [E, H, I] form, by name.
 
-    Experts of another form (transposed in the model itself, as gpt_oss has them) are left out: they need no
-    converter.
+    Experts that are transposed in the model itself, as in gpt_oss, are left out: they need no converter.
     """
     targets: dict[str, tuple[int, ...]] = {}
     for name in shapes:
@@ -77,8 +74,8 @@ def expert_targets_of_checkpoint(shapes: Shapes, at_least: int = 0) -> dict[str,
     """The expert tensors that a model of this checkpoint has, in the [E, 2I, H], [E, H, I] form, whatever the
     checkpoint's layout.
 
-    Experts that are stored one by one are as many in each layer as in the one that holds most, and `at_least` so
-    many: which of them are absent is for the plan to find. A pair of stacked tensors determines the layout: [E, a, b]
+    Per-expert checkpoints are assumed to have as many experts in each layer as in the layer with the most, and at least
+    `at_least`; `map_tensors` reports the missing ones. A pair of stacked tensors determines the layout: [E, a, b]
     and [E, c, d] are direct when (c, d) = (b, a/2), transposed when (c, d) = (b/2, a), and cannot be both.
     """
     stacked: dict[str, tuple[int, ...]] = {}
@@ -104,36 +101,35 @@ def expert_targets_of_checkpoint(shapes: Shapes, at_least: int = 0) -> dict[str,
     return targets
 
 
-def split_target(target: str, shape: Sequence[int], layout: str) -> list[tuple[str, Placement]]:
-    """The checkpoint tensors, with their places, that make up expert tensor `target` of `shape` in `layout`."""
+def split_target(target: str, shape: Sequence[int], layout: str) -> list[tuple[str, TensorSlice]]:
+    """Names and slices of the checkpoint tensors that make up expert tensor `target` of `shape` in `layout`."""
     if layout != "per_expert":
-        return [(target, Placement.whole(target, shape, transposed=layout == "transposed"))]
+        return [(target, TensorSlice.whole(target, shape, transposed=layout == "transposed"))]
     prefix, _, tensor = target.rpartition(".")
     projections = ["gate_proj", "up_proj"] if tensor == "gate_up_proj" else [tensor]
     return [
-        (f"{prefix}.{expert}.{projection}.weight", _expert_placement(target, shape, expert, projection))
+        (f"{prefix}.{expert}.{projection}.weight", _expert_slice(target, shape, expert, projection))
         for expert in range(shape[0])
         for projection in projections
     ]
 
 
-def _expert_placement(target: str, shape: Sequence[int], expert: int, projection: str) -> Placement:
+def _expert_slice(target: str, shape: Sequence[int], expert: int, projection: str) -> TensorSlice:
     """One expert's projection in `target`: gate above up in [E, 2I, H], any other alone in [E, rows, columns]."""
     shared = target.endswith("gate_up_proj")
     rows = shape[1] // 2 if shared else shape[1]
     first = rows if shared and projection == "up_proj" else 0
     region = (slice(expert, expert + 1), slice(first, first + rows), slice(0, shape[2]))
-    return Placement(target, region, (rows, shape[2]))
+    return TensorSlice(target, region, (rows, shape[2]))
 
 
 class ExpertTensorConverter:
     """Loads experts of any layout into a model's [E, 2I, H] and [E, H, I] tensors.
 
     Args:
-        targets: the model's expert tensors, by name, with their whole shapes (not a rank's part).
-        layout: the checkpoint's layout; None finds it from names and shapes. Needed only where a stacked
-            checkpoint is square in both tensors that a family of layers holds, so that direct and transposed
-            look the same.
+        targets: the model's expert tensors, by name, with their global shapes.
+        layout: the checkpoint's layout; None detects it from names and shapes. Needed only if both
+            stacked tensors are square, so that stacked and transposed have the same shapes.
 
     Raises:
         ConfigError: unknown layout.
@@ -162,15 +158,14 @@ class ExpertTensorConverter:
         return next((holder for holder in holders if holder in self.targets), None)
 
     def can_handle(self, name: str) -> bool:
-        """Whether `name` is an expert's, or all experts', tensor of this model."""
+        """Whether `name` is an expert tensor of this model, of one expert or stacked."""
         return self.target_of(name) is not None
 
     def inspect(self, shapes: Shapes) -> None:
-        """Find the layout of each family of expert tensors, here `layouts`.
+        """Detect the layout of each family of expert tensors; sets `layouts`.
 
         Raises:
-            CheckpointError: one family in two layouts, another layout than the one asked for, or shapes that
-                leave it open.
+            CheckpointError: one family in two layouts, another layout than the given one, or ambiguous shapes.
         """
         seen: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         square: dict[str, list[str]] = defaultdict(list)
@@ -193,53 +188,52 @@ class ExpertTensorConverter:
             elif not found and self._layout is None:
                 example = square[family][0]
                 problems.add(
-                    "shapes that fit both directions",
+                    "shapes that fit stacked and transposed",
                     f"{example} {list(shapes[example])}",
                     'give layout="stacked" or "transposed"',
                 )
             elif found and self._layout not in (None, found[0]):
                 problems.add(
-                    "another layout than asked for", f"{family}: {found[0]}, not {self._layout}", "leave layout out"
+                    "another layout than the given one", f"{family}: {found[0]}, not {self._layout}", "remove layout"
                 )
             self.layouts[family] = found[0] if found else str(self._layout)
         problems.raise_if_any()
 
     def _readings(self, name: str, shape: tuple[int, ...]) -> list[str]:
-        """The layouts as which a tensor can be read; none when it is misshapen."""
+        """The layouts that fit a tensor; none if its shape is wrong."""
         if _SPLIT.fullmatch(name):
             return ["per_expert"]
         wanted = self.targets[name]
         fits = {"stacked": wanted, "transposed": (wanted[0], wanted[2], wanted[1])}
         return [layout for layout, stored in fits.items() if stored == tuple(shape)]
 
-    def place(self, name: str, shape: tuple[int, ...]) -> Placement:
-        """Where tensor `name` of `shape` goes; the layout is the one that `inspect` found, else the one its
-        shape tells.
+    def slice_of(self, name: str, shape: tuple[int, ...]) -> TensorSlice:
+        """The slice that tensor `name` fills, in the layout that `inspect` found or else the one that fits `shape`.
 
         Raises:
-            CheckpointError: an expert that the model lacks, a tensor of no expert, or a lone square tensor whose
-                direction nothing tells.
+            CheckpointError: an expert that the model lacks, a tensor that is not an expert's, or a single square
+                tensor of unknown layout.
         """
         target = self.target_of(name)
         if target is None:
-            raise CheckpointError(f"{name} is not an expert tensor of this model; ask can_handle first")
+            raise CheckpointError(f"{name} is not an expert tensor of this model; check can_handle first")
         wanted, split = self.targets[target], _SPLIT.fullmatch(name)
         if split:
             if int(split["expert"]) >= wanted[0]:
                 raise CheckpointError(f"{name}: the model has {wanted[0]} experts, counted from 0")
-            return _expert_placement(target, wanted, int(split["expert"]), split["projection"])
+            return _expert_slice(target, wanted, int(split["expert"]), split["projection"])
         layout = self._layout or self.layouts.get(family_of(target.rpartition(".")[0]))
         readings = self._readings(name, shape)
         if layout is None and len(readings) > 1:
             raise CheckpointError(
-                f"{name} {list(shape)} is square, so it may be direct or transposed; "
+                f"{name} {list(shape)} is square, so it may be stacked or transposed; "
                 'give layout="stacked" or "transposed"'
             )
         layout = layout or (readings[0] if readings else "stacked")
-        return Placement.whole(target, wanted, transposed=layout == "transposed")
+        return TensorSlice.whole(target, wanted, transposed=layout == "transposed")
 
     def lacking(self, names: Iterable[str]) -> list[str]:
-        """The tensors of single experts that are absent although others of their target are there."""
+        """The missing per-expert tensors of targets of which other tensors are present."""
         present = set(names)
         touched = {target for name in present if _SPLIT.fullmatch(name) and (target := self.target_of(name))}
         return [
@@ -250,7 +244,7 @@ class ExpertTensorConverter:
         ]
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """The experts' projections that are absent although others of their target are there, by layer and expert."""
+        """The missing projections, by layer and expert, of targets of which other tensors are present."""
         lacks: dict[tuple[str, int], list[str]] = defaultdict(list)
         for name in self.lacking(names):
             if split := _SPLIT.fullmatch(name):
@@ -262,39 +256,37 @@ class ExpertTensorConverter:
         ]
 
     def convert(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]] | None:
-        """The target that `tensor` completes, as one (name, tensor) pair; None while others of its parts are
-        missing.
+        """The target that `tensor` completes, as one (name, tensor) pair; None while other tensors are missing.
 
         Raises:
-            CheckpointError: wrong shape, an expert the model lacks, a tensor given twice, or a lone square
-                tensor.
+            CheckpointError: wrong shape, an expert the model lacks, a tensor given twice, or a single square tensor.
         """
-        place = self.place(name, tuple(tensor.shape))
-        if tuple(tensor.shape) != place.shape:
+        part = self.slice_of(name, tuple(tensor.shape))
+        if tuple(tensor.shape) != part.shape:
             raise CheckpointError(
-                f"{name} has shape {list(tensor.shape)}, the model's {place.target} needs {list(place.shape)}"
+                f"{name} has shape {list(tensor.shape)}, the model's {part.target} needs {list(part.shape)}"
             )
-        wanted = self.targets[place.target]
+        wanted = self.targets[part.target]
         if _SPLIT.fullmatch(name) is None:
-            return [(place.target, place.as_region(tensor))]
-        if place.target not in self._open:
-            self._open[place.target] = (tensor.new_empty(wanted), {})
-        buffer, arrived = self._open[place.target]
+            return [(part.target, part.as_region(tensor))]
+        if part.target not in self._open:
+            self._open[part.target] = (tensor.new_empty(wanted), {})
+        buffer, arrived = self._open[part.target]
         if name in arrived:
-            raise CheckpointError(f"{name} came twice; keep the shards of one save only")
+            raise CheckpointError(f"{name} was given twice; keep the shards of one save only")
         if tensor.dtype != buffer.dtype:
-            # Whichever came first, no expert loses digits.
+            # No expert loses precision, whichever came first.
             buffer = buffer.to(torch.promote_types(tensor.dtype, buffer.dtype))
-            self._open[place.target] = buffer, arrived
-        copy_overlap(buffer, full_region(wanted), tensor, place)
-        arrived[name] = volume(place.region)
+            self._open[part.target] = buffer, arrived
+        copy_overlap(buffer, full_region(wanted), tensor, part)
+        arrived[name] = volume(part.region)
         if sum(arrived.values()) < buffer.numel():
             return None
-        del self._open[place.target]
-        return [(place.target, buffer)]
+        del self._open[part.target]
+        return [(part.target, buffer)]
 
     def finalize(self) -> list[tuple[str, Tensor]]:
-        """Nothing is left to hand out after whole layers.
+        """Returns nothing; all layers must be complete.
 
         Raises:
             CheckpointError: experts that lack projections, each named.

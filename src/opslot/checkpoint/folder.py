@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint folder: which tensors it holds and where, and replacing one as a whole."""
+"""A Hugging Face checkpoint folder: which tensors it has in which file, and replacing one atomically."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _read_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, TensorEn
             owner = weight_map.get(entry.name, shard)
             if owner == shard and entry.name in entries:
                 both = f"{entry.name} ({entries[entry.name].file.name}, {shard})"
-                problems.add("tensors held twice", both, "keep the shards of one save only")
+                problems.add("tensors in two shards", both, "keep the shards of one save only")
             elif owner == shard:
                 entries[entry.name] = entry
     problems.raise_if_any()
@@ -128,19 +128,18 @@ def _read_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, TensorEn
 
 @contextmanager
 def staged_folder(folder: Path, nbytes: int) -> Iterator[Path]:
-    """A new folder beside `folder` to write a checkpoint in; it takes `folder`'s place when the block ends
-    well.
+    """A new folder beside `folder` to write a checkpoint in; it replaces `folder` when the block ends without an error.
 
-    A kill at any time leaves either the old checkpoint, the new one, or (while an existing folder is
-    overwritten) one without an entry point, which is refused on reading; never a mixture. What a killed save
-    left behind goes with the next one. Other files of an existing folder stay.
+    A kill at any time leaves the old checkpoint, the new one, or (while an existing folder is overwritten) one without
+    an entry point, which cannot be read; never a mixture. The next save removes what a killed one left. Other files of
+    an existing folder stay.
 
     Args:
-        folder: the checkpoint's place.
-        nbytes: what the weights will take; less room than that on the disk is an error at once.
+        folder: of the checkpoint.
+        nbytes: size of the weights; less free disk space is an error at once.
 
     Raises:
-        CheckpointError: the place cannot be written or the disk is full; nothing is left behind.
+        CheckpointError: the folder cannot be written or the disk is full; nothing is left behind.
     """
     stage: Path | None = None
     try:
@@ -151,7 +150,7 @@ def staged_folder(folder: Path, nbytes: int) -> Iterator[Path]:
             shutil.rmtree(leftover, ignore_errors=True)
         stage = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
         yield stage
-        # mkdtemp makes folders that only their owner may enter.
+        # mkdtemp creates folders for their owner only.
         umask = os.umask(0)
         os.umask(umask)
         stage.chmod(0o777 & ~umask)
@@ -179,7 +178,7 @@ def _publish(stage: Path, folder: Path) -> None:
     new = sorted(path.name for path in stage.iterdir())
     stale = {path.name for path in folder.glob("model-*-of-*.safetensors")} | {WEIGHTS, INDEX}
     if set(new) & stale != {WEIGHTS}:
-        # Without an entry point a reader refuses the folder, so a half-replaced set of shards is never read.
+        # Without an entry point the folder cannot be read, so a mixture of shards never is.
         (folder / INDEX).unlink(missing_ok=True)
         (folder / WEIGHTS).unlink(missing_ok=True)
     for name in sorted(new, key=lambda name: name in (WEIGHTS, INDEX)):

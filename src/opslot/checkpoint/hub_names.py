@@ -1,11 +1,10 @@
-"""Checkpoints whose tensors have other names, or another form, than the model's: read as Transformers reads them.
+"""Reading checkpoints whose source keys or shapes differ from the model's, as Transformers reads them.
 
-Transformers keeps, for each architecture, the renamings and conversions between a checkpoint on the hub and the model
-(`transformers.conversion_mapping`), and `save_pretrained` writes by them. Here they are asked what becomes of each name
-of a folder, and sorted by what that takes:
-- values that only move have a place in the model (`HubTensorConverter`): whole tensors under another name, and single
-  experts under names such as `w1`, which `ExpertTensorConverter` places once they have the names it knows;
-- all else goes through Transformers' own conversion, as soon as what it needs is there (`ConvertedTensors`).
+Transformers has renamings and conversions between the hub's checkpoints and the model for each architecture
+(`transformers.conversion_mapping`), which `save_pretrained` reverts. Here each source key is mapped by them:
+- tensors whose values are only copied are read slice by slice (`HubTensorConverter`): renamed tensors, and single
+  experts under names such as `w1`, which `ExpertTensorConverter` handles after renaming;
+- all others go through Transformers' conversion once its inputs are complete (`ConvertedTensors`).
 """
 
 from __future__ import annotations
@@ -24,45 +23,42 @@ from opslot._base.errors import CheckpointError
 from opslot.checkpoint.converter import CheckpointTensorConverter, Shapes
 from opslot.checkpoint.experts import ExpertTensorConverter, family_of, is_expert_tensor, stacked_name
 from opslot.checkpoint.model_tensors import tensors_of
-from opslot.checkpoint.placement import Placement
+from opslot.checkpoint.tensor_slice import TensorSlice
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
 class HubNames:
-    """How Transformers reads the names of one checkpoint into one model.
+    """How Transformers maps the source keys of a checkpoint to a model.
 
     Attributes:
-        renamed: each name of the checkpoint, as Transformers renames it; the model need not have it.
-        converters: readers of every tensor for which the model has a use.
-        spellings: names of the model with numbers left out, and what the checkpoint calls those.
-        model: the model, as Transformers knows it.
+        renamed: each source key, as Transformers renames it; the model need not have the result.
+        converters: for every tensor that the model uses.
+        source_keys: FQNs of the model with layer numbers as `*`, and their source keys.
+        model: the model, of Transformers' class.
     """
 
     renamed: Mapping[str, str]
     converters: list[CheckpointTensorConverter]
-    spellings: dict[str, list[str]]
+    source_keys: dict[str, list[str]]
     model: Any
 
-    def spell(self, name: str) -> list[str]:
-        """What the checkpoint would call the model's tensor `name`, or the tensors that it is made of.
-
-        They are named as their like in other layers are, else as `save_pretrained` names them.
-        """
-        if family_of(name) not in self.spellings:
+    def source_keys_of(self, name: str) -> list[str]:
+        """The source keys of the model's tensor `name`, as in other layers, else as `save_pretrained` writes them."""
+        if family_of(name) not in self.source_keys:
             saved = [family_of(stored) for stored in _saved_names(self.model, name) if _agree(stored, name)]
-            self.spellings[family_of(name)] = list(dict.fromkeys(saved)) or [family_of(name)]
-        return _spelled(name, self.spellings)
+            self.source_keys[family_of(name)] = list(dict.fromkeys(saved)) or [family_of(name)]
+        return _source_keys(name, self.source_keys)
 
 
 def hub_names(model: nn.Module, shapes: Shapes) -> HubNames | None:
     """How Transformers reads a checkpoint with tensors of `shapes` into `model`.
 
-    None when its names need no translation: `model` is none of Transformers', its architecture has no conversions or
-    only those of experts stored one by one, or this release of Transformers lacks the functions that tell.
+    None if no renaming is needed: `model` is not a Transformers model, its architecture has no conversions or only
+    those of per-expert tensors, or this release of Transformers lacks the functions used here.
     """
-    if not hasattr(model, "base_model_prefix"):  # none of Transformers', whose import would take seconds
+    if not hasattr(model, "base_model_prefix"):  # not a Transformers model, and importing Transformers takes seconds
         return None
     try:
         from transformers import PreTrainedModel
@@ -83,43 +79,42 @@ def hub_names(model: nn.Module, shapes: Shapes) -> HubNames | None:
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     conversions = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: conversion for conversion in conversions for pattern in conversion.source_patterns}
-    sorter = _Sorter(upstream, tensors, experts)
-    # Some renamings act only after another did, and experts are stacked in this order.
+    assigner = _Assigner(upstream, tensors, experts)
+    # Transformers' order: some renamings depend on others, and experts are stacked in it.
     for name in sorted(shapes, key=dot_natural_key):
         renamed, pattern = rename_source_key(name, renamings, conversions, model.base_model_prefix, tensors)
         if renamed not in tensors and name in tensors:
             renamed, pattern = rename_source_key(name, [], [], model.base_model_prefix, tensors)
-        sorter.add(name, renamed, pattern, None if pattern is None else by_pattern[pattern])
-    return sorter.result()
+        assigner.add(name, renamed, pattern, None if pattern is None else by_pattern[pattern])
+    return assigner.result()
 
 
-class _Sorter:
-    """Finds out what reads each tensor of a checkpoint, if the model has a use for it."""
+class _Assigner:
+    """Assigns each tensor of a checkpoint to a converter."""
 
     def __init__(self, upstream: Any, tensors: Mapping[str, Tensor], experts: ExpertTensorConverter) -> None:
         self._model, self._tensors, self._experts = upstream, tensors, experts
         self._renamed: dict[str, str] = {}
-        self._placed: dict[str, str] = {}
+        self._copied: dict[str, str] = {}
         self._converted: dict[tuple[str, int], ConvertedTensors] = {}
-        self._spellings: dict[str, list[str]] = {}
+        self._known_keys: dict[str, list[str]] = {}
 
     def add(self, name: str, renamed: str, pattern: str | None, conversion: Any) -> None:
-        """Sort tensor `name`, which Transformers renames to `renamed`.
+        """Assign tensor `name`, which Transformers renames to `renamed`.
 
         Args:
-            pattern, conversion: what it converts the tensor with, and that one of its patterns which the name matched;
-                None where it only renames.
+            pattern, conversion: the conversion, and its pattern that matches the name; None if it is only renamed.
         """
         self._renamed[name] = renamed
         if pattern is None:
-            found = next((n for n in _with_prefix(renamed, self._model) if self._has_place(n)), None)
+            found = next((n for n in _with_prefix(renamed, self._model) if self._is_copied(n)), None)
             if found is not None:
-                self._placed[name] = found
+                self._copied[name] = found
                 self._learn(name, [found])
         elif renamed in self._tensors:
             single = self._single_expert(name, renamed, pattern, conversion)
             if single is not None:
-                self._placed[name] = single
+                self._copied[name] = single
                 self._learn(name, [renamed, single])
             else:
                 key = renamed, id(conversion)
@@ -129,14 +124,14 @@ class _Sorter:
                 self._learn(name, self._converted[key].targets)
 
     def result(self) -> HubNames:
-        placing = HubTensorConverter(self._placed, self._tensors, self._experts, self._spellings)
-        return HubNames(self._renamed, [placing, *self._converted.values()], self._spellings, self._model)
+        placing = HubTensorConverter(self._copied, self._tensors, self._experts, self._known_keys)
+        return HubNames(self._renamed, [placing, *self._converted.values()], self._known_keys, self._model)
 
-    def _has_place(self, name: str) -> bool:
+    def _is_copied(self, name: str) -> bool:
         return name in self._tensors or self._experts.can_handle(name)
 
     def _single_expert(self, name: str, target: str, pattern: str, conversion: Any) -> str | None:
-        """What `ExpertTensorConverter` calls tensor `name`, which is one expert's of `target`; None if it is not."""
+        """The per-expert name of `name`, for `ExpertTensorConverter`; None if it is not one expert's of `target`."""
         projection, expert = _projection(conversion, pattern, target), _expert_number(name, target)
         shape = tuple(self._tensors[target].shape)
         if projection is None or expert is None or len(shape) != 3:
@@ -145,10 +140,10 @@ class _Sorter:
         return f"{target.rpartition('.')[0]}.{expert}.{projection}.weight"
 
     def _learn(self, name: str, targets: Iterable[str]) -> None:
-        """Note what the checkpoint calls tensors like `targets`."""
+        """Remember the source keys of tensors like `targets`."""
         for target in targets:
             if _agree(name, target):
-                known = self._spellings.setdefault(family_of(target), [])
+                known = self._known_keys.setdefault(family_of(target), [])
                 if family_of(name) not in known:
                     known.append(family_of(name))
 
@@ -164,7 +159,7 @@ def transformers_view(model: Any) -> Any:
 
 
 def _with_prefix(name: str, model: Any) -> Iterator[str]:
-    """`name`, and as it is in a model with, and one without, a head."""
+    """`name` with and without the base model's prefix."""
     yield name
     if model.base_model_prefix:
         yield f"{model.base_model_prefix}.{name}"
@@ -172,7 +167,7 @@ def _with_prefix(name: str, model: Any) -> Iterator[str]:
 
 
 def _is_known(transform: Any) -> bool:
-    """Whether all that a conversion does is to stack experts that have the names `ExpertTensorConverter` knows."""
+    """Whether a conversion only stacks experts whose names `ExpertTensorConverter` handles."""
     target = transform.target_patterns[0].replace("\\", "")
     parent, _, tensor = target.rpartition(".")
     for pattern in transform.source_patterns:
@@ -185,7 +180,7 @@ def _is_known(transform: Any) -> bool:
 
 
 def _projection(conversion: Any, pattern: str, target: str) -> str | None:
-    """What `ExpertTensorConverter` calls an expert's tensor of `pattern`; None if `conversion` does not stack experts.
+    """The projection, e.g. "gate_proj", that `pattern` matches; None if `conversion` does not stack experts.
 
     Args:
         target: the experts' tensor, as the model names it.
@@ -205,13 +200,13 @@ def _projection(conversion: Any, pattern: str, target: str) -> str | None:
 
 
 def _agree(stored: str, name: str) -> bool:
-    """Whether the numbers in a name of the checkpoint are those in the model's, perhaps with an expert's after them."""
+    """Whether the numbers in a source key are those of the FQN, possibly followed by an expert's."""
     numbers = _NUMBER.findall(name)
     return _NUMBER.findall(stored)[: len(numbers)] == numbers
 
 
 def _expert_number(name: str, target: str) -> int | None:
-    """The number in `name` that `target` has not, if there is exactly one."""
+    """The only number in `name` that `target` does not have; None if there are more or none."""
     numbers = _NUMBER.findall(name)
     for number in _NUMBER.findall(target):
         if number not in numbers:
@@ -220,10 +215,10 @@ def _expert_number(name: str, target: str) -> int | None:
     return int(numbers[0]) if len(numbers) == 1 else None
 
 
-def _spelled(name: str, spellings: Mapping[str, Sequence[str]]) -> list[str]:
-    """`name` as others of its family are spelled; a number that it lacks stays a star."""
+def _source_keys(name: str, source_keys: Mapping[str, Sequence[str]]) -> list[str]:
+    """Source keys of `name`, like others of its family; a number that it does not have stays `*`."""
     found = []
-    for spelling in spellings.get(family_of(name), ()):
+    for spelling in source_keys.get(family_of(name), ()):
         for number in _NUMBER.findall(name):
             spelling = spelling.replace(".*.", f".{number}.", 1)
         found.append(spelling)
@@ -231,24 +226,24 @@ def _spelled(name: str, spellings: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _saved_names(model: Any, name: str) -> list[str]:
-    """The names under which `save_pretrained` would write the model's tensor `name`; none when it cannot say."""
+    """The names under which `save_pretrained` writes the model's tensor `name`; none if that is unknown."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
 
         shape = tensors_of(model)[name].shape
         return list(revert_weight_conversion(model, {name: torch.empty(shape, device="meta")}))
-    except Exception:  # a tensor that is one of several in its file cannot be converted alone
+    except Exception:  # a tensor that is converted together with others
         return []
 
 
 class HubTensorConverter:
-    """Places tensors that have other names than the model's and the same values.
+    """Copies tensors that have other names than the model's and the same values.
 
     Args:
-        names: the checkpoint's names, and what the model, or `experts`, calls those.
+        names: source keys, and their names in the model or for `experts`.
         tensors: the model's.
-        experts: places the tensors of single experts.
-        spellings: see `HubNames`.
+        experts: handles per-expert tensors.
+        source_keys: see `HubNames`.
     """
 
     def __init__(
@@ -256,12 +251,12 @@ class HubTensorConverter:
         names: Mapping[str, str],
         tensors: Mapping[str, Tensor],
         experts: ExpertTensorConverter,
-        spellings: Mapping[str, Sequence[str]],
+        source_keys: Mapping[str, Sequence[str]],
     ) -> None:
         self._names = names
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self._experts = experts
-        self._spellings = spellings
+        self._known_keys = source_keys
 
     @property
     def layouts(self) -> dict[str, str]:
@@ -269,7 +264,7 @@ class HubTensorConverter:
         return self._experts.layouts
 
     def can_handle(self, name: str) -> bool:
-        """Whether `name` has a place in the model."""
+        """Whether `name` is copied into the model."""
         return name in self._names
 
     def inspect(self, shapes: Shapes) -> None:
@@ -280,27 +275,27 @@ class HubTensorConverter:
         """
         self._experts.inspect({self._names[name]: shape for name, shape in shapes.items()})
 
-    def place(self, name: str, shape: tuple[int, ...]) -> Placement:
-        """Where tensor `name` goes.
+    def slice_of(self, name: str, shape: tuple[int, ...]) -> TensorSlice:
+        """The slice that tensor `name` fills.
 
         Raises:
-            CheckpointError: as `ExpertTensorConverter.place`.
+            CheckpointError: as `ExpertTensorConverter.slice_of`.
         """
         renamed = self._names[name]
         if not self._experts.can_handle(renamed):
-            return Placement.whole(renamed, self._shapes[renamed])
+            return TensorSlice.whole(renamed, self._shapes[renamed])
         try:
-            return self._experts.place(renamed, shape)
+            return self._experts.slice_of(renamed, shape)
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(renamed, name)) from error
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """The tensors of single experts that are absent although others of their layer are there."""
+        """The missing per-expert tensors of layers of which other tensors are present."""
         lacking = self._experts.lacking(self._names[name] for name in names)
-        return [spelled for name in lacking for spelled in _spelled(name, self._spellings) or [name]]
+        return [key for name in lacking for key in _source_keys(name, self._known_keys) or [name]]
 
     def convert(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]] | None:
-        """As `ExpertTensorConverter.convert`; a whole tensor is handed out at once."""
+        """As `ExpertTensorConverter.convert`; a whole tensor is returned at once."""
         renamed = self._names[name]
         return self._experts.convert(renamed, tensor) if self._experts.can_handle(renamed) else [(renamed, tensor)]
 
@@ -310,16 +305,16 @@ class HubTensorConverter:
 
 
 class ConvertedTensors:
-    """Tensors that one of Transformers' conversions makes, for one place of the model, of others in the checkpoint.
+    """Tensors of one module that one of Transformers' conversions makes from tensors of the checkpoint.
 
     Args:
         conversion: a `WeightConverter`; it is copied for use.
         target: the model's name for the first tensor that it makes.
-        model: what the conversion may look sizes up in.
+        model: the conversion may read sizes from it.
         tensors: the model's.
 
     Attributes:
-        sources: the tensors that it takes, in the order in which they are stacked, and the pattern that each matched.
+        sources: its input tensors, in the order in which they are stacked, and the pattern that each matches.
         targets: the model's tensors that it makes.
     """
 
@@ -329,61 +324,61 @@ class ConvertedTensors:
         names = [target.replace(first, pattern, 1) for pattern in conversion.target_patterns]
         self.targets = {name: tuple(tensors[name].shape) for name in names if name in tensors}
         self._conversion, self._target, self._model = conversion, target, model
-        self._arrived: dict[str, Tensor] = {}
+        self._inputs: dict[str, Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ConvertedTensors:
-        """A converter of the same tensors that has none of them yet; the model stays one."""
-        fresh = copy.copy(self)
-        fresh._arrived = {}
-        return fresh
+        """A converter of the same tensors without any of them; shares the model."""
+        copied = copy.copy(self)
+        copied._inputs = {}
+        return copied
 
     def can_handle(self, name: str) -> bool:
-        """Whether `name` is one of the tensors that the conversion takes."""
+        """Whether `name` is an input of the conversion."""
         return name in self.sources
 
     def convert(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]] | None:
-        """What the conversion makes, once its last tensor came.
+        """The results, once the last input is given.
 
         Raises:
-            CheckpointError: the tensors cannot be converted, or not into what the model has.
+            CheckpointError: the tensors cannot be converted, or the results have other shapes than the model's.
         """
-        self._arrived[name] = tensor
-        if len(self._arrived) < len(self.sources):
+        self._inputs[name] = tensor
+        if len(self._inputs) < len(self.sources):
             return None
-        arrived, self._arrived = self._arrived, {}
+        inputs, self._inputs = self._inputs, {}
         conversion = copy.deepcopy(self._conversion)
         for source, pattern in self.sources.items():
-            conversion.add_tensor(self._target, source, pattern, arrived[source])
+            conversion.add_tensor(self._target, source, pattern, inputs[source])
         try:
             made = conversion.convert(self._target, model=self._model, config=self._model.config)
         except Exception as error:
-            raise self._refusal(arrived, f"{type(error).__name__}: {error}") from error
-        handed = [(target, value[0] if isinstance(value, list) else value) for target, value in made.items()]
-        for target, value in handed:
+            raise self._error(inputs, f"{type(error).__name__}: {error}") from error
+        results = [(target, value[0] if isinstance(value, list) else value) for target, value in made.items()]
+        for target, value in results:
             wanted = self.targets.get(target)
             if wanted not in (None, tuple(value.shape)):
-                raise self._refusal(arrived, f"they make {target} {list(value.shape)}, the model has {list(wanted)}")
-        return handed
+                raise self._error(inputs, f"they make {target} {list(value.shape)}, the model has {list(wanted)}")
+        return results
 
     def finalize(self) -> list[tuple[str, Tensor]]:
-        """Nothing is left: the tensors to come are known from the start.
+        """Returns nothing.
 
         Raises:
-            CheckpointError: some did not come.
+            CheckpointError: inputs are missing.
         """
-        absent = [name for name in self.sources if name not in self._arrived]
-        if self._arrived and absent:
-            raise CheckpointError(f"{self._target} is made of several tensors; {', '.join(absent)} did not come")
+        absent = [name for name in self.sources if name not in self._inputs]
+        if self._inputs and absent:
+            raise CheckpointError(f"{self._target} is made of several tensors; {', '.join(absent)} are missing")
         return []
 
-    def _refusal(self, arrived: Mapping[str, Tensor], reason: str) -> CheckpointError:
-        found = ", ".join(f"{name} {list(arrived[name].shape)}" for name in self.sources)
+    def _error(self, inputs: Mapping[str, Tensor], reason: str) -> CheckpointError:
+        found = ", ".join(f"{name} {list(inputs[name].shape)}" for name in self.sources)
         lacking = ", ".join(self._lacking())
-        told = f"the checkpoint lacks {lacking}" if lacking else reason
-        return CheckpointError(f"{', '.join(self.targets)} from {found}: {told}")
+        message = f"the checkpoint lacks {lacking}" if lacking else reason
+        return CheckpointError(f"{', '.join(self.targets)} from {found}: {message}")
 
     def _lacking(self) -> Iterator[str]:
-        """Names of tensors that the conversion has patterns for and the checkpoint does not hold."""
+        """Names of inputs of the conversion that are not in the checkpoint."""
         name, pattern = next(iter(self.sources.items()))
         present, given = set(self.sources.values()), pattern.replace("\\", "")
         for other in self._conversion.source_patterns:

@@ -1,4 +1,4 @@
-"""First values for a model's tensors: a function of seed, module and place, whatever the tensors are sharded over."""
+"""Initial values of a model's tensors: they depend on seed, module and index, not on sharding."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint._report import listed
 from opslot.checkpoint.materialize import materialize
-from opslot.checkpoint.model_tensors import plain_name
-from opslot.checkpoint.placement import extent, intersect, local_ranges, local_tensor, relative
+from opslot.checkpoint.model_tensors import clean_fqn
+from opslot.checkpoint.tensor_slice import extent, intersect, local_ranges, local_tensor, relative
 
 _aten = torch.ops.aten
 # Draws that fill a tensor in place, element by element.
 _FILLING = {_aten.normal_.default, _aten.uniform_.default}
-# What initialisation does to a whole sharded parameter, part by part, beside pointwise ops.
+# Ops of initialization that work shard by shard, beside pointwise ops.
 _PARTWISE = {
     _aten.fill_.Scalar,
     _aten.fill_.Tensor,
@@ -32,8 +32,8 @@ _PARTWISE = {
     _aten.ones_like.default,
     _aten.detach.default,
 }
-# Numbers drawn from one seed. A rank draws the blocks that its part touches, so large ones waste at a part's borders
-# and small ones cost launches.
+# Numbers drawn from one seed. A rank draws every block that its shard overlaps: large blocks waste numbers at the
+# boundaries of a shard, small ones cost launches.
 _BLOCK = 1 << 20
 
 
@@ -44,11 +44,11 @@ def initialize_weights(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Give all of `model` the values that a new model starts with, as Transformers' `_init_weights` says.
+    """Initialize all of `model`, as Transformers' `_init_weights` does.
 
     The values depend on the seed, on names and shapes, and on the kind of device that draws them, not on how the model
-    is sharded: any mesh starts from the same model. A rank draws and holds only its parts, and blocks of a million
-    numbers; of a parameter whose initialisation is more than elementwise (an embedding with a padding row,
+    is sharded: any mesh starts from the same model. A rank draws and holds only its shards, and blocks of a million
+    numbers; of a parameter whose initialization is more than elementwise (an embedding with a padding row,
     trunc_normal_'s rejections), the whole for a moment. torch's generators stay as they are.
 
     Args:
@@ -58,11 +58,11 @@ def initialize_weights(
         dtype: of the floating parameters; None leaves theirs.
 
     Raises:
-        CheckpointError: tensors that the model cannot initialise by itself.
+        CheckpointError: tensors that the model cannot initialize by itself.
     """
-    meta_buffers = [plain_name(name) for name, buffer in model.named_buffers() if buffer.is_meta]
+    meta_buffers = [clean_fqn(name) for name, buffer in model.named_buffers() if buffer.is_meta]
     materialize(model, device, dtype)
-    parameters = [plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
+    parameters = [clean_fqn(name) for name, _ in model.named_parameters(remove_duplicate=False)]
     # A model's function may also set what modules below hold, e.g. scaled projections, so every module has its turn.
     initialize(model, parameters, meta_buffers, seed, every_module=True)
 
@@ -75,8 +75,7 @@ def initialize(
     *,
     every_module: bool = False,
 ) -> None:
-    """Give `names`, which no checkpoint fills, and `meta_buffers`, which had no memory, the values that the
-    model starts with.
+    """Initialize `names`, which are not in the checkpoint, and `meta_buffers`, which had no memory.
 
     Uses the `_init_weights(module)` of the nearest model around a module, else the module's `reset_parameters`; only on
     modules that own such tensors, unless `every_module`. Other tensors of the same modules may change: call it before
@@ -101,7 +100,7 @@ def initialize(
     left = [name for *_, own in owners for name in wanted.intersection(own) if _is_spoiled(own[name])]
     if left:
         raise CheckpointError(
-            f"tensors that the checkpoint lacks and the model cannot initialise by itself ({len(left)}):\n"
+            f"tensors that the checkpoint lacks and the model cannot initialize by itself ({len(left)}):\n"
             f"{listed(sorted(left))}",
             hint="build the model on a real device, or give its modules a reset_parameters method",
         )
@@ -122,7 +121,7 @@ class _MeshFreeDraws(TorchDispatchMode):
         self._count = 0
 
     def run(self, path: str, module: nn.Module, init: Callable[[nn.Module], Any] | None) -> None:
-        """Initialise `module`; where its own DTensors are in the way, as whole tensors of which it keeps its parts."""
+        """Initialise `module`; where its own DTensors are in the way, as whole tensors of which it keeps its shards."""
         try:
             self._run(path, module, init)
         except _NeedsWhole:
@@ -133,7 +132,7 @@ class _MeshFreeDraws(TorchDispatchMode):
                 self._run(path, module, init)
             except _NeedsWhole as error:
                 raise CheckpointError(
-                    f"{path or type(module).__name__} cannot be initialised sharded: {error}"
+                    f"{path or type(module).__name__} cannot be initialized sharded: {error}"
                 ) from None
             finally:
                 module._parameters.update(own)
@@ -189,7 +188,7 @@ class _MeshFreeDraws(TorchDispatchMode):
 
 
 def _is_mixed(sharded: bool, args: Sequence[Any]) -> bool:
-    """Whether a DTensor meets a plain tensor that is no scalar."""
+    """Whether a DTensor meets a plain tensor that is not a scalar."""
     return sharded and any(isinstance(a, Tensor) and not isinstance(a, DTensor) and a.ndim for a in args)
 
 
@@ -206,18 +205,18 @@ def _whole(parameter: DTensor) -> nn.Parameter:
 def _modules(
     model: nn.Module, path: str = "", init: Callable[[nn.Module], Any] | None = None
 ) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], Any] | None, dict[str, Tensor]]]:
-    """Every module, those inside first: path, module, the function of the nearest model that initialises it, and its
-    own tensors by their full plain names."""
+    """Every module, those inside first: path, module, the function of the nearest model that initializes it, and its
+    own tensors by their FQNs."""
     init = getattr(model, "_init_weights", None) or init
     for key, child in model.named_children():
         yield from _modules(child, f"{path}.{key}" if path else key, init)
     own = {**model._parameters, **model._buffers}
-    named = {plain_name(f"{path}.{key}" if path else key): t for key, t in own.items() if t is not None}
-    yield plain_name(path), model, init, named
+    named = {clean_fqn(f"{path}.{key}" if path else key): t for key, t in own.items() if t is not None}
+    yield clean_fqn(path), model, init, named
 
 
 def _marker(dtype: torch.dtype) -> float | int | None:
-    """A value that no initialisation gives; None when the dtype has no room for one."""
+    """A value that no initialization gives; None when the dtype has no room for one."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return None if dtype is torch.bool else torch.iinfo(dtype).min

@@ -24,11 +24,13 @@ from opslot.checkpoint.experts import ExpertTensorConverter
 from opslot.checkpoint.folder import read_folder
 from opslot.checkpoint.hub_names import hub_names
 from opslot.checkpoint.initialize import initialize
+from opslot.checkpoint.mapping import LoadMapping, MappedSlice, Stream, map_tensors
 from opslot.checkpoint.materialize import materialize
-from opslot.checkpoint.model_tensors import ModelTensors, plain_name, tensors_of
-from opslot.checkpoint.placement import (
-    Placement,
+from opslot.checkpoint.model_tensors import ModelTensors, clean_fqn, tensors_of
+from opslot.checkpoint.safetensors_file import MappedFile
+from opslot.checkpoint.tensor_slice import (
     Region,
+    TensorSlice,
     copy_overlap,
     intersect,
     local_ranges,
@@ -36,8 +38,6 @@ from opslot.checkpoint.placement import (
     relative,
     volume,
 )
-from opslot.checkpoint.plan import LoadPlan, Piece, Stream, make_plan
-from opslot.checkpoint.safetensors_file import MappedFile
 from opslot.distributed import on_all_ranks
 
 logger = get_logger(__name__)
@@ -61,7 +61,7 @@ class LoadReport:
         bytes_read: bytes of them that it read.
         seconds: wall time.
         layouts: layout of each family of expert tensors, e.g. {"model.layers.*.mlp.experts": "per_expert"}.
-        missing: parameters that the checkpoint lacks, initialised anew.
+        missing: parameters that are not in the checkpoint, initialized randomly.
         extra: checkpoint tensors left out by `allow_extra` or `strict=False`.
         not_finite: parameters in which this rank read a NaN or an infinity.
     """
@@ -80,7 +80,7 @@ class LoadReport:
         size = f"{self.tensors} tensors, {self.bytes_read / 1e9:.2f} GB"
         text = f"{size} in {self.seconds:.1f} s ({rate:.1f} GB/s) from {self.folder}"
         if self.missing:
-            text += f"; initialised anew: {', '.join(self.missing[:10])}{' ...' * (len(self.missing) > 10)}"
+            text += f"; initialized randomly: {', '.join(self.missing[:10])}{' ...' * (len(self.missing) > 10)}"
         if self.extra:
             text += f"; left out: {', '.join(self.extra[:10])}{' ...' * (len(self.extra) > 10)}"
         return text
@@ -100,21 +100,21 @@ def load_weights(
     """Load the Hugging Face checkpoint in `folder` (safetensors, sharded or not) into `model`.
 
     Names, shapes, dtypes and sizes are checked from the headers of all shards before anything is written, so
-    an error leaves the model as it was. Then the shards are read one after the other, straight into the
-    parameters. Of a DTensor only this rank's part is read; under several processes every rank must call, and
-    all raise when one finds an error.
+    an error leaves the model as it was. Then the files are read one after the other, directly into the parameters. Of a
+    DTensor only this rank's shard is read; with several processes every rank must call, and all raise if one finds an
+    error.
 
     Args:
         model: parameters may be real, on meta, or sharded (DTensor); tied ones are filled once.
         folder: holds model.safetensors, or model.safetensors.index.json and its shards.
-        converters: for names and shapes that differ from the model's; None finds the experts' layout by
-            itself, and reads the names that Transformers' `from_pretrained` reads.
+        converters: for names and shapes that differ from the model's; None detects the experts' layout and
+            reads the source keys that Transformers' `from_pretrained` reads.
         dtype: of the floating parameters after loading; None casts each tensor to its parameter's.
         device: where meta parameters get memory; None is the CPU, or a DTensor's mesh device.
         strict: False leaves out what no parameter takes and initialises what no tensor fills, and reports
             both.
         allow_missing: patterns (`fnmatch`) of parameters that may be absent, e.g. ["score.weight"]; they are
-            initialised anew.
+            initialized randomly.
         allow_extra: patterns of checkpoint tensors that may be left out, e.g. ["lm_head.weight"].
 
     Raises:
@@ -125,26 +125,26 @@ def load_weights(
     folder = Path(folder)
     tensors = tensors_of(model)
     sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
-    checked: list[tuple[LoadPlan, dict[str, Region]]] = []
+    checked: list[tuple[LoadMapping, dict[str, Region]]] = []
 
     def check() -> None:
-        plan = _check(model, folder, converters, dtype, strict, allow_missing, allow_extra)
+        mapping = _check(model, folder, converters, dtype, strict, allow_missing, allow_extra)
         regions = {name: local_ranges(tensor) for name, tensor in tensors.items()}
-        _check_range(plan, ModelTensors.of(model, dtype), regions)
-        checked.append((plan, regions))
+        _check_range(mapping, ModelTensors.of(model, dtype), regions)
+        checked.append((mapping, regions))
 
     if sharded:
         on_all_ranks(check)
     else:
         check()
-    ((plan, regions),) = checked
+    ((mapping, regions),) = checked
     present = set(tensors)
-    meta_buffers = [plain_name(name) for name, buffer in model.named_buffers() if buffer.is_meta]
+    meta_buffers = [clean_fqn(name) for name, buffer in model.named_buffers() if buffer.is_meta]
     materialize(model, device, dtype)
-    initialize(model, plan.missing, [name for name in meta_buffers if name not in present])
-    report = LoadReport(folder, layouts=plan.layouts, missing=plan.missing, extra=plan.extra)
+    initialize(model, mapping.missing, [name for name in meta_buffers if name not in present])
+    report = LoadReport(folder, layouts=mapping.layouts, missing=mapping.missing, extra=mapping.extra)
     with torch.no_grad():
-        _execute(plan, tensors_of(model), regions, report)
+        _execute(mapping, tensors_of(model), regions, report)
     report.seconds = time.perf_counter() - start
     if report.not_finite:
         logger.warning(
@@ -165,8 +165,8 @@ def _check(
     strict: bool,
     allow_missing: Collection[str],
     allow_extra: Collection[str],
-) -> LoadPlan:
-    """The plan; raises CheckpointError with everything that is wrong."""
+) -> LoadMapping:
+    """Map the checkpoint to the model; raises CheckpointError with everything that is wrong."""
     entries = read_folder(folder)
     _refuse_quantized(folder)
     names = None
@@ -174,7 +174,7 @@ def _check(
         names = hub_names(model, {name: entry.shape for name, entry in entries.items()})
         converters = [ExpertTensorConverter.for_model(model)] if names is None else names.converters
     problems = Problems(f"checkpoint {str(folder)!r} does not fit {type(model).__name__}")
-    plan = make_plan(
+    mapping = map_tensors(
         entries,
         ModelTensors.of(model, dtype),
         converters,
@@ -184,7 +184,7 @@ def _check(
         names=names,
     )
     problems.raise_if_any()
-    return plan
+    return mapping
 
 
 def _refuse_quantized(folder: Path) -> None:
@@ -203,23 +203,23 @@ def _refuse_quantized(folder: Path) -> None:
         )
 
 
-def _check_range(plan: LoadPlan, model: ModelTensors, regions: Mapping[str, Region]) -> None:
+def _check_range(mapping: LoadMapping, model: ModelTensors, regions: Mapping[str, Region]) -> None:
     """Raises: CheckpointError when a finite value becomes infinite in the dtype of its parameter."""
     problems = Problems("the checkpoint has values that its parameters cannot hold")
-    for piece in plan.pieces:
-        wanted, stored = model.targets[piece.placement.target].dtype, piece.entry.dtype
+    for item in mapping.slices:
+        wanted, stored = model.targets[item.tensor_slice.target].dtype, item.entry.dtype
         # Of float32's largest values, bfloat16 lacks 0.4 %; not worth reading every checkpoint twice.
         if not stored.is_floating_point or torch.finfo(stored).max < 2 * torch.finfo(wanted).max:
             continue
-        overlap = intersect(regions[piece.placement.target], piece.placement.region)
+        overlap = intersect(regions[item.tensor_slice.target], item.tensor_slice.region)
         if overlap is None or not volume(overlap):
             continue
-        stored_view = piece.placement.as_region(MappedFile(piece.entry.file).view(piece.entry))
-        values = stored_view[relative(overlap, piece.placement.region)]
+        stored_view = item.tensor_slice.as_region(MappedFile(item.entry.file).view(item.entry))
+        values = stored_view[relative(overlap, item.tensor_slice.region)]
         largest = float(torch.nan_to_num(values, 0.0, 0.0, 0.0).abs().max())
         if largest > torch.finfo(wanted).max:
-            item = f"{piece.entry.name}: {largest:g} in {wanted}"
-            problems.add("values that overflow", item, "load in a dtype of a larger range, or correct the checkpoint")
+            found = f"{item.entry.name}: {largest:g} in {wanted}"
+            problems.add("values that overflow", found, "load in a dtype of a larger range, or correct the checkpoint")
     problems.raise_if_any()
 
 
@@ -230,50 +230,52 @@ def _is_finite(values: Tensor) -> bool:
     return bool(torch.isfinite(values.sum(dtype=torch.float32))) or bool(torch.isfinite(values).all())
 
 
-def _execute(plan: LoadPlan, tensors: Mapping[str, Tensor], regions: Mapping[str, Region], report: LoadReport) -> None:
-    """Copy what the plan says into `tensors`, shard by shard, several tensors at a time."""
+def _execute(
+    mapping: LoadMapping, tensors: Mapping[str, Tensor], regions: Mapping[str, Region], report: LoadReport
+) -> None:
+    """Copy the slices into `tensors`, file by file, several tensors at a time."""
     local = {name: local_tensor(tensor).detach() for name, tensor in tensors.items()}
     not_finite: set[str] = set()
-    by_file: dict[Path, list[Piece]] = defaultdict(list)
-    for piece in plan.pieces:
-        overlap = intersect(regions[piece.placement.target], piece.placement.region)
+    by_file: dict[Path, list[MappedSlice]] = defaultdict(list)
+    for item in mapping.slices:
+        overlap = intersect(regions[item.tensor_slice.target], item.tensor_slice.region)
         if overlap is not None:
-            by_file[piece.entry.file].append(piece)
+            by_file[item.entry.file].append(item)
             report.tensors += 1
-            report.bytes_read += volume(overlap) * piece.entry.dtype.itemsize
+            report.bytes_read += volume(overlap) * item.entry.dtype.itemsize
     threads = min(
         _MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     with ThreadPoolExecutor(threads, thread_name_prefix="opslot-load") as pool:
-        for file, pieces in by_file.items():
+        for file, slices in by_file.items():
             mapped = MappedFile(file)
 
-            tasks = list(_tasks(pieces))
+            tasks = list(_tasks(slices))
             for task in tasks[:_TASKS_AHEAD]:
                 _read_ahead(task, mapped, regions)
 
-            def copy(number: int, mapped: MappedFile = mapped, tasks: list[list[Piece]] = tasks) -> None:
+            def copy(number: int, mapped: MappedFile = mapped, tasks: list[list[MappedSlice]] = tasks) -> None:
                 for task in tasks[number + _TASKS_AHEAD : number + _TASKS_AHEAD + 1]:
                     _read_ahead(task, mapped, regions)
-                for piece in tasks[number]:
-                    name = piece.placement.target
-                    written = copy_overlap(local[name], regions[name], mapped.view(piece.entry), piece.placement)
+                for item in tasks[number]:
+                    name = item.tensor_slice.target
+                    written = copy_overlap(local[name], regions[name], mapped.view(item.entry), item.tensor_slice)
                     if written is not None and not _is_finite(written):
                         not_finite.add(name)
 
             list(pool.map(copy, range(len(tasks))))
-    for stream in plan.streams:
+    for stream in mapping.streams:
         _run_stream(stream, local, regions, report, not_finite)
     report.not_finite = sorted(not_finite)
 
 
-def _tasks(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in the order of their bytes, in runs large enough for one hand-over between threads not to count."""
-    task: list[Piece] = []
+def _tasks(slices: list[MappedSlice]) -> Iterator[list[MappedSlice]]:
+    """Slices in the order of their bytes, grouped so that scheduling a task costs little."""
+    task: list[MappedSlice] = []
     nbytes = 0
-    for piece in sorted(pieces, key=lambda piece: piece.entry.start):
-        task.append(piece)
-        nbytes += piece.entry.nbytes
+    for item in sorted(slices, key=lambda item: item.entry.start):
+        task.append(item)
+        nbytes += item.entry.nbytes
         if nbytes >= _TASK_BYTES:
             yield task
             task, nbytes = [], 0
@@ -281,29 +283,29 @@ def _tasks(pieces: list[Piece]) -> Iterator[list[Piece]]:
         yield task
 
 
-def _read_ahead(task: list[Piece], mapped: MappedFile, regions: Mapping[str, Region]) -> None:
-    """Ask for the bytes that this rank keeps of the task's pieces, neighbours in one go."""
-    spans: list[tuple[int, int]] = []
-    for piece in task:
-        start, stop = _span(piece, regions[piece.placement.target])
-        if spans and start <= spans[-1][1] + _NEAR_BYTES:
-            spans[-1] = (spans[-1][0], stop)
+def _read_ahead(task: list[MappedSlice], mapped: MappedFile, regions: Mapping[str, Region]) -> None:
+    """Prefetch the bytes of this rank's slices, merging neighbouring ranges."""
+    ranges: list[tuple[int, int]] = []
+    for item in task:
+        start, stop = _byte_range(item, regions[item.tensor_slice.target])
+        if ranges and start <= ranges[-1][1] + _NEAR_BYTES:
+            ranges[-1] = (ranges[-1][0], stop)
         else:
-            spans.append((start, stop))
-    for start, stop in spans:
+            ranges.append((start, stop))
+    for start, stop in ranges:
         mapped.read_ahead(start, stop)
 
 
-def _span(piece: Piece, region: Region) -> tuple[int, int]:
-    """Where in its file the part of `piece` that lies in `region` begins and ends."""
-    placement, entry = piece.placement, piece.entry
-    overlap = intersect(region, placement.region)
+def _byte_range(item: MappedSlice, region: Region) -> tuple[int, int]:
+    """The byte range, in its file, of the part of `item` that lies in `region`."""
+    tensor_slice, entry = item.tensor_slice, item.entry
+    overlap = intersect(region, tensor_slice.region)
     assert overlap is not None
-    if not placement.shape:
+    if not tensor_slice.shape:
         return entry.start, entry.start + entry.nbytes
-    kept = relative(overlap, placement.region)[-len(placement.shape) :]
-    rows = kept[-1] if placement.transposed and len(placement.shape) == 2 else kept[0]
-    row_bytes = entry.nbytes // placement.shape[0]
+    kept = relative(overlap, tensor_slice.region)[-len(tensor_slice.shape) :]
+    rows = kept[-1] if tensor_slice.transposed and len(tensor_slice.shape) == 2 else kept[0]
+    row_bytes = entry.nbytes // tensor_slice.shape[0]
     return entry.start + rows.start * row_bytes, entry.start + rows.stop * row_bytes
 
 
@@ -314,12 +316,12 @@ def _run_stream(
     report: LoadReport,
     not_finite: set[str],
 ) -> None:
-    """Feed a collecting converter and write what it hands out; tensors are read whole."""
+    """Pass whole tensors through a converter and write what it returns."""
 
-    def write(handed: Sequence[tuple[str, Tensor]]) -> None:
-        for name, tensor in handed:
+    def write(returned: Sequence[tuple[str, Tensor]]) -> None:
+        for name, tensor in returned:
             if name in local:
-                written = copy_overlap(local[name], regions[name], tensor, Placement.whole(name, tensor.shape))
+                written = copy_overlap(local[name], regions[name], tensor, TensorSlice.whole(name, tensor.shape))
                 if written is not None and not _is_finite(written):
                     not_finite.add(name)
 

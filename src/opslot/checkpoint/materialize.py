@@ -1,4 +1,4 @@
-"""Giving memory to parameters and buffers on meta."""
+"""Allocating parameters and buffers on meta."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 def materialize(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-    """Give every meta tensor of `model` memory on `device`, and every floating parameter `dtype`; values stay
+    """Allocate every meta tensor of `model` on `device`, and cast every floating parameter to `dtype`; values are
     undefined.
 
     Args:
@@ -32,7 +32,7 @@ def materialize(model: nn.Module, device: torch.device | str | None, dtype: torc
             return torch.empty_like(tensor, device=device or home, dtype=wanted)
         return tensor if tensor.dtype == wanted else torch.empty_like(tensor, dtype=wanted)
 
-    # The hook that FSDP and others override to follow their parameters to new memory.
+    # FSDP overrides it to follow its parameters.
     model._apply(give_memory)
     for places in tied.values():
         owner, owner_key = places[0]

@@ -1,4 +1,4 @@
-"""What a checkpoint must bring for a model, under the names that the hub uses."""
+"""The tensors that a model needs from a checkpoint, by FQN."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _ALWAYS_IGNORED = r"(^|\.)rotary_emb\.inv_freq$"
 _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
-def plain_name(name: str) -> str:
-    """`name` of a parameter without what torch.compile, activation checkpointing and the like put in it."""
+def clean_fqn(name: str) -> str:
+    """`name` of a parameter without the prefixes of torch.compile, activation checkpointing and FSDP."""
     return _WRAPPERS.sub("", name)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers of `model` under their plain names; tied ones appear under each name."""
+    """The parameters and persistent buffers of `model` by FQN; tied ones appear under each name."""
     state = model.state_dict(keep_vars=True)
-    return {plain_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    return {clean_fqn(name): value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Target:
 
     Attributes:
         name: its first name in the model.
-        shape: its whole shape, over all ranks.
-        dtype: what it holds after loading.
+        shape: its global shape.
+        dtype: after loading.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Target:
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """What a checkpoint must bring for a model.
+    """The tensors that a model needs from a checkpoint.
 
     Attributes:
         targets: by name; each name of a tied tensor leads to the same target.
@@ -68,7 +68,7 @@ class ModelTensors:
             cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
             target = Target(name, tuple(tensor.shape), dtype if cast and dtype else tensor.dtype)
             targets[name] = first.setdefault(id(tensor), target)
-        transient = {plain_name(name) for name, _ in model.named_buffers()} - targets.keys()
+        transient = {clean_fqn(name) for name, _ in model.named_buffers()} - targets.keys()
         prefix = getattr(model, "base_model_prefix", "")
         return cls(
             targets,
@@ -85,10 +85,10 @@ class ModelTensors:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: target.shape for name, target in self.targets.items()}
 
-    def in_model_terms(self, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-        """The checkpoint's tensors under the names that this model would give them.
+    def under_model_names(self, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+        """The checkpoint's tensors under this model's names.
 
-        A base model's checkpoint gains the prefix and a head model's loses it, where the model differs.
+        The prefix of a base model is added or removed if checkpoint and model differ in it.
         """
         prefix = self.prefix
         model_has = any(name.startswith(prefix) for name in self.targets)

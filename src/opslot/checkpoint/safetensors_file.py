@@ -163,7 +163,7 @@ class MappedFile:
     def read_ahead(self, start: int, stop: int) -> None:
         """Have the system read the bytes [start, stop) into its cache, and return before it has.
 
-        Page faults of several threads would ask the disk for small pieces in no order.
+        Page faults of several threads would read small blocks in random order.
         """
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)

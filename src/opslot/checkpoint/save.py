@@ -21,9 +21,9 @@ from opslot._base.logging import get_logger
 from opslot.checkpoint.experts import check_layout, expert_targets, split_target
 from opslot.checkpoint.folder import INDEX, WEIGHTS, staged_folder
 from opslot.checkpoint.hub_format import Described, HubFormat, HubGroup, hub_format
-from opslot.checkpoint.model_tensors import plain_name, tensors_of
-from opslot.checkpoint.placement import Placement, local_tensor
+from opslot.checkpoint.model_tensors import clean_fqn, tensors_of
 from opslot.checkpoint.safetensors_file import NAMES, TensorSpec, write_safetensors
+from opslot.checkpoint.tensor_slice import TensorSlice, local_tensor
 from opslot.distributed import gather_objects, on_all_ranks
 
 logger = get_logger(__name__)
@@ -41,7 +41,9 @@ def parse_size(size: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", str(size).upper())
     nbytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if nbytes <= 0:
-        raise ConfigError(f'max_shard_size={size!r} is no size; use a number of bytes or e.g. "5GB" or "512MiB"')
+        raise ConfigError(
+            f'max_shard_size={size!r} is not a valid size; use a number of bytes or e.g. "5GB" or "512MiB"'
+        )
     return nbytes
 
 
@@ -58,7 +60,7 @@ class Output:
     """A tensor of the checkpoint to be written, and what it is made of: a part of a model's tensor, or a conversion."""
 
     spec: TensorSpec
-    source: Placement | Converted
+    source: TensorSlice | Converted
 
 
 def hub_outputs(tensors: Described, hub: HubFormat) -> list[Output]:
@@ -66,7 +68,7 @@ def hub_outputs(tensors: Described, hub: HubFormat) -> list[Output]:
     outputs: list[Output] = []
     for group in hub.groups(tensors):
         for name, (dtype, shape) in group.results.items():
-            source = Converted(group, name) if group.converts else Placement.whole(group.sources[0], shape)
+            source = Converted(group, name) if group.converts else TensorSlice.whole(group.sources[0], shape)
             outputs.append(Output(TensorSpec(name, dtype, shape), source))
     return outputs
 
@@ -85,7 +87,7 @@ def outputs_for(
     """
     outputs: list[Output] = []
     for name, (dtype, shape) in tensors.items():
-        parts = split_target(name, shape, layout) if name in experts else [(name, Placement.whole(name, shape))]
+        parts = split_target(name, shape, layout) if name in experts else [(name, TensorSlice.whole(name, shape))]
         outputs += [Output(TensorSpec(part, dtype, place.shape), place) for part, place in parts]
     return outputs
 
@@ -167,7 +169,7 @@ def save_weights(
         _refuse_quantized(config if config is not None else getattr(model_or_state_dict, "config", None))
         model, tensors = model_or_state_dict, tensors_of(model_or_state_dict)
     else:
-        model, tensors = None, {plain_name(name): tensor for name, tensor in model_or_state_dict.items()}
+        model, tensors = None, {clean_fqn(name): tensor for name, tensor in model_or_state_dict.items()}
     tensors = _untied(tensors)
     described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     hub = hub_format(model) if layout is None else None
@@ -207,7 +209,7 @@ def export_hf(
 
     Args:
         processors: objects with `save_pretrained(folder)`, saved by rank 0; None among them is skipped.
-        model, folder, layout, max_shard_size: as in `save_weights`, which also tells the errors.
+        model, folder, layout, max_shard_size: as in `save_weights`, which also lists the errors.
 
     Raises:
         CheckpointError: a processor cannot be saved; on rank 0 alone, where the weights are saved by then.
@@ -284,7 +286,7 @@ class _Gatherer:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.served = 0
 
-    def gather(self, source: Placement | Converted) -> dict[str, Tensor]:
+    def gather(self, source: TensorSlice | Converted) -> dict[str, Tensor]:
         """The model's whole tensors that `source` is made of."""
         self.served += 1
         names = source.group.sources if isinstance(source, Converted) else (source.target,)
@@ -293,9 +295,9 @@ class _Gatherer:
             self._gathered = names, {name: _whole(self._tensors[name].detach()) for name in names}
         return self._gathered[1]
 
-    def __call__(self, source: Placement | Converted) -> Tensor:
+    def __call__(self, source: TensorSlice | Converted) -> Tensor:
         gathered = self.gather(source)
-        if isinstance(source, Placement):
+        if isinstance(source, TensorSlice):
             return source.as_stored(gathered[source.target][source.region])
         if not self._converted:
             assert self._hub is not None
@@ -307,7 +309,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _remaining(shards: Mapping[str, Sequence[Output]], served: int) -> Iterator[Placement | Converted]:
+def _remaining(shards: Mapping[str, Sequence[Output]], served: int) -> Iterator[TensorSlice | Converted]:
     """What has not been asked for yet: everything on ranks that do not write, the rest after an error on rank 0."""
     sources = [output.source for outputs in shards.values() for output in outputs]
     return iter(sources[served:])

@@ -1,4 +1,4 @@
-"""Several processes: who shares what, sequence and expert parallelism, FSDP2, gradient norms."""
+"""Device meshes, FSDP2, sequence and expert parallelism, gradient norms, and ranks that fail together."""
 
 from opslot.distributed.consensus import (
     OtherRankFailed,

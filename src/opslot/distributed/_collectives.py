@@ -1,8 +1,7 @@
-"""Collectives with gradients: all-gather, and all-to-all that finishes at once or while something else is computed.
+"""Collectives with gradients: all-gather, and all-to-all, synchronous or overlapped.
 
-Gradients follow one rule everywhere in this room: the loss is the sum of the ranks' losses. So the gradient of a copy
-is the sum over its readers, an all-gather's backward is a summing reduce-scatter, and nothing is divided by a group's
-size.
+The loss is the sum of the ranks' losses. So the backward of an all-gather is a summing reduce-scatter, and gradients
+are not divided by the size of a group.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.distributed import ProcessGroup, Work
 def all_to_all(
     x: Tensor, group: ProcessGroup, received: list[int] | None = None, sent: list[int] | None = None
 ) -> Tensor:
-    """Send slices of `x` along dim 0 to the ranks of `group`, in order, and concatenate what comes from them.
+    """All-to-all along dim 0 over `group`.
 
     Args:
         x: [sum(sent), ...].
@@ -36,42 +35,42 @@ def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     return _Gather.apply(x, group)
 
 
-class Exchange:
-    """An even all-to-all under way: `finish()` gives its result.
+class AsyncAllToAll:
+    """Handle of an even all-to-all that is running; `wait()` returns its result.
 
-    The backward pass mirrors it: the gradients' transfer begins where `finish` was called and is awaited where the
-    exchange began, so what was computed in between is computed during both transfers.
+    In the backward pass the gradients' all-to-all starts where `wait` was called and is awaited where this handle was
+    made, so what was computed in between overlaps with both.
     """
 
     def __init__(self, x: Tensor, group: ProcessGroup) -> None:
-        self._flight = _Flight(group)
-        self._out = _Begin.apply(x, self._flight)
+        self._transfer = _Transfer(group)
+        self._out = _Start.apply(x, self._transfer)
 
     @property
     def pending(self) -> Tensor:
-        """The memory of the result, which is not there yet; without gradient."""
+        """The buffer of the result, not filled yet; without gradient."""
         return self._out.detach()
 
-    def finish(self) -> Tensor:
-        return _Finish.apply(self._out, self._flight)
+    def wait(self) -> Tensor:
+        return _Wait.apply(self._out, self._transfer)
 
 
-class _Flight:
-    """What the two ends of an exchange share."""
+class _Transfer:
+    """State shared by the start and the end of an all-to-all."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.work: Work | None = None
         self.source: Tensor | None = None
 
-    def begin(self, x: Tensor) -> Tensor:
+    def start(self, x: Tensor) -> Tensor:
         self.source = x.contiguous()
         out = torch.empty_like(self.source)
         self.work = dist.all_to_all_single(out, self.source, group=self.group, async_op=True)
         return out
 
-    def end(self) -> None:
-        assert self.work is not None, "an exchange is awaited once"
+    def wait(self) -> None:
+        assert self.work is not None, "an all-to-all is awaited once"
         self.work.wait()
         self.work = self.source = None
 
@@ -79,7 +78,7 @@ class _Flight:
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, received: list[int] | None, sent: list[int] | None) -> Tensor:
-        ctx.exchange = group, received, sent
+        ctx.split = group, received, sent
         rows = len(x) if received is None else sum(received)
         out = x.new_empty((rows, *x.shape[1:]))
         dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
@@ -88,38 +87,38 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        group, received, sent = ctx.exchange
+        group, received, sent = ctx.split
         return all_to_all(grad, group, sent, received), None, None, None
 
 
-class _Begin(torch.autograd.Function):
-    """Begins the transfer; its backward awaits the gradients'. The output must not be read before `_Finish`."""
+class _Start(torch.autograd.Function):
+    """Starts the transfer; its backward waits for the gradients'. The output must not be read before `_Wait`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
-        return flight.begin(x)
+    def forward(ctx: Any, x: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.start(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.flight.end()
+        ctx.transfer.wait()
         return grad, None
 
 
-class _Finish(torch.autograd.Function):
-    """Awaits the transfer; its backward begins the gradients'."""
+class _Wait(torch.autograd.Function):
+    """Waits for the transfer; its backward starts the gradients'."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
-        flight.end()
+    def forward(ctx: Any, out: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.wait()
         return out.view_as(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.flight.begin(grad), None
+        return ctx.transfer.start(grad), None
 
 
 class _Gather(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Noticing that another rank of this machine is gone: killed, it can tell nobody itself."""
+"""Detecting that another rank of this machine was killed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-_MEETING_TIME = datetime.timedelta(seconds=5)
+_REGISTRATION_TIMEOUT = datetime.timedelta(seconds=5)
 
 
 class LocalPeers:
     """The processes of the other ranks on this machine.
 
-    Each rank leaves its process id in the store; a handle of the process then tells when it ends, at once and whatever
-    the process is busy with. Ranks of other machines are not watched, nor any where the system has no such handles.
+    Each rank writes its process id to the store; a pidfd of the process becomes readable when it ends. Ranks of other
+    machines are not watched, nor any on systems without pidfds.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -34,9 +34,9 @@ class LocalPeers:
         first = rank - int(os.environ.get("LOCAL_RANK", rank)) if here < world else 0
         self._unknown = set(range(first, min(first + here, world))) - {rank}
         store.set(_key(rank), f"{self._machine} {os.getpid()}")
-        # Known from the start, a rank that takes the store with it can still be named; late ones are met in `lost`.
+        # After the rank that hosts the store is killed, no process id can be read. Late ranks are found in `lost`.
         with contextlib.suppress(dist.DistError):
-            store.wait([_key(other) for other in self._unknown], _MEETING_TIME)
+            store.wait([_key(other) for other in self._unknown], _REGISTRATION_TIMEOUT)
         self._find_lost()
 
     def lost(self, seconds: float = 0.0) -> int | None:
@@ -75,7 +75,7 @@ class LocalPeers:
         except ProcessLookupError:
             self._lost.add(rank)
         except OSError:
-            # The kernel or a sandbox refuses handles; the others' ends show up as broken connections only.
+            # The kernel or a sandbox does not allow pidfds; a killed rank then shows only as a broken connection.
             return
 
 
@@ -84,7 +84,7 @@ def _key(rank: int) -> str:
 
 
 def _machine() -> str | None:
-    """Names the process ids' namespace; None where processes have no handles."""
+    """Identifies the namespace of process ids; None on systems without pidfds."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:

@@ -1,11 +1,11 @@
-"""FSDP2's collectives within one host as copies between its GPUs, which take no multiprocessor from the kernels beside.
+"""FSDP2's collectives within one host as copies between its GPUs, which use no SMs.
 
-NCCL's kernels hold multiprocessors while they send, and persistent kernels of products, which want all of them, wait:
-under FSDP on four H200s the experts' products took twice their time. A copy from one GPU's memory to another's is done
-by copy engines. What is left for kernels is a barrier, and adding up what was received.
+NCCL's kernels occupy SMs, and persistent GEMMs that use all SMs wait for them: with FSDP on four H200s the experts'
+GEMMs took twice as long. Copies between GPUs run on copy engines; only a barrier and the sum of the received gradients
+are kernels.
 
-Gradients travel in the dtype in which they were computed and are added up in `reduce_dtype`: for bfloat16 gradients
-added up in float32 that is half of what a float32 reduce-scatter sends, and the same sum but for the order.
+Gradients are sent in the dtype in which they were computed and accumulated in `reduce_dtype`: for bfloat16 gradients
+accumulated in float32 that is half the bytes of a float32 reduce-scatter, with the same sum up to the order.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ logger = get_logger(__name__)
 # (own, parts, rank, out), as `sum_parts`.
 SumParts = Callable[[Tensor, Tensor, int, Tensor], None]
 
-# Bytes a rank holds of one buffer: large enough that a barrier is nothing beside filling it, and small beside a layer.
+# Bytes per rank of one buffer: large enough that the barrier is cheap, and small compared with a layer.
 _BUFFER_BYTES = 2**28
-# Ranks fill one buffer while the others may still read what they need of the one before; see `_Buffers`.
+# A rank fills one buffer while others may still read the previous one; see `_Buffers`.
 _TURNS = 2
 
 
 class SharedMemory(Protocol):
-    """Memory of which every rank of a group holds a piece of one size, and can reach those of all."""
+    """Memory of which every rank of a group holds a buffer of the same size, readable and writable by all."""
 
-    pieces: list[Tensor]
-    """uint8, by rank; one's own is on the device itself."""
+    buffers: list[Tensor]
+    """uint8, by rank; this rank's own is on its device."""
 
     def barrier(self) -> None:
-        """On the current stream: wait until every rank's stream has come here."""
+        """On the current stream: wait until every rank's stream gets here."""
 
 
 class _PeerMemory:
@@ -56,7 +56,7 @@ class _PeerMemory:
 
         own = symmetric.empty(size, dtype=torch.uint8, device=device)
         self._handle = symmetric.rendezvous(own, group.group_name)
-        self.pieces = [self._handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]
+        self.buffers = [self._handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())]
         _opened.add(self)
 
     def barrier(self) -> None:
@@ -72,15 +72,15 @@ def open_memory(size: int, group: ProcessGroup, device: torch.device) -> SharedM
 
 
 def opened_bytes() -> int:
-    """Bytes on this rank's GPU that are shared with other ranks; torch's own count of its memory leaves them out."""
-    return sum(memory.pieces[0].nbytes for memory in _opened)
+    """Bytes on this rank's GPU that are shared with other ranks, which torch's memory statistics do not include."""
+    return sum(memory.buffers[0].nbytes for memory in _opened)
 
 
 class _Buffers:
     """Shared memory for one transfer after another.
 
-    Two buffers take turns, and each transfer has one barrier, between a rank's writing and its reading. Whoever has
-    passed the barrier of a transfer knows that all have done with the one before, whose buffer is the next one's.
+    Two buffers alternate, and each transfer has one barrier, between writing and reading. After the barrier of a
+    transfer all ranks have finished the previous one, whose buffer is used next.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -98,9 +98,9 @@ class _Buffers:
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Transfers that are started inside follow those before, on whatever stream these were.
+        """Transfers started inside run after the previous ones, on whatever stream those were.
 
-        FSDP gathers on a stream of its own or on the current one, as the need may be.
+        FSDP gathers on its own stream or on the current one.
         """
         if self._device.type != "cuda":
             yield
@@ -127,7 +127,7 @@ class CopyAllGather:
         """Fill `output_tensor` [ranks * n] with every rank's `input_tensor` [n], on the current stream."""
         rank, count = group.rank(), group.size()
         rows = output_tensor.view(count, input_tensor.numel())
-        # FSDP hands in a part of the output.
+        # FSDP may pass a view of the output.
         if rows[rank].data_ptr() != input_tensor.data_ptr():
             rows[rank].copy_(input_tensor)
         with self._buffers.in_turn():
@@ -135,7 +135,7 @@ class CopyAllGather:
                 memory, own = self._buffers.next(), input_tensor[part]
                 _rows(memory, rank, own)[0].copy_(own)
                 memory.barrier()
-                # Each starts with another, so that no GPU is read by all at once.
+                # Ranks start with different peers, so that no GPU is read by all at once.
                 for other in ((rank + step) % count for step in range(1, count)):
                     rows[other, part].copy_(_rows(memory, other, own)[0])
 
@@ -146,7 +146,7 @@ class CopyReduceScatter:
     What `FSDPModule.set_custom_reduce_scatter` takes.
 
     Attributes:
-        sent_dtype: what gradients are sent in while they are no sums of several backward passes; see `gradient_sync`.
+        sent_dtype: dtype in which the gradients of a single backward pass are sent; see `gradient_sync`.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, add: SumParts | None = None) -> None:
@@ -156,7 +156,7 @@ class CopyReduceScatter:
         self.sent_dtype: torch.dtype | None = None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2 asks for a reduction's input and then for its output."""
+        """FSDP2 allocates a reduction's input and then its output."""
         given = self.sent_dtype if self._gives_input and self.sent_dtype is not None else dtype
         self._gives_input = not self._gives_input
         return torch.empty(*size, dtype=given, device=device)
@@ -166,7 +166,7 @@ class CopyReduceScatter:
     ) -> None:
         """`output_tensor` [n] = the sum over ranks of their `input_tensor` [ranks * n], of which it is this rank's."""
         if op != dist.ReduceOp.SUM:
-            raise AssertionError(f"gradients are summed here, FSDP asked for {op}")
+            raise AssertionError(f"expected a sum, FSDP asked for {op}")
         rank, count = group.rank(), group.size()
         rows = input_tensor.view(count, output_tensor.numel())
         with self._buffers.in_turn():
@@ -195,7 +195,7 @@ def _parts(length: int, most: int) -> Iterator[slice]:
 
 def _rows(memory: SharedMemory, rank: int, like: Tensor, count: int = 1) -> Tensor:
     """A rank's memory as `count` rows like `like` [n]."""
-    return memory.pieces[rank][: count * like.nbytes].view(like.dtype).view(count, like.numel())
+    return memory.buffers[rank][: count * like.nbytes].view(like.dtype).view(count, like.numel())
 
 
 def use_copies(
@@ -204,15 +204,15 @@ def use_copies(
     wanted: bool | None,
     add: SumParts | None = None,
 ) -> list[CopyReduceScatter]:
-    """Let FSDP's collectives be copies. Every rank calls it alike.
+    """Replace FSDP's collectives by copies. Every rank calls it with the same arguments.
 
     Args:
         groups: modules, and the ranks that shard each.
-        wanted: True makes it an error where copies cannot be; None leaves NCCL there.
-        add: adds up the gradients that came from the ranks; default `sum_parts`.
+        wanted: True raises if copies are not possible; None keeps NCCL then; False keeps NCCL.
+        add: sums the gradients of the ranks; default `sum_parts`.
 
     Returns:
-        What reduces the gradients now; empty where NCCL does.
+        The reductions by copies; empty with NCCL.
 
     Raises:
         ConfigError: a group's ranks are on several hosts, or their GPUs do not reach each other's memory.
@@ -225,9 +225,9 @@ def use_copies(
         if wanted:
             raise ConfigError(
                 f"fsdp.copy_engine is on, but {obstacle}",
-                hint="leave it out; NCCL then does what copies cannot",
+                hint="remove it to use NCCL",
             )
-        logger.info("FSDP's collectives are NCCL's: %s", obstacle)
+        logger.info("FSDP uses NCCL instead of copies: %s", obstacle)
         return []
     comms = {
         name: (CopyAllGather(group, device), CopyReduceScatter(group, device, add)) for name, group in shared.items()
@@ -235,7 +235,7 @@ def use_copies(
     for module, group in groups:
         if group.group_name in comms:
             gather, reduce = comms[group.group_name]
-            # They have the methods of torch's base classes, which are in a private module.
+            # The base classes are in a private module of torch.
             module.set_custom_all_gather(gather)  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
     return [reduce for _, reduce in comms.values()]
@@ -249,21 +249,22 @@ def obstacle_to_copies(group: ProcessGroup, device: torch.device) -> str | None:
     if len({host for host, _ in places}) > 1:
         return "the ranks that shard a parameter are on several hosts"
     if len(set(places)) < len(places):
-        return "each process sees a GPU of its own alone (CUDA_VISIBLE_DEVICES)"
+        return "each process sees only its own GPU (CUDA_VISIBLE_DEVICES)"
     others = [index for _, index in places if index != device.index]
     reached = all(torch.cuda.can_device_access_peer(device.index, index) for index in others)
     if not all(gather_objects(reached, group)):
-        return "not all of the GPUs reach each other's memory"
+        return "the GPUs cannot access each other's memory"
     failure = ""
     try:
         open_memory(2**16, group, device).barrier()
     except (RuntimeError, ImportError, AttributeError) as error:
         failure = str(error).strip().splitlines()[0]
-    return next((f"torch's symmetric memory fails: {found}" for found in gather_objects(failure, group) if found), None)
+    failures = gather_objects(failure, group)
+    return next((f"torch's symmetric memory failed: {found}" for found in failures if found), None)
 
 
 def _host() -> str:
-    """Names this machine; containers may share a host name."""
+    """Identifies this machine; containers may share a host name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

@@ -1,11 +1,10 @@
-"""Experts that live on different ranks: tokens travel to them and their outputs back.
+"""Expert parallelism: dispatch tokens to the ranks that hold their experts, and combine the outputs.
 
-A token does not travel once to each of its experts: one row carries it to up to `width` experts of one rank, and comes
-back as their weighted sum. Kernels make room for `width` experts a row, so it is what a rank has of a token's experts
-on average: at 8 experts a token on 4 ranks, 2 a row, which moves 0.6 of the rows and needs room for 1.2 times the
-experts chosen.
+A token is not sent once per expert: one row serves up to `width` experts of one rank and returns as their weighted
+sum. `width` is the average number of a token's experts per rank, since kernels allocate `width` experts per row. With 8
+experts per token on 4 ranks it is 2, which sends 0.6 of the rows and allocates 1.2 times the token-expert pairs.
 
-Shapes: T tokens here, K experts a token, H hidden width, M rows sent, N rows received.
+Shapes: T local tokens, K experts per token, H hidden size, M rows sent, N rows received.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from opslot.distributed.parallel_state import get_parallel_state
 
 
 class ExpertParallel:
-    """A kernel of the op moe_experts for ranks that hold parts of the experts.
+    """A kernel of the op moe_experts for ranks that each hold some of the experts.
 
     Called like the kernel: `hidden_states` [T, H], the variant's weights with this rank's experts (or DTensors over
-    ep), `top_k_index` [T, K] over all experts, `top_k_weights` [T, K], and whatever else its variant takes, of which
-    tensors are parameters of this rank's experts too; returns [T, H]. Ranks may bring any number of tokens, none
-    included, and every rank must make the call, forward and backward.
+    ep), `top_k_index` [T, K] over all experts, `top_k_weights` [T, K], and the variant's other arguments, whose
+    tensors are parameters of this rank's experts too; returns [T, H]. Ranks may have different numbers of tokens, also
+    none, and every rank must make the call, forward and backward.
 
     Attributes:
-        kernel: gets the rows that came here, with indices of local experts; an index equal to their number marks an
-            expert of another rank.
-        add: adds up each token's rows, as `sum_rows` does, which is the default.
+        kernel: gets the received rows, with indices of local experts; an index equal to their number marks an expert of
+            another rank.
+        add: sums each token's rows; default `sum_rows`.
     """
 
     def __init__(
@@ -51,28 +50,28 @@ class ExpertParallel:
         self._group = group
 
     def __call__(self, hidden_states: Tensor, *arguments: Any) -> Tensor:
-        # Variants differ in how many weights they have; all come before the indices.
+        # The variants have different numbers of weights, all before the indices.
         at = next(i for i, value in enumerate(arguments) if not value.is_floating_point())
         top_k_index, top_k_weights = arguments[at : at + 2]
         weights, gating = ([_local(value) for value in part] for part in (arguments[:at], arguments[at + 2 :]))
         group, held = self._group or get_parallel_state().ep_group, len(weights[0])
         if group is None:
             return self.kernel(hidden_states, *weights, top_k_index, top_k_weights, *gating)
-        route = plan_route(top_k_index, held, group)
-        index, routing_weights = _Choices.apply(top_k_weights, top_k_index, held, route, group)
-        sent, received = route.sizes.wait()
+        dispatch = plan_dispatch(top_k_index, held, group)
+        index, routing_weights = _Choices.apply(top_k_weights, top_k_index, held, dispatch, group)
+        sent, received = dispatch.sizes.wait()
         rows = sum(sent)
-        token, order = route.token[:rows], route.order[:rows]
-        x = _TakeRows.apply(hidden_states, token, order, route.first, self.add)
+        token, order = dispatch.token[:rows], dispatch.order[:rows]
+        x = _TakeRows.apply(hidden_states, token, order, dispatch.first, self.add)
         x = all_to_all(x, group, received, sent)
         if len(x):
             x = self.kernel(x, *weights, index, routing_weights, *gating)
         else:
-            # Experts without tokens still owe the other ranks their part of every collective of the backward pass.
-            owed = [*weights, routing_weights, *(value for value in gating if isinstance(value, Tensor))]
-            x = x + sum(tensor[:0].sum() for tensor in owed).to(x.dtype)
+            # Without tokens, this rank must still take part in every collective of the backward pass.
+            unused = [*weights, routing_weights, *(value for value in gating if isinstance(value, Tensor))]
+            x = x + sum(tensor[:0].sum() for tensor in unused).to(x.dtype)
         x = all_to_all(x, group, sent, received)
-        return _AddRows.apply(x, token, order, route.first, self.add)
+        return _AddRows.apply(x, token, order, dispatch.first, self.add)
 
     def __repr__(self) -> str:
         return f"<expert parallel {self.kernel!r}>"
@@ -82,15 +81,15 @@ def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-class Route(NamedTuple):
-    """Which rows go where. L is as many rows as could be needed; those from the M-th on mean nothing.
+class DispatchPlan(NamedTuple):
+    """Which rows are sent where. L is the maximum number of rows; rows from the M-th on are undefined.
 
     Attributes:
-        sizes: rows to and from each rank, and so M and N, once they are known here.
-        token: [L] int64, the token of each row sent, in order of the rank it goes to.
-        order, first: int64 [L] and [T], the rows grouped by token, and where each token's begin in that order.
-        source: [L, width] int64, the choice (token * K + k) at each place of the rows sent; T * K where there is none.
-        place: [T, K] int64, the inverse: row * width + place in it; M * width or more for a choice that goes nowhere.
+        sizes: rows to and from each rank, and so M and N, once the host knows them.
+        token: [L] int64, the token of each row sent, ordered by destination rank.
+        order, first: int64 [L] and [T], the rows grouped by token, and the offset of each token's rows in that order.
+        source: [L, width] int64, the token-expert pair (token * K + k) at each position of a sent row; T * K if empty.
+        place: [T, K] int64, the inverse: row * width + position in it; M * width or more for a pair that is not sent.
     """
 
     sizes: _Sizes
@@ -101,23 +100,23 @@ class Route(NamedTuple):
     place: Tensor
 
 
-def plan_route(top_k_index: Tensor, experts: int, group: ProcessGroup) -> Route:
-    """Agree with the other ranks on what travels.
+def plan_dispatch(top_k_index: Tensor, experts: int, group: ProcessGroup) -> DispatchPlan:
+    """Agree with the other ranks on what is sent.
 
-    The host has to know the sizes, which it waits for when it needs them; what is computed here and next is queued on
-    the device by then, in buffers as large as could be needed.
+    The host waits for the sizes only when it needs them; until then work is queued on the device in buffers of the
+    maximum size.
 
     Args:
-        top_k_index: [T, K] over all experts; one that is none of them goes nowhere.
-        experts: how many each rank holds.
+        top_k_index: [T, K] over all experts; pairs with other indices are not sent.
+        experts: number of experts per rank.
     """
     ranks, (tokens, choices) = group.size(), top_k_index.shape
     width = math.ceil(choices / ranks)
     owner = (top_k_index // experts).clamp_(max=ranks)
-    # How many of the token's earlier choices go to the same rank.
+    # Number of the token's earlier pairs on the same rank.
     nth = (owner[:, :, None] == owner[:, None, :]).tril(-1).sum(-1)
-    # A row is a token with its first `width` choices at a rank, or the next `width`: numbered by rank, then by which,
-    # then by token, and those of no rank last.
+    # A row is a token with its first `width` pairs on a rank, or the next `width`: numbered by rank, then by which,
+    # then by token; pairs without a rank come last.
     waves = math.ceil(choices / width)
     at = (owner * waves + nth // width).t()
     rows = owner.new_zeros((ranks + 1) * waves, tokens).scatter_(0, at, 1)
@@ -127,70 +126,70 @@ def plan_route(top_k_index: Tensor, experts: int, group: ProcessGroup) -> Route:
     most = tokens * min(choices, (choices + (ranks + 1) * (width - 1)) // width)
     everything = torch.arange(place.numel(), device=place.device)
     source = place.new_full((most * width,), place.numel()).scatter_(0, place.flatten(), everything)
-    # Where a row begins, and so once for each: its number goes to the next place of its token.
+    # Where a row begins, its number goes to the next position of its token.
     begins = ((nth % width == 0) & (owner < ranks)).flatten()
     ends = begins.cumsum(0)
     order = place.new_empty(most + 1).scatter_(0, torch.where(begins, ends - 1, most), row.flatten())
     first = (ends - begins.to(ends.dtype)).view(tokens, choices)[:, 0]
     source = source.view(-1, width)
-    return Route(sizes, source[:, 0] // choices, order, first.contiguous(), source, place)
+    return DispatchPlan(sizes, source[:, 0] // choices, order, first.contiguous(), source, place)
 
 
 class _Sizes:
-    """Rows to and from each rank, on their way from device to device and to the host."""
+    """Rows to and from each rank, copied between devices and to the host asynchronously."""
 
     def __init__(self, leaving: Tensor, group: ProcessGroup) -> None:
         coming = torch.empty_like(leaving)
         dist.all_to_all_single(coming, leaving, group=group)
         self._sizes = torch.stack([leaving, coming])
-        self._arrived = None
+        self._copied = None
         if self._sizes.is_cuda:
-            # Into pageable memory the host would wait for all that the device has still to do.
+            # A copy to pageable memory would wait for all queued work.
             pinned = torch.empty(self._sizes.shape, dtype=self._sizes.dtype, pin_memory=True)
             self._sizes = pinned.copy_(self._sizes, non_blocking=True)
-            self._arrived = torch.cuda.current_stream().record_event()
+            self._copied = torch.cuda.current_stream().record_event()
 
     def wait(self) -> tuple[list[int], list[int]]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         sent, received = self._sizes.tolist()
         return sent, received
 
 
 class _Choices(torch.autograd.Function):
-    """What travels beside the rows, in one message: their local experts and routing weights.
+    """Sends the local experts and routing weights of the rows in one message.
 
-    Returns [N, width] int32 local experts, their number where there is none, and [N, width] weights, there zero.
+    Returns [N, width] int32 local experts, their number where a position is empty, and [N, width] weights, zero there.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, weights: Tensor, top_k_index: Tensor, experts: int, route: Route, group: ProcessGroup
+        ctx: Any, weights: Tensor, top_k_index: Tensor, experts: int, dispatch: DispatchPlan, group: ProcessGroup
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(route.place)
-        # The message is made of 32-bit words, which hold a narrower weight as float32 without loss.
-        wide = weights if weights.element_size() >= 4 else weights.float()
-        index = _at(top_k_index % experts, route.source, experts).to(torch.int32)
-        words = torch.cat([index, _at(wide, route.source, 0).view(torch.int32)], 1)
-        sent, received = route.sizes.wait()
-        ctx.exchange = group, sent, received
+        ctx.save_for_backward(dispatch.place)
+        # The message consists of 32-bit words; 16-bit weights are upcast to float32.
+        upcast = weights if weights.element_size() >= 4 else weights.float()
+        index = _at(top_k_index % experts, dispatch.source, experts).to(torch.int32)
+        words = torch.cat([index, _at(upcast, dispatch.source, 0).view(torch.int32)], 1)
+        sent, received = dispatch.sizes.wait()
+        ctx.split = group, sent, received
         words = all_to_all(words[: sum(sent)], group, received, sent)
         width = index.shape[1]
         index, bits = (part.clone(memory_format=torch.contiguous_format) for part in words.tensor_split([width], 1))
         ctx.mark_non_differentiable(index)
-        return index, bits.view(wide.dtype).to(weights.dtype)
+        return index, bits.view(upcast.dtype).to(weights.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         (place,) = ctx.saved_tensors
-        group, sent, received = ctx.exchange
+        group, sent, received = ctx.split
         grad = all_to_all(grad, group, sent, received)
         return _at(grad, place.clamp(max=grad.numel()), 0), None, None, None, None
 
 
 def _at(values: Tensor, places: Tensor, default: int) -> Tensor:
-    """values.flatten()[places], `default` at the place after its last."""
+    """values.flatten()[places]; `default` for the index after the last."""
     return F.pad(values.flatten(), (0, 1), value=default)[places]
 
 
@@ -212,8 +211,8 @@ class _TakeRows(torch.autograd.Function):
 class _AddRows(torch.autograd.Function):
     """The sum over each token's rows.
 
-    Saving `token` has a second reason: activation checkpointing recomputes no further than the last saved tensor, so
-    it passes through every collective on every rank, whatever the kernel saved there.
+    Saving `token` also makes activation checkpointing recompute every collective on every rank: it recomputes up to the
+    last saved tensor, whatever the kernel saved.
     """
 
     @staticmethod
@@ -230,9 +229,9 @@ class _AddRows(torch.autograd.Function):
 
 
 def sum_rows(rows: Tensor, order: Tensor, first: Tensor) -> Tensor:
-    """out[t] = the sum of rows[order[first[t] : first[t + 1]]], the last token's going on to the end of `order`.
+    """out[t] = the sum of rows[order[first[t] : first[t + 1]]], where the last token's rows end with `order`.
 
-    In plain torch; without atomics, in one order, and wider than 16 bits on the way.
+    In plain torch: deterministic, and accumulated in float32.
 
     Args:
         rows: [M, H], contiguous.

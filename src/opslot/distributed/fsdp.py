@@ -1,8 +1,8 @@
-"""FSDP2 around a model: layer by layer, experts inside their ep rank, gradients summed over the ranks.
+"""FSDP2 for a model: sharded layer by layer, experts within their ep rank, gradients summed over the ranks.
 
-Losses are shares: each rank's is the sum over its tokens divided by the token count of the whole step, and FSDP adds
-gradients up instead of averaging them. So a step equals one process's on the whole batch, under any mix of axes, for
-dense parameters and experts alike, and also when ranks hold different numbers of tokens.
+The loss of a rank is the sum over its tokens divided by the number of tokens of the whole step, and FSDP sums gradients
+instead of averaging them. So a step equals that of one process on the whole batch, for any mesh, for dense parameters
+and experts, and with different numbers of tokens per rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from opslot.distributed.copy_engine import CopyReduceScatter, SumParts, use_copi
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
-_REDUCTIONS = "_opslot_reductions"
+_REDUCTIONS = "_fsdp_reductions"
 
 
 def parallelize(
@@ -48,27 +48,28 @@ def parallelize(
 ) -> nn.Module:
     """Shard `model` over the ranks, in place. Slots keep their kernels: bind before or after.
 
-    Each layer is one group of parameters; the experts that `plan` names are one of their own, sharded on dim 1 over the
-    ranks that hold the same experts. What belongs to no layer is in the root's group, which is whole during the model's
-    forward and reduced after everything else; `head`, if given, is a group of its own instead.
+    Each layer is one parameter group. The experts that `plan` names are their own group, sharded on dim 1 over the
+    ranks that hold the same experts. The root's group has the remaining parameters: it is unsharded during the model's
+    forward and reduced last. `head`, if given, is its own group instead.
 
     Args:
         model: on any device, with the same values on every rank; or on meta, then give `load`.
         state: default `get_parallel_state()`.
-        plan: parameters that ep divides.
-        layers: class names of the layers; default what Transformers' `_no_split_modules` says.
-        head: module that follows the last layer. Its parameters are gathered while that layer runs and reduced while it
-            runs backward, but whole only inside the module's own forward.
-        param_dtype: dtype of the computation; None is the parameters' own. The optimizer sees the parameters' own.
-        reduce_dtype: dtype in which gradients are added up.
+        plan: parameters that ep shards.
+        layers: class names of the layers; default Transformers' `_no_split_modules`.
+        head: module that follows the last layer. Its parameters are gathered during that layer's forward and reduced
+            during its backward, but unsharded only inside the module's own forward.
+        param_dtype: dtype of the computation, as in MixedPrecisionPolicy; default the parameters'. The optimizer keeps
+            the parameters' dtype.
+        reduce_dtype: dtype in which gradients are accumulated.
         activation_checkpointing: recompute each layer's activations in the backward pass.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         reshard_after_forward: gather a layer's parameters again for the backward pass instead of keeping them.
-        prefetch: layers whose parameters are gathered ahead of the one that runs.
+        prefetch: number of layers whose parameters are gathered ahead.
         copy_engine: gather and reduce by copies between the GPUs of one host instead of NCCL's kernels; default where
-            that can be. See `opslot.distributed.copy_engine`.
-        add: adds up the gradients that were copied; default `opslot.distributed.copy_engine.sum_parts`.
-        load: called with the sharded model; gives meta parameters memory and values,
+            possible. See `opslot.distributed.copy_engine`.
+        add: sums the copied gradients; default `opslot.distributed.copy_engine.sum_parts`.
+        load: called with the sharded model to allocate and fill meta parameters,
             e.g. `lambda model: load_weights(model, folder)`.
 
     Returns:
@@ -97,7 +98,7 @@ def parallelize(
         model.__dict__[_REDUCTIONS] = _Reductions(reductions, param_dtype)
     elif param_dtype is not None or cpu_offload:
         raise ConfigError(
-            "param_dtype and cpu_offload are FSDP's, which needs a process group",
+            "param_dtype and cpu_offload need FSDP, which needs a process group",
             hint="call init_parallel_state(group_of_one=True) first, start with torchrun, or use torch.autocast",
         )
     if load is not None:
@@ -113,12 +114,12 @@ def _check_memory(model: nn.Module) -> None:
     if on_meta:
         raise ConfigError(
             f"{len(on_meta)} parameters have no memory, e.g. {on_meta[0]}",
-            hint="pass load=..., a function that gives them values, or build the model on a real device",
+            hint="pass load=..., a function that loads or initializes them, or build the model on a real device",
         )
 
 
 def _check_dtypes(model: nn.Module) -> None:
-    """FSDP moves the trainable parameters of a group as one tensor."""
+    """FSDP flattens the trainable parameters of a group into one tensor."""
     groups = {path for path, module in model.named_modules() if isinstance(module, FSDPModule)}
     found: defaultdict[str, dict[torch.dtype, str]] = defaultdict(dict)
     for name, parameter in model.named_parameters():
@@ -131,30 +132,29 @@ def _check_dtypes(model: nn.Module) -> None:
     if mixed is not None:
         examples = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in found[mixed].items())
         raise ConfigError(
-            f"{mixed or type(model).__name__} has trainable parameters of several dtypes, and FSDP shards them as one",
+            f"{mixed or type(model).__name__} has trainable parameters of several dtypes in one FSDP group",
             found=examples,
             hint=(
-                "give them one dtype (float32, and param_dtype=torch.bfloat16 to compute in "
-                "less), or freeze some of them"
+                "use one dtype (float32, and param_dtype=torch.bfloat16 for the computation), or freeze some of them"
             ),
         )
 
 
 def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale the gradients down to `max_norm`, and return the norm they had over all ranks.
+    """Clip the gradients to `max_norm`, and return their norm over all ranks.
 
-    It is the norm of one process's gradients whatever each parameter is sharded over, of 16-bit gradients in float32.
+    The norm does not depend on the sharding; that of 16-bit gradients is computed in float32.
 
     Args:
         parameters: tensors or DTensors of any meshes, or one of them; those without a gradient are left out.
-        max_norm: infinity only measures.
+        max_norm: infinity only computes the norm.
 
     Raises:
         ConfigError: `max_norm` is negative or no number.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not max_norm >= 0:
-        raise ConfigError(f"max_norm={max_norm} must be at least 0; infinity measures the norm and scales nothing")
+        raise ConfigError(f"max_norm={max_norm} must be at least 0; infinity computes the norm without clipping")
     owners: defaultdict[Any, list[Tensor]] = defaultdict(list)
     for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
         grad = parameter.grad
@@ -177,16 +177,16 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_
 @torch.no_grad()
 def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
     """Of gradients of one dtype and one placement, over all ranks."""
-    # In their own 16 bits, a norm would have 3 digits, and float16's end at 65504.
-    wider = {"dtype": torch.float32} if grads[0].itemsize == 2 else {}
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, norm_type, **wider)), norm_type)
+    # In 16 bits, the norm would have 3 digits, and float16 would overflow at 65504.
+    upcast = {"dtype": torch.float32} if grads[0].itemsize == 2 else {}
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, norm_type, **upcast)), norm_type)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _largest(grads: list[Tensor]) -> Tensor:
-    """The largest magnitude over all ranks; NaN when one of them has a NaN.
+    """The largest magnitude over all ranks; NaN if one of them has a NaN.
 
-    torch's own reduction over a mesh may drop a NaN, and fails on the ranks that hold nothing of a gradient.
+    torch's reduction over a mesh may drop a NaN, and fails on ranks with an empty shard.
     """
     local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     own = torch.stack([local[0].new_zeros(()), *(part.abs().max() for part in local if part.numel())]).max()
@@ -197,9 +197,9 @@ def _largest(grads: list[Tensor]) -> Tensor:
 
 @contextlib.contextmanager
 def gradient_sync(model: nn.Module, enabled: bool) -> Iterator[None]:
-    """Inside, backward passes reduce gradients over the ranks only if `enabled`; else they add up locally.
+    """Inside, backward passes reduce gradients over the ranks only if `enabled`; otherwise they accumulate locally.
 
-    Accumulation disables it for all micro batches but the last, so a step reduces once.
+    Gradient accumulation disables it for all micro batches except the last.
     """
     if not isinstance(model, FSDPModule):
         yield
@@ -216,9 +216,8 @@ def gradient_sync(model: nn.Module, enabled: bool) -> Iterator[None]:
 
 
 class _Reductions:
-    """Gradients of one backward pass travel as they were computed; sums of several keep the dtype they are added up in.
-
-    Outside of `gradient_sync` nobody says which it is, and they keep it, too.
+    """Gradients of a single backward pass are sent in the dtype in which they were computed, sums of several in
+    `reduce_dtype`; so are all outside of `gradient_sync`, where it is unknown.
     """
 
     def __init__(self, reductions: list[CopyReduceScatter], computed: torch.dtype | None) -> None:
@@ -241,7 +240,7 @@ def _enable_checkpointing(model: nn.Module) -> None:
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise ConfigError(
-            f"activation_checkpointing needs a Transformers model, {type(model).__name__} is none",
+            f"activation_checkpointing needs a Transformers model, not {type(model).__name__}",
             hint="wrap its layers in torch's checkpoint_wrapper before parallelize",
         )
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -285,14 +284,14 @@ def _shard(
     for layer in reversed(layers):
         fully_shard(layer, mesh=state.fsdp_mesh, reshard_after_forward=reshard_after_forward, **options)
     if head is not None:
-        # Its backward comes right after its forward.
+        # Its backward follows its forward directly.
         fully_shard(head, mesh=state.fsdp_mesh, reshard_after_forward=False, **options)
     fully_shard(model, mesh=state.fsdp_mesh, **options)
     for module in model.modules():
-        # A group of one rank has nothing to add up; a divisor would only cost it a copy.
+        # In a group of one rank, a divisor would only cost a copy.
         if isinstance(module, FSDPModule) and not (module in owners and state.ep_fsdp * state.dp_replicate == 1):
             module.set_gradient_divide_factor(1.0)
-            # PREMUL_SUM, which a divisor would select, is NCCL's alone.
+            # A divisor would select PREMUL_SUM, which only NCCL has.
             module.set_force_sum_reduction_for_comms(True)
     inside = {id(module): layer for layer in layers for module in layer.modules() if module in owners}
     groups = [[layer, *(owner for owner in owners if inside.get(id(owner)) is layer)] for layer in layers]
@@ -307,7 +306,7 @@ def _shard_groups(model: nn.Module, state: ParallelState, experts: list[str]) ->
         if isinstance(module, FSDPModule):
             mesh = state.expert_fsdp_mesh if module in owners else state.fsdp_mesh
             assert mesh is not None, "FSDP shards over meshes"
-            # The axis of replicas, if there is one, comes first.
+            # The dp_replicate axis, if there is one, comes first.
             found.append((module, mesh.get_group(mesh.ndim - 1)))
     return found
 
@@ -323,9 +322,9 @@ def _check_expert_shapes(path: str, owner: nn.Module, state: ParallelState) -> N
 
 
 def _set_prefetch(model: Any, groups: list[list[Any]], depth: int) -> None:
-    """Name the groups to gather ahead.
+    """Set which groups are gathered ahead.
 
-    FSDP does so by itself only while the host runs ahead of the device, which the experts' exchange of sizes stops.
+    By default FSDP prefetches only while the host runs ahead of the device, which the dispatch of experts prevents.
     """
     if depth < 1:
         return

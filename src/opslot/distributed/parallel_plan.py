@@ -1,4 +1,4 @@
-"""Which parameters of a model are divided over which axis, by name."""
+"""Which parameters of a model are sharded over which mesh axis, by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Parameters that are divided beyond what FSDP does.
+    """Parameters that are sharded beyond what FSDP does.
 
     Attributes:
         extra_parallel_plan: axis ("ep") to {parameter name: placement}. A `*` in a name stands for one part of it, as
@@ -30,16 +30,16 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         unknown = sorted(set(self.extra_parallel_plan) - {"ep"})
         if unknown:
-            raise ConfigError(f"a parallel plan names the axis {', '.join(unknown)}; the axis that it can name is ep")
+            raise ConfigError(f"unknown axis {', '.join(unknown)} in a parallel plan; expected ep")
         for name, placement in self.extra_parallel_plan.get("ep", {}).items():
             if placement != Shard(0):
                 raise ConfigError(
-                    f"a parallel plan places {name} as {placement}, but ep divides whole experts, which are dim 0",
+                    f"a parallel plan places {name} as {placement}, but ep shards experts, which are dim 0",
                     hint="set it to Shard(0)",
                 )
 
     def below(self, path: str) -> ParallelPlan:
-        """The plan of a model that holds the one planned for as its submodule `path`; "" is the model itself."""
+        """This plan for a model that has the planned model as its submodule `path`; "" is the model itself."""
         prefix = f"{path}." if path else ""
         return ParallelPlan(
             {
@@ -69,18 +69,18 @@ class ParallelPlan:
                 )
         if problems:
             raise ConfigError(
-                f"the parallel plan of {type(model).__name__} names parameters that do not exist, so what it means "
-                "to divide would stay whole:\n" + "\n".join(f"- {problem}" for problem in problems)
+                f"the parallel plan of {type(model).__name__} names parameters that do not exist:\n"
+                + "\n".join(f"- {problem}" for problem in problems)
             )
         return placements
 
     def apply(self, model: nn.Module, state: ParallelState | None = None) -> list[str]:
-        """Keep this rank's part of every parameter that the plan names, as a DTensor over ep.
+        """Replace every parameter that the plan names by this rank's shard, a DTensor over ep.
 
         Every rank must hold the same values, or parameters on meta.
 
         Returns:
-            Paths of the modules that own them.
+            FQNs of the modules that own them.
 
         Raises:
             ConfigError: a name that matches nothing, or a dim that ep does not divide.

@@ -1,4 +1,4 @@
-"""Which processes share what: built once a process, fetched where it is needed.
+"""Device meshes and sizes of a process, built once by `init_parallel_state`.
 
 The world is `dp_replicate * dp_shard * sp` ranks, the last axis fastest, so that ranks of one sequence are neighbours.
 Parameters see the same ranks as `dp_replicate * fsdp`, experts as `dp_replicate * ep_fsdp * ep`, where
@@ -6,9 +6,9 @@ Parameters see the same ranks as `dp_replicate * fsdp`, experts as `dp_replicate
 
     axis          ranks along it
     dp_replicate  hold the same shards (HSDP)
-    dp_shard      hold different shards and train on different rows
-    sp            hold different shards and parts of the same rows (Ulysses)
-    fsdp          hold different shards of the parameters that are no experts
+    dp_shard      hold different shards and train on different samples
+    sp            hold different shards and parts of the same sequences (Ulysses)
+    fsdp          hold different shards of the parameters other than experts
     ep            hold different experts
     ep_fsdp       hold different shards of the same experts
 """
@@ -67,7 +67,7 @@ class ParallelState:
 
     @property
     def dp_size(self) -> int:
-        """Ranks that train on different rows."""
+        """Ranks that train on different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -89,12 +89,12 @@ class ParallelState:
 
     @property
     def sp_group(self) -> ProcessGroup | None:
-        """The ranks that share this rank's rows; None when it has them for itself."""
+        """The ranks that share this rank's sequences; None without sequence parallelism."""
         return self.mesh["sp"].get_group() if self.mesh is not None and self.sp > 1 else None
 
     @property
     def ep_group(self) -> ProcessGroup | None:
-        """The ranks that together hold all experts; None when each holds them all."""
+        """The ranks that together hold all experts; None without expert parallelism."""
         return self.expert_mesh["ep"].get_group() if self.expert_mesh is not None and self.ep > 1 else None
 
     @property
@@ -135,9 +135,9 @@ def init_parallel_state(
 
     Args:
         dp_replicate: groups of ranks that hold the same shards.
-        dp_shard: ranks that shard the parameters and train on different rows; None takes what the others leave.
+        dp_shard: ranks that shard the parameters and train on different samples; None uses the remaining ranks.
         sp: ranks that share a sequence.
-        ep: ranks that share the experts; they are taken from dp_shard and sp.
+        ep: ranks over which the experts are sharded, a part of dp_shard * sp.
         device_type: "cuda" or "cpu"; None takes a GPU where there is one.
         timeout: of collectives; None leaves torch's.
         group_of_one: make a process group for a single process too, which FSDP's mixed precision and offloading need.
@@ -171,7 +171,7 @@ def init_parallel_state(
 
 
 def _own_device(device_type: str) -> torch.device:
-    """The device of this process among those of its machine; an error is one on all of them."""
+    """The device of this process; all processes of a machine raise the same error."""
     device = usable_device(device_type)
     if device.type != "cuda":
         return device
@@ -179,14 +179,14 @@ def _own_device(device_type: str) -> torch.device:
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE") or rank + 1), torch.cuda.device_count()
     if processes > gpus:
         raise ConfigError(
-            f"each process takes a GPU of its own: this machine has {processes} processes and {gpus} GPUs",
+            f"each process needs its own GPU, but this machine has {processes} processes and {gpus} GPUs",
             hint=f"start {gpus} (torchrun --nproc-per-node {gpus}), or set device_type to cpu",
         )
     return torch.device("cuda", rank)
 
 
 def _join_group(device: torch.device, timeout: datetime.timedelta | None, group_of_one: bool) -> bool:
-    """Whether there is a process group now; a process that is alone has one only if it asks."""
+    """Build the process group if there is none; returns whether there is one. A single process needs `group_of_one`."""
     if dist.is_initialized():
         return True
     # No device_id: with one, meshes split the group, and gloo's split reads out of bounds in a process whose earlier
@@ -265,14 +265,14 @@ def get_parallel_state() -> ParallelState:
     world = dist.get_world_size() if dist.is_initialized() else launched_world_size()
     if world > 1:
         raise ParallelError(
-            f"there are {world} processes, but nobody said how they share the work",
+            f"there are {world} processes, but no parallel state",
             hint="call opslot.distributed.init_parallel_state(sp=..., ep=...) on every rank, before the model",
         )
     return ParallelState()
 
 
 def destroy_parallel_state(*, keep_group: bool = False) -> None:
-    """Forget the state and end the process group, or keep the group for other meshes over the same processes."""
+    """Reset the state and destroy the process group, or keep the group for other meshes over the same processes."""
     global _state
     _state = None
     if dist.is_initialized() and not keep_group:

@@ -1,4 +1,4 @@
-"""A batch of whole rows, cut into the parts that sequence-parallel ranks work on."""
+"""Sharding a batch of global sequences over sequence-parallel ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SHOWN = 8
 
 
 def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) -> dict[str, Any]:
-    """This rank's part of a causal model's inputs; the batch itself when there is no sequence parallelism.
+    """This rank's shard of a causal model's inputs; the batch itself without sequence parallelism.
 
-    Rows are padded at their end to a multiple of the ranks; padding predicts nothing and nothing before it sees it.
+    Sequences are padded at the end to a multiple of the ranks; the labels of padding are ignored.
 
     Args:
         batch: the same on all ranks of a sequence. input_ids int64 [B, S]; labels [B, S], or shift_labels [B, S], which
@@ -28,8 +28,8 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
 
     Returns:
         input_ids, position_ids, labels and shift_labels [B, S / sp] of this rank's positions, the last two both shifted
-        over the whole row, so that a part's last token knows its successor; where a row holds several documents, also
-        cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of the whole rows; where there is padding, also
+        over the global sequence, so that a shard's last token has its label; for packed sequences also cu_seq_lens_q,
+        cu_seq_lens_k, max_length_q and max_length_k of the global sequences; where there is padding, also
         attention_mask [B, S / sp] of this rank's positions, which router losses need: in attention documents keep
         padding apart.
 
@@ -47,17 +47,17 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
     padding = -input_ids.shape[1] % state.sp
     if positions is None:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-    whole = {
+    global_batch = {
         "input_ids": F.pad(input_ids, (0, padding)),
         "position_ids": F.pad(positions.expand_as(input_ids), (0, padding)),
     }
     if labels is not None:
         shifted = F.pad(labels, (0, padding), value=IGNORE_INDEX)
-        whole |= {"labels": shifted, "shift_labels": shifted}
+        global_batch |= {"labels": shifted, "shift_labels": shifted}
     mask: Tensor | None = batch.get("attention_mask")
     if padding or mask is not None:
-        whole["attention_mask"] = F.pad(torch.ones_like(input_ids) if mask is None else mask, (0, padding))
-    parts = {name: value.chunk(state.sp, 1)[state.sp_rank].contiguous() for name, value in whole.items()}
+        global_batch["attention_mask"] = F.pad(torch.ones_like(input_ids) if mask is None else mask, (0, padding))
+    parts = {name: value.chunk(state.sp, 1)[state.sp_rank].contiguous() for name, value in global_batch.items()}
     rest = {name: value for name, value in batch.items() if name not in _REPLACED}
     return {**rest, **parts, **_documents(F.pad(starts, (0, padding)))}
 
@@ -88,13 +88,13 @@ def _check_shapes(batch: dict[str, Any]) -> None:
     input_ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if input_ids is None:
         raise ConfigError(
-            f"sequence parallelism divides input_ids, and the batch has {', '.join(batch)}",
+            f"sequence parallelism shards input_ids, but the batch has {', '.join(batch)}",
             hint="let the model embed the tokens itself, or set sp to 1",
         )
     if input_ids.dim() != 2:
         raise ConfigError(
             f"sequence parallelism got input_ids of shape {tuple(input_ids.shape)}",
-            hint="give [B, S], for a single row input_ids[None]",
+            hint="give [B, S]; for a single sequence input_ids[None]",
         )
     shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
     if mask is not None and shape != input_ids.shape:
@@ -113,10 +113,10 @@ def _check_shapes(batch: dict[str, Any]) -> None:
             f"shape {tuple(input_ids.shape)}",
             hint="give one for each token, [B, S]",
         )
-    _check_borders(batch.get("cu_seq_lens_q"), input_ids)
+    _check_cu_seqlens(batch.get("cu_seq_lens_q"), input_ids)
 
 
-def _check_borders(cu_seqlens: Tensor | None, input_ids: Tensor) -> None:
+def _check_cu_seqlens(cu_seqlens: Tensor | None, input_ids: Tensor) -> None:
     if cu_seqlens is None:
         return
     ends = cu_seqlens.tolist()
@@ -125,13 +125,15 @@ def _check_borders(cu_seqlens: Tensor | None, input_ids: Tensor) -> None:
         raise ConfigError(
             f"cu_seq_lens_q must rise from 0 to the {input_ids.numel()} tokens of input_ids {tuple(input_ids.shape)}",
             found=found,
-            hint="give the borders of all documents, padding as a document of its own",
+            hint="give the boundaries of all documents, with padding as a document of its own",
         )
 
 
 def _documents(starts: Tensor) -> dict[str, Any]:
-    """What attention kernels want to know of documents that begin where `starts` [B, S] is True; nothing of whole rows,
-    which causal attention keeps apart by itself, and faster."""
+    """cu_seqlens and maximum lengths of documents that begin where `starts` [B, S] is True.
+
+    Empty if each sequence is one document: causal attention needs no cu_seqlens then, and is faster without.
+    """
     first = starts.flatten().nonzero().flatten()
     if len(first) == len(starts):
         return {}
@@ -152,9 +154,9 @@ def _document_starts(batch: dict[str, Any]) -> Tensor:
     starts[:, 0] = True
     cu_seqlens, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
     if cu_seqlens is not None:
-        borders = cu_seqlens.long()
+        offsets = cu_seqlens.long()
         # Documents without tokens begin where the next one does, and the last of them after the last token.
-        starts.view(-1)[borders[borders < starts.numel()]] = True
+        starts.view(-1)[offsets[offsets < starts.numel()]] = True
     elif positions is not None:
         starts[:, 1:] |= positions.expand_as(input_ids).diff(dim=1) != 1
     if mask is not None:

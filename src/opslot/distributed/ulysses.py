@@ -1,5 +1,5 @@
-"""Ulysses sequence parallelism (Jacobs et al. 2023, arXiv 2309.14509): outside attention a rank holds a part of every
-sequence and all heads, inside it holds the whole sequence and a part of the heads.
+"""Ulysses sequence parallelism (Jacobs et al. 2023, arXiv 2309.14509): outside attention a rank holds the local part of
+every sequence and all heads, inside it holds the global sequence and some of the heads.
 
 Every function takes the ranks from `group`, by default the sp group of `get_parallel_state()`, and returns its input
 when there is one rank alone. Gradients follow `_collectives`' rule: the loss is the sum of the ranks' losses.
@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from opslot._base.errors import ConfigError, ParallelError
-from opslot.distributed._collectives import Exchange, all_gather, all_to_all
+from opslot.distributed._collectives import AsyncAllToAll, all_gather, all_to_all
 from opslot.distributed.parallel_state import get_parallel_state
 
 
@@ -90,7 +90,7 @@ def gather_outputs(x: Tensor, dim: int, group: ProcessGroup | None = None, unpad
 
 
 def slice_input_tensor(x: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's part of a tensor that all ranks hold; ConfigError when `dim` does not divide."""
+    """This rank's shard of a tensor that all ranks hold; ConfigError when `dim` does not divide."""
     group = group or get_parallel_state().sp_group
     return x if group is None else _split(x, dim, group)[dist.get_rank(group)]
 
@@ -98,7 +98,7 @@ def slice_input_tensor(x: Tensor, dim: int, group: ProcessGroup | None = None) -
 def sp_pad_and_slice(
     x: Tensor, dim: int, pad_value: float = 0, pad_scale: int = 1, group: ProcessGroup | None = None
 ) -> Tensor:
-    """This rank's part of `x` after padding `dim` at its end to a multiple of `pad_scale` * ranks.
+    """This rank's shard of `x` after padding `dim` at its end to a multiple of `pad_scale` * ranks.
 
     Args:
         pad_scale: tokens that must stay together, e.g. 4 patches that a vision model merges.
@@ -148,79 +148,79 @@ def kv_repeats(heads: int, kv_heads: int, sp: int) -> int:
     return repeats
 
 
-class Arrivals:
-    """Query, key and value of one attention module, on their way from sequence parts to head parts.
+class OverlappedAllToAll:
+    """All-to-alls of query, key and value of one attention module, from local sequences to local heads.
 
-    Each is sent when it is projected and taken where it is needed; what is computed in between is computed during the
-    transfer, forward and backward.
+    Each starts when its tensor is projected and is awaited where it is needed; it overlaps with what is computed in
+    between, forward and backward.
 
     Args:
         group: the ranks; None asks `get_parallel_state()` at each call.
     """
 
-    _ATTRIBUTE = "_opslot_arrivals"
+    _ATTRIBUTE = "_ulysses_arrivals"
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self._group = group
-        self._sent: dict[str, Exchange] = {}
+        self._running: dict[str, AsyncAllToAll] = {}
 
     @classmethod
-    def of(cls, module: nn.Module | None) -> Arrivals | None:
+    def of(cls, module: nn.Module | None) -> OverlappedAllToAll | None:
         return getattr(module, cls._ATTRIBUTE, None)
 
     def attach(self, module: nn.Module) -> None:
-        """Let `ulysses_attention` find what `module` sends."""
+        """Let `ulysses_attention` find the transfers of `module`."""
         module.__dict__[self._ATTRIBUTE] = self
 
-    def send(self, name: str, x: Tensor, repeats: int = 1) -> Tensor:
-        """Begin the transfer of `x` [B, S / sp, heads, D], each head taken `repeats` times.
+    def start(self, name: str, x: Tensor, repeats: int = 1) -> Tensor:
+        """Start the all-to-all of `x` [B, S / sp, heads, D], each head repeated `repeats` times.
 
         Returns:
-            [B, S / sp, heads * repeats, D] that stands for it until `take`; its values mean nothing.
+            [B, S / sp, heads * repeats, D], a placeholder until `wait`; its values are undefined.
         """
         group = self._group or get_parallel_state().sp_group
         if group is None:
             return x
         x = x.repeat_interleave(repeats, 2) if repeats > 1 else x
-        exchange = self._sent[name] = Exchange(_split(x, 2, group), group)
-        return exchange.pending.view(x.shape)
+        handle = self._running[name] = AsyncAllToAll(_split(x, 2, group), group)
+        return handle.pending.view(x.shape)
 
-    def take(self, name: str, x: Tensor) -> Tensor:
-        """Await what was sent as `name`: [B, heads / sp, S, D].
+    def wait(self, name: str, x: Tensor) -> Tensor:
+        """Wait for the all-to-all started as `name`; returns [B, heads / sp, S, D].
 
         Args:
-            x: what `send` returned, [B, heads, S / sp, D] by now.
+            x: the placeholder that `start` returned, as [B, heads, S / sp, D].
 
         Raises:
-            ParallelError: values were read or changed while they travelled.
+            ParallelError: the placeholder was read or changed.
         """
-        exchange = self._sent.pop(name, None)
-        if exchange is None:
+        handle = self._running.pop(name, None)
+        if handle is None:
             return x
-        if x.untyped_storage().data_ptr() != exchange.pending.untyped_storage().data_ptr():
+        if x.untyped_storage().data_ptr() != handle.pending.untyped_storage().data_ptr():
             raise ParallelError(
-                f"the {name} was changed between its projection and its use, while it travelled to other ranks",
+                f"the {name} was changed between its projection and its use, during its all-to-all",
                 hint="set ulysses_overlap to False",
             )
-        return _merge(exchange.finish(), 1).transpose(1, 2)
+        return _merge(handle.wait(), 1).transpose(1, 2)
 
 
 def ulysses_attention(
     attention: Callable[..., Any], group: ProcessGroup | None = None, pipeline: int = 1
 ) -> Callable[..., Any]:
-    """`attention` for ranks that hold parts of sequences.
+    """`attention` for ranks that hold local sequences.
 
     Args:
         attention: `(module, query, key, value, attention_mask, dropout, scaling, **kwargs) -> (output, weights)` with
             query [B, heads, S, D], key and value [B, kv_heads, S, D], output [B, S, heads, D].
         group: the ranks; None asks `get_parallel_state()` at each call.
-        pipeline: parts that a rank's heads are taken in, where they divide; while one is computed, the next one's
-            inputs and the last one's output travel, forward and backward.
+        pipeline: chunks of a rank's heads, if they divide; the all-to-alls of one chunk overlap with the computation of
+            another, forward and backward.
 
     Returns:
         The same function of query [B, heads, S / sp, D], key and value [B, kv_heads, S / sp, D], whose output is
         [B, S / sp, heads, D] and whose weights are None. `attention_mask`, `cu_seq_lens_*` and `max_length_*` are
-        those of the whole sequence. A module with `Arrivals` has sent its value, and gives query and key whole.
+        those of the global sequence. With an `OverlappedAllToAll`, query and key are global already.
     """
 
     @functools.wraps(attention)
@@ -237,25 +237,25 @@ def ulysses_attention(
         ranks = group or get_parallel_state().sp_group
         if ranks is None:
             return attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-        arrivals = Arrivals.of(module)
-        if arrivals is not None:
-            value = arrivals.take("value", value)
+        overlapped = OverlappedAllToAll.of(module)
+        if overlapped is not None:
+            value = overlapped.wait("value", value)
             output, _ = attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
             return gather_heads_scatter_seq(output, 2, 1, ranks), None
         repeats = kv_repeats(query.shape[1], key.shape[1], ranks.size())
-        parts = math.gcd(pipeline, key.shape[1] * repeats // ranks.size())
+        count = math.gcd(pipeline, key.shape[1] * repeats // ranks.size())
         # [sp, B, S / sp, heads / sp, D]
-        sides = [
-            _split(x.repeat_interleave(n, 1) if n > 1 else x, 1, ranks).transpose(2, 3).chunk(parts, 3)
+        chunks = [
+            _split(x.repeat_interleave(n, 1) if n > 1 else x, 1, ranks).transpose(2, 3).chunk(count, 3)
             for x, n in ((query, 1), (key, repeats), (value, repeats))
         ]
-        arriving = [[Exchange(x, ranks) for x in part] for part in zip(*sides, strict=True)]
-        leaving = []
-        for part in arriving:
-            q, k, v = (_merge(exchange.finish(), 1).transpose(1, 2) for exchange in part)
+        inputs = [[AsyncAllToAll(x, ranks) for x in chunk] for chunk in zip(*chunks, strict=True)]
+        outputs = []
+        for chunk in inputs:
+            q, k, v = (_merge(handle.wait(), 1).transpose(1, 2) for handle in chunk)
             output, _ = attention(module, q, k, v, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-            leaving.append(Exchange(_split(output, 1, ranks), ranks))
-        outputs = [exchange.finish() for exchange in leaving]
-        return _merge(torch.cat(outputs, 3) if parts > 1 else outputs[0], 2), None
+            outputs.append(AsyncAllToAll(_split(output, 1, ranks), ranks))
+        gathered = [handle.wait() for handle in outputs]
+        return _merge(torch.cat(gathered, 3) if count > 1 else gathered[0], 2), None
 
     return attend

@@ -93,9 +93,11 @@ def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         CheckpointError: either file is damaged.
     """
     state, kernels = training_state.read_state(folder)
-    tokens = state.get("tokens_seen", 0)
+    tokens, data = state.get("tokens_seen"), state.get("data")
     if type(tokens) is not int or tokens < 0:
         raise training_state.damaged(folder, f"{STATE_FILE}: tokens_seen is {str(tokens)[:40]!r}")
+    if not isinstance(data, dict):
+        raise training_state.damaged(folder, f"{STATE_FILE}: data is {str(data)[:40]!r}")
     return state, kernels
 
 

@@ -6,8 +6,6 @@ carries the input gradients that later tokens still add to. Spans overlap by thr
 summed per span in registers, then over spans in a fixed order.
 
 Packed documents need one integer a token, its place in its document: a tap reaches back no further than that.
-
-Times on an H200 are in benchmarks/results/delta_h200.json.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ GEMM goes from one to the other halfway.
 Measured on an H200: with SwiGLU's backward in the GEMM's epilogue, that GEMM runs out of registers and is slower
 than the two kernels; gathering tokens inside the weight gradients keeps their loads from being pipelined and is slower
 than gathering first; gathering and summing on a second stream beside the GEMMs takes as long as one after the other
-(the chip is at its power limit in such GEMMs, benchmarks/results/products_h200.json). Keeping only gate and up for
+(the chip is at its power limit in such GEMMs, benchmarks/results/gemm_h200.json). Keeping only gate and up for
 backward is SonicMoE's idea (arXiv 2512.14080).
 """
 

@@ -4,7 +4,7 @@ Backward recomputes the row's statistics from the `x` it must load anyway, so fo
 The weight's gradient is summed per program in registers, then over programs by a second kernel in a fixed order: no
 atomics, the same bits every run. A row's numbers depend on neither its place nor the number of rows (`_rows`).
 
-Times on an H200 are in benchmarks/results/elementwise_h200.json.
+Times on an H200 are in benchmarks/results/bench_h200.json.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from opslot._base.errors import CheckpointError
-from opslot.checkpoint.placement import (
-    Placement,
+from opslot.checkpoint.tensor_slice import (
     Region,
+    TensorSlice,
     copy_overlap,
     full_region,
     intersect,
@@ -39,12 +39,12 @@ def region_pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], Region, Region]:
 
 @settings(max_examples=100, deadline=None)
 @given(region_pairs())
-def test_copying_what_two_regions_share(case: tuple[tuple[int, ...], Region, Region]) -> None:
+def test_copy_overlap_of_two_regions(case: tuple[tuple[int, ...], Region, Region]) -> None:
     """Copied through the target's coordinates, exactly the shared elements change."""
     shape, kept, stored = case
     target = torch.arange(1, 1 + volume(full_region(shape))).view(shape)
     destination = torch.zeros_like(target[kept])
-    copy_overlap(destination, kept, target[stored], Placement("x", stored, tuple(target[stored].shape)))
+    copy_overlap(destination, kept, target[stored], TensorSlice("x", stored, tuple(target[stored].shape)))
     mask = torch.zeros(shape, dtype=torch.bool)
     mask[stored] = True
     assert torch.equal(destination, (target * mask)[kept])
@@ -83,9 +83,9 @@ def test_local_ranges_of_fsdp_over_another_sharding(ranks, inner: int, outer: in
     assert ranks.run(on_a_fake_mesh, 8, inner, outer) == [None, None]
 
 
-def test_a_strided_shard_that_is_uneven_is_refused(ranks) -> None:
+def test_uneven_strided_shard_raises(ranks) -> None:
     for message in ranks.run(on_a_fake_mesh, 6, 0, 0):
-        assert "keeps no single block here; shard the dims evenly" in message
+        assert "is not one region on this rank; shard evenly" in message
 
 
 def test_numeric_casts() -> None:

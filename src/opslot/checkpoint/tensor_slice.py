@@ -1,4 +1,4 @@
-"""Where a checkpoint's tensor lies in a model's: regions, their overlap, and what of a parameter a rank keeps."""
+"""Slices of a model's tensors that a checkpoint's tensors fill, and the part of a parameter that a rank keeps."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def relative(region: Region, origin: Region) -> Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class TensorSlice:
     """A checkpoint tensor is one region of a model's tensor, perhaps with its last two dims swapped.
 
-    Read from left to right it says where to load it, from right to left how to save it.
+    Used both to load it and to save it.
 
     Attributes:
         target: name of the model's tensor.
@@ -64,7 +64,7 @@ class Placement:
     transposed: bool = False
 
     @classmethod
-    def whole(cls, target: str, shape: Sequence[int], *, transposed: bool = False) -> Placement:
+    def whole(cls, target: str, shape: Sequence[int], *, transposed: bool = False) -> TensorSlice:
         """The checkpoint's tensor is the whole target of `shape`."""
         stored = (*shape[:-2], shape[-1], shape[-2]) if transposed else tuple(shape)
         return cls(target, full_region(shape), stored, transposed)
@@ -80,22 +80,22 @@ class Placement:
         return view.mT if self.transposed else view
 
 
-def copy_overlap(destination: Tensor, region: Region, stored: Tensor, placement: Placement) -> Tensor | None:
-    """Copy what `stored`, placed by `placement`, has of `region` of the target into `destination`.
+def copy_overlap(destination: Tensor, region: Region, stored: Tensor, tensor_slice: TensorSlice) -> Tensor | None:
+    """Copy what `stored`, placed by `tensor_slice`, has of `region` of the target into `destination`.
 
     Returns the part of `destination` that was written; None if there is none.
 
     Args:
         destination: [extent(region)], any dtype and device; written in place.
         region: the part of the target that `destination` holds.
-        stored: the checkpoint's tensor, [placement.shape].
-        placement: where `stored` lies in the target.
+        stored: the checkpoint's tensor, [tensor_slice.shape].
+        tensor_slice: where `stored` lies in the target.
     """
-    overlap = intersect(region, placement.region)
+    overlap = intersect(region, tensor_slice.region)
     if overlap is None:
         return None
     written = destination[relative(overlap, region)]
-    return written.copy_(placement.as_region(stored)[relative(overlap, placement.region)])
+    return written.copy_(tensor_slice.as_region(stored)[relative(overlap, tensor_slice.region)])
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -109,8 +109,8 @@ def local_ranges(tensor: Tensor) -> Region:
     A plain tensor is kept whole; a rank outside the DTensor's mesh keeps nothing.
 
     Raises:
-        CheckpointError: the DTensor is partial, or a rank's part is not one block (a strided shard that is
-            uneven).
+        CheckpointError: the DTensor is partial, or a rank's shard is not contiguous in each dim (an uneven
+            strided shard).
     """
     if not isinstance(tensor, DTensor):
         return full_region(tensor.shape)
@@ -123,7 +123,7 @@ def local_ranges(tensor: Tensor) -> Region:
     if tuple(tensor._local_tensor.shape) != tuple(shape) or not _is_block(tensor):
         raise CheckpointError(
             f"a DTensor of shape {tuple(tensor.shape)} placed as {placements} over {tensor.device_mesh} "
-            "keeps no single block here; shard the dims evenly or on different dims"
+            "is not one region on this rank; shard evenly or on different dims"
         )
     return tuple(slice(o, o + n) for o, n in zip(offset, shape))
 
@@ -156,7 +156,7 @@ def is_numeric_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether values of `stored` may become `wanted` by a plain cast: same dtype, or both 16 bits or wider
     and floating.
 
-    Integers and 8-bit floats in place of floats are quantised weights, whose scales a cast would drop.
+    Integers and 8-bit floats in place of floats are quantized weights, whose scales a cast would drop.
     """
     if stored == wanted:
         return True
