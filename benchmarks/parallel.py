@@ -3,7 +3,7 @@
     python benchmarks/parallel.py --gpus 4 [CONFIGURATION[+OPTION=VALUE] ...] [--baseline-path veomni=DIR] --output FILE
 
 The configurations are those of `parallel_workers/workload.py`; default all. An OPTION is one of opslot's
-`parallelize_model`, as in moe-fsdp+copy_engine=False or dense-sp+ulysses_overlap=True. Each library runs in processes
+`parallelize`, as in moe-fsdp+copy_engine=False or dense-sp+ulysses_overlap=True. Each library runs in processes
 of its own (torchrun); VeOmni only where --baseline-path names a folder with it and the Transformers that it pins.
 fp32 master weights, bfloat16 computation, gradients reduced in fp32 and clipped, AdamW, no activation checkpointing.
 """

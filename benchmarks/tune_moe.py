@@ -47,9 +47,9 @@ def tune_triton(arguments: dict[str, torch.Tensor], gemms: list[str]) -> None:
     rows_x = fused.gather(x, top_k, routing)
     rows_grad = fused.gather(torch.randn_like(x), top_k, routing)
     projected, act = fused.gate_up(plan, x, experts, top_k, routing)
-    act_grad = fused.rows_product(plan, plan.act_grad, rows_grad, down, intermediate, False, routing)
+    act_grad = fused.rows_gemm(plan, plan.act_grad, rows_grad, down, intermediate, False, routing)
     projected_grad, weighted_act, _ = fused.gate_grad(plan, act_grad, projected, rows_grad, experts, weights, routing)
-    outputs = fused.rows_product(plan, plan.down, act, down, hidden, True, routing)
+    outputs = fused.rows_gemm(plan, plan.down, act, down, hidden, True, routing)
     weight = gate_up.view(2 * count, intermediate, hidden)
     for name, other in {
         "route": lambda: route(index, count, plan.align),
@@ -64,14 +64,14 @@ def tune_triton(arguments: dict[str, torch.Tensor], gemms: list[str]) -> None:
         if gemm == "gate_up":
             return fused.gate_up(trial, x, experts, top_k, routing, rows_x)
         if gemm == "down":
-            return fused.rows_product(trial, tiles, act, down, hidden, True, routing)
+            return fused.rows_gemm(trial, tiles, act, down, hidden, True, routing)
         if gemm == "act_grad":
-            return fused.rows_product(trial, tiles, rows_grad, down, intermediate, False, routing)
+            return fused.rows_gemm(trial, tiles, rows_grad, down, intermediate, False, routing)
         if gemm == "input_grad":
-            return fused.rows_product(trial, tiles, projected_grad, weight, hidden, False, routing)
+            return fused.rows_gemm(trial, tiles, projected_grad, weight, hidden, False, routing)
         if gemm == "gate_up_grad":
-            return fused.weight_grad_product(trial, tiles, projected_grad, rows_x, routing)
-        return fused.weight_grad_product(trial, tiles, rows_grad, weighted_act, routing)
+            return fused.weight_grad_gemm(trial, tiles, projected_grad, rows_x, routing)
+        return fused.weight_grad_gemm(trial, tiles, rows_grad, weighted_act, routing)
 
     for gemm in gemms:
         results = []

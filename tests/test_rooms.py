@@ -99,18 +99,21 @@ def test_a_new_op_is_one_folder(tmp_path):
     assert done.stdout.splitlines() == ["[('eager', True), ('quick', True)]", "True"]
 
 
-def test_a_new_architecture_is_one_folder(tmp_path):
+def test_architecture_additions_are_one_folder(tmp_path):
+    """A patch extends what discovery finds: it states the difference only."""
     folder = tmp_path / "mistral"
     folder.mkdir()
     (folder / "__init__.py").write_text(
         'from opslot.models._registry import register_architecture\n\nregister_architecture("mistral")\n'
     )
-    from pathlib import Path
+    (folder / "patch.py").write_text(
+        textwrap.dedent("""
+        from opslot.patchgen import PatchConfig
 
-    import opslot
-
-    pattern = Path(opslot.__file__).parent / "models" / "llama" / "patch.py"
-    (folder / "patch.py").write_text(pattern.read_text().replace('"llama", "Llama"', '"mistral", "Mistral"'))
+        patch = PatchConfig("transformers.models.mistral.modeling_mistral")
+        patch.exclude_from_output("MistralForTokenClassification", "MistralForQuestionAnswering")
+        """)
+    )
     done = run(f"""
         import importlib.util, sys
         spec = importlib.util.find_spec("opslot.models")
@@ -123,9 +126,51 @@ def test_a_new_architecture_is_one_folder(tmp_path):
             vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
             num_key_value_heads=1, head_dim=8), ops_implementation="eager")
         print(type(model).__module__, type(model).__name__)
+        import opslot.generated.mistral as generated
+        print(generated.MistralMLP._opslot_slots, hasattr(generated, "MistralForTokenClassification"))
     """)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "opslot.generated.mistral MistralForCausalLM"
+    assert done.stdout.splitlines() == [
+        "opslot.generated.mistral MistralForCausalLM",
+        "{'swiglu_mlp': ('swiglu_mlp', 'standard')} False",
+    ]
+
+
+def test_a_new_form_is_one_file(tmp_path):
+    folder = tmp_path / "gelu_mlp"
+    folder.mkdir()
+    (folder / "forms.py").write_text(
+        textwrap.dedent("""
+        from opslot.patchgen import Slot
+        from opslot.patchgen.forms import Match
+
+        class WholeMLP:
+            def find(self, module):
+                for name, forward in module.methods():
+                    if name.endswith("MLP") and module.count(forward, "self.act($x)") == 1:
+                        slot = Slot("gelu_mlp", "standard")
+                        yield Match(
+                            name, slot.op, slot.variant,
+                            lambda patch, at=forward: patch.slot_expr(at, slot, "self.act($x)", args="$x"))
+
+        FORMS = (WholeMLP(),)
+        """)
+    )
+    done = run(f"""
+        import importlib.util, sys
+        spec = importlib.util.find_spec("opslot.ops")
+        spec.submodule_search_locations.append({str(tmp_path)!r})
+        sys.modules["opslot.ops"] = importlib.util.module_from_spec(spec)
+        from opslot.models.discovery import discover
+        print([(match.symbol, str(match)) for match in discover("gpt2").matches])
+        from opslot.generated.gpt2 import GPT2MLP
+        print(GPT2MLP._opslot_slots)
+    """)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "[('GPT2MLP', 'gelu_mlp/standard')]",
+        "{'gelu_mlp': ('gelu_mlp', 'standard')}",
+    ]
 
 
 @pytest.mark.parametrize(

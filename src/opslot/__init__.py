@@ -8,7 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from opslot._base.plugins import PATCH_FINDERS
+
 __version__ = "0.1.0"
+
+PATCH_FINDERS.append("opslot.models.discovery")
 
 if TYPE_CHECKING:
     from opslot.models import apply, build_foundation_model, restore

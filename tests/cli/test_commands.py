@@ -8,7 +8,7 @@ from opslot.bench.run import read_model
 from opslot.cli import main
 
 
-def test_kernels_json_has_the_promised_keys(capsys):
+def test_kernels_json_keys(capsys):
     assert main(["kernels", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {"op", "variant", "name", "usable", "reason"} == set(rows[0])
@@ -39,7 +39,7 @@ def test_explain_a_folder(folder, capsys):
     assert by_op["rms_norm"]["modules"]
 
 
-def test_explain_names_what_was_set(folder, capsys):
+def test_explain_with_a_named_kernel(folder, capsys):
     assert main(["explain", str(folder), "--set", "rms_norm_implementation=eager"]) == 0
     assert "named by rms_norm_implementation" in capsys.readouterr().out
 
@@ -63,21 +63,21 @@ def test_explain_names_what_was_set(folder, capsys):
         (["verify", "--op", "attention", "--kernel", "cudnn", "--device", "cpu"], "can run on this machine"),
     ],
 )
-def test_wrong_use_is_one_message_and_exit_code_2(folder, capsys, arguments, message):
+def test_wrong_usage_is_one_error_and_exit_code_2(folder, capsys, arguments, message):
     assert main([a.replace("{folder}", str(folder)) for a in arguments]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert "Traceback" not in err
 
 
-def test_explain_of_a_training_file_that_names_no_model(tmp_path, capsys):
+def test_explain_of_a_training_file_without_model_raises(tmp_path, capsys):
     file = tmp_path / "train.yaml"
     file.write_text("")
     assert main(["explain", str(file)]) == 2
     assert "names no model; set model.config_path or model.model_path" in capsys.readouterr().err
 
 
-def test_explain_of_a_training_file_that_names_a_preset(folder, tmp_path, capsys):
+def test_explain_of_a_training_file_with_a_preset(folder, tmp_path, capsys):
     file = tmp_path / "train.yaml"
     file.write_text(f"model:\n  config_path: {folder}\n  ops_implementation: eager\n")
     assert main(["explain", str(file), "--set", "rms_norm_implementation=auto", "--json"]) == 0
@@ -86,7 +86,7 @@ def test_explain_of_a_training_file_that_names_a_preset(folder, tmp_path, capsys
     assert all("named by" not in row["why"] for row in rows if row["op"] == "rms_norm")
 
 
-def test_explain_chooses_for_what_a_training_file_computes_in(folder, tmp_path, capsys):
+def test_explain_uses_the_compute_dtype_of_a_training_file(folder, tmp_path, capsys):
     file = tmp_path / "train.yaml"
     file.write_text(f"model:\n  config_path: {folder}\ntrain:\n  fsdp:\n    compute_dtype: bfloat16\n")
     tables = []
@@ -96,13 +96,13 @@ def test_explain_chooses_for_what_a_training_file_computes_in(folder, tmp_path, 
     assert tables[0] == tables[1] != tables[2]
 
 
-def test_explain_of_a_model_type_that_is_no_name(tmp_path, capsys):
+def test_explain_of_an_invalid_model_type_raises(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": ["qwen3"]}))
     assert main(["explain", str(tmp_path)]) == 2
     assert "names no model_type" in capsys.readouterr().err
 
 
-def test_convert_there_and_back(folder, tmp_path, capsys):
+def test_convert_round_trip(folder, tmp_path, capsys):
     from safetensors.torch import load_file
 
     import opslot
@@ -121,7 +121,7 @@ def test_convert_there_and_back(folder, tmp_path, capsys):
     assert "not an empty folder" in capsys.readouterr().err
 
 
-def test_traceback_on_request(capsys):
+def test_traceback_option(capsys):
     assert main(["kernels", "--op", "nope", "--traceback"]) == 2
     assert "Traceback" in capsys.readouterr().err
 
@@ -154,14 +154,14 @@ def test_unknown_command_exits_2():
         (["bisect", "model", "--seed", str(-(2**40))], "is no seed"),
     ],
 )
-def test_devices_and_seeds_that_nothing_can_use_exit_2(capsys, arguments, message):
+def test_invalid_devices_and_seeds_exit_2(capsys, arguments, message):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_verify_passes_and_fails_by_exit_code(capsys):
+def test_verify_exit_codes(capsys):
     from opslot import KERNEL_REGISTRY, KernelSpec
 
     assert main(["verify", "--op", "attention", "--kernel", "sdpa"]) == 0
@@ -189,7 +189,7 @@ def _wrong(hidden_states, eps):
     return (reference * 1.01).to(hidden_states.dtype)
 
 
-def test_bisect_names_the_slot_by_exit_code(folder, capsys):
+def test_bisect_exit_codes(folder, capsys):
     assert main(["bisect", str(folder), "--length", "16"]) == 0
     assert capsys.readouterr().out.startswith("no slot breaks parity")
     right = KERNEL_REGISTRY.load("rms_norm", "standard", "torch_fused")
@@ -211,7 +211,7 @@ def test_bisect_names_the_slot_by_exit_code(folder, capsys):
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_another_number_of_layers_fits_a_config_that_lists_their_types(folder, capsys, layers):
+def test_number_of_layers_with_layer_types(folder, capsys, layers):
     file = folder / "config.json"
     config = json.loads(file.read_text()) | {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
     file.write_text(json.dumps(config))
@@ -220,6 +220,6 @@ def test_another_number_of_layers_fits_a_config_that_lists_their_types(folder, c
 
 
 @pytest.mark.parametrize("option", [["--length", "1"], ["--batch", "0"], ["--layers", "0"]])
-def test_bisect_needs_something_to_judge(folder, capsys, option):
+def test_bisect_of_nothing_raises(folder, capsys, option):
     assert main(["bisect", str(folder), *option]) == 2
     assert "two tokens in it, and a layer" in capsys.readouterr().err

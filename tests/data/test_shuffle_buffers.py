@@ -26,7 +26,7 @@ class Shard:
 
 
 class Corpus:
-    """Blocks in memory: token t of document d of shard b is the number 100,000 b + 1,000 d + t."""
+    """Shards in memory: token t of document d of shard b is the number 100,000 b + 1,000 d + t."""
 
     def __init__(self, shards):
         self.identity = {"data.train_path": "in memory"}

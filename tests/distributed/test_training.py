@@ -1,4 +1,4 @@
-"""Five steps on two ranks against one process: losses and gradient norms, for every architecture and axis."""
+"""Five steps on two ranks against one process: losses and gradient norms, for all axes."""
 
 import importlib.util
 import sys
@@ -12,7 +12,8 @@ tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spe
 if not hasattr(tiny, "train"):
     _spec.loader.exec_module(tiny)
 
-DENSE = ["llama", "qwen2", "qwen3", "seed_oss"]
+# With and without biases and norms of heads. The slots of other architectures are Qwen3's: tests/models.
+DENSE = ["qwen2", "qwen3"]
 SIZES = {"fsdp": {}, "sp": {"sp": 2}, "ep": {"ep": 2}, "sp and ep": {"sp": 2, "ep": 2}, "hsdp": {"dp_replicate": 2}}
 
 
@@ -164,7 +165,7 @@ def without(entry):
     ("entry", "message"),
     [
         ("position_ids", "each rank would count from 0"),
-        ("shift_labels", "the last token of each part would lose its successor"),
+        ("shift_labels", "the last token of each shard would have no label"),
         ("num_items_in_batch", "each rank would average over its own tokens"),
     ],
 )

@@ -80,7 +80,7 @@ def test_all_eager_equals_transformers_bit_for_bit(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-def test_auto_is_as_near_to_fp64_as_eager(arch):
+def test_auto_is_as_accurate_as_eager(arch):
     reference = upstream(arch)
     truth, true_grads = run(copy.deepcopy(reference).double())
     eager, eager_grads = run(reference)
@@ -119,14 +119,14 @@ def test_sequence_classification(arch, ops):
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
-def test_weights_come_from_a_folder(arch, tmp_path):
+def test_loads_weights_from_a_folder(arch, tmp_path):
     reference = upstream(arch)
     reference.save_pretrained(tmp_path, max_shard_size="20KB")
     model = opslot.build_foundation_model(tmp_path, tmp_path, ops_implementation="eager")
     assert_same(run(reference)[1], run(model)[1])
 
 
-def test_a_classifier_starts_from_a_language_models_checkpoint(tmp_path):
+def test_classifier_loads_a_language_model_checkpoint(tmp_path):
     upstream("qwen3").save_pretrained(tmp_path)
     model = opslot.build_foundation_model(
         tmp_path, tmp_path, architecture="Qwen3ForSequenceClassification", config_kwargs={"num_labels": 3}
@@ -137,7 +137,7 @@ def test_a_classifier_starts_from_a_language_models_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("first", ["eager", "auto"])
-def test_two_models_in_one_process_run_what_each_was_given(first):
+def test_two_models_with_different_kernels(first):
     second = "auto" if first == "eager" else "eager"
     config = config_of("qwen3_moe")
     models = {ops: opslot.build_foundation_model(config, ops_implementation=ops) for ops in (first, second)}
@@ -169,7 +169,7 @@ def test_apply_and_restore_on_an_existing_model(arch):
     assert_same(again_grads, grads)
 
 
-def test_apply_leaves_a_sibling_of_the_same_config_alone():
+def test_apply_does_not_change_another_model_of_the_same_config():
     config = config_of("qwen3")
     cls = transformers.Qwen3ForCausalLM
     one, two = cls(config), cls(config)
@@ -192,7 +192,7 @@ def test_apply_is_all_or_nothing():
     ("field", "value"), [("num_attention_heads", 0), ("num_key_value_heads", 0), ("num_attention_heads", -1)]
 )
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
-def test_sizes_that_no_model_has_are_named(tmp_path, arch, field, value):
+def test_invalid_sizes_are_named(tmp_path, arch, field, value):
     config_of(arch).save_pretrained(tmp_path)
     for source in (config_of(arch), tmp_path):
         with pytest.raises(ConfigError, match=rf"(.*\n)+  found: {field}={value}\n  hint: ") as told:
@@ -200,7 +200,7 @@ def test_sizes_that_no_model_has_are_named(tmp_path, arch, field, value):
         assert isinstance(told.value.__cause__, ZeroDivisionError | RuntimeError)
 
 
-def test_a_value_that_its_field_does_not_take_is_named():
+def test_invalid_config_value_is_named():
     with pytest.raises(ConfigError, match="num_attention_heads='four' is no value for a qwen3 config"):
         opslot.build_foundation_model(config_of("qwen3"), config_kwargs={"num_attention_heads": "four"})
 
@@ -210,7 +210,7 @@ def chosen_now(model, op):
     return row.chosen, row.why
 
 
-def test_explain_tells_of_attention_set_behind_its_back():
+def test_explain_shows_attention_set_after_binding():
     model = opslot.build_foundation_model(config_of("qwen3"), ops_implementation={"attn_implementation": "sdpa"})
     bound = opslot.explain(model)
     model.set_attn_implementation("eager")
@@ -226,7 +226,7 @@ def test_explain_tells_of_attention_set_behind_its_back():
     assert chosen_now(model, "attention") == ("sdpa", "named by attn_implementation")
 
 
-def test_explain_tells_of_one_of_two_models():
+def test_explain_shows_attention_of_each_model():
     pair = torch.nn.ModuleList(opslot.build_foundation_model(config_of("qwen3")) for _ in range(2))
     opslot.bind(pair, {"attn_implementation": "sdpa"})
     pair[1].set_attn_implementation("eager")
@@ -234,7 +234,7 @@ def test_explain_tells_of_one_of_two_models():
     assert found == {"sdpa": ("0",), "eager": ("1",)}
 
 
-def test_explain_tells_of_experts_set_behind_its_back():
+def test_explain_shows_experts_set_after_binding():
     model = opslot.build_foundation_model(config_of("qwen3_moe"), ops_implementation="eager")
     model.set_experts_implementation("grouped_mm")
     replaced, why = chosen_now(model, "moe_experts")
@@ -253,13 +253,13 @@ def test_explain_tells_of_experts_set_behind_its_back():
         (lambda: _subclass()(config_of("qwen3")), "your own subclass of Qwen3ForCausalLM"),
     ],
 )
-def test_apply_says_what_it_cannot_do(make, message):
+def test_apply_to_an_unsupported_model_raises(make, message):
     with pytest.raises(ConfigError, match=message):
         opslot.apply(make())
 
 
 @pytest.mark.parametrize("call", [opslot.apply, opslot.restore])
-def test_what_is_no_model_is_named(call):
+def test_non_module_raises(call):
     with pytest.raises(ConfigError, match=rf"opslot\.{call.__name__} takes a model, found 'path/to/model'"):
         call("path/to/model")
 
@@ -271,7 +271,7 @@ def _subclass():
     return Mine
 
 
-def test_a_forward_replaced_on_the_instance_is_reported():
+def test_replaced_forward_is_reported():
     model = upstream("qwen3")
     norm = model.model.norm
     norm.forward = norm.forward
@@ -282,7 +282,7 @@ def test_a_forward_replaced_on_the_instance_is_reported():
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
-def test_bound_models_survive_copying_pickling_saving_and_compiling(arch, tmp_path):
+def test_bound_models_can_be_copied_pickled_saved_and_compiled(arch, tmp_path):
     model = opslot.build_foundation_model(config_of(arch))
     # Before the first forward: upstream's hooks that record router logits are local functions, which no pickle takes.
     file = io.BytesIO()
@@ -302,7 +302,7 @@ def test_bound_models_survive_copying_pickling_saving_and_compiling(arch, tmp_pa
     torch.testing.assert_close(run(compiled)[0].loss, expected.loss, rtol=1e-5, atol=1e-6)
 
 
-def test_lora_on_top_of_a_bound_model_trains_and_matches_plain_peft():
+def test_lora_matches_plain_peft():
     from peft import LoraConfig, get_peft_model
 
     lora = LoraConfig(r=4, target_modules=["q_proj", "gate_proj", "down_proj"], init_lora_weights=False)
@@ -335,7 +335,7 @@ def test_lora_on_top_of_a_bound_model_trains_and_matches_plain_peft():
         torch.testing.assert_close(ga[name], gc[name], rtol=1e-4, atol=1e-5)
 
 
-def test_lora_on_the_head_is_not_bypassed():
+def test_lora_on_the_head_is_applied():
     from peft import LoraConfig, get_peft_model
 
     lora = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
@@ -349,7 +349,7 @@ def test_lora_on_the_head_is_not_bypassed():
         opslot.apply(plain, {"cross_entropy_loss_implementation": "chunk_loss"})
 
 
-def test_a_head_wrapped_after_binding_is_refused_when_named_and_served_under_auto():
+def test_head_wrapped_after_binding():
     from peft import LoraConfig, get_peft_model
 
     ids = torch.randint(1, 97, (1, 7))
@@ -372,7 +372,7 @@ def test_router_logits_are_captured_after_apply():
     assert out.aux_loss is not None
 
 
-def test_router_logits_are_captured_after_restore_in_a_process_that_never_built_upstreams_class(forks, tmp_path):
+def test_router_logits_are_captured_after_restore_in_a_new_process(forks, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("""
 import torch, opslot
@@ -387,7 +387,7 @@ print(len(model(input_ids=torch.ones(1, 4, dtype=torch.long)).router_logits))
     assert out.strip() == "1", err
 
 
-def test_generation_is_upstreams():
+def test_generation_equals_transformers():
     ids = torch.randint(1, 97, (1, 5), generator=torch.Generator().manual_seed(1))
     model = upstream("qwen3").eval()
     expected = model.generate(ids, max_new_tokens=8, do_sample=False)
@@ -395,7 +395,7 @@ def test_generation_is_upstreams():
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected)
 
 
-def test_packed_documents_do_not_see_each_other():
+def test_packed_documents_are_independent():
     model = opslot.build_foundation_model(config_of("qwen3")).eval()
     a, b = torch.randint(1, 97, (1, 6)), torch.randint(1, 97, (1, 9))
     packed = torch.cat([a, b], 1)
@@ -409,7 +409,7 @@ def test_packed_documents_do_not_see_each_other():
     torch.testing.assert_close(by_positions, apart, rtol=1e-4, atol=1e-5)
 
 
-def test_the_hf_backend_builds_upstreams_class(monkeypatch):
+def test_hf_backend_builds_the_original_class(monkeypatch):
     monkeypatch.setenv("OPSLOT_BACKEND", "hf")
     model = opslot.build_foundation_model(config_of("qwen3"))
     assert type(model) is transformers.Qwen3ForCausalLM
@@ -425,7 +425,7 @@ def test_the_hf_backend_builds_upstreams_class(monkeypatch):
         ("{", "is not valid JSON"),
         ("{}", "names no model_type"),
         ('{"model_type": "qwen33"}', "did you mean 'qwen3'"),
-        ('{"model_type": "gpt2"}', "opslot has no patch for model_type 'gpt2'; it has llama"),
+        ('{"model_type": "gpt2"}', "opslot has no model_type 'gpt2'; it has (.*, )?llama"),
         ('{"model_type": "qwen3", "hidden_size": "wide"}', "not a valid qwen3 config"),
     ],
 )
@@ -457,7 +457,7 @@ def test_meta_models_bind_for_this_machine():
     assert len(opslot.explain(model)) >= 5
 
 
-def test_every_model_that_one_module_holds_gets_its_attention():
+def test_each_model_in_a_module_gets_its_attention():
     pair = torch.nn.ModuleDict({"teacher": upstream("qwen3"), "student": upstream("qwen3_moe")})
     before = [m.config._attn_implementation for m in pair.values()]
     overrides = {"teacher": {"attn_implementation": "eager"}}
@@ -471,7 +471,7 @@ def test_every_model_that_one_module_holds_gets_its_attention():
     assert [m.config._attn_implementation for m in pair.values()] == before
 
 
-def test_a_model_inside_lora_gets_its_attention_and_gives_it_back():
+def test_attention_of_a_model_inside_lora_is_bound_and_restored():
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(target_modules=["q_proj"], r=2)
     wrapped = peft.get_peft_model(upstream("qwen3_moe"), lora)
@@ -487,7 +487,7 @@ def test_a_model_inside_lora_gets_its_attention_and_gives_it_back():
     assert inner.model.layers[0].mlp.experts.config._experts_implementation == before[1]
 
 
-def test_evaluation_returns_the_logits_of_transformers():
+def test_evaluation_returns_logits():
     reference = upstream("qwen3").eval()
     model = ours("qwen3", reference, {"cross_entropy_loss_implementation": "chunk_loss"}).eval()
     ids = torch.arange(12).view(2, 6)
@@ -506,7 +506,7 @@ def test_evaluation_returns_the_logits_of_transformers():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("applied", [False, True], ids=["built", "applied"])
-def test_a_model_that_moves_to_a_gpu_trains_with_the_gpus_kernels(applied, caplog):
+def test_model_moved_to_a_gpu_is_bound_again(applied, caplog):
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "dtype": "bfloat16"}
     config = config_of("qwen3", **wide)
     if applied:

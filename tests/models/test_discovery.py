@@ -1,7 +1,8 @@
-"""Slots found in architectures without a patch: upstream bit for bit while eager, right with kernels, and undone."""
+"""Slots that discovery finds: Transformers bit for bit if eager, correct with kernels, and undone by restore."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from types import SimpleNamespace
 
@@ -12,14 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import opslot
 from opslot._base.errors import ConfigError
 from opslot.cli import main
-from opslot.models import ARCHITECTURES, MODELING_REGISTRY
-from opslot.models._sequence import spread_sequences
-from opslot.models.discovery.engine import port
-from opslot.models.parallelize import parallel_plan, whole_sequences
-from opslot.patchgen.edits import OpSlot
+from opslot.models import MODELING_REGISTRY
+from opslot.models.discovery import discover
+from opslot.models.parallelize import parallel_plan
 from opslot.patchgen.engine import generate
-from opslot.patchgen.materialization import find_patch
+from opslot.patchgen.materialization import require_patch
 from opslot.patchgen.source import installed_release
+from opslot.patchgen.writing import patch_source
+from opslot.slots.protocol import keeps_sequences
 
 SIZES = {
     "hidden_size": 32,
@@ -104,15 +105,14 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_a_model_without_a_patch_is_served(model_type):
+def test_discovered_slots_train_as_transformers_does(model_type):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(model_type)).train()
     ids = torch.randint(3, 64, (2, 20))
     before, attention = type(model), model.config._attn_implementation
-    # As opslot's eager: one expert after another.
+    # As opslot's eager: Transformers' eager attention, and one expert after another.
     model.set_experts_implementation("eager")
-    if "attention/causal" in {finding.op for finding in port(before.__module__.split(".")[-2]).slots}:
-        model.set_attn_implementation("eager")
+    model.set_attn_implementation("eager")
     wanted = step(model, ids)
 
     report = opslot.apply(model, "eager")
@@ -140,7 +140,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_siz
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("model_type", MODELS)
-def test_a_model_without_a_patch_trains_with_the_gpus_kernels(model_type):
+def test_discovered_slots_train_with_gpu_kernels(model_type):
     """In bf16, loss and gradients of a step under `auto` are as near to fp32's as Transformers' own, or twice that."""
     torch.manual_seed(0)
     sizes = SIZES | MODELS[model_type][0] | WIDE
@@ -169,7 +169,7 @@ def test_a_model_without_a_patch_trains_with_the_gpus_kernels(model_type):
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "helium"])
-def test_the_sum_before_a_norm_is_found_with_the_norms_own_rounding(model_type, monkeypatch):
+def test_residual_norm_rounds_as_the_norm_does(model_type, monkeypatch):
     from opslot.ops.rms_norm import triton
 
     torch.manual_seed(0)
@@ -186,18 +186,76 @@ def test_the_sum_before_a_norm_is_found_with_the_norms_own_rounding(model_type, 
         torch.testing.assert_close(grads[name], grad, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def slots_of(patch):
-    """Where a patch has slots, and which."""
-    return {(edit.target, str(edit.slot)) for edit in patch.edits if isinstance(getattr(edit, "slot", None), OpSlot)}
+DENSE = {
+    "RMSNorm": {"rms_norm": ("rms_norm", "standard")},
+    "MLP": {"swiglu_mlp": ("swiglu_mlp", "standard")},
+    "Attention": {"rotary_pos_emb": ("rotary_pos_emb", "full")},
+    "DecoderLayer": {"rms_norm": ("rms_norm", "residual")},
+    "ForCausalLM": {"cross_entropy_loss": ("cross_entropy_loss", "causal")},
+    "ForSequenceClassification": {"cross_entropy_loss": ("cross_entropy_loss", "sequence_classification")},
+}
+EXPERTS = {
+    "Experts": {"moe_experts": ("moe_experts", "standard")},
+    "ForCausalLM": {
+        "cross_entropy_loss": ("cross_entropy_loss", "causal"),
+        "load_balancing_loss": ("load_balancing_loss", "standard"),
+    },
+}
 
 
-@pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
-def test_what_is_patched_by_hand_is_found(arch):
-    assert slots_of(port(arch).patch) == slots_of(find_patch(arch))
-    assert not any(finding.left for finding in port(arch).findings), port(arch).findings
+@pytest.mark.parametrize(
+    ("arch", "prefix", "slots"),
+    [
+        ("llama", "Llama", DENSE),
+        ("qwen2", "Qwen2", DENSE),
+        ("qwen3", "Qwen3", DENSE),
+        ("seed_oss", "SeedOss", DENSE),
+        ("mistral", "Mistral", DENSE),
+        ("qwen3_moe", "Qwen3Moe", DENSE | EXPERTS),
+    ],
+)
+def test_slots_of_generated_classes(arch, prefix, slots):
+    generated = importlib.import_module(f"opslot.generated.{arch}")
+    found = {
+        name: vars(value).get("_opslot_slots") for name, value in vars(generated).items() if isinstance(value, type)
+    }
+    assert {name: slots for name, slots in found.items() if slots} == {f"{prefix}{k}": v for k, v in slots.items()}
+    assert not any("_opslot_skipped" in vars(value) for value in vars(generated).values() if isinstance(value, type))
+    assert not discover(arch).skips
 
 
-def test_attention_that_nobody_read_stays_the_models_own():
+def skipped(arch, name):
+    return getattr(importlib.import_module(f"opslot.generated.{arch}"), name)._opslot_skipped
+
+
+def test_skips_are_attributes_of_the_owning_class():
+    reason = "its eager attention is more than softmax(scale q k + mask) v"
+    attention = ("attention", "Gemma2Attention", reason)
+    loss = (
+        "cross_entropy_loss",
+        "Gemma2ForCausalLM",
+        "changes the logits between head and loss, or calls another loss",
+    )
+    assert skipped("gemma2", "Gemma2PreTrainedModel") == (attention,)
+    assert skipped("gemma2", "Gemma2ForCausalLM") == (loss,)
+
+
+@pytest.mark.parametrize(
+    ("arch", "name", "op", "reason"),
+    [
+        ("qwen3_next", "Qwen3NextGatedDeltaNet", "chunk_gated_delta_rule", "gated_delta_rule, and no caller of it"),
+        ("qwen3_next", "Qwen3NextGatedDeltaNet", "causal_conv1d", "calls causal_conv1d_"),
+        ("qwen3_vl", "Qwen3VLForConditionalGeneration", "cross_entropy_loss", "is a conditional-generation head"),
+        ("nanochat", "NanoChatPreTrainedModel", "rotary_pos_emb", "rotates in another way"),
+        ("bamba", "BambaMixer", "chunk_gated_delta_rule", "another recurrence than the gated delta rule"),
+    ],
+)
+def test_unrecognized_parts_are_skipped_with_a_reason(arch, name, op, reason):
+    (found,) = [why for skipped_op, _, why in skipped(arch, name) if skipped_op == op]
+    assert reason in found
+
+
+def test_skipped_attention_keeps_transformers_implementation():
     model = AutoModelForCausalLM.from_config(config_of("gemma3_text"))
     opslot.apply(model)
     assert model.config._attn_implementation == "sdpa"
@@ -224,10 +282,10 @@ PACKED = [
 
 
 @pytest.mark.parametrize("model_type", PACKED)
-def test_packed_documents_stay_apart(model_type):
+def test_packed_documents_do_not_attend_to_each_other(model_type):
     torch.manual_seed(0)
     model = opslot.build_foundation_model(config_of(model_type)).eval()
-    assert whole_sequences(model) is None
+    assert keeps_sequences(model) is None
     first, second = torch.randint(3, 64, (1, 9)), torch.randint(3, 64, (1, 7))
     places = torch.cat([torch.arange(9), torch.arange(7)])[None]
     with torch.no_grad():
@@ -239,23 +297,23 @@ def test_packed_documents_stay_apart(model_type):
 @pytest.mark.parametrize(
     ("arch", "why"),
     [
-        ("bamba", "BambaDecoderLayer is none of the layers"),
-        ("gemma3", "it is no language model alone"),
-        ("gemma3", "its masks are not causal alone: and_mask_function, block_sequence_ids"),
-        ("falcon", "FalconDecoderLayer is none of the layers"),
+        ("bamba", "BambaDecoderLayer is not one of the reviewed"),
+        ("gemma3", "it is not only a language model"),
+        ("gemma3", "its masks are not only causal: and_mask_function, block_sequence_ids"),
+        ("falcon", "FalconDecoderLayer is not one of the reviewed"),
         ("gpt_oss", "its masks are made without position_ids"),
-        ("doge", "DogeDecoderLayer is none of the layers"),
+        ("doge", "DogeDecoderLayer is not one of the reviewed"),
     ],
 )
-def test_models_that_may_mix_tokens_elsewhere_say_so(arch, why):
-    text = generate(port(arch).patch, installed_release()).text
+def test_models_that_may_mix_tokens_elsewhere_state_the_reason(arch, why):
+    text = generate(discover(arch).patch, installed_release()).text
     assert f"_opslot_keeps_sequences = '{why}" in text
 
 
-def test_sequences_of_such_models_are_neither_packed_nor_divided(tmp_path):
+def test_sequences_of_such_models_are_not_sharded(tmp_path):
     model = opslot.build_foundation_model(config_of("gemma2"), ops_implementation="eager")
-    with pytest.raises(ConfigError, match=r"cannot be divided \(sp=2\): its eager attention is more than softmax"):
-        spread_sequences(model, SimpleNamespace(sp=2))
+    with pytest.raises(ConfigError, match=r"cannot be sharded \(sp=2\): its eager attention is more than softmax"):
+        opslot.parallelize(model, SimpleNamespace(sp=2, ep=1, mesh=None, device=torch.device("cpu")))
 
 
 def test_build_save_and_load(tmp_path):
@@ -270,7 +328,7 @@ def test_build_save_and_load(tmp_path):
         assert torch.equal(again.state_dict()[name], weight), name
 
 
-def test_experts_in_slots_are_what_ep_divides():
+def test_expert_parallelism_shards_experts_with_slots():
     built = opslot.build_foundation_model(config_of("glm4_moe"), init_device="meta")
     (plan,) = parallel_plan(built).extra_parallel_plan.values()
     # The first layer is dense.
@@ -283,63 +341,91 @@ def test_experts_in_slots_are_what_ep_divides():
     assert parallel_plan(built).extra_parallel_plan == {"ep": plan}
 
 
-def test_a_model_of_nothing_known_is_told():
+def test_model_without_slots_raises():
     config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=64)
-    with pytest.raises(ConfigError, match="and no code like theirs"):
+    with pytest.raises(ConfigError, match="found nothing to bind"):
         opslot.apply(AutoModelForCausalLM.from_config(config))
     with pytest.raises(ConfigError, match="opslot has no model_type 'gpt2'"):
         opslot.build_foundation_model(config)
 
 
 @pytest.mark.parametrize("arch", ["bamba", "deepseek_v4", "doge", "lightglue", "nanochat", "qwen2_5_vl", "qwen4_exp"])
-def test_what_only_looks_alike_stays_upstreams(arch):
-    found = port(arch)
+def test_similar_code_is_skipped(arch):
+    found = discover(arch)
     text = generate(found.patch, installed_release()).text
     compile(text, arch, "exec")
-    left = {finding.symbol.split(",")[0]: finding.left for finding in found.findings if finding.left}
+    reasons = {skip.symbol.split(",")[0]: skip.reason for skip in found.skips}
     unlike = {
         "bamba": ("BambaRMSNormGated", "another norm"),
         "deepseek_v4": ("DeepseekV4UnweightedRMSNorm", "another norm"),
-        "doge": ("load_balancing_loss_func", "is another loss"),
+        "doge": ("load_balancing_loss_func", "computes another loss"),
         # Cohere's code to the letter, but its angles are learned.
-        "lightglue": ("apply_rotary_pos_emb", "or by learned ones"),
-        "nanochat": ("apply_rotary_pos_emb", "rotates otherwise"),
-        "qwen2_5_vl": ("Qwen2_5_VLVisionAttention", "calls attention otherwise"),
+        "lightglue": ("apply_rotary_pos_emb", "or learned angles"),
+        "nanochat": ("apply_rotary_pos_emb", "rotates in another way"),
+        "qwen2_5_vl": ("Qwen2_5_VLVisionAttention", "calls attention in another way"),
         "qwen4_exp": ("Qwen4ExpTextRMSNorm", "another norm"),
     }
     symbol, why = unlike[arch]
-    assert why in left[symbol]
-    assert symbol not in {finding.symbol for finding in found.slots}
+    assert why in reasons[symbol]
+    assert symbol not in {match.symbol for match in found.matches}
 
 
-def test_the_command_shows_what_is_found(tmp_path, capsys):
-    assert main(["port", "mistral"]) == 0
+def test_command(tmp_path, capsys):
+    assert main(["discover", "mistral"]) == 0
     shown = capsys.readouterr().out
     assert "MistralRMSNorm " in shown
-    assert "opslot train use these slots" in shown
-    assert main(["port", "qwen3"]) == 0
-    assert "opslot has a patch of its own for qwen3" in capsys.readouterr().out
+    assert "skipped" not in shown
 
     (tmp_path / "config.json").write_text('{"model_type": "gemma3_text"}')
-    assert main(["port", str(tmp_path), "--json"]) == 0
+    assert main(["discover", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["architecture"] == "gemma3"
-    assert {"part": "Gemma3RMSNorm", "op": "rms_norm/offset"} in report["slots"]
+    assert {"symbol": "Gemma3RMSNorm", "op": "rms_norm/offset"} in report["matches"]
+    (attention,) = [row for row in report["skipped"] if row["op"] == "attention"]
+    assert attention["reason"].startswith("its eager attention")
     assert report["problem"] == ""
 
+    assert main(["discover", "gpt2"]) == 1
+    assert "no code that opslot has a form of" in capsys.readouterr().out
+
+
+def test_command_verifies_a_tiny_model(capsys):
+    assert main(["discover", "qwen3", "--verify"]) == 0
+    assert "qwen3: passed; eager equals Transformers bit for bit" in capsys.readouterr().out
+
+
+def test_command_verify_fails_with_a_reason(capsys):
+    assert main(["discover", "chameleon", "--verify"]) == 1
+    assert "chameleon: failed" in capsys.readouterr().out
+
+
+def test_old_name_of_the_command_is_deprecated(capsys):
     assert main(["port", "gpt2"]) == 1
-    assert "none of its code is like what opslot knows" in capsys.readouterr().out
+    assert "`opslot port` is deprecated, use `opslot discover`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "gemma2", "glm4v", "deepseek_v3"])
+def test_written_patch_file_generates_the_same_module(arch, tmp_path, monkeypatch, capsys):
+    file = tmp_path / f"written_{arch}.py"
+    assert main(["discover", arch, "-o", str(file)]) == 0
+    monkeypatch.syspath_prepend(tmp_path)
+    written = importlib.import_module(file.stem).patch
+    assert not written.discover
+    wanted = generate(require_patch(arch), installed_release()).text
+    assert generate(written, installed_release()).text == wanted
+    assert patch_source(written) == file.read_text()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "name one architecture"),
-        (["mistral", "--all"], "name one architecture"),
-        (["mistrall"], "has no architecture 'mistrall'; near it: mistral"),
-        (["{folder}"], "is no config.json with a model_type"),
+        ([], "no architecture named"),
+        (["mistral", "--all"], "no architecture named"),
+        (["--all", "--verify"], "--verify and -o are for one architecture"),
+        (["mistrall"], "has no architecture 'mistrall'\n  hint: did you mean mistral"),
+        (["{folder}"], "is not a config.json with a model_type"),
     ],
 )
-def test_wrong_use_of_the_command(arguments, message, tmp_path, capsys):
-    assert main(["port", *(a.format(folder=tmp_path) for a in arguments)]) == 2
+def test_wrong_use_of_the_command_raises(arguments, message, tmp_path, capsys):
+    assert main(["discover", *(a.format(folder=tmp_path) for a in arguments)]) == 2
     assert message in capsys.readouterr().err

@@ -101,10 +101,10 @@ def test_no_module_of_any_architecture_stays_on_its_original_class():
             continue
         try:
             model = build(config)
-        except ConfigError:
-            # Without slots, or without a language model.
-            continue
         except Exception as error:
+            # Without slots, or without a language model.
+            if "opslot has no" in str(error) or "names no class" in str(error):
+                continue
             if transformers_builds(config):
                 wrong[model_type] = repr(error)
             else:

@@ -35,7 +35,7 @@ def names(folder):
         return sorted(file.keys())
 
 
-def test_a_generated_class_loads_a_tensor_an_expert(upstream, tmp_path):
+def test_generated_class_loads_per_expert_tensors(upstream, tmp_path):
     upstream.save_pretrained(tmp_path)
     loaded, info = Qwen3MoeForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
@@ -44,7 +44,7 @@ def test_a_generated_class_loads_a_tensor_an_expert(upstream, tmp_path):
         assert torch.equal(loaded.state_dict()[name], value), name
 
 
-def test_models_with_slots_save_what_upstream_saves(upstream, tmp_path):
+def test_models_with_slots_save_the_hub_layout(upstream, tmp_path):
     upstream.save_pretrained(tmp_path / "upstream")
     opslot.build_foundation_model(upstream.config).save_pretrained(tmp_path / "built")
     opslot.apply(upstream)
@@ -52,7 +52,7 @@ def test_models_with_slots_save_what_upstream_saves(upstream, tmp_path):
     assert names(tmp_path / "built") == names(tmp_path / "applied") == names(tmp_path / "upstream")
 
 
-def test_a_subclass_elsewhere_is_custom_code_as_below_upstreams_class():
+def test_subclass_of_a_generated_class_is_custom_code():
     class Mine(Qwen3MoeForCausalLM):
         pass
 

@@ -7,7 +7,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import opslot
 from opslot.checkpoint import initialize_weights
-from opslot.models._registry import MODELING_REGISTRY
 
 SIZES = {
     "vocab_size": 300,
@@ -24,8 +23,8 @@ SIZES = {
 MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 
 
-@pytest.mark.parametrize("name", list(MODELING_REGISTRY))
-def test_every_architecture_starts_as_transformers_would(name):
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe", "seed_oss"])
+def test_initial_values_equal_transformers_in_distribution(name):
     config = CONFIG_MAPPING[name](**SIZES, **(MOE if "moe" in name else {}))
     theirs = AutoModelForCausalLM.from_config(config)
     ours = opslot.build_foundation_model(config, init_device="meta", run_device="cpu", ops_implementation="eager")

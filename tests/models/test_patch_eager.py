@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from opslot.patchgen.engine import generate
+from opslot.patchgen.materialization import find_patch
+from opslot.patchgen.source import installed_release
+
 ARCHS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "seed_oss": "SeedOss", "qwen3_moe": "Qwen3Moe"}
 SLOTS = {
     "llama": {"rms_norm": 7, "swiglu_mlp": 2, "rotary_pos_emb": 2, "cross_entropy_loss": 1},
@@ -25,6 +29,8 @@ SLOTS = {
         "load_balancing_loss": 1,
     },
 }
+# The slots of the others are Qwen3's, which test_generated_slots_are_those_of_qwen3 checks.
+COMPARED = ["qwen3", "qwen3_moe"]
 HEADS = ["ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"]
 TINY = {
     "vocab_size": 67,
@@ -96,6 +102,17 @@ def test_loss_logits_and_gradients_are_upstreams(arch, head):
     assert "loss" in expected
     assert len(expected) > 15
     assert_same(outputs_and_gradients(ours, batch(head)), expected)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch not in COMPARED])
+def test_generated_slots_are_those_of_qwen3(arch):
+    """In the generated text, up to class names."""
+
+    def lines_with_slots(arch):
+        text = generate(find_patch(arch), installed_release()).text
+        return sorted(line.strip() for line in text.splitlines() if "_opslot" in line)
+
+    assert lines_with_slots(arch) == lines_with_slots("qwen3")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -210,7 +227,7 @@ class FusedLoss:
         return torch.nn.functional.cross_entropy(logits.float(), labels)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", COMPARED)
 def test_fused_causal_loss_skips_the_logits(arch):
     reference, ours = pair(arch, output_router_logits=False)
     reference.eval(), ours.eval()
@@ -260,7 +277,7 @@ def test_other_classification_problems_stay_upstreams(num_labels, labels):
     assert kernel.calls == []
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", COMPARED)
 def test_full_graph_compile(arch):
     reference, ours = pair(arch)
     torch._dynamo.reset()
@@ -273,7 +290,7 @@ def test_full_graph_compile(arch):
     assert_same({name.replace("_orig_mod.", ""): value for name, value in found.items()}, expected)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", COMPARED)
 def test_copies(arch):
     reference, ours = pair(arch)
     expected = outputs_and_gradients(reference, batch())
@@ -287,7 +304,7 @@ def test_copies(arch):
         assert_same(outputs_and_gradients(copied, batch()), expected)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", COMPARED)
 def test_gradient_checkpointing(arch):
     reference, ours = pair(arch)
     for model in (reference, ours):

@@ -88,8 +88,8 @@ OWN = [pytest.param(s, id="-".join(s.key)) for s in usable_specs() if s.modules 
 
 
 @pytest.mark.parametrize("spec", OWN)
-def test_a_second_derivative_is_right_or_refused(spec):
-    """Under create_graph a backward that returns constants is wrong without a word."""
+def test_second_derivative_is_right_or_raises(spec):
+    """Under create_graph, a backward that returns constants would be wrong without an error."""
     variant = KERNEL_REGISTRY.op(spec.op_name).variant(spec.variant)
     case = next(c for c in variant.cases if c.role == "check")
     arguments = case.make(torch.float32, torch.device(DEVICE), torch.Generator().manual_seed(0))
@@ -112,7 +112,7 @@ def test_every_op_has_cases_that_exercise_its_contract():
 
 
 def test_references_are_float64_exact():
-    """The truth is the reference in float64: it must not round through a narrower dtype on the way."""
+    """The fp64 reference must not round through fp32 or 16 bits."""
     for op in KERNEL_REGISTRY.ops.values():
         for variant in op.variants.values():
             case = next(c for c in variant.cases if c.role == "check")
@@ -125,9 +125,9 @@ def test_references_are_float64_exact():
                 )
 
 
-# On a GPU: `pytest -m gpu tests/ops`; what compilers and vendors warn of there is not ours to mend
+# On a GPU: `pytest -m gpu tests/ops`. Warnings of compilers and vendors are not errors there.
 
-# Vendors that tune themselves for minutes before the first call; `opslot verify` proves them.
+# Vendors that autotune for minutes before the first call; `opslot verify` checks them.
 TUNED_FOR_MINUTES = {("chunk_gated_delta_rule", "standard", "fla")}
 
 
@@ -185,7 +185,7 @@ def forward_backward(kernel, variant, arguments):
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("spec", gpu_specs(own=True))
 def test_triton_kernels_give_the_same_bits_every_time_and_compile_whole(spec):
-    """Forward and backward; compiled code launches the same kernels, and may round what stands around them."""
+    """Forward and backward; compiled code launches the same kernels, and may round differently around them."""
     variant = KERNEL_REGISTRY.op(spec.op_name).variant(spec.variant)
     kernel = KERNEL_REGISTRY.load(*spec.key)
     case = check_cases(spec)[0]

@@ -5,7 +5,7 @@ import torch
 
 from opslot import KERNEL_REGISTRY
 from opslot._base.errors import KernelError
-from opslot.ops._common.triton import Launcher
+from opslot.ops._common.triton import KernelLauncher
 
 
 class Kernel:
@@ -41,7 +41,7 @@ GRID = (3, 1, 1)
 
 
 def test_the_second_launch_is_direct_with_addresses(kernel):
-    launch = Launcher(kernel)
+    launch = KernelLauncher(kernel)
     x, y = torch.zeros(16), torch.zeros(16)
     for _ in range(3):
         launch(GRID, (x, None, y), (16,), (7, 0.5), (True, 64), 4)
@@ -50,7 +50,7 @@ def test_the_second_launch_is_direct_with_addresses(kernel):
 
 
 def test_a_tuple_of_tensors_is_a_tuple_of_addresses(kernel):
-    launch = Launcher(kernel)
+    launch = KernelLauncher(kernel)
     layers = tuple(torch.zeros(16) for _ in range(3))
     for _ in range(2):
         launch(GRID, (layers,), (), (), (3,), 4)
@@ -67,7 +67,7 @@ def test_a_tuple_of_tensors_is_a_tuple_of_addresses(kernel):
     ids=["dtype", "constant", "warps"],
 )
 def test_another_form_is_compiled_of_its_own(kernel, change):
-    launch = Launcher(kernel)
+    launch = KernelLauncher(kernel)
     x = torch.zeros(16)
     launch(GRID, (x,), (16,), (), (1,), 4)
     launch(*change(x))
@@ -86,7 +86,7 @@ def test_another_form_is_compiled_of_its_own(kernel, change):
     ids=["address", "one of a tuple", "stride", "wide stride", "wide scalar"],
 )
 def test_what_triton_specializes_otherwise_goes_its_own_way(kernel, tensors, strides, scalars):
-    launch = Launcher(kernel)
+    launch = KernelLauncher(kernel)
     x = torch.zeros(32)
     for _ in range(2):
         launch(GRID, tensors(x), strides, scalars, (1,), 4)
@@ -110,20 +110,20 @@ def test_another_current_device_is_entered(kernel, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 1)
-    Launcher(kernel)(GRID, (torch.zeros(16),), (), (), (), 4)
+    KernelLauncher(kernel)(GRID, (torch.zeros(16),), (), (), (), 4)
     assert (entered, len(kernel.slow)) == ([1], 1)
 
 
 def test_a_tensor_on_another_device_is_an_error(kernel, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0 if x.device.type == "meta" else -1)
     with pytest.raises(KernelError, match="pointer 1: it is on meta, others are on cpu"):
-        Launcher(kernel)(GRID, (torch.zeros(16), torch.zeros(16, device="meta")), (), (), (), 4)
+        KernelLauncher(kernel)(GRID, (torch.zeros(16), torch.zeros(16, device="meta")), (), (), (), 4)
 
 
 def test_tensors_on_no_gpu_are_an_error(kernel, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.raises(KernelError, match="pointer 0: it is on cpu, not a GPU"):
-        Launcher(kernel)(GRID, (torch.zeros(16),), (), (), (), 4)
+        KernelLauncher(kernel)(GRID, (torch.zeros(16),), (), (), (), 4)
 
 
 @pytest.mark.parametrize(

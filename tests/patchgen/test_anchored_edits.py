@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from opslot.patchgen import OpSlot, PatchConfig, PatchError
+from opslot.patchgen import PatchConfig, PatchError, Slot
 
 
 def lines(text: str) -> str:
@@ -246,5 +246,5 @@ def test_summary_of_a_long_pattern_is_cut():
 
 
 def test_slot_prints_as_op_and_variant():
-    slot = OpSlot("rotary_pos_emb", "full", name="query_rotary")
+    slot = Slot("rotary_pos_emb", "full", name="query_rotary")
     assert (str(slot), slot.attribute) == ("rotary_pos_emb/full", "_opslot_query_rotary")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from opslot.patchgen import OpSlot, PatchConfig, PatchError
+from opslot.patchgen import PatchConfig, PatchError, Slot
 from opslot.patchgen.cli import main
 from opslot.patchgen.lock import Lock, check, lock_path, survey
-from opslot.patchgen.materialization import known_archs, require_patch
+from opslot.patchgen.materialization import require_patch
 from opslot.patchgen.releases import find_release, version_key
 from opslot.patchgen.source import installed_release
 
@@ -56,8 +56,8 @@ def releases(tmp_path, monkeypatch, make_release):
 
 @pytest.fixture
 def patch(patch):
-    patch.slot_method("Norm.forward", OpSlot("rms_norm"), args="x, self.weight")
-    patch.slot_calls("rotary", OpSlot("rotary_pos_emb", "full"))
+    patch.slot_method("Norm.forward", Slot("rms_norm"), args="x, self.weight")
+    patch.slot_calls("rotary", Slot("rotary_pos_emb", "full"))
     patch.depends_on("transformers.models.toy.modeling_toy", "rotate_half")
     return patch
 
@@ -67,7 +67,7 @@ def locked(patch, releases) -> Lock:
     lock = Lock()
     symbols, problems = survey("toy", patch, releases(SOURCE, "9.0.0"))
     assert problems == []
-    lock.record("toy", "9.0.0", symbols)
+    lock.record("toy", "9.0.0", symbols, patch.slots)
     return lock
 
 
@@ -108,7 +108,7 @@ def test_drift_of_a_dependency(patch, locked, releases):
     assert text.startswith("toy rotate_half on transformers 9.1.0")
 
 
-def test_lines_are_told_without_the_old_text(patch, locked, releases, tmp_path):
+def test_lines_without_the_old_text(patch, locked, releases, tmp_path):
     (tmp_path / "cache/transformers/9.0.0").rename(tmp_path / "gone")
     changed = SOURCE.replace("y = x.float()", "y = x.double()\n            y = y + 1")
     text = report(patch, releases(changed, "9.1.0"), locked)
@@ -116,13 +116,13 @@ def test_lines_are_told_without_the_old_text(patch, locked, releases, tmp_path):
     assert text.endswith("    line 13:     y = x.double()\n    line 14:     y = y + 1")
 
 
-def test_removed_lines_are_told_without_the_old_text(patch, locked, releases, tmp_path):
+def test_removed_lines_without_the_old_text(patch, locked, releases, tmp_path):
     (tmp_path / "cache/transformers/9.0.0").rename(tmp_path / "gone")
     text = report(patch, releases(SOURCE.replace("y = x.float()\n", "\n"), "9.1.0"), locked)
     assert "line 11: (1 locked line(s) are gone after this one)" in text
 
 
-def test_an_edited_installation_is_told(patch, locked, releases):
+def test_edited_installation_is_reported(patch, locked, releases):
     text = report(patch, releases(SOURCE.replace("x.float()", "x.half()"), "9.0.0"), locked)
     assert "toy Norm.forward on transformers 9.0.0: differs from the locked 9.0.0" in text
     assert "x.half()" in text
@@ -135,6 +135,23 @@ def test_every_failure_is_reported(patch, locked, releases):
     assert "at least one call(s) of rotary" in text
     assert text.count("the patch does not apply") == 2
     assert "Norm.forward is gone" in text
+
+
+def test_lost_slot_names_symbol_and_lines(patch, locked, releases):
+    """As in a release whose norm is none of the reviewed forms: discovery leaves the slot out."""
+    found = PatchConfig(patch.source_module)
+    found.slot_calls("rotary", Slot("rotary_pos_emb", "full"))
+    found.depends_on("transformers.models.toy.modeling_toy", "rotate_half")
+    text = report(found, releases(SOURCE.replace("self.weight * y", "(1 + self.weight) * y"), "9.1.0"), locked)
+    assert "toy Norm.forward on transformers 9.1.0: lost the slot rms_norm/standard that it has in 9.0.0" in text
+    assert "toy Norm.forward on transformers 9.1.0: differs from the locked 9.0.0\n" in text
+    assert "    +    return (1 + self.weight) * y" in text
+
+
+def test_slot_that_the_lock_does_not_list(patch, locked, releases):
+    release = releases(SOURCE, "9.0.0")
+    patch.slot_method("Attention.forward", Slot("attention"), args="q")
+    assert "Attention.forward on transformers 9.0.0: has the slot attention/standard" in report(patch, release, locked)
 
 
 def test_other_symbols_than_locked(patch, locked, releases):
@@ -154,16 +171,21 @@ def test_nearest_locked_release():
     assert sorted(["5.10.0", "5.9.2"], key=version_key) == ["5.9.2", "5.10.0"]
 
 
-def test_an_unlocked_architecture(patch, releases):
+def test_unlocked_architecture(patch, releases):
     assert "not in the lock; run" in report(patch, releases(SOURCE, "9.0.0"), Lock())
 
 
 def test_lock_file_round_trip(locked, tmp_path):
     path = tmp_path / "patchgen.lock"
     locked.lines["unused"] = ["0"]
+    locked.archs["toy"]["9.2.0"] = {"a:b": "absent"}
+    locked.slots["toy"]["9.2.0"] = ()
+    locked.archs["toy"]["9.10.0"] = dict(locked.archs["toy"]["9.0.0"])
+    locked.slots["toy"]["9.10.0"] = locked.slots["toy"]["9.0.0"]
     locked.save(path)
     again = Lock.load(path)
     assert again.archs == locked.archs
+    assert again.slots == locked.slots
     assert "unused" not in again.lines
     first = path.read_bytes()
     again.save(path)
@@ -182,9 +204,9 @@ def test_damaged_lock(tmp_path, text):
 def test_check_command(patch, locked, releases, tmp_path, monkeypatch, capsys):
     """The whole way: a seeded change fails, `--fix` accepts it, and the next check is fine."""
     (tmp_path / "toy_patch.py").write_text(
-        "from opslot.patchgen import OpSlot, PatchConfig\n"
+        "from opslot.patchgen import Slot, PatchConfig\n"
         "patch = PatchConfig('transformers.models.toy.modeling_toy')\n"
-        "patch.slot_method('Norm.forward', OpSlot('rms_norm'), args='x, self.weight')\n"
+        "patch.slot_method('Norm.forward', Slot('rms_norm'), args='x, self.weight')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     lock = tmp_path / "patchgen.lock"
@@ -205,12 +227,14 @@ def test_check_command(patch, locked, releases, tmp_path, monkeypatch, capsys):
     sys.modules.pop("toy_patch")
 
 
-def test_patches_agree_with_the_committed_lock():
-    lock = Lock.load(lock_path())
+def test_supported_architectures_agree_with_the_committed_lock():
+    lock, release = Lock.load(lock_path()), installed_release()
+    assert {"llama", "qwen3_moe", "qwen3_vl", "deepseek_v3", "gemma3", "gpt_oss"} <= set(lock.archs)
     problems = [
         problem
-        for arch in known_archs()
-        for problem in check(arch, require_patch(arch), installed_release(), lock, download=False)
+        for arch in lock.archs
+        if release.version in lock.archs[arch]
+        for problem in check(arch, require_patch(arch, release), release, lock, download=False)
     ]
     assert problems == []
 
@@ -245,5 +269,10 @@ def test_no_network_is_one_clear_error(monkeypatch, tmp_path):
 def test_patches_apply_to_other_releases(version, monkeypatch):
     monkeypatch.delenv("OPSLOT_CACHE")
     lock, release = Lock.load(lock_path()), find_release(version)
-    problems = [problem for arch in known_archs() for problem in check(arch, require_patch(arch), release, lock)]
+    problems = [
+        problem
+        for arch, releases in lock.archs.items()
+        if version in releases
+        for problem in check(arch, require_patch(arch, release), release, lock)
+    ]
     assert problems == []

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from opslot.patchgen import OpSlot, PatchConfig, PatchError, create_patch_from_external
+from opslot.patchgen import PatchConfig, PatchError, Slot, create_patch_from_external
 from opslot.patchgen.engine import generate
 
 
@@ -329,7 +329,7 @@ def test_excluding_what_is_still_used(rewrite, patch):
 
 
 def test_header_lists_every_patch_under_the_licence(make_release, patch):
-    patch.slot_method("ToyNorm.forward", OpSlot("rms_norm"), args="x")
+    patch.slot_method("ToyNorm.forward", Slot("rms_norm"), args="x")
     patch.add_import("numpy", alias="np")
     patch.drop_import_names("os")
     text = generate(patch, make_release(BEFORE)).text
@@ -351,7 +351,7 @@ def test_header_lists_every_patch_under_the_licence(make_release, patch):
 def test_same_input_same_bytes(make_release):
     def patch() -> PatchConfig:
         config = PatchConfig("transformers.models.toy.modeling_toy")
-        config.slot_method("ToyNorm.forward", OpSlot("rms_norm"), args="x")
+        config.slot_method("ToyNorm.forward", Slot("rms_norm"), args="x")
         config.override_method("ToyModel.forward", "def f(self, x):\n    return x\n")
         return config
 
@@ -383,11 +383,77 @@ def test_conflicts_name_both(rewrite, patch, first, second):
         rewrite(BEFORE, patch)
 
 
+def test_excluding_a_set_that_uses_each_other(rewrite, patch):
+    """One after the other, each would still be used by the next."""
+    source = """
+        class Talker:
+            def make(self):
+                return Vocoder()
+
+        class Vocoder:
+            def owner(self):
+                return Talker
+
+        class Thinker:
+            pass
+        """
+    patch.exclude_from_output("Talker", "Vocoder")
+    assert rewrite(source, patch) == "class Thinker:\n            pass\n".replace("            ", "    ")
+
+
+def test_excluding_a_set_names_the_remaining_user(make_release, patch):
+    source = """
+        class Talker: ...
+
+        class Vocoder: ...
+
+        class Omni:
+            part = Vocoder
+        """
+    patch.exclude_from_output("Talker", "Vocoder")
+    with pytest.raises(PatchError, match="Vocoder is still used by Omni"):
+        generate(patch, make_release(source))
+
+
+def test_extending_a_sibling_with_other_names(rewrite, patch):
+    sibling = PatchConfig(patch.source_module)
+    sibling.slot_expr("ToyMLP.forward", Slot("swiglu_mlp"), "self.act(ToyGate($x)) * $y", args="$x, $y")
+    sibling.set_attribute("ToyMLP", "kind", "ToyMLP")
+    sibling.add_final_block("ToyMLP.ready = True")
+    patch.extend(sibling, name_map={"Toy": "ToyMoe"})
+    source = """
+        class ToyMoeMLP:
+            def forward(self, x):
+                return self.act(ToyMoeGate(x)) * self.up(x)
+        """
+    text = rewrite(source, patch)
+    assert "self._opslot_swiglu_mlp(x, self.up(x))" in text
+    assert "kind = 'ToyMoeMLP'" in text
+    assert text.endswith("ToyMoeMLP.ready = True\n")
+
+
+def test_slot_edits_with_other_names(rewrite, patch):
+    names = {"Toy": "ToyMoe"}
+    patch.slot_method("ToyNorm.forward", Slot("rms_norm"), args="x, self.weight", name_map=names)
+    patch.slot_calls("toy_rotary", Slot("rotary_pos_emb", "full"), name_map={"toy": "moe"})
+    source = """
+        def moe_rotary(q):
+            return q
+
+        class ToyMoeNorm:
+            def forward(self, x):
+                return self.weight * moe_rotary(x)
+        """
+    text = rewrite(source, patch)
+    assert "self._opslot_rms_norm(x, self.weight)" in text
+    assert "(self._opslot_rotary_pos_emb or moe_rotary)(x)" in text
+
+
 def test_extending_a_sibling(rewrite, patch):
     sibling = PatchConfig("transformers.models.toy.modeling_toy")
     sibling.add_import("numpy", alias="np")
     sibling.add_post_import_block("A = 1")
-    sibling.slot_method("ToyNorm.forward", OpSlot("rms_norm"), args="x")
+    sibling.slot_method("ToyNorm.forward", Slot("rms_norm"), args="x")
     patch.extend(sibling)
     patch.helpers.extend(sibling.helpers)
     text = rewrite(BEFORE, patch)

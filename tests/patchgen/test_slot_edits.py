@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from opslot.patchgen import OpSlot, PatchError
+from opslot.patchgen import PatchError, Slot
 from opslot.patchgen.fingerprint import fingerprint
 
 
@@ -27,7 +27,7 @@ NORM = """
 
 
 def test_slot_in_front_of_a_method(rewrite, patch):
-    patch.slot_method("Norm.forward", OpSlot("rms_norm"), args="x, self.weight")
+    patch.slot_method("Norm.forward", Slot("rms_norm"), args="x, self.weight")
     assert rewrite(NORM, patch) == lines(
         """
         class Norm(Module):
@@ -65,9 +65,7 @@ def test_slot_outside_decorators(rewrite, patch):
         class After:
             pass
     """
-    patch.slot_method(
-        "Experts.forward", OpSlot("moe_experts"), args="x, self.w, index, weights", outside_decorators=True
-    )
+    patch.slot_method("Experts.forward", Slot("moe_experts"), args="x, self.w, index, weights", outside_decorators=True)
     assert rewrite(before, patch) == lines(
         """
         # [PATCHED: slot moe_experts/standard outside the decorators of forward, below the class]
@@ -106,13 +104,13 @@ def test_slot_outside_decorators(rewrite, patch):
 
 @pytest.mark.parametrize("parameters", ["self, x, **kwargs", "self, x, *, y", "self, *x"])
 def test_slot_outside_decorators_needs_plain_parameters(rewrite, patch, parameters):
-    patch.slot_method("E.forward", OpSlot("moe_experts"), args="x", outside_decorators=True)
+    patch.slot_method("E.forward", Slot("moe_experts"), args="x", outside_decorators=True)
     with pytest.raises(PatchError, match="only plain parameters"):
         rewrite(f"class E:\n    def forward({parameters}): ...\n", patch)
 
 
 def test_slot_outside_decorators_passes_defaults_on(rewrite, patch):
-    patch.slot_method("E.forward", OpSlot("moe_experts"), args="x, y", outside_decorators=True)
+    patch.slot_method("E.forward", Slot("moe_experts"), args="x, y", outside_decorators=True)
     text = rewrite("class E:\n    def forward(self, x: Tensor, y: int | None = None): ...\n", patch)
     assert "def _opslot_forward_E(self, x, y=None):" in text
     assert "return _opslot_dispatch_E(self, x, y)" in text
@@ -145,7 +143,7 @@ CALLS = """
 
 
 def test_slot_calls_routes_calls_and_leaves_mentions(rewrite, patch):
-    patch.slot_calls("rotary", OpSlot("rotary_pos_emb", "full"), count=2)
+    patch.slot_calls("rotary", Slot("rotary_pos_emb", "full"), count=2)
     text = rewrite(CALLS, patch)
     assert text.split("@uses", 1)[1] == lines(
         """
@@ -184,20 +182,20 @@ def test_slot_calls_routes_calls_and_leaves_mentions(rewrite, patch):
 
 @pytest.mark.parametrize(("count", "problem"), [(3, r"3 call\(s\) of rotary .* expected, 2 found")])
 def test_slot_calls_counts(rewrite, patch, count, problem):
-    patch.slot_calls("rotary", OpSlot("rotary_pos_emb", "full"), count=count)
+    patch.slot_calls("rotary", Slot("rotary_pos_emb", "full"), count=count)
     with pytest.raises(PatchError, match=problem):
         rewrite(CALLS, patch)
 
 
 def test_slot_calls_need_an_instance(rewrite, patch):
-    patch.slot_calls("rotary", OpSlot("rotary_pos_emb", "full"))
+    patch.slot_calls("rotary", Slot("rotary_pos_emb", "full"))
     source = "def rotary(x): ...\n\nclass A:\n    @staticmethod\n    def forward(x):\n        return rotary(x)\n"
     with pytest.raises(PatchError, match=r"A\.forward has no `self` to hold the slot"):
         rewrite(source, patch)
 
 
 def test_slots_sit_in_methods(patch):
-    slot = OpSlot("rms_norm")
+    slot = Slot("rms_norm")
     with pytest.raises(PatchError, match=r"has to sit in a method, `Class\.method`; got 'norm'"):
         patch.slot_method("norm", slot, args="x")
     with pytest.raises(PatchError, match="has to sit in a method"):
@@ -205,7 +203,7 @@ def test_slots_sit_in_methods(patch):
 
 
 def test_slot_calls_without_a_call(rewrite, patch):
-    patch.slot_calls("rotate_half", OpSlot("rotary_pos_emb", "full"))
+    patch.slot_calls("rotate_half", Slot("rotary_pos_emb", "full"))
     with pytest.raises(PatchError, match=r"at least one call\(s\) of rotate_half .* 0 found"):
         rewrite(CALLS, patch)
 
@@ -213,7 +211,7 @@ def test_slot_calls_without_a_call(rewrite, patch):
 def test_a_changed_helper_body_raises(rewrite, patch):
     """The same rotary function means another rotation when `rotate_half` interleaves."""
     known = fingerprint("def rotate_half(x):\n    return cat(-x[1], x[0])\n")
-    patch.slot_calls("rotary", OpSlot("rotary_pos_emb", "full"), expects={"rotate_half": known})
+    patch.slot_calls("rotary", Slot("rotary_pos_emb", "full"), expects={"rotate_half": known})
     rewrite(CALLS, patch)
     with pytest.raises(PatchError) as caught:
         rewrite(CALLS.replace("cat(-x[1], x[0])", "cat(-x[0], x[1])"), patch)
@@ -224,7 +222,7 @@ def test_a_changed_helper_body_raises(rewrite, patch):
 
 def test_a_changed_method_body_raises(rewrite, patch):
     known = fingerprint("def forward(self, y):\n    return self.weight * y\n")
-    patch.slot_method("Norm.forward", OpSlot("rms_norm"), args="x, self.weight", expects=known)
+    patch.slot_method("Norm.forward", Slot("rms_norm"), args="x, self.weight", expects=known)
     rewrite(NORM, patch)
     with pytest.raises(PatchError, match=r"Norm\.forward computes something else"):
         rewrite(NORM.replace("self.weight * x", "(1 + self.weight) * x"), patch)
@@ -236,7 +234,7 @@ def test_slot_expression(rewrite, patch):
             def forward(self, x):
                 return self.down(self.act_fn(self.gate(x)) * self.up(x))
     """
-    patch.slot_expr("MLP.forward", OpSlot("swiglu_mlp"), "self.act_fn($gate) * $up", args="$gate, $up")
+    patch.slot_expr("MLP.forward", Slot("swiglu_mlp"), "self.act_fn($gate) * $up", args="$gate, $up")
     assert (
         "return self.down(self._opslot_swiglu_mlp(self.gate(x), self.up(x)) if self._opslot_swiglu_mlp is not None"
         " else self.act_fn(self.gate(x)) * self.up(x))\n"
@@ -273,7 +271,7 @@ HEAD = """
     ],
 )
 def test_slot_loss_causal(rewrite, patch, logits, head_input, call, rest):
-    patch.slot_loss("Head.forward", OpSlot("cross_entropy_loss", "causal"))
+    patch.slot_loss("Head.forward", Slot("cross_entropy_loss", "causal"))
     text = rewrite(HEAD.format(logits=logits, call=call), patch)
     expected = f"""
         hidden_states = self.model(x)
@@ -305,7 +303,7 @@ def test_slot_loss_causal(rewrite, patch, logits, head_input, call, rest):
 )
 def test_slot_loss_refuses_a_head_that_does_more(rewrite, patch, between):
     call = "self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)"
-    patch.slot_loss("Head.forward", OpSlot("cross_entropy_loss", "causal"))
+    patch.slot_loss("Head.forward", Slot("cross_entropy_loss", "causal"))
     with pytest.raises(PatchError) as caught:
         rewrite(HEAD.format(logits=between, call=call), patch)
     assert "1 match(es) expected, 0 found" in str(caught.value)
@@ -314,12 +312,12 @@ def test_slot_loss_refuses_a_head_that_does_more(rewrite, patch, between):
 
 def test_slot_loss_of_an_unknown_form(patch):
     with pytest.raises(PatchError, match="not 'regression'"):
-        patch.slot_loss("Head.forward", OpSlot("cross_entropy_loss", "regression"))
+        patch.slot_loss("Head.forward", Slot("cross_entropy_loss", "regression"))
 
 
 def test_slots_of_one_class_share_one_table(rewrite, patch):
-    patch.slot_calls("rotary", OpSlot("rotary_pos_emb", "full"))
-    patch.slot_method("Attention.forward", OpSlot("attention"), args="q, k")
+    patch.slot_calls("rotary", Slot("rotary_pos_emb", "full"))
+    patch.slot_method("Attention.forward", Slot("attention"), args="q, k")
     text = rewrite(CALLS, patch)
     assert (
         '_opslot_slots = {"rotary_pos_emb": ("rotary_pos_emb", "full"), "attention": ("attention", "standard")}' in text
@@ -328,15 +326,15 @@ def test_slots_of_one_class_share_one_table(rewrite, patch):
 
 
 def test_two_variants_of_one_op_in_a_class_need_names(rewrite, patch):
-    patch.slot_calls("rotary", OpSlot("rotary_pos_emb", "full"))
-    patch.slot_method("Attention.forward", OpSlot("rotary_pos_emb", "partial"), args="q, k")
+    patch.slot_calls("rotary", Slot("rotary_pos_emb", "full"))
+    patch.slot_method("Attention.forward", Slot("rotary_pos_emb", "partial"), args="q, k")
     with pytest.raises(PatchError, match=r"already has the slot rotary_pos_emb/full .* give .* its own name"):
         rewrite(CALLS, patch)
 
 
 def test_two_slots_in_front_of_one_method_conflict(rewrite, patch):
-    patch.slot_method("Norm.forward", OpSlot("rms_norm"), args="x")
-    patch.slot_method("Norm.forward", OpSlot("other"), args="x")
+    patch.slot_method("Norm.forward", Slot("rms_norm"), args="x")
+    patch.slot_method("Norm.forward", Slot("other"), args="x")
     with pytest.raises(
         PatchError, match=r"claim one place: `slot rms_norm/standard .*` .* and `slot other/standard .*`"
     ):

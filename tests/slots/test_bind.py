@@ -19,7 +19,7 @@ def model(toy):
     return nn.Sequential(Doubler(), nn.Sequential(Doubler(), Doubler()))
 
 
-def test_binding_lives_on_instances(model):
+def test_bind_changes_the_instance_alone(model):
     other = copy.deepcopy(model)
     bind(model, {"toy_double_implementation": "fast"})
     bind(other, "eager")
@@ -29,7 +29,7 @@ def test_binding_lives_on_instances(model):
     torch.testing.assert_close(model(x), other(x), rtol=0, atol=0)
 
 
-def test_explain_groups_sites_and_says_why(model):
+def test_explain_groups_modules_with_reasons(model):
     report = bind(model)
     (row,) = report.rows
     assert row.slot == "Doubler.toy"
@@ -41,20 +41,20 @@ def test_explain_groups_sites_and_says_why(model):
     assert report.to_dict()["rows"][0]["rejected"]
 
 
-def test_glob_binds_one_layer_apart(model):
+def test_override_applies_to_matching_modules(model):
     report = bind(model, {"overrides": {"1.0": {"toy_double_implementation": "eager"}}})
     assert [m.toy is None for m in (model[0], model[1][0], model[1][1])] == [False, True, False]
     assert {row.chosen: row.modules for row in report} == {"fast": ("0", "1.1"), "eager": ("1.0",)}
 
 
-def test_a_glob_that_reaches_nothing_is_told(model):
+def test_override_without_a_match_is_reported(model):
     report = bind(model, {"overrides": {"layers.*": {"toy_double_implementation": "eager"}}})
     absent = [row for row in report if row.chosen == "absent"]
     assert [(row.slot, row.op) for row in absent] == [("layers.*", "toy_double")]
     assert "no module path like this has the op" in str(report)
 
 
-def test_copies_pickles_and_state_dict_keep_the_binding(model):
+def test_deepcopy_pickle_and_state_dict_keep_the_binding(model):
     bind(model, {"toy_double_implementation": "fast"})
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert twin[1][0].toy.name == "fast"
@@ -64,7 +64,7 @@ def test_copies_pickles_and_state_dict_keep_the_binding(model):
     assert model[0].toy.name == "fast"
 
 
-def test_a_pickle_names_its_kernel_and_says_when_it_is_missing(model):
+def test_unpickling_a_missing_kernel_raises(model):
     bind(model, {"toy_double_implementation": "fast"})
     data = pickle.dumps(model)
     KERNEL_REGISTRY.unregister("toy_double", "standard", "fast")
@@ -72,14 +72,14 @@ def test_a_pickle_names_its_kernel_and_says_when_it_is_missing(model):
         pickle.loads(data)
 
 
-def test_compiles_without_a_graph_break(model):
+def test_compiles_with_fullgraph(model):
     bind(model)
     x = torch.randn(3)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), model(x))
 
 
-def test_an_error_binds_nothing_and_keeps_what_was_bound(model):
+def test_failed_bind_keeps_the_previous_binding(model):
     bind(model, {"toy_double_implementation": "fast"})
     model[1][1].refuses = "this module is odd"
     with pytest.raises(ConfigError, match=r"1\.1: toy_double_implementation='unranked': this module is odd"):
@@ -87,7 +87,7 @@ def test_an_error_binds_nothing_and_keeps_what_was_bound(model):
     assert model[0].toy.name == "fast"
 
 
-def test_a_kernel_that_does_not_load_leaves_the_binding_alone(model):
+def test_kernel_that_fails_to_load_keeps_the_previous_binding(model):
     from opslot import KernelSpec
     from opslot._base.errors import KernelError
 
@@ -102,31 +102,31 @@ def test_a_kernel_that_does_not_load_leaves_the_binding_alone(model):
     assert model[0].toy.name == "fast"
 
 
-def test_auto_stays_eager_where_a_site_refuses(model):
+def test_auto_keeps_eager_in_an_unsupported_module(model):
     model[1][1].refuses = "this module is odd"
     report = bind(model)
     assert model[1][1].toy is None
     assert any(row.why == "this module is odd" and row.modules == ("1.1",) for row in report)
 
 
-def test_a_field_for_an_absent_op_is_listed_as_absent(model):
+def test_field_for_an_absent_op_is_reported(model):
     report = bind(model, {"moe_implementation": "grouped_mm"})
     assert report.chosen("moe_experts") == ("absent",)
 
 
 @pytest.mark.parametrize("dtype", ["float32", torch.int8])
-def test_a_dtype_that_is_none_is_refused(model, dtype):
+def test_invalid_dtype_raises(model, dtype):
     with pytest.raises(ConfigError, match=r"is not a floating dtype of torch; pass torch\.bfloat16"):
         bind(model, dtype=dtype)
 
 
 @pytest.mark.parametrize("device", ["gpu0", "cuda:99", 2.5])
-def test_a_device_that_is_none_is_refused(model, device):
+def test_invalid_device_raises(model, device):
     with pytest.raises(ConfigError, match=r"device .*; use cpu"):
         bind(model, device=device)
 
 
-def test_unbind_goes_back_to_eager(model):
+def test_unbind_restores_eager(model):
     bind(model)
     unbind(model)
     assert model[0].toy is None
@@ -135,12 +135,12 @@ def test_unbind_goes_back_to_eager(model):
 
 @pytest.mark.parametrize("call", [bind, explain])
 @pytest.mark.parametrize("given", [{"weight": 1}, None, "no/such/folder", nn.Linear], ids=lambda given: str(given)[:8])
-def test_what_is_no_model_is_named(call, given):
+def test_non_module_raises(call, given):
     with pytest.raises(ConfigError, match=rf"opslot\.{call.__name__} takes a model, found (.*\n)  hint: "):
         call(given)
 
 
-def test_an_unslotted_model_says_so():
+def test_explain_of_a_model_without_slots():
     assert "has no slots" in str(explain(nn.Linear(2, 2)))
 
 
@@ -169,7 +169,7 @@ def head_model(head, loss=None):
         (nn.Linear(2, 3, bias=False), print, "loss_function was replaced"),
     ],
 )
-def test_a_fused_loss_refuses_heads_it_would_get_wrong(head, loss, reason):
+def test_fused_loss_with_an_unsupported_head(head, loss, reason):
     from opslot._base.errors import KernelError
 
     model = head_model(head, loss)
@@ -178,13 +178,13 @@ def test_a_fused_loss_refuses_heads_it_would_get_wrong(head, loss, reason):
         BoundKernel("cross_entropy_loss", "causal", "chunk_loss", True, print).can_serve(model, head)
 
 
-def test_a_plain_head_is_served():
+def test_fused_loss_with_a_plain_head():
     head = nn.Linear(2, 3, bias=False)
     assert BoundKernel("cross_entropy_loss", "causal", "chunk_loss", True, print).can_serve(head_model(head), head)
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-def test_evaluation_makes_logits_unless_only_the_loss_is_asked_for(explicit):
+def test_fused_loss_is_not_used_in_evaluation(explicit):
     head = nn.Linear(2, 3, bias=False)
     model = head_model(head)
     kernel = BoundKernel("cross_entropy_loss", "causal", "chunk_loss", explicit, print)
@@ -205,7 +205,7 @@ def on_a_gpu(model, ops, monkeypatch):
         return bind(model, ops)
 
 
-def test_a_model_that_moved_chooses_again(model, monkeypatch, caplog):
+def test_moved_model_is_bound_again(model, monkeypatch, caplog):
     KERNEL_REGISTRY.register(
         KernelSpec("gpu_best", "toy_double", "standard", lambda: fast, HardwareRequirement("gpu"), priority=90)
     )
@@ -226,7 +226,7 @@ def test_a_model_that_moved_chooses_again(model, monkeypatch, caplog):
     assert not twin._forward_pre_hooks
 
 
-def test_a_model_that_moved_before_it_was_compiled_chooses_again(model, monkeypatch):
+def test_moved_and_compiled_model_is_bound_again(model, monkeypatch):
     KERNEL_REGISTRY.register(
         KernelSpec("gpu_best", "toy_double", "standard", lambda: other_fast, HardwareRequirement("gpu"), priority=90)
     )
@@ -236,14 +236,14 @@ def test_a_model_that_moved_before_it_was_compiled_chooses_again(model, monkeypa
     assert model[0].toy.name == "fast"
 
 
-def test_a_named_kernel_that_the_new_device_lacks_is_an_error(model, monkeypatch):
+def test_named_kernel_unsupported_on_the_new_device_raises(model, monkeypatch):
     KERNEL_REGISTRY.register(KernelSpec("gpu_best", "toy_double", "standard", lambda: fast, HardwareRequirement("gpu")))
     on_a_gpu(model, {"toy_double_implementation": "gpu_best"}, monkeypatch)
     with pytest.raises(ConfigError, match=r"toy_double_implementation=.gpu_best. .*requires a GPU, this is CPU"):
         model(torch.randn(3))
 
 
-def test_parameters_that_rest_elsewhere_than_they_compute_move_nothing(model, monkeypatch):
+def test_offloaded_parameters_do_not_rebind(model, monkeypatch):
     on_a_gpu(model, {"toy_double_implementation": "fast"}, monkeypatch)
     report = explain(model)
     model.to("meta")(torch.randn(3, device="meta"))

@@ -22,17 +22,17 @@ SPEC_FIELDS = {
 }
 
 
-def test_has_every_field_of_the_specification_and_defaults_to_auto():
+def test_fields_of_the_specification_default_to_auto():
     config = OpsImplementationConfig()
     assert set(config_fields()) >= SPEC_FIELDS
     assert {getattr(config, field) for field in SPEC_FIELDS} == {"auto"}
 
 
-def test_a_new_op_has_its_field_without_an_edit(toy):
+def test_registered_op_has_a_field(toy):
     assert OpsImplementationConfig(toy_double_implementation="fast").toy_double_implementation == "fast"
 
 
-def test_one_error_lists_every_problem(toy, monkeypatch):
+def test_one_error_lists_all_problems(toy, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigError) as caught:
         OpsImplementationConfig(
@@ -47,7 +47,7 @@ def test_one_error_lists_every_problem(toy, monkeypatch):
     assert "did you mean 'fused_triton'" in text
 
 
-def test_moe_alias_is_one_field():
+def test_moe_alias_is_the_same_field():
     assert OpsImplementationConfig(moe_experts_implementation="eager").moe_implementation == "eager"
     assert OpsImplementationConfig(moe_implementation="eager").moe_experts_implementation == "eager"
     with pytest.raises(ConfigError, match="the same field; set one"):
@@ -62,7 +62,7 @@ def test_presets():
         OpsImplementationConfig(preset="fast")
 
 
-def test_veomni_preset_names_gpu_kernels_or_says_why_not(monkeypatch):
+def test_veomni_preset_on_a_cpu_raises(monkeypatch):
     import torch
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -74,7 +74,7 @@ def test_veomni_preset_names_gpu_kernels_or_says_why_not(monkeypatch):
     assert "moe_implementation='fused_triton': requires a GPU" in str(caught.value)
 
 
-def test_overrides_by_glob_last_match_wins(toy):
+def test_last_matching_override_wins(toy):
     config = OpsImplementationConfig(
         toy_double_implementation="fast",
         overrides={"a.*": {"toy_double_implementation": "eager"}, "a.b": {"toy_double_implementation": "unranked"}},
@@ -85,17 +85,17 @@ def test_overrides_by_glob_last_match_wins(toy):
 
 
 @pytest.mark.parametrize("overrides", ["eager", ["model.*"], {"model.*": "eager"}, {"a": {3: "eager"}}, {3: {}}])
-def test_overrides_that_map_nothing_are_one_problem(overrides):
+def test_invalid_overrides_raise(overrides):
     with pytest.raises(ConfigError, match=r"overrides=.* must map globs of module paths"):
         OpsImplementationConfig(overrides=overrides)
 
 
-def test_a_value_that_only_an_override_has_is_told_with_its_glob(toy):
+def test_invalid_value_in_an_override_names_its_glob(toy):
     with pytest.raises(ConfigError, match=r"- overrides\['a\.\*'\]\.toy_double_implementation='slow': no such"):
         OpsImplementationConfig(overrides={"a.*": {"toy_double_implementation": "slow"}})
 
 
-def test_overrides_do_not_change_once_they_are_validated(toy):
+def test_overrides_are_immutable(toy):
     given = {"a.*": {"toy_double_implementation": "fast"}}
     config = OpsImplementationConfig(overrides=given)
     given["a.*"]["toy_double_implementation"] = "nonsense"
@@ -107,7 +107,7 @@ def test_overrides_do_not_change_once_they_are_validated(toy):
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
 
 
-def test_the_beginning_of_several_names_suggests_them_all():
+def test_common_prefix_suggests_all_names():
     with pytest.raises(ConfigError, match="did you mean 'fused_triton' or 'fused_npu' or 'fused_quack'"):
         OpsImplementationConfig(moe_implementation="fused")
 
@@ -118,7 +118,7 @@ def test_round_trips(toy):
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_a_made_config_does_not_take_a_field_that_nobody_would_read():
+def test_config_is_immutable():
     config = OpsImplementationConfig()
     with pytest.raises(ConfigError, match="make another"):
         config.rms_norm_implementation = "eager"
@@ -127,11 +127,11 @@ def test_a_made_config_does_not_take_a_field_that_nobody_would_read():
 
 
 @pytest.mark.parametrize("value", [None, "auto", {}, "eager", {"moe_implementation": "eager"}])
-def test_make_reads_what_users_write(value):
+def test_make_accepts_valid_values(value):
     assert isinstance(OpsImplementationConfig.make(value), OpsImplementationConfig)
 
 
-def test_make_refuses_the_rest():
+def test_make_rejects_invalid_values():
     with pytest.raises(ConfigError, match="got int"):
         OpsImplementationConfig.make(3)
     with pytest.raises(ConfigError, match="a mapping by field names"):

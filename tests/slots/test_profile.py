@@ -148,10 +148,10 @@ def test_times_that_nothing_takes_are_told_and_never_chosen_by(shaped, file, mon
     report = bind(Doubler())
     assert report.rows[0].why == "highest priority, 10"
     assert said in report.note
-    with pytest.raises(ConfigError, match=r"no profile of opslot's.*\n  hint: delete the file"):
+    with pytest.raises(ConfigError, match=r"not a profile of opslot.*\n  hint: delete the file"):
         write_profile([], CPU)
     monkeypatch.setenv("OPSLOT_PROFILE", str(file))
-    with pytest.raises(ConfigError, match=r"OPSLOT_PROFILE: .*no profile of opslot's"):
+    with pytest.raises(ConfigError, match=r"OPSLOT_PROFILE: .*not a profile of opslot"):
         bind(Doubler())
 
 
@@ -161,7 +161,7 @@ def test_a_section_without_its_parts_is_told_where_it_would_be_added_to(file, mi
     data = json.loads(file.read_text())
     del data["machines"][0][missing]
     file.write_text(json.dumps(data))
-    with pytest.raises(ConfigError, match=f"no profile of opslot's: KeyError\\('{missing}'\\)"):
+    with pytest.raises(ConfigError, match=f"not a profile of opslot: KeyError\\('{missing}'\\)"):
         write_profile([], CPU)
 
 

@@ -25,15 +25,15 @@ QWEN3_MOE = {
 
 @pytest.fixture
 def picture():
-    """Has a test's runs draw their curves."""
+    """Draw the loss curves in this test."""
 
 
 @pytest.fixture(autouse=True)
 def empty_picture(request):
-    """A run's loss.png is empty unless its test asks for `picture`: drawing it takes as long as the run itself."""
+    """Leave loss.png empty unless the test requests `picture`: drawing it takes as long as the run."""
     with pytest.MonkeyPatch.context() as patch:
         if "picture" not in request.fixturenames:
-            patch.setattr("opslot.trainer.loss_curve.draw_loss_curve", lambda rows, path, **_: path.touch())
+            patch.setattr("opslot.trainer.loss_curve.draw_loss_curve", lambda records, path, **_: path.touch())
         yield
 
 

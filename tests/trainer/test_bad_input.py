@@ -116,7 +116,7 @@ def test_output_folder_below_a_file_raises(train, settings, tmp_path):
     assert_error(train(), "train.output_dir", "is a file", tmp_path=tmp_path)
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder that nobody can write")
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder that cannot be written")
 def test_read_only_output_folder_raises(train, settings, tmp_path):
     settings["train"]["output_dir"] = "/proc/opslot/out"
     assert_error(train(), "train.output_dir: /proc/opslot/out cannot be written", tmp_path=tmp_path)

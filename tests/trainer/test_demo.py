@@ -6,8 +6,8 @@ from opslot.trainer import demo, load_config
 from opslot.trainer.validate import validate
 
 
-def test_the_demo_prepares_a_run_that_is_valid(tmp_path):
-    demo._start_afresh(tmp_path)
+def test_demo_configuration_is_valid(tmp_path):
+    demo._clear_output(tmp_path)
     documents = demo.write_sources(tmp_path / "data")
     assert len(documents) > 300
     assert any(hidden for _, hidden in documents)
@@ -21,12 +21,12 @@ def test_the_demo_prepares_a_run_that_is_valid(tmp_path):
     validate(load_config(demo.write_config(tmp_path)))
 
 
-def test_the_demo_removes_only_its_own_folder(tmp_path):
+def test_demo_removes_only_its_own_folder(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ConfigError, match="choose another folder with --output"):
-        demo._start_afresh(tmp_path)
+        demo._clear_output(tmp_path)
     assert demo.main(["--output", str(tmp_path)]) == 2
     assert (tmp_path / "thesis.txt").read_text() == "precious"
     (tmp_path / "demo.yaml").write_text("")
-    demo._start_afresh(tmp_path)
+    demo._clear_output(tmp_path)
     assert not tmp_path.exists()

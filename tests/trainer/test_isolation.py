@@ -1,4 +1,4 @@
-"""Documents of a packed row do not see each other: numbers are those of each document alone."""
+"""Packed documents do not attend to each other: logits and loss equal those of each document alone."""
 
 import json
 
@@ -12,8 +12,8 @@ DOCUMENTS = [[5, 9, 12, 7, 200, 31, 8], [44, 3, 9], [17], [5, 9, 12, 99, 100, 10
 SIZE = 10
 
 
-def rows():
-    """Three rows of ten tokens: documents 0 and 1, then 2 and 3, then padding behind the start of document 0."""
+def samples():
+    """Three samples of ten tokens: documents 0 and 1, then 2 and 3, then document 0 and padding."""
     layout = [[0, 1], [2, 3]]
     packed = []
     for indices in layout:
@@ -28,31 +28,31 @@ def rows():
 
 @pytest.mark.parametrize("ops", ["auto", "eager", {"attn_implementation": "sdpa", "preset": "eager"}])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "llama"])
-def test_logits_and_loss_in_a_packed_batch_are_those_of_each_document_alone(model_folder, ops, model_type):
+def test_packed_documents_are_isolated(model_folder, ops, model_type):
     config = json.loads((model_folder / "config.json").read_text()) | {"model_type": model_type}
     file = model_folder / f"{model_type}.json"
     file.write_text(json.dumps(config))
     torch.manual_seed(0)
     model = opslot.build_foundation_model(file, torch_dtype="float64", ops_implementation=ops).eval()
-    batch = collate(rows())
+    batch = collate(samples())
     labels = batch.pop("labels")
     with torch.no_grad():
         mixed = model(input_ids=batch["input_ids"], use_cache=False).logits.flatten(0, 1)
         together = model(**batch, use_cache=False).logits.flatten(0, 1)
         packed_loss = model(**batch, labels=labels, use_cache=False, num_items_in_batch=torch.tensor(1)).loss
         alone = [model(input_ids=torch.tensor([document]), use_cache=False).logits[0] for document in DOCUMENTS]
-    borders = batch["cu_seq_lens_q"].tolist()
-    # Transformers' eager attention takes its softmax in fp32, whose sums depend on the length of a row and on the CPU:
-    # each probability is off by at most some eps, and each of the layers passes that on to logits of this size. A token
-    # of another document would change logits by 1e-2 of their size and more.
+    offsets = batch["cu_seq_lens_q"].tolist()
+    # Transformers' eager attention computes its softmax in fp32, whose sums depend on the sample length and the CPU.
+    # Each probability has an error of a few eps, and each layer passes it on to the logits. A token of another
+    # document would change the logits by 1e-2 of their size and more.
     in_fp32 = ops == "eager"
     scale = max(logits.abs().max().item() for logits in alone)
     atol = 4 * model.config.num_hidden_layers * torch.finfo(torch.float32).eps * scale if in_fp32 else 1e-9
-    for place, document in enumerate([0, 1, 2, 3, 0]):
-        got = together[borders[place] : borders[place + 1]]
+    for index, document in enumerate([0, 1, 2, 3, 0]):
+        got = together[offsets[index] : offsets[index + 1]]
         torch.testing.assert_close(got, alone[document], rtol=0 if in_fp32 else 1e-9, atol=atol)
-        if borders[place] % SIZE:
-            assert (mixed[borders[place] : borders[place + 1]] - alone[document]).abs().max() > 1000 * atol
+        if offsets[index] % SIZE:
+            assert (mixed[offsets[index] : offsets[index + 1]] - alone[document]).abs().max() > 1000 * atol
     loss = sum(
         torch.nn.functional.cross_entropy(
             alone[i][:-1], torch.tensor(DOCUMENTS[i][1:], dtype=torch.long), reduction="sum"

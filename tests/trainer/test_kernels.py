@@ -11,7 +11,7 @@ def build(model_folder, ops):
     return opslot.build_foundation_model(model_folder, ops_implementation=ops)
 
 
-def test_auto_follows_the_record(model_folder):
+def test_auto_takes_recorded_kernels(model_folder):
     model = build(model_folder, "auto")
     before = kernel_record(model)
     recorded = kernel_record(build(model_folder, "eager"))
@@ -23,7 +23,7 @@ def test_auto_follows_the_record(model_folder):
     assert pin_kernels(build(model_folder, "auto"), before) == []
 
 
-def test_a_named_kernel_wins_over_the_record_and_says_so(model_folder):
+def test_named_kernel_overrides_the_record(model_folder):
     recorded = kernel_record(build(model_folder, "auto"))
     model = build(model_folder, {"rms_norm_implementation": "eager"})
     lines = pin_kernels(model, recorded)
@@ -32,7 +32,7 @@ def test_a_named_kernel_wins_over_the_record_and_says_so(model_folder):
     assert all(line.endswith("is eager because rms_norm_implementation names it") for line in lines)
 
 
-def test_a_recorded_kernel_that_cannot_run_here_is_an_error(model_folder):
+def test_unsupported_recorded_kernel_raises(model_folder):
     model = build(model_folder, "auto")
     recorded = kernel_record(model)
     for row in recorded["rows"]:

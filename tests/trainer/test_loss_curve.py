@@ -5,7 +5,7 @@ from PIL import Image
 from opslot.trainer.loss_curve import draw_loss_curve, smooth
 
 
-def test_smoothing_does_not_lag_and_bridges_what_is_not_finite():
+def test_smoothing_does_not_lag_and_ignores_non_finite_values():
     assert smooth(np.array([3.0, 1.0])).tolist() == [3.0, 1.0]
     falling = np.linspace(9, 1, 200)
     assert smooth(falling)[:195] == pytest.approx(falling[:195], abs=1e-9)
@@ -16,11 +16,11 @@ def test_smoothing_does_not_lag_and_bridges_what_is_not_finite():
     assert np.isfinite(smooth(np.array([1.0, np.nan] * 50))).all()
 
 
-def test_pictures_of_short_and_long_runs(tmp_path):
+def test_plots_of_short_and_long_runs(tmp_path):
     for count in (1, 200):
-        rows = [{"step": i + 1, "loss": 8 / (i + 1) ** 0.2} for i in range(count)]
-        rows[-1]["eval_loss"] = 4.0
-        draw_loss_curve(rows, tmp_path / "loss.png", title="a run", reference=6.5)
+        records = [{"step": i + 1, "loss": 8 / (i + 1) ** 0.2} for i in range(count)]
+        records[-1]["eval_loss"] = 4.0
+        draw_loss_curve(records, tmp_path / "loss.png", title="a run", reference=6.5)
         with Image.open(tmp_path / "loss.png") as picture:
             assert picture.size == (1280, 736)
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]

@@ -13,13 +13,13 @@ from opslot.trainer.optimizer import build_optimizer, learning_rate
         ("cosine", [0.5, 1.0, 0.1 + 0.9 * 0.8535533906, 0.55, 0.1 + 0.9 * 0.1464466094]),
     ],
 )
-def test_the_course_of_the_learning_rate(scheduler, expected):
+def test_learning_rate_schedules(scheduler, expected):
     train = TrainConfig(lr=2.0, lr_scheduler=scheduler, warmup_steps=2, optimizer=OptimizerConfig(min_lr_ratio=0.1))
     got = [learning_rate(train, step, 5) / 2.0 for step in range(1, 6)]
     assert got == pytest.approx(expected)
 
 
-def test_only_matrices_decay_and_frozen_parameters_stay_out():
+def test_weight_decay_of_matrices_only_and_no_frozen_parameters():
     model = torch.nn.ModuleDict(
         {
             "embed": torch.nn.Embedding(4, 3),

@@ -180,6 +180,7 @@ def test_damaged_file_of_one_rank_is_reported_once(ranks, write, tmp_path):
     assert "__1_0.distcp is not the file that was written" in told
 
 
+@pytest.mark.slow
 def test_invalid_input_is_reported_once(torchrun, write, settings, tmp_path):
     Path(tmp_path / "bad.jsonl").write_text('{"text": 1}\n')
     settings["data"]["train_path"] = str(tmp_path / "bad.jsonl")

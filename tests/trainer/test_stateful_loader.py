@@ -1,4 +1,4 @@
-"""torchdata's StatefulDataLoader over a stream serves as a trainer's data, place included."""
+"""torchdata's StatefulDataLoader over a stream works as the data of a trainer and resumes."""
 
 import pytest
 import torch
@@ -13,19 +13,19 @@ from opslot.trainer.callbacks import read_metrics
 
 class Counting(IterableDataset):
     def __init__(self):
-        self.place = 0
+        self.position = 0
 
     def __iter__(self):
         while True:
-            self.place += 1
-            tokens = (torch.arange(16) * 7 + self.place) % 250
+            self.position += 1
+            tokens = (torch.arange(16) * 7 + self.position) % 250
             yield {"input_ids": tokens, "lengths": [16], "padding": 0}
 
     def state_dict(self):
-        return {"place": self.place}
+        return {"position": self.position}
 
     def load_state_dict(self, state):
-        self.place = state["place"]
+        self.position = state["position"]
 
 
 class StreamTrainer(TextTrainer):
@@ -35,13 +35,13 @@ class StreamTrainer(TextTrainer):
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_a_stream_resumes(settings, tmp_path):
+def test_stream_resumes(settings, tmp_path):
     def run(name, steps, *overrides):
         settings["train"] |= {"output_dir": str(tmp_path / name), "max_steps": steps, "micro_batch_size": 2}
         settings["train"]["lr_scheduler"] = "constant"
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
         StreamTrainer(load_config([str(tmp_path / "run.yaml"), "--train.logging.progress=off", *overrides])).train()
-        return [(row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / name)]
+        return [(record["loss"], record["grad_norm"]) for record in read_metrics(tmp_path / name)]
 
     straight = run("straight", 6)
     assert run("halves", 3) == straight[:3]

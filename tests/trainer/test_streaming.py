@@ -33,7 +33,7 @@ def streaming(settings, monkeypatch):
 
 
 def curve(folder):
-    return [{name: row[name] for name in NAMES if name in row} for row in read_metrics(folder)]
+    return [{name: record[name] for name in NAMES if name in record} for record in read_metrics(folder)]
 
 
 def trainer_of(settings, tmp_path, **keywords):
@@ -53,14 +53,14 @@ def test_uncounted_run_ends_with_its_epochs(streaming, tmp_path, changes):
     samples = trainer.train_set.samples_per_epoch
     steps = trainer.batches.steps(2) if changes else math.ceil(2 * samples / 8)
     assert (result.step, result.completed) == (steps, True)
-    rows = curve(tmp_path / "out")
-    assert len(rows) == steps
-    assert [row["step"] for row in rows if "eval_loss" in row] == [steps]
-    assert rows[-2]["epoch"] < 2 <= rows[-1]["epoch"]
+    records = curve(tmp_path / "out")
+    assert len(records) == steps
+    assert [record["step"] for record in records if "eval_loss" in record] == [steps]
+    assert records[-2]["epoch"] < 2 <= records[-1]["epoch"]
     train = trainer.config.train
     exact = [learning_rate(train, step, steps) for step in range(1, steps + 1)]
-    assert [row["lr"] for row in rows] == pytest.approx(exact, abs=0.05 * train.lr)
-    assert rows[-1]["lr"] == exact[-1]
+    assert [record["lr"] for record in records] == pytest.approx(exact, abs=0.05 * train.lr)
+    assert records[-1]["lr"] == exact[-1]
 
 
 def test_killed_run_resumes_with_any_cache(streaming, tmp_path):
@@ -126,9 +126,9 @@ def test_tokenizing_processes_exit_with_the_run(train, streaming, tmp_path):
     assert "; 0.5 epochs in steps of 512 tokens" in out
     assert "step: 1/~" in out
     assert multiprocessing.active_children() == []
-    rows = curve(tmp_path / "out")
+    records = curve(tmp_path / "out")
     assert train(f"--train.output_dir={tmp_path / 'here'}", "--train.num_epochs=0.5")[0] == 0
-    assert curve(tmp_path / "here") == rows
+    assert curve(tmp_path / "here") == records
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -144,7 +144,7 @@ def test_malformed_line_in_a_later_shard_raises(train, streaming, tmp_path, work
     assert err.count("bad.jsonl, line 26: not JSON") == 1
     assert "Traceback" not in err
     assert multiprocessing.active_children() == []
-    steps = [row["step"] for row in curve(tmp_path / "out")] if (tmp_path / "out").exists() else []
+    steps = [record["step"] for record in curve(tmp_path / "out")] if (tmp_path / "out").exists() else []
     # The shards before hold 23 lines of 391 tokens, and a step takes 512. With workers the error comes earlier.
     assert steps == list(range(1, (17 if workers == 0 else len(steps)) + 1))
     assert len(steps) <= 17

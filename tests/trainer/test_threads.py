@@ -18,6 +18,6 @@ def policy(**environment):
     return done.stdout.strip()
 
 
-def test_idle_threads_sleep_unless_the_user_says_otherwise():
+def test_idle_threads_sleep_unless_the_user_sets_a_policy():
     assert policy() == "PASSIVE"
     assert policy(OMP_WAIT_POLICY="ACTIVE") == "ACTIVE"

@@ -21,6 +21,7 @@ from opslot._base.errors import ConfigError
 from opslot.checkpoint import ExpertTensorConverter
 from opslot.distributed import destroy_parallel_state
 from opslot.models import ARCHITECTURES
+from opslot.models._registry import find_architecture
 from opslot.trainer import TextTrainer, load_config
 from opslot.trainer.callbacks import Callback, MetricsCallback, read_metrics
 from opslot.trainer.checkpointing import find_checkpoints
@@ -30,7 +31,7 @@ TIMELESS = ("step", "loss", "grad_norm", "lr", "epoch", "tokens", "eval_loss")
 
 
 def curve(folder):
-    return [{name: row[name] for name in TIMELESS if name in row} for row in read_metrics(folder)]
+    return [{name: record[name] for name in TIMELESS if name in record} for record in read_metrics(folder)]
 
 
 def trainer_of(settings, tmp_path, **keywords):
@@ -78,9 +79,9 @@ def test_files_in_the_output_folder(train, settings, tmp_path):
         "tensorboard",
     }
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, 31))
-    assert all({"loss", "grad_norm", "lr", "tokens_per_s"} <= row.keys() for row in rows)
-    assert [row["step"] for row in rows if "eval_loss" in row] == [10, 20, 30]
+    assert [record["step"] for record in rows] == list(range(1, 31))
+    assert all({"loss", "grad_norm", "lr", "tokens_per_s"} <= record.keys() for record in rows)
+    assert [record["step"] for record in rows if "eval_loss" in record] == [10, 20, 30]
     assert rows[0]["loss"] == pytest.approx(5.56, abs=0.05)  # log(260), the loss of a model that knows nothing
     assert rows[-1]["loss"] < 3.0
     assert rows[-1]["tokens"] == 30 * 4 * 32
@@ -88,7 +89,7 @@ def test_files_in_the_output_folder(train, settings, tmp_path):
     with Image.open(folder / "loss.png") as picture:
         assert picture.size[0] > 1000
     assert list((folder / "tensorboard").glob("events.*"))
-    chosen = {row["op"]: row["chosen"] for row in json.loads((folder / "kernels.json").read_text())["rows"]}
+    chosen = {record["op"]: record["chosen"] for record in json.loads((folder / "kernels.json").read_text())["rows"]}
     assert {"rms_norm", "rotary_pos_emb", "moe_experts", "cross_entropy_loss", "attention"} <= chosen.keys()
     table = (folder / "kernels.txt").read_text()
     assert all(f"{op}/" in table and name in table for op, name in chosen.items())
@@ -136,7 +137,7 @@ def test_weights_are_loaded_through_the_architecture_converters(settings, tmp_pa
     save_file({**tensors, "model.final_norm.weight": norm}, file)
     settings["model"]["model_path"] = str(tmp_path / "start" / "hf")
     settings["train"] |= {"output_dir": str(tmp_path / "out"), "fsdp": fsdp}
-    known = ARCHITECTURES["qwen3_moe"]
+    known = find_architecture("qwen3_moe")
     renaming = replace(known, converters=lambda model: [Renaming(), ExpertTensorConverter.for_model(model)])
     monkeypatch.setitem(ARCHITECTURES, "qwen3_moe", renaming)
     try:
@@ -156,8 +157,10 @@ def test_named_kernel_for_the_compute_dtype_only(settings, tmp_path):
             trainer_of(settings, tmp_path)
         settings["train"] |= {"max_steps": 1, "fsdp": {"compute_dtype": "bfloat16"}}
         trainer = trainer_of(settings, tmp_path)
-        rows = [row for row in explain(trainer.model).rows if (row.op, row.variant) == ("rms_norm", "standard")]
-        assert {row.chosen for row in rows} == {"half"}
+        rows = [
+            record for record in explain(trainer.model).rows if (record.op, record.variant) == ("rms_norm", "standard")
+        ]
+        assert {record.chosen for record in rows} == {"half"}
         assert trainer.model.model.norm.weight.dtype == torch.float32
         trainer.train()
     finally:
@@ -181,7 +184,7 @@ def test_stopped_and_resumed_run_equals_an_uninterrupted_one(train, settings, tm
     killed.callbacks.append(Kill())
     with pytest.raises(KeyboardInterrupt):
         killed.train()
-    assert [row["step"] for row in curve(tmp_path / "again")] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in curve(tmp_path / "again")] == [1, 2, 3, 4, 5]
     code, out, _ = train("--data.num_workers", "1")
     assert code == 0
     assert "step_00000003 (step 3)" in out
@@ -401,7 +404,7 @@ def test_accumulated_micro_batches_equal_one_batch(settings, tmp_path, model_fol
     for micro in (4, 1, 2):
         settings["train"] |= {"micro_batch_size": micro, "output_dir": str(tmp_path / f"out{micro}")}
         trainer_of(settings, tmp_path).train()
-        curves.append([(row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / f"out{micro}")])
+        curves.append([(record["loss"], record["grad_norm"]) for record in read_metrics(tmp_path / f"out{micro}")])
     for other in curves[1:]:
         torch.testing.assert_close(torch.tensor(other), torch.tensor(curves[0]), rtol=1e-5, atol=1e-6)
 
@@ -441,7 +444,7 @@ def test_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(train, settings, t
     assert [path.name for path in find_checkpoints(tmp_path / "out" / "checkpoints")][-1] == "step_00000002"
     monkeypatch.undo()
     assert train("--train.resume_from", "latest")[0] == 0
-    assert [row["step"] for row in read_metrics(tmp_path / "out")] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in read_metrics(tmp_path / "out")] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("moment", ["on_train_start", "on_step_end", "close"])
@@ -478,7 +481,7 @@ def test_activation_checkpointing_changes_no_loss(settings, tmp_path):
     for on in (False, True):
         settings["train"] |= {"activation_checkpointing": on, "output_dir": str(tmp_path / f"out{on}")}
         trainer_of(settings, tmp_path).train()
-        curves.append([row["loss"] for row in read_metrics(tmp_path / f"out{on}")])
+        curves.append([record["loss"] for record in read_metrics(tmp_path / f"out{on}")])
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
 
 
@@ -495,4 +498,4 @@ def test_torchrun_with_one_process(settings, torchrun, tmp_path):
     process = torchrun(1, str(tmp_path / "run.yaml"))
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert [row["step"] for row in read_metrics(tmp_path / "out")] == [1, 2, 3, 4]
+    assert [record["step"] for record in read_metrics(tmp_path / "out")] == [1, 2, 3, 4]

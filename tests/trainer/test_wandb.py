@@ -5,7 +5,7 @@ import types
 from opslot.trainer.callbacks import read_metrics
 
 
-def test_wandb_gets_every_step_and_is_finished(train, settings, tmp_path, monkeypatch):
+def test_wandb_logs_every_step_and_finishes(train, settings, tmp_path, monkeypatch):
     logged, events = [], []
 
     class Run:
@@ -22,5 +22,5 @@ def test_wandb_gets_every_step_and_is_finished(train, settings, tmp_path, monkey
     monkeypatch.setattr("opslot.trainer.validate.has_package", lambda name: True)
     settings["train"]["logging"] |= {"wandb": True, "wandb_project": "mine"}
     assert train()[0] == 0
-    assert logged == [(row["step"], row["loss"]) for row in read_metrics(tmp_path / "out")]
+    assert logged == [(record["step"], record["loss"]) for record in read_metrics(tmp_path / "out")]
     assert events == ["mine", "finished"]

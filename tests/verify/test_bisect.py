@@ -66,7 +66,7 @@ def broken(request):
     KERNEL_REGISTRY.unregister("rms_norm", "standard", "broken")
 
 
-def test_right_kernels_are_found_right(model, batch):
+def test_right_kernels_pass(model, batch):
     ops = {FIELD: "torch_fused", "rotary_pos_emb_implementation": "torch_fused", "attn_implementation": "sdpa"}
     found = opslot.bisect(model, batch, {**ops, "cross_entropy_loss_implementation": "chunk_loss"})
     assert found.ok
@@ -75,13 +75,13 @@ def test_right_kernels_are_found_right(model, batch):
 
 
 @pytest.mark.parametrize("given", [{}, None, "no/such/folder"])
-def test_what_is_no_model_is_named(batch, given):
+def test_argument_that_is_not_a_model_raises(batch, given):
     with pytest.raises(ConfigError, match=r"opslot\.bisect takes a model, found (.*\n)  hint: "):
         opslot.bisect(given, batch)
 
 
 @pytest.mark.parametrize("broken", [wrong_for_heads], indirect=True)
-def test_the_slot_in_its_layer_is_named(model, batch, broken):
+def test_slot_and_layer_are_named(model, batch, broken):
     found = opslot.bisect(model, batch, {"overrides": {"model.layers.1.*": {FIELD: broken}}})
     paths = {path for culprit in found.culprits for path in culprit.paths}
     assert paths
@@ -92,7 +92,7 @@ def test_the_slot_in_its_layer_is_named(model, batch, broken):
 
 
 @pytest.mark.parametrize("broken", [wrong_for_heads], indirect=True)
-def test_attention_that_opslot_did_not_choose_is_no_suspect(model, batch, broken):
+def test_attention_not_chosen_by_opslot_is_not_suspected(model, batch, broken):
     opslot.bind(model, {FIELD: broken, "attn_implementation": "sdpa"})
     model.set_attn_implementation("sdpa")
     found = opslot.bisect(model, batch)
@@ -100,22 +100,22 @@ def test_attention_that_opslot_did_not_choose_is_no_suspect(model, batch, broken
 
 
 @pytest.mark.parametrize("broken", [wrong_backward], indirect=True)
-def test_a_wrong_gradient_is_named_where_the_loss_is_right(model, batch, broken):
+def test_wrong_gradient_with_right_loss_is_named(model, batch, broken):
     if next(model.parameters()).dtype == torch.bfloat16:
-        pytest.skip("1 % of one norm's gradient is within bfloat16's own error")
+        pytest.skip("1 % of the gradient of one norm is less than the error of bfloat16")
     model.train()
     opslot.bind(model, {FIELD: "eager", "overrides": {"model.norm": {FIELD: broken}}})
     before = copy.deepcopy(opslot.explain(model))
     found = opslot.bisect(model, batch)
     assert [c.paths for c in found.culprits] == [("model.norm",)]
     assert found.culprits[0].worst.name.startswith("grad ")
-    # What is judged stays as it was.
+    # The model itself is unchanged.
     assert opslot.explain(model) == before
     assert model.training
     assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("broken", [wrong_for_heads], indirect=True)
-def test_a_loss_is_needed(model, batch, broken):
+def test_batch_without_labels_raises(model, batch, broken):
     with pytest.raises(ConfigError, match="returns no loss on this batch; add labels"):
         opslot.bisect(model, {"input_ids": batch["input_ids"]}, {FIELD: broken})

@@ -1,4 +1,4 @@
-"""Processes beside this one: results, and what becomes of items that take theirs down, hang or spoil it."""
+"""Worker processes: results, and items that kill their process, hang or make it unusable."""
 
 import multiprocessing
 import os
@@ -15,15 +15,15 @@ _calls = 0
 
 
 @pytest.fixture(autouse=True)
-def started_quickly(monkeypatch):
-    """Processes begin as forks of one that holds nothing but their imports; elsewhere in the tests they are spawned."""
+def forked_workers(monkeypatch):
+    """Fork workers from a process with their imports, which is faster than spawning them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["opslot.verify.isolated"])
     monkeypatch.setattr("opslot.verify.isolated.multiprocessing", SimpleNamespace(get_context=lambda _: context))
 
 
 def work(item):
-    """Says how many items its process had before, unless the item says what else to do."""
+    """Return the item and the number of items that this process has had, unless the item asks for a failure."""
     global _calls
     _calls += 1
     if item == "die" or (item == "die second" and _calls > 1):
@@ -35,38 +35,38 @@ def work(item):
     return f"{item} {_calls}"
 
 
-def of_bad(result):
+def is_bad(result):
     return result.startswith("bad")
 
 
-def test_a_process_lives_on_until_an_item_takes_it_down_or_spoils_it():
+def test_process_is_reused_until_an_item_kills_or_spoils_it():
     with Processes(1) as processes:
-        assert list(processes.run(work, ["a", "die second", "bad", "b"], of_bad)) == [
+        assert list(processes.run(work, ["a", "die second", "bad", "b"], is_bad)) == [
             ("a", "a 1"),
             ("bad", "bad 1"),
             ("b", "b 1"),
-            # What ran before may have been at fault: it had another try, in a new process.
+            # What ran before may be the cause, so it runs again in a new process.
             ("die second", "die second 1"),
         ]
-        assert list(processes.run(work, ["c"], of_bad)) == [("c", "c 2")], "they are there for the next batch"
+        assert list(processes.run(work, ["c"], is_bad)) == [("c", "c 2")], "processes are kept for the next batch"
 
 
-def test_an_item_that_dies_or_hangs_or_raises_is_told_alone():
+def test_item_that_dies_hangs_or_raises_is_reported_alone():
     with Processes(2) as processes:
-        found = dict(processes.run(work, ["die", "a"], of_bad))
+        found = dict(processes.run(work, ["die", "a"], is_bad))
         assert found == {"die": Lost("died"), "a": "a 1"}
-        results = processes.run(work, ["b", "hang"], of_bad, limit=5)
+        results = processes.run(work, ["b", "hang"], is_bad, limit=2)
         assert next(results) == ("b", "b 2")
         [hanging] = [worker._process for worker in processes._busy]
-        assert list(results) == [("hang", Lost("was not done after 5 s"))]
+        assert list(results) == [("hang", Lost("was not done after 2 s"))]
         assert not hanging.is_alive()
         with pytest.raises(KernelError, match="ValueError: no such item"):
-            list(processes.run(work, ["raise"], of_bad))
+            list(processes.run(work, ["raise"], is_bad))
 
 
-def test_who_stops_listening_leaves_no_process_at_work():
+def test_closing_the_results_stops_the_processes():
     with Processes(2) as processes:
-        results = processes.run(work, ["a", "hang"], of_bad)
+        results = processes.run(work, ["a", "hang"], is_bad)
         assert next(results) == ("a", "a 1")
         [hanging] = [worker._process for worker in processes._busy]
         results.close()

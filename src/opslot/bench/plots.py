@@ -94,7 +94,16 @@ def _draw_bars(axis: Any, values: Mapping[str, float], colours: Sequence[str], l
             _draw_break(axis, 0.9 * limit, i, limit)
         # On white, where the roofline crosses it.
         behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.8}
-        axis.text(1.015 * min(value, limit), i, significant(value), va="center", fontsize=8, color=_INK, bbox=behind)
+        axis.annotate(
+            significant(value),
+            (min(value, limit), i),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            color=_INK,
+            bbox=behind,
+        )
     axis.set_xlim(0, 1.22 * limit)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(labelsize=8, colors=_INK)

@@ -22,8 +22,7 @@ def text_batches(steps: int, batch: int, length: int, vocab_size: int) -> Any:
 
     if vocab_size < VOCABULARY:
         raise ConfigError(
-            f"--curve trains on text of {VOCABULARY} tokens, but the model's vocab_size is {vocab_size}; "
-            f"give it at least {VOCABULARY}"
+            f"--curve requires a model with a vocabulary of {VOCABULARY} or more", found=f"vocab_size is {vocab_size}"
         )
     needed = steps * batch * length
     with tempfile.TemporaryDirectory() as folder:
@@ -37,7 +36,8 @@ def text_batches(steps: int, batch: int, length: int, vocab_size: int) -> Any:
                 break
     if len(ids) < needed:
         raise ConfigError(
-            f"--curve needs {needed:,} tokens ({steps} x {batch} x {length}), the standard library's sources have "
-            f"{len(ids):,}; take fewer steps or smaller batches"
+            f"--curve requires {needed:,} tokens ({steps} x {batch} x {length})",
+            found=f"{len(ids):,} in the sources of the standard library",
+            hint="use fewer steps or smaller batches",
         )
     return numpy.array(ids[:needed], dtype=numpy.int32).reshape(steps, batch, length)

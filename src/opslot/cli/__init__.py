@@ -17,7 +17,7 @@ _EPILOG = """examples:
   opslot train config.yaml --train.lr 3e-4          train a model
   opslot explain config.yaml                        which kernels it would train with, and why
   opslot kernels --op rms_norm                      what can run here
-  opslot port mistral                               the slots of an architecture without a patch
+  opslot discover mistral                           the slots of an architecture, and what is skipped
   opslot verify                                     check every kernel that can run here
   opslot bisect path/to/model                       name the slot that breaks parity
   opslot bench --op moe_experts                     time its kernels beside the roofline
@@ -64,6 +64,9 @@ def _dispatch(arguments: list[str]) -> int:
         from opslot.patchgen.cli import main as patchgen
 
         return patchgen(arguments[1:])
+    if arguments[:1] == ["port"]:
+        print("opslot: `opslot port` is deprecated, use `opslot discover`", file=sys.stderr)
+        arguments = ["discover", *arguments[1:]]
     options = _parser().parse_args(arguments)
     options.argv = arguments
     return int(options.run(options))
@@ -79,9 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"opslot {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add_command in (_add_kernels, _add_explain, _add_port, _add_verify, _add_bisect, _add_bench, _add_convert):
+    for add_command in (_add_kernels, _add_explain, _add_discover, _add_verify, _add_bisect, _add_bench, _add_convert):
         add_command(commands.add_parser)
-    commands.add_parser("train", help="train a model from a YAML file (opslot train --help)", add_help=False)
+    commands.add_parser("train", help="train a model on text files (opslot train --help)", add_help=False)
     commands.add_parser("patchgen", help="generate and check patched modeling files", add_help=False)
     return parser
 
@@ -142,22 +145,30 @@ def _add_explain(add: _Add) -> None:
     explain.set_defaults(run=_explain)
 
 
-def _add_port(add: _Add) -> None:
-    port = add(
-        "port",
-        help="show the slots found in an architecture that has no patch of its own",
+def _add_discover(add: _Add) -> None:
+    discover = add(
+        "discover",
+        help="show the slots of an architecture, and the parts that keep Transformers' implementation",
         epilog=(
-            "examples:\n  opslot port mistral\n  opslot port path/to/model\n"
-            "  opslot port --all                         every architecture of the installed Transformers"
+            "examples:\n  opslot discover mistral\n  opslot discover path/to/model\n"
+            "  opslot discover mistral --verify              also check a tiny random model\n"
+            "  opslot discover mistral -o patch.py           also write the equivalent patch file\n"
+            "  opslot discover --all                         every architecture of the installed Transformers"
         ),
         formatter_class=_FORM,
     )
-    port.add_argument(
+    discover.add_argument(
         "architecture", nargs="?", help="a folder under transformers/models, a model_type, or a folder with config.json"
     )
-    port.add_argument("--all", action="store_true", dest="every", help="all architectures, one line each")
-    port.add_argument("--json", action="store_true", help="print JSON")
-    port.set_defaults(run=_port)
+    discover.add_argument("--all", action="store_true", dest="every", help="all architectures, one line each")
+    discover.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare loss and gradients of a tiny random model (or of the given config.json) with Transformers'",
+    )
+    discover.add_argument("-o", "--output", metavar="FILE", help="write the equivalent patch file")
+    discover.add_argument("--json", action="store_true", help="print JSON")
+    discover.set_defaults(run=_discover)
 
 
 def _add_verify(add: _Add) -> None:
@@ -267,10 +278,16 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
-def _port(options: argparse.Namespace) -> int:
-    from opslot.cli.port import run
+def _discover(options: argparse.Namespace) -> int:
+    from opslot.cli.discover import run
 
-    return run(options.architecture, options.every, options.json)
+    return run(
+        options.architecture,
+        every=options.every,
+        as_json=options.json,
+        verify=options.verify,
+        output=options.output,
+    )
 
 
 def _verify(options: argparse.Namespace) -> int:

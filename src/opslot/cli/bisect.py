@@ -1,4 +1,4 @@
-"""`opslot bisect`: which slot of a model, in which layer, breaks parity with upstream's code."""
+"""`opslot bisect`: find the slot and layer of a model that break parity with Transformers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def run(
     seed: int,
     as_json: bool,
 ) -> int:
-    """Judge the model that `model` names on random tokens; exit code 1 where a slot breaks parity.
+    """Check the model that `model` names on random tokens; exit code 1 if a slot breaks parity.
 
-    The weights are those beside config.json, random where there are none or `layers` makes another model of it.
+    Uses the weights beside config.json; random ones if there are none or `layers` is given.
     """
     if batch < 1 or length < 2 or (layers is not None and layers < 1):
         raise ConfigError(
             f"--batch {batch} --length {length}{f' --layers {layers}' if layers is not None else ''}: a loss needs a "
-            "row, two tokens in it, and a layer"
+            "batch of 1, 2 tokens and 1 layer"
         )
     source = read_source(model)
     config = load_config(source.config, trust_remote_code=source.trust_remote_code) if layers else None

@@ -1,4 +1,4 @@
-"""`opslot explain`: the kernel table of a model that need not be built."""
+"""`opslot explain`: the kernel table of a model, which is built on meta."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from opslot._base.pairs import pairs
 
 @dataclass(frozen=True)
 class Source:
-    """What a command's MODEL_OR_YAML says.
+    """What MODEL_OR_YAML of a command names.
 
     Attributes:
         config: where the model's config is.
         ops: fields of ops_implementation.
-        dtype: what the model computes in; None for its config's.
+        dtype: compute dtype; None for the config's.
         device: what it runs on; None for this machine's best.
         trust_remote_code: whether a config class beside the checkpoint may run.
     """
@@ -32,7 +32,7 @@ class Source:
 
 
 def run(model: str, assignments: list[str], dtype: str | None, as_json: bool) -> int:
-    """Print the table of the model that `model` names, built without memory; exit code 0."""
+    """Print the table of the model that `model` names; exit code 0."""
     source = read_source(model)
     built = opslot.build_foundation_model(
         source.config,
@@ -48,7 +48,7 @@ def run(model: str, assignments: list[str], dtype: str | None, as_json: bool) ->
 
 
 def read_source(model: str) -> Source:
-    """What a model folder, a config.json or a training YAML says; ConfigError for a YAML that names no model."""
+    """Read a model folder, a config.json or a training YAML; ConfigError for a YAML that names no model."""
     path = Path(model)
     if path.suffix not in (".yaml", ".yml"):
         return Source(path)

@@ -96,7 +96,7 @@ class _ShuffleBuffer:
 
     Attributes:
         shards: the shards.
-        places, documents: for each document, the index of its shard in `shards` and its number there; int64
+        shard_indices, documents: for each document, the index of its shard in `shards` and its number there; int64
             [documents].
         lengths: tokens in each document, int64 [documents].
         remainder: tokens before this buffer that belong to its first sample, document by document.
@@ -105,7 +105,7 @@ class _ShuffleBuffer:
     """
 
     shards: list[Shard]
-    places: np.ndarray
+    shard_indices: np.ndarray
     documents: np.ndarray
     lengths: np.ndarray
     remainder: list[np.ndarray]
@@ -117,7 +117,7 @@ class _ShuffleBuffer:
         if position < len(self.remainder):
             return self.remainder[position][start:stop]
         position -= len(self.remainder)
-        return self.shards[self.places[position]].tokens(int(self.documents[position]), start, stop)
+        return self.shards[self.shard_indices[position]].tokens(int(self.documents[position]), start, stop)
 
 
 class PackedDataset(Dataset):
@@ -189,18 +189,18 @@ class PackedDataset(Dataset):
 
     def tokens(self, number: int) -> list[np.ndarray]:
         """Tokens of each document of sample `number`, unsigned, without padding."""
-        epoch, place, index = self._locate(number)
-        buffer = self._buffer(epoch, place)
-        return self._documents_of(buffer, int(buffer.samples[index - _before(epoch.samples, place)]))
+        epoch, buffer_number, index = self._locate(number)
+        buffer = self._buffer(epoch, buffer_number)
+        return self._documents_of(buffer, int(buffer.samples[index - _before(epoch.samples, buffer_number)]))
 
     def token_counts(self, first: int, stop: int) -> np.ndarray:
         """Tokens of the samples [first, stop), int64; only without packing, where each is one document."""
         assert not self.packing, "packed samples are full"
         counts = []
         while first < stop:
-            epoch, place, index = self._locate(first)
-            buffer = self._buffer(epoch, place)
-            begin = index - _before(epoch.samples, place)
+            epoch, buffer_number, index = self._locate(first)
+            buffer = self._buffer(epoch, buffer_number)
+            begin = index - _before(epoch.samples, buffer_number)
             samples = buffer.samples[begin : begin + stop - first]
             positions = np.searchsorted(buffer.starts, samples, side="right") - 1
             before = (samples - buffer.starts[positions]) * self.max_seq_len
@@ -215,18 +215,18 @@ class PackedDataset(Dataset):
         """
         if count == 0:
             return 0.0
-        epoch, place, index = self._locate(count - 1)
-        first, stop = _before(epoch.samples, place), epoch.samples[place]
-        begin, end = _before(epoch.text, place), int(epoch.text[place])
+        epoch, buffer_number, index = self._locate(count - 1)
+        first, stop = _before(epoch.samples, buffer_number), epoch.samples[buffer_number]
+        begin, end = _before(epoch.text, buffer_number), int(epoch.text[buffer_number])
         if index + 1 == stop:
             # Buffers in which no sample ends count with the previous one.
-            while place + 1 < len(epoch.buffers):
-                if len(epoch.samples) == place + 1:
+            while buffer_number + 1 < len(epoch.buffers):
+                if len(epoch.samples) == buffer_number + 1:
                     self._extend(epoch)
-                if epoch.samples[place + 1] > stop:
+                if epoch.samples[buffer_number + 1] > stop:
                     break
-                place += 1
-                end = int(epoch.text[place])
+                buffer_number += 1
+                end = int(epoch.text[buffer_number])
             return epoch.number + end / int(epoch.text[-1])
         return epoch.number + (begin + (end - begin) * (index + 1 - first) / (stop - first)) / int(epoch.text[-1])
 
@@ -293,43 +293,47 @@ class PackedDataset(Dataset):
         """Lengths of documents in the stream of an epoch: in tokens with packing, in samples without."""
         return lengths if self.packing else -(-lengths // self.max_seq_len)
 
-    def _buffer(self, epoch: _Epoch, place: int) -> _ShuffleBuffer:
-        key = (epoch.number, place)
+    def _buffer(self, epoch: _Epoch, buffer_number: int) -> _ShuffleBuffer:
+        key = (epoch.number, buffer_number)
         if key not in self._buffers:
-            shards, places, documents = self._draw(epoch, place)
-            start = _before(epoch.ends, place)
-            remainder = self._remainder(epoch, place, start % self.max_seq_len) if self.packing else []
-            lengths = _lengths_of(shards, places, documents)
+            shards, shard_indices, documents = self._draw(epoch, buffer_number)
+            start = _before(epoch.ends, buffer_number)
+            remainder = self._remainder(epoch, buffer_number, start % self.max_seq_len) if self.packing else []
+            lengths = _lengths_of(shards, shard_indices, documents)
             before = np.array([len(tokens) for tokens in remainder], dtype=np.int64)
             sizes = np.concatenate([before, self._stream_lengths(lengths)])
-            samples = np.arange(_before(epoch.samples, place), epoch.samples[place])
+            samples = np.arange(_before(epoch.samples, buffer_number), epoch.samples[buffer_number])
             if self.shuffle:
                 samples = np.random.default_rng([self.seed, *key, _SAMPLE_ORDER]).permutation(samples)
             starts = start - int(before.sum()) + np.concatenate([[0], np.cumsum(sizes)])
             self._buffers = _keep_newest(
-                self._buffers, key, _ShuffleBuffer(shards, places, documents, lengths, remainder, starts, samples)
+                self._buffers,
+                key,
+                _ShuffleBuffer(shards, shard_indices, documents, lengths, remainder, starts, samples),
             )
         return self._buffers[key]
 
-    def _draw(self, epoch: _Epoch, place: int) -> tuple[list[Shard], np.ndarray, np.ndarray]:
+    def _draw(self, epoch: _Epoch, buffer_number: int) -> tuple[list[Shard], np.ndarray, np.ndarray]:
         """Shards of a buffer and, for each document in shuffled order, the index of its shard and its number there."""
-        numbers = [int(number) for number in epoch.buffers[place]]
+        numbers = [int(number) for number in epoch.buffers[buffer_number]]
         shards = [self.corpus.shard(number) for number in numbers]
         selected = [self.documents.of(number, shard) for number, shard in zip(numbers, shards, strict=True)]
-        places = np.repeat(np.arange(len(shards)), [len(documents) for documents in selected])
+        shard_indices = np.repeat(np.arange(len(shards)), [len(documents) for documents in selected])
         documents = np.concatenate(selected)
         if not self.shuffle:
-            return shards, places, documents
-        order = np.random.default_rng([self.seed, epoch.number, place, _DOCUMENT_ORDER]).permutation(len(documents))
-        return shards, places[order], documents[order]
+            return shards, shard_indices, documents
+        order = np.random.default_rng([self.seed, epoch.number, buffer_number, _DOCUMENT_ORDER]).permutation(
+            len(documents)
+        )
+        return shards, shard_indices[order], documents[order]
 
-    def _remainder(self, epoch: _Epoch, place: int, count: int) -> list[np.ndarray]:
+    def _remainder(self, epoch: _Epoch, buffer_number: int, count: int) -> list[np.ndarray]:
         """The last `count` tokens before a buffer, document by document."""
         parts: list[np.ndarray] = []
         while count:
-            place -= 1
-            shards, places, documents = self._draw(epoch, place)
-            for shard, document in zip(places[::-1], documents[::-1], strict=True):
+            buffer_number -= 1
+            shards, shard_indices, documents = self._draw(epoch, buffer_number)
+            for shard, document in zip(shard_indices[::-1], documents[::-1], strict=True):
                 part = shards[shard].tokens(int(document))[-count:]
                 parts.append(part)
                 count -= len(part)
@@ -354,15 +358,15 @@ class PackedDataset(Dataset):
         return parts
 
 
-def _lengths_of(shards: list[Shard], places: np.ndarray, documents: np.ndarray) -> np.ndarray:
+def _lengths_of(shards: list[Shard], shard_indices: np.ndarray, documents: np.ndarray) -> np.ndarray:
     """Tokens in each document, given as in `_ShuffleBuffer`."""
     firsts = np.cumsum([0, *(len(shard.lengths) for shard in shards)])[:-1]
-    return np.concatenate([shard.lengths for shard in shards])[firsts[places] + documents]
+    return np.concatenate([shard.lengths for shard in shards])[firsts[shard_indices] + documents]
 
 
-def _before(ends: Any, place: int) -> int:
-    """End of the buffer before `place`."""
-    return int(ends[place - 1]) if place else 0
+def _before(ends: Any, buffer_number: int) -> int:
+    """End of the buffer before `buffer_number`."""
+    return int(ends[buffer_number - 1]) if buffer_number else 0
 
 
 def _keep_newest(kept: dict[Any, Any], key: Any, value: Any) -> dict[Any, Any]:

@@ -1,4 +1,4 @@
-"""Sample text that every machine has: the sources of Python's standard library, and a tokenizer trained on it."""
+"""Text that every machine has: the sources of Python's standard library, and a tokenizer trained on them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opslot._base.errors import ConfigError
 VOCABULARY = 4096
 END_OF_TEXT = "<|endoftext|>"
 
-# Sources that are not prose of a programmer: tests, tables, generated data, other people's packages.
+# Not training text: tests, tables, generated data, installed packages.
 _EXCLUDED = {
     "site-packages",
     "dist-packages",
@@ -46,7 +46,9 @@ def write_sources(folder: Path) -> list[tuple[str, bool]]:
                 (held_out if hidden else train).write(line + "\n")
                 documents.append((text, hidden))
     if not documents:
-        raise ConfigError(f"no Python sources in {root}; the demo needs a Python whose standard library is not zipped")
+        raise ConfigError(
+            f"no Python sources in {root}", hint="use a Python whose standard library is not in a zip file"
+        )
     return documents
 
 

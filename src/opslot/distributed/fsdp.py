@@ -26,7 +26,7 @@ from opslot.distributed.copy_engine import CopyReduceScatter, SumParts, use_copi
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
-_REDUCTIONS = "_opslot_reductions"
+_REDUCTIONS = "_fsdp_reductions"
 
 
 def parallelize(

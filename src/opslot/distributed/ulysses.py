@@ -158,7 +158,7 @@ class OverlappedAllToAll:
         group: the ranks; None asks `get_parallel_state()` at each call.
     """
 
-    _ATTRIBUTE = "_opslot_arrivals"
+    _ATTRIBUTE = "_ulysses_arrivals"
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self._group = group

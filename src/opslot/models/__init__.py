@@ -1,15 +1,13 @@
-"""Architectures: each folder declares one; this room builds them and applies them to models that exist."""
+"""Builds models of the architectures in which discovery finds slots, and applies kernels to existing models."""
 
 import importlib
 import pkgutil
 
 from opslot.models._apply import apply, restore
 from opslot.models._build import build_foundation_model, load_config, load_foundation_weights
-from opslot.models._processor import build_processor
 from opslot.models._registry import (
     ARCHITECTURES,
     MODEL_CONFIG_REGISTRY,
-    MODEL_PROCESSOR_REGISTRY,
     MODELING_REGISTRY,
     Architecture,
     register_architecture,
@@ -20,11 +18,9 @@ __all__ = [
     "ARCHITECTURES",
     "MODELING_REGISTRY",
     "MODEL_CONFIG_REGISTRY",
-    "MODEL_PROCESSOR_REGISTRY",
     "Architecture",
     "apply",
     "build_foundation_model",
-    "build_processor",
     "load_config",
     "load_foundation_weights",
     "register_architecture",

@@ -1,4 +1,4 @@
-"""Give a Transformers model that already exists opslot's slots, and take them away again."""
+"""Add opslot's slots to an existing Transformers model, and remove them again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
-from opslot.models._registry import ARCHITECTURES, architecture_of
+from opslot.models._registry import architecture_of
 from opslot.slots import BindingReport, OpsImplementationConfig, bind, unbind, walk_slots
 from opslot.slots.bind import require_module
 from opslot.slots.protocol import set_replaced_forward
@@ -30,8 +30,8 @@ def apply(
     references stay as they are. Either everything is bound or, on an error, nothing is changed.
 
     Args:
-        model: any module that contains modules of an architecture in `opslot.models.ARCHITECTURES`, or of another one
-            in whose code slots are found (`opslot port` shows them).
+        model: any module that contains modules of an architecture in whose code slots are found; `opslot discover`
+            shows them.
         ops: a config, a mapping of its fields, "auto", "eager" or a preset.
         device, dtype: where and in what the model will compute, when that differs from where it is now.
 
@@ -39,8 +39,7 @@ def apply(
         The table that `opslot.explain(model)` returns too.
 
     Raises:
-        ConfigError: `model` is no module or has no architecture of opslot's inside, or a named kernel that cannot be
-            bound.
+        ConfigError: `model` is not a module, has nothing to bind, or a named kernel cannot be bound.
     """
     require_module(model, "opslot.apply")
     config = OpsImplementationConfig.make(ops)
@@ -49,10 +48,10 @@ def apply(
     if not moves and not already:
         raise ConfigError(
             f"opslot.apply found nothing to bind in {type(model).__name__} ({type(model).__module__})",
-            found=f"none of the architectures {', '.join(sorted(ARCHITECTURES))}, and no code like theirs",
+            found="no module of an architecture in whose code slots were found",
             hint=(
-                "pass a model of one of these, see what `opslot port ARCHITECTURE` finds in "
-                "another, or declare OpSlots in your own classes and call opslot.bind"
+                "see what `opslot discover ARCHITECTURE` finds, or declare OpSlots in your own classes and "
+                "call opslot.bind"
             ),
         )
     for module, _, new in moves:
@@ -72,7 +71,7 @@ def restore(model: Any) -> Any:
     """Undo `apply`: Transformers' own classes, attention and experts again; weights untouched. Returns `model`.
 
     Raises:
-        ConfigError: `model` is no module.
+        ConfigError: `model` is not a module, or is parallelized.
     """
     require_module(model, "opslot.restore")
     unbind(model)
@@ -91,7 +90,7 @@ def restore(model: Any) -> Any:
 
 
 def _record_outputs_of(module: Any) -> None:
-    """Upstream registers what a class can record (router logits) when one is constructed; here none was, perhaps."""
+    """Register what the class can record (router logits), as Transformers does when one is constructed."""
     recorded = getattr(module, "_can_record_outputs", None)
     if recorded is not None:
         from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
@@ -111,7 +110,7 @@ def _plan_moves(model: Any) -> list[tuple[Any, type, type]]:
         cls = type(module)
         architecture = architecture_of(cls, generated=False)
         if architecture is None:
-            _refuse_subclass(path, cls)
+            _check_subclass(path, cls)
             continue
         new = architecture.generated_class(cls.__name__)
         if new is not None:
@@ -119,8 +118,8 @@ def _plan_moves(model: Any) -> list[tuple[Any, type, type]]:
     return moves
 
 
-def _refuse_subclass(path: str, cls: type) -> None:
-    """A class made at run time from an upstream one (FSDP2, or yours) cannot be exchanged under its owner's feet."""
+def _check_subclass(path: str, cls: type) -> None:
+    """Raise for a class that FSDP2 or the user derived from Transformers', which an instance has to keep."""
     if cls.__module__.startswith("transformers."):
         # An architecture that builds on another's classes, and has no slots of its own.
         return

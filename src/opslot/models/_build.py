@@ -19,6 +19,7 @@ from opslot.models._registry import (
     MODEL_CONFIG_REGISTRY,
     MODELING_REGISTRY,
     architecture_of,
+    converters_of,
     serve_model_type,
 )
 from opslot.slots import OpsImplementationConfig
@@ -147,7 +148,7 @@ def load_config(
     try:
         return cls.from_dict(data)
     except Exception as error:
-        raise ConfigError(f"{file} is not a valid {model_type} config: {error}{_faulty_sizes(data, error)}") from error
+        raise _config_error(f"{file} is not a valid {model_type} config", data, error) from error
 
 
 def _decode_float(value: dict[str, Any]) -> Any:
@@ -163,17 +164,20 @@ def _config_class(model_type: str) -> type[PreTrainedConfig]:
     return MODEL_CONFIG_REGISTRY.get(model_type)()
 
 
-def _faulty_sizes(config: Mapping[str, Any], error: Exception) -> str:
-    """The sizes in `config` that `error` may come from, and what to do; "" where it comes from none.
+def _config_error(what: str, config: Mapping[str, Any], error: Exception) -> ConfigError:
+    """The error for a config that Transformers failed on with `error`; names the sizes that may have caused it.
 
-    Transformers divides by a number of heads without a look at it, and torch makes no tensor of negative size.
+    Transformers divides by the number of heads without checking it, and torch refuses tensors of negative size.
     """
     zero = isinstance(error, ZeroDivisionError)
     faulty = [f"{name}={size}" for name, size in _sizes_in(config) if (size == 0 if zero else size < 0)]
-    if not faulty or not isinstance(error, ZeroDivisionError | RuntimeError):
-        return ""
-    told = "it" if len(faulty) == 1 else "each that the model needs"
-    return f"\n  found: {', '.join(faulty)}\n  hint: give {told} 1 or more"
+    if faulty and isinstance(error, ZeroDivisionError | RuntimeError):
+        which = "it" if len(faulty) == 1 else "each that the model needs"
+        return ConfigError(f"{what}: {error}", found=", ".join(faulty), hint=f"set {which} to 1 or more")
+    return ConfigError(
+        f"{what}: {type(error).__name__}: {error}",
+        hint="fix the value in config.json; --traceback shows where Transformers reads it",
+    )
 
 
 def _sizes_in(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
@@ -215,7 +219,7 @@ def _model_class(config: PreTrainedConfig, architecture: str | None, backend: st
             hint="give architecture, or architectures in config.json, the name of one that it has",
         )
     if backend == "opslot" and not has_slots(_instantiate(theirs, copy.deepcopy(config), None, "meta", empty=True)):
-        MODEL_CONFIG_REGISTRY.get(model_type)
+        MODELING_REGISTRY.get(model_type)
     return theirs
 
 
@@ -249,14 +253,7 @@ def _instantiate(
         try:
             model = cls._from_config(config, **({} if dtype is None else {"dtype": dtype}))
         except Exception as error:
-            faulty = _faulty_sizes(config.to_dict(), error)
-            if faulty:
-                raise ConfigError(f"{cls.__name__} cannot be built from its config: {error}{faulty}") from error
-            raise ConfigError(
-                f"{cls.__name__} cannot be built from its config",
-                found=f"{type(error).__name__}: {error}",
-                hint="fix the value in config.json; --traceback shows where Transformers reads it",
-            ) from error
+            raise _config_error(f"{cls.__name__} cannot be built from its config", config.to_dict(), error) from error
     if empty:
         # Transformers ties weights in the same place where it draws them.
         model.tie_weights()
@@ -278,14 +275,12 @@ def load_foundation_weights(
     """
     from opslot.checkpoint import load_weights
 
-    architecture = ARCHITECTURES.get(model.config.model_type)
-    converters = architecture.converters(model) if architecture and architecture.converters else None
     # A classifier starts from a language model's checkpoint: its own head is new, and theirs has no place in it.
     classifier = hasattr(model, "score")
     return load_weights(
         model,
         folder,
-        converters=converters,
+        converters=converters_of(model),
         device=device,
         allow_missing=["score.weight"] if classifier else (),
         allow_extra=["lm_head.weight"] if classifier else (),

@@ -7,10 +7,10 @@ from typing import Any
 
 
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """What changes in `config` (plain data) when the model has `layers` layers.
+    """The fields of `config` (plain data) to change for a model with `layers` layers.
 
     Lists with one entry a layer (`layer_types`, `mlp_layer_types`), which Transformers writes into every saved config
-    and holds against the number of layers, are cut or repeated.
+    and compares with the number of layers, are cut or repeated.
     """
     changes: dict[str, Any] = {"num_hidden_layers": layers}
     for name, value in config.items():

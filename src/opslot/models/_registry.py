@@ -1,20 +1,29 @@
-"""Which architectures opslot knows, and the class that serves each `architectures` entry of a config."""
+"""Which architectures opslot has generated classes for, and the class for each `architectures` entry of a config."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from opslot._base.errors import ConfigError, PatchError
 from opslot._base.logging import get_logger
+from opslot.models.discovery.finder import add_patch
+from opslot.models.discovery.supported import supported_architectures
+from opslot.patchgen import PatchConfig, materialize
+from opslot.patchgen.materialization import NoPatchError
 
 logger = get_logger(__name__)
+
+ENTRY_POINT_GROUP = "opslot.architectures"
 
 
 class Registry:
@@ -24,23 +33,34 @@ class Registry:
         self._what = what
         self._factories: dict[str, Callable[..., Any]] = {}
 
-    def register(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator that files a factory under `name`; ConfigError when the name is taken by another factory."""
+    def register(self, name: str, *, replace: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorator that registers a factory as `name`.
+
+        Raises:
+            ConfigError: the name has another factory already, unless `replace`.
+        """
 
         def add(factory: Callable[..., Any]) -> Callable[..., Any]:
-            if self._factories.setdefault(name, factory) is not factory:
-                raise ConfigError(f"{self._what} {name!r} is registered already")
+            known = self._factories.get(name, factory)
+            if known is not factory and not replace:
+                raise ConfigError(
+                    f"{self._what} {name!r} is already registered",
+                    found=f"{known.__module__}.{known.__qualname__}",
+                    hint="pass replace=True to replace it",
+                )
+            self._factories[name] = factory
             return factory
 
         return add
 
     def get(self, name: str) -> Callable[..., Any]:
-        """The factory of `name`; ConfigError naming what exists."""
+        """The factory of `name`; ConfigError naming the others if there is none."""
         if name not in self._factories:
-            near = difflib.get_close_matches(name, self._factories, 1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            names = sorted({*self._factories, *supported_architectures()})
+            near = difflib.get_close_matches(name, names, 1)
             raise ConfigError(
-                f"opslot has no {self._what} {name!r}{hint}; it has {', '.join(sorted(self._factories))}.",
+                f"opslot has no {self._what} {name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""),
+                found=f"among others {', '.join(names[:12])}" if len(names) > 12 else ", ".join(names),
                 hint=(
                     "set OPSLOT_BACKEND=hf to train with Transformers' own class, or add the "
                     "architecture (CONTRIBUTING.md, one folder)"
@@ -56,26 +76,27 @@ class Registry:
 
 
 MODELING_REGISTRY = Registry("model_type")
-MODEL_CONFIG_REGISTRY = Registry("patch for model_type")
-MODEL_PROCESSOR_REGISTRY = Registry("processor")
+MODEL_CONFIG_REGISTRY = Registry("model_type")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What one architecture folder declares.
+    """An architecture with generated classes.
 
     Attributes:
-        name: Transformers' folder and model_type, e.g. "qwen3_moe".
-        converters: `(model) -> checkpoint converters` for layouts that differ from the model's parameters; None when
+        name: Transformers' folder, e.g. "qwen3_moe".
+        converters: `(model) -> checkpoint converters` for layouts that differ from the model's parameters; None if
             none do.
-        upstream: the Transformers module that the generated one stands for.
+        plan: `(model) -> ParallelPlan`; None for one that shards the experts that have slots.
     """
 
     name: str
     converters: Callable[[Any], list[Any]] | None = None
+    plan: Callable[[Any], Any] | None = None
 
     @property
     def upstream(self) -> str:
+        """The Transformers module whose classes the generated ones replace."""
         return f"transformers.models.{self.name}.modeling_{self.name}"
 
     @property
@@ -83,56 +104,72 @@ class Architecture:
         return f"opslot.generated.{self.name}"
 
     def parallel_plan(self, model: Any) -> Any:
-        """What `parallel_plan.py` in its folder divides in `model`, else the weights of experts that stand in slots.
-
-        None where there is neither.
-        """
-        module = f"opslot.models.{self.name}.parallel_plan"
-        if self.name in ARCHITECTURES and importlib.util.find_spec(module) is not None:
-            return importlib.import_module(module).get_parallel_plan(model)
+        """What `plan` returns, else the weights of experts that have slots; None if there are none."""
         from opslot.models._common.parallel import experts_in_slots
 
-        return experts_in_slots(model)
+        return (self.plan or experts_in_slots)(model)
 
     def generated_class(self, class_name: str) -> type | None:
         """The generated class of that name, or None."""
-        return getattr(importlib.import_module(self.generated), class_name, None)
+        return getattr(_generated(self.generated), class_name, None)
 
     def upstream_class(self, class_name: str) -> type | None:
         """Transformers' own class of that name, or None."""
         return getattr(importlib.import_module(self.upstream), class_name, None)
 
 
+@cache
+def _generated(name: str) -> ModuleType:
+    module = importlib.import_module(name)
+    if lost := getattr(module, "_opslot_lost_slots", ""):
+        logger.warning("%s", lost)
+    return module
+
+
 ARCHITECTURES: dict[str, Architecture] = {}
-_ported: dict[str, Architecture | None] = {}
+"""Architectures that a package or the user registered."""
+
+_discovered: dict[str, Architecture | None] = {}
 
 
 def find_architecture(name: str) -> Architecture | None:
-    """The architecture of a folder under `transformers/models`.
+    """The architecture of a folder under `transformers/models`: registered, or with slots that discovery finds.
 
-    One with a patch of its own, else one in whose source slots are found (`opslot port`), else None.
+    None if there is neither.
     """
+    _load_entry_points()
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
-    if name not in _ported:
-        _ported[name] = _port(name)
-    return _ported[name]
+    if name not in _discovered:
+        _discovered[name] = _discover(name)
+    return _discovered[name]
 
 
-def _port(name: str) -> Architecture | None:
-    from opslot.models.discovery.engine import patch_of
-    from opslot.patchgen import materialize
-
-    patch = patch_of(name)
-    if patch is None:
-        return None
+def _discover(name: str) -> Architecture | None:
     try:
-        materialize(name, patch)
-    except PatchError as error:
-        logger.warning("slots were found in the code of %s, but it could not be generated with them: %s", name, error)
+        materialize(name)
+    except NoPatchError:
         return None
-    logger.info("%s has no patch of its own; `opslot port %s` shows the slots found in its code", name, name)
+    except PatchError as error:
+        logger.warning("slots were found in %s, but its module could not be generated with them: %s", name, error)
+        return None
     return Architecture(name)
+
+
+@cache
+def _load_entry_points() -> None:
+    """Let other packages register their architectures: a function to call, or a module that registers on import."""
+    for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            loaded = point.load()
+            if callable(loaded):
+                loaded()
+            elif not isinstance(loaded, ModuleType):
+                raise TypeError(f"expected a function or a module, found {loaded!r}")
+        except (Exception, SystemExit) as error:
+            # A broken plug-in of another package must not stop training, but has to be noticed.
+            problem = f"{type(error).__name__}: {error}"
+            logger.warning("entry point %r of %s failed: %s", point.value, ENTRY_POINT_GROUP, problem)
 
 
 _UPSTREAM = re.compile(r"transformers\.models\.(\w+)\.modeling_\1")
@@ -140,15 +177,29 @@ _GENERATED = re.compile(r"opslot\.generated\.(\w+)")
 
 
 def architecture_of(cls: type, generated: bool) -> Architecture | None:
-    """The architecture that a generated class belongs to, or one of upstream's that a generated one can stand for."""
+    """The architecture of a generated class, or of an upstream class that has a generated counterpart."""
     found = (_GENERATED if generated else _UPSTREAM).fullmatch(cls.__module__)
     return find_architecture(found.group(1)) if found else None
 
 
+def converters_of(model: Any) -> list[Any] | None:
+    """Checkpoint converters of a model: those of its class, else of its architecture; None if there are none.
+
+    A class has them as the static method `_create_checkpoint_tensor_converter(model)`, which returns one or a list.
+    """
+    create = getattr(model, "_create_checkpoint_tensor_converter", None)
+    if create is not None:
+        found = create(model)
+        return list(found) if isinstance(found, list | tuple) else [found]
+    architecture = ARCHITECTURES.get(model.config.model_type)
+    return architecture.converters(model) if architecture and architecture.converters else None
+
+
 def serve_model_type(model_type: str) -> bool:
-    """Whether `MODELING_REGISTRY` serves a model_type, now that slots were looked for in its code if need be."""
+    """Whether `MODELING_REGISTRY` has a model_type, after its architecture was looked for."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+    _load_entry_points()
     if model_type not in MODELING_REGISTRY and model_type in CONFIG_MAPPING_NAMES:
         architecture = find_architecture(_folder_of_models(model_type))
         if architecture is not None:
@@ -159,8 +210,8 @@ def serve_model_type(model_type: str) -> bool:
 def _folder_of_models(model_type: str) -> str:
     """The folder under `transformers/models` that holds the models of a model_type.
 
-    A model_type may have a config of its own and another's models, as InternLM3 has Llama's: its language model's class
-    tells, which is imported only where the model_type's own folder holds no models.
+    A model_type may have its own config and another's models, as InternLM3 has Llama's. Its language model's class is
+    imported to find out, only if the model_type's own folder holds no models.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -175,32 +226,51 @@ def _folder_of_models(model_type: str) -> str:
     return found.group(1) if found else folder
 
 
-def register_architecture(name: str, converters: Callable[[Any], list[Any]] | None = None) -> Architecture:
-    """File an architecture whose folder holds `patch.py`: its generated classes serve its model_type.
+def register_architecture(
+    name: str,
+    converters: Callable[[Any], list[Any]] | None = None,
+    *,
+    patch: PatchConfig | None = None,
+    parallel_plan: Callable[[Any], Any] | None = None,
+    replace: bool = False,
+) -> Architecture:
+    """Register an architecture, in `opslot.models.<name>` or from an entry point of the group `opslot.architectures`.
 
     Args:
         name: Transformers' folder name, which is also its model_type.
         converters: `(model) -> list of CheckpointTensorConverter`.
+        patch: edits beside those that discovery finds, or all of them if it says `discover=False`. A folder
+            `opslot/models/<name>` has them in `patch.py` instead.
+        parallel_plan: `(model) -> ParallelPlan`; default: shard the experts that have slots.
+        replace: replace an architecture of that name.
+
+    Raises:
+        ConfigError: the name is already registered, unless `replace`.
     """
-    architecture = Architecture(name, converters)
+    architecture = Architecture(name, converters, parallel_plan)
+    if not replace and ARCHITECTURES.get(name, architecture) != architecture:
+        raise ConfigError(
+            f"architecture {name!r} is already registered",
+            found=repr(ARCHITECTURES[name]),
+            hint="pass replace=True to replace it",
+        )
+    if patch is not None:
+        add_patch(name, patch, replace=replace)
     ARCHITECTURES[name] = architecture
     _serve(architecture, name)
     return architecture
 
 
 def _serve(architecture: Architecture, model_type: str) -> None:
-    @MODELING_REGISTRY.register(model_type)
+    @MODELING_REGISTRY.register(model_type, replace=True)
     def modeling(class_name: str) -> type:
         found = architecture.generated_class(class_name)
         if found is None:
-            module = importlib.import_module(architecture.generated)
-            raise ConfigError(
-                f"architecture {class_name!r} is not in {architecture.generated}; it has "
-                f"{', '.join(n for n in getattr(module, '__all__', ()))}"
-            )
+            names = getattr(_generated(architecture.generated), "__all__", ())
+            raise ConfigError(f"{architecture.generated} has no class {class_name!r}", found=", ".join(names))
         return found
 
-    @MODEL_CONFIG_REGISTRY.register(model_type)
+    @MODEL_CONFIG_REGISTRY.register(model_type, replace=True)
     def config() -> type:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -37,7 +37,7 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
             overlap.
     """
     attention = binding.of("attention")
-    why = keeps_sequences(model) or next((slot.resolution.why for slot in attention if slot.kept), None)
+    why = keeps_sequences(model) or next((slot.kept for slot in attention if slot.kept), None)
     if not attention:
         why = why or "it has no attention that opslot can select"
     if why:
@@ -48,7 +48,7 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
     repeats = _kv_repeats(model, state)
     if overlap:
         _send_projections(model, repeats)
-    model.register_forward_pre_hook(_require_places, with_kwargs=True)
+    model.register_forward_pre_hook(_require_positions, with_kwargs=True)
 
 
 def _is_rotary(slot: SlotBinding) -> bool:
@@ -88,7 +88,7 @@ class _GatheredRouterLogits:
 
 @dataclass(frozen=True)
 class _OverlappedProjections:
-    """Wraps a rotary embedding so that it waits for queries and keys that are sent while others are projected."""
+    """Wraps a rotary embedding so that it waits for the all-to-all of queries and keys."""
 
     name: str = "overlapped projections"
 
@@ -99,20 +99,20 @@ class _OverlappedProjections:
         return kernel if arrivals is None else _RotaryOnArrival(kernel or reference, arrivals)
 
 
-def _require_places(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: what a rank cannot know from its part of the rows must be given.
+def _require_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: require what a rank cannot know from its shard of the sequences.
 
     Raises:
-        ParallelError: no position_ids, or labels that the model would shift or average within the part.
+        ParallelError: no position_ids, or labels that the model would shift or average within the shard.
     """
     needed = {} if len(args) >= _POSITION_IDS else {"position_ids": "each rank would count from 0"}
     if kwargs.get("labels") is not None:
-        needed["shift_labels"] = "the last token of each part would lose its successor"
+        needed["shift_labels"] = "the last token of each shard would have no label"
         needed["num_items_in_batch"] = "each rank would average over its own tokens"
     lacking = next((name for name in needed if kwargs.get(name) is None), None)
     if lacking is not None:
         raise ParallelError(
-            f"{type(model).__name__} holds parts of sequences (sp > 1) and was called without "
+            f"{type(model).__name__} holds shards of sequences (sp > 1) and was called without "
             f"{lacking}, so {needed[lacking]}",
             hint=(
                 "call it with **opslot.distributed.shard_sequence(batch), and with labels also "
@@ -132,7 +132,7 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
 
 
 class _OverGlobalSequences:
-    """A load-balancing loss of all tokens of the rows, each rank's router knowing a part of them."""
+    """A load-balancing loss over global sequences; each rank's router has the logits of its shard."""
 
     def __init__(self, kernel: Callable[..., Tensor]) -> None:
         self.kernel = kernel
@@ -147,7 +147,7 @@ class _OverGlobalSequences:
         if isinstance(gate_logits, tuple):
             gate_logits = tuple(gather_outputs(logits, 0) for logits in gate_logits)
         if attention_mask is not None:
-            # As the logits: one rank's rows after another's.
+            # In the order of the logits: rank by rank.
             attention_mask = gather_outputs(attention_mask, 0)
         return self.kernel(gate_logits, num_experts, top_k, attention_mask)
 
@@ -184,13 +184,13 @@ def _window_mask(query: Tensor, kwargs: dict[str, Any], window: int) -> Tensor:
 
 
 def _send_projections(model: Any, repeats: int) -> None:
-    """Send query, key and value as soon as each is projected, while the next one is."""
+    """Start the all-to-all of query, key and value as soon as each is projected."""
     attentions = list(_projecting(model))
     rotations = [m for name, m in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
     if not attentions or not rotations:
         raise ConfigError(
             f"ulysses_overlap: {type(model).__name__} has no attention with q_proj, k_proj, "
-            "v_proj and a slot rotary_pos_emb after them, with angles from a module "
+            "v_proj and a slot rotary_pos_emb after them, with cos and sin from a module "
             "rotary_emb",
             hint="set ulysses_overlap to False",
         )
@@ -202,7 +202,7 @@ def _send_projections(model: Any, repeats: int) -> None:
                 functools.partial(_send, arrivals, name, module.head_dim, times)
             )
     for rotation in rotations:
-        rotation.register_forward_hook(_whole_angles)
+        rotation.register_forward_hook(_gather_cos_sin)
 
 
 def _projecting(model: Any) -> Iterator[Any]:
@@ -228,13 +228,13 @@ def _send(
     return arrivals.start(name, output.unflatten(-1, (-1, head_dim)), repeats).flatten(-2)
 
 
-def _whole_angles(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Forward hook: cosine and sine [B, S, D] of the whole sequence."""
+def _gather_cos_sin(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Forward hook: cosine and sine [B, S, D] of the global sequence."""
     return tuple(gather_outputs(angle, 1) for angle in output)
 
 
 class _RotaryOnArrival:
-    """A rotary embedding of queries and keys that are still on their way."""
+    """A rotary embedding of queries and keys whose all-to-all has not finished."""
 
     def __init__(self, kernel: Callable[..., Any], arrivals: OverlappedAllToAll) -> None:
         self.kernel = kernel

@@ -191,7 +191,7 @@ def _row_sum(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]
     """What sums up rows that came back from other ranks: a kernel on GPUs, else None, which stands for plain torch."""
     if device.type != "cuda" or not has_package("triton"):
         return None
-    from opslot.ops.moe_experts.row_sum import sum_rows
+    from opslot.distributed.triton_kernels import sum_rows
 
     return sum_rows
 
@@ -200,7 +200,7 @@ def _sum_of_parts(device: torch.device) -> Callable[[Tensor, Tensor, int, Tensor
     """What sums up the ranks' gradients where these are copied: a kernel on GPUs, else None, as above."""
     if device.type != "cuda" or not has_package("triton"):
         return None
-    from opslot.ops._common.sum_parts import sum_parts
+    from opslot.distributed.triton_kernels import sum_parts
 
     return sum_parts
 

@@ -1,15 +1,17 @@
-"""Rewrites upstream modeling modules: a patch names places in their text and what changes there."""
+"""Rewrites upstream modeling modules: a patch names symbols in their text and what changes there."""
 
 from opslot._base.errors import PatchError
-from opslot.patchgen.config import PatchConfig, create_patch_from_external
-from opslot.patchgen.edits import OpSlot
-from opslot.patchgen.materialization import materialize, register_patch
+from opslot.patchgen.config import PatchConfig
+from opslot.patchgen.edits import Slot
+from opslot.patchgen.materialization import materialize, register_patch, register_patch_finder
+from opslot.patchgen.primitives import create_patch_from_external
 
 __all__ = [
-    "OpSlot",
     "PatchConfig",
     "PatchError",
+    "Slot",
     "create_patch_from_external",
     "materialize",
     "register_patch",
+    "register_patch_finder",
 ]

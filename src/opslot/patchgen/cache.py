@@ -9,9 +9,13 @@ import shutil
 import stat
 import tempfile
 import time
+from functools import lru_cache
 from pathlib import Path
 
 from opslot._base.files import write_text
+from opslot._base.logging import get_logger
+
+logger = get_logger(__name__)
 
 _SEAL = "# opslot cache, sha256 of all above: "
 _KEPT_PER_ARCH = 8
@@ -30,17 +34,45 @@ def cache_root() -> Path:
 
 
 def cache_homes() -> list[Path]:
-    """Where entries are looked for; new ones go to the last, which is private when the first cannot be written."""
+    """Where entries are looked up; new ones go to the last: a private one if the first is not writable or trusted."""
     root = cache_root()
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o755, parents=True, exist_ok=True)
     except OSError:
         return [root, private_root()]
+    if not is_trusted(root):
+        _warn_of_untrusted(root)
+        return [private_root()]
     return [root] if os.access(root, os.W_OK) else [root, private_root()]
 
 
+def is_trusted(path: Path) -> bool:
+    """Whether only this user and root can write there: what is in the cache is run as code.
+
+    A group may write where it is the owner's private one, as a umask of 002 leaves it.
+    """
+    if not hasattr(os, "getuid"):
+        return True
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    private_group = found.st_gid == found.st_uid
+    writable = found.st_mode & (0o002 if private_group else 0o022)
+    return found.st_uid in (0, os.getuid()) and not writable
+
+
+@lru_cache(maxsize=8)
+def _warn_of_untrusted(root: Path) -> None:
+    logger.warning(
+        "the cache %s belongs to another user or others can write to it, so it is not used; "
+        "set OPSLOT_CACHE to a directory of your own, or run `chmod go-w` on it",
+        root,
+    )
+
+
 def private_root() -> Path:
-    """A directory below the system's temporary one that only this user can write; for homes that are read-only."""
+    """A directory below the system's temporary one that only this user can write; for read-only homes."""
     user = os.getuid() if hasattr(os, "getuid") else os.getpid()
     path = Path(tempfile.gettempdir()) / f"opslot-{user}"
     with contextlib.suppress(FileExistsError):
@@ -52,11 +84,18 @@ def private_root() -> Path:
     return Path(tempfile.mkdtemp(prefix="opslot-"))
 
 
-def read_sealed(path: Path) -> str | None:
-    """The text that `write_sealed` wrote there; None when there is none, or when it is damaged."""
+def read_sealed(path: Path, root: Path) -> str | None:
+    """The text that `write_sealed` wrote there; None if there is none, it is damaged, or others can write it.
+
+    Args:
+        path: the file.
+        root: the cache, which `cache_homes` has checked; the directories between are checked here.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
+        return None
+    if not all(is_trusted(part) for part in (path, *path.parents) if part.is_relative_to(root)):
         return None
     body, mark, seal = text.rpartition(_SEAL)
     if not mark or seal.strip() != hashlib.sha256(body.encode()).hexdigest():
@@ -66,8 +105,13 @@ def read_sealed(path: Path) -> str | None:
 
 def write_sealed(path: Path, text: str) -> None:
     """Write `text` and its hash. A reader sees the old file or the new one, never a part."""
+    for parent in reversed(path.parents):
+        # Whatever the umask, so that `read_sealed` trusts them.
+        with contextlib.suppress(FileExistsError):
+            parent.mkdir(mode=0o755)
     seal = f"{_SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n"
     write_text(path, text + seal)
+    path.chmod(0o644)
 
 
 def touch(entry: Path) -> None:

@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
 examples:
   patchgen qwen3                         generate into the cache and print the file's path
-  patchgen qwen3 --diff                  show what the patch changes in upstream's module
+  patchgen qwen3 --diff                  show what changes in upstream's module
   patchgen qwen3 -o build --diff -v      write modeling_qwen3.py and modeling_qwen3.diff to build/
   patchgen mypackage.my_patch --dry-run  see whether a patch of your own applies
-  patchgen --list                        architectures that have a patch
-  patchgen --check                       has the installed Transformers changed what the patches rely on?
+  patchgen --list                        the supported architectures and their slots
+  patchgen --check                       do they have the same slots and upstream code as in patchgen.lock?
   patchgen --check --transformers 5.9.0 5.17.0 5.23.0
-  patchgen --check --fix                 accept what is there now: write patchgen.lock
+  patchgen mistral --fix                 accept what is there now, or add an architecture: write patchgen.lock
 
-exit status: 0 fine, 1 a patch does not apply or upstream has drifted, 2 wrong use
+exit status: 0 no problems, 1 a patch does not apply or upstream has drifted, 2 wrong use
 """
 
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         releases = [find_release(version) for version in args.transformers] or [installed_release()]
         if args.check or args.fix:
             return _check(targets, releases, args)
-        return max(_generate(arch, patch, release, args) for arch, patch in targets for release in releases)
+        return max(_generate(target, release, args) for target in targets for release in releases)
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the reader has gone; nothing more can be printed
         return 0
@@ -78,8 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--diff", action="store_true", help="show, or with -o write, the diff against upstream")
     parser.add_argument("-v", "--verbose", action="store_true", help="list each patch")
     parser.add_argument("--dry-run", action="store_true", help="apply the patches and write nothing")
-    parser.add_argument("--all", action="store_true", help="every architecture that has a patch")
-    parser.add_argument("--list", action="store_true", help="list the architectures that have a patch")
+    parser.add_argument("--all", action="store_true", help="every supported architecture")
+    parser.add_argument("--list", action="store_true", help="list the supported architectures")
     parser.add_argument("--check", action="store_true", help="compare upstream with patchgen.lock")
     parser.add_argument("--fix", action="store_true", help="write patchgen.lock")
     parser.add_argument(
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--lock", type=Path, metavar="FILE", help="use another lock file")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="use another cache (default: $OPSLOT_CACHE)")
-    parser.add_argument("--traceback", action="store_true", help="show where in opslot an error arose")
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     return parser
 
 
@@ -108,42 +108,60 @@ def _validate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
         parser.error("--lock goes with --check or --fix")
 
 
-def _targets(args: argparse.Namespace) -> list[tuple[str, PatchConfig]]:
+@dataclass(frozen=True)
+class _Target:
+    """An architecture, and its patch where the command names one."""
+
+    arch: str
+    own: PatchConfig | None = None
+
+    def patch(self, release: Release) -> PatchConfig:
+        return self.own or require_patch(self.arch, release)
+
+
+def _targets(args: argparse.Namespace) -> list[_Target]:
     if args.module:
         return [_target(name) for name in args.module]
-    return [(arch, require_patch(arch)) for arch in known_archs()]
+    return [_Target(arch) for arch in known_archs()]
 
 
-def _target(name: str) -> tuple[str, PatchConfig]:
-    """Architecture and patch for a command-line argument."""
-    if "." not in name:
-        patch = find_patch(name)
-        if patch is not None:
-            return name, patch
+def _target(name: str) -> _Target:
+    """What a command-line argument names."""
+    if "." not in name and find_patch(name) is not None:
+        return _Target(name)
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise PatchError(f"importing {name} failed: {error}") from error
-        known = ", ".join(known_archs())
-        raise PatchError(f"{name!r} is neither a patched architecture ({known}) nor an importable module") from error
+        close = ", ".join(difflib.get_close_matches(name, known_archs(), 3)) or "`patchgen --list` lists some"
+        raise PatchError(
+            f"{name!r} is neither an architecture with slots nor an importable module", hint=f"near it: {close}"
+        ) from error
     patches = [value for value in vars(module).values() if isinstance(value, PatchConfig)]
     if len(patches) != 1:
-        raise PatchError(f"{name} has to hold one PatchConfig, found {len(patches)}")
-    return patches[0].source_module.split(".")[-2], patches[0]
+        raise PatchError(f"{name} has to have one PatchConfig, found {len(patches)}")
+    return _Target(patches[0].source_module.split(".")[-2], patches[0])
 
 
 def _list() -> int:
-    patches = {arch: require_patch(arch) for arch in known_archs()}
-    width = max((len(patch.source_module) for patch in patches.values()), default=0)
-    for arch, patch in patches.items():
-        print(f"{arch:12}  {len(patch.edits):3} patches  {patch.source_module:{width}}  {patch.description}")
+    from opslot.patchgen.lock import Lock, lock_path
+
+    lock, release = Lock.load(lock_path()), installed_release()
+    rows = {}
+    for arch in known_archs():
+        slots = lock.expected_slots(arch, release.version) if arch in lock.archs else require_patch(arch).slots
+        rows[arch] = sorted({slot.rpartition(" ")[2] for slot in slots})
+    width = max(map(len, rows), default=0)
+    for arch, ops in rows.items():
+        print(f"{arch:{width}}  {', '.join(ops)}")
     return 0
 
 
-def _generate(arch: str, patch: PatchConfig, release: Release, args: argparse.Namespace) -> int:
+def _generate(target: _Target, release: Release, args: argparse.Namespace) -> int:
     from opslot.patchgen.engine import generate
 
+    arch, patch = target.arch, target.patch(release)
     generated = generate(patch, release)
     if args.verbose:
         print(f"{arch}: {patch.source_module} of transformers {release.version}")
@@ -170,13 +188,13 @@ def _generate(arch: str, patch: PatchConfig, release: Release, args: argparse.Na
             raise PatchError(f"cannot write {path}: {error.strerror}") from error
         print(path)
     elif not args.diff:
-        print(materialize(arch, patch, release))
+        print(materialize(arch, target.own, release))
     if args.diff and args.output is None:
         sys.stdout.write(diff)
     return 0
 
 
-def _check(targets: list[tuple[str, PatchConfig]], releases: list[Release], args: argparse.Namespace) -> int:
+def _check(targets: list[_Target], releases: list[Release], args: argparse.Namespace) -> int:
     from opslot.patchgen.lock import Lock, check, lock_path, survey
 
     path = args.lock or lock_path()
@@ -184,16 +202,20 @@ def _check(targets: list[tuple[str, PatchConfig]], releases: list[Release], args
     found = 0
     for release in releases:
         of_release: list[Problem] = []
-        for arch, patch in targets:
+        for target in targets:
+            arch = target.arch
+            if not _is_in(target, release):
+                continue
+            patch = target.patch(release)
             if args.fix:
-                symbols, problems = survey(arch, patch, release)
+                symbols, problems = survey(arch, patch, release, lock)
                 if not problems:
-                    lock.record(arch, release.version, symbols)
+                    lock.record(arch, release.version, symbols, patch.slots)
             else:
                 problems = check(arch, patch, release, lock)
             of_release += problems
             if not problems and args.verbose:
-                print(f"{arch} on transformers {release.version}: fine")
+                print(f"{arch} on transformers {release.version}: no problems")
         for problem in _once(of_release):
             found += 1
             print(problem)
@@ -206,6 +228,12 @@ def _check(targets: list[tuple[str, PatchConfig]], releases: list[Release], args
     versions = ", ".join(release.version for release in releases)
     print(f"{_counted(len(targets), 'architecture')}, transformers {versions}: {_counted(found, 'problem')}")
     return 1 if found else 0
+
+
+def _is_in(target: _Target, release: Release) -> bool:
+    """Whether a release has the architecture at all; newer ones came later."""
+    module = target.own.source_module if target.own else f"transformers.models.{target.arch}.modeling_{target.arch}"
+    return release.path(module).is_file()
 
 
 def _once(problems: Sequence[Problem]) -> list[Problem]:

@@ -2,53 +2,51 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from opslot._base.errors import PatchError
 from opslot.patchgen.edits import (
     Anchored,
+    ClassAttribute,
+    ConfigSlot,
     Edit,
     Exclude,
     Expectations,
-    ExternalReplacement,
     ImportSpec,
     InheritMethod,
-    ModifyInit,
-    OpSlot,
-    Replacement,
+    Slot,
     SlotCalls,
     SlotMethod,
+    rename,
 )
 from opslot.patchgen.losses import loss_form
-
-T = TypeVar("T", bound="Callable[..., Any] | type | str")
-
-_DSL_DECORATORS = {"replace_class", "replace_function", "override_method", "modify_init", "add_helper"}
+from opslot.patchgen.primitives import TextPrimitives, pairs_of
 
 
-class PatchConfig:
+class PatchConfig(TextPrimitives):
     """The edits that turn one upstream modeling module into opslot's.
 
-    Edits apply in the order they are written. A replacement may be given as a decorated class or function, or as
-    `replacement=`; its text is taken as written, so names it uses must exist in the generated module.
+    Edits apply in the order they are written. The primitives that state replacement text are in `TextPrimitives`.
 
     Args:
         source_module: dotted name of the upstream module, such as `transformers.models.qwen3.modeling_qwen3`.
         target_file: file name of the generated module; the upstream file's name by default.
         description: one line for the generated header and `patchgen --list`.
+        discover: in `models/<arch>/patch.py`, add these edits to those that discovery finds. False: these are all.
     """
 
-    def __init__(self, source_module: str, *, target_file: str | None = None, description: str = "") -> None:
+    def __init__(
+        self, source_module: str, *, target_file: str | None = None, description: str = "", discover: bool = True
+    ) -> None:
         if "." not in source_module:
             raise PatchError(f"PatchConfig needs a dotted module name, got {source_module!r}")
         self.source_module = source_module
         self.target_file = target_file or source_module.rpartition(".")[2] + ".py"
         self.description = description
+        self.discover = discover
         self.edits: list[Edit] = []
         self.additional_imports: list[ImportSpec] = []
         self.post_import_blocks: list[str] = []
@@ -57,14 +55,18 @@ class PatchConfig:
         self.dropped_imports: list[str] = []
         self.dependencies: list[str] = []
 
+    def _add(self, edit: Edit, name_map: Mapping[str, str] | None) -> None:
+        self.edits.append(edit.renamed(pairs_of(name_map)) if name_map else edit)
+
     def slot_method(
         self,
         target: str,
-        slot: OpSlot,
+        slot: Slot,
         *,
         args: str,
         expects: str | Iterable[str] = (),
         outside_decorators: bool = False,
+        name_map: Mapping[str, str] | None = None,
     ) -> None:
         """Call the slot's kernel instead of a method's body while a kernel is bound.
 
@@ -76,41 +78,46 @@ class PatchConfig:
                 a body with another meaning.
             outside_decorators: test the slot before the class's decorators see the call. Needed where a decorator
                 swaps the method, as `use_experts_implementation` does.
+            name_map: prefixes of names with what each becomes, for an edit written for a sibling architecture.
         """
         _require_method(target, slot)
-        self.edits.append(
-            SlotMethod(
-                target,
-                slot=slot,
-                args=args,
-                outside_decorators=outside_decorators,
-                expects=_fingerprints(expects),
-            )
-        )
+        hashes = _fingerprints(expects)
+        edit = SlotMethod(target, slot=slot, args=args, outside_decorators=outside_decorators, expects=hashes)
+        self._add(edit, name_map)
 
     def slot_calls(
         self,
         function: str,
-        slot: OpSlot,
+        slot: Slot,
         *,
         expects: Mapping[str, str | Iterable[str]] | None = None,
         count: int | None = None,
+        name_map: Mapping[str, str] | None = None,
     ) -> None:
         """Route every call of `function` inside a method through a slot of the calling class.
 
         `expects` maps the function, and each helper it relies on, to the fingerprints they may have. `count` is
         the number of calls; without it, at least one.
         """
-        self.edits.append(SlotCalls(function, slot=slot, expects=_expectations(expects), count=count))
+        self._add(SlotCalls(function, slot=slot, expects=_expectations(expects), count=count), name_map)
 
-    def slot_expr(self, scope: str, slot: OpSlot, pattern: str, *, args: str, count: int = 1) -> None:
+    def slot_expr(
+        self,
+        scope: str,
+        slot: Slot,
+        pattern: str,
+        *,
+        args: str,
+        count: int = 1,
+        name_map: Mapping[str, str] | None = None,
+    ) -> None:
         """Compute an expression with the slot's kernel while one is bound; `args` may use the pattern's `$names`."""
         _require_method(scope, slot)
         bound = f"self.{slot.attribute}"
         template = f"{bound}({args}) if {bound} is not None else $match"
-        self.edits.append(Anchored(scope, patterns=(pattern,), template=template, count=count, slot=slot))
+        self._add(Anchored(scope, patterns=(pattern,), template=template, count=count, slot=slot), name_map)
 
-    def slot_loss(self, target: str, slot: OpSlot) -> None:
+    def slot_loss(self, target: str, slot: Slot, *, name_map: Mapping[str, str] | None = None) -> None:
         """Let a kernel compute the loss straight from hidden states and the head's weight.
 
         The variant `causal` covers the statements from the logits to the loss, and skips the logits; the variant
@@ -118,7 +125,7 @@ class PatchConfig:
         """
         _require_method(target, slot)
         patterns, template = loss_form(slot)
-        self.edits.append(Anchored(target, patterns=patterns, template=template, slot=slot))
+        self._add(Anchored(target, patterns=patterns, template=template, slot=slot), name_map)
 
     def replace(
         self,
@@ -127,7 +134,7 @@ class PatchConfig:
         replacement: str,
         *,
         count: int = 1,
-        slot: OpSlot | None = None,
+        slot: Slot | None = None,
         note: str = "",
     ) -> None:
         """Replace each match of `pattern` in `scope`.
@@ -157,7 +164,7 @@ class PatchConfig:
         template: str,
         mode: Any,
         count: int,
-        slot: OpSlot | None,
+        slot: Slot | None,
         note: str,
     ) -> None:
         if slot is not None:
@@ -187,53 +194,28 @@ class PatchConfig:
         """Name upstream symbols that the patch relies on without touching them; the lock then watches them."""
         self.dependencies.extend(f"{module}:{symbol}" for symbol in symbols)
 
-    def replace_class(
-        self, name: str, replacement: Any = None, *, name_map: Mapping[str, str] | None = None, description: str = ""
-    ) -> Any:
-        """Replace a class, decorators included."""
-        return self._replacement("class", name, replacement, name_map, description)
-
-    def replace_function(
-        self, name: str, replacement: Any = None, *, name_map: Mapping[str, str] | None = None, description: str = ""
-    ) -> Any:
-        """Replace a module-level function, decorators included."""
-        return self._replacement("function", name, replacement, name_map, description)
-
-    def override_method(
-        self, target: str, replacement: Any = None, *, name_map: Mapping[str, str] | None = None, description: str = ""
-    ) -> Any:
-        """Replace a method's signature and body, or add the method; upstream's decorators stay."""
-        return self._replacement("method", target, replacement, name_map, description)
-
-    def modify_init(
-        self, name: str, replacement: Any = None, *, name_map: Mapping[str, str] | None = None, description: str = ""
-    ) -> Any:
-        """Add statements to a class's `__init__`.
-
-        They go to its end, before a final `self.post_init()`. A replacement that calls `original_init(...)` says
-        itself what goes before and what after upstream's body.
-        """
-
-        def add(obj: T) -> T:
-            self.edits.append(ModifyInit(name, description, text=_text_of(obj), name_map=_pairs(name_map)))
-            return obj
-
-        return add if replacement is None else add(replacement)
-
-    def _replacement(
-        self, kind: Any, target: str, replacement: Any, name_map: Mapping[str, str] | None, description: str
-    ) -> Any:
-        def add(obj: T) -> T:
-            self.edits.append(
-                Replacement(target, description, kind=kind, text=_text_of(obj), name_map=_pairs(name_map))
-            )
-            return obj
-
-        return add if replacement is None else add(replacement)
-
     def exclude_from_output(self, *names: str) -> None:
-        """Leave classes or functions out of the generated module, with what only they used."""
-        self.edits.extend(Exclude(name) for name in names)
+        """Leave classes or functions out of the generated module, with what only they used.
+
+        They are removed together, so they may use each other in any order.
+        """
+        first, *others = names
+        self.edits.append(Exclude(first, others=tuple(others)))
+
+    def slot_config(self, classes: Iterable[str], slot: Slot, *, depends: Iterable[str] = ()) -> None:
+        """Declare an op that is chosen through the model's config, not by an edit, as attention is.
+
+        Args:
+            classes: the classes whose `forward` reads the config.
+            slot: the op and variant.
+            depends: further symbols that the op relies on.
+        """
+        first, *others = classes
+        self.edits.append(ConfigSlot(first, slot=slot, others=tuple(others), depends=tuple(depends)))
+
+    def set_attribute(self, class_name: str, attribute: str, value: Any) -> None:
+        """Set an attribute of a class to a literal value."""
+        self.edits.append(ClassAttribute(class_name, attribute=attribute, value=value))
 
     def add_import(
         self, module: str, names: Iterable[str] = (), *, alias: str | None = None, is_from_import: bool | None = None
@@ -244,32 +226,24 @@ class PatchConfig:
             raise PatchError(f"add_import({module!r}): a from-import needs names, a plain import takes none")
         self.additional_imports.append(ImportSpec(module, names, alias))
 
-    def drop_import_names(self, *names: str) -> None:
-        """Drop names from upstream's imports."""
-        self.dropped_imports.extend(names)
-
-    def add_post_import_block(self, text: str) -> None:
-        """Add source text after the imports."""
-        self.post_import_blocks.append(textwrap.dedent(text).strip("\n"))
-
     def add_final_block(self, text: str) -> None:
         """Add source text at the module's end."""
         self.final_blocks.append(textwrap.dedent(text).strip("\n"))
 
-    def add_helper(self, obj: T) -> T:
-        """Add a function or class after the imports; usable as a decorator."""
-        self.helpers.append(obj if isinstance(obj, str) else _text_of(obj))
-        return obj
-
-    def extend(self, sibling: PatchConfig) -> None:
-        """Take over a sibling's edits, imports, blocks and helpers."""
-        self.edits.extend(sibling.edits)
+    def extend(self, sibling: PatchConfig, *, name_map: Mapping[str, str] | None = None) -> None:
+        """Add a sibling's edits, imports, blocks and helpers, with prefixes of names exchanged by `name_map`."""
+        names = pairs_of(name_map)
+        self.edits.extend(edit.renamed(names) if names else edit for edit in sibling.edits)
         self.additional_imports.extend(sibling.additional_imports)
-        self.post_import_blocks.extend(sibling.post_import_blocks)
-        self.final_blocks.extend(sibling.final_blocks)
-        self.helpers.extend(sibling.helpers)
         self.dropped_imports.extend(sibling.dropped_imports)
-        self.dependencies.extend(sibling.dependencies)
+        for name in ("post_import_blocks", "final_blocks", "helpers", "dependencies"):
+            getattr(self, name).extend(rename(text, names) for text in getattr(sibling, name))
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Each slot as "symbol op/variant", in the order of the edits."""
+        slots = ((edit.target, getattr(edit, "slot", None)) for edit in self.edits)
+        return tuple(dict.fromkeys(f"{target} {slot}" for target, slot in slots if slot is not None))
 
     @property
     def upstream_modules(self) -> tuple[str, ...]:
@@ -284,6 +258,7 @@ class PatchConfig:
             self.source_module,
             self.target_file,
             self.description,
+            self.discover,
             self.edits,
             self.additional_imports,
             self.post_import_blocks,
@@ -294,14 +269,7 @@ class PatchConfig:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def create_patch_from_external(
-    target: str, source_module: str, source_name: str | None = None, *, description: str = ""
-) -> ExternalReplacement:
-    """An edit for `PatchConfig.edits`: take `target` from another package, under upstream's name."""
-    return ExternalReplacement(target, description, source_module=source_module, source_name=source_name or target)
-
-
-def _require_method(target: str, slot: OpSlot) -> None:
+def _require_method(target: str, slot: Slot) -> None:
     if target.count(".") != 1:
         raise PatchError(f"slot {slot} has to sit in a method, `Class.method`; got {target!r}")
 
@@ -312,27 +280,3 @@ def _fingerprints(values: str | Iterable[str]) -> tuple[str, ...]:
 
 def _expectations(expects: Mapping[str, str | Iterable[str]] | None) -> Expectations:
     return tuple((name, _fingerprints(values)) for name, values in (expects or {}).items())
-
-
-def _pairs(name_map: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
-    return tuple((name_map or {}).items())
-
-
-def _text_of(obj: Callable[..., Any] | type | str) -> str:
-    """Source text of a class or function, with its comments above and without the decorators of this module."""
-    if isinstance(obj, str):
-        return textwrap.dedent(obj).strip("\n") + "\n"
-    try:
-        text = textwrap.dedent(inspect.getsource(obj))
-    except (OSError, TypeError) as error:
-        raise PatchError(f"the source of {obj!r} cannot be read ({error}); define it in a file") from error
-    lines = text.splitlines(keepends=True)
-    (definition,) = ast.parse(text).body
-    assert isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    for decorator in definition.decorator_list:
-        callee = decorator.func if isinstance(decorator, ast.Call) else decorator
-        if isinstance(callee, ast.Attribute) and callee.attr in _DSL_DECORATORS:
-            for line in range(decorator.lineno - 1, decorator.end_lineno or decorator.lineno):
-                lines[line] = ""
-    comments = textwrap.dedent(inspect.getcomments(obj) or "")
-    return comments + "".join(lines)

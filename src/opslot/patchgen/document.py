@@ -10,16 +10,17 @@ import libcst as cst
 
 from opslot._base.errors import PatchError
 from opslot.patchgen.config import PatchConfig
-from opslot.patchgen.edits import Edit, OpSlot
+from opslot.patchgen.edits import ClassAttribute, Edit, Slot
 from opslot.patchgen.source import Release, UpstreamModule
 from opslot.patchgen.tree import block_of, comment, is_docstring, is_placeholder, splice, walk, with_lines_above
 
 
 @dataclass
 class ClassSlots:
-    """Slots that edits declared on one class, in order."""
+    """What edits declared on one class, in order: slots, and other attributes with their values."""
 
-    slots: dict[str, OpSlot] = field(default_factory=dict)
+    slots: dict[str, Slot] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
     numbers: list[int] = field(default_factory=list)
 
 
@@ -33,7 +34,6 @@ class Document:
         self.module = cst.parse_module(self.upstream.text)
         self.class_slots: dict[str, ClassSlots] = {}
         self.imports: dict[str, str] = {}
-        self.touched: dict[str, None] = {}
         self._author: dict[int, Edit] = {}
         self._kept_alive: list[cst.CSTNode] = []
 
@@ -99,21 +99,26 @@ class Document:
         """Write `# [PATCHED: text]` above a definition."""
         node = self.find(symbol)
         assert node is not None
-        self.touched[symbol] = None
         self.put(symbol, with_lines_above(node, [comment(f"[PATCHED: {text}]")]))
 
-    def declare(self, class_name: str, slot: OpSlot, edit: Edit) -> None:
+    def declare(self, class_name: str, slot: Slot, edit: Edit) -> None:
         """Give a class a slot."""
         declared = self.class_slots.setdefault(class_name, ClassSlots())
         if declared.slots.setdefault(slot.suffix, slot) != slot:
             raise self.fail(
                 edit,
                 f"{class_name} already has the slot {declared.slots[slot.suffix]} at {slot.attribute};"
-                f" give {slot} its own name: OpSlot({slot.op!r}, {slot.variant!r}, name=...)",
+                f" give {slot} its own name: Slot({slot.op!r}, {slot.variant!r}, name=...)",
             )
         number = self.number(edit)
         if number not in declared.numbers:
             declared.numbers.append(number)
+
+    def set_attribute(self, edit: ClassAttribute) -> None:
+        """Give a class an attribute with a literal value."""
+        declared = self.class_slots.setdefault(edit.target, ClassSlots())
+        declared.attributes[edit.attribute] = edit.value
+        declared.numbers.append(self.number(edit))
 
     def number(self, edit: Edit) -> int:
         return next(index for index, other in enumerate(self.patch.edits, 1) if other is edit)
@@ -137,7 +142,7 @@ class Document:
         return None
 
     def write_slot_declarations(self) -> None:
-        """Write each class's `_opslot_slots` and the attributes' defaults at the top of its body."""
+        """Write each class's `_opslot_slots`, the slots' defaults and other attributes at the top of its body."""
         for name, declared in self.class_slots.items():
             index = self.index(name)
             if index is None:
@@ -146,8 +151,9 @@ class Document:
             assert isinstance(holder, cst.ClassDef)
             assert isinstance(holder.body, cst.IndentedBlock)
             pairs = (f'"{suffix}": ("{slot.op}", "{slot.variant}")' for suffix, slot in declared.slots.items())
-            lines = [f"_opslot_slots = {{{', '.join(pairs)}}}"]
+            lines = [f"_opslot_slots = {{{', '.join(pairs)}}}"] if declared.slots else []
             lines += [f"{slot.attribute} = None" for slot in declared.slots.values()]
+            lines += [f"{attribute} = {value!r}" for attribute, value in declared.attributes.items()]
             mark = f"--- {', '.join(f'Patch.{number}' for number in sorted(declared.numbers))} ---"
             self.put(name, holder.with_changes(body=_with_declarations(holder.body, lines, mark)))
 

@@ -1,4 +1,4 @@
-"""The edits a patch is made of: plain frozen records, free of any parser, so that reading a patch is cheap.
+"""The edits of a patch: frozen records that need no parser, so that reading a patch is cheap.
 
 A symbol is named `Class`, `Class.method` or `function` in the patched module, or `module:symbol` in another
 module of the same Transformers release.
@@ -6,18 +6,23 @@ module of the same Transformers release.
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+NameMap = tuple[tuple[str, str], ...]
+"""Prefixes of identifiers with what each becomes."""
 
 Expectations = tuple[tuple[str, tuple[str, ...]], ...]
 """Symbols with the fingerprints that each may have."""
 
 
 @dataclass(frozen=True)
-class OpSlot:
-    """A place where a kernel of one op and variant may be bound.
+class Slot:
+    """The declaration of a slot: a kernel of this op and variant may be bound there.
 
-    `name` is the attribute's suffix; it defaults to the op, and tells two variants in one class apart.
+    `name` is the attribute's suffix, by default the op's name. Two slots of one class need different names.
     """
 
     op: str
@@ -43,8 +48,6 @@ class Edit:
     target: str
     note: str = ""
 
-    replaces_whole = False
-
     @property
     def summary(self) -> str:
         return self.note or self.action
@@ -55,15 +58,29 @@ class Edit:
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        """Upstream symbols whose text this edit touches or relies on."""
+        """Upstream symbols whose text this edit changes or depends on."""
         return (self.target,)
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """Symbols that this edit replaces or removes as a whole."""
+        return ()
+
+    def renamed(self, name_map: NameMap) -> Edit:
+        """The same edit with each prefix of `name_map` exchanged in every name that it holds."""
+        changes = {
+            item.name: _renamed(getattr(self, item.name), name_map)
+            for item in dataclasses.fields(self)
+            if item.name not in ("note", "slot")
+        }
+        return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True)
 class SlotMethod(Edit):
     """Call the slot's kernel in front of a method's body, or outside its class's decorators."""
 
-    slot: OpSlot = OpSlot("")
+    slot: Slot = Slot("")
     args: str = ""
     outside_decorators: bool = False
     expects: tuple[str, ...] = ()
@@ -73,12 +90,17 @@ class SlotMethod(Edit):
         where = "outside the decorators of" if self.outside_decorators else "in front of"
         return f"slot {self.slot} {where} {self.target}"
 
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        # A class's decorators belong to the class.
+        return (self.target.split(".")[0],) if self.outside_decorators else (self.target,)
+
 
 @dataclass(frozen=True)
 class SlotCalls(Edit):
     """Route every call of a module's function, made in a method, through a slot of the calling class."""
 
-    slot: OpSlot = OpSlot("")
+    slot: Slot = Slot("")
     expects: Expectations = ()
     count: int | None = None
 
@@ -99,7 +121,7 @@ class Anchored(Edit):
     template: str = ""
     mode: Literal["replace", "insert_before", "insert_after"] = "replace"
     count: int = 1
-    slot: OpSlot | None = None
+    slot: Slot | None = None
 
     @property
     def action(self) -> str:
@@ -125,59 +147,58 @@ class InheritMethod(Edit):
 
 
 @dataclass(frozen=True)
-class Replacement(Edit):
-    """Put the given text in the place of a class, a function or a method; upstream's decorators stay on a method."""
+class Exclude(Edit):
+    """Leave classes and functions out, with their helpers, isinstance branches and `__all__` entries.
 
-    kind: Literal["class", "function", "method"] = "class"
-    text: str = ""
-    name_map: tuple[tuple[str, str], ...] = ()
+    The symbols are removed together, so they may use each other. `target` is the first of them.
+    """
 
-    replaces_whole = True
-
-    @property
-    def action(self) -> str:
-        return f"replace {self.kind} {self.target}"
-
-
-@dataclass(frozen=True)
-class ExternalReplacement(Edit):
-    """Import the class or function `target` from another package instead of defining it."""
-
-    source_module: str = ""
-    source_name: str = ""
-
-    replaces_whole = True
+    others: tuple[str, ...] = ()
 
     @property
-    def action(self) -> str:
-        return f"import {self.target} from {self.source_module}.{self.source_name}"
-
-
-@dataclass(frozen=True)
-class ModifyInit(Edit):
-    """Add statements around upstream's `__init__` body of the class `target`."""
-
-    text: str = ""
-    name_map: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def action(self) -> str:
-        return f"extend {self.target}.__init__"
+    def whole(self) -> tuple[str, ...]:
+        return (self.target, *self.others)
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        return (f"{self.target}.__init__",)
-
-
-@dataclass(frozen=True)
-class Exclude(Edit):
-    """Leave a class or function out, with its helpers, its isinstance branches and its `__all__` entry."""
-
-    replaces_whole = True
+        return self.whole
 
     @property
     def action(self) -> str:
-        return f"exclude {self.target}"
+        return f"exclude {', '.join(self.whole)}"
+
+
+@dataclass(frozen=True)
+class ConfigSlot(Edit):
+    """An op that is chosen through the model's config, for the classes `target` and `others`: no text changes."""
+
+    slot: Slot = Slot("")
+    others: tuple[str, ...] = ()
+    depends: tuple[str, ...] = ()
+
+    @property
+    def action(self) -> str:
+        return f"{self.slot} of {', '.join((self.target, *self.others))}, chosen through the model's config"
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        return (*(f"{name}.forward" for name in (self.target, *self.others)), *self.depends)
+
+
+@dataclass(frozen=True)
+class ClassAttribute(Edit):
+    """Set a class attribute to a literal value; nothing where the class is excluded."""
+
+    attribute: str = ""
+    value: Any = None
+
+    @property
+    def action(self) -> str:
+        return f"set {self.attribute} of {self.target}"
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        return ()
 
 
 @dataclass(frozen=True)
@@ -198,3 +219,18 @@ class ImportSpec:
 def _one_line(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= 60 else line[:57] + "..."
+
+
+def _renamed(value: Any, name_map: NameMap) -> Any:
+    """A string, or the strings in nested tuples, with names exchanged; anything else as it is."""
+    if isinstance(value, str):
+        return rename(value, name_map)
+    return tuple(_renamed(item, name_map) for item in value) if isinstance(value, tuple) else value
+
+
+def rename(text: str, name_map: NameMap) -> str:
+    """Exchange prefixes of names in `text`; a name that begins with the new prefix already stays."""
+    for old, new in name_map:
+        already = f"(?!{re.escape(new[len(old) :])})" if new.startswith(old) and new != old else ""
+        text = re.sub(re.escape(old) + already, new, text)
+    return text

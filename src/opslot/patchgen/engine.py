@@ -11,30 +11,29 @@ from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.document import Document
 from opslot.patchgen.edits import (
     Anchored,
+    ClassAttribute,
+    ConfigSlot,
     Edit,
     Exclude,
-    ExternalReplacement,
     InheritMethod,
-    ModifyInit,
-    Replacement,
     SlotCalls,
     SlotMethod,
 )
 from opslot.patchgen.exclusion import apply_exclude
 from opslot.patchgen.inheritance import apply_inherit_method
 from opslot.patchgen.module_edits import finish_module
+from opslot.patchgen.primitives import ExternalReplacement, ModifyInit, Replacement
 from opslot.patchgen.replacements import apply_external, apply_modify_init, apply_replacement
 from opslot.patchgen.slotting import apply_slot_calls, apply_slot_method
-from opslot.patchgen.source import Release, Symbol
+from opslot.patchgen.source import Release
 
 
 @dataclass(frozen=True)
 class GeneratedModule:
-    """A generated module's text, upstream's text that it was made from, and the symbols that it relies on."""
+    """A generated module's text, and upstream's text that it was made from."""
 
     text: str
     upstream_text: str
-    symbols: dict[str, Symbol | None]
 
 
 def generate(patch: PatchConfig, release: Release) -> GeneratedModule:
@@ -49,7 +48,7 @@ def generate(patch: PatchConfig, release: Release) -> GeneratedModule:
         raise PatchError("\n".join(str(problem) for problem in problems))
     document.write_slot_declarations()
     finish_module(document)
-    return GeneratedModule(document.module.code, document.upstream.text, watched_symbols(document))
+    return GeneratedModule(document.module.code, document.upstream.text)
 
 
 def apply_all(patch: PatchConfig, release: Release) -> tuple[Document, list[PatchError]]:
@@ -65,38 +64,29 @@ def apply_all(patch: PatchConfig, release: Release) -> tuple[Document, list[Patc
     return document, problems
 
 
-def watched_symbols(document: Document) -> dict[str, Symbol | None]:
-    """Upstream's text of each symbol that the patch touches or depends on, as `module:symbol`; None where absent."""
-    patch = document.patch
-    inherited = {edit.target for edit in patch.edits if isinstance(edit, InheritMethod)}
-    names = {name for edit in patch.edits for name in edit.symbols}
-    names |= {*document.touched, *patch.dependencies}
-    watched: dict[str, Symbol | None] = {}
-    for name in names - inherited:
-        if "." not in name.rpartition(":")[2] or name.rpartition(".")[0] not in names:
-            module, _, symbol = name.rpartition(":")
-            module = module or patch.source_module
-            watched[f"{module}:{symbol}"] = document.release.module(module).symbol(symbol)
-    return dict(sorted(watched.items()))
-
-
 def check_conflicts(patch: PatchConfig) -> None:
     """Raise when an edit that replaces a symbol meets another edit of that symbol, or of one inside it."""
     for index, first in enumerate(patch.edits):
         for second in patch.edits[index + 1 :]:
-            if isinstance(first, SlotCalls) or isinstance(second, SlotCalls):
+            if isinstance(first, _UNPLACED) or isinstance(second, _UNPLACED):
                 continue
-            same = first.target == second.target
-            inside = (first.replaces_whole and second.target.startswith(f"{first.target}.")) or (
-                second.replaces_whole and first.target.startswith(f"{second.target}.")
-            )
-            whole = first.replaces_whole or second.replaces_whole
             both_in_front = isinstance(first, SlotMethod) and isinstance(second, SlotMethod)
-            if inside or (same and (whole or both_in_front)):
+            overlap = _replaces(first, second) or _replaces(second, first)
+            if overlap or (both_in_front and first.target == second.target):
                 raise PatchError(
                     f"two patches of {patch.source_module} claim one place: `{first.summary}` ({first.target})"
                     f" and `{second.summary}` ({second.target}); drop one of them"
                 )
+
+
+def _replaces(first: Edit, second: Edit) -> bool:
+    """Whether `first` replaces what `second` changes."""
+    targets = second.whole or (second.target,)
+    return any(target == whole or target.startswith(f"{whole}.") for whole in first.whole for target in targets)
+
+
+# Edits that share their targets with others.
+_UNPLACED = (SlotCalls, ClassAttribute, ConfigSlot)
 
 
 @singledispatch
@@ -113,3 +103,5 @@ apply.register(Replacement)(apply_replacement)
 apply.register(ExternalReplacement)(apply_external)
 apply.register(ModifyInit)(apply_modify_init)
 apply.register(Exclude)(apply_exclude)
+apply.register(ClassAttribute)(lambda edit, document: document.set_attribute(edit))
+apply.register(ConfigSlot)(lambda edit, document: None)

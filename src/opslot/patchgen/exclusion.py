@@ -12,10 +12,12 @@ from opslot.patchgen.tree import Node, Replacements, replace_nodes, walk
 
 
 def apply_exclude(edit: Exclude, document: Document) -> None:
-    document.get(edit.target, edit)
+    for name in edit.whole:
+        document.get(name, edit)
     before = _references(document.module)
-    _remove(document, edit.target)
-    _drop_isinstance_branches(document, edit.target)
+    for name in edit.whole:
+        _remove(document, name)
+        _drop_isinstance_branches(document, name)
     left = _references(document.module)
     while dead := [name for name in _definitions(document.module) if before.get(name) and not left.get(name)]:
         exported = _exported(document.module)
@@ -25,13 +27,13 @@ def apply_exclude(edit: Exclude, document: Document) -> None:
         for name in dead:
             _remove(document, name)
         left = _references(document.module)
-    users = left.get(edit.target)
-    if users:
-        raise document.fail(
-            edit,
-            f"{edit.target} is still used by {', '.join(sorted(users))}; patch or exclude these too",
-            show=min(users),
-        )
+    for name in edit.whole:
+        if users := left.get(name):
+            raise document.fail(
+                edit,
+                f"{name} is still used by {', '.join(sorted(users))}; patch or exclude these too",
+                show=min(users),
+            )
 
 
 def _remove(document: Document, name: str) -> None:

@@ -1,15 +1,23 @@
-"""Imports `opslot.generated.<arch>` from the file that `materialize` names."""
+"""Imports `opslot.generated.<arch>` from the file that `materialize` returns."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
-from types import ModuleType
+from types import CodeType, ModuleType
 
-from opslot.patchgen.materialization import GENERATED_PACKAGE, find_patch, known_archs, materialize
+from opslot.patchgen.materialization import GENERATED_PACKAGE, NoPatchError, known_archs, materialize
+
+
+class _SourceLoader(SourceFileLoader):
+    """Compiles the source and reads no bytecode: a `__pycache__` in a cache directory is never run."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
 
 
 class GeneratedFinder(MetaPathFinder):
@@ -21,14 +29,15 @@ class GeneratedFinder(MetaPathFinder):
         package, _, arch = fullname.rpartition(".")
         if package != GENERATED_PACKAGE:
             return None
-        patch = find_patch(arch)
-        if patch is None:
+        try:
+            file = str(materialize(arch))
+        except NoPatchError:
             raise ModuleNotFoundError(
                 f"No module named {fullname!r}: no patch for {arch!r}; there are patches for"
                 f" {', '.join(known_archs())}, and `opslot.patchgen.register_patch` adds one",
                 name=fullname,
-            )
-        return spec_from_file_location(fullname, materialize(arch, patch))
+            ) from None
+        return spec_from_file_location(fullname, file, loader=_SourceLoader(fullname, file))
 
 
 def install() -> None:

@@ -1,27 +1,31 @@
-"""`patchgen.lock`: what upstream's symbols looked like when the patches were last checked, and what changed since."""
+"""`patchgen.lock`: the supported architectures, with the slots and the upstream symbols of each in each release."""
 
 from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from opslot._base.errors import PatchError
 from opslot._base.files import write_text
 from opslot.patchgen.config import PatchConfig
-from opslot.patchgen.engine import apply_all, watched_symbols
+from opslot.patchgen.edits import InheritMethod, SlotCalls
+from opslot.patchgen.forms import ModuleView
 from opslot.patchgen.releases import find_release, version_key
 from opslot.patchgen.source import Release, Symbol
 
+T = TypeVar("T")
+
 _ABSENT = "absent"
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that stands against a release: a patch that does not apply, or a symbol that changed.
+    """A difference from the lock: a lost slot, a changed symbol, or a patch that does not apply.
 
     Attributes:
         arch: the architecture, or several with commas between them.
@@ -42,9 +46,16 @@ class Problem:
 
 @dataclass
 class Lock:
-    """The digest of each watched symbol by architecture and release, and the line hashes behind each digest."""
+    """What is known of each architecture in each release.
+
+    Attributes:
+        archs: by architecture and release, the digest of each watched symbol.
+        slots: by architecture and release, the expected slots (`PatchConfig.slots`).
+        lines: the line hashes behind each digest.
+    """
 
     archs: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
+    slots: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
     lines: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
@@ -54,32 +65,66 @@ class Lock:
             data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if data["format"] != _FORMAT:
                 raise PatchError(f"{path} has format {data['format']}, this opslot reads {_FORMAT}")
-            lines = {digest: hashes.split() for digest, hashes in data["lines"].items()}
-            return cls(data["archs"], lines)
+            lock = cls(lines={digest: hashes.split() for digest, hashes in data["lines"].items()})
+            for arch, entry in data["archs"].items():
+                versions = entry["releases"].split()
+                symbols = {name: _expand(steps, versions) for name, steps in entry["symbols"].items()}
+                lock.archs[arch] = {
+                    version: {name: values[version] for name, values in symbols.items() if values[version]}
+                    for version in versions
+                }
+                slots = _expand(entry["slots"], versions)
+                lock.slots[arch] = {version: tuple(slots[version]) for version in versions}
+            return lock
         except FileNotFoundError:
             return cls()
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise PatchError(f"{path} is damaged ({error}); restore it, or write it again with --fix") from error
 
     def save(self, path: Path) -> None:
-        """Write the lock; equal locks are equal bytes, and digests that no release uses are left out."""
+        """Write the lock; equal locks are equal bytes, and digests that no release uses are left out.
+
+        A value is written for the first release that has it, and holds until the next that is written.
+        """
         used = {digest for releases in self.archs.values() for entry in releases.values() for digest in entry.values()}
-        archs = {
-            arch: {version: releases[version] for version in sorted(releases, key=version_key)}
-            for arch, releases in sorted(self.archs.items())
-        }
+        archs = {}
+        for arch, releases in sorted(self.archs.items()):
+            versions = sorted(releases, key=version_key)
+            slots = self.slots.get(arch, {})
+            archs[arch] = {
+                "releases": " ".join(versions),
+                "slots": _steps({version: list(slots.get(version, ())) for version in versions}),
+                "symbols": {
+                    name: _steps({version: releases[version].get(name) for version in versions})
+                    for name in sorted({name for entry in releases.values() for name in entry})
+                },
+            }
         lines = {digest: " ".join(self.lines[digest]) for digest in sorted(used - {_ABSENT})}
         text = json.dumps({"format": _FORMAT, "archs": archs, "lines": lines}, indent=1)
         write_text(path, text + "\n")
 
-    def record(self, arch: str, version: str, symbols: dict[str, Symbol | None]) -> None:
-        """Take over a release's symbols."""
+    def record(self, arch: str, version: str, symbols: dict[str, Symbol | None], slots: Iterable[str]) -> None:
+        """Take over a release's symbols and slots."""
         entry = {}
         for name, symbol in symbols.items():
             entry[name] = symbol.digest if symbol else _ABSENT
             if symbol:
                 self.lines[symbol.digest] = symbol.line_digests
         self.archs.setdefault(arch, {})[version] = entry
+        self.slots.setdefault(arch, {})[version] = tuple(sorted(slots))
+
+    def agrees(self, arch: str, version: str, symbols: dict[str, Symbol | None], slots: Iterable[str]) -> bool:
+        """Whether the nearest locked release has the same symbols and slots, so that the same edits apply."""
+        nearest = self.nearest(arch, version)
+        if nearest is None:
+            return False
+        digests = {name: symbol.digest if symbol else _ABSENT for name, symbol in symbols.items()}
+        return digests == self.archs[arch][nearest] and set(slots) == set(self.slots[arch][nearest])
+
+    def expected_slots(self, arch: str, version: str) -> tuple[str, ...]:
+        """The slots of an architecture in a release, or in the nearest that the lock has; none for another one."""
+        nearest = self.nearest(arch, version)
+        return self.slots[arch][nearest] if nearest else ()
 
     def nearest(self, arch: str, version: str) -> str | None:
         """The locked release to compare with: this one, else the last before it, else the first after it."""
@@ -94,41 +139,99 @@ def lock_path() -> Path:
     return packaged if packaged.is_file() else Path(__file__).parents[3] / "patchgen.lock"
 
 
-def survey(arch: str, patch: PatchConfig, release: Release) -> tuple[dict[str, Symbol | None], list[Problem]]:
-    """The symbols that a patch relies on in a release, and every edit of it that does not apply there."""
+def watched_symbols(patch: PatchConfig, release: Release) -> dict[str, Symbol | None]:
+    """Upstream's text of each symbol that a patch changes or depends on, as `module:symbol`; None where absent."""
+    inherited = {edit.target for edit in patch.edits if isinstance(edit, InheritMethod)}
+    names = {name for edit in patch.edits for name in edit.symbols}.union(patch.dependencies)
+    called = {edit.target for edit in patch.edits if isinstance(edit, SlotCalls)}
+    names |= set(ModuleView(release.module(patch.source_module)).callers(*called)) if called else set()
+    watched: dict[str, Symbol | None] = {}
+    for name in names - inherited:
+        if "." not in name.rpartition(":")[2] or name.rpartition(".")[0] not in names:
+            module, _, symbol = name.rpartition(":")
+            module = module or patch.source_module
+            watched[f"{module}:{symbol}"] = release.module(module).symbol(symbol)
+    return dict(sorted(watched.items()))
+
+
+def survey(
+    arch: str, patch: PatchConfig, release: Release, lock: Lock | None = None
+) -> tuple[dict[str, Symbol | None], list[Problem]]:
+    """The symbols that a patch relies on in a release, and every edit of it that does not apply there.
+
+    With a lock that agrees, the edits are known to apply.
+    """
+    from opslot.patchgen.engine import apply_all
+
     try:
-        document, problems = apply_all(patch, release)
-        symbols = watched_symbols(document)
+        symbols = watched_symbols(patch, release)
+        if lock is not None and lock.agrees(arch, release.version, symbols, patch.slots):
+            return symbols, []
+        _, problems = apply_all(patch, release)
     except PatchError as problem:
         return {}, [Problem(arch, release.version, "", f"the patch does not apply: {problem}")]
     return symbols, [Problem(arch, release.version, "", f"the patch does not apply: {problem}") for problem in problems]
 
 
 def check(arch: str, patch: PatchConfig, release: Release, lock: Lock, *, download: bool = True) -> list[Problem]:
-    """Everything that stands against using `patch` on `release`, by the lock.
+    """Every difference between the lock and an architecture in a release: lost slots, and changed symbols.
 
     A release that the lock lacks is compared with the nearest that it has.
     """
-    symbols, problems = survey(arch, patch, release)
     version = lock.nearest(arch, release.version)
+    symbols, problems = survey(arch, patch, release, lock)
     if version is None:
         return [*problems, Problem(arch, release.version, "", "not in the lock; run `patchgen --check --fix`")]
+
     locked = lock.archs[arch][version]
-    for name, symbol in symbols.items():
-        digest = symbol.digest if symbol else _ABSENT
+
+    def add(name: str, message: str) -> None:
+        problems.append(Problem(arch, release.version, name.partition(":")[2] or name, message))
+
+    for slot in lock.slots[arch][version]:
+        if slot not in patch.slots:
+            symbol, _, op = slot.partition(" ")
+            add(symbol, f"lost the slot {op} that it has in {version}")
+    for slot in patch.slots:
+        if slot not in lock.slots[arch][version]:
+            symbol, _, op = slot.partition(" ")
+            add(symbol, f"has the slot {op}, and the lock does not say so; run `patchgen --check --fix`")
+    for name in sorted({*symbols, *locked}):
+        found = symbols[name] if name in symbols else _symbol(name, release)
         if name not in locked:
-            message = f"the patch relies on it, and the lock has no entry of {version}; run `patchgen --check --fix`"
-        elif locked[name] == digest:
-            continue
-        else:
-            message = f"differs from the locked {version}\n" + _difference(
-                name, symbol, version, release.version, lock.lines.get(locked[name], []), download
-            )
-        problems.append(Problem(arch, release.version, name.partition(":")[2], message))
-    for name in locked.keys() - symbols.keys() if symbols else ():
-        message = "locked, but no patch relies on it any more; run `patchgen --check --fix`"
-        problems.append(Problem(arch, release.version, name.partition(":")[2], message))
+            add(name, f"the patch relies on it, and the lock has no entry of {version}; run `patchgen --check --fix`")
+        elif locked[name] != (found.digest if found else _ABSENT):
+            lines = lock.lines.get(locked[name], [])
+            difference = _difference(name, found, version, release.version, lines, download)
+            add(name, f"differs from the locked {version}\n{difference}")
+        elif name not in symbols:
+            add(name, "locked, but no patch relies on it any more; run `patchgen --check --fix`")
     return problems
+
+
+def _symbol(name: str, release: Release) -> Symbol | None:
+    module, _, symbol = name.partition(":")
+    try:
+        return release.module(module).symbol(symbol)
+    except PatchError:
+        return None
+
+
+def _steps(values: dict[str, T]) -> dict[str, T]:
+    """The value of the first release, and of each in which it changes."""
+    steps: dict[str, T] = {}
+    for version, value in values.items():
+        if not steps or value != list(steps.values())[-1]:
+            steps[version] = value
+    return steps
+
+
+def _expand(steps: dict[str, T], versions: list[str]) -> dict[str, T]:
+    """The value of each release."""
+    values: dict[str, T] = {}
+    for version in versions:
+        values[version] = steps[version] if version in steps else list(values.values())[-1]
+    return values
 
 
 def _difference(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opslot._base.errors import PatchError
-from opslot.patchgen.edits import OpSlot
+from opslot.patchgen.edits import Slot
 
 # The two ways upstream writes the call; `$*rest` is `**kwargs` where the head passes them on.
 _CAUSAL_CALLS = (
@@ -48,7 +48,7 @@ else:
     $match"""
 
 
-def loss_form(slot: OpSlot) -> tuple[tuple[str, ...], str]:
+def loss_form(slot: Slot) -> tuple[tuple[str, ...], str]:
     """Patterns and template for the loss of `slot.variant`."""
     if slot.variant == "causal":
         patterns = tuple(_CAUSAL_REGION.format(call=call) for call in _CAUSAL_CALLS)

@@ -4,20 +4,39 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import pkgutil
 import sys
 from functools import lru_cache
 from pathlib import Path
+from typing import Protocol, cast
 
 from opslot._base.errors import PatchError
+from opslot._base.plugins import PATCH_FINDERS
 from opslot.patchgen.cache import cache_homes, prune, read_sealed, touch, write_sealed
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.source import Release, installed_release
 
 GENERATED_PACKAGE = "opslot.generated"
-MODELS_PACKAGE = "opslot.models"
+
+
+class NoPatchError(PatchError):
+    """There is no patch for an architecture."""
+
+
+class PatchFinder(Protocol):
+    """Makes patches of architectures that nobody registered; a module of `_base.plugins.PATCH_FINDERS` is one."""
+
+    def find_patch(self, arch: str, release: Release) -> PatchConfig | None:
+        """The patch of an architecture for a release; None where there is none."""
+
+    def digest(self, arch: str, release: Release) -> str | None:
+        """Hash of everything that `find_patch` depends on, computed without finding anything."""
+
+    def architectures(self) -> list[str]:
+        """The architectures that are listed: those in commands such as `patchgen --all` and in error messages."""
+
 
 _registered: dict[str, PatchConfig] = {}
+_added_finders: list[PatchFinder] = []
 
 
 def register_patch(arch: str, patch: PatchConfig, *, replace: bool = False) -> None:
@@ -25,63 +44,57 @@ def register_patch(arch: str, patch: PatchConfig, *, replace: bool = False) -> N
 
     Raises:
         PatchError: the architecture is registered with another patch (unless `replace`), or its generated module is
-            imported already.
+            already imported.
     """
     if not arch.isidentifier():
-        raise PatchError(f"an architecture's name has to be a Python identifier, got {arch!r}")
+        raise PatchError(f"the name of an architecture has to be a Python identifier, got {arch!r}")
     known = _registered.get(arch)
     if known is not None and known.digest != patch.digest and not replace:
-        raise PatchError(f"{arch} is registered with another patch; pass replace=True to take the new one")
+        raise PatchError(f"{arch} is registered with another patch; pass replace=True to replace it")
     if (known is None or known.digest != patch.digest) and f"{GENERATED_PACKAGE}.{arch}" in sys.modules:
-        raise PatchError(f"{GENERATED_PACKAGE}.{arch} is imported already; register the patch before the import")
+        raise PatchError(f"{GENERATED_PACKAGE}.{arch} is already imported; register the patch before the import")
     _registered[arch] = patch
 
 
-def find_patch(arch: str) -> PatchConfig | None:
-    """The patch of an architecture: registered, or the attribute `patch` of `opslot.models.<arch>.patch`.
+def register_patch_finder(finder: PatchFinder) -> None:
+    """Ask `finder`, after opslot's own, for patches of architectures that are not registered."""
+    if finder not in _added_finders:
+        _added_finders.append(finder)
 
-    For an architecture without either, what `opslot.models` finds in its code; None where that is nothing.
+
+def _finders() -> list[PatchFinder]:
+    return [*(cast(PatchFinder, importlib.import_module(name)) for name in PATCH_FINDERS), *_added_finders]
+
+
+def find_patch(arch: str, release: Release | None = None) -> PatchConfig | None:
+    """The patch of an architecture: the registered one, else the first that a finder has; None for neither.
+
+    Args:
+        arch: architecture, the folder's name under `transformers/models`.
+        release: the Transformers release; the installed one by default.
     """
     if arch in _registered:
         return _registered[arch]
-    name = f"{MODELS_PACKAGE}.{arch}.patch"
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name == MODELS_PACKAGE:
-            return None
-        if error.name in (name, f"{MODELS_PACKAGE}.{arch}"):
-            return importlib.import_module(f"{MODELS_PACKAGE}.discovery").patch_of(arch)
-        raise
-    patch = getattr(module, "patch", None)
-    if not isinstance(patch, PatchConfig):
-        raise PatchError(f"{name} has to hold a PatchConfig called `patch`, found {type(patch).__name__}")
-    return patch
+    release = release or installed_release()
+    found = (finder.find_patch(arch, release) for finder in _finders())
+    return next((patch for patch in found if patch is not None), None)
 
 
 def known_archs() -> list[str]:
-    """Architectures that have a patch, sorted."""
-    archs = set(_registered)
-    try:
-        models = importlib.import_module(MODELS_PACKAGE)
-    except ModuleNotFoundError:
-        return sorted(archs)
-    for info in pkgutil.iter_modules(models.__path__):
-        if info.ispkg and any((Path(path) / info.name / "patch.py").is_file() for path in models.__path__):
-            archs.add(info.name)
-    return sorted(archs)
+    """Architectures that are registered or listed by a finder, sorted."""
+    return sorted({*_registered, *(arch for finder in _finders() for arch in finder.architectures())})
 
 
-def require_patch(arch: str) -> PatchConfig:
-    """Like `find_patch`, but an unknown architecture raises and names the known ones."""
-    patch = find_patch(arch)
+def require_patch(arch: str, release: Release | None = None) -> PatchConfig:
+    """Like `find_patch`, but an unknown architecture raises NoPatchError, which names the known ones."""
+    patch = find_patch(arch, release)
     if patch is None:
-        raise PatchError(f"no patch for {arch!r}; there are patches for {', '.join(known_archs())}")
+        raise NoPatchError(f"no patch for {arch!r}; there are patches for {', '.join(known_archs())}")
     return patch
 
 
 def materialize(arch: str, patch: PatchConfig | None = None, release: Release | None = None) -> Path:
-    """The file of an architecture's generated module, generated now unless the cache holds it.
+    """The file of an architecture's generated module, generated now unless it is in the cache.
 
     Args:
         arch: architecture, the folder's name under `transformers/models`.
@@ -89,38 +102,51 @@ def materialize(arch: str, patch: PatchConfig | None = None, release: Release | 
         release: the Transformers release; the installed one by default.
 
     Returns:
-        Path of a file that ends in `models/<arch>/<patch.target_file>`.
+        Path of a file that ends in `models/<arch>/modeling_<arch>.py`, or in the patch's own `target_file`.
     """
-    patch = patch or require_patch(arch)
     release = release or installed_release()
-    relative = Path("generated", arch, cache_key(patch, release), "models", arch, patch.target_file)
+    patch = patch or _registered.get(arch)
+    # A finder's digest names its entry, so that a process that finds the entry need not find the patch.
+    key = cache_key(patch, release) if patch is not None else _finders_key(arch, release)
+    target = patch.target_file if patch is not None else f"modeling_{arch}.py"
+    relative = Path("generated", arch, key, "models", arch, target)
     homes = cache_homes()
     for home in homes:
-        if read_sealed(home / relative) is not None:
+        if read_sealed(home / relative, home) is not None:
             touch(home / relative.parents[2])
             return home / relative
     from opslot.patchgen.engine import generate
 
-    text = generate(patch, release).text
+    text = generate(patch or require_patch(arch, release), release).text
     path = homes[-1] / relative
     try:
         write_sealed(path, text)
     except OSError as error:
-        raise PatchError(f"cannot write {path}: {error.strerror}; set OPSLOT_CACHE to another place") from error
+        raise PatchError(f"cannot write {path}: {error.strerror}; set OPSLOT_CACHE to another directory") from error
     prune(path.parents[3])
     return path
 
 
 def cache_key(patch: PatchConfig, release: Release) -> str:
     """Name of a cache entry: everything that the generated text depends on."""
-    parts = [patch.digest, engine_digest()]
-    parts += [release.module(name).digest for name in patch.upstream_modules]
-    return f"{release.version}-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}"
+    parts = [patch.digest, *(release.module(name).digest for name in patch.upstream_modules)]
+    return _key(release, parts)
+
+
+def _finders_key(arch: str, release: Release) -> str:
+    digests = [finder.digest(arch, release) for finder in _finders()]
+    if not any(digests):
+        require_patch(arch, release)
+    return _key(release, [digest or "" for digest in digests])
+
+
+def _key(release: Release, parts: list[str]) -> str:
+    return f"{release.version}-{hashlib.sha256(' '.join([engine_digest(), *parts]).encode()).hexdigest()[:16]}"
 
 
 @lru_cache(maxsize=1)
 def engine_digest() -> str:
-    """Hash of this package's own code, so that a new version never takes an old one's output."""
+    """Hash of this package's own code, so that a new version never uses an old one's output."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import libcst as cst
 
 from opslot._base.errors import PatchError
 from opslot.patchgen.document import Document
-from opslot.patchgen.edits import Edit, ExternalReplacement, ModifyInit, Replacement
+from opslot.patchgen.edits import Edit, NameMap, rename
+from opslot.patchgen.primitives import ExternalReplacement, ModifyInit, Replacement
 from opslot.patchgen.tree import block_of, is_docstring, replace_nodes, splice, walk
 
 
@@ -72,7 +71,7 @@ def apply_modify_init(edit: ModifyInit, document: Document) -> None:
     document.note(target, edit.summary)
 
 
-def _definition(edit: Edit, text: str, name_map: tuple[tuple[str, str], ...]) -> cst.FunctionDef | cst.ClassDef:
+def _definition(edit: Edit, text: str, name_map: NameMap) -> cst.FunctionDef | cst.ClassDef:
     """The replacement's definition, its comments above kept, with names mapped."""
     module = cst.parse_module(text)
     definitions = [node for node in module.body if isinstance(node, cst.FunctionDef | cst.ClassDef)]
@@ -84,27 +83,18 @@ def _definition(edit: Edit, text: str, name_map: tuple[tuple[str, str], ...]) ->
     return map_names(definition, name_map) if name_map else definition
 
 
-def map_names(
-    root: cst.FunctionDef | cst.ClassDef, name_map: tuple[tuple[str, str], ...]
-) -> cst.FunctionDef | cst.ClassDef:
+def map_names(root: cst.FunctionDef | cst.ClassDef, name_map: NameMap) -> cst.FunctionDef | cst.ClassDef:
     """Swap a prefix in every identifier, and in annotations written as strings."""
     swaps: dict[int, cst.CSTNode] = {}
     for node in walk(root):
         if isinstance(node, cst.Name):
-            mapped = _mapped(node.value, name_map)
+            mapped = rename(node.value, name_map)
             if mapped != node.value:
                 swaps[id(node)] = node.with_changes(value=mapped)
         elif isinstance(node, cst.Annotation) and isinstance(node.annotation, cst.SimpleString):
             text = node.annotation
-            swaps[id(text)] = text.with_changes(value=_mapped(text.value, name_map))
+            swaps[id(text)] = text.with_changes(value=rename(text.value, name_map))
     return replace_nodes(root, swaps)
-
-
-def _mapped(name: str, name_map: tuple[tuple[str, str], ...]) -> str:
-    for old, new in name_map:
-        already = f"(?!{re.escape(new[len(old) :])})" if new.startswith(old) and new != old else ""
-        name = re.sub(re.escape(old) + already, new, name)
-    return name
 
 
 def _calls(statement: cst.CSTNode, function: str) -> bool:

@@ -66,8 +66,8 @@ class SlotBinding:
         owner: class name of the module.
         resolution: the kernel and the reasons.
         wrappers: applied to the kernel, in this order.
-        kept: of an op that is selected per model: this one keeps Transformers' implementation, for the reason in
-            `resolution`; a kernel that is named serves the other sub-models.
+        kept: of an op that is selected per model: why this one keeps Transformers' implementation, so that a kernel
+            that is named serves other sub-models alone; "" where it does not.
     """
 
     path: str
@@ -75,7 +75,7 @@ class SlotBinding:
     owner: str
     resolution: Resolution
     wrappers: tuple[Wrapper, ...] = ()
-    kept: bool = False
+    kept: str = ""
 
     @property
     def key(self) -> str:
@@ -172,7 +172,7 @@ def resolve(
             problems.append(f"{at.path or type(model).__name__}: {error}")
             continue
         wrappers = wrappers_of(at.module, at.name or at.op_name)
-        slots.append(SlotBinding(at.path, at.name, class_name(at.module), resolution, wrappers, keeps is not None))
+        slots.append(SlotBinding(at.path, at.name, class_name(at.module), resolution, wrappers, keeps or ""))
     skipped = _skipped(model)
     absent = list(_absent(config, slots, skipped, problems))
     if problems:
@@ -272,7 +272,7 @@ def _without_slot(
     of_field = [slot for slot in slots if slot.field == field and fnmatch.fnmatchcase(slot.path, glob)]
     if any(not slot.kept for slot in of_field):
         return []
-    where = {(slot.path, slot.resolution.why): "" for slot in of_field}
+    where = {(slot.path, slot.kept): "" for slot in of_field}
     if not of_field:
         for part, paths in skipped:
             if _selected_by(field, part) and (found := fnmatch.filter(paths, glob)):

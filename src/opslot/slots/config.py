@@ -1,4 +1,4 @@
-"""`OpsImplementationConfig`: which implementation each op shall use."""
+"""`OpsImplementationConfig`: the implementation of each op."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PRESETS: dict[str, dict[str, str]] = {
 
 
 def config_fields() -> dict[str, list[tuple[str, str]]]:
-    """Every configuration field with the (op, variant) pairs it chooses for; derived from the registered ops."""
+    """Every configuration field with the (op, variant) pairs it selects for; derived from the registered ops."""
     fields: dict[str, list[tuple[str, str]]] = {}
     for op in KERNEL_REGISTRY.ops.values():
         fields.setdefault(op.config_field, [])
@@ -46,13 +46,13 @@ class OpsImplementationConfig:
     a kernel.
 
     Args:
-        preset: "veomni" for that system's GPU defaults, "eager" for upstream's own code everywhere; single fields
-            override it.
+        preset: "veomni" for that system's GPU defaults, "eager" for Transformers' own code everywhere; single
+            fields override it.
         overrides: by module-path glob, fields that hold there only, e.g.
             `{"model.layers.0.*": {"rms_norm_implementation": "eager"}}`.
         **fields: implementation by field.
 
-    A config does not change once it is made: what was validated is what is bound.
+    A config is immutable: what was validated is what is bound.
 
     Raises:
         ConfigError: lists every unknown field, unknown value, missing package and unfit hardware at once, each with
@@ -122,7 +122,7 @@ class OpsImplementationConfig:
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise ConfigError(
-            f"{name}={value!r} is set on an {type(self).__name__} that is made already, and validated",
+            f"{name}={value!r} can't be set on an {type(self).__name__}, which is immutable",
             hint=f"make another, OpsImplementationConfig(**{{**config.to_dict(), {name!r}: {value!r}}})",
         )
 
@@ -217,7 +217,7 @@ def _value_problem(field: str, value: Any, targets: list[tuple[str, str]]) -> st
 
 
 def _unknown_value(value: str, names: list[str]) -> str:
-    # "fused" stands for any fused_*, and the nearest spelling alone would name one of other hardware.
-    begun = [name for name in names if value and name.startswith(f"{value}_")]
-    near = begun or difflib.get_close_matches(value, names, 1)
+    # "fused" may mean any fused_*; the closest match alone could be one for other hardware.
+    prefixed = [name for name in names if value and name.startswith(f"{value}_")]
+    near = prefixed or difflib.get_close_matches(value, names, 1)
     return "no such implementation" + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")

@@ -1,4 +1,4 @@
-"""What an op is: its contract, and what it takes to prove and to time a kernel for it."""
+"""What an op is: its contract, and what it takes to check and to time a kernel for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Cost:
 
     Attributes:
         bytes: bytes moved through device memory.
-        flops: floating-point operations of its matrix products (2 per multiply-add).
+        flops: floating-point operations of its matmuls (2 per multiply-add).
     """
 
     bytes: int
@@ -37,7 +37,7 @@ class InputCase:
         make: `(dtype, device, generator) -> arguments by name`; floating tensors in `dtype` unless the contract says
             otherwise, random, never all zero.
         role: "check" for `opslot verify` and tests, "bench" for shapes worth timing (large; GPU).
-        shape: what `OpVariant.static_shape` says of a site with these sizes; None where no site has them.
+        shape: what `OpVariant.static_shape` returns for a call site of these sizes; None where no call site has them.
     """
 
     name: str
@@ -53,16 +53,16 @@ class OpVariant:
     Attributes:
         name: e.g. "offset".
         reference: plain torch code whose signature is the contract; it computes in the dtype it is given, so
-            float64 inputs give the truth that kernels are measured against.
+            float64 inputs give the reference that kernels are compared with.
         cases: input cases for checks and benchmarks.
         differentiable: names of the arguments that receive gradients.
-        cost: `arguments -> Cost`, for the floor beside a benchmark.
+        cost: `arguments -> Cost`, for the roofline in a benchmark.
         check_module: given the module that holds a slot, why this variant's kernels would be wrong there, or None.
         config_field: configuration field that chooses this variant, when it is not the op's.
         tolerance_ulps: by dtype name ("float32"), how many ULPs of the largest value a kernel may err beyond twice
             eager's error, where one is not enough; the op says why.
-        static_shape: given a site's request, the static sizes that decide who is fastest there (widths, heads, experts;
-            not the number of tokens), or None where they cannot be known; a measured profile is keyed by them.
+        static_shape: given a call site's request, the static sizes that decide which kernel is fastest there (widths,
+            heads, experts; not the number of tokens), or None if they are unknown; the profile is keyed by them.
         benchmark_case: `(shape, tokens) -> InputCase`, a case worth timing with those sizes and that many tokens.
         compiles: whether torch.compile of `reference` is worth timing: not where it loops over chunks, experts or
             documents, at which a compiler stops or which it unrolls for minutes.

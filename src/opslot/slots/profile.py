@@ -1,7 +1,7 @@
 """What was measured on this machine: the profile that `opslot bench --tune` writes and `auto` reads.
 
 One JSON file holds the timings of any number of machines, each with the versions it was measured with. Only those of
-this machine and of the versions installed now count; the file says who is fastest at a shape, the registry's ranks
+this machine and of the versions installed now count; the file says who is fastest at a shape, the registry's priorities
 where it says nothing. Ranks of one training run that read the same file choose the same kernels.
 """
 
@@ -45,11 +45,11 @@ class Timing:
 
     Attributes:
         dtype: as torch names it, e.g. "bfloat16".
-        shape: what `OpVariant.static_shape` says of the site.
+        shape: what `OpVariant.static_shape` returns for the call site.
         tokens: how many tokens it was measured with.
         ms: forward plus backward, by implementation; "eager" among them unless it could not run. Only
             implementations whose check passed.
-        failed: by implementation, why it has no time: its check's verdict, or its error.
+        failed: by implementation, why it has no time: its failed check, or its error.
     """
 
     op: str
@@ -106,11 +106,11 @@ def profile_path() -> Path | None:
 
 
 def read_profile(device: DeviceFacts) -> Profile:
-    """The profile of `device`, read anew only when the file changed.
+    """The profile of `device`, read again only when the file changed.
 
     Raises:
         ProfileError: OPSLOT_PROFILE names a file that does not exist or is no profile. The default file is ignored
-            then, which is logged once and told by `explain`.
+            then, which is logged once and shown by `explain`.
     """
     path = profile_path()
     if path is None:
@@ -162,7 +162,7 @@ def _as_a_profile(path: Path) -> Iterator[None]:
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} is no profile of opslot's: {error!r}") from error
+        raise ConfigError(f"{path} is not a profile of opslot: {error!r}") from error
 
 
 def _timing(entry: Mapping[str, Any]) -> Timing:
@@ -184,7 +184,7 @@ def _machines(path: Path) -> list[dict[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(data, dict) or data.get("format") != _FORMAT or not isinstance(data.get("machines"), list):
-        raise ConfigError(f"{path} is no profile of opslot's (format {_FORMAT})")
+        raise ConfigError(f"{path} is not a profile of opslot (format {_FORMAT})")
     return data["machines"]
 
 

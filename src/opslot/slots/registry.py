@@ -32,7 +32,7 @@ class Resolution:
     """Which implementation serves a request, and why.
 
     Attributes:
-        chosen: kernel name, or "eager" for upstream's own code.
+        chosen: kernel name, or "eager" for Transformers' own code.
         why: one sentence.
         rejected: (name, reason) of every other implementation.
         explicit: a person named it, so it must never be replaced silently.
@@ -219,7 +219,7 @@ class KernelRegistry:
         """Choose an implementation for `request`.
 
         Args:
-            wanted: "auto", "eager" or a kernel's name. A named kernel is taken or refused, never replaced.
+            wanted: "auto", "eager" or a kernel's name. A named kernel is never replaced.
 
         Raises:
             ConfigError: the named kernel does not exist for this variant or cannot run here; lists every alternative
@@ -281,7 +281,7 @@ class KernelRegistry:
         return Resolution(request.op_name, request.variant, chosen, why, tuple(rejected), False)
 
     def _timing(self, request: KernelRequest, profile: Profile) -> Timing | None:
-        """What was measured at the shape of the request's site, or None."""
+        """What was measured at the shape of the request's call site, or None."""
         variant = self.op(request.op_name).variant(request.variant)
         if not profile.timings or request.dtype is None or variant.static_shape is None:
             return None

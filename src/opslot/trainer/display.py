@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def make_console() -> Console:
-    """Standard output; where it is a file or a pipe, wide enough for tables. Silent on all ranks but the first."""
+    """A console on standard output, at least 120 columns wide unless it is a terminal; silent on ranks other than 0."""
     from rich.console import Console
 
     quiet = os.environ.get("RANK", "0") != "0"
@@ -22,7 +22,7 @@ def make_console() -> Console:
 
 
 def kernel_table(report: BindingReport) -> Table:
-    """A binding report without its rejected kernels, which kernels.txt has."""
+    """A binding report without the rejected kernels, which are in kernels.txt."""
     from rich import box
     from rich.table import Table
 

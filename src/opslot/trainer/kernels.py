@@ -1,4 +1,4 @@
-"""Keep a resumed run on the kernels it was started with, or say why that can't be."""
+"""Bind a resumed run to the kernels that it was started with."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def kernel_record(model: nn.Module) -> dict[str, Any]:
 
 
 def require_same_kernels(model: nn.Module) -> None:
-    """Refuse ranks that would compute with different kernels, as machines with other packages or profiles choose.
+    """Check that all ranks compute with the same kernels; other packages or profiles select others.
 
     Raises:
-        ConfigError: on every rank; names the first sites and what each rank chose there.
+        ConfigError: on every rank; names the first modules and what each rank selected there.
     """
     by_rank = [_choices(record) for record in gather_objects(kernel_record(model))]
     differing = [
@@ -31,7 +31,7 @@ def require_same_kernels(model: nn.Module) -> None:
         if len({choices.get((op, variant, path)) for choices in by_rank}) > 1
     ]
     if differing:
-        more = f"\n  and {len(differing) - 3} more sites" if len(differing) > 3 else ""
+        more = f"\n  and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise ConfigError(
             "the ranks selected different kernels",
             found="\n    ".join(differing[:3]) + more,
@@ -46,7 +46,7 @@ def pin_kernels(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> list[str]:
-    """Bind `model` as `recorded` says wherever its config leaves the choice to "auto".
+    """Bind `model` as `recorded` says wherever its config says "auto".
 
     A field that names a kernel wins over the record.
 
@@ -55,7 +55,7 @@ def pin_kernels(
         device: where it will run, when it is on meta.
 
     Returns:
-        One line for each choice that differs from what the config alone would have given, or from the record.
+        One line for each kernel that differs from what the config alone would have given, or from the record.
 
     Raises:
         ConfigError: a recorded kernel can't be bound here; says why.
@@ -76,7 +76,7 @@ def pin_kernels(
         if config.choice(op, variant, path) != "auto":
             lines.append(f"{path or 'model'}: {op} was {chosen}, is {now[key]} because {field} names it")
             continue
-        lines.append(f"{path or 'model'}: {op} stays {chosen} as recorded (auto would now take {now[key]})")
+        lines.append(f"{path or 'model'}: {op} stays {chosen} as recorded (auto would now select {now[key]})")
         pinned = True
         if path:
             overrides.setdefault(path, {})[field] = chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opslot._base.errors import CheckpointError, OpslotError, ParallelError, TrainingError
@@ -103,12 +105,20 @@ def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]
     )
     result = trainer.train()
     if result.completed:
-        folder = trainer.output_dir / HF_FOLDER
         trainer.say(f"done: {result.step:,} steps; model, checkpoints and metrics are in {trainer.output_dir}")
-        trainer.say(f'load it with: AutoModelForCausalLM.from_pretrained("{folder}")')
+        exported = trainer.output_dir / HF_FOLDER / "config.json"
+        # The other ranks get here while rank 0 still writes it.
+        if trainer.state.rank == 0 and exported.is_file():
+            trainer.say(f"load it with: {_load_command(exported)}")
     else:
         trainer.say(f"stopped after step {result.step}; checkpoint saved, continue with --train.resume_from latest")
     return trainer, result
+
+
+def _load_command(config_file: Path) -> str:
+    """The Transformers call that loads the exported model."""
+    name = json.loads(config_file.read_text())["architectures"][0]
+    return f'{"AutoModelForCausalLM" if name.endswith("ForCausalLM") else name}.from_pretrained("{config_file.parent}")'
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Ending a run on SIGINT or SIGTERM without losing the step that is under way."""
+"""Stop a run on SIGINT or SIGTERM after the current step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class StopRequest:
-    """Remembers that a signal asked the run to end; a second signal ends it at once.
+    """Records the first SIGINT or SIGTERM; a second one ends the run immediately.
 
     Args:
         announce: called with the signal's name when it arrives.
@@ -25,7 +25,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, the first SIGINT or SIGTERM is only remembered; signals reach the main thread alone."""
+        """Inside, the first SIGINT or SIGTERM is only recorded. Does nothing outside of the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -34,7 +34,7 @@ class StopRequest:
         def remember(number: int, _frame: Any) -> None:
             self.signal = number
             signal.signal(number, previous[signal.Signals(number)])
-            # Python refuses to write to a stream in the middle of a write to it, which the signal may have interrupted.
+            # Fails if the signal interrupted a write to the same stream.
             with contextlib.suppress(RuntimeError):
                 self._announce(signal.Signals(number).name)
 

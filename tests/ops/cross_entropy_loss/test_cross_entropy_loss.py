@@ -262,8 +262,8 @@ def test_frozen_inputs_cost_nothing(name, by_hidden, by_weight, monkeypatch):
     expected = gradients(reference(), hidden, weight, labels)
     hidden, weight = hidden.detach().requires_grad_(by_hidden), weight.detach().requires_grad_(by_weight)
     products = []
-    real = chunked._product
-    monkeypatch.setattr(chunked, "_product", lambda *a, **k: (products.append(1), real(*a, **k)))
+    real = chunked._matmul
+    monkeypatch.setattr(chunked, "_matmul", lambda *a, **k: (products.append(1), real(*a, **k)))
     loss = load(name)(hidden, weight, labels)
     assert len(products) == by_hidden + by_weight
     assert loss.requires_grad == (by_hidden or by_weight)
@@ -277,7 +277,7 @@ def test_frozen_inputs_cost_nothing(name, by_hidden, by_weight, monkeypatch):
 
 def test_no_gradients_without_recording(name, monkeypatch):
     arguments = inputs()
-    monkeypatch.setattr(chunked, "_product", lambda *a, **k: pytest.fail("a gradient was computed"))
+    monkeypatch.setattr(chunked, "_matmul", lambda *a, **k: pytest.fail("a gradient was computed"))
     with torch.no_grad():
         assert not load(name)(*arguments).requires_grad
 

@@ -367,7 +367,7 @@ def test_triton_with_tensor_descriptors(gather, variant):
     if DEVICE == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs compute capability 9.0")
     tiles = fused.Tiles(32, 32, 32, 4, 2, group=2)
-    plan = fused.Plan(32, tiles, tiles, tiles, tiles, tiles, tiles, tma=True, programs=3, gather=gather)
+    plan = fused.GemmTiling(32, tiles, tiles, tiles, tiles, tiles, tiles, tma=True, programs=3, gather=gather)
     tensors = inputs(tokens=45, experts=3, hidden=72, intermediate=40, variant=variant)
     named = dict(zip(inspect.signature(load("fused_triton", variant)).parameters, tensors, strict=False))
     x, index, weights, down = (named[n] for n in ("hidden_states", "top_k_index", "top_k_weights", "down_proj"))
@@ -440,7 +440,7 @@ class Config:
 @pytest.mark.parametrize(("tokens", "width"), [(7, 5), (1, 64), (4, 2049), (3, 0), (0, 8)])
 def test_rows_that_came_back_are_summed_as_plain_torch_does(dtype, tokens, width):
     from opslot.distributed.expert_parallel import sum_rows as plain
-    from opslot.ops.moe_experts.row_sum import sum_rows
+    from opslot.distributed.triton_kernels import sum_rows
 
     generator = torch.Generator().manual_seed(tokens + width)
     held = torch.randint(0, 4, (tokens,), generator=generator)

@@ -10,19 +10,8 @@ from opslot.distributed import ParallelPlan
 from opslot.slots import walk_slots
 
 
-def merged_experts(model: Any) -> ParallelPlan:
-    """Experts that hold `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I] as one tensor each, below `mlp.experts`.
-
-    Args:
-        model: a head model, or the base model alone, whose names lack the prefix.
-    """
-    prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
-    names = [f"{prefix}layers.*.mlp.experts.{weight}" for weight in ("gate_up_proj", "down_proj")]
-    return ParallelPlan(extra_parallel_plan={"ep": dict.fromkeys(names, Shard(0))})
-
-
 def experts_in_slots(model: Any) -> ParallelPlan | None:
-    """All weights of experts that stand in slots: each has one entry an expert, along its first dimension."""
+    """All weights of experts that have slots, sharded along their first dimension, which has one entry per expert."""
     weights = [
         f"{path}.{name}" if path else name
         for path, module, _, op, _ in walk_slots(model)

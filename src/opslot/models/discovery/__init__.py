@@ -1,5 +1,17 @@
-"""Find the slots of an architecture in its upstream source."""
+"""Discovery of the slots of an architecture in its upstream source."""
 
-from opslot.models.discovery.engine import Finding, Port, patch_of, port
+from opslot.models.discovery.engine import Discovery, discover
+from opslot.models.discovery.finder import architectures, digest, find_patch
+from opslot.models.discovery.forms import register_forms
+from opslot.patchgen.forms import Match, Skip
 
-__all__ = ["Finding", "Port", "patch_of", "port"]
+__all__ = [
+    "Discovery",
+    "Match",
+    "Skip",
+    "architectures",
+    "digest",
+    "discover",
+    "find_patch",
+    "register_forms",
+]

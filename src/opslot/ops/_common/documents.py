@@ -1,4 +1,4 @@
-"""The borders of packed documents, for kernels that write nothing where no document is."""
+"""Checks of cu_seqlens, for kernels that write nothing outside the documents."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from torch import Tensor
 from opslot.ops._common.arguments import reject
 
 _INSTEAD = "let it begin with 0, never fall and end with the number of tokens; padding is a document too"
-# Borders asked about last on a device, of which a model gives the same to every layer: the tensor, its version, rows,
+# cu_seqlens checked last on a device, of which a model gives the same to every layer: the tensor, its version, rows,
 # length and longest.
 _asked: list[tuple[weakref.ref[Tensor], int, int, int, int | None]] = []
 _REMEMBERED = 8
 
 
-def check_borders(
+def check_cu_seqlens(
     kernel: str, argument: str, cu_seqlens: Tensor, rows: int, length: int, longest: int | None = None
 ) -> None:
-    """Refuse borders that leave tokens out, or let a document go on in the next row: kernels write
+    """Reject cu_seqlens that leave tokens out, or let a document continue in the next row: kernels write
     nothing where no document is, and what is read there is old memory.
 
-    Borders on a CPU are read here. Those on a device are never waited for: a kernel on the device looks at them, and
+    cu_seqlens on a CPU are read here. Those on a device are never waited for: a kernel on the device looks at them, and
     ends the process's work there with an assertion that names the kernel. Under torch.compile nobody looks.
 
     Args:
         kernel: its configuration, e.g. "attn_implementation='flash_attention_4'".
         argument: name of `cu_seqlens` [documents + 1].
-        rows, length: of the tokens; the last border must be their product.
+        rows, length: of the tokens; the last boundary must be rows * length.
         longest: what the caller says of the longest document; a kernel leaves out what is longer.
 
     Raises:
-        KernelError: the borders are known not to cover the tokens.
+        KernelError: the boundaries are known not to cover the tokens.
     """
     tokens = rows * length
     if torch.compiler.is_compiling() or type(cu_seqlens) is not Tensor:
@@ -41,13 +41,13 @@ def check_borders(
     if cu_seqlens.is_cuda:
         _assert_on_device(kernel, argument, cu_seqlens, rows, length, longest)
     elif cu_seqlens.device.type == "cpu":
-        borders = cu_seqlens.tolist()
-        lengths = [stop - start for start, stop in itertools.pairwise(borders)]
-        if not borders or borders[0] != 0 or min(lengths, default=0) < 0:
-            reject(kernel, argument, f"it is {_shown(borders)}, not rising from 0", _INSTEAD)
-        if borders[-1] != tokens:
-            reject(kernel, argument, f"it ends with {borders[-1]} where there are {tokens} tokens", _INSTEAD)
-        crossed = [end for end in range(length, tokens, max(length, 1)) if end not in borders]
+        boundaries = cu_seqlens.tolist()
+        lengths = [stop - start for start, stop in itertools.pairwise(boundaries)]
+        if not boundaries or boundaries[0] != 0 or min(lengths, default=0) < 0:
+            reject(kernel, argument, f"it is {_shown(boundaries)}, not rising from 0", _INSTEAD)
+        if boundaries[-1] != tokens:
+            reject(kernel, argument, f"it ends with {boundaries[-1]} where there are {tokens} tokens", _INSTEAD)
+        crossed = [end for end in range(length, tokens, max(length, 1)) if end not in boundaries]
         if crossed:
             found = f"a document crosses token {crossed[0]}, where a row of {length} ends"
             reject(kernel, argument, found, "end documents with their rows, or give one row")
@@ -56,8 +56,8 @@ def check_borders(
             reject(kernel, argument, found, "give the true max_length, or leave it out")
 
 
-def _shown(borders: list[int]) -> str:
-    return str(borders) if len(borders) <= 8 else f"[{', '.join(map(str, borders[:7]))}, ...]"
+def _shown(boundaries: list[int]) -> str:
+    return str(boundaries) if len(boundaries) <= 8 else f"[{', '.join(map(str, boundaries[:7]))}, ...]"
 
 
 def _assert_on_device(

@@ -14,8 +14,8 @@ from opslot.ops._common.arguments import reject
 
 
 @functools.cache
-def multiprocessor_count(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device; 2 for the CPU interpreter, so that persistent grids have several programs."""
+def sm_count(device: torch.device) -> int:
+    """SMs of a CUDA device; 2 for the CPU interpreter, so that persistent grids have several programs."""
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -26,10 +26,10 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-class Launcher:
+class KernelLauncher:
     """Launches a Triton kernel, straight through its compiled form once that is known.
 
-    `kernel[grid](...)` works out anew on every call which compiled form its arguments need, in 20 us of CPU time on the
+    `kernel[grid](...)` works out on every call which compiled form its arguments need, in 20 us of CPU time on the
     H200's host, where the compiled form launches in 8: at [16384, 2048] RMSNorm is bound by this. Here the form is
     remembered by the tensors' dtypes and the constants, for arguments in the common class that Triton specializes on:
     pointers and strides divisible by 16. All others take Triton's own way.
@@ -62,14 +62,14 @@ class Launcher:
         """
         if not self._direct:
             if not _on_one_cpu_or_gpu(tensors):
-                self._refuse_devices(tensors)
+                self._reject_devices(tensors)
             self._kernel[grid](*tensors, *strides, *scalars, *constants, num_warps=warps)
             return
         first = tensors[0]
         index = (first[0] if isinstance(first, tuple) else first).get_device()  # type: ignore[union-attr]
         if index != torch.cuda.current_device():
             if index < 0:
-                self._refuse_devices(tensors)
+                self._reject_devices(tensors)
             with torch.cuda.device(index):
                 self(grid, tensors, strides, scalars, constants, warps)
             return
@@ -94,7 +94,7 @@ class Launcher:
                 addresses.append(address)
             key.append(tensor.dtype)
             if tensor.get_device() != index:
-                self._refuse_devices(tensors)
+                self._reject_devices(tensors)
         for scalar in scalars:
             if type(scalar) is int:
                 sizes |= scalar
@@ -110,7 +110,7 @@ class Launcher:
             # Addresses instead of tensors: of each tensor the driver would ask CUDA what memory it is.
             compiled[grid](*addresses, *strides, *scalars, *constants)
 
-    def _refuse_devices(self, tensors: tuple[Tensor | tuple[Tensor, ...] | None, ...]) -> NoReturn:
+    def _reject_devices(self, tensors: tuple[Tensor | tuple[Tensor, ...] | None, ...]) -> NoReturn:
         """Name the first tensor that is on another device than the first of all, else that one, for being on no GPU."""
         module = getattr(self._kernel, "fn", self._kernel).__module__
         op = module.removeprefix("opslot.ops.").partition(".")[0]

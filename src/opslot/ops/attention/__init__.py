@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from opslot.ops._common.sites import head_sizes, text_config
+from opslot.ops._common.model_config import head_sizes, text_config
 from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS
 from opslot.ops.attention.op import OP
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec, Requirement
@@ -62,7 +62,7 @@ def _all_of(*checks: Supports) -> Supports:
     return supports
 
 
-# Priorities from benchmarks/results/attention_h200.json. On the H200, FlashAttention 4 is the fastest at 8192 tokens
+# Priorities from benchmarks/results/bench_h200.json. On the H200, FlashAttention 4 is the fastest at 8192 tokens
 # (6.57 ms; sdpa 7.20, cudnn 7.07) and nearly twice as fast on packed documents (1.64 ms; sdpa 2.93); at 1024 tokens all
 # three take 1.40 ms. torch 2.11's SDPA selects cuDNN there by itself, which not every release does. Neither
 # FlashAttention 2 nor 3 was timed in that run.

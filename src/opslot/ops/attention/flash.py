@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import flash_attention_mask
 
 from opslot._base.errors import KernelError
-from opslot.ops._common.documents import check_borders
-from opslot.ops.attention.op import causal_of, refuse_options
+from opslot.ops._common.documents import check_cu_seqlens
+from opslot.ops.attention.op import causal_of, reject_options
 
 # version -> module with flash_attn_func and flash_attn_varlen_func
 _LIBRARIES = {2: "flash_attn", 3: "flash_attn_interface", 4: "opslot.ops.attention.flash4"}
@@ -74,7 +74,7 @@ def _options(
             "load the model in bfloat16, use autocast, or choose sdpa"
         )
     served = ("softcap", "s_aux") if version == 4 else ("softcap",)
-    refuse_options(f"flash_attention_{version}", kwargs, served)
+    reject_options(f"flash_attention_{version}", kwargs, served)
     causal = causal_of(module, kwargs)
     options: dict[str, Any] = {"softmax_scale": scaling, "causal": query.shape[2] > 1 and causal}
     window = kwargs.get("sliding_window")
@@ -108,9 +108,9 @@ def _packed(name: str, run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tens
     cu_k = cu_q if cu_k is None else cu_k
     longest = {}
     for side, cu, x in (("q", cu_q, q), ("k", cu_k, k)):
-        told = kwargs.get(f"max_length_{side}")
-        check_borders(name, f"cu_seq_lens_{side}", cu, x.shape[0], x.shape[1], told)
-        longest[f"max_seqlen_{side}"] = int(cu.diff().max() if told is None else told)
+        longest_given = kwargs.get(f"max_length_{side}")
+        check_cu_seqlens(name, f"cu_seq_lens_{side}", cu, x.shape[0], x.shape[1], longest_given)
+        longest[f"max_seqlen_{side}"] = int(cu.diff().max() if longest_given is None else longest_given)
     flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
     out = run(*flat, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **longest)
     return out.view(*q.shape[:2], *out.shape[1:])

@@ -12,7 +12,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.masking_utils import flex_attention_mask
 
 from opslot._base.errors import KernelError
-from opslot.ops.attention.op import causal_of, refuse_options, window_of
+from opslot.ops.attention.op import causal_of, reject_options, window_of
 
 # Each costs seconds of compiling.
 _SHAPES = 64
@@ -36,7 +36,7 @@ def flex_attention(
     `attention_mask` is the block mask that Transformers makes, packed documents included; without one it is made here.
     """
     # Transformers' adapter weighs sinks by a logsumexp rounded to the activations' dtype.
-    refuse_options("flex_attention", kwargs, served=("softcap",))
+    reject_options("flex_attention", kwargs, served=("softcap",))
     if dropout:
         raise KernelError(
             "attn_implementation='flex_attention' has no dropout",

@@ -3,9 +3,9 @@
 The contract is that interface's: `query` [B, heads, S, D], `key` and `value` [B, kv_heads, S_kv, D], `attention_mask`
 as the implementation's mask function makes it, `scaling` the factor before softmax; returns ([B, S, heads, D], None).
 Packed documents come as `cu_seq_lens_q` / `cu_seq_lens_k` (int32, [documents + 1], over B * S tokens) with
-`max_length_q` / `max_length_k`. A document lies within a row. Where the last border is not B * S, the tokens after it
+`max_length_q` / `max_length_k`. A document lies within a row. Where the last boundary is not B * S, the tokens after it
 are a document of their own to eager code and to `sdpa` on a CPU; kernels with a variable-length launch, which would
-leave them unwritten, refuse them, on a GPU by an assertion there.
+leave them unwritten, reject them (on a GPU by a device-side assertion).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
-from opslot.ops._common.sites import head_sizes
+from opslot.ops._common.model_config import head_sizes
 from opslot.ops.attention.cases import CASES, benchmark_case
 from opslot.slots import Cost, OpSpec, OpVariant, SlotBinding
 
@@ -40,9 +40,9 @@ def reference(
 
     Without a mask, causal where `is_causal` or the module says so (the last query sees every key) and within
     `sliding_window` tokens. `softcap` squashes the scores; `s_aux` [heads] are sinks, logits that take part in the
-    softmax and add nothing. The softmax runs in fp32 (fp64 for fp64 input), as upstream's eager attention does.
+    softmax and add nothing. The softmax runs in fp32 (fp64 for fp64 input), as Transformers' eager attention does.
     """
-    refuse_options("eager", kwargs, served=("softcap", "s_aux"))
+    reject_options("eager", kwargs, served=("softcap", "s_aux"))
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else 1 / math.sqrt(query.shape[-1]))
@@ -119,7 +119,7 @@ _OPTIONS = {
 }
 
 
-def refuse_options(name: str, kwargs: Mapping[str, Any], served: tuple[str, ...] = ()) -> None:
+def reject_options(name: str, kwargs: Mapping[str, Any], served: tuple[str, ...] = ()) -> None:
     """KernelError for an option of the call that implementation `name` does not serve."""
     for option, others in _OPTIONS.items():
         if option not in served and kwargs.get(option) is not None:
@@ -130,7 +130,7 @@ def refuse_options(name: str, kwargs: Mapping[str, Any], served: tuple[str, ...]
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
-    """Causal: two products forward and five backward over half the square of each document."""
+    """Causal: two matmuls forward and five backward over half the square of each document."""
     q, k = arguments["query"], arguments["key"]
     batch, heads, length, width = q.shape
     cu_seqlens = arguments.get("cu_seq_lens_q")

@@ -15,8 +15,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.masking_utils import sdpa_mask
 
 from opslot._base.errors import KernelError
-from opslot.ops._common.documents import check_borders
-from opslot.ops.attention.op import causal_of, refuse_options, visible, window_of
+from opslot.ops._common.documents import check_cu_seqlens
+from opslot.ops.attention.op import causal_of, reject_options, visible, window_of
 
 # Math is left out: it makes the full score matrix, an order of magnitude slower at training lengths, without a word.
 _FUSED = {
@@ -81,7 +81,7 @@ def _attend(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    refuse_options(name, kwargs)
+    reject_options(name, kwargs)
     causal = causal_of(module, kwargs)
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is not None or attention_mask is None:
@@ -211,7 +211,7 @@ def _bounds(name: str, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> tu
     longest = []
     for side, cu, x in (("q", cu_q, query), ("k", cu_k, key)):
         given = kwargs.get(f"max_length_{side}")
-        check_borders(f"attn_implementation={name!r}", f"cu_seq_lens_{side}", cu, x.shape[0], x.shape[2], given)
+        check_cu_seqlens(f"attn_implementation={name!r}", f"cu_seq_lens_{side}", cu, x.shape[0], x.shape[2], given)
         longest.append(int(cu.diff().max()) if given is None else int(given))
     return cu_q.to(torch.int32), cu_k.to(torch.int32), longest[0], longest[1]
 

@@ -8,7 +8,7 @@ from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, Ke
 
 
 def _bf16_priority(request: KernelRequest) -> int | None:
-    """Forward + backward on an H200, bf16 (benchmarks/results/delta_h200.json), beside torch's own convolution.
+    """Forward + backward on an H200, bf16 (`opslot bench`), beside torch's own convolution.
 
     8192 channels x 8192 tokens: 0.26 ms to 3.12; 16384 tokens in 16 documents: 0.51 to 8.14. Other dtypes and fla's
     kernel, which tunes itself for minutes, were not timed.
@@ -44,7 +44,7 @@ KERNEL_REGISTRY.register(
         OP.name,
         "standard",
         "opslot.ops.causal_conv1d.op:reference",
-        # The same convolution as upstream's, and right for packed documents, whose windows upstream lets overlap.
+        # The same convolution as Transformers', and right for packed documents, whose windows overlap there.
         priority={"cpu": 10},
         description="torch's own convolution, packed documents by cu_seqlens, any device",
     )

@@ -39,7 +39,7 @@ def _case(
 
 
 CASES = [
-    # Few shapes of filters: vendors tune anew for each.
+    # Few shapes of filters: vendors tune for each.
     _case("two rows", (2, 64, 33, 4)),
     _case("odd channels with bias", (2, 43, 70, 4), bias=True),
     _case("three taps, linear, sequence last", (1, 64, 9, 3), activation=None, channels_last=False),

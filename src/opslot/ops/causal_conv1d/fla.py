@@ -7,7 +7,7 @@ from fla.modules.convolution import causal_conv1d as fla_conv
 from torch import Tensor
 
 from opslot.ops._common.arguments import reject
-from opslot.ops._common.documents import check_borders
+from opslot.ops._common.documents import check_cu_seqlens
 
 _LABEL = "causal_conv1d_implementation='fla'"
 
@@ -26,7 +26,7 @@ def causal_conv1d(
         found = f"packed documents are one row, there are {hidden_states.shape[0]}"
         reject(_LABEL, "cu_seqlens", found, "flatten the rows")
     if cu_seqlens is not None:
-        check_borders(_LABEL, "cu_seqlens", cu_seqlens, 1, hidden_states.shape[2])
+        check_cu_seqlens(_LABEL, "cu_seqlens", cu_seqlens, 1, hidden_states.shape[2])
     out, _ = fla_conv(
         hidden_states.transpose(1, 2),
         weight,

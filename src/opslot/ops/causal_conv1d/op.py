@@ -2,7 +2,7 @@
 
 Shapes: `hidden_states` [B, D, S], `weight` [D, W], `bias` [D]; out[t] sums weight[j] * x[t - W + 1 + j].
 `cu_seqlens` (int32 or int64, [documents + 1], over the S tokens of B = 1) keeps the window of a document's first
-tokens from reaching into the document before it; upstream's own code knows nothing of it.
+tokens from reaching into the document before it; Transformers' own code does not handle them.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ carries the input gradients that later tokens still add to. Spans overlap by thr
 summed per span in registers, then over spans in a fixed order.
 
 Packed documents need one integer a token, its place in its document: a tap reaches back no further than that.
-
-Times on an H200 are in benchmarks/results/delta_h200.json.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from torch import Tensor
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
-from opslot.ops._common.triton import Launcher, cdiv
+from opslot.ops._common.triton import KernelLauncher, cdiv
 
 _LABEL = "causal_conv1d_implementation='triton'"
 _TAPS = 4
@@ -235,13 +233,13 @@ def _backward_kernel(
         tl.store(partial_ptr + 4 * CHANNELS, dbias, mask=inside)
 
 
-_launch_positions = Launcher(_positions_kernel)
-_launch_forward = Launcher(_forward_kernel)
-_launch_backward = Launcher(_backward_kernel)
+_launch_positions = KernelLauncher(_positions_kernel)
+_launch_forward = KernelLauncher(_forward_kernel)
+_launch_backward = KernelLauncher(_backward_kernel)
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConvTiling:
     """Tokens and channels of one program, rows that it loads ahead, and its warps."""
 
     span: int
@@ -251,17 +249,17 @@ class Plan:
 
 
 @functools.cache
-def forward_plan(length: int, channels: int) -> Plan:
+def forward_plan(length: int, channels: int) -> ConvTiling:
     """Forward: four channels a thread, eight rows in flight."""
     columns = min(512, triton.next_power_of_2(channels))
-    return Plan(_span(length, 64), columns, ahead=8, warps=max(1, columns // 128))
+    return ConvTiling(_span(length, 64), columns, ahead=8, warps=max(1, columns // 128))
 
 
 @functools.cache
-def backward_plan(length: int, channels: int) -> Plan:
+def backward_plan(length: int, channels: int) -> ConvTiling:
     """Backward: four channels a thread, four rows of each input in flight."""
     columns = min(1024, triton.next_power_of_2(channels))
-    return Plan(_span(length, 128), columns, ahead=4, warps=max(1, columns // 128))
+    return ConvTiling(_span(length, 128), columns, ahead=4, warps=max(1, columns // 128))
 
 
 def _span(length: int, most: int) -> int:

@@ -29,7 +29,7 @@ def _right_on_hopper(request: KernelRequest) -> str | None:
 
 
 def _bf16_priority(request: KernelRequest) -> int | None:
-    """On an H200 in bf16, the one dtype timed, forward + backward at Qwen3-Next's sizes (benchmarks/gpu_delta.py).
+    """On an H200 in bf16, the one dtype timed, forward + backward at Qwen3-Next's sizes (`opslot bench`).
 
     8192 tokens take 2.0 ms where torch's chunks take 139; 16384 tokens in 16 documents, 4.0 where those take 57.
     """
@@ -66,7 +66,7 @@ KERNEL_REGISTRY.register(
         OP.name,
         "standard",
         f"{_HERE}.op:reference",
-        # On a CPU as fast as upstream's own chunks (14 % slower at the smallest size measured), and right for packed
+        # On a CPU as fast as Transformers' chunks (14 % slower at the smallest size measured), and right for packed
         # documents, which upstream mixes; not timed on a GPU.
         priority={"cpu": 10},
         description="torch alone, chunk by chunk, packed documents by cu_seqlens, any device",

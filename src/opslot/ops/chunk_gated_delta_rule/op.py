@@ -2,7 +2,7 @@
 
 Shapes: `query`, `key` [B, S, K_heads, K]; `value` [B, S, V_heads, V] with V_heads a multiple of K_heads; `g` (log
 decay, <= 0) and `beta` [B, S, V_heads]; state [B, V_heads, K, V]. `cu_seqlens` (int32 or int64, [documents + 1], over
-the S tokens of B = 1) gives every document a state of its own, so packed documents never see each other; upstream's own
+the S tokens of B = 1) gives every document a state of its own, so packed documents never see each other; Transformers'
 code knows nothing of it.
 
 Shape suffixes below: N chunks, D documents, H value heads, T tokens of a chunk, K and V widths of a head.
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from opslot.ops._common.arguments import reject
-from opslot.ops._common.documents import check_borders
+from opslot.ops._common.documents import check_cu_seqlens
 from opslot.ops.chunk_gated_delta_rule.cases import CASES
 from opslot.slots import Cost, OpSpec, OpVariant
 
-# Tokens of a chunk: within one, the recurrence is products and a triangular system; between two it is one step.
+# Tokens of a chunk: within one, the recurrence is matmuls and a triangular system; between two it is one step.
 _CHUNK = 64
 # The limit of opslot's Triton kernels, whose block of a state holds all its rows in registers, and of fla's.
 WIDEST_KEY = 256
@@ -49,7 +49,7 @@ def reference(
         `cu_seqlens`: of each document) in the dtype computed in; `initial_state` has the same shape.
 
     Raises:
-        KernelError: `cu_seqlens` with several rows or other borders than the tokens', or heads that do not divide.
+        KernelError: `cu_seqlens` with several rows or that do not cover the tokens, or heads that do not divide.
     """
     check_shapes("chunk_gated_delta_rule", key, value, initial_state, cu_seqlens)
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -66,7 +66,7 @@ def reference(
     state = v.new_zeros(len(bounds) - 1, heads, key.shape[-1], v_width)
     if initial_state is not None:
         state = initial_state.to(wide)[plan.order]
-    # Autocast would round every product's operands, and the states between chunks with them.
+    # Autocast would round the operands of every matmul, and the states between chunks with them.
     with torch.autocast(query.device.type, enabled=False):
         out_NHTV, state = _scan(q_NHTK, k_NHTK, v, log_decay, rate, state, plan.active)
     out = plan.tokens(out_NHTV).view(value.shape).to(query.dtype)
@@ -83,7 +83,7 @@ def check_shapes(
     if cu_seqlens is not None and key.shape[0] != 1:
         reject(kernel, "cu_seqlens", f"packed documents are one row, there are {key.shape[0]}", "flatten the rows")
     if cu_seqlens is not None:
-        check_borders(kernel, "cu_seqlens", cu_seqlens, 1, key.shape[1])
+        check_cu_seqlens(kernel, "cu_seqlens", cu_seqlens, 1, key.shape[1])
     states = key.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     wanted = (states, value.shape[2], key.shape[3], value.shape[3])
     if initial_state is not None and initial_state.shape != wanted:
@@ -189,7 +189,7 @@ def _slices(sizes: list[int]) -> list[slice]:
 def _cost(arguments: Mapping[str, Any]) -> Cost:
     """Forward reads q, k, v and writes the output; backward reads all four and writes three gradients.
 
-    Three products of a head's state with a token's vectors forward (predict, correct, read), twice that backward.
+    Three matmuls of a head's state with a token's vectors forward (predict, correct, read), twice that backward.
     """
     q, v = arguments["query"], arguments["value"]
     bytes_moved = (6 * q.numel() + 5 * v.numel()) * q.element_size()
@@ -206,7 +206,7 @@ OP = OpSpec(
             CASES,
             ("query", "key", "value", "g", "beta"),
             _cost,
-            # A chunked kernel reads keys and values rounded to the input's dtype into every product of a chunk, where
+            # A chunked kernel reads keys and values rounded to the input's dtype into every matmul of a chunk, where
             # the reference rounds once at the end.
             tolerance_ulps={"bfloat16": 4, "float16": 4, "float32": 64},
             compiles=False,

@@ -7,11 +7,11 @@ arguments, which are all that is saved, walks back with the state's gradient, an
 No chunk holds tokens of two documents: a table of chunks is made on the device, as long as the documents could need, so
 that the host never waits for `cu_seqlens`. The modules of `kernels` give the formulas.
 
-Floor on an H200 (4.3 TB/s, 790 TFLOP/s) in bf16 at 16384 tokens, 16 key and 32 value heads 128 wide: forward reads q, k
-and v and writes the output, 403 MB or 0.09 ms; backward reads these, writes three gradients, 671 MB or 0.16 ms. The
-recurrence alone is 52 GFLOP forward and 103 backward, 0.07 and 0.13 ms. This form does 100 and 239 GFLOP and moves its
-intermediates through memory, 2.3 and 6.0 GB in all or 0.55 and 1.4 ms, of which the L2 cache may spare some. Counted,
-not timed.
+Roofline on an H200 (4.3 TB/s, 790 TFLOP/s) in bf16 at 16384 tokens, 16 key and 32 value heads of 128: forward reads
+q, k and v and writes the output, 403 MB or 0.09 ms; backward reads these, writes three gradients, 671 MB or 0.16 ms.
+The recurrence alone is 52 GFLOP forward and 103 backward, 0.07 and 0.13 ms. This form does 100 and 239 GFLOP and moves
+its intermediates through memory, 2.3 and 6.0 GB in all or 0.55 and 1.4 ms, of which the L2 cache may spare some.
+Counted, not timed.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def chunk_gated_delta_rule(
     are adjacent and rows of the batch follow each other; else they are copied first.
 
     Raises:
-        KernelError: another dtype, wider keys, or what the reference refuses.
+        KernelError: another dtype, wider keys, or what the reference rejects.
     """
     named = {"query": query, "key": key, "value": value, "g": g, "beta": beta, "initial_state": initial_state}
     for name, tensor in named.items():

@@ -37,7 +37,7 @@ for _variant in OP.variants:
             OP.name,
             _variant,
             priority={H200: _for_large_heads(80, 16384)},
-            description="cuBLAS products and one in-place softmax-gradient kernel per chunk",
+            description="cuBLAS matmuls and one in-place softmax-gradient kernel per chunk",
         )
     )
     # Measured on a CPU against eager, H=256: 1.3 to 1.5 times as fast at V=4096 to 32000, 0.95 at 1024 and less. On

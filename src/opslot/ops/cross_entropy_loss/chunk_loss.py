@@ -15,7 +15,7 @@ from opslot.ops.cross_entropy_loss.fused import make_kernels
 # Fewer rows than 128 read the weight and its gradient too often.
 _CPU_LOGITS_BYTES = 8 << 20
 _CPU_MIN_ROWS = 128
-# Elsewhere: few enough chunks that the products stay large; counts all copies of a logit alive at once.
+# Elsewhere: few enough chunks that the matmuls stay large; counts all copies of a logit alive at once.
 _DEVICE_BYTES = 1 << 30
 _DEVICE_MIN_ROWS = 256
 

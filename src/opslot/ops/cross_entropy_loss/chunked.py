@@ -1,7 +1,7 @@
 """Linear head and loss without the full logits: the loop over chunks that every fused kernel shares.
 
-The rows are cut into chunks whose logits fit a budget. For each chunk: logits by a matrix product, one step that
-turns them into losses and into their own gradient, and two products that add the gradients of hidden states and
+The rows are cut into chunks whose logits fit a budget. For each chunk: logits by a matmul, one step that
+turns them into losses and into their own gradient, and two matmuls that add the gradients of hidden states and
 weight. The loss is a scalar, so its gradient is known in the forward up to one factor, which the backward applies.
 Per-token outputs have a factor per token: their logits are computed again in the backward.
 
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Rows of a chunk are a multiple of this, so that matrix products get whole tiles.
+# Rows of a chunk are a multiple of this, so that matmuls get whole tiles.
 _ROW_TILE = 128
 # Adding a chunk to a 16-bit gradient rounds it once; past this many chunks the sum is kept in float32.
-_MAX_ROUNDINGS = 8
+_MAX_16_BIT_SUMS = 8
 # Below this share of labels that count, the others' rows are left out (CPU, where counting them costs no
 # synchronization).
 _WORTH_COMPACTING = 0.9
@@ -40,7 +40,7 @@ class Shaping:
 
 @dataclass(frozen=True)
 class Backend:
-    """The steps between the products, on one chunk: logits [R, V], everything else [R].
+    """The steps between the matmuls, on one chunk: logits [R, V], everything else [R].
 
     Attributes:
         name: the kernel's name and part of its custom ops'.
@@ -51,7 +51,7 @@ class Backend:
         token_grad_step: (logits, labels, entropy, grad_log_probs, grad_entropy, shaping) returns the logits' gradient.
         rescale: (gradient, factor) multiplies in place by a 0-d tensor; free for 1.
         rows: (vocabulary, dtype, device) -> rows whose logits fit the budget.
-        refuses: (hidden_states) -> why it does not serve a tensor of this dtype or device, or None.
+        unsupported: (hidden_states) -> why it does not serve a tensor of this dtype or device, or None.
         factor_last: apply the factor to the summed gradients, cheaper where these are smaller than the logits.
     """
 
@@ -61,7 +61,7 @@ class Backend:
     token_grad_step: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Shaping], Tensor]
     rescale: Callable[[Tensor, Tensor], None]
     rows: Callable[[int, torch.dtype, torch.device], int]
-    refuses: Callable[[Tensor], str | None] = lambda _: None
+    unsupported: Callable[[Tensor], str | None] = lambda _: None
     factor_last: bool = False
 
 
@@ -171,7 +171,7 @@ def _logit_chunks(backend: Backend, hidden: Tensor, weight: Tensor) -> Iterator[
     """(rows, their logits [R, V]) chunk by chunk; every chunk uses the same memory."""
     total, vocab = hidden.shape[0], weight.shape[0]
     rows = _chunk_rows(backend, hidden, vocab)
-    # On a GPU, products and kernels are fastest when every row starts on 16 bytes.
+    # On a GPU, matmuls and kernels are fastest when every row starts on 16 bytes.
     pitch = -(-vocab // 16) * 16 if hidden.is_cuda else vocab
     buffer = hidden.new_empty(min(rows, total), pitch)[:, :vocab]
     for start in range(0, total, rows):
@@ -197,7 +197,7 @@ class _GradientSums:
         self.want_hidden, self.want_weight = want_hidden, want_weight
         narrow, broad = hidden.dtype, wide(hidden.dtype)
         chunks = -(-hidden.shape[0] // _chunk_rows(backend, hidden, weight.shape[0]))
-        sum_dtype = broad if wide_sums or chunks > _MAX_ROUNDINGS else narrow
+        sum_dtype = broad if wide_sums or chunks > _MAX_16_BIT_SUMS else narrow
         self.grad_hidden = torch.empty(
             hidden.shape if want_hidden else 0, dtype=broad if wide_sums else narrow, device=hidden.device
         )
@@ -209,9 +209,9 @@ class _GradientSums:
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
         if self.want_hidden:
-            _product(grad_logits, self.weight, self.grad_hidden[rows], add=False)
+            _matmul(grad_logits, self.weight, self.grad_hidden[rows], add=False)
         if self.want_weight:
-            _product(grad_logits.t(), self.hidden[rows], self.grad_weight, add=rows.start > 0)
+            _matmul(grad_logits.t(), self.hidden[rows], self.grad_weight, add=rows.start > 0)
 
     def finish(self, factor: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if factor is not None:
@@ -220,8 +220,8 @@ class _GradientSums:
         return self.grad_hidden.to(dtype), self.grad_weight.to(dtype)
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-    """out (+)= a @ b; a wider `out` gets the products' float32 sums unrounded."""
+def _matmul(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+    """out (+)= a @ b; a wider `out` gets the matmuls' float32 sums unrounded."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
     elif a.is_cuda:
@@ -230,4 +230,4 @@ def _product(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
         else:
             torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
-        _product(a.to(out.dtype), b.to(out.dtype), out, add)
+        _matmul(a.to(out.dtype), b.to(out.dtype), out, add)

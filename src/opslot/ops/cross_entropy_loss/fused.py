@@ -45,7 +45,7 @@ class _Ops:
     tokens: Callable[..., tuple[Tensor, Tensor]]
     token_gradients: Callable[..., tuple[Tensor, Tensor]]
     rescale: Callable[[Tensor, Tensor], None]
-    refuses: Callable[[Tensor], str | None]
+    unsupported: Callable[[Tensor], str | None]
 
 
 # By backend: autograd functions are given the name, since torch.compile can pass strings through them.
@@ -55,7 +55,7 @@ _OPS: dict[str, _Ops] = {}
 def make_kernels(backend: Backend) -> Kernels:
     """The backend's kernels; defines its custom ops, so it is called once per backend."""
     name = backend.name
-    _OPS[name] = _Ops(_loss_op(backend), *_token_ops(backend), backend.rescale, backend.refuses)
+    _OPS[name] = _Ops(_loss_op(backend), *_token_ops(backend), backend.rescale, backend.unsupported)
 
     def causal(
         hidden_states: Tensor,
@@ -113,7 +113,7 @@ def _shape(name: str, softcap: float | None, logit_scale: float) -> tuple[float,
     """Both as numbers; a tensor that trains would lose its gradient here."""
     for argument, value in (("softcap", softcap), ("logit_scale", logit_scale)):
         if isinstance(value, Tensor) and value.requires_grad:
-            _refuse(name, argument, "it requires a gradient, and only hidden_states and weight receive one")
+            _reject(name, argument, "it requires a gradient, and only hidden_states and weight receive one")
     return float(softcap or 0.0), float(logit_scale)
 
 
@@ -130,27 +130,27 @@ def flat_inputs(name: str, hidden_states: Tensor, weight: Tensor, labels: Tensor
     """
     device = hidden_states.device
     if device.type == "meta":
-        _refuse(name, "hidden_states", "it is on meta, where no tensor holds numbers")
+        _reject(name, "hidden_states", "it is on meta, where no tensor holds numbers")
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
         hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
     if not hidden_states.dim():
-        _refuse(name, "hidden_states", "it is one number, not [..., H]")
+        _reject(name, "hidden_states", "it is one number, not [..., H]")
     width = hidden_states.shape[-1]
     if weight.dim() != 2 or weight.shape[1] != width:
-        _refuse(
+        _reject(
             name, "weight", f"shape {tuple(weight.shape)} beside hidden_states {tuple(hidden_states.shape)}, not [V, H]"
         )
     if not weight.shape[0]:
-        _refuse(name, "weight", f"shape {tuple(weight.shape)}, a vocabulary of nothing")
+        _reject(name, "weight", f"shape {tuple(weight.shape)}, a vocabulary of nothing")
     if hidden_states.shape[:-1].numel() != labels.numel():
-        _refuse(name, "labels", f"shape {tuple(labels.shape)} beside hidden_states {tuple(hidden_states.shape)}")
+        _reject(name, "labels", f"shape {tuple(labels.shape)} beside hidden_states {tuple(hidden_states.shape)}")
     if hidden_states.dtype != weight.dtype:
-        _refuse(name, "weight", f"{weight.dtype} beside hidden_states of {hidden_states.dtype} without torch.autocast")
+        _reject(name, "weight", f"{weight.dtype} beside hidden_states of {hidden_states.dtype} without torch.autocast")
     if device != weight.device:
-        _refuse(name, "weight", f"it is on {weight.device}, hidden_states on {device}")
+        _reject(name, "weight", f"it is on {weight.device}, hidden_states on {device}")
     if labels.is_floating_point() or labels.dtype == torch.bool:
-        _refuse(name, "labels", f"{labels.dtype}, not integer class indices")
+        _reject(name, "labels", f"{labels.dtype}, not integer class indices")
     # Kernels read labels one after the other; rows of one label each, or a column of a table, lie apart in memory.
     flat = labels.reshape(-1).to(device=device, dtype=torch.int64).contiguous()
     return hidden_states.reshape(-1, width), weight, flat
@@ -164,23 +164,23 @@ def loss_divisor(
         return (labels != ignore_index).sum().to(dtype)
     if not isinstance(num_items, Tensor):
         if isinstance(num_items, str | list | tuple):
-            _refuse(name, "num_items_in_batch", f"{num_items!r}, not one number")
+            _reject(name, "num_items_in_batch", f"{num_items!r}, not one number")
         return torch.full((), num_items, dtype=dtype, device=labels.device)
     if num_items.numel() != 1:
-        _refuse(name, "num_items_in_batch", f"shape {tuple(num_items.shape)}, not one number")
+        _reject(name, "num_items_in_batch", f"shape {tuple(num_items.shape)}, not one number")
     if num_items.requires_grad:
-        _refuse(name, "num_items_in_batch", "it requires a gradient, and only hidden_states and weight receive one")
+        _reject(name, "num_items_in_batch", "it requires a gradient, and only hidden_states and weight receive one")
     return num_items.reshape(()).to(device=labels.device, dtype=dtype)
 
 
 def _served(name: str, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    reason = _OPS[name].refuses(hidden)
+    reason = _OPS[name].unsupported(hidden)
     if reason:
-        _refuse(name, "hidden_states", reason)
+        _reject(name, "hidden_states", reason)
     return hidden, weight, labels
 
 
-def _refuse(name: str, argument: str, found: str) -> NoReturn:
+def _reject(name: str, argument: str, found: str) -> NoReturn:
     field = "cross_entropy_loss_implementation"
     reject(f"{field}={name!r}", argument, found, f"fix the argument, or set {field} to 'eager'")
 
@@ -195,7 +195,7 @@ def _loss(
 ) -> Tensor:
     hidden, weight, labels = _served(name, *flat_inputs(name, hidden_states, weight, labels))
     if not 0.0 <= shaping[1] <= 1.0:
-        _refuse(name, "label_smoothing", f"{shaping[1]}, not between 0 and 1")
+        _reject(name, "label_smoothing", f"{shaping[1]}, not between 0 and 1")
     divisor = loss_divisor(name, labels, num_items, shaping[0], wide(hidden.dtype))
     recording = torch.is_grad_enabled()
     wanted = (recording and hidden.requires_grad, recording and weight.requires_grad)

@@ -1,8 +1,8 @@
 """Linear head + cross entropy: contract, references and costs.
 
 Shapes: `hidden_states` [..., H] with any strides, `weight` [V, H] (the head's, which has no bias), `labels` [...] of
-integers in [0, V) or `ignore_index`. Logits are scaled and capped in the dtype of the inputs, as upstream does; softmax
-and loss in float32 (float64 for float64 inputs). Label smoothing is Szegedy et al. 2016, section 7: targets
+integers in [0, V) or `ignore_index`. Logits are scaled and capped in the dtype of the inputs, as in Transformers;
+softmax and loss in float32 (float64 for float64 inputs). Label smoothing is Szegedy et al. 2016, section 7: targets
 (1 - e) onehot + e / V.
 """
 
@@ -136,7 +136,7 @@ def head_of(module: Any) -> Any:
     return head if head is not None else getattr(module, "score", None)
 
 
-def _head_site(module: Any) -> str | None:
+def _head_problem(module: Any) -> str | None:
     """A fused head reads the head's weight and nothing else of it."""
     head = head_of(module)
     if head is None:
@@ -151,24 +151,24 @@ def _head_site(module: Any) -> str | None:
     return None
 
 
-def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
+def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
     weight = getattr(head_of(request.module), "weight", None)
     return None if weight is None else {"hidden": weight.shape[1], "vocab": weight.shape[0]}
 
 
-def _cost(arguments: Mapping[str, Any], products: int = 3) -> Cost:
-    """Weight and hidden states in, their gradients out; the logits and the two gradients as products."""
+def _cost(arguments: Mapping[str, Any], matmuls: int = 3) -> Cost:
+    """Weight and hidden states in, their gradients out; the logits and the two gradients as matmuls."""
     hidden, weight = arguments["hidden_states"], arguments["weight"]
     rows = hidden.numel() // hidden.shape[-1]
     return Cost(
         bytes=2 * (hidden.numel() + weight.numel()) * hidden.element_size(),
-        flops=2 * products * rows * weight.numel(),
+        flops=2 * matmuls * rows * weight.numel(),
     )
 
 
 def _token_cost(arguments: Mapping[str, Any]) -> Cost:
     """The gradient of a token is known after the forward only, so its logits are computed twice."""
-    return _cost(arguments, products=4)
+    return _cost(arguments, matmuls=4)
 
 
 _DIFFERENTIABLE = ("hidden_states", "weight")
@@ -186,8 +186,8 @@ OP = OpSpec(
                 CAUSAL_CASES,
                 _DIFFERENTIABLE,
                 _cost,
-                _head_site,
-                static_shape=_site_shape,
+                _head_problem,
+                static_shape=_static_shape,
                 benchmark_case=benchmark_case,
                 description="next-token loss, shifted inside",
             ),
@@ -197,8 +197,8 @@ OP = OpSpec(
                 CLASSIFICATION_CASES,
                 _DIFFERENTIABLE,
                 _cost,
-                _head_site,
-                static_shape=_site_shape,
+                _head_problem,
+                static_shape=_static_shape,
                 benchmark_case=benchmark_case,
                 description="labels in place",
             ),
@@ -208,8 +208,8 @@ OP = OpSpec(
                 TOKEN_CASES,
                 _DIFFERENTIABLE,
                 _token_cost,
-                _head_site,
-                static_shape=_site_shape,
+                _head_problem,
+                static_shape=_static_shape,
                 benchmark_case=benchmark_case,
                 description="log-probability and entropy per token",
             ),

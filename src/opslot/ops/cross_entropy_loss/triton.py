@@ -1,7 +1,7 @@
-"""`triton`: cuBLAS products, and one kernel per chunk that turns logits into losses and, in place, into their gradient.
+"""`triton`: cuBLAS matmuls, and one kernel per chunk that turns logits into losses and, in place, into their gradient.
 
 A program owns a row. It reads the row once for the maximum and the sum of exponentials (online softmax, Milakov and
-Gimelshein 2018) and once more to write the gradient. The label is kept out of the sum, so that p - 1 is minus the
+Gimelshein 2018) and again to write the gradient. The label is kept out of the sum, so that p - 1 is minus the
 others' share and -log p is log1p of it: nothing cancels when p is near 1.
 """
 
@@ -18,7 +18,7 @@ from opslot.ops._common.triton import cdiv
 from opslot.ops.cross_entropy_loss.chunked import Backend, Shaping
 from opslot.ops.cross_entropy_loss.fused import make_kernels
 
-# The memory that a chunk's logits take: 2,048 rows of 151,936 in 16 bits, with which the products run at full speed.
+# The memory that a chunk's logits take: 2,048 rows of 151,936 in 16 bits, with which the matmuls run at full speed.
 _LOGITS_BYTES = 640 << 20
 _MIN_ROWS = 256
 
@@ -314,8 +314,8 @@ def rescale(grad: Tensor, factor: Tensor) -> None:
         _rescale_kernel[(programs,)](grad, factor, grad.numel(), BLOCK=block, num_warps=8)
 
 
-def refuses(hidden: Tensor) -> str | None:
-    """See `Backend.refuses`."""
+def unsupported(hidden: Tensor) -> str | None:
+    """See `Backend.unsupported`."""
     if hidden.dtype not in FLOATS:
         return unsupported_dtype(hidden.dtype)
     if not hidden.is_cuda and not triton_interpreted():
@@ -323,7 +323,7 @@ def refuses(hidden: Tensor) -> str | None:
     return None
 
 
-_KERNELS = make_kernels(Backend("triton", loss_step, token_step, token_grad_step, rescale, rows, refuses))
+_KERNELS = make_kernels(Backend("triton", loss_step, token_step, token_grad_step, rescale, rows, unsupported))
 causal = _KERNELS.causal
 sequence_classification = _KERNELS.sequence_classification
 token_log_probs = _KERNELS.token_log_probs

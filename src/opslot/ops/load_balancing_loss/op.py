@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from opslot.ops._common.arguments import reject
-from opslot.ops._common.sites import text_config
+from opslot.ops._common.model_config import text_config
 from opslot.ops.load_balancing_loss.cases import CASES, benchmark_case
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 
@@ -68,7 +68,7 @@ def standard(
     return (chosen / rows * (probability / rows)).sum() * num_experts
 
 
-def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
+def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
     config = text_config(request)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     top_k = getattr(config, "num_experts_per_tok", None)
@@ -92,7 +92,7 @@ OP = OpSpec(
             CASES,
             ("gate_logits",),
             _cost,
-            static_shape=_site_shape,
+            static_shape=_static_shape,
             benchmark_case=benchmark_case,
             description="all layers at once",
         )

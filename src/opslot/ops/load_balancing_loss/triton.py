@@ -23,7 +23,7 @@ from opslot._base.device import triton_interpreted
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import custom_op, once_differentiable
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
-from opslot.ops._common.triton import Launcher, cdiv
+from opslot.ops._common.triton import KernelLauncher, cdiv
 
 
 @triton.jit
@@ -161,9 +161,9 @@ _GRADIENTS_TILE = 4096
 _PROGRAMS = 2048
 
 
-_launch_sums = Launcher(_sums_kernel)
-_launch_finish = Launcher(_finish_kernel)
-_launch_gradients = Launcher(_gradients_kernel)
+_launch_sums = KernelLauncher(_sums_kernel)
+_launch_finish = KernelLauncher(_finish_kernel)
+_launch_gradients = KernelLauncher(_gradients_kernel)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -283,25 +283,25 @@ def standard(
 
 def _check(gate_logits: tuple[Tensor, ...], num_experts: int | None, top_k: int, attention_mask: Tensor | None) -> None:
     if not gate_logits:
-        _refuse("gate_logits", "an empty tuple")
+        _reject("gate_logits", "an empty tuple")
     first = gate_logits[0]
     shape, dtype = first.shape, first.dtype
     if len(shape) != 2 or not all(x.shape == shape and x.dtype == dtype for x in gate_logits):
         kinds = ", ".join(sorted({f"{tuple(x.shape)} {x.dtype}" for x in gate_logits}))
-        _refuse("gate_logits", f"{kinds}, not one shape [T, E] and dtype")
+        _reject("gate_logits", f"{kinds}, not one shape [T, E] and dtype")
     if first.dtype not in FLOATS:
-        _refuse("gate_logits", unsupported_dtype(first.dtype))
+        _reject("gate_logits", unsupported_dtype(first.dtype))
     if first.device.type != "cuda" and not triton_interpreted():
-        _refuse("gate_logits", f"it is on {first.device}, not a GPU")
+        _reject("gate_logits", f"it is on {first.device}, not a GPU")
     if num_experts != first.shape[1]:
-        _refuse("num_experts", f"{num_experts} beside gate_logits of shape {tuple(first.shape)}")
+        _reject("num_experts", f"{num_experts} beside gate_logits of shape {tuple(first.shape)}")
     if not 1 <= top_k <= first.shape[1]:
-        _refuse("top_k", f"{top_k} of {first.shape[1]} experts")
+        _reject("top_k", f"{top_k} of {first.shape[1]} experts")
     if attention_mask is not None and attention_mask.numel() != first.shape[0]:
         found = f"shape {tuple(attention_mask.shape)} beside gate_logits of shape {tuple(first.shape)}"
-        _refuse("attention_mask", found)
+        _reject("attention_mask", found)
 
 
-def _refuse(argument: str, found: str) -> NoReturn:
+def _reject(argument: str, found: str) -> NoReturn:
     field = "load_balancing_loss_implementation"
     reject(f"{field}='triton'", argument, found, f"fix the argument, or set {field} to 'eager'")

@@ -59,7 +59,7 @@ def _fused_triton(variant: str) -> KernelSpec:
     )
 
 
-# Forward + backward on an H200, bf16, one run of benchmarks/gpu_moe.py. Qwen3-30B-A3B's layer at T=16384: fused_quack
+# Forward + backward on an H200, bf16, one run of `opslot bench`. Qwen3-30B-A3B's layer at T=16384: fused_quack
 # 7.3 ms, fused_triton 7.5, grouped_mm 14.5, Transformers' grouped_mm 19.8, its loop 217; at T=2048: 1.8, 1.8, 3.1, 3.8,
 # 201; at T=256, where the host is what takes the time: 2.0, 1.7, 1.7, 2.2, 196. DeepSeek-V3 slice: 28.8, 29.3, 38.2,
 # 47.3, 140. gpt-oss-20b's sizes at T=8192: clamped fused_triton 9.4, grouped_mm 17.5, loop 75; biased 9.7, 19.0, 90.
@@ -67,7 +67,7 @@ def _fused_triton(variant: str) -> KernelSpec:
 # On two CPU cores, H 128 to 512, grouped_mm takes 0.51 to 0.87 of the loop's time, in fp32 0.68 to 0.96 for the bounded
 # gatings; for `split`, with 8 to 64 experts and T 64 to 1024, 0.17 to 0.96 in fp32, 0.28 to 0.97 in bf16 and 0.43 to
 # 1.03 in fp16, the more experts the less.
-# The priorities on NPUs are not measured; they keep `auto` off upstream's loop, which synchronizes for every expert.
+# The priorities on NPUs are not measured; they keep `auto` off Transformers' loop, which synchronizes for every expert.
 KERNEL_REGISTRY.register_op(OP)
 for _spec in (
     *(_grouped_mm(variant) for variant in OP.variants),

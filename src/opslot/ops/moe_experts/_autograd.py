@@ -39,7 +39,7 @@ class Experts(NamedTuple):
         return self.gate_up_bias is not None
 
     @property
-    def inward(self) -> tuple[Tensor, ...]:
+    def gate_up_weights(self) -> tuple[Tensor, ...]:
         """The weights that tokens meet first: gate and up in one, or one after the other."""
         return (self.gate_up_proj,) if self.up_proj is None else (self.gate_up_proj, self.up_proj)
 
@@ -148,13 +148,13 @@ def differentiable(
 
     def apply(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
-            _refuse_tangents(name, hidden_states, *experts, top_k_weights)
+            _reject_tangents(name, hidden_states, *experts, top_k_weights)
         return function(hidden_states, *experts[:2], top_k_index, top_k_weights, *experts[2:])
 
     return apply
 
 
-def _refuse_tangents(name: str, *arguments: Any) -> None:
+def _reject_tangents(name: str, *arguments: Any) -> None:
     """Refuse forward-mode differentiation, whose tangents an operator of torch.library drops without a word."""
     if any(isinstance(x, Tensor) and unpack_dual(x).tangent is not None for x in arguments):
         raise KernelError(

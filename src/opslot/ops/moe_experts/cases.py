@@ -94,7 +94,7 @@ def _split(dtype: torch.dtype, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 # With the limits of DeepSeek-V4 and gpt-oss, for shapes whose results are compared with eager code's in the same dtype:
-# biases added to rounded products put many values on the other side of a near bound.
+# biases added to rounded GEMMs put many values on the other side of a near bound.
 _DEEPSEEK_V4 = partial(_bounded, limit=10.0)
 _GPT_OSS = partial(_biased, limit=7.0)
 

@@ -1,6 +1,6 @@
-"""grouped_mm: tokens sorted by expert, then one product an expert and weight: torch's grouped_mm on GPUs, mm on CPUs.
+"""grouped_mm: tokens sorted by expert, then one GEMM an expert and weight: torch's grouped_mm on GPUs, mm on CPUs.
 
-On CPU each expert's rows are taken through all their products while they are in cache, the products write straight into
+On CPU each expert's rows are taken through all their GEMMs while they are in cache, the GEMMs write straight into
 their places, and the weighted sum over a token's experts is one embedding_bag.
 """
 
@@ -21,7 +21,7 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 # (gate and up [S, 2I],) or (gate [S, I], up [S, I])
 Parts = tuple[Tensor, ...]
 # (rows [S, M], weights [E, M, N], ends) -> [S, N], or (rows [M, S], rows [S, N], ends) -> [E, M, N]
-Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+GroupedGemm = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ grouped_mm, clamped, biased, split = variants(_run)
 
 def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:
     if _has_grouped_mm(x, experts):
-        return forward_grouped(_torch_product, x, experts, index, weights)
+        return forward_grouped(_torch_gemm, x, experts, index, weights)
     return _forward_segments(x, experts, index, weights)
 
 
@@ -64,12 +64,12 @@ def _backward(
     grad: Tensor, x: Tensor, experts: Experts, weights: Tensor, saved: Sequence[Tensor], wanted: Wanted
 ) -> Grads:
     if _has_grouped_mm(x, experts):
-        return backward_grouped(_torch_product, grad.contiguous(), x, experts, weights, saved, wanted)
+        return backward_grouped(_torch_gemm, grad.contiguous(), x, experts, weights, saved, wanted)
     return _backward_segments(grad.contiguous(), x, experts, weights, saved, wanted)
 
 
 def _has_grouped_mm(hidden_states: Tensor, experts: Experts) -> bool:
-    """torch's grouped product runs bf16 with 16-byte rows on SM80 and newer, and slower code of its own elsewhere."""
+    """torch's grouped GEMM runs bf16 with 16-byte rows on SM80 and newer, and slower code of its own elsewhere."""
     if hidden_states.device.type != "cuda" or hidden_states.dtype != torch.bfloat16:
         return False
     aligned = all(width % 8 == 0 for width in experts.sizes[1:])
@@ -79,7 +79,7 @@ def _has_grouped_mm(hidden_states: Tensor, experts: Experts) -> bool:
 _grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 
-def _torch_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+def _torch_gemm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return _grouped(left, right, offs=ends)
 
 
@@ -114,19 +114,19 @@ def _gather_sum(rows: Tensor, places: Tensor, weights: Tensor | None, ends: Tens
     return terms.sum(1, dtype=wide).to(rows.dtype)
 
 
-def forward_grouped(product: Product, x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:
+def forward_grouped(gemm: GroupedGemm, x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:
     order, places, ends = _sort(index, experts.sizes[0])
-    parts = _inward(product, x[order // index.shape[1]], experts, ends)
+    parts = _gate_up(gemm, x[order // index.shape[1]], experts, ends)
     if experts.gate_up_bias is not None:
         parts[0].add_(experts.gate_up_bias[_owners(order, ends)])
-    rows = product(_gate(*_halves(parts, experts), experts), _columns_last(experts.down_proj, experts), ends)
+    rows = gemm(_gate(*_halves(parts, experts), experts), _columns_last(experts.down_proj, experts), ends)
     if experts.down_bias is not None:
         rows += experts.down_bias[_owners(order, ends)]
     return _gather_sum(rows, places, weights, ends, index.shape), *_saved(parts), order, ends
 
 
 def backward_grouped(
-    product: Product,
+    gemm: GroupedGemm,
     grad: Tensor,
     x: Tensor,
     experts: Experts,
@@ -139,9 +139,9 @@ def backward_grouped(
     token = order // weights.shape[1]
     mine = torch.arange(order.numel(), device=order.device) < ends[-1]
     row_grad = grad[token]
-    act_grad = product(row_grad, _columns_last(experts.down_proj, experts).transpose(1, 2), ends)
+    act_grad = gemm(row_grad, _columns_last(experts.down_proj, experts).transpose(1, 2), ends)
     scales = weights.reshape(-1)[order].unsqueeze(-1).to(x.dtype)
-    halves = _halves((gate_up, up)[: len(experts.inward)], experts)
+    halves = _halves((gate_up, up)[: len(experts.gate_up_weights)], experts)
     parts_grad, weighted_act, dots = _gate_grad(*halves, act_grad, scales, experts)
     if experts.down_bias is not None:
         dots += _row_dots(row_grad, experts.down_bias[_owners(order, ends)])
@@ -149,36 +149,36 @@ def backward_grouped(
     weights_grad[order] = torch.where(mine, dots, 0.0).to(weights.dtype)
     x_grad = gate_up_grad = up_grad = down_grad = gate_up_bias_grad = down_bias_grad = None
     if wanted.inputs:
-        rows = _tokens_grad(product, parts_grad, experts, ends)
+        rows = _tokens_grad(gemm, parts_grad, experts, ends)
         x_grad = _gather_sum(rows, _inverse(order), None, ends, weights.shape)
     if wanted.weights:
-        gate_up_grad, up_grad = _pair(_inward_grads(product, parts_grad, x[token], experts, ends))
-        down_grad = product(*_weight_grad_operands(row_grad, weighted_act, experts), ends)
+        gate_up_grad, up_grad = _pair(_gate_up_grads(gemm, parts_grad, x[token], experts, ends))
+        down_grad = gemm(*_weight_grad_operands(row_grad, weighted_act, experts), ends)
     if experts.biased and wanted.biases:
-        # Sums over an expert's rows as products too: 8 equal rows, as wide as an operand has to be.
+        # Sums over an expert's rows as GEMMs too: 8 equal rows, as wide as an operand has to be.
         ones, spread = torch.ones_like(scales).repeat(1, 8), scales.repeat(1, 8)
-        gate_up_bias_grad = product(ones.t(), parts_grad[0], ends)[:, 0].contiguous()
-        down_bias_grad = product(spread.t(), row_grad, ends)[:, 0].contiguous()
+        gate_up_bias_grad = gemm(ones.t(), parts_grad[0], ends)[:, 0].contiguous()
+        down_bias_grad = gemm(spread.t(), row_grad, ends)[:, 0].contiguous()
     weights_grad = weights_grad.view_as(weights)
     return Grads(x_grad, gate_up_grad, down_grad, weights_grad, up_grad, gate_up_bias_grad, down_bias_grad)
 
 
-def _inward(product: Product, tokens: Tensor, experts: Experts, ends: Tensor) -> Parts:
-    return tuple(product(tokens, _columns_last(w, experts), ends) for w in experts.inward)
+def _gate_up(gemm: GroupedGemm, tokens: Tensor, experts: Experts, ends: Tensor) -> Parts:
+    return tuple(gemm(tokens, _columns_last(w, experts), ends) for w in experts.gate_up_weights)
 
 
-def _tokens_grad(product: Product, parts_grad: Parts, experts: Experts, ends: Tensor) -> Tensor:
-    weights = (_columns_last(w, experts).transpose(1, 2) for w in experts.inward)
-    rows, *others = (product(part, weight, ends) for part, weight in zip(parts_grad, weights, strict=True))
-    for other in others:  # torch's grouped product does not add to what is there
+def _tokens_grad(gemm: GroupedGemm, parts_grad: Parts, experts: Experts, ends: Tensor) -> Tensor:
+    weights = (_columns_last(w, experts).transpose(1, 2) for w in experts.gate_up_weights)
+    rows, *others = (gemm(part, weight, ends) for part, weight in zip(parts_grad, weights, strict=True))
+    for other in others:  # torch's grouped GEMM does not add to what is there
         rows += other
     return rows
 
 
-def _inward_grads(
-    product: Product, parts_grad: Parts, tokens: Tensor, experts: Experts, ends: Tensor
+def _gate_up_grads(
+    gemm: GroupedGemm, parts_grad: Parts, tokens: Tensor, experts: Experts, ends: Tensor
 ) -> Sequence[Tensor]:
-    return [product(*_weight_grad_operands(part, tokens, experts), ends) for part in parts_grad]
+    return [gemm(*_weight_grad_operands(part, tokens, experts), ends) for part in parts_grad]
 
 
 def _pair(grads: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -188,7 +188,7 @@ def _pair(grads: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _columns_last(weight: Tensor, experts: Experts) -> Tensor:
-    """The weight of a product as [E, inputs, outputs]."""
+    """The weight of a GEMM as [E, inputs, outputs]."""
     return weight if experts.biased else weight.transpose(1, 2)
 
 
@@ -279,7 +279,7 @@ def _forward_segments(x: Tensor, experts: Experts, index: Tensor, weights: Tenso
     parts = _empty_parts(x, experts, order.numel(), experts.sizes[2])
     gate, up = _halves(parts, experts)
     rows = x.new_empty(order.numel(), x.shape[1])
-    *inward, down = (_columns_last(w, experts) for w in (*experts.inward, experts.down_proj))
+    *inward, down = (_columns_last(w, experts) for w in (*experts.gate_up_weights, experts.down_proj))
     for expert, mine in _segments(ends):
         tokens = x[token[mine]]
         for weight, part in zip(inward, parts, strict=True):
@@ -305,12 +305,12 @@ def _backward_segments(
     segments = _segments(ends)
     whole = len(segments) == experts.sizes[0]
     fresh = torch.empty_like if whole else torch.zeros_like
-    inward_grads = [fresh(w, memory_format=torch.contiguous_format) for w in experts.inward if wanted.weights]
+    gate_up_grads = [fresh(w, memory_format=torch.contiguous_format) for w in experts.gate_up_weights if wanted.weights]
     down_grad = fresh(experts.down_proj, memory_format=torch.contiguous_format) if wanted.weights else None
     gate_up_bias_grad, down_bias_grad = (
         fresh(b) if b is not None and wanted.biases else None for b in (experts.gate_up_bias, experts.down_bias)
     )
-    *inward, down = (_columns_last(w, experts) for w in (*experts.inward, experts.down_proj))
+    *inward, down = (_columns_last(w, experts) for w in (*experts.gate_up_weights, experts.down_proj))
     gate, up = _halves((gate_up, up)[: len(inward)], experts)
     rows = x.new_empty(order.numel() if wanted.inputs else 0, x.shape[1])
     for expert, mine in segments:
@@ -323,7 +323,7 @@ def _backward_segments(
         if down_grad is not None:
             tokens = x[token[mine]]
             torch.mm(*_weight_grad_operands(row_grad, weighted_act, experts), out=down_grad[expert])
-            for part, out in zip(parts_grad, inward_grads, strict=True):
+            for part, out in zip(parts_grad, gate_up_grads, strict=True):
                 torch.mm(*_weight_grad_operands(part, tokens, experts), out=out[expert])
         if gate_up_bias_grad is not None and down_bias_grad is not None:
             torch.sum(parts_grad[0], 0, out=gate_up_bias_grad[expert])
@@ -335,7 +335,7 @@ def _backward_segments(
     x_grad = None
     if wanted.inputs:
         x_grad = _gather_sum(rows, _inverse(order), None, ends, weights.shape)
-    gate_up_grad, up_grad = _pair(inward_grads)
+    gate_up_grad, up_grad = _pair(gate_up_grads)
     weights_grad = weights_grad.view_as(weights)
     return Grads(x_grad, gate_up_grad, down_grad, weights_grad, up_grad, gate_up_bias_grad, down_bias_grad)
 

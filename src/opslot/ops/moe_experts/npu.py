@@ -1,4 +1,4 @@
-"""fused_npu: grouped_mm on Ascend's grouped products."""
+"""fused_npu: grouped_mm on Ascend's grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fused_npu(
     return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
 
 
-def _product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+def _gemm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """group_type 0 splits the rows of `left`, 2 the summed dimension; group_list_type 0 takes the groups' ends."""
     over_rows = right.dim() == 3
     return torch_npu.npu_grouped_matmul(
@@ -38,13 +38,13 @@ def _product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:
-    return forward_grouped(_product, x, experts, index, weights)
+    return forward_grouped(_gemm, x, experts, index, weights)
 
 
 def _backward(
     grad: Tensor, x: Tensor, experts: Experts, weights: Tensor, saved: Sequence[Tensor], wanted: Wanted
 ) -> Grads:
-    return backward_grouped(_product, grad.contiguous(), x, experts, weights, saved, wanted)
+    return backward_grouped(_gemm, grad.contiguous(), x, experts, weights, saved, wanted)
 
 
 _experts = differentiable("moe_fused_npu", _forward, _backward, fake)

@@ -3,7 +3,7 @@
 Shapes: T tokens, K experts a token, E experts held here, H hidden and I intermediate width. `hidden_states` [T, H];
 `gate_up_proj` [E, 2I, H], the first I rows of an expert being its gate; `down_proj` [E, H, I]; `top_k_index` [T, K]
 integer; `top_k_weights` [T, K] in the activations' dtype or in float32. An index equal to E marks an expert of another
-rank. Every variant takes the parameters as a module holds them; those of `biased` and `split` lie otherwise.
+rank. Every variant takes the parameters as a module holds them; `biased` and `split` have other layouts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from opslot.ops._common.sites import text_config
+from opslot.ops._common.model_config import text_config
 from opslot.ops.moe_experts.cases import (
     BIASED_CASES,
     CASES,
@@ -83,10 +83,10 @@ def biased(
     limit: float,
     alpha: float,
 ) -> Tensor:
-    """gpt-oss's experts: `clamped` with up_offset 1, biases on both products, and weights that lie transposed.
+    """gpt-oss's experts: `clamped` with up_offset 1, biases on both GEMMs, and transposed weights.
 
-    `gate_up_proj` [E, H, 2I] and `gate_up_proj_bias` [E, 2I] with gate and up columns in turn; `down_proj` [E, I, H];
-    `down_proj_bias` [E, H].
+    `gate_up_proj` [E, H, 2I] and `gate_up_proj_bias` [E, 2I] with interleaved gate and up columns;
+    `down_proj` [E, I, H]; `down_proj_bias` [E, H].
     """
 
     def expert(x: Tensor, e: int) -> Tensor:
@@ -145,7 +145,7 @@ def _sum_over_experts(
     return output
 
 
-def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
+def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
     down = getattr(request.module, "down_proj", None)
     top_k = getattr(text_config(request), "num_experts_per_tok", None)
     if down is None or down.ndim != 3 or top_k is None:
@@ -157,7 +157,7 @@ def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
-    """Three products of 2*I*H a chosen expert, each once forward and twice backward.
+    """Three GEMMs of 2*I*H a chosen expert, each once forward and twice backward.
 
     Tokens, their output and both their gradients pass once; weights are read twice and their gradients written.
     """
@@ -220,7 +220,7 @@ def check_biased(module: Any) -> str | None:
         found = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
         return f"parameters must be [E, H, 2I], [E, I, H], [E, 2I] and [E, H], found {found}"
     if getattr(module, "is_concatenated", False):
-        return "gate columns come first, the kernels expect gate and up columns in turn"
+        return "gate columns come first, the kernels expect interleaved gate and up columns"
     missing = [name for name in ("limit", "alpha") if not _is_number(module, name)]
     return f"{type(module).__name__} has no {' and no '.join(missing)} of its gating" if missing else None
 
@@ -245,7 +245,7 @@ def _gating_problem(module: Any) -> str | None:
 
 
 def _extras_problem(module: Any, weights: tuple[str, ...]) -> str | None:
-    """Why the experts compute more than products and a gating, or None."""
+    """Why the experts compute more than GEMMs and a gating, or None."""
     if getattr(module, "has_bias", False) or any(getattr(module, f"{n}_bias", None) is not None for n in weights):
         return "the experts have biases"
     if getattr(module, "has_post_expert_norm", False):
@@ -307,9 +307,9 @@ def runs(module: Any) -> str | None:
 
 _GRADIENTS = ("hidden_states", "gate_up_proj", "down_proj", "top_k_weights")
 # A fused kernel takes the gradient of a routing weight as a dot over I of (dout @ down_proj) with h, where eager code
-# takes it over H of dout with (h @ down_proj.T): as right, but each term carries a product's rounding, which only shows
+# takes it over H of dout with (h @ down_proj.T): as right, but each term carries a GEMM's rounding, which only shows
 # where the inputs are as precise as the accumulation.
-_ROUNDINGS = {"float32": 3}
+_TOLERANCE_ULPS = {"float32": 3}
 
 _VARIANTS = (
     OpVariant(
@@ -319,9 +319,9 @@ _VARIANTS = (
         _GRADIENTS,
         _cost,
         check_standard,
-        tolerance_ulps=_ROUNDINGS,
+        tolerance_ulps=_TOLERANCE_ULPS,
         compiles=False,
-        static_shape=_site_shape,
+        static_shape=_static_shape,
         benchmark_case=benchmark_case,
         description="merged gate_up [E, 2I, H], SiLU, no bias",
     ),
@@ -332,9 +332,9 @@ _VARIANTS = (
         _GRADIENTS,
         _cost,
         check_clamped,
-        tolerance_ulps=_ROUNDINGS,
+        tolerance_ulps=_TOLERANCE_ULPS,
         compiles=False,
-        static_shape=_site_shape,
+        static_shape=_static_shape,
         benchmark_case=clamped_benchmark_case,
         description="merged gate_up [E, 2I, H], gate and up within a limit, no bias",
     ),
@@ -345,9 +345,9 @@ _VARIANTS = (
         (*_GRADIENTS, "gate_up_proj_bias", "down_proj_bias"),
         _cost,
         check_biased,
-        tolerance_ulps=_ROUNDINGS,
+        tolerance_ulps=_TOLERANCE_ULPS,
         compiles=False,
-        static_shape=_site_shape,
+        static_shape=_static_shape,
         benchmark_case=biased_benchmark_case,
         description="transposed and interleaved gate_up [E, H, 2I], biases, gate and up within a limit (gpt-oss)",
     ),
@@ -358,9 +358,9 @@ _VARIANTS = (
         ("hidden_states", "gate_proj", "up_proj", "down_proj", "top_k_weights"),
         _cost,
         check_split,
-        tolerance_ulps=_ROUNDINGS,
+        tolerance_ulps=_TOLERANCE_ULPS,
         compiles=False,
-        static_shape=_site_shape,
+        static_shape=_static_shape,
         benchmark_case=split_benchmark_case,
         description="gate and up apart, [E, I, H] each, SiLU, no bias",
     ),

@@ -1,7 +1,7 @@
-"""fused_quack: routed experts on quack-kernels' grouped CuTe products (SM90 and newer, bf16 and fp16).
+"""fused_quack: routed experts on quack-kernels' grouped CuTe GEMMs (SM90 and newer, bf16 and fp16).
 
-The products gather tokens as they load them; SwiGLU, its backward, the routing weights and their gradients are in the
-products' epilogues. quack interleaves gate and up columns, so what is saved for backward is [S, 2I] interleaved, and
+The GEMMs gather tokens as they load them; SwiGLU, its backward, the routing weights and their gradients are in the
+GEMMs' epilogues. quack interleaves gate and up columns, so what is saved for backward is [S, 2I] interleaved, and
 `concat_layout` tells it that the parameter and its gradient hold gate and up one after the other. Routing and the sum
 over a token's rows are fused_triton's.
 """
@@ -19,7 +19,7 @@ from opslot.ops._common.specs import HALF_FLOATS
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare
 from opslot.ops.moe_experts.routing import Routing, empty_routing, route
-from opslot.ops.moe_experts.triton import combine, slot_sum
+from opslot.ops.moe_experts.triton import combine, pair_sum
 
 
 def _cut(tile_m: int, tile_n: int, pingpong: bool) -> GemmConfig:
@@ -30,8 +30,8 @@ def _cut(tile_m: int, tile_n: int, pingpong: bool) -> GemmConfig:
     )
 
 
-# quack's own search compiles dozens of kernels for each product. On an H200 this one was the best, or within 2% of it,
-# for every product at the widths of Qwen3-30B-A3B and DeepSeek-V3 (benchmarks/tune_moe.py).
+# quack's own search compiles dozens of kernels for each GEMM. On an H200 this one was the best, or within 2% of it,
+# for every GEMM at the widths of Qwen3-30B-A3B and DeepSeek-V3 (benchmarks/tune_moe.py).
 CUTS = dict.fromkeys(
     ("gate_up", "down", "act_grad", "input_grad", "gate_up_grad", "down_grad"), _cut(128, 256, pingpong=False)
 )
@@ -117,7 +117,7 @@ def _backward(
         A_idx=tokens,
         config=CUTS["act_grad"],
     )
-    weights_grad = slot_sum(dots.view(1, rows), routing.places, weights)
+    weights_grad = pair_sum(dots.view(1, rows), routing.places, weights)
     x_grad = gate_up_grad = down_grad = None
     if wanted.weights:
         down_grad, gate_up_grad = torch.empty_like(down_proj), torch.empty_like(gate_up_proj)

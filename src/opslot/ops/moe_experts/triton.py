@@ -1,16 +1,16 @@
-"""fused_triton: routed experts as grouped Triton products with SwiGLU in the first one's epilogue.
+"""fused_triton: routed experts as grouped Triton GEMMs with SwiGLU in the first one's epilogue.
 
-Forward: sort slots by expert (`routing.py`); one product makes gate, up and silu(gate) * up; one makes each row's
+Forward: sort slots by expert (`routing.py`); one GEMM makes gate, up and silu(gate) * up; one makes each row's
 output; a weighted sum over a token's rows follows, without atomics. Saved for backward: gate and up [2, R, I] and the
-routing. Backward: the down product's input gradient; one pass back through SwiGLU, which recomputes act and also gives
+routing. Backward: the down GEMM's input gradient; one pass back through SwiGLU, which recomputes act and also gives
 the routing weights' gradient as row dots; then the input gradient and both weight gradients, over each expert's rows.
-Where gate and up have weights of their own, the first product sums up both beside each other, and the input gradient's
-product goes from one to the other halfway.
+Where gate and up have weights of their own, the first GEMM sums up both beside each other, and the input gradient's
+GEMM goes from one to the other halfway.
 
-Measured on an H200: with SwiGLU's backward in the product's epilogue, that product runs out of registers and is slower
+Measured on an H200: with SwiGLU's backward in the GEMM's epilogue, that GEMM runs out of registers and is slower
 than the two kernels; gathering tokens inside the weight gradients keeps their loads from being pipelined and is slower
-than gathering first; gathering and summing on a second stream beside the products takes as long as one after the other
-(the chip is at its power limit in such products, benchmarks/results/products_h200.json). Keeping only gate and up for
+than gathering first; gathering and summing on a second stream beside the GEMMs takes as long as one after the other
+(the chip is at its power limit in such GEMMs, benchmarks/results/gemm_h200.json). Keeping only gate and up for
 backward is SonicMoE's idea (arXiv 2512.14080).
 """
 
@@ -35,7 +35,7 @@ from opslot.ops.moe_experts.routing import Routing, empty_routing, route
 
 @dataclass(frozen=True)
 class Tiles:
-    """How one product is cut: BM x BN outputs, BK deep; `group` row tiles walked together; `per_sm` programs."""
+    """How one GEMM is cut: BM x BN outputs, BK deep; `group` row tiles walked together; `per_sm` programs."""
 
     bm: int
     bn: int
@@ -48,14 +48,14 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How all six products are cut.
+class GemmTiling:
+    """How all six GEMMs are cut.
 
     Attributes:
-        align: rows of an expert start at its multiples; every row product's bm divides it.
+        align: rows of an expert start at its multiples; every row GEMM's bm divides it.
         tma: operands are tensor descriptors: SM90 and newer, rows and bases at multiples of 16 bytes.
-        programs: multiprocessors of the device.
-        gather: the first product gathers tokens as it loads them, instead of reading rows gathered before.
+        programs: SMs of the device.
+        gather: the first GEMM gathers tokens as it loads them, instead of reading rows gathered before.
     """
 
     align: int
@@ -70,13 +70,13 @@ class Plan:
     gather: bool = True
 
 
-def _hopper(programs: int) -> Plan:
-    """The best, or within 2% of it, for every product on an H200 at the widths of Qwen3-30B-A3B and DeepSeek-V3.
+def _hopper(programs: int) -> GemmTiling:
+    """The best, or within 2% of it, for every GEMM on an H200 at the widths of Qwen3-30B-A3B and DeepSeek-V3.
 
     benchmarks/tune_moe.py measures them; `gate_up` makes two results a tile, so its tile is as wide as the others'.
     """
     wide = Tiles(128, 256, 64, 8, 3, group=4, flatten=True)
-    return Plan(
+    return GemmTiling(
         align=128,
         gate_up=Tiles(128, 128, 64, 8, 4, group=4, flatten=True),
         down=wide,
@@ -89,11 +89,11 @@ def _hopper(programs: int) -> Plan:
     )
 
 
-def _uniform(align: int, tiles: Tiles, tma: bool, programs: int) -> Plan:
-    return Plan(align, tiles, tiles, tiles, tiles, tiles, tiles, tma, programs)
+def _uniform(align: int, tiles: Tiles, tma: bool, programs: int) -> GemmTiling:
+    return GemmTiling(align, tiles, tiles, tiles, tiles, tiles, tiles, tma, programs)
 
 
-def plan_for(experts: Experts, real: bool = True) -> Plan:
+def plan_for(experts: Experts, real: bool = True) -> GemmTiling:
     """The plan for `experts`; without memory (`real` false) it is right in `align` alone."""
     down_proj = experts.down_proj
     if not down_proj.is_cuda:
@@ -104,13 +104,13 @@ def plan_for(experts: Experts, real: bool = True) -> Plan:
         return _uniform(64, Tiles(64, 64, 32, 4, 2, per_sm=2), tma=False, programs=programs)
     aligned = all(n % 8 == 0 for n in down_proj.shape[1:])
     if real:
-        aligned = aligned and all(w.data_ptr() % 16 == 0 for w in (*experts.inward, down_proj))
+        aligned = aligned and all(w.data_ptr() % 16 == 0 for w in (*experts.gate_up_weights, down_proj))
     if properties.major < 9 or not aligned:
         return _uniform(128, Tiles(128, 128, 32, 8, 3), tma=False, programs=programs)
     plan = _hopper(programs)
     if experts.up_proj is None:
         return plan
-    # Two products a step: Triton waits for each apart where a flattened loop ends a tile, and ptxas serializes both.
+    # Two GEMMs a step: Triton waits for each apart where a flattened loop ends a tile, and ptxas serializes both.
     return replace(plan, gate_up=replace(plan.gate_up, flatten=False))
 
 
@@ -132,7 +132,7 @@ fused_triton, clamped, biased, split = variants(_run)
 
 
 def _operand(
-    plan: Plan, tensor: Tensor, block_rows: int, block_columns: int, planes: int = 1
+    plan: GemmTiling, tensor: Tensor, block_rows: int, block_columns: int, planes: int = 1
 ) -> Tensor | TensorDescriptor:
     """`tensor` [planes, rows, columns] as the kernels take it."""
     if not plan.tma:
@@ -140,7 +140,7 @@ def _operand(
     return TensorDescriptor.from_tensor(tensor, [planes, block_rows, block_columns])
 
 
-def _grid(plan: Plan, tiles: Tiles, count: int) -> tuple[int]:
+def _grid(plan: GemmTiling, tiles: Tiles, count: int) -> tuple[int]:
     return (min(count, plan.programs * tiles.per_sm),)
 
 
@@ -180,18 +180,18 @@ def combine(rows: Tensor, places: Tensor, top_k_weights: Tensor, weighted: bool)
     return out
 
 
-def slot_sum(parts: Tensor, places: Tensor, like: Tensor) -> Tensor:
+def pair_sum(parts: Tensor, places: Tensor, like: Tensor) -> Tensor:
     """Each slot's sum over `parts` [P, R] at its row, shaped and typed as `like` [T, K]; zero for one without a row."""
     out = torch.empty_like(like)
     count, rows = parts.shape
-    kernels.slot_sum_kernel[(triton.cdiv(out.numel(), 256),)](
+    kernels.pair_sum_kernel[(triton.cdiv(out.numel(), 256),)](
         parts, places, out, out.numel(), rows, count, BLOCK=256, num_warps=4
     )
     return out
 
 
-def rows_product(
-    plan: Plan,
+def rows_gemm(
+    plan: GemmTiling,
     tiles: Tiles,
     a: Tensor,
     weight: Tensor,
@@ -231,7 +231,7 @@ def rows_product(
     return out
 
 
-def weight_grad_product(plan: Plan, tiles: Tiles, left: Tensor, right: Tensor, routing: Routing) -> Tensor:
+def weight_grad_gemm(plan: GemmTiling, tiles: Tiles, left: Tensor, right: Tensor, routing: Routing) -> Tensor:
     """[E * PLANES, M, N]: left^T right over each expert's rows of `left` [PLANES, R, M] and `right` [1, R, N]."""
     planes, rows, m = left.shape
     n, groups = right.shape[2], routing.counts.numel() * planes
@@ -253,7 +253,9 @@ def weight_grad_product(plan: Plan, tiles: Tiles, left: Tensor, right: Tensor, r
     return out
 
 
-def forward(plan: Plan, x: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[Tensor, ...]:
+def forward(
+    plan: GemmTiling, x: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor
+) -> tuple[Tensor, ...]:
     """The output [T, H], gate and up [2, R, I] and the tensors of `Routing`."""
     count, hidden, intermediate = experts.sizes
     x = x.contiguous()
@@ -262,12 +264,12 @@ def forward(plan: Plan, x: Tensor, experts: Experts, top_k_index: Tensor, top_k_
         return torch.zeros_like(x), x.new_empty(2, 0, intermediate), *routing
     projected, act = gate_up(plan, x, experts, top_k_index.shape[1], routing)
     down, bias = experts.down_proj, experts.down_bias
-    outputs = rows_product(plan, plan.down, act, down, hidden, not experts.biased, routing, bias)
+    outputs = rows_gemm(plan, plan.down, act, down, hidden, not experts.biased, routing, bias)
     return combine(outputs, routing.places, top_k_weights.contiguous(), True), projected, *routing
 
 
 def backward(
-    plan: Plan,
+    plan: GemmTiling,
     grad: Tensor,
     x: Tensor,
     experts: Experts,
@@ -285,7 +287,7 @@ def backward(
         return Grads(x_zeros, gate_up_zeros, down_zeros, torch.zeros_like(top_k_weights), *others)
     x, grad, top_k_weights = x.contiguous(), grad.contiguous(), top_k_weights.contiguous()
     row_grad = gather(grad, top_k, routing)
-    act_grad = rows_product(plan, plan.act_grad, row_grad, experts.down_proj, intermediate, experts.biased, routing)
+    act_grad = rows_gemm(plan, plan.act_grad, row_grad, experts.down_proj, intermediate, experts.biased, routing)
     projected_grad, weighted_act, weights_grad = gate_grad(
         plan, act_grad, projected, row_grad, experts, top_k_weights, routing
     )
@@ -295,33 +297,31 @@ def backward(
         down_bias_grad = bias_grad(row_grad, routing, top_k_weights)
     if wanted.weights:
         operands = (weighted_act, row_grad) if experts.biased else (row_grad, weighted_act)
-        down_grad = weight_grad_product(plan, plan.down_grad, *operands, routing)
+        down_grad = weight_grad_gemm(plan, plan.down_grad, *operands, routing)
     del row_grad, act_grad, weighted_act
     if wanted.weights:
         rows = gather(x, top_k, routing)
-        gate_up_grad, up_grad = inward_grads(plan, projected_grad, rows, experts, routing)
+        gate_up_grad, up_grad = gate_up_grads(plan, projected_grad, rows, experts, routing)
         del rows
     if wanted.inputs:
         weight, other = experts.gate_up_proj, experts.up_proj
         if not experts.biased and other is None:
             weight = weight.view(2 * count, intermediate, hidden)
         tiles, nk = plan.input_grad, experts.biased
-        terms = rows_product(plan, tiles, projected_grad, weight, hidden, nk, routing, other=other)
+        terms = rows_gemm(plan, tiles, projected_grad, weight, hidden, nk, routing, other=other)
         x_grad = combine(terms, routing.places, top_k_weights, False)
     return Grads(x_grad, gate_up_grad, down_grad, weights_grad, up_grad, gate_up_bias_grad, down_bias_grad)
 
 
-def inward_grads(
-    plan: Plan, projected_grad: Tensor, rows: Tensor, experts: Experts, routing: Routing
+def gate_up_grads(
+    plan: GemmTiling, projected_grad: Tensor, rows: Tensor, experts: Experts, routing: Routing
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of `gate_up_proj` and `up_proj`; each of two weights gets a tensor of its own."""
     if experts.up_proj is not None:
-        gate, up = (
-            weight_grad_product(plan, plan.gate_up_grad, part, rows, routing) for part in projected_grad.split(1)
-        )
+        gate, up = (weight_grad_gemm(plan, plan.gate_up_grad, part, rows, routing) for part in projected_grad.split(1))
         return gate, up
     operands = (rows, projected_grad) if experts.biased else (projected_grad, rows)
-    return weight_grad_product(plan, plan.gate_up_grad, *operands, routing).view_as(experts.gate_up_proj), None
+    return weight_grad_gemm(plan, plan.gate_up_grad, *operands, routing).view_as(experts.gate_up_proj), None
 
 
 def _gating(experts: Experts) -> dict[str, float | bool | None]:
@@ -334,7 +334,7 @@ def _gating(experts: Experts) -> dict[str, float | bool | None]:
 
 
 def gate_up(
-    plan: Plan, x: Tensor, experts: Experts, top_k: int, routing: Routing, row_tokens: Tensor | None = None
+    plan: GemmTiling, x: Tensor, experts: Experts, top_k: int, routing: Routing, row_tokens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Gate and up [2, R, I] and what the gating makes of them [1, R, I]."""
     count, hidden, intermediate = experts.sizes
@@ -346,7 +346,7 @@ def gate_up(
         source = _operand(plan, gather(x, top_k, routing) if row_tokens is None else row_tokens, tiles.bm, tiles.bk)
     up_weight = None
     if experts.up_proj is not None:
-        weight, up_weight = (_operand(plan, w, tiles.bn, tiles.bk) for w in experts.inward)
+        weight, up_weight = (_operand(plan, w, tiles.bn, tiles.bk) for w in experts.gate_up_weights)
     elif experts.biased:
         weight = _operand(plan, experts.gate_up_proj, tiles.bk, 2 * tiles.bn)
     else:
@@ -378,7 +378,7 @@ def gate_up(
 
 
 def gate_grad(
-    plan: Plan,
+    plan: GemmTiling,
     act_grad: Tensor,
     projected: Tensor,
     row_grad: Tensor,

@@ -1,4 +1,4 @@
-"""Triton kernels of fused_triton: grouped products over rows sorted by expert (`routing.py`).
+"""Triton kernels of fused_triton: grouped GEMMs over rows sorted by expert (`routing.py`).
 
 Every operand is seen as [planes, rows, columns], contiguous: weights [E, N, K] or, split into gate and up, [2E, I, H];
 activations [1, R, C], and gate and up [2, R, I]. Planes keep a tile inside its own half and its own expert: what lies
@@ -6,7 +6,7 @@ outside reads as zero and is not written. `TMA` tells whether an operand is a te
 
 A program takes tiles with a stride of the grid, so that a grid of the machine's size is persistent. Rows that fill up
 an expert's last tile have slot -1; they read as zero and have routing weight zero, so that no gradient has a part of
-them. `BIASED` experts hold their weights as [E, K, N], gate and up columns in turn.
+them. `BIASED` experts hold their weights as [E, K, N], interleaved gate and up columns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opslot.ops._common.jit import dot, narrow
+from opslot._base.jit import dot, downcast
 
 
 @triton.jit
@@ -46,12 +46,12 @@ def _load_pair(src, plane, row, col, rows, cols, BR: tl.constexpr, BC: tl.conste
 @triton.jit
 def _store_tile(dst, plane, row, col, tile, rows, cols, BR: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr):
     if TMA:
-        dst.store([plane, row, col], narrow(tile, dst.dtype).reshape(1, BR, BC))
+        dst.store([plane, row, col], downcast(tile, dst.dtype).reshape(1, BR, BC))
     else:
         r = row + tl.arange(0, BR)
         c = col + tl.arange(0, BC)
         offset = (tl.cast(plane, tl.int64) * rows + r[:, None]) * cols + c[None, :]
-        tl.store(dst + offset, narrow(tile, dst.dtype.element_ty), mask=(r < rows)[:, None] & (c < cols)[None, :])
+        tl.store(dst + offset, downcast(tile, dst.dtype.element_ty), mask=(r < rows)[:, None] & (c < cols)[None, :])
 
 
 @triton.jit
@@ -283,15 +283,15 @@ def gate_grad_kernel(
                 gate_grad = tl.where(given_gate <= LIMIT, gate_grad, 0.0)
                 up_grad = tl.where(tl.abs(given_up) <= LIMIT, up_grad, 0.0)
             dtype: tl.constexpr = projected_grad.dtype.element_ty
-            tl.store(weighted_act + offset, narrow(act * weight, dtype), mask=live)
+            tl.store(weighted_act + offset, downcast(act * weight, dtype), mask=live)
             if BIASED:
                 wide = 2 * col + tl.arange(0, 2 * BC)
-                pairs = tl.interleave(narrow(gate_grad, dtype), narrow(up_grad, dtype))
+                pairs = tl.interleave(downcast(gate_grad, dtype), downcast(up_grad, dtype))
                 at = r.to(tl.int64)[:, None] * (2 * intermediate) + wide[None, :]
                 tl.store(projected_grad + at, pairs, mask=(wide < 2 * intermediate)[None, :])
             else:
-                tl.store(projected_grad + offset, narrow(gate_grad, dtype), mask=live)
-                tl.store(projected_grad + other, narrow(up_grad, dtype), mask=live)
+                tl.store(projected_grad + offset, downcast(gate_grad, dtype), mask=live)
+                tl.store(projected_grad + other, downcast(up_grad, dtype), mask=live)
         if BIASED:
             expert = tl.load(tile_expert + row // ALIGN)
             for col in range(0, hidden, BC):
@@ -299,7 +299,7 @@ def gate_grad_kernel(
                 at = r.to(tl.int64)[:, None] * hidden + c[None, :]
                 grad = tl.load(row_grad + at, mask=(c < hidden)[None, :], other=0.0).to(tl.float32)
                 dots += tl.sum(grad * _load_bias(down_bias, expert, col, hidden, BC), 1)
-        tl.store(weights_grad + slot, narrow(dots, weights_grad.dtype.element_ty), mask=slot >= 0)
+        tl.store(weights_grad + slot, downcast(dots, weights_grad.dtype.element_ty), mask=slot >= 0)
 
 
 @triton.jit
@@ -332,7 +332,7 @@ def bias_grad_kernel(
         acc += term
     total = tl.sum(acc, 0)
     offset = tl.cast(expert, tl.int64) * columns + c
-    tl.store(out + offset, narrow(total, out.dtype.element_ty), mask=c < columns)
+    tl.store(out + offset, downcast(total, out.dtype.element_ty), mask=c < columns)
 
 
 @triton.jit
@@ -399,15 +399,15 @@ def combine_kernel(
         if WEIGHTED:
             term *= tl.load(top_k_weights + token * TOP_K + choice).to(tl.float32)
         acc += tl.where(live, term, 0.0)
-    tl.store(out + token * hidden + c, narrow(acc, out.dtype.element_ty), mask=c < hidden)
+    tl.store(out + token * hidden + c, downcast(acc, out.dtype.element_ty), mask=c < hidden)
 
 
 @triton.jit
-def slot_sum_kernel(parts, places, out, slots, rows, tiles, BLOCK: tl.constexpr):
+def pair_sum_kernel(parts, places, out, slots, rows, tiles, BLOCK: tl.constexpr):
     """out [S] = the sum of `parts` [tiles, R] at each slot's row; zero for a slot without one."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(places + slot, mask=slot < slots, other=-1)
     acc = tl.zeros((BLOCK,), tl.float32)
     for tile in range(tiles):
         acc += tl.load(parts + tl.cast(tile, tl.int64) * rows + place, mask=place >= 0, other=0.0)
-    tl.store(out + slot, narrow(acc, out.dtype.element_ty), mask=slot < slots)
+    tl.store(out + slot, downcast(acc, out.dtype.element_ty), mask=slot < slots)

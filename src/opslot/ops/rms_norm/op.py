@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opslot.ops._common.sites import head_sizes, text_config
+from opslot.ops._common.model_config import head_sizes, text_config
 from opslot.ops.rms_norm.cases import cases, make_benchmark_case
 from opslot.ops.rms_norm.residual import can_serve
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
@@ -108,7 +108,7 @@ def _silu_gate(module: Any) -> str | None:
     return None if activation in ("silu", "swish") else f"the gate's activation is {activation!r}, not silu"
 
 
-def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
+def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
     # A residual sum's slot is the decoder layer's.
     norm = getattr(request.module, "post_attention_layernorm", request.module)
     weight = getattr(norm, "weight", None)
@@ -137,7 +137,7 @@ _VARIANTS = (
         cases("weight"),
         ("hidden_states", "weight"),
         _cost,
-        static_shape=_site_shape,
+        static_shape=_static_shape,
         benchmark_case=make_benchmark_case("weight"),
         description="cast, then times weight",
     ),
@@ -147,7 +147,7 @@ _VARIANTS = (
         cases("weight"),
         ("hidden_states", "weight"),
         _cost,
-        static_shape=_site_shape,
+        static_shape=_static_shape,
         benchmark_case=make_benchmark_case("weight"),
         description="times (1 + weight) in fp32",
     ),
@@ -157,7 +157,7 @@ _VARIANTS = (
         cases("weight"),
         ("hidden_states", "weight"),
         _cost,
-        static_shape=_site_shape,
+        static_shape=_static_shape,
         benchmark_case=make_benchmark_case("weight"),
         description="times weight in fp32, then cast",
     ),
@@ -169,7 +169,7 @@ _VARIANTS = (
         _cost,
         check_module=_silu_gate,
         config_field="rms_norm_gated_implementation",
-        static_shape=_site_shape,
+        static_shape=_static_shape,
         benchmark_case=make_benchmark_case("weight", "gate"),
         description="standard, then times silu(gate)",
     ),
@@ -180,7 +180,7 @@ _VARIANTS = (
         ("hidden_states", "residual", "weight"),
         _cost,
         extends="standard",
-        static_shape=_site_shape,
+        static_shape=_static_shape,
         benchmark_case=make_benchmark_case("weight", "residual"),
         description="standard of a residual sum, and the sum",
     ),
@@ -191,7 +191,7 @@ _VARIANTS = (
         ("hidden_states", "residual", "weight"),
         _cost,
         extends="cast_last",
-        static_shape=_site_shape,
+        static_shape=_static_shape,
         benchmark_case=make_benchmark_case("weight", "residual"),
         description="cast_last of a residual sum, and the sum",
     ),
@@ -201,7 +201,7 @@ _VARIANTS = (
         cases("weight"),
         ("hidden_states", "weight"),
         _cost,
-        static_shape=_site_shape,
+        static_shape=_static_shape,
         benchmark_case=make_benchmark_case("weight"),
         description="standard, a row's bits free of its batch",
     ),

@@ -4,7 +4,7 @@ Backward recomputes the row's statistics from the `x` it must load anyway, so fo
 The weight's gradient is summed per program in registers, then over programs by a second kernel in a fixed order: no
 atomics, the same bits every run. A row's numbers depend on neither its place nor the number of rows (`_rows`).
 
-Times on an H200 are in benchmarks/results/elementwise_h200.json.
+Times on an H200 are in benchmarks/results/bench_h200.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from opslot.ops._common.arguments import as_rows, reject
 from opslot.ops._common.custom_op import custom_op, differentiable_op, launched, once_differentiable
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
-from opslot.ops._common.triton import Launcher, cdiv, multiprocessor_count
+from opslot.ops._common.triton import KernelLauncher, cdiv, sm_count
 
 MAX_WIDTH = 65536
 
@@ -154,14 +154,14 @@ def _sum_partials_kernel(partial_ptr, out_ptr, count, WIDTH: tl.constexpr, ROWS:
     tl.store(out_ptr + column, summed.to(out_ptr.dtype.element_ty), mask=column < WIDTH)
 
 
-_launch_forward = Launcher(_forward_kernel)
-_launch_backward = Launcher(_backward_kernel)
-_launch_sum_partials = Launcher(_sum_partials_kernel)
+_launch_forward = KernelLauncher(_forward_kernel)
+_launch_backward = KernelLauncher(_backward_kernel)
+_launch_sum_partials = KernelLauncher(_sum_partials_kernel)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Tile and grid of one launch: `rows` x `columns` elements, and for a persistent grid programs a multiprocessor."""
+class RowTiling:
+    """Tile and grid of one launch: `rows` x `columns` elements, and for a persistent grid CTAs per SM."""
 
     rows: int
     columns: int
@@ -171,16 +171,16 @@ class Plan:
 
 
 @functools.cache
-def forward_plan(width: int) -> Plan:
+def forward_plan(width: int) -> RowTiling:
     """Forward: tiles of 2048 elements, more for wider rows, at 32 elements a thread."""
     columns = triton.next_power_of_2(width)
     rows = max(1, 2048 // columns)
-    return Plan(rows, columns, warps=min(32, max(2 if rows == 1 else 4, rows * columns // 1024)))
+    return RowTiling(rows, columns, warps=min(32, max(2 if rows == 1 else 4, rows * columns // 1024)))
 
 
 @functools.cache
-def backward_plan(width: int, element_bytes: int) -> Plan:
-    """Backward: tiles of 4096 elements, two programs a multiprocessor, each loading up to two tiles ahead.
+def backward_plan(width: int, element_bytes: int) -> RowTiling:
+    """Backward: tiles of 4096 elements, two CTAs per SM, each loading up to two tiles ahead.
 
     Args:
         element_bytes: summed over the tensors that a tile is loaded from. Tiles in flight stay within 64 KiB of shared
@@ -189,7 +189,7 @@ def backward_plan(width: int, element_bytes: int) -> Plan:
     columns = triton.next_power_of_2(width)
     rows = max(1, 4096 // columns)
     stages = min(3, max(1, 2**16 // (rows * columns * element_bytes)))
-    return Plan(rows, columns, warps=min(32, max(8, rows * columns // 512)), programs=2, stages=stages)
+    return RowTiling(rows, columns, warps=min(32, max(8, rows * columns // 512)), programs=2, stages=stages)
 
 
 def _out_dtype(x: Tensor, weight: Tensor | None, gate: Tensor | None, cast_last: bool) -> torch.dtype:
@@ -274,7 +274,7 @@ def _run_backward(
     rows = x.numel() // width
     element_bytes = sum(t.element_size() for t in (dout, dsum, x, gate) if t is not None)
     plan = backward_plan(width, element_bytes)
-    programs = min(cdiv(rows, plan.rows), multiprocessor_count(x.device) * plan.programs)
+    programs = min(cdiv(rows, plan.rows), sm_count(x.device) * plan.programs)
     partial = None if dweight is None else x.new_empty((programs, width), dtype=torch.float32)
     dout, dout_stride = _rows(dout)
     x, x_stride = _rows(x)

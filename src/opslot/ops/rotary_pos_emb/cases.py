@@ -16,7 +16,7 @@ from opslot.slots.random_inputs import randn
 def _angles(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of random angles [..., R/2], repeated to [..., R] as upstream's rotary embeddings do."""
+    """cos and sin of random angles [..., R/2], repeated to [..., R] as Transformers' rotary embeddings do."""
     half = randn((*shape[:-1], shape[-1] // 2), torch.float32, device, generator, scale=3.0)
     both = torch.cat((half, half), dim=-1)
     return both.cos().to(dtype), both.sin().to(dtype)

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021, section 3.4.2): contract, references and costs.
 
-A head's rotary channels form pairs (a, b) that turn by the token's angles: (a cos - b sin, b cos + a sin). Upstream
-pairs channel i with channel i + R/2 ("halves"), except where the variant says otherwise.
+A head's rotary channels form pairs (a, b) that are rotated by the token's angles: (a cos - b sin, b cos + a sin).
+Channel i is paired with channel i + R/2 (NeoX layout, "halves"), except where the variant says otherwise.
 
 Shapes: `q` [B, heads, S, D] and `k` [B, kv_heads, S, D] for `unsqueeze_dim` 1, [B, S, heads, D] for 2, with any
 strides; `cos` and `sin` [B or 1, S, R], R = D unless partial, constants of the graph. Returns new (q, k), in the
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.sites import head_sizes
+from opslot.ops._common.model_config import head_sizes
 from opslot.ops.rotary_pos_emb.cases import (
     MULTIMODAL_CASES,
     VISION_CASES,
@@ -39,7 +39,7 @@ def _wide(x: Tensor, cos: Tensor) -> torch.dtype:
 
 
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Every channel of a head turns, in halves. The form of Llama, Qwen3 and most others."""
+    """Rotates every channel, NeoX layout (halves). The form of Llama, Qwen3 and most others."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
@@ -52,7 +52,7 @@ def full_cast_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim
 
 
 def single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
-    """`full` of one tensor, like `q`. Gemma-3n and Gemma-4 turn queries alone where layers share their keys."""
+    """`full` of one tensor, like `q`. Gemma-3n and Gemma-4 rotate queries alone where layers share their keys."""
     return _rotate(x, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
 
 
@@ -68,7 +68,7 @@ def half_angles(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: i
 
 
 def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """The first R = `cos.shape[-1]` channels turn, in halves; the others pass. The form of Qwen3.5 and GLM-4-MoE."""
+    """The first R = `cos.shape[-1]` channels are rotated (NeoX), the others pass. Used by Qwen3.5 and GLM-4-MoE."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     width = cos.shape[-1]
 
@@ -94,28 +94,28 @@ def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: i
     return one(q), one(k)
 
 
-def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = 2 * cos.shape[-1]
     even, odd = x[..., 0:width:2], x[..., 1:width:2]
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    return torch.cat((turned, x[..., width:]), dim=-1)
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    return torch.cat((rotated, x[..., width:]), dim=-1)
 
 
 def paired(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """Channels 2i and 2i + 1 are pair i, and stay in their places; an angle a pair: `cos`, `sin` [B or 1, S, R/2].
 
-    The first R channels turn, the others pass. The form of GLM-4 and Helium, whose angles come twice: one half of them
-    is what this takes.
+    The first R channels are rotated, the others pass. Used by GLM-4 and Helium, whose angles come twice: this takes
+    one half of them.
     """
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return _turn_pairs(q, cos, sin), _turn_pairs(k, cos, sin)
+    return _rotate_interleaved(q, cos, sin), _rotate_interleaved(k, cos, sin)
 
 
 def paired_cast_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`paired` in fp32, rounded to q's and k's dtypes at the end. The form of Cohere and ERNIE 4.5."""
     wide = _wide(q, cos)
     cos, sin = cos.unsqueeze(unsqueeze_dim).to(wide), sin.unsqueeze(unsqueeze_dim).to(wide)
-    return _turn_pairs(q.to(wide), cos, sin).to(q.dtype), _turn_pairs(k.to(wide), cos, sin).to(k.dtype)
+    return _rotate_interleaved(q.to(wide), cos, sin).to(q.dtype), _rotate_interleaved(k.to(wide), cos, sin).to(k.dtype)
 
 
 def vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,7 +138,7 @@ def merge_sections(x: Tensor, mrope_section: Sequence[int]) -> Tensor:
 def multimodal(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Qwen2-VL's form: `cos`, `sin` [3, B, S, D] merge by sections (`merge_sections`), then every channel turns."""
+    """Qwen2-VL's form: `cos`, `sin` [3, B, S, D] merge by sections (`merge_sections`), then as `full`."""
     return full(q, k, merge_sections(cos, mrope_section), merge_sections(sin, mrope_section), unsqueeze_dim)
 
 
@@ -162,7 +162,7 @@ def _variant(
     """A variant of q and k.
 
     Args:
-        ratio: a head's width over its rotary width where a language model's config gives the sizes of a site.
+        ratio: a head's width over its rotary width where a language model's config gives the sizes of a call site.
         angles: of those sizes' cases, as in `cases.py`.
     """
     return OpVariant(

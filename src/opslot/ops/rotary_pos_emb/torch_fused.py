@@ -1,7 +1,7 @@
 """Rotary position embedding for any device in three passes of plain torch; measured worth it on CPU.
 
-One product makes the result and two in-place products add the turned halves; no rotated copy, and backward is the same
-with the angle's sign changed.
+One multiplication makes the result and two in-place ones add the rotated halves; no rotated copy, and backward is
+the same with the angle's sign changed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from opslot.ops._common.custom_op import once_differentiable
 _LABEL = "rotary_pos_emb_implementation='torch_fused'"
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """`x` [..., D] turned in its first `cos.shape[-1]` channels, by minus the angle if `inverse`."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    """`x` [..., D] rotated in its first `cos.shape[-1]` channels, by minus the angle if `inverse`."""
     width = cos.shape[-1]
     half = width // 2
     if width == x.shape[-1]:
@@ -41,22 +41,22 @@ class _Rotary(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)
         ctx.dtypes = [x.dtype for x in tensors]
-        turned = (_turn(x, cos, sin, False) for x in tensors)
-        return tuple(out.to(x.dtype) if keep_dtype else out for x, out in zip(tensors, turned, strict=True))
+        rotated = (_rotate(x, cos, sin, False) for x in tensors)
+        return tuple(out.to(x.dtype) if keep_dtype else out for x, out in zip(tensors, rotated, strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         grads = (
-            _turn(dout, cos, sin, True).to(dtype) if need and dout is not None else None
+            _rotate(dout, cos, sin, True).to(dtype) if need and dout is not None else None
             for dout, dtype, need in zip(douts, ctx.dtypes, ctx.needs_input_grad[3:], strict=True)
         )
         return None, None, None, *grads
 
 
 def _apply(cos: Tensor, sin: Tensor, unsqueeze_dim: int, *tensors: Tensor, keep_dtype: bool = False) -> Any:
-    """The `tensors` turned, as a tuple."""
+    """The rotated `tensors`, as a tuple."""
     for name, angles in (("cos", cos), ("sin", sin)):
         if angles.requires_grad:
             reject(_LABEL, name, "it requires a gradient, and only q and k receive one", "use eager")

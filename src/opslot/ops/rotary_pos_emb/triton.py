@@ -1,6 +1,6 @@
 """Rotary position embedding in Triton: queries and keys in one launch, each read once and written once.
 
-A program turns all heads of one token, so the token's angles are loaded once; tensors are addressed by their own
+A program rotates all heads of one token, so cos and sin are loaded once; tensors are addressed by their own
 strides, so transposed views cost no copy. Backward is the same kernel turning the other way.
 
 Strides reach the kernel in units of UNIT elements, a constant that divides all of them: heads of 72 channels, whose
@@ -23,7 +23,7 @@ from torch import Tensor
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import custom_op, launched, once_differentiable
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
-from opslot.ops._common.triton import Launcher, cdiv
+from opslot.ops._common.triton import KernelLauncher, cdiv
 from opslot.ops.rotary_pos_emb.op import merge_sections
 
 _LABEL = "rotary_pos_emb_implementation='triton'"
@@ -218,11 +218,11 @@ def _rotary_kernel(
         )
 
 
-_launch = Launcher(_rotary_kernel)
+_launch = KernelLauncher(_rotary_kernel)
 
 
 @dataclass(frozen=True)
-class Plan:
+class HeadTiling:
     """How a launch covers heads and channels: programs a token, tile sizes, channels that pass, warps."""
 
     groups: int
@@ -236,7 +236,7 @@ class Plan:
 
 
 @functools.cache
-def _plan(q_heads: int, k_heads: int, rotary: int, width: int) -> Plan:
+def _plan(q_heads: int, k_heads: int, rotary: int, width: int) -> HeadTiling:
     half, spare = rotary // 2, width - rotary
     half_tile = triton.next_power_of_2(half)
     groups = cdiv(max(q_heads, k_heads), max(1, _TILE // half_tile))
@@ -246,7 +246,7 @@ def _plan(q_heads: int, k_heads: int, rotary: int, width: int) -> Plan:
     # Idle lanes leave fewer bytes on their way: 16384 patches with 16 heads of 72 take 0.098 ms on an H200 with one
     # warp and 0.090 with two; 32 heads of 80 take 3% more with two than with one, and 20% more with four.
     warps = min(8, max(1, lanes // 1024)) if half == half_tile else min(2, max(1, lanes // 512))
-    return Plan(groups, q_tile, k_tile, half, half_tile, spare, triton.next_power_of_2(max(spare, 1)), warps)
+    return HeadTiling(groups, q_tile, k_tile, half, half_tile, spare, triton.next_power_of_2(max(spare, 1)), warps)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -266,7 +266,7 @@ def _arguments(
 
     Args:
         shape: q's, [B, heads, S, D].
-        rotary: channels of a head that turn.
+        rotary: channels of a head that are rotated.
         pairs: whether neighbouring channels are the pairs, of the tensors read and of those written.
         q_strides, k_strides: of the tensor read and of the one written; `k_heads` is 0 where there is no k.
     """
@@ -450,7 +450,7 @@ def _apply(
     """Turn `q`, and `k` unless it is None.
 
     Args:
-        pairs: whether neighbouring channels are the pairs that turn, on the way in and on the way out.
+        pairs: whether the layout is GPT-J (interleaved), else NeoX (halves), of the input and of the output.
         half_angles: `cos` and `sin` have an angle a pair.
         partial: they may be for fewer channels than a head has.
         keep_dtype: the results are in `q`'s dtype, whatever that of `cos`.

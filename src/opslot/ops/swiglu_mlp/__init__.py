@@ -1,7 +1,7 @@
 """swiglu_mlp: registration of the op and of its kernels.
 
-No kernel for CPU: recomputing in backward, in-place products and cache-sized chunks of plain torch were all measured
-within 5 % of eager there, or slower ([8192, 256], [8192, 768], [1024, 192] fp32, 1 and 2 threads).
+No kernel for CPU: recomputing in backward, in-place multiplication and cache-sized chunks of plain torch were all
+measured within 5 % of eager there, or slower ([8192, 256], [8192, 768], [1024, 192] fp32, 1 and 2 threads).
 """
 
 from collections.abc import Callable

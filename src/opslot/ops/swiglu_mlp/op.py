@@ -68,7 +68,7 @@ def _silu_if_named(module: Any) -> str | None:
     return _needs_silu(module) if named else None
 
 
-def _site_shape(request: KernelRequest) -> Mapping[str, int] | None:
+def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
     down = getattr(request.module, "down_proj", None)
     width = getattr(down, "in_features", None)
     return None if width is None else {"width": width}
@@ -89,7 +89,7 @@ _VARIANTS = (
         ("gate", "up"),
         _cost,
         check_module=_needs_silu,
-        static_shape=_site_shape,
+        static_shape=_static_shape,
         benchmark_case=benchmark_case,
         description="silu(gate) * up",
     ),
@@ -100,7 +100,7 @@ _VARIANTS = (
         ("gate_up",),
         _cost,
         check_module=_needs_silu,
-        static_shape=_site_shape,
+        static_shape=_static_shape,
         benchmark_case=fused_benchmark_case,
         description="silu(first half) * second half",
     ),
@@ -111,7 +111,7 @@ _VARIANTS = (
         ("gate", "up"),
         _cost,
         check_module=_silu_if_named,
-        static_shape=_site_shape,
+        static_shape=_static_shape,
         benchmark_case=clamped_benchmark_case,
         description="gate and up within a limit",
     ),

@@ -16,7 +16,7 @@ from torch import Tensor
 from opslot.ops._common.arguments import as_rows, reject
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
-from opslot.ops._common.triton import Launcher, cdiv
+from opslot.ops._common.triton import KernelLauncher, cdiv
 
 _BLOCK = 1024
 _WARPS = 4
@@ -107,8 +107,8 @@ def _backward_kernel(
         tl.store(dgate_ptr + row * dgate_stride + column, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
 
 
-_forward_launcher = Launcher(_forward_kernel)
-_backward_launcher = Launcher(_backward_kernel)
+_forward_launcher = KernelLauncher(_forward_kernel)
+_backward_launcher = KernelLauncher(_backward_kernel)
 
 
 def _layout(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, int, int], int]:

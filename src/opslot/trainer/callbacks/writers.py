@@ -54,7 +54,7 @@ class MetricsCallback(Callback):
     def on_train_start(self, trainer: BaseTrainer) -> None:
         kept = read_metrics(trainer.output_dir, trainer.step)
         path = trainer.output_dir / METRICS_FILE
-        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+        write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot.ops._common.jit import dot, narrow
-from opslot.ops._common.triton import Launcher, cdiv
+from opslot._base.jit import dot, downcast
+from opslot.ops._common.triton import KernelLauncher, cdiv
 from opslot.ops.chunk_gated_delta_rule.kernels.call import Call, as_tokens, strides
 from opslot.ops.chunk_gated_delta_rule.kernels.chunks import CHUNK
 from opslot.ops.chunk_gated_delta_rule.kernels.forward import Recurrence
@@ -80,7 +80,7 @@ def local_kernel(
         for first in tl.range(0, V, BV, num_stages=COLUMN_STAGES):
             column = first + tl.arange(0, BV)
             dout = load_tokens(dout_ptr, start, length, head, dout_token, dout_head, column, V, CHUNK)
-            local = dot(narrow(within, q_ptr.dtype.element_ty), dout, tl.zeros((CHUNK, BV), dtype=tl.float32))
+            local = dot(downcast(within, q_ptr.dtype.element_ty), dout, tl.zeros((CHUNK, BV), dtype=tl.float32))
             store_plane(local_ptr, local, program, column, V, CHUNK)
 
 
@@ -133,7 +133,7 @@ def dstates_kernel(
     for step in tl.range(0, count, num_stages=STAGES):
         start = begin + (count - 1 - step) * CHUNK
         index = (first + count - 1 - step) * HEADS + head
-        held = narrow(dstate, dtype)
+        held = downcast(dstate, dtype)
         store_state(dstates_ptr, dstate, index, row, column, K, V)
         q = load_tokens(q_ptr, start, end - start, head // GROUP, q_token, q_head, row, K, CHUNK)
         k = load_tokens(k_ptr, start, end - start, head // GROUP, k_token, k_head, row, K, CHUNK)
@@ -145,9 +145,9 @@ def dstates_kernel(
         later = dot(k, held, tl.zeros((CHUNK, BV), dtype=tl.float32))
         dcorrection = local + later * tl.exp(last - cumulated)[:, None]
         store_plane(dcorrection_ptr, dcorrection, index, column, V, CHUNK)
-        asked = narrow(dout.to(tl.float32) * (tl.exp(cumulated) * scale)[:, None], dtype)
+        asked = downcast(dout.to(tl.float32) * (tl.exp(cumulated) * scale)[:, None], dtype)
         dstate = dot(tl.trans(q), asked, dstate * tl.exp(last))
-        dstate = dot(tl.trans(reads), narrow(-dcorrection, dtype), dstate)
+        dstate = dot(tl.trans(reads), downcast(-dcorrection, dtype), dstate)
     if WANT_DINITIAL:
         store_state(dinitial_ptr, dstate, tl.program_id(0), row, column, K, V)
 
@@ -203,7 +203,7 @@ def dvalue_kernel(
             store_tokens(dv_ptr, x * rate[:, None], start, length, head, column, HEADS, V, CHUNK)
             drate += tl.sum(x * v, 1)
             dwithin = dot(dout, tl.trans(correction), dwithin)
-            dsystem = dot(narrow(-x, dtype), tl.trans(correction), dsystem)
+            dsystem = dot(downcast(-x, dtype), tl.trans(correction), dsystem)
         dwithin *= decay(cumulated, cumulated, i[:, None] >= i[None, :]) * scale
         dsystem *= decay(cumulated, cumulated, i[:, None] > i[None, :])
         store_plane(dwithin_ptr, dwithin, program, i, CHUNK, CHUNK)
@@ -290,7 +290,7 @@ def dkey_kernel(
             written *= tl.exp(last - cumulated)[:, None]
             dcumulated += tl.where(i == CHUNK - 1, tl.sum(wide * written), 0.0)
             written = dot(tl.trans(dwithin), q, written)
-            written = dot(tl.trans(dsystem), narrow(wide * rate[:, None], dtype), written)
+            written = dot(tl.trans(dsystem), downcast(wide * rate[:, None], dtype), written)
             # What it reads has faded until its token.
             read = dot(dsystem, k, -read * tl.exp(cumulated)[:, None])
             drate += tl.sum(wide * read, 1)
@@ -301,14 +301,14 @@ def dkey_kernel(
         # A token's own log decay is part of its own and all later sums of the chunk.
         dg = tl.sum(tl.where(i[:, None] >= i[None, :], dcumulated[:, None], 0.0), 0)
         offset = (start + i).to(tl.int64) * HEADS + head
-        tl.store(dg_ptr + offset, narrow(dg, dg_ptr.dtype.element_ty), mask=i < length)
-        tl.store(dbeta_ptr + offset, narrow(drate, dbeta_ptr.dtype.element_ty), mask=i < length)
+        tl.store(dg_ptr + offset, downcast(dg, dg_ptr.dtype.element_ty), mask=i < length)
+        tl.store(dbeta_ptr + offset, downcast(drate, dbeta_ptr.dtype.element_ty), mask=i < length)
 
 
-_launch_local = Launcher(local_kernel)
-_launch_dstates = Launcher(dstates_kernel)
-_launch_dvalue = Launcher(dvalue_kernel)
-_launch_dkey = Launcher(dkey_kernel)
+_launch_local = KernelLauncher(local_kernel)
+_launch_dstates = KernelLauncher(dstates_kernel)
+_launch_dvalue = KernelLauncher(dvalue_kernel)
+_launch_dkey = KernelLauncher(dkey_kernel)
 
 
 def write_gradients(

@@ -14,7 +14,7 @@ from opslot.ops.chunk_gated_delta_rule.kernels.norm import normalized
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChunkTiling:
     """How the kernels cut widths.
 
     Attributes:
@@ -34,16 +34,16 @@ class Plan:
 
 
 @functools.cache
-def plan_for(key: int, value: int, element_bytes: int) -> Plan:
+def plan_for(key: int, value: int, element_bytes: int) -> ChunkTiling:
     """Sized to what ptxas says of registers and shared memory on Hopper, not measured.
 
-    A walk is bound by its chain of small products, so its blocks are narrow: 128 wide values make four walks a head.
+    A walk is bound by its chain of small matmuls, so its blocks are narrow: 128 wide values make four walks a head.
     The last kernels of backward hold three accumulators; 64 columns of values would spill twice as many registers.
     """
     key_full, value_full = (max(16, triton.next_power_of_2(n)) for n in (key, value))
     most = 64 if element_bytes == 2 else 32
     narrow_state = element_bytes > 2 or key_full > 128
-    return Plan(
+    return ChunkTiling(
         key=key_full,
         key_block=min(most, key_full),
         value_block=min(most, value_full),
@@ -71,7 +71,7 @@ class Call:
     log_decay: Tensor
     rate: Tensor
     chunks: Chunks
-    plan: Plan
+    plan: ChunkTiling
 
     @property
     def heads(self) -> int:

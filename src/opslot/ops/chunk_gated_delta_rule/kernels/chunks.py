@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot.ops._common.triton import Launcher, cdiv
+from opslot.ops._common.triton import KernelLauncher, cdiv
 
 CHUNK = 64
 
@@ -53,7 +53,7 @@ def chunk_table_kernel(
     tl.store(length_ptr + chunk, tl.where(real, tl.minimum(stop - start, CHUNK), 0), mask=chunk < chunks)
 
 
-_launch_chunk_table = Launcher(chunk_table_kernel)
+_launch_chunk_table = KernelLauncher(chunk_table_kernel)
 
 
 @dataclass(frozen=True)

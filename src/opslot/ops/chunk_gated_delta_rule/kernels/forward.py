@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot.ops._common.jit import dot, narrow
-from opslot.ops._common.triton import Launcher, cdiv
+from opslot._base.jit import dot, downcast
+from opslot.ops._common.triton import KernelLauncher, cdiv
 from opslot.ops.chunk_gated_delta_rule.kernels.call import Call, strides
 from opslot.ops.chunk_gated_delta_rule.kernels.chunks import CHUNK
 from opslot.ops.chunk_gated_delta_rule.kernels.system import solve
@@ -73,7 +73,7 @@ def states_kernel(
     for step in tl.range(0, count, num_stages=STAGES):
         start = begin + step * CHUNK
         index = (first + step) * HEADS + head
-        held = narrow(state, dtype)
+        held = downcast(state, dtype)
         store_state(states_ptr, state, index, row, column, K, V)
         k = load_tokens(k_ptr, start, end - start, head // GROUP, k_token, k_head, row, K, CHUNK)
         reads = load_plane(reads_ptr, index, row, K, CHUNK)
@@ -82,7 +82,7 @@ def states_kernel(
         last = tl.load(cumulated_ptr + index.to(tl.int64) * CHUNK + CHUNK - 1)
         correction = writes - dot(reads, held, tl.zeros((CHUNK, BV), dtype=tl.float32))
         store_plane(correction_ptr, correction, index, column, V, CHUNK)
-        kept = narrow(correction * tl.exp(last - cumulated)[:, None], dtype)
+        kept = downcast(correction * tl.exp(last - cumulated)[:, None], dtype)
         state = dot(tl.trans(k), kept, state * tl.exp(last))
     if WANT_FINAL:
         store_state(final_ptr, state, tl.program_id(0), row, column, K, V)
@@ -131,12 +131,12 @@ def output_kernel(
             out = dot(q, state, out)
         within *= decay(cumulated, cumulated, i[:, None] >= i[None, :])
         correction = load_plane(correction_ptr, program, column, V, CHUNK)
-        out = dot(narrow(within, q_ptr.dtype.element_ty), correction, out * tl.exp(cumulated)[:, None])
+        out = dot(downcast(within, q_ptr.dtype.element_ty), correction, out * tl.exp(cumulated)[:, None])
         store_tokens(out_ptr, out * scale, start, length, head, column, HEADS, V, CHUNK)
 
 
-_launch_states = Launcher(states_kernel)
-_launch_output = Launcher(output_kernel)
+_launch_states = KernelLauncher(states_kernel)
+_launch_output = KernelLauncher(output_kernel)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot.ops._common.jit import narrow
-from opslot.ops._common.triton import Launcher, cdiv
+from opslot._base.jit import downcast
+from opslot.ops._common.triton import KernelLauncher, cdiv
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -30,7 +30,7 @@ def normalize_kernel(
     offset = (row // HEADS).to(tl.int64) * token_stride + (row % HEADS) * head_stride
     x = tl.load(x_ptr + offset[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
-    tl.store(out_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :], narrow(x, out_ptr.dtype.element_ty), mask)
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :], downcast(x, out_ptr.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -62,11 +62,11 @@ def fold_kernel(
         inverse_norm = tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
         x *= inverse_norm
         total = inverse_norm * (total - x * tl.sum(x * total, 1)[:, None])
-    tl.store(dx_ptr + place + column[None, :], narrow(total, dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dx_ptr + place + column[None, :], downcast(total, dx_ptr.dtype.element_ty), mask=mask)
 
 
-_launch_normalize = Launcher(normalize_kernel)
-_launch_fold = Launcher(fold_kernel)
+_launch_normalize = KernelLauncher(normalize_kernel)
+_launch_fold = KernelLauncher(fold_kernel)
 
 
 def _program_shape(width: int) -> tuple[int, int]:

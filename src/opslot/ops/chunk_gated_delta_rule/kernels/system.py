@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot.ops._common.jit import dot, narrow
-from opslot.ops._common.triton import Launcher
+from opslot._base.jit import dot, downcast
+from opslot.ops._common.triton import KernelLauncher
 from opslot.ops.chunk_gated_delta_rule.kernels.call import Call, strides
 from opslot.ops.chunk_gated_delta_rule.kernels.chunks import CHUNK
 from opslot.ops.chunk_gated_delta_rule.kernels.tiles import (
@@ -123,7 +123,7 @@ def solve_kernel(
                 block = zeros
                 if c <= r:
                     block = solved[r * (r + 1) // 2 + c]
-                tl.store(base + r * BLOCK * CHUNK + c * BLOCK, narrow(block, inverse_ptr.dtype.element_ty))
+                tl.store(base + r * BLOCK * CHUNK + c * BLOCK, downcast(block, inverse_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -161,8 +161,8 @@ def reads_writes_kernel(
         cumulated = tl.load(cumulated_ptr + program.to(tl.int64) * CHUNK + i)
         inverse = load_plane(inverse_ptr, program, i, CHUNK, CHUNK).to(tl.float32)
         # The rates scale columns of M instead of rows of k and v, which enter as they are.
-        of_v = narrow(inverse * rate[None, :], dtype)
-        of_k = narrow(inverse * (rate * tl.exp(cumulated))[None, :], dtype)
+        of_v = downcast(inverse * rate[None, :], dtype)
+        of_k = downcast(inverse * (rate * tl.exp(cumulated))[None, :], dtype)
         for first in tl.range(0, V, BV, num_stages=COLUMN_STAGES):
             column = first + tl.arange(0, BV)
             v = load_tokens(v_ptr, start, length, head, v_token, v_head, column, V, CHUNK)
@@ -175,8 +175,8 @@ def reads_writes_kernel(
             store_plane(reads_ptr, reads, program, column, K, CHUNK)
 
 
-_launch_solve = Launcher(solve_kernel)
-_launch_reads_writes = Launcher(reads_writes_kernel)
+_launch_solve = KernelLauncher(solve_kernel)
+_launch_reads_writes = KernelLauncher(reads_writes_kernel)
 
 
 def solve(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -4,8 +4,8 @@ Tokens are [T, heads, width] with strides, T over all rows. What only kernels se
 [chunks * V_heads, 64, width], zero (reads, writes and what follows from them) behind a chunk's last token. The table of
 chunks may hold chunks of length 0 at its end; nothing is read or written for those.
 
-In all kernels, no operand of a product is the transpose of a computed tile: what is needed transposed is computed that
-way, or goes through memory. From such operands Triton 3.4 and later compute wrong products on Hopper
+In all kernels, no operand of a matmul is the transpose of a computed tile: what is needed transposed is computed that
+way, or goes through memory. From such operands Triton 3.4 and later compute wrong matmuls on Hopper
 (flash-linear-attention issues 640 and 984).
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opslot.ops._common.jit import narrow
+from opslot._base.jit import downcast
 
 # A width is a few blocks long: with more loads in flight, shared memory would hold fewer programs.
 COLUMN_STAGES = tl.constexpr(2)
@@ -34,7 +34,7 @@ def store_tokens(ptr, tile, start, length, head, column, HEADS: tl.constexpr, WI
     i = tl.arange(0, CHUNK)
     offset = ((start + i).to(tl.int64)[:, None] * HEADS + head) * WIDTH + column[None, :]
     mask = (i < length)[:, None] & (column < WIDTH)[None, :]
-    tl.store(ptr + offset, narrow(tile, ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr + offset, downcast(tile, ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def load_plane(ptr, index, column, WIDTH: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 def store_plane(ptr, tile, index, column, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     offset = (index.to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None] * WIDTH + column[None, :]
-    tl.store(ptr + offset, narrow(tile, ptr.dtype.element_ty), mask=(column < WIDTH)[None, :])
+    tl.store(ptr + offset, downcast(tile, ptr.dtype.element_ty), mask=(column < WIDTH)[None, :])
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def load_state(ptr, index, row, column, K: tl.constexpr, V: tl.constexpr):
 def store_state(ptr, tile, index, row, column, K: tl.constexpr, V: tl.constexpr):
     offset = (index.to(tl.int64) * K + row)[:, None] * V + column[None, :]
     mask = (row < K)[:, None] & (column < V)[None, :]
-    tl.store(ptr + offset, narrow(tile, ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr + offset, downcast(tile, ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

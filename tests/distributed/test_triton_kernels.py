@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from opslot.distributed.copy_engine import sum_parts as plain
-from opslot.ops._common.sum_parts import sum_parts
+from opslot.distributed.triton_kernels import sum_parts
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

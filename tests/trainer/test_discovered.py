@@ -1,4 +1,4 @@
-"""Training architectures without a patch."""
+"""Training architectures whose slots discovery finds."""
 
 import json
 
@@ -31,7 +31,7 @@ def of(settings, tmp_path, tokenizer):
     return of
 
 
-def test_moe_without_a_patch_trains_on_packed_documents(train, of, settings, tmp_path):
+def test_mixture_of_experts_trains_on_packed_documents(train, of, settings, tmp_path):
     of("mixtral", num_local_experts=4, num_experts_per_tok=2)
     settings["train"]["max_steps"] = 12
     code, out, _ = train()
@@ -39,8 +39,8 @@ def test_moe_without_a_patch_trains_on_packed_documents(train, of, settings, tmp
     assert "MixtralExperts" in out
     losses = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < 0.8 * losses[0]
-    _, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf", output_loading_info=True)
-    assert not any(told.values()), told
+    _, loading_info = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf", output_loading_info=True)
+    assert not any(loading_info.values()), loading_info
 
 
 def test_packing_raises_where_documents_could_see_each_other(train, of, settings):
@@ -48,7 +48,7 @@ def test_packing_raises_where_documents_could_see_each_other(train, of, settings
     code, _, err = train()
     assert code == 2
     assert "Gemma3ForCausalLM cannot train on packed documents, which would see each other" in err
-    assert "found: its masks are not causal" in err
+    assert "found: its masks are not only causal" in err
     assert "hint: set data.packing: false" in err
     settings["data"]["packing"] = False
     assert train()[0] == 0
@@ -70,9 +70,23 @@ EXPERTS = {
 }
 
 
+VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+
+
+def with_vision(name, **sizes):
+    """Sizes of the model with a vision tower, as the checkpoints on the hub have them."""
+    text = SIZES | DELTA | sizes | {"model_type": f"{name}_text"}
+    return {"text_config": text, "vision_config": VISION}
+
+
 @pytest.mark.parametrize(
     ("model_type", "sizes"),
     [
+        ("qwen3_5", {"architectures": ["Qwen3_5ForConditionalGeneration"], **with_vision("qwen3_5")}),
+        (
+            "qwen3_5_moe",
+            {"architectures": ["Qwen3_5MoeForConditionalGeneration"], **with_vision("qwen3_5_moe", **EXPERTS)},
+        ),
         ("qwen3_next", DELTA | EXPERTS),
         ("qwen3_5_text", DELTA),
         ("qwen3_5_moe_text", DELTA | EXPERTS),
@@ -84,11 +98,13 @@ def test_linear_attention_trains_without_packing(train, of, settings, model_type
     settings["data"]["sample_by"] = "line"
     code, _, err = train()
     assert code == 2
-    assert "ForCausalLM cannot train on packed documents, which would see each other" in err
+    assert "cannot train on packed documents, which would see each other" in err
     assert "hint: set data.packing: false" in err
     settings["data"]["max_tokens_per_batch"] = 64
     assert "hint: set data.packing: false and remove data.max_tokens_per_batch" in train()[2]
     settings["data"] |= {"max_tokens_per_batch": None, "packing": False}
-    code, _, err = train()
+    code, out, err = train()
     assert "Traceback" not in err
     assert code == 0
+    loader = sizes["architectures"][0] if "architectures" in sizes else "AutoModelForCausalLM"
+    assert f"load it with: {loader}.from_pretrained(" in out

@@ -1,4 +1,4 @@
-"""Triton functions that the kernels of several ops call."""
+"""Triton functions that kernels of several rooms call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def dot(a, b, acc):
 
 
 @triton.jit
-def narrow(x, dtype: tl.constexpr):
+def downcast(x, dtype: tl.constexpr):
     """float32 `x` rounded to `dtype`."""
     if _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)

@@ -1,4 +1,4 @@
-"""Static sizes of a model around a slot, as its Transformers config tells them."""
+"""Static sizes of a model around a slot, read from its Transformers config."""
 
 from __future__ import annotations
 

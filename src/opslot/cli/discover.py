@@ -1,0 +1,143 @@
+"""`opslot discover`: the slots of an architecture, and the parts of it that keep Transformers' implementation."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from opslot._base.errors import ConfigError, PatchError
+from opslot._base.files import write_text
+from opslot.models.discovery import Discovery, discover, find_patch
+from opslot.patchgen import PatchConfig
+from opslot.patchgen.engine import generate
+from opslot.patchgen.source import installed_release
+from opslot.patchgen.writing import patch_source
+from opslot.slots import format_table
+
+
+def run(name: str | None, *, every: bool, as_json: bool, verify: bool, output: str | None) -> int:
+    """Print what is found in an architecture; with `verify`, check a tiny model of it; with `output`, write its patch.
+
+    Exit code 1 if there are no slots, if the module cannot be generated with them, or if the check fails.
+    """
+    if (name is None) != every:
+        raise ConfigError("no architecture named", hint="name one, e.g. `opslot discover mistral`, or give --all")
+    if every:
+        if verify or output:
+            raise ConfigError("--verify and -o are for one architecture", found="--all")
+        return _all(as_json)
+    assert name is not None
+    arch, config_file = _arch_of(name)
+    report = _report(discover(arch))
+    if output and not report["problem"]:
+        _write(arch, output)
+    if verify:
+        report["verified"], report["check"] = _verify(config_file, arch)
+    print(json.dumps(report, indent=2) if as_json else _table(report))
+    return 0 if report["matches"] and not report["problem"] and report.get("verified", True) else 1
+
+
+def _arch_of(name: str) -> tuple[str, Path | None]:
+    """The folder under `transformers/models` that a folder's name, a model_type or a model's config names."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+
+    path, file = Path(name), None
+    if path.is_dir() or path.suffix == ".json":
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            name = json.loads(file.read_text())["model_type"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(f"{file} is not a config.json with a model_type: {error}") from error
+    if name in CONFIG_MAPPING_NAMES:
+        return model_type_to_module_name(name), file
+    if not (installed_release().root / "models" / name / f"modeling_{name}.py").is_file():
+        near = difflib.get_close_matches(name, CONFIG_MAPPING_NAMES, 3)
+        raise ConfigError(
+            f"transformers {installed_release().version} has no architecture {name!r}",
+            hint=f"did you mean {', '.join(near)}?" if near else "",
+        )
+    return name, file
+
+
+def _patch(arch: str) -> PatchConfig:
+    patch = find_patch(arch, installed_release())
+    assert patch is not None
+    return patch
+
+
+def _write(arch: str, output: str) -> None:
+    try:
+        write_text(Path(output), patch_source(_patch(arch)))
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror}") from error
+    print(f"wrote {output}", file=sys.stderr)
+
+
+def _verify(file: Path | None, arch: str) -> tuple[bool, str]:
+    from opslot.models import load_config
+    from opslot.verify.architecture import check_architecture
+
+    check = check_architecture(arch if file is None else load_config(file))
+    return check.ok, str(check)
+
+
+def _report(found: Discovery) -> dict[str, Any]:
+    try:
+        problem = ""
+        if found.matches:
+            generate(_patch(found.arch), installed_release())
+    except PatchError as error:
+        problem = str(error)
+    return {
+        "architecture": found.arch,
+        "transformers": installed_release().version,
+        "matches": [{"symbol": match.symbol, "op": str(match)} for match in found.matches],
+        "skipped": [{"symbol": skip.symbol, "op": skip.op, "reason": skip.reason} for skip in found.skips],
+        "problem": problem,
+    }
+
+
+def _table(report: dict[str, Any]) -> str:
+    parts = [f"{report['architecture']} in transformers {report['transformers']}"]
+    if report["matches"]:
+        parts += format_table(("match", "op"), [(row["symbol"], row["op"]) for row in report["matches"]])
+    else:
+        parts.append("no code that opslot has a form of")
+    if report["skipped"]:
+        rows = [(row["symbol"], row["op"], row["reason"]) for row in report["skipped"]]
+        parts += ["", *format_table(("skipped (Transformers' implementation)", "op", "because it"), rows)]
+    if report["problem"]:
+        parts += ["", f"The module cannot be generated with these slots:\n{report['problem']}"]
+    if "check" in report:
+        parts += ["", report["check"]]
+    return "\n".join(parts)
+
+
+def _all(as_json: bool) -> int:
+    release = installed_release()
+    reports = []
+    for folder in sorted((release.root / "models").iterdir()):
+        if not (folder / f"modeling_{folder.name}.py").is_file():
+            continue
+        report = _report(discover(folder.name))
+        if report["matches"]:
+            reports.append(report)
+            if not as_json:
+                print(_line(report), flush=True)
+    bad = [report["architecture"] for report in reports if report["problem"]]
+    if as_json:
+        print(json.dumps(reports, indent=2))
+    else:
+        failed = f", {len(bad)} of which cannot be generated" if bad else ""
+        print(f"transformers {release.version}: slots in {len(reports)} architectures{failed}")
+    for name in bad:
+        print(f"`opslot discover {name}` shows why it cannot be generated", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def _line(report: dict[str, Any]) -> str:
+    ops = ", ".join(dict.fromkeys(match["op"] for match in report["matches"]))
+    return f"{report['architecture']:24} {'FAILED' if report['problem'] else ops}"

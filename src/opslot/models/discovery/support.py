@@ -1,0 +1,61 @@
+"""What every generated module needs beside its slots, so that Transformers treats its classes as its own."""
+
+from __future__ import annotations
+
+from opslot.patchgen import PatchConfig
+from opslot.patchgen.forms import ModuleView
+
+# Heads that upstream's `Generic<head>` mixins implement.
+_GENERIC_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
+
+def write_support(patch: PatchConfig, module: ModuleView) -> None:
+    """Add it to a patch."""
+    _hold_generated_backbones(patch, module)
+    _record_outputs(patch)
+    for name in module.models:
+        _convert_checkpoints(patch, name)
+
+
+def _hold_generated_backbones(patch: PatchConfig, module: ModuleView) -> None:
+    """Let a generic head that is constructed directly hold the generated backbone: AutoModel would build upstream's."""
+    for name in module.classes:
+        head = next((head for head in _GENERIC_HEADS if name.endswith(head)), None)
+        if head is None or f"Generic{head}" not in module.bases(name) or module.own_methods(name):
+            continue
+        backbone = f"{name.removesuffix(head)}Model"
+        if backbone in module.classes:
+            patch.inherit_method(f"{name}.__init__", "transformers.modeling_layers", f"Generic{head}.__init__")
+            patch.replace(f"{name}.__init__", "AutoModel.from_config(config)", f"{backbone}(config)")
+
+
+def _record_outputs(patch: PatchConfig) -> None:
+    """Let upstream capture router logits and hidden states of instances that never ran `__init__` of their class.
+
+    Upstream registers in `__init__` what a class can record. An instance that moved here from upstream's class, or was
+    unpickled in another process, would silently record nothing, and its load-balancing loss would be zero.
+    """
+    patch.add_import("transformers.utils.output_capturing", names=["_CAN_RECORD_REGISTRY"])
+    patch.add_final_block(
+        """
+        # Keys are the classes' names, as upstream writes them for the first instance.
+        for _model_class in [value for value in globals().values() if isinstance(value, type)]:
+            if issubclass(_model_class, PreTrainedModel) and _model_class.__module__ == __name__:
+                dict.__setitem__(_CAN_RECORD_REGISTRY, str(_model_class), _model_class._can_record_outputs)
+        """
+    )
+    patch.depends_on("transformers.utils.output_capturing", "install_all_output_capturing_hooks")
+
+
+def _convert_checkpoints(patch: PatchConfig, name: str) -> None:
+    """Let Transformers convert checkpoints for the generated classes as it does for its own.
+
+    Newer releases convert nothing for classes outside Transformers: `from_pretrained` would draw experts at random
+    where the checkpoint has a tensor for each, and `save_pretrained` would write them in another layout than the hub's.
+    """
+    patch.add_final_block(
+        f"""
+        # A subclass in another module stays custom code, as a subclass of upstream's class is.
+        {name}.is_custom_code = classmethod(lambda cls: cls.__module__ != __name__)
+        """
+    )

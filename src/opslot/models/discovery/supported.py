@@ -1,0 +1,52 @@
+"""The supported architectures: `patchgen.lock` has the slots of each in each release of Transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cache
+from typing import TYPE_CHECKING
+
+from opslot.patchgen.lock import Lock, lock_path
+from opslot.patchgen.source import Release
+
+if TYPE_CHECKING:
+    from opslot.patchgen import PatchConfig
+
+
+@cache
+def supported_architectures() -> tuple[str, ...]:
+    """The architectures that the lock lists, sorted."""
+    try:
+        return tuple(sorted(json.loads(lock_path().read_text(encoding="utf-8"))["archs"]))
+    except (OSError, ValueError, LookupError):
+        return ()
+
+
+@cache
+def lock_digest() -> str:
+    """Hash of the lock; "" without one."""
+    try:
+        return hashlib.sha256(lock_path().read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+@cache
+def _lock() -> Lock:
+    return Lock.load(lock_path())
+
+
+def lost_slots(arch: str, patch: PatchConfig, release: Release) -> str:
+    """A warning that names the expected slots that an architecture lacks in a release; "" if it has them all."""
+    if arch not in supported_architectures():
+        return ""
+    lock = _lock()
+    lost = [slot for slot in lock.expected_slots(arch, release.version) if slot not in patch.slots]
+    if not lost:
+        return ""
+    return (
+        f"{arch} has fewer slots in transformers {release.version} than in {lock.nearest(arch, release.version)}: "
+        f"no {', '.join(lost)}; these parts keep Transformers' implementation (`patchgen {arch} --check` shows what "
+        "changed)"
+    )

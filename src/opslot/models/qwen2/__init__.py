@@ -1,3 +1,0 @@
-from opslot.models._registry import register_architecture
-
-register_architecture("qwen2")

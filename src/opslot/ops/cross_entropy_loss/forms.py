@@ -1,0 +1,61 @@
+"""Upstream code that cross_entropy_loss replaces: from the head's input to the loss. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from opslot.patchgen import PatchConfig, Slot
+from opslot.patchgen.forms import Match, ModuleView, Skip
+from opslot.patchgen.losses import loss_form
+
+OP = "cross_entropy_loss"
+_CAUSAL = Slot(OP, "causal")
+_CLASSIFICATION = Slot(OP, "sequence_classification")
+_CLASSIFIER = "ForSequenceClassification"
+_LAYERS, _LOSSES = "transformers.modeling_layers", "transformers.loss.loss_utils"
+
+
+@dataclass(frozen=True)
+class CausalHeads:
+    """Language-model heads: the statements from the logits to the loss."""
+
+    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
+        for name, forward in module.methods():
+            if name.endswith("ForCausalLM"):
+                yield self._causal(module, name, forward)
+            elif name.endswith("ForConditionalGeneration") and "labels" in module.parameters(forward):
+                yield Skip(name, OP, "is a conditional-generation head, whose loss has no slot")
+
+    @staticmethod
+    def _causal(module: ModuleView, name: str, forward: str) -> Match | Skip:
+        if sum(module.count(forward, pattern) for pattern in loss_form(_CAUSAL)[0]) != 1:
+            return Skip(name, OP, "changes the logits between head and loss, or calls another loss")
+
+        def write(patch: PatchConfig) -> None:
+            patch.slot_loss(forward, _CAUSAL)
+            patch.depends_on(_LOSSES, "ForCausalLMLoss", "fixed_cross_entropy")
+
+        return Match(name, OP, _CAUSAL.variant, write)
+
+
+@dataclass(frozen=True)
+class SequenceClassifiers:
+    """Heads that get their forward from upstream's `GenericForSequenceClassification`: the loss alone."""
+
+    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
+        for name in module.classes:
+            if f"Generic{_CLASSIFIER}" in module.bases(name) and not module.own_methods(name):
+                yield self._match(name)
+
+    @staticmethod
+    def _match(name: str) -> Match:
+        def write(patch: PatchConfig) -> None:
+            patch.inherit_method(f"{name}.forward", _LAYERS, f"Generic{_CLASSIFIER}.forward")
+            patch.slot_loss(f"{name}.forward", _CLASSIFICATION)
+            patch.depends_on(_LOSSES, "ForSequenceClassificationLoss", "fixed_cross_entropy")
+
+        return Match(name, OP, _CLASSIFICATION.variant, write)
+
+
+FORMS = (CausalHeads(), SequenceClassifiers())

@@ -1,0 +1,116 @@
+"""Upstream code that rms_norm replaces. Read without importing the op: no torch here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from opslot.patchgen import PatchConfig, Slot
+from opslot.patchgen.forms import Match, MethodForms, ModuleView, Reviewed, Skip
+
+# `_norm` of the classes that normalize in a method of their own: x / rms(x).
+_NORMALIZED = "afb4c281cbb3"
+_EPSILON, _EPS = "{0}, self.weight, self.variance_epsilon{rest}", "{0}, self.weight, self.eps{rest}"
+
+NORMS = MethodForms(
+    op="rms_norm",
+    helper="_norm",
+    rows=(
+        Reviewed(
+            "74308f676262",
+            "standard",
+            "weight * (x / rms(x)), normalized in fp32, cast back before the weight",
+            "llama, qwen2, qwen3, mistral, deepseek_v3 and 129 more",
+            args=_EPSILON,
+        ),
+        Reviewed("376dac74119d", "standard", "the same with `_norm`", "llama4", _NORMALIZED, _EPS),
+        Reviewed(
+            "5d81960fd651",
+            "cast_last",
+            "weight * (x / rms(x)) in fp32, cast back after the weight",
+            "olmo2, olmo3, gpt_oss, afmoe, flex_olmo and 6 more",
+            args=_EPSILON,
+        ),
+        Reviewed("29ec1ea12754", "cast_last", "the same, weight upcast by name", "helium, nemotron_h", args=_EPSILON),
+        Reviewed(
+            "693c1a1f88b6", "cast_last", "the same with `_norm`", "moshi, kyutai_speech_to_text", _NORMALIZED, _EPS
+        ),
+        Reviewed(
+            "24fae62042bf",
+            "gated",
+            "the standard norm, times silu(gate) in fp32, cast back",
+            "qwen3_next, qwen3_5, qwen3_5_moe, olmo_hybrid",
+            args=_EPSILON,
+        ),
+        Reviewed(
+            "fd8cae7324ce",
+            "offset",
+            "(1 + weight) * (x / rms(x)) in fp32, cast back after the weight",
+            "gemma, gemma2, gemma3, qwen3_next, qwen3_5 and 9 more",
+            _NORMALIZED,
+            _EPS,
+        ),
+        Reviewed(
+            "59461105bbb1",
+            "unweighted",
+            "x / rms(x) in fp32, cast back",
+            "nanochat, llama4, falcon_mamba",
+            _NORMALIZED,
+            "{0}, self.eps{rest}",
+        ),
+    ),
+    candidate=lambda name, text: "RMSNorm" in name or ("Norm" in name and "rsqrt" in text),
+    reason="computes another norm than the reviewed forms",
+)
+
+# What a decoder layer does between attention and its MLP.
+_RESIDUAL = """\
+hidden_states = residual + hidden_states
+residual = hidden_states
+hidden_states = self.post_attention_layernorm(hidden_states)"""
+
+# The norm's variant -> the variant that also adds the residual.
+_WITH_RESIDUAL = {"standard": "residual", "cast_last": "residual_cast_last"}
+
+
+@dataclass(frozen=True)
+class ResidualNorms:
+    """The residual addition after attention together with the norm that follows it, in a decoder layer.
+
+    The other addition of a layer is followed by the next layer's norm, which this layer's forward cannot reach.
+    """
+
+    norms: MethodForms
+
+    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
+        for name, forward in module.methods():
+            if not name.endswith("DecoderLayer") or module.count(forward, _RESIDUAL) != 1:
+                continue
+            made = re.search(r"self\.post_attention_layernorm = (\w+)\(", module.text(f"{name}.__init__"))
+            row = self.norms.row(module, made.group(1)) if made and made.group(1) in module.classes else None
+            if row is not None and row.variant in _WITH_RESIDUAL:
+                yield self._match(name, forward, row)
+
+    def _match(self, name: str, forward: str, row: Reviewed) -> Match:
+        slot = Slot("rms_norm", _WITH_RESIDUAL[row.variant])
+        args = row.args.removeprefix("{0}, ").format(rest="").replace("self.", "norm.")
+
+        def write(patch: PatchConfig) -> None:
+            patch.replace(
+                forward,
+                _RESIDUAL,
+                f"""
+                norm = self.post_attention_layernorm
+                if self.{slot.attribute} is not None and self.{slot.attribute}.can_serve(norm):
+                    hidden_states, residual = self.{slot.attribute}(hidden_states, residual, {args})
+                else:
+                    $match
+                """,
+                slot=slot,
+            )
+
+        return Match(name, slot.op, slot.variant, write)
+
+
+FORMS = (NORMS, ResidualNorms(NORMS))

@@ -1,0 +1,231 @@
+"""Upstream code that rotary_pos_emb replaces: the calls of a rotary function. No torch here.
+
+`rotate_half`, or what stands in its place, decides what a rotary function means, so both are matched.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from opslot.patchgen import PatchConfig, Slot
+from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
+
+OP = "rotary_pos_emb"
+# (x1, x2) -> (-x2, x1) on the halves of the last dimension.
+_HALF = ("rotate_half", "3d488c0cec66")
+# (x0, x1, ...) -> (-x1, x0, ...) on neighboring channels, written in two ways.
+_PAIRS, _PAIRS_STACKED = "6f3523dffdca", "7f8ef8d4ac78"
+_NEOX = "x * cos + rotate_half(x) * sin over the full head"
+_GPTJ = "neighboring channels are rotated in place"
+# What a variant with one cos and sin per pair takes of those that have one per channel.
+_FIRST_HALF, _EVERY_SECOND = ".chunk(2, dim=-1)[0]", "[..., ::2]"
+
+
+@dataclass(frozen=True)
+class RotaryForm(Reviewed):
+    """A rotary function.
+
+    Attributes:
+        rotation: the function that decides what it means, with its fingerprint; None where there is none.
+        per_pair: subscript or method that takes one entry per pair of `cos` and `sin`; "" to pass them as they are.
+        slot_name: a class may call two forms, which then need slots of different names.
+    """
+
+    rotation: tuple[str, str] | None = _HALF
+    per_pair: str = ""
+    slot_name: str | None = None
+
+    def matches(self, module: ModuleView, name: str) -> bool:
+        helper = self.rotation
+        return module.fingerprint(name) == self.hash and (helper is None or module.fingerprint(helper[0]) == helper[1])
+
+    @property
+    def slot(self) -> Slot:
+        return Slot(OP, self.variant, name=self.slot_name)
+
+
+def _upcast(*rows: tuple[str, str]) -> tuple[RotaryForm, ...]:
+    return tuple(RotaryForm(hash_, "full_cast_last", f"{_NEOX}, in fp32, cast back", seen) for hash_, seen in rows)
+
+
+def _partial(*rows: tuple[str, str]) -> tuple[RotaryForm, ...]:
+    computes = "the same for the first channels of a head, as many as cos has"
+    return tuple(RotaryForm(hash_, "partial", computes, seen) for hash_, seen in rows)
+
+
+ROWS = (
+    RotaryForm("be80094eafa5", "full", _NEOX, "llama, qwen2, qwen3, mistral, gemma and 113 more"),
+    *_upcast(
+        ("05991b40438a", "olmo, olmo2, olmo3, olmo_hybrid, flex_olmo, lfm3"),
+        ("f497ffb90cf6", "modernbert, modernbert_decoder, esm, evolla"),
+        ("608a2b7a16b5", "hunyuan_vl"),
+    ),
+    RotaryForm("9fd25804c00b", "single", "the same for one tensor", "gemma3n, gemma4, diffusion_gemma"),
+    RotaryForm(
+        "53e758234267",
+        "half_angles",
+        "halves are rotated, one cos and sin per pair",
+        "gpt_oss",
+        rotation=("_apply_rotary_emb", "6e04c918052c"),
+    ),
+    *_partial(
+        ("7eaf8d324cc4", "glm4_moe, gpt_neox, bamba and 13 more"),
+        ("24f8d9a2e4fe", "phi3, phi4_multimodal"),
+        ("33e92bf9aa90", "nemotron"),
+        ("ff1b505dc9ad", "glmasr"),
+    ),
+    RotaryForm(
+        "a4ac2dbfb6ed",
+        "vision",
+        "over the full head of [S, heads, D] in fp32, cast back",
+        "qwen2_vl, qwen2_5_vl, qwen3_vl, glm4v and 21 more",
+        slot_name="rotary_pos_emb_vision",
+    ),
+    RotaryForm(
+        "652a20e8c59c",
+        "interleaved",
+        "neighboring channels are rotated, and leave as halves",
+        "deepseek_v3, deepseek_v32, glm4_moe_lite and 8 more, from 5.17",
+        rotation=None,
+        slot_name="rotary_pos_emb_interleaved",
+    ),
+    RotaryForm(
+        "15340b7ac99e",
+        "interleaved",
+        "the same by way of rotate_half",
+        "deepseek_v3, glm4_moe_lite, before 5.17",
+        slot_name="rotary_pos_emb_interleaved",
+    ),
+    RotaryForm(
+        "53e758234267",
+        "paired",
+        f"{_GPTJ}, one cos and sin per pair",
+        "openai_privacy_filter",
+        rotation=("_apply_rotary_emb", "5bfb91e9b47c"),
+    ),
+    *(
+        RotaryForm(
+            hash_,
+            "paired",
+            f"{_GPTJ} by the first half of cos and sin",
+            seen,
+            rotation=("rotate_half", _PAIRS),
+            per_pair=_FIRST_HALF,
+        )
+        for hash_, seen in (("092e097bf36a", "glm, glm4, moonshine"), ("9fb401b5b413", "helium"))
+    ),
+    RotaryForm(
+        "be80094eafa5",
+        "paired",
+        f"{_GPTJ}, one cos and sin per channel",
+        "blt",
+        rotation=("rotate_half", _PAIRS_STACKED),
+        per_pair=_EVERY_SECOND,
+    ),
+    RotaryForm(
+        "aa3efe91972a",
+        "paired",
+        f"{_GPTJ}, one cos and sin per channel",
+        "glm4v, glm_ocr",
+        rotation=("rotate_half_llm", _PAIRS),
+        per_pair=_EVERY_SECOND,
+    ),
+    RotaryForm(
+        "b7a7d38556e0",
+        "paired_cast_last",
+        f"{_GPTJ} by the first half of cos and sin, in fp32, cast back",
+        "ernie4_5, ernie4_5_moe",
+        rotation=("rotate_half", _PAIRS),
+        per_pair=_FIRST_HALF,
+    ),
+    RotaryForm(
+        "613cf3a05c96",
+        "paired_cast_last",
+        f"{_GPTJ}, one cos and sin per channel, in fp32, cast back",
+        "cohere, cohere2, cohere2_moe",
+        rotation=("rotate_half", _PAIRS_STACKED),
+        per_pair=_EVERY_SECOND,
+    ),
+    RotaryForm(
+        "21a09e5fb4e2",
+        "paired_cast_last",
+        f"{_GPTJ}, one cos and sin per channel, in fp32, cast back",
+        "ernie4_5_vl_moe",
+        rotation=("rotate_half_text", _PAIRS),
+        per_pair=_EVERY_SECOND,
+    ),
+)
+
+# Forwards of rotary embeddings that give neighboring channels one angle, with the method that merges three axes.
+_ONE_ANGLE_PER_PAIR = {
+    ("4102bfc785b5", None),  # blt, cohere, cohere2
+    ("bde94eb37424", "2b92f5b67232"),  # glm4v, glm_ocr
+    ("9b7b66695131", "d2ffb835b958"),  # ernie4_5_vl_moe
+}
+
+
+@dataclass(frozen=True)
+class RotaryFunctions:
+    """Module-level functions named `apply_*rotary*`."""
+
+    rows: tuple[RotaryForm, ...]
+
+    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
+        for name in module.upstream.symbol_names:
+            if re.fullmatch(r"apply_\w*rotary\w*", name):
+                form = next((row for row in self.rows if row.matches(module, name)), None)
+                reason = _mismatch(module, name, form)
+                if form is None or reason:
+                    yield Skip(name, OP, reason)
+                else:
+                    yield _match(module, name, form)
+
+
+def _mismatch(module: ModuleView, name: str, form: RotaryForm | None) -> str:
+    """Why the calls of a rotary function can't have a slot, or ""."""
+    if form is None:
+        return "rotates in another way than the reviewed forms"
+    if form.per_pair == _EVERY_SECOND and not _one_angle_per_pair(module):
+        return "may rotate two channels of a pair by different or learned angles"
+    arguments = ["x", "cos", "sin"] if form.variant == "single" else ["q", "k", "cos", "sin"]
+    options = set() if form.per_pair else {"unsqueeze_dim"}
+    if not all(_takes(call, len(arguments), options) for calls in module.callers(name).values() for call in calls):
+        return f"is called with other arguments than {', '.join(arguments)}"
+    if not module.called_by_methods(name):
+        return "is not called by a method, or by one without a self to hold a slot"
+    return ""
+
+
+def _one_angle_per_pair(module: ModuleView) -> bool:
+    """Whether all rotary embeddings of the module give neighboring channels one angle."""
+    makers = [name for name in module.classes if re.search(r"(?<!Vision)RotaryEmbedding$", name)]
+    found = {
+        (module.fingerprint(f"{maker}.forward"), module.fingerprint(f"{maker}.recomposition_frequencies"))
+        for maker in makers
+    }
+    return bool(found) and found <= _ONE_ANGLE_PER_PAIR
+
+
+def _takes(call: ast.Call, arguments: int, options: set[str]) -> bool:
+    """Whether a call passes that many positional arguments, none of them None, and at most `options` by keyword."""
+    none = any(isinstance(argument, ast.Constant) and argument.value is None for argument in call.args)
+    return len(call.args) == arguments and not none and {keyword.arg for keyword in call.keywords} <= options
+
+
+def _match(module: ModuleView, name: str, form: RotaryForm) -> Match:
+    def write(patch: PatchConfig) -> None:
+        if form.per_pair:
+            args = f"$q, $k, $cos{form.per_pair}, $sin{form.per_pair}"
+            for method, calls in module.callers(name).items():
+                patch.slot_expr(method, form.slot, f"{name}($q, $k, $cos, $sin)", args=args, count=len(calls))
+        else:
+            expects = {name: form.hash} | ({form.rotation[0]: form.rotation[1]} if form.rotation else {})
+            patch.slot_calls(name, form.slot, expects=expects)
+
+    return Match(name, OP, form.variant, write)
+
+
+FORMS = (RotaryFunctions(ROWS),)

@@ -1,0 +1,300 @@
+"""Forms: declarations of upstream code that an op can replace, by fingerprint or pattern, and of where its slot goes.
+
+The forms of an op are in its `forms.py`; `opslot.models.discovery` applies all of them to a module. This file has no
+knowledge of any op.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+from opslot.patchgen.config import PatchConfig
+from opslot.patchgen.edits import Slot
+from opslot.patchgen.fingerprint import fingerprint
+from opslot.patchgen.source import UpstreamModule
+
+
+@dataclass(frozen=True)
+class Match:
+    """Upstream code that an op replaces.
+
+    Attributes:
+        symbol: upstream's class or function.
+        op, variant: what it computes.
+        write: adds the slot to a patch.
+    """
+
+    symbol: str
+    op: str
+    variant: str
+    write: Callable[[PatchConfig], None] = field(compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.op}/{self.variant}"
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Upstream code that looks like an op's and keeps Transformers' implementation.
+
+    Attributes:
+        symbol: upstream's class or function.
+        op: the op's name.
+        reason: why no form of the op matches, starting with a verb.
+    """
+
+    symbol: str
+    op: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ClassFact:
+    """Something about a class that its generated class states as an attribute."""
+
+    name: str
+    attribute: str
+    value: object
+
+
+Finding = Match | Skip | ClassFact
+
+
+class Form(Protocol):
+    """Finds one kind of upstream code."""
+
+    def find(self, module: ModuleView) -> Iterator[Finding]:
+        """What is in a module, in the order of its text."""
+
+
+class ModuleView:
+    """One upstream module, as forms read it."""
+
+    def __init__(self, upstream: UpstreamModule) -> None:
+        self.upstream = upstream
+        self.tree = upstream.tree
+        self.classes = {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
+        self._fingerprints: dict[str, str | None] = {}
+
+    @cached_property
+    def models(self) -> list[str]:
+        """The classes that all models of the module derive from."""
+        return [name for name in self.classes if name.endswith("PreTrainedModel")]
+
+    def own_methods(self, name: str) -> list[str]:
+        """Methods that a class defines itself."""
+        return [child.name for child in self.classes[name].body if isinstance(child, ast.FunctionDef)]
+
+    def methods(self, method: str = "forward") -> Iterator[tuple[str, str]]:
+        """Each class that defines `method` itself, and the method's symbol."""
+        for name in self.classes:
+            if method in self.own_methods(name):
+                yield name, f"{name}.{method}"
+
+    def bases(self, name: str) -> list[str]:
+        """Names of a class's direct bases; empty for a class of another module."""
+        node = self.classes.get(name)
+        return [base.id for base in node.bases if isinstance(base, ast.Name)] if node else []
+
+    def text(self, symbol: str) -> str:
+        """A symbol's source text; "" where there is none."""
+        found = self.upstream.symbol(symbol)
+        return found.text if found else ""
+
+    def fingerprint(self, symbol: str) -> str | None:
+        """A function's or method's fingerprint; None where there is none of that name."""
+        if symbol not in self._fingerprints:
+            text = self.text(symbol)
+            self._fingerprints[symbol] = fingerprint(text) if text else None
+        return self._fingerprints[symbol]
+
+    def parameters(self, symbol: str) -> list[str]:
+        """Names of a method's parameters, without self."""
+        definition = self.upstream.find(symbol)
+        assert isinstance(definition, ast.FunctionDef)
+        return [argument.arg for argument in definition.args.args[1:]]
+
+    def count(self, symbol: str, pattern: str) -> int:
+        """How often `pattern` matches in a function or method."""
+        # Importing forms must not import a parser: most processes find their modules in the cache.
+        import libcst as cst
+
+        from opslot.patchgen.pattern import compile_pattern, find_matches
+
+        (definition,) = cst.parse_module(_dedented(self.text(symbol))).body
+        return len(find_matches(compile_pattern(pattern), definition))
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node of the module."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def calls_by_method(self) -> dict[str, list[tuple[str, ast.Call]]]:
+        """The calls in each method, with the name `f` for `f()` and `self.f` for `self.f()`."""
+        return {
+            f"{name}.{method.name}": list(_named_calls(method))
+            for name, node in self.classes.items()
+            for method in node.body
+            if isinstance(method, ast.FunctionDef)
+        }
+
+    def calls(self, symbol: str, function: str) -> list[ast.Call]:
+        """The calls of `function` in a method."""
+        return [call for name, call in self.calls_by_method.get(symbol, ()) if name == function]
+
+    def callers(self, *functions: str) -> dict[str, list[ast.Call]]:
+        """The calls of any of `functions` in each method that calls them."""
+        calls = {
+            method: [call for name, call in found if name in functions]
+            for method, found in self.calls_by_method.items()
+        }
+        return {method: found for method, found in calls.items() if found}
+
+    def called_by_methods(self, function: str) -> bool:
+        """Whether methods call it, and each that does has a `self` to hold a slot."""
+        callers = [self.upstream.find(method) for method in self.callers(function)]
+        return bool(callers) and all(
+            isinstance(m, ast.FunctionDef) and m.args.args and m.args.args[0].arg == "self" for m in callers
+        )
+
+
+@dataclass(frozen=True)
+class Reviewed:
+    """A row of an op's catalogue: the fingerprint of upstream code that was read and checked.
+
+    Attributes:
+        hash: of the function or method (`opslot.patchgen.fingerprint`).
+        variant: the op's variant that computes the same.
+        computes: what the code computes.
+        seen: architectures that have it, and releases where it is not all of them.
+        helper: fingerprint of the function that decides what the code means, as `rotate_half` does; None for no such
+            function.
+        args: the kernel's arguments, as source text where the form says so.
+    """
+
+    hash: str
+    variant: str
+    computes: str
+    seen: str
+    helper: str | None = None
+    args: str = ""
+
+
+@dataclass(frozen=True)
+class MethodForms:
+    """Classes whose whole `forward` is the op; the slot stands in front of its body.
+
+    Attributes:
+        op: the op's name.
+        rows: the reviewed bodies. In `args`, `{0}`, `{1}` stand for the method's parameters and `{rest}` for those
+            that are not named, each preceded by a comma.
+        helper: the method of the same class whose fingerprint is `Reviewed.helper`.
+        candidate: whether a class that matches no row computes something of the op's kind.
+        reason: why such a class is skipped.
+        outside_decorators: as `PatchConfig.slot_method` has it.
+        depends: further upstream symbols, as `module:symbol`, that the lock watches.
+    """
+
+    op: str
+    rows: tuple[Reviewed, ...]
+    helper: str
+    candidate: Callable[[str, str], bool]
+    reason: str
+    outside_decorators: bool = False
+    depends: tuple[str, ...] = ()
+
+    def row(self, module: ModuleView, name: str) -> Reviewed | None:
+        """The row that a class of the module matches."""
+        key = module.fingerprint(f"{name}.forward"), module.fingerprint(f"{name}.{self.helper}")
+        return next((row for row in self.rows if (row.hash, row.helper) == key), None)
+
+    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
+        for name, forward in module.methods():
+            row = self.row(module, name)
+            if row is not None:
+                yield self._match(module, name, forward, row)
+            elif self.candidate(name, module.text(forward)):
+                yield Skip(name, self.op, self.reason)
+
+    def _match(self, module: ModuleView, name: str, forward: str, row: Reviewed) -> Match:
+        parameters = module.parameters(forward)
+        named = {int(number) for number in re.findall(r"{(\d+)}", row.args)}
+        rest = "".join(f", {p}" for index, p in enumerate(parameters) if index not in named)
+        args, outside = row.args.format(*parameters, rest=rest), self.outside_decorators
+
+        def write(patch: PatchConfig) -> None:
+            slot = Slot(self.op, row.variant)
+            patch.slot_method(forward, slot, args=args, expects=row.hash, outside_decorators=outside)
+            patch.dependencies.extend(self.depends)
+
+        return Match(name, self.op, row.variant, write)
+
+
+@dataclass(frozen=True)
+class FunctionForms:
+    """A function of the module whose calls in methods go through a slot.
+
+    Attributes:
+        op: the op's name.
+        function: the function's name.
+        rows: the reviewed bodies.
+        reason: why another body, or one that is called elsewhere, is skipped.
+    """
+
+    op: str
+    function: str
+    rows: tuple[Reviewed, ...]
+    reason: str
+
+    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
+        found = module.fingerprint(self.function)
+        if found is None:
+            return
+        row = next((row for row in self.rows if row.hash == found), None)
+        if row is None or not module.called_by_methods(self.function):
+            yield Skip(self.function, self.op, self.reason)
+            return
+        slot, expects = Slot(self.op, row.variant), {self.function: row.hash}
+        yield Match(
+            self.function, self.op, row.variant, lambda patch: patch.slot_calls(self.function, slot, expects=expects)
+        )
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """The plain names in a tree."""
+    return {found.id for found in ast.walk(node) if isinstance(found, ast.Name)}
+
+
+def skip_callers(module: ModuleView, op: str, pattern: str, reason: str) -> Iterator[Skip]:
+    """A skip for each class that calls a function whose whole name matches `pattern`, `{function}` in the reason."""
+    seen: set[str] = set()
+    for method, calls in module.calls_by_method.items():
+        owner = method.partition(".")[0]
+        functions = (name.removeprefix("self.") for name, _ in calls)
+        function = next((function for function in functions if re.fullmatch(pattern, function)), None)
+        if function is not None and owner not in seen:
+            seen.add(owner)
+            yield Skip(owner, op, reason.format(function=function))
+
+
+def _named_calls(node: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    for call in ast.walk(node):
+        if not isinstance(call, ast.Call):
+            continue
+        function = call.func
+        if isinstance(function, ast.Name):
+            yield function.id, call
+        elif isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "self":
+            yield f"self.{function.attr}", call
+
+
+def _dedented(text: str) -> str:
+    # Lines of a string literal may begin further to the left than the definition.
+    indent = len(text) - len(text.lstrip())
+    return "\n".join(line[indent:] if line[:indent].isspace() else line for line in text.splitlines()) + "\n"

@@ -1,0 +1,46 @@
+"""Code that resembles a form without computing the same is skipped."""
+
+from __future__ import annotations
+
+import pytest
+
+from opslot.models.discovery import discover
+from opslot.patchgen import PatchConfig, PatchError, Slot
+from opslot.patchgen.engine import generate
+from opslot.patchgen.source import installed_release
+
+ROTARY_FULL, ROTATE_HALF = "be80094eafa5", "3d488c0cec66"
+
+
+@pytest.mark.parametrize("arch", ["mistral", "smollm3", "ministral"])
+def test_decoders_built_like_llama(arch):
+    text = generate(discover(arch).patch, installed_release()).text
+    compile(text, arch, "exec")
+    assert text.count("_opslot_slots = {") == 6
+
+
+@pytest.mark.parametrize(
+    ("arch", "symbol", "op"),
+    [
+        ("gemma", "GemmaRMSNorm", "rms_norm/offset"),
+        ("olmo2", "Olmo2RMSNorm", "rms_norm/cast_last"),
+        ("granite", "GraniteForCausalLM", None),
+        ("glm", "GlmMLP", "swiglu_mlp/standard"),
+        ("cohere", "CohereLayerNorm", None),
+    ],
+    ids=["weight plus one", "weight in fp32", "scaled logits", "fused gate and up", "layer norm"],
+)
+def test_lookalikes_get_their_own_variant_or_none(arch, symbol, op):
+    found = {match.symbol: str(match) for match in discover(arch).matches}
+    assert found.get(symbol) == op
+
+
+@pytest.mark.parametrize("arch", ["nanochat", "blt"])
+def test_rotary_with_another_rotate_half_is_refused(arch):
+    """Both have Llama's `apply_rotary_pos_emb` to the letter, and another `rotate_half` under it."""
+    patch = PatchConfig(f"transformers.models.{arch}.modeling_{arch}")
+    expects = {"apply_rotary_pos_emb": ROTARY_FULL, "rotate_half": ROTATE_HALF}
+    patch.slot_calls("apply_rotary_pos_emb", Slot("rotary_pos_emb", "full"), expects=expects)
+    with pytest.raises(PatchError, match="rotate_half computes something else"):
+        generate(patch, installed_release())
+    assert "rotary_pos_emb/full" not in {str(match) for match in discover(arch).matches}

@@ -1,0 +1,87 @@
+"""Every supported architecture generates, and a lost slot is one warning."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from opslot.models import _registry
+from opslot.models.discovery import discover, finder, supported
+from opslot.models.discovery.supported import lost_slots, supported_architectures
+from opslot.patchgen import PatchConfig
+from opslot.patchgen.engine import generate
+from opslot.patchgen.lock import Lock, lock_path
+from opslot.patchgen.materialization import require_patch
+from opslot.patchgen.source import installed_release
+
+FROM_THE_SPECIFICATION = {
+    "llama", "qwen2", "qwen3", "seed_oss", "qwen3_moe", "deepseek_v3", "qwen3_vl", "qwen3_vl_moe", "qwen2_vl",
+    "qwen2_5_vl", "qwen2_5_omni", "qwen3_omni_moe", "qwen3_5", "qwen3_5_moe", "glm_moe_dsa", "glm4_moe",
+}  # fmt: skip
+
+
+def test_lock_lists_the_specification_and_the_most_used_families():
+    assert set(supported_architectures()) >= FROM_THE_SPECIFICATION
+    assert len(supported_architectures()) >= len(FROM_THE_SPECIFICATION) + 40
+
+
+@pytest.mark.parametrize("arch", supported_architectures())
+def test_generated_text_compiles(arch):
+    release = installed_release()
+    text = generate(require_patch(arch, release), release).text
+    compile(text, arch, "exec")
+    assert "_opslot_slots = {" in text
+    assert "_opslot_lost_slots" not in text
+
+
+@pytest.mark.slow
+def test_generated_text_of_every_architecture_compiles():
+    release = installed_release()
+    found = 0
+    for folder in sorted((release.root / "models").iterdir()):
+        if (folder / f"modeling_{folder.name}.py").is_file() and discover(folder.name).matches:
+            compile(generate(discover(folder.name).patch, release).text, folder.name, "exec")
+            found += 1
+    assert found >= 240
+
+
+def test_lost_slot_is_one_warning(monkeypatch, tmp_path, caplog):
+    """As with a release whose norm is none of the reviewed forms."""
+    monkeypatch.setenv("OPSLOT_CACHE", str(tmp_path))
+    release = installed_release()
+    lock = Lock.load(lock_path())
+    lock.slots["llama"] = {
+        version: (*slots, "LlamaGone.forward rms_norm/standard") for version, slots in lock.slots["llama"].items()
+    }
+    monkeypatch.setattr(supported, "_lock", lambda: lock)
+    monkeypatch.setattr(finder, "lock_digest", lambda: "other")
+    patch = finder.find_patch("llama", release)
+    assert "LlamaMLP.forward swiglu_mlp/standard" in patch.slots
+    assert "_opslot_lost_slots = " in generate(patch, release).text
+    text = lost_slots("llama", patch, release)
+    assert text.startswith(
+        f"llama has fewer slots in transformers {release.version} than in {release.version}: no LlamaGone"
+    )
+
+    module = type("Module", (), {"_opslot_lost_slots": text})
+    monkeypatch.setattr(_registry.importlib, "import_module", lambda name: module)
+    _registry._generated.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            _registry._generated("opslot.generated.llama")
+    _registry._generated.cache_clear()
+    assert [record.message for record in caplog.records] == [text]
+
+
+def test_no_warning_without_a_loss():
+    patch = PatchConfig("transformers.models.gpt2.modeling_gpt2")
+    assert lost_slots("gpt2", patch, installed_release()) == ""
+
+
+def test_lock_is_small():
+    """Values are written where they change."""
+    data = json.loads(lock_path().read_text())
+    steps = data["archs"]["llama"]["symbols"]["transformers.models.llama.modeling_llama:LlamaMLP.forward"]
+    assert len(steps) == 1

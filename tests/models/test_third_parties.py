@@ -1,0 +1,152 @@
+"""Architectures and forms of other packages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import types
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+from transformers import AutoConfig
+
+import opslot
+from opslot._base.errors import ConfigError
+from opslot.checkpoint import save_weights
+from opslot.distributed import ParallelPlan
+from opslot.models import _registry, register_architecture
+from opslot.models._registry import ARCHITECTURES, MODELING_REGISTRY, Registry, find_architecture
+from opslot.models.discovery import finder, register_forms
+from opslot.models.discovery import forms as collected
+from opslot.models.parallelize import parallel_plan
+from opslot.patchgen import PatchConfig, PatchError
+
+TINY = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def registries_as_before(monkeypatch):
+    monkeypatch.setattr(_registry, "ARCHITECTURES", dict(ARCHITECTURES))
+    monkeypatch.setattr(finder, "_added", {})
+    monkeypatch.setattr(MODELING_REGISTRY, "_factories", dict(MODELING_REGISTRY._factories))
+
+
+def build(arch="arcee"):
+    return opslot.build_foundation_model(AutoConfig.for_model(arch, **TINY), ops_implementation="eager")
+
+
+def test_entry_point_registers_an_architecture(monkeypatch):
+    module = types.ModuleType("their_package")
+    module.add = lambda: register_architecture("arcee", parallel_plan=lambda model: "theirs")
+    monkeypatch.setitem(sys.modules, "their_package", module)
+    point = importlib.metadata.EntryPoint("arcee", "their_package:add", "opslot.architectures")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point] if group == point.group else [])
+    _registry._load_entry_points.cache_clear()
+    assert find_architecture("arcee").parallel_plan(None) == "theirs"
+
+
+def test_broken_entry_point_is_logged(monkeypatch, caplog):
+    point = importlib.metadata.EntryPoint("x", "no_such_package:add", "opslot.architectures")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point] if group == point.group else [])
+    _registry._load_entry_points.cache_clear()
+    assert find_architecture("arcee") is not None
+    assert "'no_such_package:add' of opslot.architectures failed: ModuleNotFoundError" in caplog.text
+
+
+def test_registering_twice_needs_replace():
+    register_architecture("arcee")
+    register_architecture("arcee")
+    with pytest.raises(ConfigError, match="architecture 'arcee' is already registered"):
+        register_architecture("arcee", lambda model: [])
+    register_architecture("arcee", lambda model: [], replace=True)
+
+
+def test_registry_replaces_on_request():
+    registry = Registry("thing")
+    registry.register("a")(int)
+    with pytest.raises(ConfigError, match="thing 'a' is already registered"):
+        registry.register("a")(str)
+    registry.register("a", replace=True)(str)
+    assert registry.get("a") is str
+
+
+def test_registered_patch_extends_what_is_discovered():
+    module = "transformers.models.ministral.modeling_ministral"
+    patch = PatchConfig(module)
+    patch.set_attribute("MinistralMLP", "their_attribute", 7)
+    register_architecture("ministral", patch=patch)
+    with pytest.raises(PatchError, match="registered with another patch"):
+        register_architecture("ministral", patch=PatchConfig(module))
+    sys.modules.pop("opslot.generated.ministral", None)
+    found = finder.find_patch("ministral", finder_release())
+    assert "MinistralMLP.forward swiglu_mlp/standard" in found.slots
+    assert finder.digest("ministral", finder_release()) != digest_without_additions()
+
+
+def finder_release():
+    from opslot.patchgen.source import installed_release
+
+    return installed_release()
+
+
+def digest_without_additions():
+    finder._added.clear()
+    return finder.digest("ministral", finder_release())
+
+
+def test_forms_of_another_package(monkeypatch):
+    monkeypatch.setattr(collected, "_registered", [])
+    before = collected.forms_digest()
+    form = object()
+    register_forms([form], digest="1")
+    assert collected.all_forms()[-1] is form
+    assert collected.forms_digest() != before
+
+
+def test_parallel_plan_of_a_class_is_used():
+    model = build()
+    plan = {"ep": {"model.embed_tokens.weight": Shard(0)}}
+
+    class Own(type(model)):
+        def get_parallel_plan(self):
+            return ParallelPlan(extra_parallel_plan=plan)
+
+    model.__class__ = Own
+    assert parallel_plan(model).extra_parallel_plan == plan
+
+
+class Halved:
+    """The checkpoint has twice the model's final norm."""
+
+    def can_handle(self, name):
+        return name == "model.norm.weight"
+
+    def convert(self, name, tensor):
+        return [(name, tensor / 2)]
+
+    def finalize(self):
+        return []
+
+
+def test_checkpoint_converter_of_a_class_is_used(tmp_path):
+    model = build()
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    save_weights(model, tmp_path)
+
+    class Own(type(model)):
+        _create_checkpoint_tensor_converter = staticmethod(lambda model: Halved())
+
+    model.__class__ = Own
+    opslot.models.load_foundation_weights(model, tmp_path)
+    assert torch.equal(model.model.norm.weight, torch.ones(16))

@@ -1,0 +1,105 @@
+"""The helper that makes a launch and its backward one differentiable custom op."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from opslot._base.errors import KernelError
+from opslot.ops._common.custom_op import differentiable_op
+
+
+def launch(outputs, x, y, factor):
+    out, total = outputs
+    torch.mul(x, factor, out=out)
+    torch.add(x, x if y is None else y, out=total)
+
+
+def launch_backward(gradients, dout, dtotal, x, y, factor, need_x, need_y):
+    dx, dy = gradients
+    if dx is not None:
+        dx.zero_()
+        if dout is not None:
+            dx.add_(dout, alpha=factor)
+        if dtotal is not None:
+            dx.add_(dtotal, alpha=2.0 if y is None else 1.0)
+    if dy is not None:
+        dy.zero_() if dtotal is None else dy.copy_(dtotal)
+
+
+def launch_double(out, x):
+    torch.mul(x, 2.0, out=out)
+
+
+def launch_double_backward(dx, dout, x):
+    torch.mul(dout, 2.0, out=dx)
+
+
+# Errors name the op and the file that hold the kernel.
+for _function in (launch, launch_double):
+    _function.__module__ = "opslot.ops.toy.triton"
+
+scale_and_add = differentiable_op(
+    "test_scale_and_add(Tensor x, Tensor? y, float factor) -> (Tensor, Tensor)",
+    allocate=lambda x, y, factor: (torch.empty_like(x), torch.empty_like(x)),
+    launch=launch,
+    launch_backward=launch_backward,
+)
+double = differentiable_op(
+    "test_double(Tensor x) -> Tensor",
+    allocate=torch.empty_like,
+    launch=launch_double,
+    launch_backward=launch_double_backward,
+)
+
+
+def expected(x, y, factor):
+    return x * factor, x + (x if y is None else y)
+
+
+def gradients_of(function, x: Tensor, y: Tensor | None, used) -> list[Tensor | None]:
+    outputs = function(x, y, 3.0)
+    leaves = [t for t in (x, y) if t is not None and t.requires_grad]
+    return list(torch.autograd.grad(sum(outputs[i].square().sum() for i in used), leaves))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize(("with_y", "y_needs"), [(False, False), (True, False), (True, True)])
+def test_outputs_and_gradients(compiled, used, with_y, y_needs):
+    torch._dynamo.reset()
+    x = torch.randn(3, 4, requires_grad=True)
+    y = torch.randn(3, 4, requires_grad=y_needs) if with_y else None
+    function = torch.compile(scale_and_add, fullgraph=True, backend="aot_eager") if compiled else scale_and_add
+    torch.testing.assert_close(function(x, y, 3.0), expected(x, y, 3.0))
+    if not (y_needs and used == (0,)):
+        torch.testing.assert_close(gradients_of(function, x, y, used), gradients_of(expected, x, y, used))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_differentiable_argument(compiled):
+    torch._dynamo.reset()
+    function = torch.compile(double, fullgraph=True, backend="aot_eager") if compiled else double
+    x = torch.randn(5, requires_grad=True)
+    (gradient,) = torch.autograd.grad(function(x).sum(), x)
+    assert torch.equal(gradient, torch.full_like(x, 2.0))
+
+
+def test_ops_pass_opcheck():
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    ops = torch.ops.opslot
+    torch.library.opcheck(ops.test_scale_and_add.default, (x, y, 3.0))
+    torch.library.opcheck(ops.test_scale_and_add.default, (x, None, 3.0))
+    torch.library.opcheck(ops.test_scale_and_add_backward.default, (x, None, x, y, 3.0, True, False))
+    torch.library.opcheck(ops.test_double_backward.default, (x, y))
+
+
+def test_gradients_that_nobody_needs_are_not_allocated():
+    dx, dy = torch.ops.opslot.test_scale_and_add_backward(*torch.randn(4, 3, 4).unbind(), 3.0, False, True)
+    assert dx.numel() == 0
+    assert dy.shape == (3, 4)
+
+
+def test_second_derivative_raises():
+    x = torch.randn(5, requires_grad=True)
+    with pytest.raises(KernelError, match=r"toy: a kernel of triton\.py has no second derivative"):
+        torch.autograd.grad(double(x).square().sum(), x, create_graph=True)

@@ -1,0 +1,34 @@
+"""The names of the slot protocol are spelled in one module."""
+
+from pathlib import Path
+
+import opslot
+from opslot.patchgen import OpSlot
+from opslot.slots import protocol
+
+SOURCE = Path(opslot.__file__).parent
+# They write the text of generated modules.
+EMITTERS = ("patchgen/", "models/discovery/", "models/_common/patches.py", "ops/attention/forms.py")
+
+
+def test_only_the_protocol_spells_its_names():
+    spelled = {
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.rglob("*.py")
+        if "_opslot_" in path.read_text() and not str(path.relative_to(SOURCE)).startswith(EMITTERS)
+    }
+    assert spelled == {"slots/protocol.py"}
+
+
+def test_generated_modules_use_the_names_of_the_protocol():
+    from opslot.generated import gemma2
+
+    slot = OpSlot("rms_norm", "offset")
+    assert slot.attribute == protocol.slot_attribute("rms_norm")
+    assert getattr(gemma2.Gemma2RMSNorm, protocol.SLOTS) == {"rms_norm": ("rms_norm", "offset")}
+    assert getattr(gemma2.Gemma2RMSNorm, slot.attribute) is None
+    parts = [part for cls in vars(gemma2).values() if isinstance(cls, type) for part in protocol.skipped_parts(cls)]
+    assert "cross_entropy_loss" in {part.op.split("/")[0] for part in parts}
+    from opslot.generated import qwen3_vl
+
+    assert hasattr(qwen3_vl.Qwen3VLForConditionalGeneration, protocol.KEEPS_SEQUENCES)
