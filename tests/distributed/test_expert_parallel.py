@@ -224,7 +224,7 @@ def test_plan_name_without_a_match_raises(name, message):
 
 
 def test_unknown_axis_raises():
-    with pytest.raises(ConfigError, match="names the axis tp"):
+    with pytest.raises(ConfigError, match="unknown axis tp"):
         ParallelPlan(extra_parallel_plan={"tp": {}})
 
 

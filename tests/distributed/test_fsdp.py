@@ -365,7 +365,7 @@ def test_frozen_parameters_may_have_another_dtype(ranks):
         ("twice", r"Qwen3MoeForCausalLM is parallelized already\n  hint: build it again"),
         (
             "dtypes",
-            r"blocks.1 has trainable.*\n  found: blocks.1.weight is float32, blocks.1.bias is bfloat16\n  hint: give",
+            r"blocks.1 has trainable.*\n  found: blocks.1.weight is float32, blocks.1.bias is bfloat16\n  hint: use",
         ),
     ],
 )

@@ -89,7 +89,7 @@ def test_ulysses_overlap(ranks, name):
 
 
 def overlapped():
-    """Projections, and when the exchanges of what they give begin and end, forward and backward."""
+    """Projections, and when their all-to-alls start and are awaited, forward and backward."""
     from opslot.distributed import _collectives, init_parallel_state, shard_sequence
     from opslot.models.parallelize import parallelize
 
@@ -98,25 +98,25 @@ def overlapped():
     seen = []
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         model.get_submodule(f"model.layers.0.self_attn.{name}").register_forward_hook(lambda *_, n=name: seen.append(n))
-    begin, end = _collectives._Flight.begin, _collectives._Flight.end
+    start, wait = _collectives._Transfer.start, _collectives._Transfer.wait
     try:
-        _collectives._Flight.begin = lambda self, x: (seen.append("begin"), begin(self, x))[1]
-        _collectives._Flight.end = lambda self: (seen.append("end"), end(self))[1]
+        _collectives._Transfer.start = lambda self, x: (seen.append("start"), start(self, x))[1]
+        _collectives._Transfer.wait = lambda self: (seen.append("wait"), wait(self))[1]
         batch = shard_sequence(tiny.rows(0), state)
         loss = model(**batch, use_cache=False, num_items_in_batch=torch.tensor(30)).loss
         forward, seen[:] = list(seen), []
         loss.backward()
     finally:
-        _collectives._Flight.begin, _collectives._Flight.end = begin, end
+        _collectives._Transfer.start, _collectives._Transfer.wait = start, wait
     return forward, seen
 
 
 def test_all_to_all_starts_before_the_next_projection(ranks):
     for forward, backward in ranks.run(overlapped):
-        # A value is sent by a hook of its projection that comes before this test's.
-        sent = ["q_proj", "begin", "k_proj", "begin", "begin", "v_proj"]
-        assert forward == [*sent, "end", "end", "end", "o_proj"]
-        assert backward == ["begin"] * 3 + ["end"] * 3
+        # The all-to-all of a projection is started by a hook that runs before this test's.
+        started = ["q_proj", "start", "k_proj", "start", "start", "v_proj"]
+        assert forward == [*started, "wait", "wait", "wait", "o_proj"]
+        assert backward == ["start"] * 3 + ["wait"] * 3
 
 
 def wrong_options(case):

@@ -12,8 +12,10 @@ import torch
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint import training_state
 from opslot.trainer import checkpointing
+from opslot.trainer.config import TrainConfig
 from opslot.trainer.random_states import random_states, restore_random_states
 from opslot.trainer.saver import CheckpointSaver
+from opslot.trainer.validate import _check_output
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -394,3 +396,15 @@ def test_random_states_round_trip():
     draw()
     restore_random_states(states)
     assert draw() == first
+
+
+def test_resume_from_a_checkpoint_under_another_name(tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    save(checkpoints, 3).rename(checkpoints / "step_00000003_best")
+    problems = []
+    config = TrainConfig(output_dir=str(tmp_path), resume_from=str(checkpoints / "step_00000003_best"))
+    assert _check_output(config, problems) == checkpoints / "step_00000003_best"
+    assert problems == []
+    save(checkpoints, 5)
+    _check_output(config, problems)
+    assert "has other checkpoints (step_00000005)" in problems[0]
