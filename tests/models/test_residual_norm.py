@@ -58,13 +58,16 @@ def calls(monkeypatch):
     from opslot.ops.rms_norm import triton
 
     seen = {"residual": 0, "standard": 0}
-    for name, function in (("residual", triton._ResidualRMSNorm), ("standard", triton._RMSNorm)):
+    for name, owner, attribute in (
+        ("residual", triton._ResidualRMSNorm, "apply"),
+        ("standard", triton, "_norm"),
+    ):
 
-        def apply(*args, name=name, inner=function.apply):
+        def counted(*args, name=name, inner=getattr(owner, attribute)):
             seen[name] += 1
             return inner(*args)
 
-        monkeypatch.setattr(function, "apply", apply)
+        monkeypatch.setattr(owner, attribute, counted)
     return seen
 
 
