@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-# Idle threads of the tests' many processes must not spin on cores that others need. Read when torch is imported.
+# Idle threads of the many test processes must not spin on cores that others need. Torch reads this on import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Each of several workers has one core, and so do the processes that its tests start.
+# Each pytest-xdist worker has one core, and so do the processes that its tests start.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-# Triton reads this when it is imported, which collecting any test may do: its kernels then run in the interpreter.
+# Triton reads this on import, which collecting any test may trigger: its kernels then run in the interpreter.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-# The time of a hypothesis example depends on what else the machine does.
+# The time of a hypothesis example depends on the load of the machine.
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
 

@@ -1,4 +1,4 @@
-"""Python processes that start without importing for seconds: forks of one process that has imported everything.
+"""Python processes that start quickly: forks of one process that has already imported everything.
 
 `Forks().start(script, *arguments, env=...)` starts a process that runs and exits as `python script *arguments` does.
 Run as a script, this file is the process that forks.
@@ -61,7 +61,7 @@ class Fork:
 
 
 class Forks:
-    """The process that forks. It computes nothing itself: threads do not survive a fork."""
+    """The process that forks. It starts no threads, since threads do not survive a fork."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()

@@ -1,4 +1,4 @@
-"""A faster Triton interpreter: work that it repeats at every call, most of a kernel's time on a CPU, is done once."""
+"""A faster Triton interpreter: work that it repeats at every call, most of a kernel's time on a CPU, is cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which attention runs where opslot selects none: explain names it, `eager` is honoured, a user's choice is kept."""
+"""Attention without a slot: explain names what runs, `eager` is applied, and the user's selection is kept."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def attention(report):
 
 @pytest.fixture
 def own_attention():
-    """An implementation that somebody registered with Transformers; yields the calls of it."""
+    """A user's implementation registered with Transformers; yields the list of its calls."""
     calls = []
 
     def attend(module, query, key, value, mask, **kwargs):
@@ -47,7 +47,7 @@ def run(model):
     return model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
-def test_auto_keeps_the_attention_that_the_user_selected(own_attention):
+def test_auto_keeps_attention_selected_by_the_user(own_attention):
     model = transformers.Qwen3ForCausalLM._from_config(config_of(), attn_implementation="own_attention")
     report = opslot.apply(model)
     assert attention(report) == [("eager", "own_attention")]
@@ -55,7 +55,7 @@ def test_auto_keeps_the_attention_that_the_user_selected(own_attention):
     assert "built with Transformers' 'own_attention', which auto keeps" in str(report)
     run(model)
     assert len(own_attention) == 2
-    # Naming a kernel wins, and going back to auto finds what the user had.
+    # A named kernel overrides it, and auto restores the user's selection.
     assert attention(opslot.bind(model, {"attn_implementation": "sdpa"})) == [("sdpa", "")]
     run(model)
     assert len(own_attention) == 2
@@ -64,7 +64,7 @@ def test_auto_keeps_the_attention_that_the_user_selected(own_attention):
     assert model.config._attn_implementation == "own_attention"
 
 
-def test_attention_selected_after_binding_is_kept_too(own_attention):
+def test_attention_selected_after_binding_is_kept(own_attention):
     model = opslot.build_foundation_model(config_of())
     model.set_attn_implementation("own_attention")
     opslot.bind(model)
@@ -75,7 +75,7 @@ def test_attention_selected_after_binding_is_kept_too(own_attention):
 
 
 @pytest.mark.parametrize("default", ["sdpa", "eager"])
-def test_auto_replaces_the_defaults_of_transformers(default):
+def test_auto_replaces_default_attention(default):
     model = transformers.Qwen3ForCausalLM._from_config(config_of(), attn_implementation=default)
     assert attention(opslot.apply(model)) == [("sdpa", "")]
     opslot.restore(model)
@@ -99,7 +99,7 @@ def test_explain_names_the_attention_that_runs():
 
 
 @pytest.mark.usefixtures("skipped_attention")
-def test_eager_is_honoured_without_a_slot():
+def test_eager_is_applied_without_a_slot():
     model = opslot.build_foundation_model(config_of(), ops_implementation={"attn_implementation": "eager"})
     assert attention(opslot.explain(model)) == [("eager", "eager")]
     assert model.config._attn_implementation == "eager"
@@ -113,7 +113,7 @@ def test_named_attention_without_a_slot_raises():
         opslot.build_foundation_model(config_of(), ops_implementation={"attn_implementation": "sdpa"})
 
 
-def test_gemma2_loss_without_a_slot_is_an_error_when_named():
+def test_named_gemma2_loss_without_a_slot_raises():
     with pytest.raises(
         ConfigError, match=r"cross_entropy_loss_implementation='chunk_loss': Gemma2ForCausalLM.* has no slot"
     ):
@@ -142,7 +142,7 @@ def test_sub_models_get_their_own_attention():
     assert rows == {"PixtralVisionModel": ("eager", "sdpa"), "MistralModel": ("sdpa", "")}
     assert model.config.get_text_config()._attn_implementation == "opslot_sdpa"
     assert model.config.vision_config._attn_implementation == "sdpa"
-    # A named kernel serves the sub-model that it can serve.
+    # A named kernel is used in the sub-models that support it.
     named = opslot.bind(model, {"attn_implementation": "sdpa"}, device="cpu")
     assert {row.slot: row.chosen for row in named if row.op == "attention"} == {
         "PixtralVisionModel": "eager",

@@ -1,4 +1,4 @@
-"""Whole models against Transformers' own classes from the same weights."""
+"""Full models compared with Transformers' classes with the same weights."""
 
 import copy
 import io
@@ -38,7 +38,7 @@ def config_of(arch, **more):
     )
 
 
-def upstream(arch, config=None, head="ForCausalLM"):
+def original(arch, config=None, head="ForCausalLM"):
     torch.manual_seed(0)
     cls = getattr(transformers, PREFIX[arch] + head)
     model = cls._from_config(config or config_of(arch), attn_implementation="eager", experts_implementation="eager")
@@ -69,7 +69,7 @@ def assert_same(left, right):
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_all_eager_equals_transformers_bit_for_bit(arch):
-    reference = upstream(arch)
+    reference = original(arch)
     model = ours(arch, reference, "eager")
     (a, ga), (b, gb) = run(reference), run(model)
     assert torch.equal(a.loss, b.loss)
@@ -81,10 +81,10 @@ def test_all_eager_equals_transformers_bit_for_bit(arch):
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_auto_is_as_accurate_as_eager(arch):
-    reference = upstream(arch)
-    truth, true_grads = run(copy.deepcopy(reference).double())
+    reference = original(arch)
+    fp64, true_grads = run(copy.deepcopy(reference).double())
     eager, eager_grads = run(reference)
-    # `auto` leaves so small a vocabulary to eager code; the fused loss is what this is about.
+    # `auto` selects eager for a small vocabulary, but this test needs the fused loss.
     model = ours(arch, reference, {"cross_entropy_loss_implementation": "chunk_loss"})
     out, grads = run(model)
     assert out.logits is None
@@ -93,7 +93,7 @@ def test_auto_is_as_accurate_as_eager(arch):
     def error(found, true):
         return (found.double() - true).abs().max().item()
 
-    assert error(out.loss, truth.loss) <= 2 * error(eager.loss, truth.loss) + 2e-6
+    assert error(out.loss, fp64.loss) <= 2 * error(eager.loss, fp64.loss) + 2e-6
     worst = max(error(eager_grads[n], g) for n, g in true_grads.items())
     for name, true in true_grads.items():
         assert error(grads[name], true) <= 2 * worst + 1e-7, name
@@ -103,7 +103,7 @@ def test_auto_is_as_accurate_as_eager(arch):
 @pytest.mark.parametrize("ops", ["eager", "auto"])
 def test_sequence_classification(arch, ops):
     config = config_of(arch, num_labels=5)
-    reference = upstream(arch, config, "ForSequenceClassification")
+    reference = original(arch, config, "ForSequenceClassification")
     model = opslot.build_foundation_model(
         config, ops_implementation=ops, architecture=f"{PREFIX[arch]}ForSequenceClassification"
     )
@@ -120,14 +120,14 @@ def test_sequence_classification(arch, ops):
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 def test_loads_weights_from_a_folder(arch, tmp_path):
-    reference = upstream(arch)
+    reference = original(arch)
     reference.save_pretrained(tmp_path, max_shard_size="20KB")
     model = opslot.build_foundation_model(tmp_path, tmp_path, ops_implementation="eager")
     assert_same(run(reference)[1], run(model)[1])
 
 
 def test_classifier_loads_a_language_model_checkpoint(tmp_path):
-    upstream("qwen3").save_pretrained(tmp_path)
+    original("qwen3").save_pretrained(tmp_path)
     model = opslot.build_foundation_model(
         tmp_path, tmp_path, architecture="Qwen3ForSequenceClassification", config_kwargs={"num_labels": 3}
     )
@@ -145,7 +145,7 @@ def test_two_models_with_different_kernels(first):
     assert opslot.explain(models["eager"]).chosen("rms_norm") == ("eager",)
     assert models["eager"].config._attn_implementation == "eager"
     assert models["auto"].config._attn_implementation.startswith("opslot_")
-    reference = upstream("qwen3_moe")
+    reference = original("qwen3_moe")
     reference.load_state_dict(models["eager"].state_dict())
     assert_same(run(reference)[1], run(models["eager"])[1])
     assert not torch.equal(run(models["auto"])[1]["lm_head.weight"], run(models["eager"])[1]["lm_head.weight"])
@@ -153,7 +153,7 @@ def test_two_models_with_different_kernels(first):
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_apply_and_restore_on_an_existing_model(arch):
-    model = upstream(arch)
+    model = original(arch)
     before, grads = run(model)
     storage = {n: p.data_ptr() for n, p in model.named_parameters()}
     report = opslot.apply(model, "auto")
@@ -181,7 +181,7 @@ def test_apply_does_not_change_another_model_of_the_same_config():
 
 
 def test_apply_is_all_or_nothing():
-    model = upstream("qwen3")
+    model = original("qwen3")
     with pytest.raises(ConfigError, match="requires an NPU"):
         opslot.apply(model, {"rms_norm_implementation": "npu"})
     assert type(model) is transformers.Qwen3ForCausalLM
@@ -195,9 +195,9 @@ def test_apply_is_all_or_nothing():
 def test_invalid_sizes_are_named(tmp_path, arch, field, value):
     config_of(arch).save_pretrained(tmp_path)
     for source in (config_of(arch), tmp_path):
-        with pytest.raises(ConfigError, match=rf"(.*\n)+  found: {field}={value}\n  hint: ") as told:
+        with pytest.raises(ConfigError, match=rf"(.*\n)+  found: {field}={value}\n  hint: ") as caught:
             opslot.build_foundation_model(source, config_kwargs={field: value})
-        assert isinstance(told.value.__cause__, ZeroDivisionError | RuntimeError)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError | RuntimeError)
 
 
 def test_invalid_config_value_is_named():
@@ -242,7 +242,7 @@ def test_explain_shows_experts_set_after_binding():
     assert why == "the model was set to Transformers' 'grouped_mm' after opslot bound eager"
     opslot.bind(model, {"moe_implementation": "grouped_mm"})
     model.set_experts_implementation("batched_mm")
-    # opslot's kernel stands before what upstream dispatches to.
+    # opslot's kernel takes precedence over Transformers' experts dispatcher.
     assert chosen_now(model, "moe_experts") == ("grouped_mm", "named by moe_implementation")
 
 
@@ -272,7 +272,7 @@ def _subclass():
 
 
 def test_replaced_forward_is_reported():
-    model = upstream("qwen3")
+    model = original("qwen3")
     norm = model.model.norm
     norm.forward = norm.forward
     with pytest.raises(ConfigError, match=r"model\.norm: .*forward was replaced on this instance"):
@@ -284,7 +284,7 @@ def test_replaced_forward_is_reported():
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 def test_bound_models_can_be_copied_pickled_saved_and_compiled(arch, tmp_path):
     model = opslot.build_foundation_model(config_of(arch))
-    # Before the first forward: upstream's hooks that record router logits are local functions, which no pickle takes.
+    # Before the first forward: Transformers' hooks that record router logits are local functions, which can't be pickled.
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -308,7 +308,7 @@ def test_lora_matches_plain_peft():
     lora = LoraConfig(r=4, target_modules=["q_proj", "gate_proj", "down_proj"], init_lora_weights=False)
 
     def wrapped(bind_first):
-        model = upstream("qwen3")
+        model = original("qwen3")
         if bind_first is True:
             opslot.apply(model)
         torch.manual_seed(5)
@@ -341,7 +341,7 @@ def test_lora_on_the_head_is_applied():
     lora = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
     ids = torch.randint(1, 97, (1, 7))
     torch.manual_seed(5)
-    plain = get_peft_model(upstream("qwen3"), lora)
+    plain = get_peft_model(original("qwen3"), lora)
     expected = plain(input_ids=ids, labels=ids).loss
     opslot.apply(plain)
     torch.testing.assert_close(plain(input_ids=ids, labels=ids).loss, expected, rtol=1e-5, atol=1e-6)
@@ -354,7 +354,7 @@ def test_head_wrapped_after_binding():
 
     ids = torch.randint(1, 97, (1, 7))
     for ops, served in (("auto", True), ({"cross_entropy_loss_implementation": "chunk_loss"}, False)):
-        model = upstream("qwen3")
+        model = original("qwen3")
         opslot.apply(model, ops)
         peft = get_peft_model(model, LoraConfig(r=4, target_modules=["lm_head"]))
         if served:
@@ -365,7 +365,7 @@ def test_head_wrapped_after_binding():
 
 
 def test_router_logits_are_captured_after_apply():
-    model = upstream("qwen3_moe")
+    model = original("qwen3_moe")
     opslot.apply(model)
     out, _ = run(model)
     assert len(out.router_logits) == 2
@@ -389,7 +389,7 @@ print(len(model(input_ids=torch.ones(1, 4, dtype=torch.long)).router_logits))
 
 def test_generation_equals_transformers():
     ids = torch.randint(1, 97, (1, 5), generator=torch.Generator().manual_seed(1))
-    model = upstream("qwen3").eval()
+    model = original("qwen3").eval()
     expected = model.generate(ids, max_new_tokens=8, do_sample=False)
     opslot.apply(model)
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected)
@@ -429,7 +429,7 @@ def test_hf_backend_builds_the_original_class(monkeypatch):
         ('{"model_type": "qwen3", "hidden_size": "wide"}', "not a valid qwen3 config"),
     ],
 )
-def test_bad_configs(tmp_path, text, message):
+def test_invalid_configs_raise(tmp_path, text, message):
     path = tmp_path / "config.json"
     if text is not None:
         path.write_text(text)
@@ -437,7 +437,7 @@ def test_bad_configs(tmp_path, text, message):
         opslot.build_foundation_model(path)
 
 
-def test_bad_arguments():
+def test_invalid_arguments_raise():
     for dtype in ("int8", torch.int8, 16):
         with pytest.raises(ConfigError, match="no floating dtype"):
             opslot.build_foundation_model(config_of("qwen3"), torch_dtype=dtype)
@@ -451,14 +451,14 @@ def test_bad_arguments():
         opslot.build_foundation_model(config_of("qwen3"), architecture="Qwen3ForImages")
 
 
-def test_meta_models_bind_for_this_machine():
+def test_meta_models_are_bound_for_the_local_device():
     model = opslot.build_foundation_model(config_of("qwen3_moe"), init_device="meta")
     assert all(p.is_meta for p in model.parameters())
     assert len(opslot.explain(model)) >= 5
 
 
 def test_each_model_in_a_module_gets_its_attention():
-    pair = torch.nn.ModuleDict({"teacher": upstream("qwen3"), "student": upstream("qwen3_moe")})
+    pair = torch.nn.ModuleDict({"teacher": original("qwen3"), "student": original("qwen3_moe")})
     before = [m.config._attn_implementation for m in pair.values()]
     overrides = {"teacher": {"attn_implementation": "eager"}}
     report = opslot.apply(pair, {"attn_implementation": "sdpa", "overrides": overrides})
@@ -474,7 +474,7 @@ def test_each_model_in_a_module_gets_its_attention():
 def test_attention_of_a_model_inside_lora_is_bound_and_restored():
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(target_modules=["q_proj"], r=2)
-    wrapped = peft.get_peft_model(upstream("qwen3_moe"), lora)
+    wrapped = peft.get_peft_model(original("qwen3_moe"), lora)
     inner = wrapped.base_model.model
     inner.config._experts_implementation = "grouped_mm"
     before = (inner.config._attn_implementation, "grouped_mm")
@@ -488,7 +488,7 @@ def test_attention_of_a_model_inside_lora_is_bound_and_restored():
 
 
 def test_evaluation_returns_logits():
-    reference = upstream("qwen3").eval()
+    reference = original("qwen3").eval()
     model = ours("qwen3", reference, {"cross_entropy_loss_implementation": "chunk_loss"}).eval()
     ids = torch.arange(12).view(2, 6)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Random sequences of what users do with a model: after each step it computes what Transformers' own class does.
+"""Random sequences of user operations on a model: after each step it computes what Transformers' class does.
 
 Bound to eager, loss and gradients are equal bit for bit; under auto they are within a tolerance.
 """
@@ -82,7 +82,7 @@ class Session:
         assert str(opslot.explain(self.model)) == before
 
     def step_move(self):
-        """As if the model had been bound on a GPU, and runs on a CPU now."""
+        """Pretend that the model was bound on a GPU and now runs on a CPU."""
         if self.ops is None:
             return
         module = sys.modules["opslot.slots.binding"]
@@ -133,7 +133,7 @@ class Session:
             self.model = torch.load(file, weights_only=False)
 
     def step_set_attention(self):
-        """Transformers' own way to select attention; the next binding selects again."""
+        """Select attention with Transformers' API; the next binding selects again."""
         self.model.set_attn_implementation(
             self.rng.choice(["eager", "sdpa"] if self.model._supports_sdpa else ["eager"])
         )

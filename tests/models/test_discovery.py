@@ -1,4 +1,4 @@
-"""Slots that discovery finds: Transformers bit for bit if eager, correct with kernels, and undone by restore."""
+"""Discovered slots: eager equals Transformers bit for bit, kernels are correct, and restore removes them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ LATENT = {
     "v_head_dim": 8,
 }
 
-# model_type -> its sizes beside those above, and what has to be found in it.
+# model_type -> its sizes beside those above, and the slots that must be found.
 MODELS = {
     "mistral": (HEADS, {"rms_norm/standard", "rms_norm/residual", "cross_entropy_loss/causal", "attention/causal"}),
     "gemma3_text": (HEADS, {"rms_norm/offset", "rotary_pos_emb/full", "swiglu_mlp/standard"}),
@@ -105,12 +105,12 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_discovered_slots_train_as_transformers_does(model_type):
+def test_discovered_slots_train_like_transformers(model_type):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(model_type)).train()
     ids = torch.randint(3, 64, (2, 20))
     before, attention = type(model), model.config._attn_implementation
-    # As opslot's eager: Transformers' eager attention, and one expert after another.
+    # Like opslot's eager: Transformers' eager attention, and a loop over experts.
     model.set_experts_implementation("eager")
     model.set_attn_implementation("eager")
     wanted = step(model, ids)
@@ -141,7 +141,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_siz
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("model_type", MODELS)
 def test_discovered_slots_train_with_gpu_kernels(model_type):
-    """In bf16, loss and gradients of a step under `auto` are as near to fp32's as Transformers' own, or twice that."""
+    """In bf16, the error of loss and gradients under `auto` against fp32 is at most twice that of Transformers."""
     torch.manual_seed(0)
     sizes = SIZES | MODELS[model_type][0] | WIDE
     latent = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
@@ -161,7 +161,7 @@ def test_discovered_slots_train_with_gpu_kernels(model_type):
     assert abs(found[0] - exact[0]) <= 2 * abs(eager[0] - exact[0]) + 1e-3
 
     def distance(grads):
-        """Of all gradients together: routing of single tokens flips with the rounding of either."""
+        """Relative error over all gradients together: rounding may change the routing of single tokens."""
         gaps = [(grads[name].float() - grad).square().sum() for name, grad in exact[1].items()]
         return (sum(gaps) / sum(grad.square().sum() for grad in exact[1].values())).sqrt().item()
 
@@ -169,7 +169,7 @@ def test_discovered_slots_train_with_gpu_kernels(model_type):
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "helium"])
-def test_residual_norm_rounds_as_the_norm_does(model_type, monkeypatch):
+def test_fused_add_rms_norm_rounds_like_the_norm(model_type, monkeypatch):
     from opslot.ops.rms_norm import triton
 
     torch.manual_seed(0)
@@ -359,7 +359,7 @@ def test_similar_code_is_skipped(arch):
         "bamba": ("BambaRMSNormGated", "another norm"),
         "deepseek_v4": ("DeepseekV4UnweightedRMSNorm", "another norm"),
         "doge": ("load_balancing_loss_func", "computes another loss"),
-        # Cohere's code to the letter, but its angles are learned.
+        # The same code as Cohere's, but the angles are learned.
         "lightglue": ("apply_rotary_pos_emb", "or learned angles"),
         "nanochat": ("apply_rotary_pos_emb", "rotates in another way"),
         "qwen2_5_vl": ("Qwen2_5_VLVisionAttention", "calls attention in another way"),
@@ -426,6 +426,6 @@ def test_written_patch_file_generates_the_same_module(arch, tmp_path, monkeypatc
         (["{folder}"], "is not a config.json with a model_type"),
     ],
 )
-def test_wrong_use_of_the_command_raises(arguments, message, tmp_path, capsys):
+def test_invalid_usage_of_the_command_raises(arguments, message, tmp_path, capsys):
     assert main(["discover", *(a.format(folder=tmp_path) for a in arguments)]) == 2
     assert message in capsys.readouterr().err

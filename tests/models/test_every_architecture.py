@@ -1,4 +1,4 @@
-"""Models built from every architecture's config: no module stays on the class that Transformers constructed."""
+"""Models built from every architecture's config: no module keeps its Transformers class."""
 
 import copy
 import json
@@ -69,8 +69,8 @@ def transformers_builds(config):
     return True
 
 
-def left_behind(model):
-    """Modules on a class of Transformers that has a generated counterpart."""
+def unconverted_modules(model):
+    """Modules with a Transformers class that has a generated counterpart."""
     found = []
     for path, module in model.named_modules():
         architecture = architecture_of(type(module), generated=False)
@@ -84,15 +84,15 @@ def build(config):
 
 
 @pytest.mark.parametrize("model_type", [name for name in REPRESENTATIVE if name in CONFIG_MAPPING_NAMES])
-def test_no_module_stays_on_its_original_class(model_type):
+def test_every_module_has_its_generated_class(model_type):
     model = build(default_config(model_type))
-    assert left_behind(model) == []
+    assert unconverted_modules(model) == []
     assert len(opslot.explain(model)) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_no_module_of_any_architecture_stays_on_its_original_class():
+def test_every_module_of_every_architecture_has_its_generated_class():
     built, unusable, wrong = 0, 0, {}
     for model_type in sorted(CONFIG_MAPPING_NAMES):
         config = default_config(model_type)
@@ -111,7 +111,7 @@ def test_no_module_of_any_architecture_stays_on_its_original_class():
                 unusable += 1
             continue
         built += 1
-        if found := left_behind(model):
+        if found := unconverted_modules(model):
             wrong[model_type] = found[:3]
     assert wrong == {}
     assert built >= 200, f"{built} built, {unusable} without a usable default config"

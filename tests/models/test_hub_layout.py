@@ -1,4 +1,4 @@
-"""Transformers' own `save_pretrained` and `from_pretrained` on models with slots: the layout that the hub has."""
+"""Transformers' own `save_pretrained` and `from_pretrained` on models with slots use the layout of the Hub."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opslot.generated.qwen3_moe import Qwen3MoeForCausalLM
 
 
 @pytest.fixture
-def upstream():
+def original():
     config = transformers.Qwen3MoeConfig(
         vocab_size=61,
         hidden_size=32,
@@ -35,21 +35,21 @@ def names(folder):
         return sorted(file.keys())
 
 
-def test_generated_class_loads_per_expert_tensors(upstream, tmp_path):
-    upstream.save_pretrained(tmp_path)
+def test_generated_class_loads_per_expert_tensors(original, tmp_path):
+    original.save_pretrained(tmp_path)
     loaded, info = Qwen3MoeForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    for name, value in upstream.state_dict().items():
+    for name, value in original.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
 
 
-def test_models_with_slots_save_the_hub_layout(upstream, tmp_path):
-    upstream.save_pretrained(tmp_path / "upstream")
-    opslot.build_foundation_model(upstream.config).save_pretrained(tmp_path / "built")
-    opslot.apply(upstream)
-    upstream.save_pretrained(tmp_path / "applied")
-    assert names(tmp_path / "built") == names(tmp_path / "applied") == names(tmp_path / "upstream")
+def test_models_with_slots_save_the_hub_layout(original, tmp_path):
+    original.save_pretrained(tmp_path / "original")
+    opslot.build_foundation_model(original.config).save_pretrained(tmp_path / "built")
+    opslot.apply(original)
+    original.save_pretrained(tmp_path / "applied")
+    assert names(tmp_path / "built") == names(tmp_path / "applied") == names(tmp_path / "original")
 
 
 def test_subclass_of_a_generated_class_is_custom_code():

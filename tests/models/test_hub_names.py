@@ -1,4 +1,4 @@
-"""Checkpoints under other names than the model's, as Transformers writes them: `build_foundation_model` reads them."""
+"""`build_foundation_model` reads checkpoints whose tensor names differ from the model's, as Transformers saves them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES = {
     "eos_token_id": 2,
 }
 MOE = {"num_local_experts": 12, "num_experts_per_tok": 2}
-# Of each architecture: its sizes, a name in its checkpoint, and what it is called in the model.
+# For each architecture: its sizes, a source key in its checkpoint, and its FQN in the model.
 ARCHES: dict[str, tuple[dict[str, Any], str, str]] = {
     "mixtral": (MOE, "model.layers.1.block_sparse_moe.gate.weight", "model.layers.1.mlp.gate.weight"),
     "gpt_neox": ({"intermediate_size": 48}, "embed_out.weight", "lm_head.weight"),
@@ -52,7 +52,7 @@ ARCHES: dict[str, tuple[dict[str, Any], str, str]] = {
         "model.layers.2.mlp.moe_statics.e_score_correction_bias",
         "model.layers.2.mlp.gate.moe_statics.e_score_correction_bias",
     ),
-    # Experts without gates; one layer of each kind, so that no other tells a name.
+    # Experts without gates; one layer of each kind, so that each name occurs once.
     "nemotron_h": (
         {
             "num_hidden_layers": 3,
@@ -72,9 +72,9 @@ ARCHES: dict[str, tuple[dict[str, Any], str, str]] = {
         "backbone.layers.0.mixer.D",
         "model.layers.0.mixer.D",
     ),
-    # The router's name is another module's elsewhere.
+    # Other architectures use the router's name for another module.
     "phimoe": (MOE, "model.layers.0.block_sparse_moe.gate.weight", "model.layers.0.mlp.router.weight"),
-    # Three tensors that become one.
+    # Three tensors are merged into one.
     "olmo_hybrid": (
         {
             "layer_types": ["linear_attention", "full_attention"],
@@ -86,13 +86,13 @@ ARCHES: dict[str, tuple[dict[str, Any], str, str]] = {
         "model.layers.0.attention_layer_norm.weight",
         "model.layers.0.input_layernorm.weight",
     ),
-    # One tensor that becomes four.
+    # One tensor is split into four.
     "hrm_text": (
         {"num_key_value_heads": 4, "head_dim": 8},
         "model.H_module.layers.1.attn.o_proj.weight",
         "model.H_module.layers.1.self_attn.o_proj.weight",
     ),
-    # More gates than down projections: its last experts return what they are given.
+    # More gates than down projections: the last experts are the identity.
     "longcat_flash": (
         {
             "num_key_value_heads": 4,
@@ -116,8 +116,8 @@ ARCHES: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.fixture(autouse=True)
-def registries_as_before(monkeypatch) -> None:
-    """Which architectures were served already stands in messages that other tests read."""
+def restore_registries(monkeypatch) -> None:
+    """Restore the registries: error messages in other tests list the served architectures."""
     for registry in (MODELING_REGISTRY, MODEL_CONFIG_REGISTRY):
         monkeypatch.setattr(registry, "_factories", dict(registry._factories))
 
@@ -131,8 +131,8 @@ def config_of(arch: str, **more: object) -> transformers.PreTrainedConfig:
     return AutoConfig.for_model(arch, **sizes)
 
 
-def upstream(arch: str, **more: object) -> nn.Module:
-    """A toy of Transformers' class, each of whose tensors has values of its own."""
+def original(arch: str, **more: object) -> nn.Module:
+    """A small model of Transformers' class whose tensors all have different values."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(arch, **more))
     with torch.no_grad():
@@ -149,7 +149,7 @@ def edit(folder: Path, drop: str | None = None, add: dict[str, torch.Tensor] | N
     save_file({**tensors, **(add or {})}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def refusal(config: transformers.PreTrainedConfig, folder: Path) -> str:
+def checkpoint_error(config: transformers.PreTrainedConfig, folder: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         opslot.build_foundation_model(config, weights_path=folder, ops_implementation="eager")
     return str(caught.value)
@@ -167,8 +167,8 @@ def assert_same(found: nn.Module, wanted: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-def test_what_upstream_saves_is_read_bit_for_bit(arch, tmp_path) -> None:
-    wanted = upstream(arch)
+def test_checkpoint_of_transformers_is_read_bit_for_bit(arch, tmp_path) -> None:
+    wanted = original(arch)
     wanted.save_pretrained(tmp_path, max_shard_size="20KB")
     _, stored, own = ARCHES[arch]
     index = (tmp_path / "model.safetensors.index.json").read_text()
@@ -181,29 +181,29 @@ def test_what_upstream_saves_is_read_bit_for_bit(arch, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-def test_a_missing_tensor_is_named_as_the_checkpoint_would(arch, tmp_path) -> None:
-    wanted = upstream(arch)
+def test_missing_tensor_is_named_as_in_the_checkpoint(arch, tmp_path) -> None:
+    wanted = original(arch)
     wanted.save_pretrained(tmp_path)
     _, stored, own = ARCHES[arch]
     edit(tmp_path, drop=stored)
-    message = refusal(config_of(arch), tmp_path)
+    message = checkpoint_error(config_of(arch), tmp_path)
     assert message.count("hint:") == 1
     problem = message.splitlines()[2].strip()
     if ".experts." in stored:
         assert problem == stored
-    elif stored in wanted.state_dict():  # an earlier release, with the checkpoint's names for its modules
+    elif stored in wanted.state_dict():  # an earlier release names its modules as in the checkpoint
         assert re.fullmatch(rf"{re.escape(stored)} \[[\d, ]+\]", problem)
     else:
         assert re.fullmatch(rf"{re.escape(own)} \[[\d, ]+\] \(in the checkpoint: {re.escape(stored)}\)", problem)
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-def test_an_extra_tensor_is_named_as_in_the_checkpoint(arch, tmp_path) -> None:
-    upstream(arch).save_pretrained(tmp_path)
+def test_extra_tensor_is_named_as_in_the_checkpoint(arch, tmp_path) -> None:
+    original(arch).save_pretrained(tmp_path)
     _, stored, _ = ARCHES[arch]
     extra = stored.replace(".weight", ".stranger") if ".weight" in stored else f"{stored}.stranger"
     edit(tmp_path, add={extra: torch.zeros(2)})
-    message = refusal(config_of(arch), tmp_path)
+    message = checkpoint_error(config_of(arch), tmp_path)
     assert message.count("hint:") == 1
     assert message.splitlines()[1:3] == ["  tensors that the model does not have (1):", f"    {extra}"]
 
@@ -216,45 +216,45 @@ def test_an_extra_tensor_is_named_as_in_the_checkpoint(arch, tmp_path) -> None:
         ("nemotron_h", "backbone.layers.1.mixer.experts.2.up_proj.weight"),
     ],
 )
-def test_a_missing_expert_is_named_as_in_the_checkpoint(arch, dropped, tmp_path) -> None:
-    upstream(arch).save_pretrained(tmp_path)
+def test_missing_expert_is_named_as_in_the_checkpoint(arch, dropped, tmp_path) -> None:
+    original(arch).save_pretrained(tmp_path)
     edit(tmp_path, drop=dropped)
-    message = refusal(config_of(arch), tmp_path)
+    message = checkpoint_error(config_of(arch), tmp_path)
     assert message.splitlines()[1:3] == ["  incomplete experts (1):", f"    {dropped}"]
     assert message.count("hint:") == 1
 
 
-def test_a_missing_part_of_a_converted_tensor(tmp_path) -> None:
-    wanted = upstream("olmo_hybrid")
+def test_missing_part_of_a_converted_tensor(tmp_path) -> None:
+    wanted = original("olmo_hybrid")
     if "model.layers.0.linear_attn.conv1d.weight" not in wanted.state_dict():
         pytest.skip("an earlier release, which converts nothing here")
     wanted.save_pretrained(tmp_path)
     edit(tmp_path, drop="model.layers.0.linear_attn.k_conv1d.weight")
-    message = refusal(config_of("olmo_hybrid"), tmp_path)
+    message = checkpoint_error(config_of("olmo_hybrid"), tmp_path)
     assert message.count("hint:") == 1
     assert message.splitlines()[2].endswith("the checkpoint lacks model.layers.0.linear_attn.k_conv1d.weight")
 
 
-def test_a_missing_tensor_that_becomes_several(tmp_path) -> None:
-    upstream("hrm_text").save_pretrained(tmp_path)
+def test_missing_tensor_that_is_split(tmp_path) -> None:
+    original("hrm_text").save_pretrained(tmp_path)
     edit(tmp_path, drop="model.L_module.layers.0.attn.gqkv_proj.weight")
-    message = refusal(config_of("hrm_text"), tmp_path)
+    message = checkpoint_error(config_of("hrm_text"), tmp_path)
     assert message.count("hint:") == 1
     assert message.count("(in the checkpoint: model.L_module.layers.0.attn.gqkv_proj.weight)") == 4
 
 
-def test_experts_of_another_size(tmp_path) -> None:
-    upstream("mixtral").save_pretrained(tmp_path)
-    message = refusal(config_of("mixtral", intermediate_size=20), tmp_path)
+def test_experts_of_another_size_raise(tmp_path) -> None:
+    original("mixtral").save_pretrained(tmp_path)
+    message = checkpoint_error(config_of("mixtral", intermediate_size=20), tmp_path)
     name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
     assert f"{name}: found [24, 32], expected [20, 32]" in message
-    message = refusal(config_of("mixtral", num_local_experts=11), tmp_path)
+    message = checkpoint_error(config_of("mixtral", num_local_experts=11), tmp_path)
     assert "model.layers.0.block_sparse_moe.experts.11.w1.weight: the model has 11 experts" in message
 
 
 @pytest.mark.parametrize("arch", ["mixtral", "gpt_neox", "minimax_m2", "olmo_hybrid"])
-def test_a_base_models_checkpoint(arch, tmp_path) -> None:
-    wanted = upstream(arch, tie_word_embeddings=True)
+def test_base_model_checkpoint(arch, tmp_path) -> None:
+    wanted = original(arch, tie_word_embeddings=True)
     wanted.base_model.save_pretrained(tmp_path)
     config = config_of(arch, tie_word_embeddings=True)
     assert_same(opslot.build_foundation_model(config, weights_path=tmp_path, ops_implementation="eager"), wanted)
@@ -263,25 +263,25 @@ def test_a_base_models_checkpoint(arch, tmp_path) -> None:
 
 @pytest.mark.parametrize("layout", ["stacked", "per_expert", "transposed"])
 @pytest.mark.parametrize("arch", ["mixtral", "ernie4_5_moe"])
-def test_the_models_own_names_are_read_too(arch, layout, tmp_path) -> None:
-    wanted = upstream(arch)
+def test_names_of_the_model_are_read_too(arch, layout, tmp_path) -> None:
+    wanted = original(arch)
     save_weights(wanted, tmp_path / "own", layout=layout)
     found = opslot.build_foundation_model(config_of(arch), weights_path=tmp_path / "own", ops_implementation="eager")
     assert_same(found, wanted)
 
 
-def test_experts_in_two_layouts(tmp_path) -> None:
-    wanted = upstream("mixtral")
+def test_experts_in_two_layouts_raise(tmp_path) -> None:
+    wanted = original("mixtral")
     wanted.save_pretrained(tmp_path)
     own = "model.layers.0.mlp.experts.down_proj"
     edit(tmp_path, add={own: wanted.state_dict()[own]})
-    message = refusal(config_of("mixtral"), tmp_path)
+    message = checkpoint_error(config_of("mixtral"), tmp_path)
     assert "mixed layouts (1):\n    model.layers.*.mlp.experts: per_expert (" in message
     assert f", stacked ({own})" in message
 
 
-def test_a_classifier_leaves_out_the_head(tmp_path) -> None:
-    wanted = upstream("mixtral", num_labels=3)
+def test_classifier_ignores_the_lm_head(tmp_path) -> None:
+    wanted = original("mixtral", num_labels=3)
     wanted.save_pretrained(tmp_path)
     found = opslot.build_foundation_model(
         wanted.config,
@@ -293,7 +293,7 @@ def test_a_classifier_leaves_out_the_head(tmp_path) -> None:
 
 
 def load_sharded(folder: str) -> dict[str, Any]:
-    """On a rank: the whole tensors, and how many bytes were read and are kept."""
+    """On a rank: the full tensors, and the number of bytes read and kept."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
@@ -314,8 +314,8 @@ def load_sharded(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("arch", ["mixtral", "gpt_neox", "olmo_hybrid"])
-def test_two_ranks_read_a_sharded_model(ranks, arch, tmp_path) -> None:
-    wanted = upstream(arch)
+def test_two_ranks_load_a_sharded_model(ranks, arch, tmp_path) -> None:
+    wanted = original(arch)
     wanted.save_pretrained(tmp_path)
     for answer in ranks.run(load_sharded, str(tmp_path)):
         assert answer["whole"].keys() == wanted.state_dict().keys()
@@ -327,10 +327,10 @@ def test_two_ranks_read_a_sharded_model(ranks, arch, tmp_path) -> None:
             assert answer["layouts"] == {"model.layers.*.mlp.experts": "per_expert"}
 
 
-def test_a_release_without_conversions_reads_as_before(tmp_path, monkeypatch) -> None:
-    wanted = upstream("mixtral")
+def test_loading_without_transformers_conversions(tmp_path, monkeypatch) -> None:
+    wanted = original("mixtral")
     wanted.save_pretrained(tmp_path)
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
-    message = refusal(config_of("mixtral"), tmp_path)
+    message = checkpoint_error(config_of("mixtral"), tmp_path)
     assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in message
     assert "tensors that the model does not have" in message

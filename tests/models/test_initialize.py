@@ -1,4 +1,4 @@
-"""A model on meta gets values as Transformers' own class would have drawn: the same constants, the same spread."""
+"""A meta model is initialized like Transformers' class: the same constants, the same standard deviations."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_initial_values_equal_transformers_in_distribution(name):
         if tensor.ndim < 2:
             assert torch.equal(value, tensor), key
         else:
-            # Of a normal distribution, the standard deviation of n numbers has a spread of 1 / sqrt(2 n).
+            # The relative standard error of the standard deviation of n normal samples is 1 / sqrt(2 n).
             spread = tensor.std().item() * 5 / (2 * tensor.numel()) ** 0.5
             assert value.std().item() == pytest.approx(0.05, abs=2 * spread), key
             assert value.mean().item() == pytest.approx(0, abs=2 * spread), key

@@ -36,8 +36,8 @@ def test_lookalikes_get_their_own_variant_or_none(arch, symbol, op):
 
 
 @pytest.mark.parametrize("arch", ["nanochat", "blt"])
-def test_rotary_with_another_rotate_half_is_refused(arch):
-    """Both have Llama's `apply_rotary_pos_emb` to the letter, and another `rotate_half` under it."""
+def test_rotary_with_another_rotate_half_is_skipped(arch):
+    """Both have exactly Llama's `apply_rotary_pos_emb`, but another `rotate_half`."""
     patch = PatchConfig(f"transformers.models.{arch}.modeling_{arch}")
     expects = {"apply_rotary_pos_emb": ROTARY_FULL, "rotate_half": ROTATE_HALF}
     patch.slot_calls("apply_rotary_pos_emb", Slot("rotary_pos_emb", "full"), expects=expects)

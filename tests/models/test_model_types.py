@@ -1,4 +1,4 @@
-"""Model types whose models are another's in Transformers."""
+"""Model types that use the model classes of another type in Transformers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from opslot.models._registry import find_architecture
 FOLDERS = Path(transformers.__file__).parent / "models"
 
 
-def others_models() -> dict[str, str]:
-    """Each model_type whose own folder holds no models, and the folder of its language model."""
+def aliased_model_types() -> dict[str, str]:
+    """Each model_type without model classes in its own folder, and the folder of its language model."""
     found = {}
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         folder = model_type_to_module_name(model_type)
@@ -30,21 +30,21 @@ def others_models() -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def registries_as_before(monkeypatch) -> None:
-    """Which architectures were served already stands in messages that other tests read."""
+def restore_registries(monkeypatch) -> None:
+    """Restore the registries: error messages in other tests list the served architectures."""
     for registry in (MODELING_REGISTRY, MODEL_CONFIG_REGISTRY):
         monkeypatch.setattr(registry, "_factories", dict(registry._factories))
 
 
-def test_each_is_served_where_the_models_are() -> None:
-    aliases = others_models()
+def test_aliases_use_the_architecture_of_their_models() -> None:
+    aliases = aliased_model_types()
     assert "gpt-sw3" in aliases
     for model_type, folder in aliases.items():
         assert serve_model_type(model_type) == (find_architecture(folder) is not None), model_type
 
 
-@pytest.mark.parametrize("model_type", sorted(t for t, folder in others_models().items() if folder == "llama"))
-def test_llamas_under_another_name(model_type, tmp_path) -> None:
+@pytest.mark.parametrize("model_type", sorted(t for t, folder in aliased_model_types().items() if folder == "llama"))
+def test_llama_aliases(model_type, tmp_path) -> None:
     config = AutoConfig.for_model(
         model_type,
         vocab_size=40,

@@ -1,4 +1,4 @@
-"""Generated classes without a kernel bound compute what upstream's compute, bit for bit."""
+"""Generated classes without bound kernels equal Transformers' classes bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLOTS = {
         "load_balancing_loss": 1,
     },
 }
-# The slots of the others are Qwen3's, which test_generated_slots_are_those_of_qwen3 checks.
+# The other architectures have the slots of Qwen3, as test_generated_slots_equal_qwen3 checks.
 COMPARED = ["qwen3", "qwen3_moe"]
 HEADS = ["ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"]
 TINY = {
@@ -49,7 +49,7 @@ MOE = {"moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2, 
 
 
 def pair(arch: str, head: str = "ForCausalLM", **options: Any) -> tuple[Any, Any]:
-    """Upstream's model and the generated one, with one set of weights."""
+    """Transformers' model and the generated one with the same weights."""
     upstream = importlib.import_module(f"transformers.models.{arch}.modeling_{arch}")
     generated = importlib.import_module(f"opslot.generated.{arch}")
     settings = {**TINY, **(MOE if arch == "qwen3_moe" else {}), **options}
@@ -95,7 +95,7 @@ def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor])
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_loss_logits_and_gradients_are_upstreams(arch, head):
+def test_loss_logits_and_gradients_equal_transformers(arch, head):
     options = {"num_labels": 3} if head in ("ForSequenceClassification", "ForTokenClassification") else {}
     reference, ours = pair(arch, head, **options)
     expected = outputs_and_gradients(reference, batch(head))
@@ -105,8 +105,8 @@ def test_loss_logits_and_gradients_are_upstreams(arch, head):
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch not in COMPARED])
-def test_generated_slots_are_those_of_qwen3(arch):
-    """In the generated text, up to class names."""
+def test_generated_slots_equal_qwen3(arch):
+    """Compares the generated text up to class names."""
 
     def lines_with_slots(arch):
         text = generate(find_patch(arch), installed_release()).text
@@ -129,7 +129,7 @@ def test_every_module_is_generated_and_declares_its_slots(arch):
 
 
 @pytest.mark.parametrize("head", HEADS[1:])
-def test_other_heads_hold_the_generated_backbone(head):
+def test_other_heads_use_the_generated_backbone(head):
     reference, ours = pair("llama", head)
     assert type(ours.base_model).__module__ == "opslot.generated.llama"
     assert ours.base_model_prefix == reference.base_model_prefix
@@ -187,7 +187,7 @@ print(*(model(**batch).loss.item() for model in (unpickled, moved)))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_upstreams_experts_dispatcher_still_chooses(implementation):
+def test_experts_implementation_of_transformers_is_used(implementation):
     reference, ours = pair("qwen3_moe")
     assert ours._can_set_experts_implementation()
     assert ours._can_set_attn_implementation()
@@ -196,7 +196,7 @@ def test_upstreams_experts_dispatcher_still_chooses(implementation):
     assert_same(outputs_and_gradients(ours, batch()), outputs_and_gradients(reference, batch()))
 
 
-def test_bound_experts_are_asked_before_the_dispatcher():
+def test_bound_experts_take_precedence_over_the_dispatcher():
     _, ours = pair("qwen3_moe")
     seen = []
 
@@ -241,14 +241,14 @@ def test_fused_causal_loss_skips_the_logits(arch):
     assert len(kernel.calls) == 1
 
 
-def test_fused_causal_loss_gets_the_callers_arguments():
+def test_fused_causal_loss_gets_the_arguments_of_the_caller():
     _, ours = pair("qwen3")
     ours._opslot_cross_entropy_loss = kernel = FusedLoss()
     ours(**batch(), num_items_in_batch=7)
     assert kernel.calls[0]["num_items_in_batch"] == 7
 
 
-def test_a_head_that_the_kernel_does_not_serve_stays_upstreams():
+def test_unsupported_head_keeps_the_transformers_loss():
     reference, ours = pair("qwen3")
     ours._opslot_cross_entropy_loss = kernel = FusedLoss(serves=False)
     assert_same(outputs_and_gradients(ours, batch()), outputs_and_gradients(reference, batch()))
@@ -269,7 +269,7 @@ def test_fused_classification_loss():
     [(1, torch.tensor([0.5, 1.0, 2.0])), (3, torch.ones(3, 3))],
     ids=["regression", "multi-label"],
 )
-def test_other_classification_problems_stay_upstreams(num_labels, labels):
+def test_other_classification_problems_keep_the_transformers_loss(num_labels, labels):
     reference, ours = pair("llama", "ForSequenceClassification", num_labels=num_labels)
     ours._opslot_cross_entropy_loss = kernel = FusedLoss()
     inputs = {**batch("ForSequenceClassification"), "labels": labels}
@@ -283,7 +283,7 @@ def test_full_graph_compile(arch):
     torch._dynamo.reset()
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
     inputs = batch()
-    # Upstream installs the hooks that capture router logits on the first call, under a lock that cannot be traced.
+    # Transformers installs the hooks that capture router logits on the first call, under a lock that cannot be traced.
     ours(**inputs)
     expected = outputs_and_gradients(reference, inputs)
     found = outputs_and_gradients(compiled, inputs)
@@ -291,7 +291,7 @@ def test_full_graph_compile(arch):
 
 
 @pytest.mark.parametrize("arch", COMPARED)
-def test_copies(arch):
+def test_copies_compute_the_same(arch):
     reference, ours = pair(arch)
     expected = outputs_and_gradients(reference, batch())
     ours.zero_grad()

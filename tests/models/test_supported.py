@@ -48,7 +48,7 @@ def test_generated_text_of_every_architecture_compiles():
 
 
 def test_lost_slot_is_one_warning(monkeypatch, tmp_path, caplog):
-    """As with a release whose norm is none of the reviewed forms."""
+    """Like a release whose norm is not a reviewed form."""
     monkeypatch.setenv("OPSLOT_CACHE", str(tmp_path))
     release = installed_release()
     lock = Lock.load(lock_path())
@@ -75,13 +75,13 @@ def test_lost_slot_is_one_warning(monkeypatch, tmp_path, caplog):
     assert [record.message for record in caplog.records] == [text]
 
 
-def test_no_warning_without_a_loss():
+def test_no_warning_without_a_lost_slot():
     patch = PatchConfig("transformers.models.gpt2.modeling_gpt2")
     assert lost_slots("gpt2", patch, installed_release()) == ""
 
 
 def test_lock_is_small():
-    """Values are written where they change."""
+    """The lock stores a value only where it changes."""
     data = json.loads(lock_path().read_text())
     steps = data["archs"]["llama"]["symbols"]["transformers.models.llama.modeling_llama:LlamaMLP.forward"]
     assert len(steps) == 1

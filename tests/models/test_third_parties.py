@@ -35,7 +35,7 @@ TINY = {
 
 
 @pytest.fixture(autouse=True)
-def registries_as_before(monkeypatch):
+def restore_registries(monkeypatch):
     monkeypatch.setattr(_registry, "ARCHITECTURES", dict(ARCHITECTURES))
     monkeypatch.setattr(finder, "_added", {})
     monkeypatch.setattr(MODELING_REGISTRY, "_factories", dict(MODELING_REGISTRY._factories))
@@ -63,7 +63,7 @@ def test_broken_entry_point_is_logged(monkeypatch, caplog):
     assert "'no_such_package:add' of opslot.architectures failed: ModuleNotFoundError" in caplog.text
 
 
-def test_registering_twice_needs_replace():
+def test_registering_twice_requires_replace():
     register_architecture("arcee")
     register_architecture("arcee")
     with pytest.raises(ConfigError, match="architecture 'arcee' is already registered"):
@@ -126,7 +126,7 @@ def test_parallel_plan_of_a_class_is_used():
 
 
 class Halved:
-    """The checkpoint has twice the model's final norm."""
+    """Halves the final norm: the checkpoint stores it doubled."""
 
     def can_handle(self, name):
         return name == "model.norm.weight"

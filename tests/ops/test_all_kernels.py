@@ -1,4 +1,4 @@
-"""Every registered kernel that can run here, on every check case of its op, in every dtype it claims."""
+"""Every registered kernel that can run here, on every check case of its op, in every dtype it declares."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def check_cases(spec):
     return [c for c in KERNEL_REGISTRY.op(spec.op_name).variant(spec.variant).cases if c.role == "check"]
 
 
-# An op whose variants are one kernel but for a step: their kernels take these cases and those that only they have.
+# Variants that share one kernel but for a step: their kernels run these cases and those that only they have.
 OF_EVERY_VARIANT = {"moe_experts": {"plain", "empty experts", "odd sizes", "no tokens"}}
 
 
@@ -42,9 +42,9 @@ def cases():
 
 
 def selected_dtypes(spec, case):
-    """Those that the kernel claims; in Triton's interpreter fp32, and 16 bits where they differ most.
+    """The dtypes that the kernel declares; in Triton's interpreter fp32, and 16-bit dtypes for two cases.
 
-    These are bf16 for the first case and for cases of mixed dtypes, and fp16 for the last case. `opslot verify` checks
+    These are bf16 for the first case and cases of mixed dtypes, and fp16 for the last case. `opslot verify` checks
     every kernel on a GPU in all of them.
     """
     claimed = [dtype for dtype in DTYPES if spec.dtypes is None or dtype in spec.dtypes]
@@ -73,7 +73,7 @@ def test_every_kernel_is_checked_in_all_its_dtypes():
 
 
 def second_derivative(function, variant, arguments):
-    """Of the outputs' sum with respect to the first differentiable argument, the others' grads left out."""
+    """Second derivative of the sum of the outputs with respect to the first differentiable argument."""
     name = variant.differentiable[0]
     leaf = arguments[name].detach().requires_grad_()
     outputs = tree_leaves(function(**{**arguments, name: leaf}))
@@ -125,9 +125,9 @@ def test_references_are_float64_exact():
                 )
 
 
-# On a GPU: `pytest -m gpu tests/ops`. Warnings of compilers and vendors are not errors there.
+# On a GPU: `pytest -m gpu tests/ops`. Warnings of compilers and libraries are not errors there.
 
-# Vendors that autotune for minutes before the first call; `opslot verify` checks them.
+# Libraries that autotune for minutes before the first call; `opslot verify` checks them.
 TUNED_FOR_MINUTES = {("chunk_gated_delta_rule", "standard", "fla")}
 
 
@@ -143,7 +143,7 @@ def bound_to_model(spec):
 
 
 def some_cases(spec):
-    """All for our own kernels; for vendors, who compile for seconds a case, one dense and one of packed documents."""
+    """All cases for opslot's kernels; for libraries, which compile for seconds, one dense and one packed case."""
     cases = check_cases(spec)
     if spec.interpretable:
         return cases
@@ -184,7 +184,7 @@ def forward_backward(kernel, variant, arguments):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("spec", gpu_specs(own=True))
-def test_triton_kernels_give_the_same_bits_every_time_and_compile_whole(spec):
+def test_triton_kernels_are_deterministic_and_compile_with_fullgraph(spec):
     """Forward and backward; compiled code launches the same kernels, and may round differently around them."""
     variant = KERNEL_REGISTRY.op(spec.op_name).variant(spec.variant)
     kernel = KERNEL_REGISTRY.load(*spec.key)

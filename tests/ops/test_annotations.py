@@ -1,4 +1,4 @@
-"""Where mypy lets kernels go without annotations, every function that is no kernel has its own."""
+"""In modules where mypy allows untyped Triton kernels, all other functions are annotated."""
 
 import ast
 import tomllib
@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def let_off():
-    """Source files of the modules in which pyproject.toml lets definitions go without types."""
+def exempt_files():
+    """Source files of the modules for which pyproject.toml allows untyped definitions."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
     patterns = [name for given in settings if given.get("disallow_untyped_defs") is False for name in given["module"]]
     files = sorted((ROOT / "src").rglob("*.py"))
@@ -24,7 +24,7 @@ def is_kernel(function):
 
 
 def untyped(tree):
-    """(name, line) of each function that is no kernel and lacks a type for its result or for a parameter."""
+    """(name, line) of each non-kernel function without a return type or a parameter type."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef) or is_kernel(node):
             continue
@@ -35,16 +35,16 @@ def untyped(tree):
             yield node.name, node.lineno
 
 
-def test_some_modules_hold_kernels():
-    assert len(let_off()) > 10
+def test_some_modules_have_kernels():
+    assert len(exempt_files()) > 10
 
 
-@pytest.mark.parametrize("file", let_off(), ids=lambda file: str(file.relative_to(ROOT / "src/opslot")))
-def test_functions_beside_kernels_have_types(file):
+@pytest.mark.parametrize("file", exempt_files(), ids=lambda file: str(file.relative_to(ROOT / "src/opslot")))
+def test_other_functions_in_kernel_modules_are_annotated(file):
     assert not list(untyped(ast.parse(file.read_text())))
 
 
-def test_the_check_sees_what_it_looks_for():
+def test_check_finds_missing_annotations():
     tree = ast.parse(
         "@triton.jit\ndef kernel(x): ...\n"
         "@triton.jit(do_not_specialize=['n'])\ndef other(x): ...\n"

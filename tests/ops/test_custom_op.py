@@ -1,4 +1,4 @@
-"""The helper that makes a launch and its backward one differentiable custom op."""
+"""The helper that makes a differentiable custom op from a launch and its backward."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def launch_double_backward(dx, dout, x):
     torch.mul(dout, 2.0, out=dx)
 
 
-# Errors name the op and the file that hold the kernel.
+# Errors name the op and the file of the kernel.
 for _function in (launch, launch_double):
     _function.__module__ = "opslot.ops.toy.triton"
 
@@ -93,7 +93,7 @@ def test_ops_pass_opcheck():
     torch.library.opcheck(ops.test_double_backward.default, (x, y))
 
 
-def test_gradients_that_nobody_needs_are_not_allocated():
+def test_unneeded_gradients_are_not_allocated():
     dx, dy = torch.ops.opslot.test_scale_and_add_backward(*torch.randn(4, 3, 4).unbind(), 3.0, False, True)
     assert dx.numel() == 0
     assert dy.shape == (3, 4)

@@ -1,4 +1,4 @@
-"""The launcher's direct way, on a kernel that records its launches instead of running."""
+"""The launcher's direct path, with a kernel that records its launches instead of running."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from opslot.ops._common.triton import KernelLauncher
 
 
 class Kernel:
-    """Stands for a `triton.jit` function and, as `compiled`, for the form that Triton returns from a launch."""
+    """A fake `triton.jit` function; `compiled` is the fake compiled kernel that Triton returns from a launch."""
 
     def __init__(self):
         self.slow, self.direct = [], []
@@ -40,7 +40,7 @@ def kernel(monkeypatch):
 GRID = (3, 1, 1)
 
 
-def test_the_second_launch_is_direct_with_addresses(kernel):
+def test_second_launch_is_direct_with_addresses(kernel):
     launch = KernelLauncher(kernel)
     x, y = torch.zeros(16), torch.zeros(16)
     for _ in range(3):
@@ -49,7 +49,7 @@ def test_the_second_launch_is_direct_with_addresses(kernel):
     assert kernel.direct == [(GRID, x.data_ptr(), None, y.data_ptr(), 16, 7, 0.5, True, 64)] * 2
 
 
-def test_a_tuple_of_tensors_is_a_tuple_of_addresses(kernel):
+def test_tuple_of_tensors_is_passed_as_addresses(kernel):
     launch = KernelLauncher(kernel)
     layers = tuple(torch.zeros(16) for _ in range(3))
     for _ in range(2):
@@ -66,7 +66,7 @@ def test_a_tuple_of_tensors_is_a_tuple_of_addresses(kernel):
     ],
     ids=["dtype", "constant", "warps"],
 )
-def test_another_form_is_compiled_of_its_own(kernel, change):
+def test_other_specializations_are_compiled_separately(kernel, change):
     launch = KernelLauncher(kernel)
     x = torch.zeros(16)
     launch(GRID, (x,), (16,), (), (1,), 4)
@@ -85,7 +85,7 @@ def test_another_form_is_compiled_of_its_own(kernel, change):
     ],
     ids=["address", "one of a tuple", "stride", "wide stride", "wide scalar"],
 )
-def test_what_triton_specializes_otherwise_goes_its_own_way(kernel, tensors, strides, scalars):
+def test_unsupported_specializations_use_the_triton_launcher(kernel, tensors, strides, scalars):
     launch = KernelLauncher(kernel)
     x = torch.zeros(32)
     for _ in range(2):
@@ -93,7 +93,7 @@ def test_what_triton_specializes_otherwise_goes_its_own_way(kernel, tensors, str
     assert (len(kernel.slow), len(kernel.direct)) == (2, 0)
 
 
-def test_another_current_device_is_entered(kernel, monkeypatch):
+def test_launch_on_another_device_enters_it(kernel, monkeypatch):
     entered = []
 
     class Device:
@@ -114,22 +114,22 @@ def test_another_current_device_is_entered(kernel, monkeypatch):
     assert (entered, len(kernel.slow)) == ([1], 1)
 
 
-def test_a_tensor_on_another_device_is_an_error(kernel, monkeypatch):
+def test_tensors_on_different_devices_raise(kernel, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0 if x.device.type == "meta" else -1)
     with pytest.raises(KernelError, match="pointer 1: it is on meta, others are on cpu"):
         KernelLauncher(kernel)(GRID, (torch.zeros(16), torch.zeros(16, device="meta")), (), (), (), 4)
 
 
-def test_tensors_on_no_gpu_are_an_error(kernel, monkeypatch):
+def test_tensors_without_gpu_raise(kernel, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.raises(KernelError, match="pointer 0: it is on cpu, not a GPU"):
         KernelLauncher(kernel)(GRID, (torch.zeros(16),), (), (), (), 4)
 
 
 @pytest.mark.parametrize(
-    ("x", "weight", "said"), [("meta", "meta", "x: .*meta, not"), ("cpu", "meta", "weight: .*meta")]
+    ("x", "weight", "message"), [("meta", "meta", "x: .*meta, not"), ("cpu", "meta", "weight: .*meta")]
 )
-def test_the_error_names_op_and_argument(x, weight, said):
+def test_error_names_op_and_argument(x, weight, message):
     rms_norm = KERNEL_REGISTRY.load("rms_norm", "standard", "triton")
-    with pytest.raises(KernelError, match=f"(?s)the Triton kernel of rms_norm cannot take {said}.*eager"):
+    with pytest.raises(KernelError, match=f"(?s)the Triton kernel of rms_norm cannot take {message}.*eager"):
         rms_norm(torch.ones(3, 8, device=x), torch.ones(8, device=weight), 1e-6)

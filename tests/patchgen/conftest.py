@@ -1,4 +1,4 @@
-"""A made-up upstream release on disk, so that an edit's effect is seen as text before and after."""
+"""A fake upstream release on disk; tests compare the text before and after an edit."""
 
 from __future__ import annotations
 

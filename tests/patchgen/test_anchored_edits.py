@@ -122,7 +122,7 @@ def test_operands_keep_their_grouping(rewrite, patch):
     assert "return ((a + b) * 2) ** 2, -(a + 1)" in text
 
 
-def test_one_name_has_to_match_one_thing(rewrite, patch):
+def test_repeated_metavariable_must_match_equal_code(rewrite, patch):
     patch.replace("f", "$x * $x", "square($x)")
     assert "return square(a), a * b" in rewrite("def f(a, b):\n    return a * a, a * b\n", patch)
 
@@ -136,7 +136,7 @@ def test_pattern_ignores_formatting_and_quotes_but_not_meaning(rewrite, patch):
     assert 'v = g(a, mode="y")' in text
 
 
-def test_several_matches_in_one_statement_are_marked_once(rewrite, patch):
+def test_several_matches_in_one_statement_have_one_marker(rewrite, patch):
     patch.replace("f", "g($x)", "h($x)", count=2)
     assert rewrite("def f(a, b):\n    return g(a) + g(b)\n", patch) == lines(
         """
@@ -149,13 +149,13 @@ def test_several_matches_in_one_statement_are_marked_once(rewrite, patch):
     )
 
 
-def test_alternatives_serve_several_releases(rewrite, patch):
+def test_alternative_patterns_support_several_releases(rewrite, patch):
     patch.replace("f", ["old(a)", "new(a)"], "ours(a)")
     assert "ours(a)" in rewrite("def f(a):\n    return old(a)\n", patch)
     assert "ours(a)" in rewrite("def f(a):\n    return new(a)\n", patch)
 
 
-def test_another_number_of_matches_shows_upstream_text(rewrite, patch):
+def test_wrong_number_of_matches_shows_upstream_text(rewrite, patch):
     patch.replace("Layer.forward", "self.up($x)", "up($x)", count=2)
     with pytest.raises(PatchError) as caught:
         rewrite(LAYER, patch)
@@ -173,7 +173,7 @@ def test_more_matches_than_expected(rewrite, patch):
         rewrite("def f(a):\n    return g(a), g(1)\n", patch)
 
 
-def test_missing_scope_names_what_is_close(rewrite, patch):
+def test_missing_scope_suggests_close_names(rewrite, patch):
     patch.replace("Layer.fwd", "x", "y")
     with pytest.raises(PatchError, match=r"has no Layer\.fwd; close to it: Layer\.forward"):
         rewrite(LAYER, patch)
@@ -185,7 +185,7 @@ def test_unbound_name_in_a_template(rewrite, patch):
         rewrite(LAYER, patch)
 
 
-def test_statements_that_matched_cannot_stand_in_an_expression(rewrite, patch):
+def test_matched_statements_in_an_expression_raise(rewrite, patch):
     patch.replace("Layer.forward", "return z", "return twice($match)")
     with pytest.raises(PatchError, match=r"uses \$match, which its pattern does not bind"):
         rewrite(LAYER, patch)
@@ -201,33 +201,33 @@ def test_overlapping_matches(rewrite, patch, source, pattern):
         rewrite(source, patch)
 
 
-def test_all_problems_are_told_at_once(rewrite, patch):
+def test_all_problems_are_reported_together(rewrite, patch):
     patch.replace("Layer.forward", "nothing", "x")
     patch.replace("Layer.backward", "y", "x")
     with pytest.raises(PatchError, match=r"0 found(.|\n)*has no Layer\.backward"):
         rewrite(LAYER, patch)
 
 
-def test_statements_cannot_replace_an_expression(rewrite, patch):
+def test_replacing_an_expression_by_statements_raises(rewrite, patch):
     patch.replace("Layer.forward", "self.up($x)", "return 1")
     with pytest.raises(PatchError, match="cannot be replaced by statements"):
         rewrite(LAYER, patch)
 
 
-def test_pattern_that_is_no_python(rewrite, patch):
+def test_pattern_with_invalid_syntax_raises(rewrite, patch):
     patch.replace("Layer.forward", "self.up(", "x")
     with pytest.raises(PatchError, match="neither an expression nor statements"):
         rewrite(LAYER, patch)
 
 
-def test_two_edits_on_one_place_name_both(rewrite, patch):
+def test_two_edits_of_one_expression_raise_with_both_names(rewrite, patch):
     patch.replace("Layer.forward", "self.up($x)", "up($x)", note="first idea")
     patch.replace("Layer.forward", "up($x)", "down($x)", note="second idea")
     with pytest.raises(PatchError, match=r"second idea\n(.|\n)*already changed by `first idea`"):
         rewrite(LAYER, patch)
 
 
-def test_edit_around_an_untouched_inner_statement_still_reaches_it(rewrite, patch):
+def test_nested_edit_in_an_unchanged_inner_statement(rewrite, patch):
     patch.replace("f", "a = g(x)\nb = a", "if fast:\n    b = 0\nelse:\n    $match")
     patch.replace("f", "g($x)", "h($x)")
     text = rewrite("def f(x):\n    a = g(x)\n    b = a\n    return b\n", patch)

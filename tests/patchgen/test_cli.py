@@ -40,7 +40,7 @@ def test_output_directory_with_diff(capsys, tmp_path):
     assert "+    _opslot_rms_norm = None" in (tmp_path / "build/modeling_qwen3.diff").read_text()
 
 
-def test_diff_alone_prints(capsys, tmp_path):
+def test_diff_without_output_directory_prints(capsys, tmp_path):
     assert main(["llama", "--diff"]) == 0
     assert "+        if self._opslot_rms_norm is not None:" in capsys.readouterr().out
     assert not (tmp_path / "cache").exists()
@@ -58,7 +58,7 @@ def test_cache_dir(capsys, tmp_path):
     assert capsys.readouterr().out.startswith(str(tmp_path / "elsewhere"))
 
 
-def test_a_patch_error_is_one_message(capsys, tmp_path, monkeypatch):
+def test_patch_error_is_one_message(capsys, tmp_path, monkeypatch):
     (tmp_path / "broken_patch.py").write_text(
         "from opslot.patchgen import PatchConfig\n"
         "patch = PatchConfig('transformers.models.llama.modeling_llama')\n"
@@ -98,7 +98,7 @@ def test_failures_exit_1(capsys, args, problem):
         (["--nonsense"], "unrecognized arguments"),
     ],
 )
-def test_wrong_use_exits_2(capsys, args, problem):
+def test_invalid_usage_exits_2(capsys, args, problem):
     assert main(args) == 2
     assert problem in capsys.readouterr().err
 
@@ -125,7 +125,7 @@ def test_help_has_examples(capsys):
     assert "patchgen --check --transformers 5.9.0 5.17.0 5.23.0" in capsys.readouterr().out
 
 
-def test_as_a_program():
+def test_runs_as_a_module():
     done = subprocess.run(
         [sys.executable, "-m", "opslot.patchgen.cli", "--list"], capture_output=True, text=True, check=True
     )

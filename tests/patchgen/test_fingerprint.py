@@ -1,4 +1,4 @@
-"""Fingerprints tell meanings apart and nothing else."""
+"""Fingerprints depend on what code computes, not on names or formatting."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BODY = "def norm(self, x, eps=1e-6):\n    y = x.float()\n    return self.weight 
         "    def norm(self, x, eps=1e-6):\n        y = x.float()\n        return self.weight * (y + eps)\n",
     ],
 )
-def test_names_annotations_docs_and_decorators_do_not_count(same):
+def test_names_annotations_docs_and_decorators_are_ignored(same):
     assert fingerprint(same) == fingerprint(BODY)
 
 
@@ -36,7 +36,7 @@ def test_names_annotations_docs_and_decorators_do_not_count(same):
         ("self, x, eps", "self, eps, x"),
     ],
 )
-def test_meaning_counts(old, new):
+def test_changed_meaning_differs(old, new):
     changed = (
         BODY.replace(old, new) if old != "self, x, eps" else BODY.replace("(self, x, eps=1e-6)", "(self, eps, x=1e-6)")
     )

@@ -75,7 +75,7 @@ def report(patch: PatchConfig, release, lock: Lock) -> str:
     return "\n".join(str(problem) for problem in check("toy", patch, release, lock, download=False))
 
 
-def test_what_is_locked(locked):
+def test_locked_symbols(locked):
     prefix = "transformers.models.toy.modeling_toy:"
     names = [name.removeprefix(prefix) for name in locked.archs["toy"]["9.0.0"]]
     assert names == ["Attention.forward", "Norm.forward", "rotary", "rotate_half"]
@@ -108,7 +108,7 @@ def test_drift_of_a_dependency(patch, locked, releases):
     assert text.startswith("toy rotate_half on transformers 9.1.0")
 
 
-def test_lines_without_the_old_text(patch, locked, releases, tmp_path):
+def test_drift_without_the_old_text_shows_new_lines(patch, locked, releases, tmp_path):
     (tmp_path / "cache/transformers/9.0.0").rename(tmp_path / "gone")
     changed = SOURCE.replace("y = x.float()", "y = x.double()\n            y = y + 1")
     text = report(patch, releases(changed, "9.1.0"), locked)
@@ -116,7 +116,7 @@ def test_lines_without_the_old_text(patch, locked, releases, tmp_path):
     assert text.endswith("    line 13:     y = x.double()\n    line 14:     y = y + 1")
 
 
-def test_removed_lines_without_the_old_text(patch, locked, releases, tmp_path):
+def test_removed_symbol_without_the_old_text(patch, locked, releases, tmp_path):
     (tmp_path / "cache/transformers/9.0.0").rename(tmp_path / "gone")
     text = report(patch, releases(SOURCE.replace("y = x.float()\n", "\n"), "9.1.0"), locked)
     assert "line 11: (1 locked line(s) are gone after this one)" in text
@@ -138,7 +138,7 @@ def test_every_failure_is_reported(patch, locked, releases):
 
 
 def test_lost_slot_names_symbol_and_lines(patch, locked, releases):
-    """As in a release whose norm is none of the reviewed forms: discovery leaves the slot out."""
+    """Like a release whose norm is not a reviewed form: discovery skips the slot."""
     found = PatchConfig(patch.source_module)
     found.slot_calls("rotary", Slot("rotary_pos_emb", "full"))
     found.depends_on("transformers.models.toy.modeling_toy", "rotate_half")
@@ -154,7 +154,7 @@ def test_slot_that_the_lock_does_not_list(patch, locked, releases):
     assert "Attention.forward on transformers 9.0.0: has the slot attention/standard" in report(patch, release, locked)
 
 
-def test_other_symbols_than_locked(patch, locked, releases):
+def test_symbols_that_differ_from_the_lock(patch, locked, releases):
     patch.depends_on("transformers.models.toy.modeling_toy", "unrelated")
     text = report(patch, releases(SOURCE, "9.0.0"), locked)
     assert "toy unrelated on transformers 9.0.0: the patch relies on it" in text
@@ -202,7 +202,7 @@ def test_damaged_lock(tmp_path, text):
 
 
 def test_check_command(patch, locked, releases, tmp_path, monkeypatch, capsys):
-    """The whole way: a seeded change fails, `--fix` accepts it, and the next check is fine."""
+    """A seeded change fails, `--fix` accepts it, and the next check passes."""
     (tmp_path / "toy_patch.py").write_text(
         "from opslot.patchgen import Slot, PatchConfig\n"
         "patch = PatchConfig('transformers.models.toy.modeling_toy')\n"
@@ -245,7 +245,7 @@ def test_lock_holds_no_upstream_text():
     assert "self." not in text
 
 
-def test_the_installed_release_is_never_fetched():
+def test_installed_release_is_never_fetched():
     assert find_release(installed_release().version, download=False) == installed_release()
 
 
@@ -256,7 +256,7 @@ def test_versions_are_checked_before_anything_is_fetched():
         find_release("1.2.3", download=False)
 
 
-def test_no_network_is_one_clear_error(monkeypatch, tmp_path):
+def test_missing_network_raises(monkeypatch, tmp_path):
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     with pytest.raises(PatchError, match=r"transformers 5\.9\.9 could not be downloaded: (.|\n)*go online once"):

@@ -58,7 +58,7 @@ def run(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_path_and_reuse(make_release, toy, own_cache):
+def test_cached_path_is_reused(make_release, toy, own_cache):
     release = make_release(TOY)
     path = materialize("toy", toy, release)
     assert path.is_relative_to(own_cache)
@@ -79,7 +79,7 @@ def test_damaged_files_are_generated_again(make_release, toy, damage):
     assert path.read_text() == good
 
 
-def test_key_follows_upstream_the_patch_and_the_release(make_release, toy, tmp_path):
+def test_key_depends_on_upstream_patch_and_release(make_release, toy, tmp_path):
     release = make_release(TOY)
     other = PatchConfig(toy.source_module)
     keys = {
@@ -92,7 +92,7 @@ def test_key_follows_upstream_the_patch_and_the_release(make_release, toy, tmp_p
     assert cache_key(toy, release) == cache_key(toy, make_release(TOY))
 
 
-def test_key_follows_modules_that_methods_are_inherited_from(make_release, patch):
+def test_key_depends_on_modules_of_inherited_methods(make_release, patch):
     patch.inherit_method("Head.forward", "transformers.layers", "Generic.forward")
     source = "class Head(Generic): ..."
     layers = "class Generic:\n    def forward(self): return {}\n"
@@ -111,13 +111,13 @@ def test_unwritable_cache_falls_back_to_a_private_directory(make_release, toy, t
     assert materialize("toy", toy, make_release(TOY)) == path
 
 
-def test_an_entry_in_a_cache_that_cannot_be_written_is_used(make_release, toy, own_cache, monkeypatch):
+def test_entry_in_a_read_only_cache_is_used(make_release, toy, own_cache, monkeypatch):
     path = materialize("toy", toy, make_release(TOY))
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert materialize("toy", toy, make_release(TOY)) == path
 
 
-def test_full_disk_is_one_clear_error(make_release, toy, monkeypatch):
+def test_full_disk_raises(make_release, toy, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -127,7 +127,7 @@ def test_full_disk_is_one_clear_error(make_release, toy, monkeypatch):
 
 
 @pytest.mark.parametrize("trap", ["symlink", "writable", "file"])
-def test_a_private_directory_that_others_prepared_is_not_used(tmp_path, monkeypatch, trap):
+def test_private_directory_prepared_by_others_is_not_used(tmp_path, monkeypatch, trap):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     place = tmp_path / f"opslot-{os.getuid()}"
     if trap == "symlink":
@@ -143,7 +143,7 @@ def test_a_private_directory_that_others_prepared_is_not_used(tmp_path, monkeypa
 
 @pytest.mark.parametrize("place", ["root", "entry", "file"])
 def test_cache_that_others_can_write_is_not_read(make_release, toy, own_cache, tmp_path, monkeypatch, place):
-    """Whoever can write there could plant code with a matching hash."""
+    """Anyone who can write there could plant code with a matching hash."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     release = make_release(TOY)
     path = materialize("toy", toy, release)
@@ -164,13 +164,13 @@ def test_cache_of_another_user_is_not_used(make_release, toy, own_cache, tmp_pat
     monkeypatch.setattr(os, "getuid", lambda: own_cache.stat().st_uid + 1)
     monkeypatch.setattr(cache, "private_root", lambda: tmp_path / "private")
     if own_cache.stat().st_uid == 0:
-        # Root's cache is trusted by everybody.
+        # All users trust the cache of root.
         os.chown(own_cache, 12345, -1)
     assert cache.cache_homes() == [tmp_path / "private"]
     assert f"the cache {own_cache} belongs to another user or others can write to it" in caplog.text
 
 
-def test_group_that_is_the_users_own_may_write(tmp_path):
+def test_private_group_may_write(tmp_path):
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o775)
     found = (tmp_path / "shared").stat()
@@ -178,7 +178,7 @@ def test_group_that_is_the_users_own_may_write(tmp_path):
 
 
 def test_planted_bytecode_is_not_run(toy_module):
-    """A `__pycache__` beside a generated file, with its time and size, as Python would trust it."""
+    """A `__pycache__` beside a generated file, with the mtime and size that make Python trust it."""
     file = toy_module.__file__
     source = importlib.util.cache_from_source(file)
     code = importlib._bootstrap_external._code_to_timestamp_pyc(
@@ -213,7 +213,7 @@ def test_old_entries_are_pruned_and_recent_ones_kept(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [f"entry{index:02}" for index in range(8)]
 
 
-def test_many_processes_at_once_with_an_empty_cache(own_cache):
+def test_concurrent_processes_with_an_empty_cache(own_cache):
     code = "from opslot.patchgen import materialize; print(materialize('qwen3'))"
     running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(6)]
     paths = {process.communicate(timeout=60)[0].strip() for process in running}
@@ -225,7 +225,7 @@ def test_many_processes_at_once_with_an_empty_cache(own_cache):
 
 @pytest.fixture
 def toy_module(toy, make_release, monkeypatch):
-    """`opslot.generated.toy`, imported from a made-up release."""
+    """`opslot.generated.toy`, imported from a fake release."""
     release = make_release(TOY)
     monkeypatch.setattr("opslot.patchgen.materialization.installed_release", lambda: release)
     monkeypatch.setattr("opslot.patchgen.materialization._registered", {})
@@ -248,7 +248,7 @@ def test_tracebacks_show_the_lines(toy_module):
         assert 'raise RuntimeError("from the generated file")' in traceback.format_exc()
 
 
-def test_slot_stands_in_front_of_the_body(toy_module):
+def test_slot_is_called_before_the_body(toy_module):
     norm = toy_module.ToyNorm()
     norm.weight = 3
     assert norm.forward(2) == 6
@@ -256,7 +256,7 @@ def test_slot_stands_in_front_of_the_body(toy_module):
     assert norm.forward(2) == ("kernel", 2, 3)
 
 
-def test_registering_twice(toy_module, toy):
+def test_registering_twice_raises(toy_module, toy):
     register_patch("toy", toy)
     other = PatchConfig(toy.source_module)
     with pytest.raises(PatchError, match="registered with another patch"):
@@ -280,8 +280,8 @@ def test_known_architectures():
     assert find_patch("nothing") is None
 
 
-def test_patchgen_reads_text_alone():
-    """Generating needs neither torch nor transformers, and finding a cached module not even a parser."""
+def test_patchgen_does_not_import_torch_or_transformers():
+    """Generating imports neither torch nor transformers; finding a cached module does not import a parser."""
     heavy = "print(sorted({'torch', 'transformers', 'triton', 'libcst'} & set(sys.modules)))"
     code = f"import sys; from opslot.patchgen import materialize; materialize('qwen3'); {heavy}"
     assert run(code) == "['libcst']"
@@ -300,7 +300,7 @@ def test_generating_is_quick(own_cache):
 
 
 def test_spawned_worker_unpickles_a_generated_class():
-    """The class travels by name, so the worker imports it: for it the cache is empty."""
+    """The class is pickled by name, so the worker imports it; its cache is empty."""
     from opslot.generated.llama import LlamaRMSNorm
 
     seen = attrgetter("__module__", "__qualname__", "_opslot_slots")
@@ -309,7 +309,7 @@ def test_spawned_worker_unpickles_a_generated_class():
     assert found == ("opslot.generated.llama", "LlamaRMSNorm", {"rms_norm": ("rms_norm", "standard")})
 
 
-def test_config_class_is_upstreams(forks, tmp_path):
+def test_config_class_is_the_one_of_transformers(forks, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "from opslot.generated.qwen3 import Qwen3Config as ours\n"

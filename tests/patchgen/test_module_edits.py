@@ -92,7 +92,7 @@ def test_name_map_leaves_mapped_names_alone(rewrite, patch):
     assert "return ToyMoe(ToyMoe(x))" in rewrite(BEFORE, patch)
 
 
-def test_override_method_keeps_upstreams_decorators(rewrite, patch):
+def test_override_method_keeps_upstream_decorators(rewrite, patch):
     patch.override_method("ToyModel.forward", "def f(self, x, y=None):\n    return x\n", description="takes y")
     assert rewrite(BEFORE, patch).endswith(
         textwrap.indent(
@@ -230,7 +230,7 @@ def test_final_block(rewrite, patch):
     assert rewrite(BEFORE, patch).endswith("return self.norm(x)\n\n\n# [PATCHED: added]\nprint(1)\n")
 
 
-def test_dropping_an_import_that_is_not_there(rewrite, patch):
+def test_dropping_a_missing_import_raises(rewrite, patch):
     patch.drop_import_names("ACT", "GELU")
     with pytest.raises(PatchError, match="imports no GELU"):
         rewrite(BEFORE, patch)
@@ -273,7 +273,7 @@ EXCLUDE = """
 """
 
 
-def test_exclude_takes_along_all_list_branches_and_dead_helpers(rewrite, patch):
+def test_exclude_removes_all_entries_branches_and_dead_helpers(rewrite, patch):
     patch.exclude_from_output("Talker")
     assert rewrite(EXCLUDE, patch) == lines(
         """
@@ -315,14 +315,14 @@ def test_excluded_isinstance_branches(rewrite, patch, before, after):
     assert rewrite(source, patch) == "def init(m):\n" + textwrap.indent(after, "    ")
 
 
-def test_exported_helpers_stay(rewrite, patch):
+def test_exported_helpers_are_kept(rewrite, patch):
     patch.exclude_from_output("Talker")
     text = rewrite(EXCLUDE.replace('["Talker", "Thinker"]', '["Talker", "Thinker", "snake"]'), patch)
     assert '__all__ = ["Thinker", "snake"]' in text
     assert "def snake(x):" in text
 
 
-def test_excluding_what_is_still_used(rewrite, patch):
+def test_excluding_a_used_symbol_raises(rewrite, patch):
     patch.exclude_from_output("shared")
     with pytest.raises(PatchError, match="shared is still used by Talker, Thinker"):
         rewrite(EXCLUDE, patch)
@@ -348,7 +348,7 @@ def test_header_lists_every_patch_under_the_licence(make_release, patch):
     )
 
 
-def test_same_input_same_bytes(make_release):
+def test_output_is_deterministic(make_release):
     def patch() -> PatchConfig:
         config = PatchConfig("transformers.models.toy.modeling_toy")
         config.slot_method("ToyNorm.forward", Slot("rms_norm"), args="x")
@@ -360,7 +360,7 @@ def test_same_input_same_bytes(make_release):
     assert patch().digest == patch().digest
 
 
-def test_text_without_edits_differs_by_header_and_imports_alone(rewrite, patch):
+def test_without_edits_only_header_and_imports_differ(rewrite, patch):
     after = rewrite(BEFORE, patch)
     before = textwrap.dedent(BEFORE).strip("\n").split("\n", 1)[1] + "\n"
     assert after == before.replace("from ...", "from transformers.").replace(
@@ -384,7 +384,7 @@ def test_conflicts_name_both(rewrite, patch, first, second):
 
 
 def test_excluding_a_set_that_uses_each_other(rewrite, patch):
-    """One after the other, each would still be used by the next."""
+    """Excluded separately, each would still be used by the other."""
     source = """
         class Talker:
             def make(self):
@@ -470,17 +470,17 @@ def test_extending_a_sibling(rewrite, patch):
         (lambda patch: PatchConfig("toy"), "dotted module name"),
     ],
 )
-def test_wrong_use(patch, call, problem):
+def test_invalid_usage_raises(patch, call, problem):
     with pytest.raises(PatchError, match=problem):
         call(patch)
 
 
-def test_a_replacement_is_one_definition(rewrite, patch):
+def test_replacement_must_be_one_definition(rewrite, patch):
     patch.replace_function("norm", "def a(): ...\n\ndef b(): ...\n")
     with pytest.raises(PatchError, match="one class or function, found 2"):
         rewrite(BEFORE, patch)
 
 
-def test_unknown_upstream_module(make_release):
+def test_unknown_upstream_module_raises(make_release):
     with pytest.raises(PatchError, match=r"has no module transformers\.models\.other\.modeling_other"):
         generate(PatchConfig("transformers.models.other.modeling_other"), make_release(BEFORE))

@@ -1,4 +1,4 @@
-"""Slots: text before and after, and the bodies that a slot must not stand for."""
+"""Slots: text before and after, and bodies that a slot must not replace."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_slot_outside_decorators_needs_plain_parameters(rewrite, patch, paramete
         rewrite(f"class E:\n    def forward({parameters}): ...\n", patch)
 
 
-def test_slot_outside_decorators_passes_defaults_on(rewrite, patch):
+def test_slot_outside_decorators_passes_default_values(rewrite, patch):
     patch.slot_method("E.forward", Slot("moe_experts"), args="x, y", outside_decorators=True)
     text = rewrite("class E:\n    def forward(self, x: Tensor, y: int | None = None): ...\n", patch)
     assert "def _opslot_forward_E(self, x, y=None):" in text
@@ -142,7 +142,7 @@ CALLS = """
 """
 
 
-def test_slot_calls_routes_calls_and_leaves_mentions(rewrite, patch):
+def test_slot_calls_replaces_calls_and_keeps_other_uses(rewrite, patch):
     patch.slot_calls("rotary", Slot("rotary_pos_emb", "full"), count=2)
     text = rewrite(CALLS, patch)
     assert text.split("@uses", 1)[1] == lines(
@@ -181,20 +181,20 @@ def test_slot_calls_routes_calls_and_leaves_mentions(rewrite, patch):
 
 
 @pytest.mark.parametrize(("count", "problem"), [(3, r"3 call\(s\) of rotary .* expected, 2 found")])
-def test_slot_calls_counts(rewrite, patch, count, problem):
+def test_slot_calls_checks_the_number_of_calls(rewrite, patch, count, problem):
     patch.slot_calls("rotary", Slot("rotary_pos_emb", "full"), count=count)
     with pytest.raises(PatchError, match=problem):
         rewrite(CALLS, patch)
 
 
-def test_slot_calls_need_an_instance(rewrite, patch):
+def test_slot_calls_outside_a_class_raise(rewrite, patch):
     patch.slot_calls("rotary", Slot("rotary_pos_emb", "full"))
     source = "def rotary(x): ...\n\nclass A:\n    @staticmethod\n    def forward(x):\n        return rotary(x)\n"
     with pytest.raises(PatchError, match=r"A\.forward has no `self` to hold the slot"):
         rewrite(source, patch)
 
 
-def test_slots_sit_in_methods(patch):
+def test_slot_outside_a_method_raises(patch):
     slot = Slot("rms_norm")
     with pytest.raises(PatchError, match=r"has to sit in a method, `Class\.method`; got 'norm'"):
         patch.slot_method("norm", slot, args="x")
@@ -202,14 +202,14 @@ def test_slots_sit_in_methods(patch):
         patch.replace("norm", "x", "y", slot=slot)
 
 
-def test_slot_calls_without_a_call(rewrite, patch):
+def test_slot_calls_without_a_call_raises(rewrite, patch):
     patch.slot_calls("rotate_half", Slot("rotary_pos_emb", "full"))
     with pytest.raises(PatchError, match=r"at least one call\(s\) of rotate_half .* 0 found"):
         rewrite(CALLS, patch)
 
 
-def test_a_changed_helper_body_raises(rewrite, patch):
-    """The same rotary function means another rotation when `rotate_half` interleaves."""
+def test_changed_helper_body_raises(rewrite, patch):
+    """The same rotary function computes another rotation if `rotate_half` is interleaved."""
     known = fingerprint("def rotate_half(x):\n    return cat(-x[1], x[0])\n")
     patch.slot_calls("rotary", Slot("rotary_pos_emb", "full"), expects={"rotate_half": known})
     rewrite(CALLS, patch)
@@ -220,7 +220,7 @@ def test_a_changed_helper_body_raises(rewrite, patch):
     assert "return cat(-x[0], x[1])" in str(caught.value)
 
 
-def test_a_changed_method_body_raises(rewrite, patch):
+def test_changed_method_body_raises(rewrite, patch):
     known = fingerprint("def forward(self, y):\n    return self.weight * y\n")
     patch.slot_method("Norm.forward", Slot("rms_norm"), args="x, self.weight", expects=known)
     rewrite(NORM, patch)
@@ -301,7 +301,7 @@ def test_slot_loss_causal(rewrite, patch, logits, head_input, call, rest):
         "logits = self.lm_head(hidden_states)\n            logits = logits.float()",
     ],
 )
-def test_slot_loss_refuses_a_head_that_does_more(rewrite, patch, between):
+def test_slot_loss_with_extra_head_computation_raises(rewrite, patch, between):
     call = "self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)"
     patch.slot_loss("Head.forward", Slot("cross_entropy_loss", "causal"))
     with pytest.raises(PatchError) as caught:
@@ -310,7 +310,7 @@ def test_slot_loss_refuses_a_head_that_does_more(rewrite, patch, between):
     assert between.rpartition("\n")[2].strip() in str(caught.value)
 
 
-def test_slot_loss_of_an_unknown_form(patch):
+def test_slot_loss_of_an_unknown_form_raises(patch):
     with pytest.raises(PatchError, match="not 'regression'"):
         patch.slot_loss("Head.forward", Slot("cross_entropy_loss", "regression"))
 
@@ -325,14 +325,14 @@ def test_slots_of_one_class_share_one_table(rewrite, patch):
     assert "# --- Patch.1, Patch.2 ---" in text
 
 
-def test_two_variants_of_one_op_in_a_class_need_names(rewrite, patch):
+def test_two_variants_of_one_op_in_a_class_require_names(rewrite, patch):
     patch.slot_calls("rotary", Slot("rotary_pos_emb", "full"))
     patch.slot_method("Attention.forward", Slot("rotary_pos_emb", "partial"), args="q, k")
     with pytest.raises(PatchError, match=r"already has the slot rotary_pos_emb/full .* give .* its own name"):
         rewrite(CALLS, patch)
 
 
-def test_two_slots_in_front_of_one_method_conflict(rewrite, patch):
+def test_two_slots_on_one_method_raise(rewrite, patch):
     patch.slot_method("Norm.forward", Slot("rms_norm"), args="x")
     patch.slot_method("Norm.forward", Slot("other"), args="x")
     with pytest.raises(
@@ -412,7 +412,7 @@ def test_inherit_method(rewrite, patch):
         ("from elsewhere import Output\nclass Head(GenericHead): ...", "Output is `from elsewhere import Output` here"),
     ],
 )
-def test_inherit_method_refuses(rewrite, patch, before, problem):
+def test_inherit_method_raises(rewrite, patch, before, problem):
     patch.inherit_method("Head.forward", "transformers.layers", "GenericHead.forward")
     with pytest.raises(PatchError, match=problem):
         rewrite(before, patch, **{"transformers.layers": LAYERS})

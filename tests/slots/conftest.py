@@ -1,4 +1,4 @@
-"""A registry-sized playground: a toy op whose kernels need nothing."""
+"""A toy op whose kernels have no requirements."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def other_fast(x: Tensor, scale: float = 2.0) -> Tensor:
 
 @pytest.fixture
 def toy():
-    """The toy op with kernels "fast" (both variants), "gpu_only", "needs_package"; taken out again afterwards."""
+    """The toy op with kernels "fast" (both variants), "gpu_only", "needs_package"; removed after the test."""
     from opslot import HardwareRequirement
 
     KERNEL_REGISTRY.ops  # noqa: B018  discovers the built-in ops first, so that only the toy's are removed below

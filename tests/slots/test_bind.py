@@ -19,7 +19,7 @@ def model(toy):
     return nn.Sequential(Doubler(), nn.Sequential(Doubler(), Doubler()))
 
 
-def test_bind_changes_the_instance_alone(model):
+def test_bind_changes_only_the_instance(model):
     other = copy.deepcopy(model)
     bind(model, {"toy_double_implementation": "fast"})
     bind(other, "eager")
@@ -145,7 +145,7 @@ def test_explain_of_a_model_without_slots():
 
 
 def test_reading_a_slot_is_cheap(toy):
-    """Far above the 150 ns goal, which benchmarks/cpu.py measures: this only catches a lookup that does real work."""
+    """The limit is far above the 150 ns goal that benchmarks/cpu.py measures: this only finds a slow lookup."""
     import timeit
 
     module = Doubler()
@@ -218,7 +218,7 @@ def test_moved_model_is_bound_again(model, monkeypatch, caplog):
     caplog.clear()
     model(torch.randn(3))
     assert not caplog.text
-    # A copy watches for itself, and an unbound model no longer.
+    # A copy re-binds itself when it is moved; an unbound model does not.
     assert twin[0].toy.name == "gpu_best"
     unbind(twin)
     twin(torch.randn(3))

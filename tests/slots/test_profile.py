@@ -17,7 +17,7 @@ from .conftest import TOY, Doubler
 
 @pytest.fixture
 def shaped(toy):
-    """The toy op with a site shape: the width of the module's weight."""
+    """The toy op with the module's weight size as its shape."""
     variants = {
         name: replace(v, static_shape=lambda request: {"width": len(request.module.weight)})
         for name, v in TOY.variants.items()
@@ -38,7 +38,7 @@ def timing(width=3, dtype="float32", failed=None, **ms):
     return Timing("toy_double", "standard", dtype, {"width": width}, 512, ms, failed or {})
 
 
-def test_what_is_written_is_read_back(file):
+def test_profile_round_trip(file):
     written = [timing(eager=2.0, fast=1.0), timing(width=7, eager=1.0, failed={"fast": "WRONG by much"})]
     assert write_profile(written, CPU) == file
     assert list(read_profile(CPU).timings.values()) == written
@@ -46,14 +46,14 @@ def test_what_is_written_is_read_back(file):
     assert read_profile(CPU).at("toy_double", "standard", "float32", {"width": 8}) is None
 
 
-def test_a_second_run_replaces_the_same_shapes_and_keeps_the_others(file):
+def test_second_run_replaces_equal_shapes_and_keeps_others(file):
     write_profile([timing(eager=2.0), timing(width=7, eager=1.0)], CPU)
     write_profile([timing(eager=3.0)], CPU)
     assert [t.ms["eager"] for t in read_profile(CPU).timings.values()] == [3.0, 1.0]
     assert os.listdir(file.parent) == ["profile.json"]
 
 
-def test_auto_takes_what_was_fastest_at_its_shape(shaped, file):
+def test_auto_selects_the_fastest_kernel_for_the_shape(shaped, file):
     write_profile([timing(eager=2.0, fast=1.5, unranked=1.25), timing(width=7, eager=0.5, fast=1.0)], CPU)
     narrow, wide, other = Doubler(), Doubler(), Doubler()
     wide.weight = nn.Parameter(torch.ones(7))
@@ -68,19 +68,19 @@ def test_auto_takes_what_was_fastest_at_its_shape(shaped, file):
     assert f"profile {file}: 2 shapes measured here" in str(report)
 
 
-def test_a_kernel_that_failed_its_check_is_not_chosen(shaped, file):
+def test_kernel_that_failed_its_check_is_not_selected(shaped, file):
     write_profile([timing(eager=2.0, failed={"fast": "WRONG, out error 1.0e+00"})], CPU)
     report = bind(Doubler())
     assert report.chosen("toy_double") == ("eager",)
     assert dict(report.rows[0].rejected)["fast"] == "WRONG, out error 1.0e+00"
 
 
-def test_a_kernel_that_cannot_run_is_not_chosen_however_fast(shaped, file):
+def test_unusable_kernel_is_not_selected(shaped, file):
     write_profile([timing(eager=2.0, needs_package=0.1, gpu_only=0.2, fast=3.0, gone_since=0.1)], CPU)
     assert bind(Doubler()).chosen("toy_double") == ("eager",)
 
 
-def test_another_dtype_says_nothing(shaped, file):
+def test_timings_of_another_dtype_are_ignored(shaped, file):
     write_profile([timing(dtype="bfloat16", eager=1.0, fast=2.0)], CPU)
     assert bind(Doubler()).chosen("toy_double") == ("fast",)
     assert bind(Doubler(), dtype=torch.bfloat16).chosen("toy_double") == ("eager",)
@@ -93,7 +93,7 @@ def test_another_dtype_says_nothing(shaped, file):
         ({"versions": {"torch": "1.0"}}, "torch 1.0 (now "),
     ],
 )
-def test_a_profile_of_another_machine_is_ignored_and_explain_says_why(shaped, file, monkeypatch, change, reason):
+def test_profile_of_another_machine_is_ignored_with_a_reason(shaped, file, monkeypatch, change, reason):
     here = profile_module.machine_of(CPU)
     with monkeypatch.context() as patch:
         patch.setattr(profile_module, "machine_of", lambda device: {**here, **change})
@@ -112,7 +112,7 @@ BROKEN = ["{", "[]", '{"format": 99, "machines": []}', '{"format": 1, "machines"
 
 
 @pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
-def test_a_broken_profile_is_told_and_never_a_crash(shaped, file, monkeypatch, caplog, text):
+def test_invalid_profile_is_reported_and_ignored(shaped, file, monkeypatch, caplog, text):
     file.parent.mkdir(parents=True)
     file.write_text(text)
     report = bind(Doubler())
@@ -127,7 +127,7 @@ def test_a_broken_profile_is_told_and_never_a_crash(shaped, file, monkeypatch, c
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected_message"),
     [
         ({"ms": {"eager": 2.0, "fast": float("nan")}}, "toy_double/standard: fast took nan ms"),
         ({"ms": {"eager": 2.0, "fast": -1.0}}, "fast took -1.0 ms"),
@@ -140,14 +140,14 @@ def test_a_broken_profile_is_told_and_never_a_crash(shaped, file, monkeypatch, c
         ({"unknown": 1}, "unknown"),
     ],
 )
-def test_times_that_nothing_takes_are_told_and_never_chosen_by(shaped, file, monkeypatch, change, said):
+def test_invalid_timings_are_reported_and_ignored(shaped, file, monkeypatch, change, expected_message):
     write_profile([timing(eager=2.0, fast=1.0)], CPU)
     data = json.loads(file.read_text())
     data["machines"][0]["timings"][0].update(change)
     file.write_text(json.dumps(data))
     report = bind(Doubler())
     assert report.rows[0].why == "highest priority, 10"
-    assert said in report.note
+    assert expected_message in report.note
     with pytest.raises(ConfigError, match=r"not a profile of opslot.*\n  hint: delete the file"):
         write_profile([], CPU)
     monkeypatch.setenv("OPSLOT_PROFILE", str(file))
@@ -156,7 +156,7 @@ def test_times_that_nothing_takes_are_told_and_never_chosen_by(shaped, file, mon
 
 
 @pytest.mark.parametrize("missing", ["versions", "device", "timings"])
-def test_a_section_without_its_parts_is_told_where_it_would_be_added_to(file, missing):
+def test_incomplete_section_raises_on_write(file, missing):
     write_profile([], CPU)
     data = json.loads(file.read_text())
     del data["machines"][0][missing]
@@ -166,7 +166,7 @@ def test_a_section_without_its_parts_is_told_where_it_would_be_added_to(file, mi
 
 
 @pytest.mark.parametrize("text", [None, "{"])
-def test_a_profile_that_cannot_be_read_is_told_once_and_blamed_on_no_slot(shaped, file, monkeypatch, text):
+def test_unreadable_profile_is_one_error(shaped, file, monkeypatch, text):
     if text is not None:
         file.parent.mkdir(parents=True)
         file.write_text(text)
@@ -176,7 +176,7 @@ def test_a_profile_that_cannot_be_read_is_told_once_and_blamed_on_no_slot(shaped
     assert str(caught.value).count("OPSLOT_PROFILE") <= 2
 
 
-def test_a_named_profile_must_exist_and_off_means_off(shaped, file, monkeypatch):
+def test_named_profile_must_exist_and_off_disables(shaped, file, monkeypatch):
     write_profile([timing(eager=1.0, fast=2.0)], CPU)
     monkeypatch.setenv("OPSLOT_PROFILE", str(file) + "x")
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
@@ -187,14 +187,14 @@ def test_a_named_profile_must_exist_and_off_means_off(shaped, file, monkeypatch)
         write_profile([], CPU)
 
 
-def test_an_unwritable_profile_is_one_error(file, monkeypatch, tmp_path):
+def test_unwritable_profile_raises(file, monkeypatch, tmp_path):
     (tmp_path / "taken").write_text("")
     monkeypatch.setenv("OPSLOT_PROFILE", str(tmp_path / "taken" / "profile.json"))
     with pytest.raises(ConfigError, match="cannot be written: "):
         write_profile([timing(eager=1.0)], CPU)
 
 
-def test_a_named_kernel_is_taken_whatever_the_profile_says(shaped, file):
+def test_named_kernel_overrides_the_profile(shaped, file):
     write_profile([timing(eager=1.0, fast=2.0)], CPU)
     request = KernelRequest("toy_double", "standard", CPU, torch.float32, Doubler())
     assert KERNEL_REGISTRY.resolve(request, "fast").chosen == "fast"

@@ -1,4 +1,4 @@
-"""The names of the slot protocol are spelled in one module."""
+"""The names of the slot protocol are defined in one module."""
 
 from pathlib import Path
 
@@ -7,17 +7,17 @@ from opslot.patchgen import Slot
 from opslot.slots import protocol
 
 SOURCE = Path(opslot.__file__).parent
-# They write the text of generated modules.
+# These write the text of generated modules.
 EMITTERS = ("patchgen/", "models/discovery/", "models/_common/patches.py", "ops/attention/forms.py")
 
 
-def test_only_the_protocol_spells_its_names():
-    spelled = {
+def test_only_protocol_defines_its_names():
+    defined_in = {
         str(path.relative_to(SOURCE))
         for path in SOURCE.rglob("*.py")
         if "_opslot_" in path.read_text() and not str(path.relative_to(SOURCE)).startswith(EMITTERS)
     }
-    assert spelled == {"slots/protocol.py"}
+    assert defined_in == {"slots/protocol.py"}
 
 
 def test_generated_modules_use_the_names_of_the_protocol():

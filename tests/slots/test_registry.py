@@ -19,7 +19,7 @@ def right(x, scale=2.0):
     return x * scale
 
 
-def test_duplicate_is_refused_and_replace_replaces(toy):
+def test_duplicate_raises_without_replace(toy):
     with pytest.raises(ConfigError, match="registered already"):
         KERNEL_REGISTRY.register(KernelSpec("fast", toy.name, "standard", lambda: right))
     KERNEL_REGISTRY.register(KernelSpec("fast", toy.name, "standard", lambda: right), replace=True)
@@ -31,46 +31,46 @@ def test_duplicate_is_refused_and_replace_replaces(toy):
     [lambda x: x, lambda y, scale=2.0: y, lambda x, scale=3.0: x, lambda x, *, scale=2.0: x],
     ids=["lacks one", "another name", "another default", "by keyword alone"],
 )
-def test_signature_must_equal_the_contract(toy, wrong):
+def test_signature_must_match_the_contract(toy, wrong):
     with pytest.raises(ConfigError, match=r"the contract is \(x, scale=2.0\)"):
         KERNEL_REGISTRY.register(KernelSpec("bad", toy.name, "standard", lambda: wrong))
     with pytest.raises(ConfigError, match="no such kernel"):
         KERNEL_REGISTRY.get(toy.name, "standard", "bad")
 
 
-def test_a_kernel_that_cannot_run_here_is_checked_when_loaded(toy):
+def test_unusable_kernel_is_checked_when_loaded(toy):
     spec = KernelSpec("elsewhere", toy.name, "standard", lambda: lambda x: x, HardwareRequirement("npu"))
     KERNEL_REGISTRY.register(spec)
     with pytest.raises(ConfigError, match="the contract is"):
         KERNEL_REGISTRY.load(*spec.key)
 
 
-def test_a_failing_factory_is_one_clear_error(toy):
+def test_failing_factory_raises(toy):
     def factory():
         raise ImportError("libfoo.so is missing")
 
     with pytest.raises(
         KernelError, match=r"kernel 'broken' for toy_double/standard could not be loaded: .*libfoo"
-    ) as told:
+    ) as caught:
         KERNEL_REGISTRY.register(KernelSpec("broken", toy.name, "standard", factory))
-    assert "select another kernel, e.g. toy_double_implementation='eager'" in str(told.value)
+    assert "select another kernel, e.g. toy_double_implementation='eager'" in str(caught.value)
 
 
-def test_a_kernel_given_for_its_factory_says_what_to_pass(toy):
+def test_kernel_passed_as_factory_raises_with_hint(toy):
     with pytest.raises(KernelError, match=r"(?s)missing 1 required .*pass `lambda: kernel`"):
         KERNEL_REGISTRY.register(KernelSpec("itself", toy.name, "standard", right))
     with pytest.raises(ConfigError, match=r"its factory gave None; it must return the kernel"):
         KERNEL_REGISTRY.register(KernelSpec("nothing", toy.name, "standard", lambda: None))
 
 
-def test_what_is_no_spec_is_refused(toy):
+def test_registering_a_non_spec_raises(toy):
     with pytest.raises(ConfigError, match="register takes a KernelSpec, got"):
         KERNEL_REGISTRY.register(right)
     with pytest.raises(ConfigError, match="register_op takes an OpSpec, got"):
         KERNEL_REGISTRY.register_op("toy_double")
 
 
-def test_factory_is_called_once_and_late(toy):
+def test_factory_is_called_once_and_lazily(toy):
     calls = []
 
     def factory():
@@ -86,12 +86,12 @@ def test_factory_is_called_once_and_late(toy):
     assert len(calls) == 1
 
 
-def test_named_kernel_of_another_variant_says_which(toy):
+def test_named_kernel_of_another_variant_raises(toy):
     with pytest.raises(ConfigError, match="serves only the variant other; use one of"):
         KERNEL_REGISTRY.resolve(KernelRequest(toy.name, "standard", CPU), "only_other")
 
 
-def test_auto_takes_the_highest_usable_rank_and_says_why_not_the_others(toy):
+def test_auto_selects_the_highest_usable_priority(toy):
     r = KERNEL_REGISTRY.resolve(KernelRequest(toy.name, "standard", CPU))
     assert r.chosen == "fast"
     assert not r.explicit
@@ -123,12 +123,12 @@ def test_explicit_unusable_kernel_lists_alternatives(toy):
         (HardwareRequirement("any"), CPU, None),
     ],
 )
-def test_hardware(requirement, device, reason):
+def test_hardware_requirements(requirement, device, reason):
     found = requirement.unsupported(device)
     assert (found is None) if reason is None else reason in found
 
 
-def test_bad_requirements_are_refused():
+def test_invalid_hardware_requirements_raise():
     with pytest.raises(ConfigError, match="unknown device_type 'tpu'"):
         HardwareRequirement("tpu")
     with pytest.raises(ConfigError, match="property of GPUs"):
@@ -140,7 +140,7 @@ def test_bad_requirements_are_refused():
 
 
 @pytest.mark.parametrize("capability", [9, 8.9, "sm_90", (9,), (9, "a"), True])
-def test_a_capability_that_is_none_is_refused(capability):
+def test_invalid_compute_capability_raises(capability):
     with pytest.raises(ConfigError, match=r"min_compute_capability=.* is not a valid compute capability"):
         HardwareRequirement("gpu", capability)
 
@@ -163,13 +163,13 @@ def test_a_capability_that_is_none_is_refused(capability):
         ("dtypes", {"float32"}),
     ],
 )
-def test_a_field_that_would_fail_in_somebody_elses_model_is_refused_at_once(field, value):
+def test_invalid_spec_field_raises(field, value):
     fields = {"factory": lambda: right, field: value}
     with pytest.raises(ConfigError, match=rf"toy/standard mine: KernelSpec\.{field} must be .*, got "):
         KernelSpec("mine", "toy", "standard", **fields)
 
 
-def test_dtype_and_supports_come_after_hardware(toy):
+def test_dtype_and_supports_are_checked_after_hardware(toy):
     spec = KernelSpec(
         "half",
         toy.name,
@@ -183,7 +183,7 @@ def test_dtype_and_supports_come_after_hardware(toy):
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("supports", "expected_message"),
     [
         (lambda request: 1 / 0, r"supports\(\) raised ZeroDivisionError"),
         (lambda request: True, r"supports\(\) returned True; it must return None"),
@@ -191,16 +191,16 @@ def test_dtype_and_supports_come_after_hardware(toy):
     ],
     ids=["raises", "True", "False"],
 )
-def test_supports_that_answers_otherwise_is_the_reason_and_keeps_no_other_kernel_from_use(toy, told, said):
-    KERNEL_REGISTRY.register(KernelSpec("odd", toy.name, "standard", lambda: right, supports=told, priority=99))
+def test_invalid_supports_makes_only_its_kernel_unsupported(toy, supports, expected_message):
+    KERNEL_REGISTRY.register(KernelSpec("odd", toy.name, "standard", lambda: right, supports=supports, priority=99))
     found = KERNEL_REGISTRY.resolve(KernelRequest(toy.name, "standard", CPU))
     assert found.chosen == "fast"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=expected_message):
         KERNEL_REGISTRY.resolve(KernelRequest(toy.name, "standard", CPU), "odd")
 
 
 @pytest.mark.parametrize(
-    ("priority", "said"),
+    ("priority", "expected_message"),
     [
         (lambda request: 1 / 0, "priority() raised ZeroDivisionError"),
         (lambda request: "high", "priority() raised TypeError: it returned 'high', expected a number or None"),
@@ -208,14 +208,14 @@ def test_supports_that_answers_otherwise_is_the_reason_and_keeps_no_other_kernel
     ],
     ids=["raises", "text", "mapping"],
 )
-def test_a_priority_that_gives_no_number_is_a_reason(toy, priority, said):
+def test_invalid_priority_is_a_reason(toy, priority, expected_message):
     KERNEL_REGISTRY.register(KernelSpec("odd", toy.name, "standard", lambda: right, priority=priority))
     found = KERNEL_REGISTRY.resolve(KernelRequest(toy.name, "standard", CPU))
     assert found.chosen == "fast"
-    assert said in dict(found.rejected)["odd"]
+    assert expected_message in dict(found.rejected)["odd"]
 
 
-def test_cuda_in_a_priority_is_a_gpu(toy):
+def test_cuda_priority_applies_to_gpus(toy):
     spec = KernelSpec("mine", toy.name, "standard", lambda: right, priority={"cuda": 7})
     assert spec.priority_for(KernelRequest(toy.name, "standard", H200)).value == 7
 
@@ -249,7 +249,7 @@ def measured(toy):
     return toy
 
 
-def test_priority_of_the_measured_gpu_names_it(measured):
+def test_priority_of_a_measured_gpu_names_it(measured):
     found = KERNEL_REGISTRY.resolve(KernelRequest(measured.name, "standard", H200))
     assert (found.chosen, found.why) == ("tuned", "fastest measured on NVIDIA H200 (sm_90), priority 90")
     reasons = dict(found.rejected)
@@ -259,7 +259,7 @@ def test_priority_of_the_measured_gpu_names_it(measured):
 
 
 @pytest.mark.parametrize(("device", "name"), [(A100, "sm_80"), (L40S, "sm_89"), (B200, "sm_100")])
-def test_unmeasured_gpu_uses_portable_kernels_and_says_so(measured, device, name):
+def test_unmeasured_gpu_uses_portable_kernels(measured, device, name):
     found = KERNEL_REGISTRY.resolve(KernelRequest(measured.name, "standard", device))
     assert found.chosen == "good"
     assert found.why == (
@@ -274,12 +274,12 @@ def test_unmeasured_gpu_uses_portable_kernels_and_says_so(measured, device, name
     assert KERNEL_REGISTRY.resolve(KernelRequest(measured.name, "standard", device), "tuned").chosen == "tuned"
 
 
-def test_gpu_priorities_do_not_hold_on_cpu(measured):
+def test_gpu_priorities_do_not_apply_on_cpu(measured):
     found = KERNEL_REGISTRY.resolve(KernelRequest(measured.name, "standard", CPU))
     assert (found.chosen, found.why) == ("eager", "no usable kernel was measured faster than eager on CPU")
 
 
-def test_priority_measured_on_cpu_says_so(measured):
+def test_priority_measured_on_cpu_is_explained(measured):
     spec = KernelSpec("host", measured.name, "standard", lambda: right, priority={"cpu": 60})
     KERNEL_REGISTRY.register(spec)
     found = KERNEL_REGISTRY.resolve(KernelRequest(measured.name, "standard", CPU))
@@ -399,19 +399,19 @@ def test_entry_points_register_and_a_broken_one_only_warns(toy, monkeypatch, cap
     ]
 
 
-def test_unknown_op_suggests(toy):
+def test_unknown_op_raises_with_a_suggestion(toy):
     with pytest.raises(ConfigError, match="did you mean 'toy_double'"):
         KERNEL_REGISTRY.op("toy_doubel")
 
 
-def test_a_kernel_is_gone_even_where_it_was_not_looked_for_yet():
+def test_unregister_discovers_kernels_first():
     registry = KernelRegistry(["opslot.ops.swiglu_mlp"])
-    # What the module registers goes to the one registry; a source of its own is what this one looks into first.
+    # The module registers into KERNEL_REGISTRY, so this registry has no such op, but it must import its sources first.
     with pytest.raises(ConfigError, match="unknown op 'swiglu'"):
         registry.unregister("swiglu", "standard", "triton")
     assert not registry._pending
 
 
-def test_a_kernel_that_does_not_exist_cannot_be_removed(toy):
+def test_unregistering_an_unknown_kernel_raises(toy):
     with pytest.raises(ConfigError, match="no such kernel"):
         KERNEL_REGISTRY.unregister(toy.name, "standard", "nobody")

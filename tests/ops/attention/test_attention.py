@@ -1,4 +1,4 @@
-"""attention: each option of a call is served right or refused, and nothing falls to the math backend unheard."""
+"""attention: each option of a call is computed correctly or raises, and SDPA never runs its math backend."""
 
 import importlib
 import types
@@ -10,7 +10,7 @@ from torch import nn
 from opslot import KERNEL_REGISTRY
 from opslot._base.device import CPU, DeviceFacts
 from opslot._base.errors import ConfigError, KernelError
-from opslot.ops._common import documents as documents_room
+from opslot.ops._common import documents as documents_module
 from opslot.ops.attention import op
 from opslot.ops.attention.flash import make_flash
 from opslot.slots import KernelRequest, Resolution, SlotBinding
@@ -39,7 +39,7 @@ def documents(*lengths, device="cpu"):
     return {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
 
 
-def mask_by_hand(length, keys, causal=True, window=None, lengths=None):
+def expected_mask(length, keys, causal=True, window=None, lengths=None):
     mask = torch.zeros(length, keys, dtype=torch.bool)
     bounds = torch.tensor([0, *(lengths or [max(length, keys)])]).cumsum(0)
     for i in range(length):
@@ -62,13 +62,13 @@ def test_visible_keys(causal, window, lengths):
             op.visible(Attention(causal), q, k, kwargs)
         return
     found = op.visible(Attention(causal), q, k, kwargs)
-    expected = mask_by_hand(24, 24, causal, window, lengths)
+    expected = expected_mask(24, 24, causal, window, lengths)
     assert torch.equal(expected if found is None else found[0, 0], expected)
 
 
-def test_the_last_query_sees_every_key():
+def test_last_query_attends_to_every_key():
     q, k, _ = tensors(length=3, keys=8)
-    assert torch.equal(op.visible(Attention(), q, k, {})[0, 0], mask_by_hand(3, 8))
+    assert torch.equal(op.visible(Attention(), q, k, {})[0, 0], expected_mask(3, 8))
 
 
 OPTIONS = {
@@ -84,7 +84,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("keys", [24, 40])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_sdpa_serves_every_option(options, keys):
+def test_sdpa_supports_every_option(options, keys):
     if keys != 24 and "cu_seq_lens_q" in options:
         pytest.skip("documents have as many keys as queries")
     q, k, v = tensors(keys=keys, dtype=torch.float64)
@@ -96,7 +96,7 @@ def test_sdpa_serves_every_option(options, keys):
 @pytest.mark.parametrize(
     "options", [{}, {"sliding_window": 5}, documents(20, 4), documents(20, 4) | {"sliding_window": 3}]
 )
-def test_channels_may_lie_apart_in_memory(options):
+def test_strided_channels(options):
     q, k, v = (x[:1].mT.contiguous().mT for x in tensors(dtype=torch.float64))
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 24
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -106,14 +106,14 @@ def test_channels_may_lie_apart_in_memory(options):
     torch.testing.assert_close(*grads, rtol=0, atol=1e-11)
 
 
-def test_tokens_after_the_last_document_are_one_more():
+def test_tokens_after_the_last_document_form_a_document():
     q, k, v = tensors(dtype=torch.float64)
     found, _ = load("sdpa")(Attention(), q, k, v, None, **documents(20, 4, 17))
     expected, _ = op.reference(Attention(), q, k, v, None, **documents(20, 4, 17, 7))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_documents_end_with_their_rows():
+def test_documents_do_not_cross_batch_rows():
     q, k, v = tensors(dtype=torch.float64)
     found, _ = load("sdpa")(Attention(), q, k, v, None, **documents(40, 8))
     expected, _ = op.reference(Attention(), q, k, v, None, **documents(24, 16, 8))
@@ -121,7 +121,7 @@ def test_documents_end_with_their_rows():
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_sdpa_compiles_whole_at_several_lengths(dynamic):
+def test_sdpa_compiles_with_fullgraph_at_several_lengths(dynamic):
     torch._dynamo.reset()
     module = Attention()
     compiled = torch.compile(load("sdpa"), fullgraph=True, backend="aot_eager", dynamic=dynamic)
@@ -130,7 +130,7 @@ def test_sdpa_compiles_whole_at_several_lengths(dynamic):
         torch.testing.assert_close(compiled(module, *given, None)[0], load("sdpa")(module, *given, None)[0])
 
 
-def test_values_narrower_than_keys():
+def test_v_head_dim_smaller_than_qk_head_dim():
     q, k, v = tensors(dtype=torch.float64)
     found, _ = load("sdpa")(Attention(), q, k, v[..., :10], None)
     expected, _ = op.reference(Attention(), q, k, v[..., :10], None)
@@ -138,7 +138,7 @@ def test_values_narrower_than_keys():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_a_mask_is_added_once():
+def test_additive_mask_is_applied_once():
     q, k, v = tensors(dtype=torch.float64)
     mask = torch.rand(2, 1, 24, 24, generator=torch.Generator().manual_seed(1)) < 0.6
     mask |= torch.eye(24, dtype=torch.bool)
@@ -150,31 +150,31 @@ def test_a_mask_is_added_once():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"softcap": 50.0}, "'sdpa' has no softcap\n  hint: use eager"),
         ({"s_aux": torch.zeros(4)}, "'sdpa' has no s_aux\n  hint: use eager or flash_attention_4"),
         ({"position_bias": torch.zeros(1, 4, 24, 24)}, "'sdpa' has no position_bias"),
     ],
 )
-def test_sdpa_refuses_what_it_would_leave_out(options, said):
-    with pytest.raises(KernelError, match=said):
+def test_sdpa_unsupported_options_raise(options, message):
+    with pytest.raises(KernelError, match=message):
         load("sdpa")(Attention(), *tensors(), None, **options)
 
 
-def test_dropout_on_a_cpu_is_refused_with_torch_s_reason():
+def test_cpu_dropout_raises_with_the_reason_of_torch():
     with pytest.raises(KernelError, match=r"(?s)no fused backend .*dropout.*set attention_dropout to 0"):
         load("sdpa")(Attention(), *tensors(), None, dropout=0.1)
 
 
-def test_cudnn_never_runs_another_backend():
-    """Called where there is no cuDNN it is one error, in either of torch's wordings."""
+def test_cudnn_never_falls_back_to_another_backend():
+    """Without cuDNN it raises one error, in either of torch's wordings."""
     with pytest.raises(KernelError, match="'cudnn': no fused backend of torch serves query"):
         load("cudnn")(Attention(), *tensors(), None)
 
 
-def test_sdpa_on_a_cpu_never_runs_math():
-    """The fused CPU kernel is what runs, by name."""
+def test_sdpa_on_cpu_never_runs_the_math_backend():
+    """The profiler shows the fused CPU kernel."""
     q, k, v = tensors()
     with torch.profiler.profile() as profile:
         load("sdpa")(Attention(), q, k, v, None)
@@ -184,23 +184,23 @@ def test_sdpa_on_a_cpu_never_runs_math():
     assert "aten::_scaled_dot_product_attention_math" not in names
 
 
-def test_reference_sinks_are_one_more_logit():
+def test_reference_sinks_equal_an_extra_key():
     q, k, v = tensors(dtype=torch.float64)
     sinks = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found, _ = op.reference(Attention(), q, k, v, None, s_aux=sinks)
     # A sink is a key whose score is the sink and whose value is zero.
     bare, _ = op.reference(Attention(), q, k, v, None)
     scores = q @ k.repeat_interleave(2, 1).mT / 4
-    lse = scores.masked_fill(~mask_by_hand(24, 24), float("-inf")).logsumexp(-1)
+    lse = scores.masked_fill(~expected_mask(24, 24), float("-inf")).logsumexp(-1)
     weight = torch.exp(lse - torch.logaddexp(lse, sinks[:, None]))
     torch.testing.assert_close(found, bare * weight.transpose(1, 2)[..., None], rtol=0, atol=1e-12)
 
 
-# FlashAttention's adapter, over a stand-in for the library that computes by the reference
+# FlashAttention's adapter, with a fake library that computes the reference
 
 
 class Library:
-    """flash_attn's two functions by `op.reference`, refusing options that a test does not expect."""
+    """flash_attn's two functions, computed by `op.reference`; options that no test expects raise."""
 
     def __init__(self):
         self.calls = []
@@ -254,7 +254,7 @@ FLASH_OPTIONS = OPTIONS | {
 
 
 @pytest.mark.parametrize("options", FLASH_OPTIONS.values(), ids=FLASH_OPTIONS)
-def test_flash_hands_every_option_on(flash, options):
+def test_flash_passes_every_option_on(flash, options):
     q, k, v = tensors(dtype=torch.bfloat16)
     options = {"scaling": 0.25} | options
     found, _ = flash[1](4)(Attention(), q, k, v, None, **options)
@@ -263,7 +263,7 @@ def test_flash_hands_every_option_on(flash, options):
 
 
 @pytest.mark.parametrize(
-    ("borders", "longest", "said"),
+    ("offsets", "longest", "message"),
     [
         ([0, 20, 24, 41], None, "ends with 41 where there are 48 tokens"),
         ([0, 24, 48, 50], None, "ends with 50"),
@@ -274,32 +274,32 @@ def test_flash_hands_every_option_on(flash, options):
         ([0, 24, 48], 23, "24 tokens, the longest is said to have 23"),
     ],
 )
-def test_documents_that_flash_would_leave_out_are_refused(flash, borders, longest, said):
+def test_flash_cu_seqlens_that_omit_tokens_raise(flash, offsets, longest, message):
     q, k, v = tensors(dtype=torch.bfloat16)
-    given = {"cu_seq_lens_q": torch.tensor(borders, dtype=torch.int32), "max_length_q": longest}
-    with pytest.raises(KernelError, match=f"(?s)flash_attention_4.*cu_seq_lens_q.*{said}.*hint"):
+    given = {"cu_seq_lens_q": torch.tensor(offsets, dtype=torch.int32), "max_length_q": longest}
+    with pytest.raises(KernelError, match=f"(?s)flash_attention_4.*cu_seq_lens_q.*{message}.*hint"):
         flash[1](4)(Attention(), q, k, v, None, **given)
 
 
-def test_documents_on_a_gpu_are_looked_at_once_without_waiting(monkeypatch):
+def test_cu_seqlens_on_a_gpu_are_checked_once_without_sync(monkeypatch):
     asked = []
-    monkeypatch.setattr(torch, "_assert_async", lambda right, said: asked.append((right, said)))
+    monkeypatch.setattr(torch, "_assert_async", lambda right, message: asked.append((right, message)))
 
-    def look(borders, longest=None):
-        documents_room._assert_on_device("kernel", "cu_seqlens", borders, 2, 24, longest)
+    def check(offsets, longest=None):
+        documents_module._assert_on_device("kernel", "cu_seqlens", offsets, 2, 24, longest)
 
-    borders = torch.tensor([0, 24, 48])
+    offsets = torch.tensor([0, 24, 48])
     for _ in range(3):
-        look(borders, 24)
-    look(borders.mul_(1), 24)
+        check(offsets, 24)
+    check(offsets.mul_(1), 24)
     for wrong in ([0, 24, 47], [0, 47, 48], [1, 24, 48], [0, 30, 24, 48]):
-        look(torch.tensor(wrong))
-    look(borders, 23)
+        check(torch.tensor(wrong))
+    check(offsets, 23)
     assert [bool(right) for right, _ in asked] == [True, True, False, False, False, False, False]
     assert "kernel: cu_seqlens does not cover 2 rows of 24 tokens" in asked[-1][1]
 
 
-def test_flash_drops_padding_and_puts_zeros_back(flash):
+def test_flash_unpads_input_and_pads_output_with_zeros(flash):
     q, k, v = tensors(dtype=torch.bfloat16)
     mask = torch.ones(2, 24, dtype=torch.int64)
     mask[0, :5] = 0
@@ -309,15 +309,15 @@ def test_flash_drops_padding_and_puts_zeros_back(flash):
     assert torch.equal(found[:1, 5:], alone)
 
 
-def test_flash_windows_of_bidirectional_attention_reach_both_ways(flash):
+def test_flash_bidirectional_window_covers_both_sides(flash):
     library, make = flash
-    with pytest.raises(KernelError):  # of the stand-in, which has no such windows
+    with pytest.raises(KernelError):  # the fake library has no such windows
         make(2)(Attention(False), *tensors(dtype=torch.bfloat16), None, sliding_window=5)
     assert library.calls[-1]["window_size"] == (4, 4)
 
 
 @pytest.mark.parametrize(
-    ("version", "options", "said"),
+    ("version", "options", "message"),
     [
         (2, {"s_aux": torch.zeros(4)}, "'flash_attention_2' has no s_aux"),
         (3, {"s_aux": torch.zeros(4)}, "'flash_attention_3' has no s_aux"),
@@ -326,17 +326,17 @@ def test_flash_windows_of_bidirectional_attention_reach_both_ways(flash):
         (4, {"position_bias": torch.zeros(1)}, "'flash_attention_4' has no position_bias"),
     ],
 )
-def test_flash_refuses_what_it_would_leave_out(flash, version, options, said):
-    with pytest.raises(KernelError, match=said):
+def test_flash_unsupported_options_raise(flash, version, options, message):
+    with pytest.raises(KernelError, match=message):
         flash[1](version)(Attention(), *tensors(dtype=torch.bfloat16), None, **options)
 
 
-def test_flash_takes_no_fp32(flash):
+def test_flash_fp32_raises(flash):
     with pytest.raises(KernelError, match=r"takes float16 or bfloat16, query is torch.float32"):
         flash[1](4)(Attention(), *tensors(), None)
 
 
-# What is known when a model is bound
+# Checks when a model is bound
 
 
 def request(device=CPU, flags=(), sinks=False, **config):
@@ -366,29 +366,29 @@ def request(device=CPU, flags=(), sinks=False, **config):
         ({"device": HOPPER, "head_dim": 192}, "cudnn", "serves head_dim up to 128, this model has 192"),
     ],
 )
-def test_refusals_known_when_bound(given, kernel, reason):
+def test_unsupported_configs_are_reported_when_bound(given, kernel, reason):
     wanted = request(**given)
     assert reason in KERNEL_REGISTRY.get("attention", "causal", kernel).unsupported(wanted)
     with pytest.raises(ConfigError, match=f"attn_implementation='{kernel}'"):
         KERNEL_REGISTRY.resolve(wanted, kernel)
 
 
-def test_a_model_with_dropout_keeps_sdpa_on_a_gpu():
+def test_model_with_dropout_uses_sdpa_on_a_gpu():
     assert (
         KERNEL_REGISTRY.get("attention", "causal", "sdpa").unsupported(request(HOPPER, attention_dropout=0.1)) is None
     )
 
 
-def test_auto_on_hardware_that_nobody_timed_is_sdpa():
+def test_auto_on_an_unmeasured_gpu_is_sdpa():
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
         assert KERNEL_REGISTRY.resolve(request(DeviceFacts("gpu", capability, "a GPU"))).chosen == "sdpa"
 
 
-def test_auto_without_any_kernel_is_eager():
+def test_auto_without_a_usable_kernel_is_eager():
     assert KERNEL_REGISTRY.resolve(request(CPU, sinks=True)).chosen == "eager"
 
 
-def test_a_kernel_that_cannot_make_masks_is_refused():
+def test_kernel_without_mask_support_raises():
     model = request().module
     model.config._attn_implementation = "sdpa"
     slot = SlotBinding("", "", "Model", Resolution("attention", "causal", "mine", "named", (), True))
@@ -397,7 +397,7 @@ def test_a_kernel_that_cannot_make_masks_is_refused():
     assert model.config._attn_implementation == "sdpa"
 
 
-# On a GPU; what compilers and vendors warn of there is not ours to mend
+# On a GPU; warnings of compilers and libraries are ignored there
 
 KERNELS = ("sdpa", "cudnn", "flex_attention", "flash_attention_4")
 
@@ -413,8 +413,8 @@ def forward_backward(function, arguments, options, dtype):
 
 
 def assert_as_good_as_eager(kernel, arguments, options):
-    """Within twice the error of eager bf16 and a rounding, by norm: output and every gradient."""
-    found, eager, truth = (
+    """The error of output and gradients, by norm, is at most twice that of eager bf16, plus eps."""
+    found, eager, fp64 = (
         forward_backward(function, arguments, options, dtype)
         for function, dtype in (
             (kernel, torch.bfloat16),
@@ -422,7 +422,7 @@ def assert_as_good_as_eager(kernel, arguments, options):
             (op.reference, torch.float64),
         )
     )
-    for got, same, want in zip(found, eager, truth, strict=True):
+    for got, same, want in zip(found, eager, fp64, strict=True):
         error, eager_error = (got.double() - want).norm(), (same.double() - want).norm()
         assert error <= 2 * eager_error + 2**-8 * want.norm(), (error, eager_error, want.norm())
 
@@ -439,7 +439,7 @@ def usable(name):
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("option", ["softcap", "s_aux", "dropout"])
-def test_options_on_a_gpu_are_served_right_or_refused(name, option):
+def test_options_on_a_gpu_are_correct_or_raise(name, option):
     kernel = usable(name)
     arguments = tensors(width=64, length=70, device="cuda", dtype=torch.bfloat16)
     options = {
@@ -456,7 +456,7 @@ def test_options_on_a_gpu_are_served_right_or_refused(name, option):
         with pytest.raises(KernelError, match=f"{name}.* has no {option}"):
             kernel(Attention(), *arguments, None, scaling=0.125, **options)
     elif option == "dropout":
-        # The mean over many draws is the result without dropout.
+        # The mean over many dropout masks is the result without dropout.
         expected, _ = kernel(Attention(), *arguments, None, scaling=0.125)
         mean = (
             sum(kernel(Attention(), *arguments, None, scaling=0.125, **options)[0].double() for _ in range(400)) / 400
@@ -472,7 +472,7 @@ def test_options_on_a_gpu_are_served_right_or_refused(name, option):
 @pytest.mark.parametrize(
     ("width", "dtype"), [(512, torch.bfloat16), (64, torch.float32), (64, torch.float64), (20, torch.bfloat16)]
 )
-def test_math_never_runs_on_a_gpu(name, width, dtype):
+def test_math_backend_never_runs_on_a_gpu(name, width, dtype):
     usable(name)
     q, k, v = tensors(width=width, length=70, device="cuda", dtype=dtype)
     found, refusal = None, ""
@@ -491,11 +491,11 @@ def test_math_never_runs_on_a_gpu(name, width, dtype):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", KERNELS)
-def test_documents_of_training_lengths(name):
-    """Grouped heads of 128 with documents longer than a tile, dense and with a window."""
+def test_documents_at_training_lengths(name):
+    """GQA with head size 128 and documents longer than a tile, with and without a sliding window."""
     kernel = usable(name)
     arguments = tensors(heads=8, kv_heads=2, width=128, batch=1, length=700, device="cuda", dtype=torch.bfloat16)
-    # The others compile for seconds a window; `opslot verify` has them.
+    # Other kernels take seconds to compile for each window; `opslot verify` checks them.
     for window in (None, 100) if name in ("sdpa", "cudnn") else (None,):
         options = documents(300, 1, 260, 139, device="cuda") | {"sliding_window": window, "scaling": 128**-0.5}
         assert_as_good_as_eager(kernel, arguments, options)
@@ -504,7 +504,7 @@ def test_documents_of_training_lengths(name):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("sinks", [False, True])
-def test_flash_attention_4_compiles_without_graph_break(sinks):
+def test_flash_attention_4_compiles_with_fullgraph(sinks):
     kernel = usable("flash_attention_4")
     torch.manual_seed(0)
     leaves = [torch.randn(2, heads, 96, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]

@@ -1,4 +1,4 @@
-"""causal_conv1d: what the parity harness does not ask."""
+"""causal_conv1d: cases that the parity harness does not cover."""
 
 import itertools
 
@@ -31,14 +31,14 @@ def cumulative(documents, dtype=torch.int32):
 
 
 @pytest.mark.parametrize(("dtype", "chosen"), [(torch.bfloat16, "triton"), (torch.float32, "eager")])
-def test_auto_takes_what_was_measured_on_a_gpu(dtype, chosen):
+def test_auto_selects_the_measured_kernel_on_a_gpu(dtype, chosen):
     pytest.importorskip("triton")
     request = KernelRequest("causal_conv1d", "standard", DeviceFacts("gpu", (9, 0)), dtype)
     assert KERNEL_REGISTRY.resolve(request).chosen == chosen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reference_is_upstream_bit_for_bit(dtype):
+def test_reference_equals_transformers_bit_for_bit(dtype):
     upstream = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     if not hasattr(upstream, "causal_conv1d_fn") or upstream.causal_conv1d_fn is None:
         pytest.skip("this Transformers has the convolution inside the module")
@@ -49,7 +49,7 @@ def test_reference_is_upstream_bit_for_bit(dtype):
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("name", KERNELS)
-def test_packed_documents_are_the_documents_one_by_one(name, index):
+def test_packed_documents_equal_separate_documents(name, index):
     documents = [1, 6, 0, 2, 70, 3]
     x, weight, bias = inputs(sum(documents))
     kernel = load(name)
@@ -65,7 +65,7 @@ def test_packed_documents_are_the_documents_one_by_one(name, index):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_document_does_not_feel_its_neighbours(name):
+def test_documents_are_independent(name):
     x, weight, bias = inputs(20)
     kernel, cu_seqlens = load(name), cumulative([9, 11])
     other = x.detach().clone()
@@ -74,8 +74,8 @@ def test_a_document_does_not_feel_its_neighbours(name):
     assert torch.equal(out[0], out[1])
 
 
-def test_spans_of_a_long_row_meet():
-    """Every place where two programs meet, forward and backward."""
+def test_blocks_of_a_long_sequence_are_joined():
+    """Every boundary between two Triton programs, forward and backward."""
     x, weight, bias = inputs(200)
     found = load("triton")(x.transpose(1, 2), weight, bias, "silu")
     expected = op.reference(x.transpose(1, 2).double(), weight.double(), bias.double(), "silu")
@@ -90,7 +90,7 @@ def test_spans_of_a_long_row_meet():
 
 
 @pytest.mark.parametrize("layout", ["expanded", "sequence last", "every second channel"])
-def test_gradients_of_any_layout(layout):
+def test_gradients_with_any_layout(layout):
     x, weight, bias = inputs(12, batch=2)
     dout = {
         "expanded": torch.ones((), device=DEVICE).expand(2, 24, 12),
@@ -106,7 +106,7 @@ def test_gradients_of_any_layout(layout):
 
 
 @pytest.mark.parametrize("layout", ["strided", "expanded"])
-def test_bias_of_any_layout(layout):
+def test_bias_with_any_layout(layout):
     x, weight, bias = (t.detach() for t in inputs(9))
     bias = bias.repeat_interleave(2)[::2] if layout == "strided" else bias[:1].expand(24)
     arguments = (x.transpose(1, 2), weight, bias.requires_grad_())
@@ -119,27 +119,27 @@ def test_bias_of_any_layout(layout):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_tokens_after_the_last_document_are_one_more(name):
+def test_tokens_after_the_last_document_form_a_document(name):
     x, weight, bias = inputs(13)
     arguments = (x.transpose(1, 2), weight, bias, "silu")
     expected = load(name)(*arguments, cumulative([4, 3, 6]))
     assert torch.equal(load(name)(*arguments, cumulative([4, 3])), expected)
 
 
-def test_out_is_laid_out_as_the_projection_left_the_input():
+def test_output_keeps_the_memory_layout_of_the_input():
     x, weight, _ = inputs(7, batch=2)
     assert load("triton")(x.transpose(1, 2), weight).transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_an_activation_may_write_over_the_result(name):
+def test_output_can_be_modified_in_place(name):
     x, weight, _ = inputs(7, batch=2)
     out = torch.nn.functional.silu(load(name)(x.transpose(1, 2), weight), inplace=True)
     expected = op.reference(x.transpose(1, 2), weight, activation="silu")
     torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (out, expected)))
 
 
-def test_only_the_wanted_gradients_are_made():
+def test_only_required_gradients_are_computed():
     x, weight, bias = inputs(9)
     kernel = load("triton")
     (only,) = torch.autograd.grad(kernel(x.transpose(1, 2), weight.detach(), None, "silu").sum(), x)
@@ -160,13 +160,13 @@ def test_only_the_wanted_gradients_are_made():
         ({"hidden_states": torch.zeros(2, 24, 8), "cu_seqlens": torch.tensor([0, 8])}, "cu_seqlens"),
     ],
 )
-def test_refusals_name_kernel_and_argument(change, argument):
+def test_invalid_arguments_raise_with_kernel_and_argument(change, argument):
     arguments = {"hidden_states": torch.zeros(1, 24, 8), "weight": torch.zeros(24, 4)} | change
     with pytest.raises(KernelError, match=f"causal_conv1d_implementation='triton' cannot take {argument}"):
         load("triton")(**arguments)
 
 
-def test_compiles_whole():
+def test_compiles_with_fullgraph():
     x, weight, bias = inputs(10)
     kernel = load("triton")
     compiled = torch.compile(
@@ -184,7 +184,7 @@ def test_compiles_whole():
 @pytest.mark.parametrize("documents", [None, [0, 0]])
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("name", KERNELS)
-def test_no_tokens_give_nothing_and_gradients_of_zero(name, width, documents):
+def test_empty_input_gives_empty_output_and_zero_gradients(name, width, documents):
     x, weight, bias = inputs(0, width=width)
     out = load(name)(x.transpose(1, 2), weight, bias, "silu", documents and cumulative(documents))
     assert out.shape == (1, 24, 0)

@@ -1,4 +1,4 @@
-"""chunk_gated_delta_rule: the chunked reference against the recurrence token by token, and documents apart."""
+"""chunk_gated_delta_rule: the chunked reference equals the token-by-token recurrence, and documents are independent."""
 
 import itertools
 
@@ -30,7 +30,7 @@ def inputs(length, batch=1, k_heads=2, heads=4, width=16, v_width=24, dtype=torc
 
 
 def token_by_token(query, key, value, g, beta, initial_state=None, l2norm=True):
-    """The recurrence as the paper states it."""
+    """The recurrence of the paper."""
     q, k = query, key
     if l2norm:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
@@ -62,10 +62,10 @@ def assert_same(found, expected, atol=1e-12):
 
 @pytest.mark.parametrize("length", [1, 63, 64, 130])
 @pytest.mark.parametrize("l2norm", [True, False])
-def test_chunks_are_the_recurrence_token_by_token(length, l2norm):
+def test_chunked_equals_token_by_token_recurrence(length, l2norm):
     given = inputs(length, batch=2)
     if not l2norm:
-        # Without the norm a key longer than sqrt(2 / beta) lets the state grow without bound.
+        # Without L2 normalization the state diverges for keys longer than sqrt(2 / beta).
         given["key"] = (given["key"].detach() * 0.1).requires_grad_()
     state = torch.randn(2, 4, 16, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
     found = op.reference(**given, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=l2norm)
@@ -76,7 +76,7 @@ def test_chunks_are_the_recurrence_token_by_token(length, l2norm):
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_packed_documents_are_the_documents_one_by_one(index):
+def test_packed_documents_equal_separate_documents(index):
     documents = [3, 65, 0, 1, 128, 20]
     given = inputs(sum(documents))
     states = torch.randn(len(documents), 4, 16, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -101,7 +101,7 @@ def test_packed_documents_are_the_documents_one_by_one(index):
     assert_same(gradients(found, leaves), gradients(expected, leaves), atol=1e-11)
 
 
-def test_a_document_does_not_feel_its_neighbours():
+def test_documents_are_independent():
     given = inputs(100, dtype=torch.float32)
     other = {n: t.detach().clone() for n, t in given.items()}
     other["value"][:, :70] = 1e6
@@ -111,7 +111,7 @@ def test_a_document_does_not_feel_its_neighbours():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reference_agrees_with_upstream(dtype):
+def test_reference_matches_transformers(dtype):
     upstream = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     given = inputs(150, batch=2, k_heads=4, heads=4, dtype=dtype)
     # The model computes the decay in fp32.
@@ -126,7 +126,7 @@ def test_reference_agrees_with_upstream(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_rounds_no_product_of_a_scan(dtype):
+def test_autocast_does_not_downcast_matmuls_of_the_scan(dtype):
     given = inputs(150, dtype=dtype)
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     with torch.autocast("cpu", torch.bfloat16):
@@ -134,7 +134,7 @@ def test_autocast_rounds_no_product_of_a_scan(dtype):
     assert_same(found, op.reference(**given, **options), atol=0)
 
 
-def test_no_tokens():
+def test_empty_input():
     given = inputs(0)
     out, state = op.reference(**given, output_final_state=True)
     assert out.shape == (1, 0, 4, 24)
@@ -149,24 +149,24 @@ def test_no_tokens():
         ({"cu_seqlens": torch.tensor([0, 4, 8]), "initial_state": torch.zeros(1, 4, 16, 24)}, "initial_state"),
     ],
 )
-def test_refusals_name_the_argument(change, argument):
+def test_invalid_arguments_raise_with_the_argument(change, argument):
     with pytest.raises(KernelError, match=f"cannot take {argument}"):
         op.reference(**(inputs(8, dtype=torch.float32) | change))
 
 
 @pytest.mark.parametrize("name", ["triton", "torch_chunked"])
 @pytest.mark.parametrize(
-    ("borders", "said"), [([0, 5], "ends with 5 where there are 9"), ([2, 9], "not rising from 0")]
+    ("offsets", "message"), [([0, 5], "ends with 5 where there are 9"), ([2, 9], "not rising from 0")]
 )
-def test_documents_that_leave_tokens_out_are_refused(name, borders, said):
+def test_cu_seqlens_that_omit_tokens_raise(name, offsets, message):
     kernel = KERNEL_REGISTRY.load("chunk_gated_delta_rule", "standard", name)
-    with pytest.raises(KernelError, match=f"cu_seqlens: .*{said}"):
-        kernel(**inputs(9, dtype=torch.float32), cu_seqlens=torch.tensor(borders))
+    with pytest.raises(KernelError, match=f"cu_seqlens: .*{message}"):
+        kernel(**inputs(9, dtype=torch.float32), cu_seqlens=torch.tensor(offsets))
 
 
 @pytest.mark.parametrize(("dynamic", "lengths"), [(None, (70, 9, 5)), (True, (70,))])
-def test_reference_compiles_whole_at_several_lengths(dynamic, lengths):
-    """One symbolic length compiles for seconds; without `dynamic`, the second and third are symbolic too."""
+def test_reference_compiles_with_fullgraph_at_several_lengths(dynamic, lengths):
+    """Compiling one symbolic length takes seconds; without `dynamic`, the second and third are symbolic too."""
     torch._dynamo.reset()
     compiled = torch.compile(op.reference, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for length in lengths:
@@ -174,13 +174,13 @@ def test_reference_compiles_whole_at_several_lengths(dynamic, lengths):
         torch.testing.assert_close(compiled(**given)[0], op.reference(**given)[0])
 
 
-def test_documents_of_several_rows_are_refused():
+def test_cu_seqlens_with_several_batch_rows_raise():
     with pytest.raises(KernelError, match="cannot take cu_seqlens: packed documents are one row, there are 2"):
         op.reference(**inputs(8, batch=2), cu_seqlens=torch.tensor([0, 16]))
 
 
 @pytest.mark.parametrize(
-    ("capability", "triton", "tilelang", "refused"),
+    ("capability", "triton", "tilelang", "unsupported"),
     [
         ((9, 0), "3.6.0", False, True),
         ((9, 0), "3.7.0+git1234", False, True),
@@ -190,19 +190,19 @@ def test_documents_of_several_rows_are_refused():
         ((8, 0), "3.6.0", False, False),
     ],
 )
-def test_fla_is_refused_where_triton_makes_its_gradients_wrong(monkeypatch, capability, triton, tilelang, refused):
+def test_fla_raises_where_triton_miscomputes_its_gradients(monkeypatch, capability, triton, tilelang, unsupported):
     monkeypatch.setattr("opslot.slots.spec.package_version", lambda name: triton)
     monkeypatch.setattr("opslot.slots.spec.has_package", lambda name: name == "triton" or tilelang)
     request = KernelRequest(room.OP.name, "standard", DeviceFacts("gpu", capability, "a GPU"))
     reason = KERNEL_REGISTRY.get(room.OP.name, "standard", "fla").supports(request)
-    assert ("install Triton 3.7.1 or tilelang" in (reason or "")) == refused
+    assert ("install Triton 3.7.1 or tilelang" in (reason or "")) == unsupported
 
 
 def load_triton():
     return KERNEL_REGISTRY.load("chunk_gated_delta_rule", "standard", "triton")
 
 
-def doubles(arguments):
+def to_float64(arguments):
     return {
         n: t.detach().double().requires_grad_(t.requires_grad)
         if isinstance(t, torch.Tensor) and t.is_floating_point()
@@ -216,8 +216,8 @@ def leaves_of(arguments):
 
 
 def assert_like_fp64(arguments, rtol=1e-5, want=(True, True)):
-    """Outputs and gradients of the kernel in fp32 against the reference in fp64; `want`: the outputs derived from."""
-    wide = doubles(arguments)
+    """Compare the kernel in fp32 with the reference in fp64, gradients too; `want`: the outputs used in the loss."""
+    wide = to_float64(arguments)
     found, expected = load_triton()(**arguments), op.reference(**wide)
     for got, exact in zip(found, expected, strict=True):
         assert (got is None) == (exact is None)
@@ -230,7 +230,7 @@ def assert_like_fp64(arguments, rtol=1e-5, want=(True, True)):
 
 
 @pytest.mark.parametrize("l2norm", [True, False])
-def test_triton_carries_states_through_packed_documents(l2norm):
+def test_triton_states_of_packed_documents(l2norm):
     documents = [3, 66, 0, 1]
     given = inputs(sum(documents), k_heads=2, heads=2 if l2norm else 4, width=24, v_width=40, dtype=torch.float32)
     if not l2norm:
@@ -242,14 +242,14 @@ def test_triton_carries_states_through_packed_documents(l2norm):
     assert_like_fp64(given | {"output_final_state": True, "use_qk_l2norm_in_kernel": l2norm})
 
 
-def test_triton_with_the_last_state_as_the_only_root():
+def test_triton_gradients_from_the_final_state_alone():
     given = inputs(65, k_heads=1, heads=1, dtype=torch.float32)
     given["query"] = given["query"].detach()
     assert_like_fp64(given | {"output_final_state": True, "use_qk_l2norm_in_kernel": True}, want=(False, True))
 
 
-def test_triton_stays_exact_where_all_keys_are_one_and_decay_is_deep():
-    """The system's hardest case: every token overwrites the one before; sums of the log decay reach -700."""
+def test_triton_is_accurate_with_equal_keys_and_strong_decay():
+    """The worst-conditioned case: every token overwrites the previous one; sums of the log decay reach -700."""
     given = inputs(70, k_heads=1, heads=2, dtype=torch.float32)
     given["key"] = given["key"].detach()[:, :1].expand(-1, 70, -1, -1).clone().requires_grad_()
     given["beta"] = torch.ones(1, 70, 2, requires_grad=True)
@@ -257,7 +257,7 @@ def test_triton_stays_exact_where_all_keys_are_one_and_decay_is_deep():
     assert_like_fp64(given | {"use_qk_l2norm_in_kernel": True}, rtol=5e-5)
 
 
-def test_triton_reads_heads_where_a_projection_leaves_them():
+def test_triton_reads_strided_heads_without_copying():
     given = inputs(20, batch=2, k_heads=1, heads=2, dtype=torch.float32)
     mixed = torch.cat([given[n].detach().flatten(2) for n in ("query", "key", "value")], -1)
     q, k, v = mixed.split([16, 16, 48], -1)
@@ -265,7 +265,7 @@ def test_triton_reads_heads_where_a_projection_leaves_them():
     found, _ = load_triton()(**(given | views))
     expected, _ = load_triton()(**given)
     assert torch.equal(found, expected)
-    # Rows of the batch that do not follow each other are copied.
+    # Batch rows that are not contiguous are copied.
     turned = {n: t.transpose(0, 1).contiguous().transpose(0, 1) for n, t in given.items()}
     assert torch.equal(load_triton()(**turned)[0], expected)
 
@@ -285,7 +285,7 @@ def test_chunk_table(documents):
     assert found.first.tolist() == list(itertools.accumulate([-(-n // 64) for n in documents], initial=0))
 
 
-def test_triton_without_tokens():
+def test_triton_empty_input():
     given = inputs(0, dtype=torch.float32)
     states = torch.randn(1, 4, 16, 24, requires_grad=True)
     out, final = load_triton()(**given, initial_state=states, output_final_state=True)
@@ -296,7 +296,7 @@ def test_triton_without_tokens():
     assert torch.equal(load_triton()(**given, output_final_state=True)[1], torch.zeros(1, 4, 16, 24))
 
 
-def test_triton_compiles_whole():
+def test_triton_compiles_with_fullgraph():
     given = inputs(3, k_heads=1, heads=1, dtype=torch.bfloat16)
     options = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": torch.tensor([0, 1, 3])}
     kernel = load_triton()
@@ -319,7 +319,7 @@ def test_triton_compiles_whole():
         ({"beta": torch.zeros(1, 8, 4, dtype=torch.float64)}, "beta"),
     ],
 )
-def test_triton_refusals_name_kernel_and_argument(change, argument):
+def test_triton_errors_name_kernel_and_argument(change, argument):
     with pytest.raises(KernelError, match=f"chunk_gated_delta_rule_implementation='triton' cannot take {argument}"):
         load_triton()(**(inputs(8, dtype=torch.float32) | change))
 
@@ -327,8 +327,8 @@ def test_triton_refusals_name_kernel_and_argument(change, argument):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("name", "width", "backward"), [("fla", 64, False), ("triton", 128, True)])
-def test_kernels_carry_states_between_documents(name, width, backward):
-    """The last states of one call are the first states of the next, within bf16's products."""
+def test_kernels_pass_states_from_call_to_call(name, width, backward):
+    """The final states of one call are the initial states of the next, within the error of bf16 matmuls."""
     spec = KERNEL_REGISTRY.get("chunk_gated_delta_rule", "standard", name)
     if not torch.cuda.is_available() or spec.unsupported(KernelRequest(spec.op_name, "standard", facts_of("cuda"))):
         pytest.skip(f"{name} cannot run here")
@@ -338,7 +338,7 @@ def test_kernels_carry_states_between_documents(name, width, backward):
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     state = (0.1 * torch.randn(2, 4, width, width, device="cuda")).requires_grad_()
     found = kernel(**given, **options, initial_state=state, cu_seqlens=cu_seqlens)
-    wide, wide_state = doubles(given), state.detach().double().requires_grad_()
+    wide, wide_state = to_float64(given), state.detach().double().requires_grad_()
     expected = op.reference(**wide, **options, initial_state=wide_state, cu_seqlens=cu_seqlens)
     if backward:
         found += gradients(found, [*given.values(), state])
@@ -355,13 +355,13 @@ def test_kernels_carry_states_between_documents(name, width, backward):
         (DeviceFacts("cpu"), torch.float32, "torch_chunked"),
     ],
 )
-def test_auto_takes_what_was_timed(device, dtype, chosen):
+def test_auto_selects_the_benchmarked_kernel(device, dtype, chosen):
     pytest.importorskip("triton")
     request = KernelRequest("chunk_gated_delta_rule", "standard", device, dtype)
     assert KERNEL_REGISTRY.resolve(request).chosen == chosen
 
 
-def test_keys_too_wide_for_triton_are_known_when_bound():
+def test_unsupported_key_size_is_reported_when_bound():
     pytest.importorskip("triton")
     module = torch.nn.Module()
     gpu = DeviceFacts("gpu", (9, 0))

@@ -1,4 +1,4 @@
-"""What is special about the fused losses: extremes, chunks, memory, autograd contexts, compile, refusals."""
+"""Fused losses: extreme values, chunks, memory, autograd contexts, compile, errors."""
 
 import importlib
 import re
@@ -53,12 +53,12 @@ def name(request):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Chunks of four rows, the last one shorter."""
+    """Chunks of four tokens, the last one smaller."""
     monkeypatch.setattr(chunked, "_ROW_TILE", 1)
     monkeypatch.setattr(chunked, "_chunk_rows", lambda backend, hidden, vocab: 4)
 
 
-def test_loss_is_upstreams(name):
+def test_loss_equals_transformers(name):
     loss_utils = pytest.importorskip("transformers.loss.loss_utils")
     hidden, weight, labels = inputs(grad=False)
     for options in ({}, {"num_items_in_batch": 11}, {"num_items_in_batch": torch.tensor(11)}, {"ignore_index": 3}):
@@ -68,8 +68,8 @@ def test_loss_is_upstreams(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_chunks_add_up(name, dtype, small_chunks):
-    """19 rows in chunks of 4 are five chunks; with 8 chunks and more the 16-bit sum is kept in float32."""
+def test_chunks_sum_to_the_whole(name, dtype, small_chunks):
+    """19 tokens in chunks of 4 are five chunks; from 8 chunks on, a 16-bit sum is accumulated in float32."""
     tolerance = {torch.float32: (2e-5, 2e-6), torch.bfloat16: (3e-2, 2e-3), torch.float16: (3e-3, 2e-4)}[dtype]
     for rows in ((1, 19), (3, 13)):
         arguments = inputs(rows, dtype=dtype)
@@ -77,8 +77,8 @@ def test_chunks_add_up(name, dtype, small_chunks):
 
 
 @pytest.mark.parametrize("factor_last", [False, True])
-def test_many_chunks_do_not_drift(factor_last, monkeypatch):
-    """One direction repeated: a bfloat16 sum stops growing at 256 times the addend, a float32 sum does not."""
+def test_many_chunks_accumulate_accurately(factor_last, monkeypatch):
+    """Equal addends: a bfloat16 sum stops growing at 256 times the addend, a float32 sum does not."""
     monkeypatch.setattr(chunked, "_chunk_rows", lambda backend, hidden, vocab: 1)
     steps = importlib.import_module("opslot.ops.cross_entropy_loss.chunk_loss")
     backend = chunked.Backend(
@@ -96,11 +96,11 @@ def test_many_chunks_do_not_drift(factor_last, monkeypatch):
     _, _, found = chunked.loss_and_gradients(backend, hidden, weight, labels, divisor, shaping, True, True)
     expected = torch.full((16, 8), 1 / 16)
     expected[0] = 1 / 16 - 1
-    # Two tolerance_ulps to 8 bits: each logit's gradient, and the sum.
+    # Rounded to bfloat16 twice: each logit's gradient, and the sum.
     torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=0)
 
 
-def test_float64_is_float64():
+def test_float64_input_gives_a_float64_loss():
     hidden, weight, labels = inputs(dtype=torch.float64)
     found, expected = (gradients(k, hidden, weight, labels) for k in (load("chunk_loss"), reference()))
     assert_same(found, expected, rtol=1e-12, atol=1e-14)
@@ -114,7 +114,7 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda h, w: tokens(h, w, labels, softcap=2.0, logit_scale=1.5), (hidden, weight))
 
 
-def test_sure_predictions_keep_their_digits(name):
+def test_confident_predictions_keep_precision(name):
     """p = 1 - 3e-12 in float32: p - 1 by subtraction would be 0, and so would the loss."""
     weight = torch.tensor([[26.5], [0.0]], device=DEVICE, requires_grad=True)
     hidden = torch.ones(1, 1, device=DEVICE, requires_grad=True)
@@ -125,8 +125,8 @@ def test_sure_predictions_keep_their_digits(name):
     torch.testing.assert_close(grad.double().cpu(), torch.stack((-rest, rest)).unsqueeze(1), rtol=1e-5, atol=0)
 
 
-def test_hopeless_predictions_have_a_finite_loss(name):
-    """p = exp(-200) is 0 in float32; its logarithm is not."""
+def test_zero_probability_labels_have_a_finite_loss(name):
+    """p = exp(-200) is 0 in float32; its logarithm is finite."""
     weight = torch.tensor([[-100.0], [100.0]], device=DEVICE, requires_grad=True)
     hidden = torch.ones(1, 1, device=DEVICE, requires_grad=True)
     labels = torch.zeros(1, dtype=torch.long, device=DEVICE)
@@ -135,7 +135,7 @@ def test_hopeless_predictions_have_a_finite_loss(name):
     assert grad.flatten().tolist() == [-1.0, 1.0]
 
 
-def test_ignored_rows_get_exactly_nothing(name):
+def test_ignored_tokens_have_zero_gradients(name):
     hidden, weight, labels = inputs((2, 30))
     labels[0] = -100
     _, grad, _ = gradients(load(name), hidden, weight, labels)
@@ -144,8 +144,8 @@ def test_ignored_rows_get_exactly_nothing(name):
     assert grad[1, 3].count_nonzero() > 0
 
 
-def test_nothing_counts(name):
-    """Upstream's mean over no label is NaN, and its gradients are 0."""
+def test_all_labels_ignored(name):
+    """Transformers' mean over no label is NaN, and its gradients are 0."""
     hidden, weight, labels = inputs()
     labels.fill_(-100)
     found, expected = (gradients(k, hidden, weight, labels) for k in (load(name), reference()))
@@ -155,7 +155,7 @@ def test_nothing_counts(name):
         assert grad.count_nonzero() == 0
 
 
-def test_label_outside_the_vocabulary_is_seen(name):
+def test_label_outside_the_vocabulary_raises(name):
     hidden, weight, labels = inputs(grad=False)
     labels[1, 5] = 37
     if name == "triton":
@@ -167,7 +167,7 @@ def test_label_outside_the_vocabulary_is_seen(name):
 
 @pytest.mark.parametrize("variant", ["causal", "sequence_classification", "token_log_probs"])
 @pytest.mark.parametrize("label", [37, -1, 2**40])
-def test_a_label_without_a_column_is_named(variant, label):
+def test_invalid_label_is_named(variant, label):
     hidden, weight, labels = inputs(grad=False)
     if DEVICE != "cpu":
         pytest.skip("on a device, torch's own assertion tells")
@@ -177,7 +177,7 @@ def test_a_label_without_a_column_is_named(variant, label):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"weight": torch.ones(0, 16)}, "weight: shape (0, 16), a vocabulary of nothing"),
         ({"hidden_states": torch.tensor(1.0)}, "hidden_states: it is one number, not [..., H]"),
@@ -186,20 +186,20 @@ def test_a_label_without_a_column_is_named(variant, label):
         ({"num_items_in_batch": torch.tensor(5.0, requires_grad=True)}, "num_items_in_batch: it requires a gradient"),
     ],
 )
-def test_what_is_no_head_or_count_is_refused(name, change, said):
+def test_invalid_head_or_num_items_raises(name, change, message):
     hidden, weight, labels = inputs(grad=False)
     given = {"hidden_states": hidden, "weight": weight, "labels": labels}
-    with pytest.raises(KernelError, match=re.escape(said)):
+    with pytest.raises(KernelError, match=re.escape(message)):
         load(name)(**(given | {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in change.items()}))
 
 
-def test_same_inputs_same_bits(name, small_chunks):
+def test_results_are_deterministic(name, small_chunks):
     arguments = inputs((4, 11))
     first, second = (gradients(load(name), *arguments) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
-def test_policy_gradient_equals_the_loss(name):
+def test_policy_gradient_equals_the_causal_loss(name):
     """Minus the mean log-probability is the causal loss, value and gradients."""
     hidden, weight, labels = inputs()
     tokens = load(name, "token_log_probs")
@@ -221,15 +221,15 @@ def test_entropy_of_a_uniform_distribution(name, small_chunks):
     torch.testing.assert_close(log_probs, counts * -log_vocab)
 
 
-def test_backward_scales(name):
+def test_backward_scales_with_the_incoming_gradient(name):
     arguments = inputs()
     for factor in (0.0, 1.0, -3.0):
         found, expected = (gradients(k, *arguments, factor=factor) for k in (load(name), reference()))
         assert_same(found, expected)
 
 
-def test_float16_survives_a_small_factor(name):
-    """The loss scale arrives with the backward; p / N alone is below float16's smallest number."""
+def test_float16_gradients_do_not_underflow(name):
+    """The loss scale is applied in the backward; p / N alone underflows in float16."""
     hidden, weight, labels = inputs((2, 32), width=32, vocab=2000, dtype=torch.float16)
     options = {"num_items_in_batch": 10_000_000}
     found = gradients(load(name), hidden, weight, labels, factor=2.0**24, **options)
@@ -239,7 +239,7 @@ def test_float16_survives_a_small_factor(name):
         torch.testing.assert_close(x.float(), y, rtol=2e-2, atol=2e-3 * y.abs().max().item())
 
 
-def test_backward_twice_over_a_kept_graph(name):
+def test_backward_twice_with_retain_graph(name):
     hidden, weight, labels = inputs()
     loss = load(name)(hidden, weight, labels) * 2.0
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
@@ -249,7 +249,7 @@ def test_backward_twice_over_a_kept_graph(name):
     assert_same(second, kept, 1e-6, 1e-9)
 
 
-def test_second_derivative_is_refused(name):
+def test_second_derivative_raises(name):
     hidden, weight, labels = inputs()
     loss = load(name)(hidden, weight, labels)
     with pytest.raises(KernelError, match="no second derivative"):
@@ -257,7 +257,7 @@ def test_second_derivative_is_refused(name):
 
 
 @pytest.mark.parametrize(("by_hidden", "by_weight"), [(True, False), (False, True), (False, False)])
-def test_frozen_inputs_cost_nothing(name, by_hidden, by_weight, monkeypatch):
+def test_frozen_inputs_compute_no_gradients(name, by_hidden, by_weight, monkeypatch):
     hidden, weight, labels = inputs()
     expected = gradients(reference(), hidden, weight, labels)
     hidden, weight = hidden.detach().requires_grad_(by_hidden), weight.detach().requires_grad_(by_weight)
@@ -275,7 +275,7 @@ def test_frozen_inputs_cost_nothing(name, by_hidden, by_weight, monkeypatch):
             assert_same((x.grad,), (y,))
 
 
-def test_no_gradients_without_recording(name, monkeypatch):
+def test_no_grad_computes_no_gradients(name, monkeypatch):
     arguments = inputs()
     monkeypatch.setattr(chunked, "_matmul", lambda *a, **k: pytest.fail("a gradient was computed"))
     with torch.no_grad():
@@ -283,7 +283,7 @@ def test_no_gradients_without_recording(name, monkeypatch):
 
 
 def test_autocast(name):
-    """float32 weights, bfloat16 products, float32 gradients: as an eager head under autocast."""
+    """float32 weights, bfloat16 matmuls, float32 gradients, like an eager head under autocast."""
     hidden, weight, labels = inputs()
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         found, expected = (gradients(k, hidden, weight, labels) for k in (load(name), reference()))
@@ -297,7 +297,7 @@ def test_transposed_weight(name):
     assert_same(gradients(load(name), hidden, turned, labels, 2.0), gradients(reference(), hidden, weight, labels, 2.0))
 
 
-def test_compiled_whole(name):
+def test_compiles_with_fullgraph(name):
     if name == "triton" and DEVICE == "cpu":
         pytest.skip("the interpreter is no target of torch.compile")
     for variant in ("causal", "token_log_probs"):
@@ -333,8 +333,8 @@ def test_opcheck(name, dtype):
     torch.library.opcheck(op.default, (hidden, weight, labels, *rows, *shaping, True, True), test_utils=tests)
 
 
-def test_the_logits_fit_the_budget():
-    """On CPU a chunk takes 8 MiB, or 128 rows; on a GPU 640 MiB at most, in even chunks."""
+def test_chunk_size_fits_the_memory_budget():
+    """On CPU a chunk takes 8 MiB, or 128 tokens; on a GPU at most 640 MiB, in chunks of equal size."""
     chunk_loss, triton = (importlib.import_module(f"opslot.ops.cross_entropy_loss.{n}") for n in KERNELS)
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert chunk_loss.rows(8192, torch.float32, cpu) * 8192 * 4 == 8 << 20
@@ -367,7 +367,7 @@ def test_peak_memory_of_a_large_vocabulary():
         ({"label_smoothing": 1.5}, r"label_smoothing: 1\.5, not between 0 and 1"),
     ],
 )
-def test_misfits_are_one_error(name, change, words):
+def test_shape_mismatch_raises(name, change, words):
     hidden, weight, labels = inputs(grad=False)
     arguments = {"hidden_states": hidden, "weight": weight, "labels": labels}
     arguments |= {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in change.items()}
@@ -386,7 +386,7 @@ class Model(nn.Module):
         return self.head
 
 
-def test_heads_that_are_more_than_a_weight():
+def test_heads_with_more_than_a_weight_are_unsupported():
     check = OP.variant("causal").check_module
     assert check(Model(nn.Linear(4, 8, bias=False))) is None
     assert check(nn.Linear(4, 8)) is None
@@ -394,7 +394,7 @@ def test_heads_that_are_more_than_a_weight():
     assert "Sequential" in check(Model(nn.Sequential(nn.Linear(4, 8, bias=False))))
 
 
-def test_npu_is_refused_here_with_every_reason():
+def test_npu_without_npu_raises_with_every_reason():
     with pytest.raises(ConfigError, match=r"npu.*requires an NPU") as caught:
         KERNEL_REGISTRY.resolve(KernelRequest("cross_entropy_loss", "causal", CPU, torch.float32), "npu")
     assert "usable here: eager" in str(caught.value)
@@ -419,14 +419,14 @@ def test_auto_fuses_large_heads_only(facts, best, vocab):
     assert chosen("sequence_classification") == chosen("causal", small) == "eager"
 
 
-def test_float64_is_not_computed_in_float32():
+def test_float64_is_computed_in_float64():
     hidden, weight, labels = inputs(dtype=torch.float64, grad=False)
     with pytest.raises(KernelError, match=r"torch\.float64, not float32"):
         load("triton")(hidden, weight, labels)
 
 
 @pytest.mark.parametrize("spread", ["every other label", "one label for all", "one token a row"])
-def test_labels_that_lie_apart_in_memory(name, spread):
+def test_strided_labels(name, spread):
     hidden, weight, labels = inputs(rows=(6, 1))
     table = torch.randint(37, (6, 2), device=DEVICE)
     labels = table[:, :1] if spread != "one label for all" else labels.new_tensor([[3]]).expand(6, 1)
@@ -441,37 +441,37 @@ def test_labels_that_lie_apart_in_memory(name, spread):
         assert_same(found, gradients(reference(variant), hidden.squeeze(1), weight, flat))
 
 
-def test_items_counted_in_a_tensor_of_one_element_leave_a_scalar(name):
+def test_num_items_tensor_gives_a_scalar_loss(name):
     for function in (load(name), reference()):
         assert function(*inputs(), num_items_in_batch=torch.tensor([5])).shape == ()
 
 
 @pytest.mark.parametrize("smoothing", [0.5, 1.0])
-def test_smoothed_gradients_do_not_cancel(name, smoothing):
+def test_label_smoothing_gradients_are_accurate(name, smoothing):
     hidden, weight, labels = inputs(rows=(1, 4), width=8, vocab=2000)
     weight = (weight.detach() * 0.1).requires_grad_()
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     options = {"label_smoothing": smoothing}
-    truth = gradients(reference(), *wide, labels, **options)[2]
+    fp64 = gradients(reference(), *wide, labels, **options)[2]
     eager = gradients(reference(), hidden, weight, labels, **options)[2]
     found = gradients(load(name), hidden, weight, labels, **options)[2]
-    bound = 2 * (eager - truth).abs().max() + torch.finfo(torch.float32).eps * truth.abs().max()
-    assert (found - truth).abs().max() <= bound
+    bound = 2 * (eager - fp64).abs().max() + torch.finfo(torch.float32).eps * fp64.abs().max()
+    assert (found - fp64).abs().max() <= bound
 
 
 @pytest.mark.parametrize("argument", ["softcap", "logit_scale"])
 @pytest.mark.parametrize("variant", ["causal", "token_log_probs"])
-def test_a_scale_that_trains_is_refused(name, variant, argument):
+def test_scale_that_requires_grad_raises(name, variant, argument):
     with pytest.raises(KernelError, match=f"{argument}: it requires a gradient"):
         load(name, variant)(*inputs(), **{argument: torch.tensor(2.0, requires_grad=True)})
 
 
-def test_a_mask_in_the_place_of_labels_is_refused(name):
+def test_bool_labels_raise(name):
     hidden, weight, labels = inputs()
     with pytest.raises(KernelError, match=r"labels: torch\.bool, not integer"):
         load(name)(hidden, weight, labels > 3)
 
 
-def test_inputs_without_numbers_are_refused(name):
+def test_meta_inputs_raise(name):
     with pytest.raises(KernelError, match=f"{name}.*hidden_states: it is on meta"):
         load(name)(*(x.detach().to("meta") for x in inputs()))

@@ -1,4 +1,4 @@
-"""What is special about the balancing loss: upstream's numbers, ties, masks, all layers in one launch, refusals."""
+"""Load-balancing loss: equal to Transformers, ties, masks, all layers in one launch, errors."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def assert_same(found, expected, rtol=1e-5, atol=1e-8):
 
 @pytest.mark.parametrize("kernel", NAMES)
 @pytest.mark.parametrize("masked", [False, True])
-def test_upstreams_numbers(kernel, masked):
+def test_equals_transformers(kernel, masked):
     upstream = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe").load_balancing_loss_func
     layers = logits()
     mask = torch.tensor([[1] * 12, [1] * 5 + [0] * 7], device=DEVICE) if masked else None
@@ -50,19 +50,19 @@ def test_upstreams_numbers(kernel, masked):
 
 
 @pytest.mark.parametrize("kernel", NAMES)
-def test_a_dense_model_has_no_loss(kernel):
+def test_dense_model_has_no_loss(kernel):
     assert load(kernel)(None) == 0
     assert load(kernel)([torch.zeros(2, 4)], 4) == 0
 
 
 @pytest.mark.parametrize("kernel", NAMES)
-def test_logits_of_an_unknown_number_of_experts_are_refused(kernel):
+def test_logits_without_num_experts_raise(kernel):
     with pytest.raises(KernelError, match="num_experts: None"):
         load(kernel)(logits())
 
 
-def test_balance_is_the_minimum(name):
-    """Every expert chosen equally often with equal probability gives top_k, collapse onto k experts gives E."""
+def test_balanced_routing_is_the_minimum(name):
+    """Uniform routing gives top_k; routing everything to the same k experts gives num_experts."""
     experts = 8
     turning = torch.stack([torch.arange(experts).roll(i) for i in range(experts)]).float().to(DEVICE) * 0.01
     assert load(name)((turning, turning), experts, 2).item() == pytest.approx(2.0, rel=1e-6)
@@ -71,14 +71,14 @@ def test_balance_is_the_minimum(name):
     assert load(name)((collapsed,), experts, 2).item() == pytest.approx(8.0, rel=1e-6)
 
 
-def test_equal_logits_choose_exactly_top_k(name):
-    """Which of equal experts is chosen is open; how many is not: the loss of uniform probabilities is top_k."""
+def test_equal_logits_select_exactly_top_k(name):
+    """Any of several equal experts may be chosen, but exactly top_k: the loss of uniform probabilities is top_k."""
     for dtype in (torch.float32, torch.bfloat16):
         flat = torch.zeros(9, 16, dtype=dtype, device=DEVICE)
         assert load(name)((flat, flat), 16, 5).item() == pytest.approx(5.0, rel=1e-6)
 
 
-def test_negative_and_extreme_logits_are_ordered(name):
+def test_negative_and_extreme_logits_sort_as_numbers(name):
     """The Triton kernel orders by bit patterns: signs, zeros, large values and -inf must sort as numbers."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         row = torch.tensor([-3.0, float("-inf"), 2.5, -0.0, 1e-6, -60000.0, 7.0, 0.5], dtype=dtype, device=DEVICE)
@@ -87,7 +87,7 @@ def test_negative_and_extreme_logits_are_ordered(name):
             torch.testing.assert_close(load(name)((row.repeat(3, 1),), 8, top_k), expected, rtol=1e-5, atol=0)
 
 
-def test_padding_changes_nothing(name):
+def test_padding_is_ignored(name):
     short = logits(rows=10)
     padded = tuple(torch.cat((x, 100 * torch.randn(6, 8, device=DEVICE))).detach().requires_grad_() for x in short)
     mask = torch.tensor([[1] * 10 + [0] * 6], device=DEVICE)
@@ -99,26 +99,26 @@ def test_padding_changes_nothing(name):
 
 
 @pytest.mark.parametrize("layout", ["every other weight", "one weight for all"])
-def test_weights_of_rows_that_lie_apart_in_memory(name, layout):
+def test_strided_mask(name, layout):
     layers, weights = logits(rows=10), torch.rand(1, 20, device=DEVICE)
     weights = weights[:, ::2] if layout == "every other weight" else weights[:, :1].expand(1, 10)
     assert_same(*(gradients(load(n), layers, 8, 2, weights) for n in (name, "eager")))
 
 
-def test_same_inputs_same_bits(name):
+def test_results_are_deterministic(name):
     layers = logits(rows=301)
     first, second = (gradients(load(name), layers, 8, 2) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
-def test_only_some_layers_train(name):
+def test_some_layers_without_gradient(name):
     layers = logits()
     frozen = (layers[0], layers[1].detach(), layers[2])
     found = torch.autograd.grad(load(name)(frozen, 8, 2), (layers[0], layers[2]))
     assert_same(found, gradients(load(name), layers, 8, 2)[1::2])
 
 
-def test_compiled_whole(name):
+def test_compiles_with_fullgraph(name):
     if name == "triton" and DEVICE == "cpu":
         pytest.skip("the interpreter is no target of torch.compile")
     mask = torch.ones(2, 12, device=DEVICE)
@@ -153,14 +153,14 @@ def test_opcheck(name, masked):
         ((logits(1), 8, 2, torch.ones(2, 3)), r"attention_mask: shape \(2, 3\)"),
     ],
 )
-def test_misfits_are_one_error(name, arguments, words):
+def test_shape_mismatch_raises(name, arguments, words):
     with pytest.raises(KernelError, match=words) as caught:
         load(name)(*arguments)
     assert f"'{name}'" in str(caught.value)
     assert "load_balancing_loss_implementation" in str(caught.value)
 
 
-def test_auto():
+def test_auto_selects_the_measured_kernel():
     for facts, chosen in ((CPU, "eager"), (DeviceFacts("gpu", (9, 0)), "triton")):
         request = KernelRequest("load_balancing_loss", "standard", facts, torch.bfloat16)
         assert KERNEL_REGISTRY.resolve(request).chosen == chosen

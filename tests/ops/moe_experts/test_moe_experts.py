@@ -1,4 +1,4 @@
-"""moe_experts: what the parity harness does not ask."""
+"""moe_experts: cases that the parity harness does not cover."""
 
 import inspect
 
@@ -65,7 +65,7 @@ def same_as_upstream(module, variant, tensors, dtype):
 
 
 def upstream(path, class_name, tensors, **config):
-    """Transformers' experts with the parameters `tensors`, or skip where that release has none such."""
+    """Transformers' experts with the parameters `tensors`; skip if this release has no such class."""
     arch = pytest.importorskip(f"transformers.models.{path}")
     module = getattr(arch, class_name)(type("Config", (), {"_experts_implementation": "eager", **config})())
     module = module.to(DEVICE)
@@ -91,7 +91,7 @@ COUNTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_
         ("biased", "gpt_oss.modeling_gpt_oss", "GptOssExperts", ()),
     ],
 )
-def test_reference_is_upstreams_loop_bit_for_bit(dtype, variant, path, class_name, gating):
+def test_reference_equals_transformers_loop_bit_for_bit(dtype, variant, path, class_name, gating):
     tensors = [*inputs(dtype=dtype, tokens=40, variant=variant), *gating]
     limit = {"standard": 0.0, "clamped": 0.75, "biased": 1.05}[variant]
     experts = upstream(path, class_name, tensors, swiglu_limit=limit, swiglu_alpha=1.702, **SIZES, **COUNTS)
@@ -102,7 +102,7 @@ def test_reference_is_upstreams_loop_bit_for_bit(dtype, variant, path, class_nam
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_twice_the_same_bits(name, variant):
+def test_results_are_deterministic(name, variant):
     tensors = inputs(tokens=70, variant=variant)
     first, second = (gradients(load(name, variant), tensors) for _ in range(2))
     assert torch.equal(first[0], second[0])
@@ -110,7 +110,7 @@ def test_twice_the_same_bits(name, variant):
 
 
 class _Zeros(TorchDispatchMode):
-    """The largest tensor of zeros made inside."""
+    """Records the largest tensor of zeros that is allocated."""
 
     largest = 0
 
@@ -122,8 +122,8 @@ class _Zeros(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_what_is_saved_for_backward_gets_no_gradient(name):
-    """At size a gradient of zeros for it costs as much as a pass over the activations."""
+def test_saved_tensors_get_no_gradient(name):
+    """A gradient of zeros for it would cost as much as a pass over the activations."""
     x, gate_up, down, index, weights = inputs(tokens=40)
     out = load(name)(x, gate_up, down, index, weights)
     with _Zeros() as zeros:
@@ -135,7 +135,7 @@ def test_what_is_saved_for_backward_gets_no_gradient(name):
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("name", [*KERNELS, "fused_quack"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_twice_the_same_bits_on_a_gpu(name, variant):
+def test_results_are_deterministic_on_a_gpu(name, variant):
     request = KernelRequest("moe_experts", variant, facts_of("cuda"), torch.bfloat16)
     specs = {s.name: s for s in KERNEL_REGISTRY.specs("moe_experts", variant)}
     if name not in specs or specs[name].unsupported(request):
@@ -151,20 +151,20 @@ def test_twice_the_same_bits_on_a_gpu(name, variant):
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("variant", ["clamped", "biased"])
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-def test_no_gradient_passes_a_bound(name, variant):
+def test_clamped_values_have_no_gradient(name, variant):
     tensors = inputs(variant=variant)
     with torch.no_grad():
         tensors[1].mul_(1e3)
     reference = KERNEL_REGISTRY.op("moe_experts").variant(variant).reference
     _, expected = gradients(reference, tensors)
     _, got = gradients(load(name, variant), tensors)
-    # Nearly every gate and up is bounded, so their gradients are mostly exact zeros, the same ones in both.
+    # Nearly every gate and up is clamped, so their gradients are mostly exact zeros, the same ones in both.
     assert (expected[1] == 0).float().mean() > 0.5
     assert torch.equal(got[1] == 0, expected[1] == 0)
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_bounds_let_nan_through(name):
+def test_clamps_propagate_nan(name):
     tensors = inputs(variant="clamped")
     with torch.no_grad():
         tensors[0][3] = float("nan")
@@ -175,14 +175,14 @@ def test_bounds_let_nan_through(name):
 
 @pytest.mark.parametrize("variant", ["clamped", "biased", "split"])
 @pytest.mark.parametrize("name", ["fused_quack", "fused_npu"])
-def test_kernels_of_the_standard_gating_are_nowhere_else(name, variant):
+def test_standard_kernels_are_not_registered_for_other_variants(name, variant):
     assert name in {s.name for s in KERNEL_REGISTRY.specs("moe_experts", "standard")}
     assert name not in {s.name for s in KERNEL_REGISTRY.specs("moe_experts", variant)}
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("frozen", [(5, 6), (1, 2), (0, 1, 2, 4)])
-def test_frozen_biases_and_weights_leave_the_other_gradients_alone(name, frozen):
+def test_frozen_parameters_do_not_change_other_gradients(name, frozen):
     tensors = inputs(variant="biased")
     _, every = gradients(load(name, "biased"), tensors)
     kept = [grad for i, grad in zip((0, 1, 2, 4, 5, 6), every, strict=True) if i not in frozen]
@@ -194,7 +194,7 @@ def test_frozen_biases_and_weights_leave_the_other_gradients_alone(name, frozen)
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("frozen", [(0,), (1, 2), (4,), (0, 1, 2), (1, 2, 4)])
-def test_frozen_inputs_leave_the_other_gradients_alone(name, frozen):
+def test_frozen_inputs_do_not_change_other_gradients(name, frozen):
     tensors = inputs()
     _, every = gradients(load(name), tensors)
     for i in frozen:
@@ -205,7 +205,7 @@ def test_frozen_inputs_leave_the_other_gradients_alone(name, frozen):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_incoming_gradient_without_strides_of_its_own(name):
+def test_expanded_incoming_gradient(name):
     tensors = inputs()
     spread = torch.randn(1, 32, device=DEVICE).expand(11, 32)
     _, got = gradients(load(name), tensors, spread)
@@ -214,7 +214,7 @@ def test_incoming_gradient_without_strides_of_its_own(name):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_routing_weights_of_any_layout(name):
+def test_routing_weights_with_any_layout(name):
     tensors = inputs()
     expected, expected_grads = gradients(load(name), tensors)
     tensors[4] = tensors[4].detach().t().contiguous().t().requires_grad_()
@@ -225,7 +225,7 @@ def test_routing_weights_of_any_layout(name):
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_negative_index_is_no_experts(name, variant):
+def test_negative_index_selects_no_expert(name, variant):
     tensors = inputs(variant=variant)
     next(t for t in tensors if t.dtype == torch.int64)[::3, 0] = -1
     reference = KERNEL_REGISTRY.op("moe_experts").variant(variant).reference
@@ -236,7 +236,7 @@ def test_a_negative_index_is_no_experts(name, variant):
 
 @pytest.mark.parametrize("place", [0, 1, 2, 4])
 @pytest.mark.parametrize("name", KERNELS)
-def test_forward_mode_is_refused_where_its_tangents_would_be_lost(name, place):
+def test_unsupported_forward_mode_ad_raises(name, place):
     tensors = [t.detach() for t in inputs()]
 
     def call(x):
@@ -251,7 +251,7 @@ def test_forward_mode_is_refused_where_its_tangents_would_be_lost(name, place):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_gradient_that_nobody_made_is_none(name):
+def test_undefined_incoming_gradient_gives_none(name):
     class Dropped(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -268,7 +268,7 @@ def test_a_gradient_that_nobody_made_is_none(name):
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-def test_extreme_gates_stay_finite(name):
+def test_extreme_gates_are_finite(name):
     tensors = inputs()
     with torch.no_grad():
         tensors[1].mul_(1e4)
@@ -281,7 +281,7 @@ def test_extreme_gates_stay_finite(name):
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compiles_without_a_graph_break(name, variant):
+def test_compiles_with_fullgraph(name, variant):
     tensors = inputs(variant=variant)
     compiled = torch.compile(load(name, variant), fullgraph=True, backend="aot_eager")
     out, grads = gradients(compiled, tensors)
@@ -302,7 +302,7 @@ def test_opcheck(name, biased):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_autocast_computes_in_its_dtype(name):
+def test_autocast_computes_in_the_autocast_dtype(name):
     tensors = inputs()
     with torch.autocast(DEVICE, torch.bfloat16):
         out, grads = gradients(load(name), tensors)
@@ -338,14 +338,14 @@ def changed(**other):
         (changed(gate_up_proj=lambda t: t[:0], down_proj=lambda t: t[:0]), "0 experts and 2 choices a token"),
     ],
 )
-def test_a_call_that_is_not_the_contracts_is_refused(name, arguments, found):
+def test_invalid_arguments_raise(name, arguments, found):
     with pytest.raises(KernelError, match="hint:") as caught:
         load(name)(**arguments)
     assert f"moe_implementation='{name}'" in str(caught.value)
     assert found in str(caught.value)
 
 
-def test_triton_refuses_strided_weights_and_float64():
+def test_triton_strided_weights_and_float64_raise():
     strided = changed(down_proj=lambda t: t.transpose(1, 2).contiguous().transpose(1, 2))
     with pytest.raises(KernelError, match=r"down_proj with strides \(512, 1, 32\)"):
         load("fused_triton")(**strided)
@@ -359,7 +359,7 @@ def test_triton_refuses_strided_weights_and_float64():
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_triton_with_tensor_descriptors(gather, variant):
-    """The kernels' Hopper form; on a CPU through the interpreter."""
+    """The kernels for Hopper; on a CPU through the interpreter."""
     from opslot.ops.moe_experts import triton as fused
     from opslot.ops.moe_experts._autograd import Experts, Wanted
     from opslot.ops.moe_experts.routing import Routing
@@ -438,7 +438,7 @@ class Config:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("tokens", "width"), [(7, 5), (1, 64), (4, 2049), (3, 0), (0, 8)])
-def test_rows_that_came_back_are_summed_as_plain_torch_does(dtype, tokens, width):
+def test_combine_sums_like_torch(dtype, tokens, width):
     from opslot.distributed.expert_parallel import sum_rows as plain
     from opslot.distributed.triton_kernels import sum_rows
 
@@ -454,11 +454,11 @@ def test_rows_that_came_back_are_summed_as_plain_torch_does(dtype, tokens, width
     expected = torch.zeros(tokens, width, dtype=torch.float64).index_add_(0, token, rows[order].double())
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float64: 1e-14}[dtype]
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
-    if width and dtype != torch.bfloat16:  # torch sums bfloat16 bags on CPUs in another width
+    if width and dtype != torch.bfloat16:  # on CPU torch accumulates bfloat16 bags in another dtype
         torch.testing.assert_close(found, plain(rows, order, first), rtol=tolerance, atol=tolerance)
 
 
-def test_eager_means_upstreams_loop_for_this_model_alone():
+def test_eager_uses_transformers_loop_for_this_model_only():
     config = Config()
     eager, fused = Model(config), Model(config)
     bind(eager, {"moe_implementation": "eager"})
@@ -469,7 +469,7 @@ def test_eager_means_upstreams_loop_for_this_model_alone():
     assert eager.experts.config._experts_implementation == "grouped_mm"
 
 
-def test_auto_never_falls_to_the_loop():
+def test_auto_never_selects_the_loop():
     model = Model(Config())
     bind(model, "auto")
     assert {row.op: row.chosen for row in explain(model).rows}["moe_experts"] == "grouped_mm"
@@ -490,7 +490,7 @@ def test_auto_never_falls_to_the_loop():
         ({"gate_up_proj": nn.Parameter(torch.zeros(2, 9, 4)[:, 0])}, "3-D"),
     ],
 )
-def test_sites_that_compute_something_else(change, reason):
+def test_modules_with_other_computation_are_unsupported(change, reason):
     module = Experts(Config())
     assert op.check_standard(module) is None
     for name, value in change.items():
@@ -529,7 +529,7 @@ class BiasedExperts(nn.Module):
         (BiasedExperts, {"gate_up_proj_bias": None}, "gate_up_proj_bias None"),
     ],
 )
-def test_sites_of_the_other_variants(module, change, reason):
+def test_modules_of_the_other_variants(module, change, reason):
     module = module()
     bind(module, {"moe_implementation": "grouped_mm"}, device="cpu")
     unbind(module)
@@ -539,7 +539,7 @@ def test_sites_of_the_other_variants(module, change, reason):
         bind(module, {"moe_implementation": "grouped_mm"}, device="cpu")
 
 
-def test_gating_of_its_own_is_refused():
+def test_custom_gating_is_unsupported():
     class Clamped(Experts):
         def _apply_gate(self, gate_up):
             return gate_up
@@ -564,13 +564,13 @@ def test_gating_of_its_own_is_refused():
         (DeviceFacts("gpu", (7, 5)), torch.float16, "standard", "grouped_mm"),
     ],
 )
-def test_auto_takes_what_was_measured_fastest(device, dtype, variant, chosen):
+def test_auto_selects_the_fastest_measured_kernel(device, dtype, variant, chosen):
     pytest.importorskip("triton")
     request = KernelRequest("moe_experts", variant, device, dtype)
     assert KERNEL_REGISTRY.resolve(request).chosen == chosen
 
 
-def test_quack_without_its_compiler_is_not_chosen(monkeypatch):
+def test_quack_without_its_compiler_is_not_selected(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr("opslot.slots.spec.has_package", lambda name: name in ("quack", "triton"))
     request = KernelRequest("moe_experts", "standard", DeviceFacts("gpu", (9, 0)), torch.bfloat16)
@@ -579,7 +579,7 @@ def test_quack_without_its_compiler_is_not_chosen(monkeypatch):
         KERNEL_REGISTRY.resolve(request, "fused_quack")
 
 
-def test_npu_elsewhere_tells_every_alternative():
+def test_npu_without_npu_raises_with_alternatives():
     request = KernelRequest("moe_experts", "standard", CPU, torch.float32)
     with pytest.raises(ConfigError) as caught:
         KERNEL_REGISTRY.resolve(request, "fused_npu")

@@ -1,4 +1,4 @@
-"""moe_experts/split: gate and up in tensors of their own."""
+"""moe_experts/split: gate_proj and up_proj in separate tensors."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def inputs(tokens=45, experts=3, top_k=2, hidden=40, intermediate=24, dtype=torc
     return {name: tensors[name] for name in NAMES}
 
 
-def merged(tensors):
+def merged_weights(tensors):
     gate_up = torch.cat([tensors["gate_proj"], tensors["up_proj"]], 1).detach().requires_grad_()
     rest = {n: t for n, t in tensors.items() if n not in ("gate_proj", "up_proj")}
     return {"hidden_states": rest.pop("hidden_states"), "gate_up_proj": gate_up, **rest}
@@ -53,15 +53,15 @@ def gradients(kernel, tensors):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", KERNELS)
-def test_the_same_as_merged_weights(name, dtype):
-    """On a GPU, the Triton kernels add up the same terms in the same order.
+def test_equals_merged_weights(name, dtype):
+    """On a GPU, the Triton kernels add the same terms in the same order.
 
     Libraries need not for a GEMM of another width, nor does the interpreter, whose dots are NumPy's BLAS: sums of at
     most 45 terms, off by some eps of the largest. grouped_mm adds to an input gradient that is already rounded.
     """
     tensors = inputs(dtype=dtype)
     found = gradients(load(name), tensors)
-    expected = gradients(load(name, "standard"), merged(tensors))
+    expected = gradients(load(name, "standard"), merged_weights(tensors))
     expected["gate_proj"], expected["up_proj"] = expected.pop("gate_up_proj").chunk(2, 1)
     assert found.keys() == expected.keys()
     for key, wanted in expected.items():
@@ -85,7 +85,7 @@ def test_the_same_as_merged_weights(name, dtype):
         ("top_k_weights",),
     ],
 )
-def test_gradients_of_some_alone(name, wanted):
+def test_gradients_of_a_subset(name, wanted):
     tensors = inputs()
     every = gradients(load(name), tensors)
     some = gradients(load(name), {n: t if n in wanted else t.detach() for n, t in tensors.items()})
@@ -95,7 +95,7 @@ def test_gradients_of_some_alone(name, wanted):
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("tokens", [45, 0])
-def test_each_weight_gets_a_gradient_of_its_own(name, tokens):
+def test_gradients_do_not_share_memory(name, tokens):
     grads = gradients(load(name), inputs(tokens=tokens))
     for weight in ("gate_proj", "up_proj"):
         assert grads[weight].is_contiguous()
@@ -103,7 +103,7 @@ def test_each_weight_gets_a_gradient_of_its_own(name, tokens):
 
 
 class _Readers(TorchDispatchMode):
-    """Names of the operators that take a tensor in one of these storages."""
+    """Records the operators that read one of these storages."""
 
     def __init__(self, tensors):
         super().__init__()
@@ -118,8 +118,8 @@ class _Readers(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_weights_are_read_by_products_alone(name):
-    """No copy of a weight, merged with another or not; on a GPU the products are the kernels' own."""
+def test_weights_are_read_by_matmuls_only(name):
+    """No weight is copied or merged with another; on a GPU only the kernels' own matmuls read it."""
     from opslot.ops.moe_experts import grouped_mm, triton
 
     module = {"grouped_mm": grouped_mm, "fused_triton": triton}[name]
@@ -130,7 +130,7 @@ def test_weights_are_read_by_products_alone(name):
         module._backward(torch.ones_like(out), x, experts, weights, saved, Wanted(True, True, False))
     views = {"t", "transpose", "select", "slice", "detach", "view", "expand"}
     products = {"mm", "addmm", "addmm_", "_grouped_mm"}
-    # Triton's interpreter copies whatever a kernel is given.
+    # Triton's interpreter copies all arguments of a kernel.
     interpreter = {"new_empty", "copy_"} if name == "fused_triton" and DEVICE == "cpu" else set()
     assert readers.names <= views | products | interpreter | {"empty_like", "zeros_like"}
 
@@ -165,7 +165,7 @@ def test_opcheck(name):
         ({"up_proj": lambda t: t.to("meta")}, "tensors on"),
     ],
 )
-def test_errors_name_the_callers_arguments(name, change, found):
+def test_errors_name_the_arguments_of_the_caller(name, change, found):
     tensors = {n: change[n](t) if n in change else t for n, t in inputs().items()}
     with pytest.raises(KernelError, match="hint:") as caught:
         load(name)(**tensors)
@@ -174,7 +174,7 @@ def test_errors_name_the_callers_arguments(name, change, found):
 
 
 @pytest.mark.parametrize("weight", ["gate_proj", "up_proj"])
-def test_triton_names_strided_weights_and_grouped_mm_takes_them(weight):
+def test_triton_rejects_strided_weights_and_grouped_mm_accepts_them(weight):
     tensors = inputs()
     expected = load("grouped_mm")(**tensors)
     tensors[weight] = tensors[weight].transpose(1, 2).contiguous().transpose(1, 2)
@@ -184,7 +184,7 @@ def test_triton_names_strided_weights_and_grouped_mm_takes_them(weight):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_autocast_takes_up_along(name):
+def test_autocast_downcasts_up_proj(name):
     tensors = inputs()
     with torch.autocast(DEVICE, torch.bfloat16):
         found = gradients(load(name), tensors)
@@ -214,7 +214,7 @@ class SplitExperts(nn.Module):
         return (chosen * top_k_weights.unsqueeze(-1)).sum(1)
 
 
-def test_a_module_of_ones_own_is_bound_explained_and_compiled():
+def test_custom_module_is_bound_explained_and_compiled():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Identity(), SplitExperts())
     layer = model[1]
@@ -244,7 +244,7 @@ def test_a_module_of_ones_own_is_bound_explained_and_compiled():
         ({"has_post_expert_norm": True}, "normalized"),
     ],
 )
-def test_sites_that_compute_something_else(change, reason):
+def test_modules_with_other_computation_are_unsupported(change, reason):
     module = SplitExperts()
     assert op.check_split(module) is None
     for name, value in change.items():
@@ -253,7 +253,7 @@ def test_sites_that_compute_something_else(change, reason):
         bind(module, {"moe_implementation": "grouped_mm"}, device="cpu")
 
 
-def test_a_gating_of_its_own_is_refused():
+def test_custom_gating_is_unsupported():
     class Gated(SplitExperts):
         def _apply_gate(self, gate_up):
             return gate_up

@@ -1,4 +1,4 @@
-"""rms_norm: what the parity harness does not ask."""
+"""rms_norm: cases that the parity harness does not cover."""
 
 import importlib
 import sys
@@ -41,7 +41,7 @@ def load(variant, name):
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_references_are_upstream_bit_for_bit(module, cls, variant, dtype):
+def test_references_equal_transformers_bit_for_bit(module, cls, variant, dtype):
     upstream = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
     norm = getattr(upstream, cls)(32, eps=EPS).to(dtype)
     x, gate, weight = (torch.randn(s, dtype=dtype) for s in ((3, 5, 32), (3, 5, 32), (32,)))
@@ -52,7 +52,7 @@ def test_references_are_upstream_bit_for_bit(module, cls, variant, dtype):
 
 
 @pytest.mark.parametrize(("variant", "name"), KERNELS)
-def test_a_single_vector_is_a_row(variant, name):
+def test_one_dimensional_input(variant, name):
     kernel = load(variant, name)
     x, weight, dout = tensors((24,), (24,), (24,))
     expected = torch.autograd.grad(getattr(op, variant)(x, weight, EPS), (x, weight), dout)
@@ -62,7 +62,7 @@ def test_a_single_vector_is_a_row(variant, name):
 
 @pytest.mark.parametrize(("variant", "name"), KERNELS)
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
-def test_rows_that_fill_no_tile_need_no_eps(variant, name):
+def test_partial_tiles_work_with_zero_eps(variant, name):
     kernel = load(variant, name)
     x, weight, dout = tensors((3, 24), (24,), (3, 24))
     expected = torch.autograd.grad(getattr(op, variant)(x, weight, 0.0), (x, weight), dout)
@@ -71,17 +71,17 @@ def test_rows_that_fill_no_tile_need_no_eps(variant, name):
 
 
 @pytest.mark.parametrize(("variant", "name"), KERNELS)
-def test_rows_of_equal_values_add_up(variant, name):
-    # Each sum of squares rounds the same way, so that a running sum's error grows with the width.
+def test_equal_values_sum_accurately(variant, name):
+    # Each addition rounds in the same direction, so the error of a running sum grows with the hidden size.
     x, weight = torch.rand(5, 1, device=DEVICE).expand(5, 2048), torch.ones(2048, device=DEVICE)
     reference = op.OP.variant(variant).reference
-    truth = reference(x.double(), weight.double(), EPS)
-    apart, eager = ((kernel(x, weight, EPS) - truth).abs().max() for kernel in (load(variant, name), reference))
-    assert apart <= 2 * eager + torch.finfo(torch.float32).eps * truth.abs().max()
+    fp64 = reference(x.double(), weight.double(), EPS)
+    error, eager = ((kernel(x, weight, EPS) - fp64).abs().max() for kernel in (load(variant, name), reference))
+    assert error <= 2 * eager + torch.finfo(torch.float32).eps * fp64.abs().max()
 
 
 @pytest.mark.parametrize(("variant", "name"), KERNELS)
-def test_backward_within_autocast_keeps_its_precision(variant, name):
+def test_autocast_does_not_downcast_the_backward(variant, name):
     kernel = load(variant, name)
     x, weight, dout = tensors((6, 64), (64,), (6, 64))
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
@@ -91,7 +91,7 @@ def test_backward_within_autocast_keeps_its_precision(variant, name):
 
 
 @pytest.mark.parametrize(("variant", "name"), KERNELS)
-def test_only_the_wanted_gradients_are_made(variant, name):
+def test_only_required_gradients_are_computed(variant, name):
     kernel = load(variant, name)
     x, weight = tensors((6, 16), (16,))
     dx, dweight = torch.autograd.grad(kernel(x, weight, EPS).square().sum(), (x, weight))
@@ -101,7 +101,7 @@ def test_only_the_wanted_gradients_are_made(variant, name):
     assert torch.equal(only_weight, dweight)
 
 
-def test_triton_backward_writes_nothing_that_nobody_needs():
+def test_triton_backward_allocates_only_required_gradients():
     load("standard", "triton")
     x, weight = (t.detach() for t in tensors((6, 16), (16,)))
     dx, dweight, dgate = torch.ops.opslot.rms_norm_backward(x, x, weight, None, EPS, False, False, False, True, False)
@@ -110,7 +110,7 @@ def test_triton_backward_writes_nothing_that_nobody_needs():
 
 @pytest.mark.parametrize(("variant", "name"), KERNELS)
 @pytest.mark.parametrize("layout", ["expanded", "transposed", "every second column"])
-def test_gradients_of_any_layout(variant, name, layout):
+def test_gradients_with_any_layout(variant, name, layout):
     x, weight = tensors((4, 6, 16), (16,))
     dense = {
         "expanded": torch.ones((), device=DEVICE).expand(4, 6, 16),
@@ -125,7 +125,7 @@ def test_gradients_of_any_layout(variant, name, layout):
 
 
 @pytest.mark.parametrize("variant", ["standard", "offset", "cast_last", "gated"])
-def test_triton_gives_the_same_bits_twice(variant):
+def test_triton_is_deterministic(variant):
     kernel = load(variant, "triton")
     x, weight, gate = tensors((67, 48), (48,), (67, 48), dtype=torch.bfloat16)
     inputs = (x, weight, gate) if variant == "gated" else (x, weight)
@@ -143,7 +143,7 @@ INVARIANT += [("batch_invariant", "triton")]
 
 
 def outputs_of(kernel, x, weight, dout):
-    """Output and gradient of rows `x`, all of one memory."""
+    """Output and gradient of rows `x`, all in one storage."""
     x = x.detach().requires_grad_()
     out = kernel(x, weight, EPS)
     return out.detach(), *torch.autograd.grad(out, (x, weight), dout)
@@ -151,7 +151,7 @@ def outputs_of(kernel, x, weight, dout):
 
 @pytest.mark.parametrize(("variant", "name"), [*INVARIANT, ("batch_invariant", "eager")])
 @pytest.mark.parametrize("width", [64, 123])
-def test_a_rows_bits_depend_on_neither_its_batch_nor_its_place(variant, name, width):
+def test_batch_invariant_rows_do_not_depend_on_the_batch(variant, name, width):
     kernel = op.batch_invariant if name == "eager" else load(variant, name)
     x, dout, weight = tensors((130, width), (130, width), (width,), dtype=torch.bfloat16)
     x, dout = x.detach(), dout.detach()
@@ -172,19 +172,19 @@ def test_a_rows_bits_depend_on_neither_its_batch_nor_its_place(variant, name, wi
         assert torch.equal(got_dx, dx[rows]), memory
 
 
-def test_batch_invariant_is_the_standard_norm_and_its_sums_are_trees():
+def test_batch_invariant_equals_standard_with_tree_sums():
     x, weight = tensors((7, 123), (123,), dtype=torch.float64)
     found, expected = (outputs_of(f, x, weight, torch.ones_like(x)) for f in (op.batch_invariant, op.standard))
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    # 1 + 2**-24 rounds to 1 in fp32: a running sum keeps losing the small terms, a tree of halves adds them first.
+    # 1 + 2**-24 rounds to 1 in fp32: a running sum loses the small terms, a tree of halves adds them first.
     tiny = torch.full((1, 1024), 2.0**-24)
     tiny[0, 0] = 1.0
     assert op._tree_sum(tiny).item() > 1.0
 
 
 @pytest.mark.parametrize(("variant", "name"), [*INVARIANT])
-def test_batch_invariant_weight_gradient_repeats(variant, name):
+def test_batch_invariant_weight_gradient_is_deterministic(variant, name):
     kernel = load(variant, name)
     x, dout, weight = tensors((130, 48), (130, 48), (48,), dtype=torch.bfloat16)
     first, second = (outputs_of(kernel, x, weight, dout.detach())[2] for _ in range(2))
@@ -193,10 +193,10 @@ def test_batch_invariant_weight_gradient_repeats(variant, name):
 
 @pytest.mark.parametrize("name", ["triton", "torch_fused"])
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
-def test_cast_last_rounds_once(name):
-    """Rows of 3, 1, 1 and 5 have the norm 3, so thirds times weights: rounded before or after is seen in fp16."""
+def test_cast_after_the_weight_rounds_once(name):
+    """Rows of 3, 1, 1 and 5 have the norm 3; whether rounding is before or after the weight shows in fp16."""
     x = torch.tensor([3.0, 1.0, 1.0, 5.0], dtype=torch.float16, device=DEVICE).repeat(2, 32)
-    # 1024ths that are no multiples of 3, whose thirds lie apart from all ties.
+    # Multiples of 1/1024 that are not multiples of 3: a third of them is never halfway between two fp16 values.
     weight = ((1025 + 3 * torch.arange(128, device=DEVICE)) / 1024).to(torch.float16)
     found = load("cast_last", name)(x, weight, 0.0)
     assert torch.equal(found, (x.float() / 3 * weight.float()).to(torch.float16))
@@ -204,7 +204,7 @@ def test_cast_last_rounds_once(name):
 
 
 @pytest.mark.parametrize("name", ["triton", "torch_fused"])
-def test_cast_last_returns_the_inputs_dtype_beside_fp32_weights(name):
+def test_cast_after_fp32_weights_returns_the_input_dtype(name):
     """DeepSeek-V4 keeps its norms' weights in fp32."""
     x, weight = tensors((6, 48), dtype=torch.bfloat16)[0], tensors((48,), seed=1)[0]
     for function in (load("cast_last", name), op.cast_last):
@@ -213,15 +213,15 @@ def test_cast_last_returns_the_inputs_dtype_beside_fp32_weights(name):
         assert [t.dtype for t in (out, *grads)] == [torch.bfloat16, torch.bfloat16, torch.float32]
 
 
-def test_residual_cast_last_is_the_sum_and_its_norm():
+def test_fused_add_cast_last_equals_sum_and_norm():
     x, residual, weight = tensors((5, 40), (5, 40), (40,), dtype=torch.float16)
     normalized, total = load("residual_cast_last", "triton")(x, residual, weight, EPS)
     assert torch.equal(total, residual + x)
     assert torch.equal(normalized, load("cast_last", "triton")(residual + x, weight, EPS))
 
 
-def test_residual_rounds_the_sum_before_the_norm():
-    """Upstream's sum is a tensor of the model's dtype: 256 + 1 is 256 in bf16, and the norm sees 256."""
+def test_fused_add_rounds_the_sum_before_the_norm():
+    """Transformers' sum has the model's dtype: 256 + 1 is 256 in bf16, and the norm gets 256."""
     x, residual = (torch.full((1, 32), v, dtype=torch.bfloat16, device=DEVICE) for v in (1.0, 256.0))
     residual[0, 0] = 0.0
     weight = torch.ones(32, dtype=torch.bfloat16, device=DEVICE)
@@ -232,8 +232,8 @@ def test_residual_rounds_the_sum_before_the_norm():
 
 
 @pytest.mark.parametrize("variant", RESIDUAL)
-def test_residual_gradients_of_each_use_alone(variant):
-    """Only the norm, only the sum, or both used; frozen terms get nothing; the two terms' gradients are equal."""
+def test_fused_add_gradients_of_each_output(variant):
+    """Only the norm, only the sum, or both are used; frozen terms get none; both terms have the same gradient."""
     kernel = load(variant, "triton")
     x, residual, weight, dnorm, dsum = tensors((6, 48), (6, 48), (48,), (6, 48), (6, 48), dtype=torch.bfloat16)
     dnorm, dsum = dnorm.detach(), dsum.detach()
@@ -261,8 +261,8 @@ def test_residual_gradients_of_each_use_alone(variant):
 
 
 @pytest.mark.parametrize("variant", RESIDUAL)
-def test_residual_of_mixed_dtypes_has_each_terms_gradient_in_its_own(variant):
-    """Autocast gives bf16 projections and an fp32 stream."""
+def test_fused_add_gradients_keep_the_dtype_of_each_term(variant):
+    """Autocast gives bf16 projections and an fp32 residual stream."""
     kernel = load(variant, "triton")
     x, (residual, weight) = tensors((6, 48), dtype=torch.bfloat16)[0], tensors((6, 48), (48,), seed=1)
     for function in (kernel, getattr(op, variant)):
@@ -276,7 +276,7 @@ def test_residual_of_mixed_dtypes_has_each_terms_gradient_in_its_own(variant):
     torch.testing.assert_close(found[0], grads[0], rtol=2**-7, atol=2**-7)
 
 
-def test_an_all_zero_row_stays_finite():
+def test_zero_row_is_finite():
     for variant, name in KERNELS:
         x, weight = torch.zeros(2, 8, device=DEVICE, requires_grad=True), torch.ones(8, device=DEVICE)
         out = load(variant, name)(x, weight, EPS)
@@ -288,7 +288,7 @@ def test_an_all_zero_row_stays_finite():
 @pytest.mark.parametrize(
     ("variant", "name"), [*KERNELS, *((variant, "triton") for variant in ("unweighted", "gated", *RESIDUAL))]
 )
-def test_compiles_as_one_graph(variant, name):
+def test_compiles_with_fullgraph(variant, name):
     kernel = load(variant, name)
     x, weight, gate = tensors((4, 16), (16,), (4, 16))
     several = {"unweighted": (x,), "gated": (x, weight, gate)} | dict.fromkeys(RESIDUAL, (x, gate, weight))
@@ -301,7 +301,7 @@ def test_compiles_as_one_graph(variant, name):
             return torch.cat(kernel(*args, EPS))
         return kernel(*args[:2], EPS, *args[2:])
 
-    # The cases share `call`, and torch stops compiling a function after so many forms of it.
+    # The cases share `call`, and torch.compile has a recompile limit per function.
     torch.compiler.reset()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     expected = torch.autograd.grad(call(*inputs).square().sum(), inputs)
@@ -323,7 +323,7 @@ def test_opcheck():
     torch.library.opcheck(backward, (x, None, x, weight, EPS, True, False))
 
 
-def test_second_derivatives_are_an_error_not_a_zero():
+def test_second_derivative_raises():
     for variant, name in KERNELS:
         x, weight = tensors((2, 8), (8,))
         with pytest.raises(KernelError, match="no second derivative"):
@@ -331,22 +331,22 @@ def test_second_derivatives_are_an_error_not_a_zero():
 
 
 @pytest.mark.parametrize(
-    ("x", "weight", "said"),
+    ("x", "weight", "expected_message"),
     [
         (torch.zeros(2, 8, dtype=torch.float64), torch.zeros(8), "hidden_states: its dtype is torch.float64"),
         (torch.zeros(2, 8), torch.zeros(4), r"weight: its shape is \(4,\), not \(8,\)"),
         (torch.zeros(1, 65537), torch.zeros(65537), "65537 wide, the limit is 65536"),
     ],
 )
-def test_triton_refuses_what_it_does_not_serve(x, weight, said):
-    with pytest.raises(KernelError, match=said) as caught:
+def test_triton_unsupported_inputs_raise(x, weight, expected_message):
+    with pytest.raises(KernelError, match=expected_message) as caught:
         load("standard", "triton")(x, weight, EPS)
     assert "rms_norm_implementation='triton'" in str(caught.value)
     assert "hint: use eager" in str(caught.value)
 
 
 @pytest.mark.parametrize("shape", [(1,), (4,), (2, 8)])
-def test_torch_fused_refuses_weights_that_would_broadcast(shape):
+def test_torch_fused_broadcast_weights_raise(shape):
     for variant in ("standard", "offset", "cast_last"):
         with pytest.raises(KernelError, match=r"weight: its shape is .*, not \(8,\)"):
             load(variant, "torch_fused")(torch.zeros(2, 8), torch.zeros(shape), EPS)
@@ -354,7 +354,7 @@ def test_torch_fused_refuses_weights_that_would_broadcast(shape):
 
 @pytest.fixture
 def quack(monkeypatch):
-    """`ops.rms_norm.quack` over a stand-in for the vendor that computes what its documentation says, in fp32."""
+    """`ops.rms_norm.quack` with a fake library that computes what its documentation says, in fp32."""
     calls = []
 
     def rmsnorm(x, weight=None, out_dtype=None, eps=1e-6, weight_offset=0.0):
@@ -371,7 +371,7 @@ def quack(monkeypatch):
     return loaded
 
 
-def test_quack_is_asked_for_the_contracts_dtype_and_offset(quack):
+def test_quack_gets_the_dtype_and_offset_of_the_contract(quack):
     x, weight = torch.randn(3, 16, dtype=torch.bfloat16), torch.randn(16)
     assert quack.standard(x, weight, EPS).dtype == op.standard(x, weight, EPS).dtype == torch.float32
     assert quack.offset(x, weight, EPS).dtype == torch.bfloat16
@@ -386,21 +386,21 @@ def test_quack_is_asked_for_the_contracts_dtype_and_offset(quack):
 
 
 @pytest.mark.parametrize(
-    ("x", "weight", "said"),
+    ("x", "weight", "expected_message"),
     [
         (torch.zeros(2, 8, dtype=torch.float64), torch.zeros(8), "hidden_states: its dtype is torch.float64"),
         (torch.zeros(2, 8), torch.zeros(16), r"weight: its shape is \(16,\), not \(8,\)"),
         (torch.zeros(2, 12), torch.zeros(12), "12 wide, not a multiple of 8"),
     ],
 )
-def test_quack_refuses_what_it_does_not_serve(quack, x, weight, said):
-    with pytest.raises(KernelError, match=said) as caught:
+def test_quack_unsupported_inputs_raise(quack, x, weight, expected_message):
+    with pytest.raises(KernelError, match=expected_message) as caught:
         quack.standard(x, weight, EPS)
     assert "rms_norm_implementation='quack'" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("variant", "version", "width", "said"),
+    ("variant", "version", "width", "expected_message"),
     [
         ("offset", "0.5.0", 64, "requires quack-kernels>=0.6.3, found 0.5.0"),
         ("offset", "0.6.5", 64, None),
@@ -409,18 +409,18 @@ def test_quack_refuses_what_it_does_not_serve(quack, x, weight, said):
         ("standard", "0.6.5", 60, "requires a width that is a multiple of 8, found 60"),
     ],
 )
-def test_quack_is_offered_where_its_release_and_the_width_fit(monkeypatch, variant, version, width, said):
+def test_quack_requires_a_release_and_a_hidden_size(monkeypatch, variant, version, width, expected_message):
     monkeypatch.setattr("opslot.slots.spec.has_package", lambda name: True)
     monkeypatch.setattr("opslot.slots.spec.package_version", lambda name: version)
     module = types.SimpleNamespace(weight=torch.zeros(width))
     hopper, ampere = (DeviceFacts("gpu", capability) for capability in ((9, 0), (8, 0)))
     spec = KERNEL_REGISTRY.get("rms_norm", variant, "quack")
-    assert spec.unsupported(KernelRequest("rms_norm", variant, hopper, torch.bfloat16, module)) == said
+    assert spec.unsupported(KernelRequest("rms_norm", variant, hopper, torch.bfloat16, module)) == expected_message
     assert "9.0 or higher" in spec.unsupported(KernelRequest("rms_norm", variant, ampere, torch.bfloat16, module))
 
 
 @pytest.mark.parametrize("name", ["npu", "liger_kernel"])
-def test_naming_a_kernel_of_other_hardware_tells_everything(name):
+def test_kernel_for_other_hardware_raises_with_alternatives(name):
     with pytest.raises(ConfigError) as caught:
         KERNEL_REGISTRY.resolve(KernelRequest("rms_norm", "standard", CPU, torch.float32), name)
     message = str(caught.value)
@@ -429,7 +429,7 @@ def test_naming_a_kernel_of_other_hardware_tells_everything(name):
     assert "torch_fused" in message.partition("usable here:")[2]
 
 
-def test_npu_calls_the_vendor_with_its_own_names(monkeypatch):
+def test_npu_passes_the_argument_names_of_torch_npu(monkeypatch):
     def npu_rms_norm(x, gamma, epsilon):
         return op.standard(x, gamma, epsilon), None
 
@@ -450,11 +450,11 @@ def test_npu_calls_the_vendor_with_its_own_names(monkeypatch):
         (DeviceFacts("gpu", (7, 5)), torch.float16, "eager"),
     ],
 )
-def test_auto_takes_the_measured_best(device, dtype, expected):
+def test_auto_selects_the_fastest_measured_kernel(device, dtype, expected):
     assert KERNEL_REGISTRY.resolve(KernelRequest("rms_norm", "standard", device, dtype)).chosen == expected
 
 
-def test_gated_refuses_another_activation_at_the_site():
+def test_gated_with_another_activation_is_unsupported():
     check_module = op.OP.variant("gated").check_module
     assert check_module(types.SimpleNamespace(activation="silu")) is None
     assert check_module(types.SimpleNamespace()) is None
@@ -463,7 +463,7 @@ def test_gated_refuses_another_activation_at_the_site():
 
 @pytest.fixture
 def fla(monkeypatch):
-    """The adapter over a stand-in for flash-linear-attention, which is not installed here."""
+    """The adapter with a fake flash-linear-attention, which is not installed here."""
 
     def rms_norm_gated(x, g, weight, bias, activation="swish", residual=None, eps=1e-5):
         assert (bias, activation, residual) == (None, "swish", None)
@@ -482,7 +482,7 @@ def fla(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [0, 3])
-def test_fla_gates_with_the_contracts_arguments(fla, rows):
+def test_fla_gets_the_arguments_of_the_contract(fla, rows):
     x, weight, gate = tensors((rows, 16), (16,), (rows, 16))
     expected, found = op.gated(x, weight, EPS, gate), fla.gated(x, weight, EPS, gate)
     torch.testing.assert_close(found, expected)
@@ -492,8 +492,9 @@ def test_fla_gates_with_the_contracts_arguments(fla, rows):
 
 
 @pytest.mark.parametrize(
-    ("width", "gate", "said"), [(16385, (2, 16385), "16385 wide, the limit is 16384"), (8, (2, 4), "gate: its shape")]
+    ("width", "gate", "expected_message"),
+    [(16385, (2, 16385), "16385 wide, the limit is 16384"), (8, (2, 4), "gate: its shape")],
 )
-def test_fla_says_what_it_does_not_gate(fla, width, gate, said):
-    with pytest.raises(KernelError, match=said):
+def test_fla_unsupported_gates_raise(fla, width, gate, expected_message):
+    with pytest.raises(KernelError, match=expected_message):
         fla.gated(torch.zeros(2, width), torch.zeros(width), EPS, torch.zeros(gate))

@@ -1,4 +1,4 @@
-"""rotary_pos_emb: what the parity harness does not ask."""
+"""rotary_pos_emb: cases that the parity harness does not cover."""
 
 import sys
 import types
@@ -22,15 +22,15 @@ def load(variant, name):
     return KERNEL_REGISTRY.load("rotary_pos_emb", variant, name)
 
 
-def turns(variant):
-    """How often each angle comes."""
+def repeats(variant):
+    """How often each angle is repeated in cos and sin."""
     return 1 if variant in ONE_ANGLE_A_PAIR else 2
 
 
 def inputs(variant="full", dtype=torch.float32, batch=2, tokens=5, heads=4, kv_heads=2, width=16, device=DEVICE):
     generator = torch.Generator().manual_seed(0)
     rotary = width // 2 if variant == "partial" else width
-    angles = torch.randn(1, tokens, rotary // 2, generator=generator).repeat(1, 1, turns(variant))
+    angles = torch.randn(1, tokens, rotary // 2, generator=generator).repeat(1, 1, repeats(variant))
     q, k = (
         torch.randn(batch, tokens, h, width, generator=generator).transpose(1, 2).to(device, dtype).requires_grad_()
         for h in (heads, kv_heads)
@@ -55,7 +55,7 @@ def inputs(variant="full", dtype=torch.float32, batch=2, tokens=5, heads=4, kv_h
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_references_are_upstream_bit_for_bit(module, function, variant, dtype):
+def test_references_equal_transformers_bit_for_bit(module, function, variant, dtype):
     upstream = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
     arguments = inputs(variant, dtype, device="cpu")
     expected = getattr(upstream, function)(*arguments)
@@ -64,7 +64,7 @@ def test_references_are_upstream_bit_for_bit(module, function, variant, dtype):
 
 
 @pytest.mark.parametrize("module", ["olmo", "olmo2", "flex_olmo"])
-def test_full_cast_last_is_upstream_bit_for_bit_with_its_fp32_angles(module):
+def test_full_cast_last_equals_transformers_with_fp32_cos_sin(module):
     upstream = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
     q, k, cos, sin = inputs(dtype=torch.bfloat16, device="cpu")
     arguments = (q, k, cos.float(), sin.float())
@@ -74,7 +74,7 @@ def test_full_cast_last_is_upstream_bit_for_bit_with_its_fp32_angles(module):
 
 @pytest.mark.parametrize("module", ["gemma3n", "gemma4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_single_is_upstream_bit_for_bit(module, dtype):
+def test_single_equals_transformers_bit_for_bit(module, dtype):
     upstream = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
     q, _, cos, sin = inputs(dtype=dtype, device="cpu")
     for arguments in ((q, cos, sin), (q.transpose(1, 2), cos, sin, 2)):
@@ -96,11 +96,11 @@ def test_single_is_upstream_bit_for_bit(module, dtype):
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_paired_is_upstream_bit_for_bit_given_one_of_the_two_angles(module, variant, repeated, dtype):
-    """Upstream has each pair's angle twice, either in halves or next to each other."""
+def test_paired_equals_transformers_with_unrepeated_cos_sin(module, variant, repeated, dtype):
+    """Transformers has each angle twice, in NeoX (half) or GPT-J (interleaved) layout."""
     upstream = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
     q, k, *angles = inputs(variant, dtype, device="cpu")
-    # All channels turn, and where upstream can, the first half of them.
+    # All channels are rotated, or only the first half where Transformers supports it.
     for pairs in (8, 4) if module in ("glm", "moonshine", "glm4v") else (8,):
         once = [x[..., :pairs] for x in angles]
         twice = [x.repeat_interleave(2, dim=-1) if repeated else x.repeat(1, 1, 2) for x in once]
@@ -109,7 +109,7 @@ def test_paired_is_upstream_bit_for_bit_given_one_of_the_two_angles(module, vari
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_vision_reference_is_upstream_bit_for_bit(dtype):
+def test_vision_reference_equals_transformers_bit_for_bit(dtype):
     upstream = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
     q, k, cos, sin = inputs(dtype=dtype, batch=1, device="cpu")
     arguments = (q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0].float(), sin[0].float())
@@ -117,18 +117,18 @@ def test_vision_reference_is_upstream_bit_for_bit(dtype):
     assert all(torch.equal(a, b) for a, b in zip(op.vision(*arguments), expected, strict=True))
 
 
-def test_multimodal_takes_each_section_from_its_axis():
+def test_multimodal_sections_use_their_axis():
     axes = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 1, 2, 8)
     merged = op.merge_sections(axes, [1, 2, 1])
     assert merged[0, 0].tolist() == [0, 1, 1, 2, 0, 1, 1, 2]
 
 
 @pytest.mark.parametrize(("variant", "name"), KERNELS)
-def test_scores_depend_on_distance_alone(variant, name):
-    """What the embedding is for: q at m and k at n score by m - n."""
+def test_scores_depend_on_relative_position_only(variant, name):
+    """The score of q at position m and k at position n depends on m - n."""
     width, rotary = 16, 8 if variant == "partial" else 16
     frequencies = 1.0 / 100 ** (torch.arange(0, rotary, 2) / rotary)
-    angles = (torch.arange(12)[:, None] * frequencies).repeat(1, turns(variant))[None]
+    angles = (torch.arange(12)[:, None] * frequencies).repeat(1, repeats(variant))[None]
     q, k = (torch.randn(1, 1, 1, width).expand(1, 1, 12, width).to(DEVICE) for _ in range(2))
     q, k = load(variant, name)(q, k, angles.cos().to(DEVICE), angles.sin().to(DEVICE))
     scores = (q @ k.transpose(2, 3))[0, 0]
@@ -138,8 +138,8 @@ def test_scores_depend_on_distance_alone(variant, name):
 
 
 @pytest.mark.parametrize(("variant", "name"), KERNELS)
-def test_backward_undoes_the_turn(variant, name):
-    """The matrix is orthogonal, so the gradient of the result along itself is the input."""
+def test_backward_is_the_inverse_rotation(variant, name):
+    """A rotation is orthogonal, so backward of the output gives the input."""
     q, k, cos, sin = inputs(variant)
     outs = load(variant, name)(q, k, cos, sin)
     for x, grad in zip((q, k), torch.autograd.grad(outs, (q, k), [o.detach() for o in outs]), strict=True):
@@ -147,7 +147,7 @@ def test_backward_undoes_the_turn(variant, name):
 
 
 @pytest.mark.parametrize(("variant", "name"), KERNELS)
-def test_inputs_are_left_alone_and_memory_order_is_kept(variant, name):
+def test_inputs_are_unchanged_and_strides_are_kept(variant, name):
     q, k, cos, sin = inputs(variant)
     before = q.detach().clone(), k.detach().clone()
     q_out, k_out = load(variant, name)(q, k, cos, sin)
@@ -158,11 +158,11 @@ def test_inputs_are_left_alone_and_memory_order_is_kept(variant, name):
 
 
 @pytest.mark.parametrize(("variant", "name"), KERNELS)
-def test_only_the_wanted_gradients_are_made(variant, name):
+def test_only_required_gradients_are_computed(variant, name):
     kernel = load(variant, name)
     q, k, cos, sin = inputs(variant)
     dq, dk = torch.autograd.grad([o.square().sum() for o in kernel(q, k, cos, sin)], (q, k))
-    # k frozen, then q frozen, then a result that nobody uses.
+    # k frozen, then q frozen, then an unused output.
     (only_q,) = torch.autograd.grad([kernel(q, k.detach(), cos, sin)[0].square().sum()], q)
     (only_k,) = torch.autograd.grad([kernel(q.detach(), k, cos, sin)[1].square().sum()], k)
     (half_used,) = torch.autograd.grad(kernel(q, k, cos, sin)[0].square().sum(), q)
@@ -172,7 +172,7 @@ def test_only_the_wanted_gradients_are_made(variant, name):
 
 
 @pytest.mark.parametrize(("variant", "name"), KERNELS)
-def test_gradients_of_any_layout(variant, name):
+def test_gradients_with_any_layout(variant, name):
     q, k, cos, sin = inputs(variant)
     for douts in (
         [torch.ones((), device=DEVICE).expand(x.shape) for x in (q, k)],
@@ -186,7 +186,7 @@ def test_gradients_of_any_layout(variant, name):
 
 
 @pytest.mark.parametrize("variant", ["paired", "paired_cast_last"])
-def test_triton_takes_every_second_angle_as_it_lies(variant, monkeypatch):
+def test_triton_reads_strided_cos_sin_without_copying(variant, monkeypatch):
     kernel = load(variant, "triton")
     q, k, cos, sin = inputs(variant)
     expected = kernel(q, k, cos, sin)
@@ -197,7 +197,7 @@ def test_triton_takes_every_second_angle_as_it_lies(variant, monkeypatch):
 
 @pytest.mark.parametrize("variant", ["full_cast_last", "paired_cast_last"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_cast_last_keeps_the_dtype_of_q_beside_fp32_angles(variant, dtype):
+def test_cast_last_keeps_the_dtype_of_q_with_fp32_cos_sin(variant, dtype):
     for name in ["triton", "torch_fused"] if variant == "full_cast_last" else ["triton"]:
         q, k, cos, sin = inputs(variant, dtype)
         outs = load(variant, name)(q, k, cos.float(), sin.float())
@@ -206,7 +206,7 @@ def test_cast_last_keeps_the_dtype_of_q_beside_fp32_angles(variant, dtype):
 
 
 @pytest.mark.parametrize("name", ["triton", "torch_fused"])
-def test_single_is_one_of_the_two(name):
+def test_single_equals_one_output_of_full(name):
     kernel = load("single", name)
     q, k, cos, sin = inputs()
     both = load("full", name)(q, k, cos, sin)
@@ -221,7 +221,7 @@ def test_single_is_one_of_the_two(name):
 
 
 @pytest.mark.parametrize("name", ["triton", "torch_fused"])
-def test_single_names_its_tensor_in_refusals(name):
+def test_single_names_its_tensor_in_errors(name):
     x, _, cos, sin = (t.detach() for t in inputs())
     with pytest.raises(KernelError, match="cannot take cos: it has 8 channels for heads of 16"):
         load("single", name)(x, cos[..., :8], sin[..., :8])
@@ -235,20 +235,20 @@ def test_single_names_its_tensor_in_refusals(name):
 @pytest.mark.parametrize(
     ("variant", "name"), [("half_angles", "triton"), ("half_angles", "torch_fused"), ("paired", "triton")]
 )
-def test_angles_of_another_width_than_the_pairs_are_refused(variant, name):
+def test_cos_sin_with_another_size_raise(variant, name):
     q, k, cos, sin = (x.detach() for x in inputs("full"))
     with pytest.raises(KernelError, match="cannot take cos: it has 16 channels for heads of 16"):
         load(variant, name)(q, k, cos, sin)
 
 
-def test_triton_splits_many_heads_over_programs():
+def test_triton_splits_many_heads():
     q, k, cos, sin = inputs(batch=1, tokens=2, heads=300, kv_heads=5, width=32)
     found = load("full", "triton")(q, k, cos, sin)
     for got, want in zip(found, op.full(q, k, cos, sin), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_triton_halves_may_turn_by_different_angles():
+def test_triton_halves_with_different_angles():
     q, k, cos, sin = inputs()
     cos, sin = torch.randn_like(cos), torch.randn_like(sin)
     found = torch.autograd.grad([o.square().sum() for o in load("full", "triton")(q, k, cos, sin)], (q, k))
@@ -258,7 +258,7 @@ def test_triton_halves_may_turn_by_different_angles():
 
 
 @pytest.mark.parametrize(("variant", "name"), KERNELS)
-def test_compiles_as_one_graph(variant, name):
+def test_compiles_with_fullgraph(variant, name):
     kernel = load(variant, name)
     q, k, cos, sin = inputs(variant)
     compiled = torch.compile(kernel, fullgraph=True, backend="aot_eager")
@@ -295,7 +295,7 @@ def _bad(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("float64", "cannot take q: its dtype is torch.float64"),
         ("k of another dtype", "cannot take k: its dtype is torch.bfloat16 beside q's"),
@@ -306,14 +306,14 @@ def _bad(name):
         ("unsqueeze_dim", "cannot take unsqueeze_dim: it is 0"),
     ],
 )
-def test_triton_refuses_what_it_does_not_serve(name, said):
-    with pytest.raises(KernelError, match=said) as caught:
+def test_triton_unsupported_inputs_raise(name, message):
+    with pytest.raises(KernelError, match=message) as caught:
         load("full", "triton")(*_bad(name))
     assert "rotary_pos_emb_implementation='triton'" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("variant", "name", "said"),
+    ("variant", "name", "message"),
     [
         ("full", "angles with a gradient", "cannot take cos: it requires a gradient"),
         ("full", "narrow angles", "cannot take cos: it has 8 channels for heads of 16"),
@@ -322,25 +322,25 @@ def test_triton_refuses_what_it_does_not_serve(name, said):
         ("partial", "wide angles", "cannot take cos: it has 32 channels for heads of 16"),
     ],
 )
-def test_torch_fused_refuses_what_it_would_get_wrong(variant, name, said):
-    with pytest.raises(KernelError, match=said):
+def test_torch_fused_unsupported_inputs_raise(variant, name, message):
+    with pytest.raises(KernelError, match=message):
         load(variant, "torch_fused")(*_bad(name))
 
 
 @pytest.mark.parametrize("variant", sorted(op.OP.variants.keys() - {"full"}))
-def test_liger_cannot_be_bound_where_it_would_be_wrong(variant):
+def test_liger_is_unsupported_for_variants_it_miscomputes(variant):
     request = KernelRequest("rotary_pos_emb", variant, DeviceFacts("gpu", (9, 0)), torch.bfloat16)
     with pytest.raises(ConfigError, match="'liger_kernel' serves only the variant full"):
         KERNEL_REGISTRY.resolve(request, "liger_kernel")
 
 
-def test_naming_the_npu_kernel_here_tells_everything():
+def test_npu_without_npu_raises_with_alternatives():
     with pytest.raises(ConfigError, match="requires an NPU, this is CPU") as caught:
         KERNEL_REGISTRY.resolve(KernelRequest("rotary_pos_emb", "full", CPU, torch.float32), "npu")
     assert "torch_fused" in str(caught.value).partition("usable here:")[2]
 
 
-def test_npu_calls_the_vendor_with_broadcast_angles(monkeypatch):
+def test_npu_passes_broadcast_cos_sin(monkeypatch):
     def npu_rotary_mul(x, cos, sin):
         assert cos.ndim == sin.ndim == 4
         return op._rotate(x, cos, sin)

@@ -1,4 +1,4 @@
-"""swiglu_mlp: what the parity harness does not ask."""
+"""swiglu_mlp: cases that the parity harness does not cover."""
 
 import functools
 import types
@@ -26,7 +26,7 @@ def pair(shape=(4, 24), dtype=torch.float32):
     return [torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for _ in range(2)]
 
 
-def test_reference_is_upstream_bit_for_bit():
+def test_reference_equals_transformers_bit_for_bit():
     activations = pytest.importorskip("transformers.activations")
     gate, up = (torch.randn(3, 40, dtype=torch.bfloat16) for _ in range(2))
     expected = activations.ACT2FN["silu"](gate) * up
@@ -34,7 +34,7 @@ def test_reference_is_upstream_bit_for_bit():
     assert torch.equal(op.fused_gate_up(torch.cat((gate, up), dim=-1)), expected)
 
 
-def test_clamped_reference_is_gpt_oss_bit_for_bit():
+def test_clamped_reference_equals_gpt_oss_bit_for_bit():
     upstream = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     gate_up = 6 * torch.randn(3, 80, dtype=torch.bfloat16)
     experts = types.SimpleNamespace(limit=7.0, alpha=1.702)
@@ -42,7 +42,7 @@ def test_clamped_reference_is_gpt_oss_bit_for_bit():
     assert torch.equal(op.clamped(gate_up[..., ::2], gate_up[..., 1::2], 7.0, 1.702, 1.0), expected)
 
 
-def test_clamped_reference_is_deepseek_v4_bit_for_bit():
+def test_clamped_reference_equals_deepseek_v4_bit_for_bit():
     upstream = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
     mlp = types.SimpleNamespace(
         gate_proj=nn.Linear(16, 24), up_proj=nn.Linear(16, 24), down_proj=nn.Identity(), act_fn=nn.SiLU(), limit=0.5
@@ -52,27 +52,27 @@ def test_clamped_reference_is_deepseek_v4_bit_for_bit():
 
 
 @pytest.mark.parametrize("kernel", ["eager", "triton"])
-def test_no_gradient_passes_a_bound(kernel):
-    """The gate is bounded from above only; a value on the bound passes, as torch.clamp has it."""
+def test_clamped_values_have_no_gradient(kernel):
+    """The gate is clamped from above only; a value equal to the limit has a gradient, as with torch.clamp."""
     function = op.clamped if kernel == "eager" else KERNEL_REGISTRY.load("swiglu_mlp", "clamped", "triton")
     gate = torch.tensor([-9.0, 2.0, 2.5, 1.0, 1.0, 1.0], device=DEVICE, requires_grad=True)
     up = torch.tensor([1.0, 1.0, 1.0, -2.0, -2.5, 2.5], device=DEVICE, requires_grad=True)
     dgate, dup = torch.autograd.grad(function(gate, up, 2.0).sum(), (gate, up))
     assert (dgate != 0).tolist() == [True, True, False, True, True, True]
     assert (dup != 0).tolist() == [True, True, True, True, False, False]
-    # Beyond the bounds the numbers are those at the bounds.
+    # Values beyond the limits give the same result as the limits.
     inside = function(gate.clamp(max=2.0), up.clamp(-2.0, 2.0), 2.0)
     assert torch.equal(function(gate, up, 2.0), inside)
 
 
-def test_clamped_lets_nan_through():
-    """A bound that hides a NaN would let a diverged run go on unnoticed."""
+def test_clamped_propagates_nan():
+    """A clamp that hides NaN would hide that a run has diverged."""
     gate, up = (torch.tensor([float("nan"), 1.0, 9.0], device=DEVICE)[list(order)] for order in ((0, 1, 2), (1, 0, 2)))
     out = KERNEL_REGISTRY.load("swiglu_mlp", "clamped", "triton")(gate, up, 2.0)
     assert out.isnan().tolist() == [True, True, False]
 
 
-def test_fused_gate_up_is_standard_on_the_halves():
+def test_fused_gate_up_equals_standard_on_the_halves():
     gate, up = pair()
     gate_up = torch.cat((gate, up), dim=-1).detach().requires_grad_()
     out = load("fused_gate_up")(gate_up)
@@ -82,7 +82,7 @@ def test_fused_gate_up_is_standard_on_the_halves():
     assert torch.equal(found, torch.cat(expected, dim=-1))
 
 
-def test_only_the_wanted_gradients_are_made():
+def test_only_required_gradients_are_computed():
     gate, up = pair()
     kernel = load("standard")
     dgate, dup = torch.autograd.grad(kernel(gate, up).square().sum(), (gate, up))
@@ -96,7 +96,7 @@ def test_only_the_wanted_gradients_are_made():
 
 @pytest.mark.parametrize("variant", ["standard", "fused_gate_up"])
 @pytest.mark.parametrize("layout", ["expanded", "transposed", "every second column"])
-def test_gradients_of_any_layout(variant, layout):
+def test_gradients_with_any_layout(variant, layout):
     gate, up = pair((4, 6, 24))
     inputs = (gate, up) if variant == "standard" else (torch.cat((gate, up), dim=-1).detach().requires_grad_(),)
     dout = {
@@ -110,7 +110,7 @@ def test_gradients_of_any_layout(variant, layout):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_backward_leaves_the_inputs_alone_and_runs_twice():
+def test_backward_runs_twice_and_keeps_the_inputs():
     gate, up = pair()
     before = gate.detach().clone(), up.detach().clone()
     out = load("standard")(gate, up).square().sum()
@@ -125,7 +125,7 @@ def test_backward_leaves_the_inputs_alone_and_runs_twice():
 def test_extreme_gates(value):
     gate = torch.full((1, 8), value, device=DEVICE, requires_grad=True)
     up = torch.full((1, 8), 3.0, device=DEVICE, requires_grad=True)
-    # The interpreter's exp is numpy's, which warns where a GPU quietly gives infinity.
+    # The interpreter uses NumPy's exp, which warns on overflow.
     with np.errstate(over="ignore"):
         out = load("standard")(gate, up)
         dgate, dup = torch.autograd.grad(out.sum(), (gate, up))
@@ -135,7 +135,7 @@ def test_extreme_gates(value):
     assert torch.equal(dup, torch.full_like(out, max(value, 0.0)))
 
 
-def test_one_input_for_gate_and_up():
+def test_same_tensor_as_gate_and_up():
     (x, _) = pair()
     (found,) = torch.autograd.grad(load("standard")(x, x).sum(), x)
     (expected,) = torch.autograd.grad(op.standard(x, x).sum(), x)
@@ -152,7 +152,7 @@ def test_mixed_dtypes_promote():
 
 
 @pytest.mark.parametrize("variant", ["standard", "fused_gate_up", "clamped"])
-def test_compiles_as_one_graph(variant):
+def test_compiles_with_fullgraph(variant):
     inputs = tuple(pair()[:1]) if variant == "fused_gate_up" else tuple(pair())
     kernel = load(variant)
     if variant == "clamped":
@@ -176,24 +176,24 @@ def test_opcheck():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ((torch.zeros(2, 4, dtype=torch.float64), torch.zeros(2, 4)), "gate: its dtype is torch.float64"),
         ((torch.zeros(2, 4), torch.zeros(1, 4)), "use eager, which broadcasts"),
     ],
 )
-def test_triton_refuses_what_it_does_not_serve(arguments, said):
-    with pytest.raises(KernelError, match=said) as caught:
+def test_triton_unsupported_inputs_raise(arguments, message):
+    with pytest.raises(KernelError, match=message) as caught:
         load("standard")(*arguments)
     assert "swiglu_mlp_implementation='triton'" in str(caught.value)
 
 
-def test_triton_refuses_an_odd_fused_width():
+def test_triton_odd_fused_size_raises():
     with pytest.raises(KernelError, match="its width 5 is odd"):
         load("fused_gate_up")(torch.zeros(2, 5))
 
 
-def test_sites_need_silu():
+def test_modules_require_silu():
     check_module = op.OP.variant("standard").check_module
     activations = pytest.importorskip("transformers.activations")
     for name in ("silu", "swish"):
@@ -208,7 +208,7 @@ def test_sites_need_silu():
     assert "not SiLU" in clamped(types.SimpleNamespace(act_fn=nn.GELU()))
 
 
-def test_auto_keeps_eager_on_cpu_and_takes_triton_on_a_gpu():
+def test_auto_is_eager_on_cpu_and_triton_on_a_gpu():
     def chosen(device):
         return KERNEL_REGISTRY.resolve(KernelRequest("swiglu_mlp", "standard", device, torch.bfloat16)).chosen
 
@@ -225,7 +225,7 @@ def test_auto_keeps_eager_on_cpu_and_takes_triton_on_a_gpu():
         ("fused_gate_up", 768, "triton"),
     ],
 )
-def test_auto_keeps_eager_where_a_narrow_site_gains_less_than_the_host_loses(variant, width, expected, monkeypatch):
+def test_auto_is_eager_where_launch_overhead_exceeds_the_gain(variant, width, expected, monkeypatch):
     monkeypatch.setattr("opslot.slots.spec.has_package", lambda name: True)
     mlp = types.SimpleNamespace(down_proj=nn.Linear(width, 8))
     request = KernelRequest("swiglu_mlp", variant, DeviceFacts("gpu", (9, 0)), torch.bfloat16, mlp)
@@ -234,7 +234,7 @@ def test_auto_keeps_eager_where_a_narrow_site_gains_less_than_the_host_loses(var
     assert (named.chosen, named.explicit) == ("triton", True)
 
 
-def test_liger_cannot_be_bound_to_the_fused_variant():
+def test_liger_is_unsupported_for_fused_gate_up():
     request = KernelRequest("swiglu_mlp", "fused_gate_up", DeviceFacts("gpu", (9, 0)), torch.bfloat16)
     with pytest.raises(ConfigError, match="'liger_kernel' serves only the variant standard"):
         KERNEL_REGISTRY.resolve(request, "liger_kernel")

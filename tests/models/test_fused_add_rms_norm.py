@@ -1,4 +1,4 @@
-"""The slot of a decoder layer that adds the residual inside the norm: where it stands, and where it steps aside."""
+"""The fused_add_rms_norm slot of a decoder layer: where it is used, and where the plain norm runs instead."""
 
 from __future__ import annotations
 
@@ -72,15 +72,15 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "seed_oss"])
-def test_fused_sum_gives_the_gradients_of_the_two_steps(arch, calls):
+def test_fused_add_gradients_equal_the_two_steps(arch, calls):
     model = build(TRITON, arch)
     found = run(model)
-    # Two layers; per layer the norm before attention and the final norm stay, and Qwen3 norms heads of q and k.
+    # Two layers: one input norm per layer and the final norm are not fused; Qwen3 also norms the heads of q and k.
     assert calls == {"residual": 2, "standard": 7 if arch == "qwen3" else 3}
     assert_near(found, run(build({"rms_norm_implementation": "eager"}, arch)))
 
 
-def test_explain_shows_where_it_stands():
+def test_explain_lists_the_fused_add_slot():
     rows = [r for r in opslot.explain(build(TRITON)) if r.variant == "residual"]
     assert [(r.slot, r.chosen, r.why) for r in rows] == [
         ("LlamaDecoderLayer.rms_norm", "triton", "named by rms_norm_implementation")
@@ -88,24 +88,24 @@ def test_explain_shows_where_it_stands():
     assert rows[0].modules == ("model.layers.0", "model.layers.1")
 
 
-def test_a_kernel_without_the_fused_form_keeps_its_own_slots():
+def test_kernel_without_fused_add_uses_the_standard_slots():
     model = build({"rms_norm_implementation": "torch_fused"})
     chosen = {r.variant: (r.chosen, r.why) for r in opslot.explain(model) if r.op == "rms_norm"}
     assert chosen["standard"][0] == "torch_fused"
     assert chosen["residual"] == ("eager", "torch_fused has no form of it; the slots of standard serve")
 
 
-def test_it_steps_aside_where_the_norm_is_eager(calls):
-    """As `bisect` binds: one norm of one layer differs."""
-    aside = {"model.layers.0.post_attention_layernorm": {"rms_norm_implementation": "eager"}}
-    model = build({**TRITON, "overrides": aside})
+def test_eager_norm_disables_fused_add(calls):
+    """Like a binding by `bisect`: one norm of one layer differs."""
+    override = {"model.layers.0.post_attention_layernorm": {"rms_norm_implementation": "eager"}}
+    model = build({**TRITON, "overrides": override})
     found = run(model)
     assert calls == {"residual": 1, "standard": 3}
     assert_near(found, run(build({"rms_norm_implementation": "eager"})))
 
 
-def test_a_layer_whose_forward_was_replaced_refuses_nothing():
-    """The norms' own slots still serve, so naming their kernel stays possible."""
+def test_replaced_layer_forward_disables_fused_add():
+    """The slots of the plain norms still work, so their kernel can be named."""
     model = build({"rms_norm_implementation": "eager"})
     opslot.restore(model)
     layer = model.model.layers[0]
@@ -118,13 +118,13 @@ def test_a_layer_whose_forward_was_replaced_refuses_nothing():
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward pre", "backward", "backward pre", "global"])
-def test_hooks_on_the_norm_are_heard(kind, calls):
+def test_hooks_of_the_norm_run(kind, calls):
     model = build(TRITON)
-    norm, heard = model.model.layers[1].post_attention_layernorm, []
+    norm, calls_seen = model.model.layers[1].post_attention_layernorm, []
 
     def hook(module, *_):
         if module is norm:
-            heard.append(kind)
+            calls_seen.append(kind)
 
     register = {
         "forward": norm.register_forward_hook,
@@ -136,7 +136,7 @@ def test_hooks_on_the_norm_are_heard(kind, calls):
     handle = register(hook)
     try:
         run(model)
-        assert heard == [kind]
+        assert calls_seen == [kind]
         assert calls["residual"] == (0 if kind == "global" else 1)
     finally:
         handle.remove()
@@ -145,7 +145,7 @@ def test_hooks_on_the_norm_are_heard(kind, calls):
     assert calls["residual"] == 2
 
 
-def test_another_forward_or_a_wrapper_of_the_norm_is_called(calls):
+def test_replaced_or_wrapped_norm_is_called(calls):
     model = build(TRITON)
     first, second = (layer.post_attention_layernorm for layer in model.model.layers)
     first.forward = lambda x: torch.zeros_like(x)
@@ -154,7 +154,7 @@ def test_another_forward_or_a_wrapper_of_the_norm_is_called(calls):
         def __init__(self, norm):
             super().__init__()
             self.norm = norm
-            self.heard = 0
+            self.calls_seen = 0
 
         def __getattr__(self, name):
             try:
@@ -163,17 +163,17 @@ def test_another_forward_or_a_wrapper_of_the_norm_is_called(calls):
                 return getattr(self.norm, name)
 
         def forward(self, x):
-            self.heard += 1
+            self.calls_seen += 1
             return self.norm(x)
 
     model.model.layers[1].post_attention_layernorm = wrapper = Wrapper(second)
     ids = torch.arange(2, 13)[None]
     model(input_ids=ids)
     assert calls["residual"] == 0
-    assert wrapper.heard == 1
+    assert wrapper.calls_seen == 1
 
 
-def test_copies_keep_it(calls):
+def test_copies_keep_fused_add(calls):
     model = build(TRITON)
     expected = run(model)
     buffer = io.BytesIO()
@@ -190,7 +190,7 @@ def test_copies_keep_it(calls):
         assert all(torch.equal(found[n], expected[n]) for n in expected)
 
 
-def test_checkpointed_layers_recompute_the_same_bits(calls):
+def test_activation_checkpointing_recomputes_the_same_bits(calls):
     model = build(TRITON).train()
     expected = run(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -201,17 +201,17 @@ def test_checkpointed_layers_recompute_the_same_bits(calls):
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-def test_a_layer_compiles_whole(hooked):
+def test_layer_compiles_with_fullgraph(hooked):
     layer = build(TRITON).model.layers[0]
     if hooked:
         layer.post_attention_layernorm.register_forward_hook(lambda module, args, out: out * 0)
     x, cos, sin = torch.randn(1, 7, 32), torch.ones(1, 7, 8), torch.zeros(1, 7, 8)
-    # By torch's default what was compiled for a module is not guarded against its hooks.
+    # By default torch.compile does not guard on module hooks.
     torch.compiler.reset()
     compiled = torch.compile(layer.forward, fullgraph=True, backend="aot_eager")
     found = compiled(x, position_embeddings=(cos, sin))
     torch.testing.assert_close(found, layer(x, position_embeddings=(cos, sin)))
     if hooked:
-        # The MLP of zeros is zero: what is left is the residual stream.
+        # The MLP of zeros is zero, so the output is the residual stream.
         attended, _ = layer.self_attn(layer.input_layernorm(x), position_embeddings=(cos, sin), attention_mask=None)
         torch.testing.assert_close(found, x + attended)

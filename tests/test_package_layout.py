@@ -19,7 +19,7 @@ def run(code: str, *, path: str = "", env: dict | None = None) -> subprocess.Com
     )
 
 
-def test_import_brings_no_vendor_and_leaves_transformers_alone():
+def test_import_loads_no_vendor_and_does_not_change_transformers():
     done = run("""
         import sys, json
         import transformers.models.qwen3.modeling_qwen3 as upstream
@@ -54,7 +54,7 @@ def test_listing_kernels_imports_no_vendor():
     assert done.stdout.strip() == "[]"
 
 
-def test_a_new_op_is_one_folder(tmp_path):
+def test_new_op_is_one_folder(tmp_path):
     folder = tmp_path / "halve"
     folder.mkdir()
     (folder / "op.py").write_text(
@@ -100,7 +100,7 @@ def test_a_new_op_is_one_folder(tmp_path):
 
 
 def test_architecture_additions_are_one_folder(tmp_path):
-    """A patch extends what discovery finds: it states the difference only."""
+    """A patch extends what discovery finds: it only states the difference."""
     folder = tmp_path / "mistral"
     folder.mkdir()
     (folder / "__init__.py").write_text(
@@ -136,7 +136,7 @@ def test_architecture_additions_are_one_folder(tmp_path):
     ]
 
 
-def test_a_new_form_is_one_file(tmp_path):
+def test_new_form_is_one_file(tmp_path):
     folder = tmp_path / "gelu_mlp"
     folder.mkdir()
     (folder / "forms.py").write_text(
