@@ -1,4 +1,5 @@
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,22 @@ if importlib.util.find_spec("hypothesis"):
     settings.load_profile("busy")
 # Kernel timings measured on this machine must not change which kernels the tests see.
 os.environ["OPSLOT_PROFILE"] = "off"
+
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+}
 
 
 def _module(path: str):
@@ -80,3 +97,10 @@ def tokenizer():
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", clean_up_tokenization_spaces=False)
+
+
+@pytest.fixture
+def moe_config_folder(tmp_path):
+    """A folder with the config.json of a tiny Qwen3-MoE."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE))
+    return tmp_path

@@ -5,7 +5,7 @@ import pytest
 from opslot._base.files import replacing, write_json, write_text
 
 
-def test_a_file_is_replaced_as_a_whole(tmp_path):
+def test_file_is_replaced_atomically(tmp_path):
     path = tmp_path / "new" / "file"
     write_text(path, "old\n")
     with replacing(path) as beside:
@@ -17,7 +17,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
 
 
 @pytest.mark.parametrize("moment", ["os.fsync", "pathlib.Path.replace"])
-def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, moment):
+def test_interrupted_write_keeps_only_the_old_file(tmp_path, monkeypatch, moment):
     def full(*_: object) -> None:
         raise OSError("disk full")
 

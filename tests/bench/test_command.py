@@ -8,13 +8,13 @@ from opslot.bench import BenchOptions, OpRow, read, run_bench
 from opslot.cli import main
 
 
-def test_tune_measures_a_model_and_auto_selects_by_it(folder, tmp_path, capsys, monkeypatch):
+def test_tune_measures_a_model_and_auto_uses_the_profile(moe_config_folder, tmp_path, capsys, monkeypatch):
     profile = tmp_path / "profile.json"
     monkeypatch.setenv("OPSLOT_PROFILE", str(profile))
     files = {name: tmp_path / f"result.{name}" for name in ("html", "json", "png")}
     options = ["--op", "rms_norm", "--device", "cpu", "--dtype", "float32", "--tokens", "8", "--tune"]
     written = ["--html", str(files["html"]), "--output", str(files["json"]), "--plot", str(files["png"])]
-    assert main(["bench", "--model", str(folder), *options, *written]) == 0
+    assert main(["bench", "--model", str(moe_config_folder), *options, *written]) == 0
     captured = capsys.readouterr()
     assert "rms_norm/standard" in captured.out
     assert f"wrote {profile}" in captured.err
@@ -30,7 +30,7 @@ def test_tune_measures_a_model_and_auto_selects_by_it(folder, tmp_path, capsys, 
     for timing in data["machines"][0]["timings"]:
         timing["ms"] = {"eager": 1.0 if timing["shape"].get("width") == 8 else 3.0, "torch_fused": 2.0}
     profile.write_text(json.dumps(data))
-    assert main(["explain", str(folder), "--dtype", "float32", "--json"]) == 0
+    assert main(["explain", str(moe_config_folder), "--dtype", "float32", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     chosen = {(path, row["chosen"]) for row in report["rows"] if row["op"] == "rms_norm" for path in row["modules"]}
     assert ("model.layers.0.self_attn.q_norm", "eager") in chosen
@@ -77,14 +77,14 @@ def test_tune_measures_a_model_and_auto_selects_by_it(folder, tmp_path, capsys, 
         (["--model", "{folder}", "--curve", "4", "--steps-only", "--steps", "0"], "vocab_size is 64"),
     ],
 )
-def test_invalid_options_raise_before_anything_is_measured(folder, capsys, arguments, message):
-    given = [a.replace("{folder}", str(folder)) for a in arguments]
+def test_invalid_options_raise_before_measuring(moe_config_folder, capsys, arguments, message):
+    given = [a.replace("{folder}", str(moe_config_folder)) for a in arguments]
     assert main(["bench", "--device", "cpu", *given]) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert "Traceback" not in captured.err
     assert not captured.out
-    assert [path.name for path in folder.iterdir() if not path.stat().st_size] == []
+    assert [path.name for path in moe_config_folder.iterdir() if not path.stat().st_size] == []
 
 
 def test_each_op_is_written_before_the_next_is_measured(tmp_path, monkeypatch):
@@ -107,7 +107,7 @@ def test_each_op_is_written_before_the_next_is_measured(tmp_path, monkeypatch):
 
 @pytest.fixture
 def interruptible():
-    """Handles SIGINT as Python does in a terminal; a shell makes its background jobs ignore it."""
+    """Restore Python's SIGINT handler; background jobs of a shell ignore the signal."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -142,7 +142,7 @@ def test_baseline_without_a_kernel_of_the_op_adds_no_row(capsys):
     assert "ops" not in json.loads(capsys.readouterr().out)["runs"][0]
 
 
-def test_tuning_writes_each_op_before_the_next(folder, tmp_path, monkeypatch):
+def test_tuning_writes_each_op_before_the_next(moe_config_folder, tmp_path, monkeypatch):
     profile = tmp_path / "profile.json"
     monkeypatch.setenv("OPSLOT_PROFILE", str(profile))
     shape = {"width": 8, "heads": 1}
@@ -156,8 +156,8 @@ def test_tuning_writes_each_op_before_the_next(folder, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("opslot.bench.run.bench_ops", measured)
-    assert main(["bench", "--tune", "--model", str(folder), "--device", "cpu"]) == 130
-    # The second op may lack the kernel that would have come next and been faster.
+    assert main(["bench", "--tune", "--model", str(moe_config_folder), "--device", "cpu"]) == 130
+    # The second op may lack the kernel that was not measured yet.
     assert [t["op"] for t in json.loads(profile.read_text())["machines"][0]["timings"]] == ["rms_norm"]
 
 

@@ -11,7 +11,7 @@ from opslot.bench.result import read
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").iterdir())
-# A number with a unit of time, speed, size or share.
+# A number with a unit of time, speed or size, or a percentage.
 MEASURED = re.compile(r"\d[\d.,]*\s*(ns|us|ms|s|GiB|GB|MiB|TB/s|W|%|x|times|tokens/s|tok/s|TFLOP/s)(?=[\s.,;:)|*]|$)")
 
 
@@ -51,7 +51,7 @@ def test_changed_result_is_detected(docs, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.name)
-def test_committed_result_is_of_the_schema(docs, file):
+def test_committed_results_match_the_schema(docs, file):
     result = read(file)
     assert result.runs, "every file holds a run"
     assert re.fullmatch(r"\w+_(h200|h200x\d|epyc)\.json", file.name), "<script>_<machine>.json"
@@ -68,7 +68,7 @@ def result_of(baselines, ops=(), steps=()):
     return Result("opslot bench", [Run("opslot bench", machine, list(baselines), list(ops), list(steps))])
 
 
-def test_cells_say_what_was_not_measured(docs, monkeypatch):
+def test_cells_name_unmeasured_values(docs, monkeypatch):
     experts = ("moe_experts", "standard", "Qwen3-30B-A3B layer, T=16384")
     rows = [
         OpRow(*experts, "eager", "bfloat16", 9.0, check="ok"),

@@ -81,7 +81,7 @@ def test_wrong_kernel_has_no_valid_time_and_is_never_selected(kernels, tmp_path,
     assert read_profile(CPU).at("rms_norm", "standard", "float32", {"width": 24, "heads": 1}) == timing
 
 
-def test_kernel_wrong_only_at_timed_size_fails_its_check():
+def test_kernel_wrong_only_at_the_timed_size_fails():
     def breaks(hidden_states, weight, eps):
         return right(hidden_states, weight, eps) * (1.02 if hidden_states.shape == (70, 24) else 1.0)
 
@@ -171,7 +171,7 @@ def test_measure_repeats_slow_work_less(monkeypatch, seconds, repeats):
 
 
 def test_measure_returns_elapsed_time(monkeypatch):
-    # The process's own, not what others take of the machine.
+    # CPU time of the process, independent of the load of the machine.
     monkeypatch.setattr("opslot.bench.timing.time", SimpleNamespace(perf_counter=time.process_time))
     calls = []
 
@@ -277,7 +277,7 @@ def test_compare_curves():
 
 
 @pytest.mark.parametrize("calls_before", [0, 1], ids=["in the check at size", "while timed"])
-def test_kernel_that_leaves_device_unusable_ends_the_run_after_its_row(calls_before):
+def test_unusable_device_ends_the_run_after_the_row(calls_before):
     calls = []
 
     def illegal(hidden_states, weight, eps):
@@ -317,7 +317,7 @@ def test_baseline_is_checked_on_what_is_timed(monkeypatch):
     assert not {t for t in timings_of(rows.values())[0].ms if ":" in t}, "no baseline enters a profile"
 
 
-def test_case_too_large_for_float64_keeps_the_outcome_of_the_small_ones(monkeypatch):
+def test_case_too_large_for_float64_uses_the_small_cases(monkeypatch):
     def no_memory(variant, arguments, seed=0):
         raise torch.OutOfMemoryError("no room")
 

@@ -53,7 +53,7 @@ def test_table_sorts_valid_rows_by_time_and_failed_ones_last():
     assert re.search(r"cheat +\(0\.500\) +- +- +- +3 +WRONG out <error>", lines[2])
 
 
-def test_page_holds_everything_and_is_self_contained():
+def test_page_is_complete_and_self_contained():
     text = page(RESULT)
     for needed in (
         "NVIDIA &lt;H200&gt;",
@@ -74,7 +74,7 @@ def test_page_holds_everything_and_is_self_contained():
     assert best == ["triton", "opslot"], "nothing that failed its check is the fastest"
 
 
-def test_colour_means_opslot_not_the_fastest():
+def test_colour_marks_opslot_not_the_fastest():
     rows = [dataclasses.replace(OPS[1], kernel="torch.compile", ms=0.5), *OPS[:2]]
     text = page(Result("opslot bench", [dataclasses.replace(RUN, ops=rows)]))
     own = re.findall(r'<tr class="[^"]*\bown\b[^"]*"><td class="l">([^<]*)', text)
@@ -88,7 +88,7 @@ def test_colour_means_opslot_not_the_fastest():
     assert {kernel: origin_of(kernel) for kernel in origins} == origins
 
 
-def test_bar_far_longer_than_all_others_is_broken():
+def test_outlier_bar_is_broken():
     assert axis_limit([0.18, 0.2, 0.3, 2.7]) == pytest.approx(0.375)
     assert axis_limit([1.0, 2.0, 3.0]) == 3.0
     assert axis_limit([1.0, 9.0]) == 9.0

@@ -26,10 +26,10 @@ def task_file(folder, implementation, **changes):
     return path
 
 
-def test_implementations_train_from_the_same_weights(folder):
+def test_implementations_train_from_the_same_weights(moe_config_folder):
     losses = {}
     for name in ("opslot", "opslot + torch.compile", "opslot eager", "Transformers"):
-        path = task_file(folder, name)
+        path = task_file(moe_config_folder, name)
         assert measure_in_process([str(path)]) == 0
         result = json.loads(path.with_suffix(".result").read_text())
         losses[name] = result["losses"]
@@ -42,8 +42,8 @@ def test_implementations_train_from_the_same_weights(folder):
     assert losses["opslot eager"] == pytest.approx(losses["Transformers"], rel=1e-6)
 
 
-def test_implementation_that_fails_has_a_row_and_others_run(folder, monkeypatch):
-    model = json.loads((folder / "config.json").read_text())
+def test_implementation_that_fails_has_a_row_and_others_run(moe_config_folder, monkeypatch):
+    model = json.loads((moe_config_folder / "config.json").read_text())
     broken = StepTask("tiny", {**model, "hidden_size": "wide"}, 1, 8, 1, "float32", "cpu")
     monkeypatch.setattr("opslot.bench.step.implementations", lambda baselines, compiled: ["opslot", "Transformers"])
     lines = []

@@ -1,4 +1,4 @@
-"""Toy models of upstream's classes and checkpoints of them, as Transformers itself writes and reads them."""
+"""Small models of Transformers' classes, and checkpoints saved by Transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def quiet_transformers() -> Iterator[None]:
 
 @pytest.fixture
 def make_model() -> ModelFactory:
-    """`make_model("qwen3_moe", head="ForCausalLM", seed=0, device="cpu", **config)`: a toy of that architecture."""
+    """`make_model("qwen3_moe", head="ForCausalLM", seed=0, device="cpu", **config)`: a small model."""
 
     def make(
         architecture: str, head: str = "ForCausalLM", *, seed: int = 0, device: str = "cpu", **overrides: object
@@ -76,7 +76,7 @@ def moe_folder(tmp_path: Path, make_model: ModelFactory) -> Path:
 
 @pytest.fixture
 def same_tensors() -> Callable[[nn.Module, nn.Module], None]:
-    """Asserts that two models hold the same parameters and buffers, bit for bit, the transient buffers included."""
+    """Asserts that two models have equal parameters and buffers bit for bit, including non-persistent buffers."""
 
     def check(found: nn.Module, wanted: nn.Module) -> None:
         def tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ def test_values_that_are_not_finite_are_named_in_a_warning(tmp_path: Path, caplo
 
 
 def test_large_finite_values_give_no_warning(tmp_path: Path) -> None:
-    """Their sum overflows, they do not."""
+    """The values are finite, but their sum overflows."""
     folder = saved(tmp_path / "x", weight=torch.full((3, 2), 3e38), bias=torch.zeros(3))
     assert load_weights(nn.Linear(2, 3), folder).not_finite == []
 

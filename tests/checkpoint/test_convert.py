@@ -38,7 +38,7 @@ def test_converting_back_gives_the_same_folder(tmp_path, make_model) -> None:
 
 
 def test_files_beside_the_weights(tmp_path, make_model, caplog) -> None:
-    """An index may say anything of sizes, and belongs to the old files."""
+    """The source index may have wrong sizes; it is not copied."""
     source = tmp_path / "a"
     save_weights(make_model("qwen3_moe"), source, max_shard_size="10KB")
     index = json.loads((source / "model.safetensors.index.json").read_text())
@@ -63,7 +63,7 @@ def test_files_beside_the_weights(tmp_path, make_model, caplog) -> None:
 @pytest.mark.parametrize(
     ("nbytes", "words"), [(0, "0 bytes"), (1500, "1.5 KB"), (2 * 10**6, "2.0 MB"), (1234 * 10**9, "1,234.0 GB")]
 )
-def test_sizes_in_words(nbytes: int, words: str) -> None:
+def test_max_shard_size_as_text(nbytes: int, words: str) -> None:
     assert _in_words(nbytes) == words
 
 
@@ -95,7 +95,7 @@ def test_invalid_sources_and_destinations_raise(tmp_path, moe_folder, make_model
 
 @pytest.mark.parametrize("layers", [(1,), (0, 1)])
 def test_missing_last_expert_raises(tmp_path, make_model, layers) -> None:
-    """Among the layers that have it, or by the count in config.json."""
+    """Detected from the other layers, or from the number of experts in config.json."""
     save_weights(make_model("qwen3_moe"), tmp_path / "part")
     file = tmp_path / "part" / "model.safetensors"
     tensors = safetensors.torch.load_file(file)

@@ -25,7 +25,7 @@ def targets(experts: int, inner: int, hidden: int, layers: int = 1) -> dict[str,
 
 
 def stored(shapes: dict[str, tuple[int, ...]], layout: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Random values of the targets, and the same as a checkpoint holds them, made with plain torch."""
+    """Random target values, and the same values in a checkpoint's layout, converted with plain torch."""
     values = {name: torch.randn(shape) for name, shape in shapes.items()}
     return values, as_stored(values, layout)
 
@@ -56,7 +56,7 @@ def shapes_of(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 @settings(max_examples=60, deadline=None)
 @given(SIZES, st.sampled_from(LAYOUTS), st.randoms())
 def test_every_layout_is_detected_and_loaded(sizes: tuple[int, int, int], layout: str, random) -> None:
-    """Whatever the sizes (square ones too) and the order of arrival, the pair of tensors tells the layout."""
+    """The pair of tensors determines the layout for any sizes (also square ones) and any order."""
     shapes = targets(*sizes, layers=2)
     values, checkpoint = stored(shapes, layout)
     converter = ExpertTensorConverter(shapes)
@@ -207,6 +207,6 @@ def test_wrong_explicit_layout_raises() -> None:
 
 
 def test_experts_transposed_in_the_model_need_no_converter() -> None:
-    """gpt_oss keeps [E, H, 2I] and [E, I, H] itself."""
+    """The model of gpt_oss has [E, H, 2I] and [E, I, H] itself."""
     own = {f"{EXPERTS}.gate_up_proj": (2, 5, 6), f"{EXPERTS}.down_proj": (2, 3, 5)}
     assert expert_targets(own) == {}

@@ -1,4 +1,4 @@
-"""The readers of tensors under Transformers' other names, by themselves; whole models are in tests/models."""
+"""Unit tests for reading tensors that Transformers renames on loading; full models are in tests/models."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_unknown_source_keys_are_those_of_save_pretrained(mixtral) -> None:
 
 
 def conversion(model: nn.Module) -> tuple[CheckpointTensorConverter, dict[str, torch.Tensor]]:
-    """The converter of one tensor that Transformers makes of three, and those, the largest first."""
+    """The converter of a tensor that Transformers merges from three, and the three, the largest first."""
     parts = {f"model.layers.0.linear_attn.{name}_conv1d.weight": n for name, n in (("v", 8), ("q", 6), ("k", 6))}
     tensors = {name: torch.randn(n, 1, 4) for name, n in parts.items()}
     names = hub_names(model, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
@@ -151,7 +151,7 @@ def test_failed_conversion_names_its_inputs(olmo_hybrid) -> None:
 
 
 def test_experts_without_gates() -> None:
-    """Up projections without gates: all rows of an expert."""
+    """up_proj without gate_proj: all rows of an expert."""
     converter = ExpertTensorConverter({"experts.up_proj": (2, 4, 3)})
     assert converter.target_of("experts.1.up_proj.weight") == "experts.up_proj"
     assert converter.target_of("experts.1.gate_proj.weight") is None

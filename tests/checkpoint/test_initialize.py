@@ -1,4 +1,4 @@
-"""First values: those that Transformers would give, and the same on every mesh."""
+"""Initial values: those of Transformers, and equal on every mesh."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Experts(nn.Module):
 
 
 class Toy(nn.Module):
-    """A padding row, a tied head, odd sizes, log-uniform decays, a buffer, a parameter that meets a plain tensor."""
+    """A padding row, a tied head, odd sizes, log-uniform decays, a buffer, a parameter combined with a plain tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Toy(nn.Module):
 
 
 def toy(way: str = "plain") -> Toy:
-    """A toy on meta; sharded by FSDP, its experts by expert or inside each."""
+    """A toy on meta; sharded by FSDP, its experts by expert or within each expert."""
     with torch.device("meta"):
         model = Toy()
     if way == "plain":
@@ -76,7 +76,7 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Allocations(TorchDispatchMode):
-    """The bytes of the largest tensor made inside."""
+    """Records the bytes of the largest tensor that is allocated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_initialization_does_not_depend_on_the_mesh(ranks: Any, way: str) -> Non
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
             assert np.array_equal(found[name], value.detach()), name
-        # Half of the experts, or a block of a million numbers; the whole would be twice that.
+        # Half of the experts, or a block of a million values; all of them would be twice that.
         assert largest == 4 << 20
 
 
@@ -146,7 +146,7 @@ def test_initialization_depends_only_on_the_seed() -> None:
 
 
 def test_only_modules_with_missing_tensors_are_initialized() -> None:
-    """Or loading a checkpoint would draw all of its weights first, for a rotary embedding's frequencies."""
+    """Otherwise loading would first initialize all weights, only for the frequencies of a rotary embedding."""
     model = toy()
     initialize_weights(model, 0)
     before = {name: value.detach().clone() for name, value in values(model).items()}

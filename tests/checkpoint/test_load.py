@@ -37,7 +37,7 @@ def rewrite(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], ob
 
 
 def fuse(tensors: dict[str, Tensor], *, transposed: bool = False) -> None:
-    """Per-expert tensors to stacked ones, written with plain torch."""
+    """Convert per-expert tensors to stacked ones with plain torch."""
     for prefix in sorted({name.split(".experts.")[0] + ".experts" for name in tensors if ".experts." in name}):
 
         def pop(projection: str, prefix: str = prefix) -> Tensor:
@@ -87,7 +87,7 @@ def test_loads_the_stacked_folder_that_transformers_saves(tmp_path, make_model, 
 
 
 def test_square_stacked_tensors_are_distinguished_by_their_pair(tmp_path, make_model, same_tensors) -> None:
-    """H = 2I: gate_up_proj looks the same both ways, down_proj does not."""
+    """H = 2I: gate_up_proj has the same shape in both layouts, down_proj has not."""
     sizes = {"moe_intermediate_size": 8, "hidden_size": 16}
     make_model("qwen3_moe", **sizes).save_pretrained(tmp_path / "a")
     for transposed in (False, True):
@@ -111,7 +111,7 @@ def test_casts_to_the_parameters_or_the_given_dtype(moe_folder, make_model) -> N
 
 
 def test_keeps_parameter_objects_that_have_memory(moe_folder, make_model) -> None:
-    """An optimizer made before loading goes on owning the parameters."""
+    """An optimizer created before loading still has the parameters."""
     model = make_model("qwen3_moe", seed=1)
     before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
     load_weights(model, moe_folder)
@@ -186,7 +186,7 @@ def test_wrapped_modules_have_clean_fqns(moe_folder, make_model, same_tensors) -
 
 
 class Doubling:
-    """A converter of the collecting kind: pairs `a`, `b` become `joined`."""
+    """A converter that collects inputs: pairs `a`, `b` become `joined`."""
 
     def __init__(self) -> None:
         self.held: dict[str, Tensor] = {}
@@ -257,7 +257,7 @@ class Renaming:
 
 
 def test_converter_gets_one_file_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was read of a file stays in memory while it is mapped: model and one shard, not model and checkpoint."""
+    """Pages of a mapped file stay in memory: peak memory must be model and one shard, not model and checkpoint."""
     mapped, opened = weakref.WeakSet(), []
 
     class Counted(MappedFile):
@@ -279,7 +279,7 @@ def test_converter_gets_one_file_after_the_other(tmp_path: Path, monkeypatch: py
 
 
 class Again(Doubling):
-    """Hands out what it has handed out before."""
+    """Returns a target that it has already returned."""
 
     def finalize(self) -> list[tuple[str, Tensor]]:
         return [("joined", torch.zeros(5, 2))]

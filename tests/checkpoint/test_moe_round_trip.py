@@ -1,4 +1,4 @@
-"""Every mixture of experts that opslot trains: saved by opslot, read by Transformers and by opslot."""
+"""Every supported mixture of experts: saved by opslot, read by Transformers and by opslot."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ VISION = {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
 }
-# Text models and what their configs need beside SIZES.
+# Text models and their config fields beside SIZES.
 TEXT: dict[str, dict[str, Any]] = {
     "afmoe": {},
     "cohere2_moe": {},
@@ -131,7 +131,7 @@ def config_of(model_type: str) -> Any:
 
 
 def accepted(cls: type, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Those of `sizes` that the config class has; others would be kept, and saved, as unknown entries."""
+    """The entries of `sizes` that the config class has; it would keep and save others as unknown entries."""
     names = set(inspect.signature(cls.__init__).parameters)
     if dataclasses.is_dataclass(cls):
         names |= {field.name for field in dataclasses.fields(cls)}
@@ -139,7 +139,7 @@ def accepted(cls: type, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def original(model_type: str) -> Any:
-    """Transformers' model, with no weight as it is initialized."""
+    """Transformers' model with every weight changed from its initial value."""
     auto = (
         transformers.AutoModelForImageTextToText if model_type in VISION_LANGUAGE else transformers.AutoModelForCausalLM
     )
@@ -153,7 +153,7 @@ def original(model_type: str) -> Any:
 
 
 def described(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint."""
+    """Names and shapes of the tensors in a checkpoint."""
     found = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:

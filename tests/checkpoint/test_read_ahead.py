@@ -1,4 +1,4 @@
-"""The system is asked for the bytes that a rank keeps, and for no others."""
+"""A rank prefetches exactly the bytes that it keeps."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from opslot.checkpoint.safetensors_file import TensorEntry
         ((6, 4), TensorSlice.whole("w", (6, 4)), (slice(0, 6), slice(0, 4)), (0, 6)),
         ((6, 4), TensorSlice.whole("w", (6, 4)), (slice(2, 5), slice(0, 4)), (2, 5)),
         ((6, 4), TensorSlice.whole("w", (6, 4)), (slice(0, 6), slice(1, 3)), (0, 6)),
-        # [4, 6] in the model, stored as [6, 4]: columns kept are rows of the file.
+        # [4, 6] in the model, stored as [6, 4]: the columns of the slice are rows in the file.
         ((6, 4), TensorSlice.whole("w", (4, 6), transposed=True), (slice(0, 4), slice(2, 5)), (2, 5)),
-        # One of three experts [6, 4], of which dim 1 is sharded.
+        # One of three experts [6, 4] with dim 1 sharded.
         (
             (6, 4),
             TensorSlice("w", (slice(1, 2), slice(0, 6), slice(0, 4)), (6, 4)),

@@ -165,7 +165,7 @@ def test_meta_models_and_invalid_arguments_raise(tmp_path, make_model) -> None:
 
 
 def test_adapters_raise_and_merged_models_are_saved(tmp_path, make_model) -> None:
-    """Under PEFT's names plain Transformers would find no weight and draw them all anew."""
+    """Transformers would not find weights under PEFT's names and would initialize all of them."""
     lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     model = get_peft_model(make_model("qwen3"), lora)
     with pytest.raises(CheckpointError, match=r"PeftModel has adapters \(default\).*\n  hint: save model"):
@@ -183,7 +183,7 @@ def test_adapters_raise_and_merged_models_are_saved(tmp_path, make_model) -> Non
 @pytest.mark.parametrize(
     ("text", "nbytes"), [(7, 7), ("7", 7), ("1.5GB", 1_500_000_000), ("2 MiB", 2 << 20), ("3kb", 3000), ("1TB", 10**12)]
 )
-def test_sizes(text: int | str, nbytes: int) -> None:
+def test_parse_size(text: int | str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 

@@ -30,7 +30,7 @@ class Experts(nn.Module):
 
 
 class Toy(nn.Module):
-    """Odd sizes throughout, so that no split over two ranks is even; a tied head."""
+    """Odd sizes everywhere, so that all shards on two ranks are uneven; a tied head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ class Toy(nn.Module):
         self.register_buffer("bias", torch.empty(EXPERTS))
 
 
-def truth() -> dict[str, torch.Tensor]:
-    """The values in every test's checkpoint."""
+def checkpoint_values() -> dict[str, torch.Tensor]:
+    """The values in the checkpoint of every test."""
     generator = torch.Generator().manual_seed(0)
     return {
         "embed.weight": torch.randn(7, HIDDEN, generator=generator),
@@ -55,7 +55,7 @@ def truth() -> dict[str, torch.Tensor]:
 
 
 def sharded_toy(way: str) -> Toy:
-    """A toy on meta, sharded: its experts by expert ("ep") or inside each ("ep_dim1"), or all by FSDP ("fsdp")."""
+    """A toy on meta, sharded: its experts by expert ("ep") or within each ("ep_dim1"), or all by FSDP ("fsdp")."""
     with torch.device("meta"):
         model = Toy()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ranks",))
@@ -73,7 +73,7 @@ def load_on_rank(way: str, folder: str) -> dict[str, Any]:
     report = load_weights(model, folder)
     tied = model.head.weight is model.embed.weight
     if way == "fsdp":
-        model.unshard()  # FSDP follows the parameters that loading gave memory to
+        model.unshard()  # FSDP uses the parameters that loading allocated
         unsharded = {name: p.detach().clone().numpy() for name, p in model.named_parameters()}
         model.reshard()
     else:
@@ -94,14 +94,14 @@ def load_on_rank(way: str, folder: str) -> dict[str, Any]:
 def folders(tmp_path_factory) -> dict[str, Path]:
     made = {layout: tmp_path_factory.mktemp("layouts") / layout for layout in ("per_expert", "stacked", "transposed")}
     for layout, folder in made.items():
-        save_weights(truth(), folder, layout=layout, max_shard_size=900)
+        save_weights(checkpoint_values(), folder, layout=layout, max_shard_size=900)
     return made
 
 
 @pytest.mark.parametrize("layout", ["per_expert", "stacked", "transposed"])
 @pytest.mark.parametrize("way", ["fsdp", "ep", "ep_dim1"])
 def test_every_rank_reads_only_its_shards(ranks, folders, way: str, layout: str) -> None:
-    wanted = truth()
+    wanted = checkpoint_values()
     answers = ranks.run(load_on_rank, way, str(folders[layout]))
     for answer in answers:
         assert answer["whole"].keys() == wanted.keys()
@@ -206,7 +206,7 @@ def test_sharded_mixtral_is_saved_under_the_names_of_the_hub(ranks, tmp_path) ->
 
 
 def save_tied(folder: str) -> str:
-    """A weight of one row, which leaves the second rank nothing, under two names."""
+    """A tied weight of one row, so the shard of the second rank is empty."""
     model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False), nn.Linear(3, 4))
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
@@ -214,7 +214,7 @@ def save_tied(folder: str) -> str:
     model[1].weight = model[0].weight
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     save_weights(model, folder)
-    # Other objects, as state dicts of torch's DCP have them.
+    # Different tensor objects, as in state dicts of torch's DCP.
     save_weights({name: tensor.detach() for name, tensor in model.state_dict().items()}, f"{folder}-state")
     dist.barrier()
     return "saved"

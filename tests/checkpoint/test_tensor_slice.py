@@ -40,7 +40,7 @@ def region_pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], Region, Region]:
 @settings(max_examples=100, deadline=None)
 @given(region_pairs())
 def test_copy_overlap_of_two_regions(case: tuple[tuple[int, ...], Region, Region]) -> None:
-    """Copied through the target's coordinates, exactly the shared elements change."""
+    """Exactly the elements in both slices are copied."""
     shape, kept, stored = case
     target = torch.arange(1, 1 + volume(full_region(shape))).view(shape)
     destination = torch.zeros_like(target[kept])
@@ -56,7 +56,7 @@ def on_a_fake_mesh(rows: int, inner: int, outer: int) -> str | None:
     """Check one rank's part of a [rows, 4] parameter sharded on dim `inner`, then by FSDP on dim `outer`; the
     error if any.
 
-    The mesh is 2 x 2 without communication, which sharding does not need. The two processes that run this are
+    The mesh is 2 x 2 without communication, since sharding needs none. The two processes that run this are
     always its ranks 1 and 2 (torch caches a mesh's coordinates), so each is first on one axis and second on
     the other.
     """
@@ -79,7 +79,7 @@ def on_a_fake_mesh(rows: int, inner: int, outer: int) -> str | None:
 
 @pytest.mark.parametrize(("inner", "outer"), [(0, 1), (1, 0), (0, 0)])
 def test_local_ranges_of_fsdp_over_another_sharding(ranks, inner: int, outer: int) -> None:
-    """Experts by expert and FSDP inside them, tensor parallelism under FSDP, and both on one dim (a strided shard)."""
+    """EP with FSDP within experts, tensor parallelism with FSDP, and both on one dim (a strided shard)."""
     assert ranks.run(on_a_fake_mesh, 8, inner, outer) == [None, None]
 
 

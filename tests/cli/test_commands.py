@@ -23,8 +23,8 @@ def test_kernels_of_an_unknown_op(capsys):
     assert "did you mean 'rms_norm'" in capsys.readouterr().err
 
 
-def test_explain_a_folder(folder, capsys):
-    assert main(["explain", str(folder), "--json"]) == 0
+def test_explain_a_folder(moe_config_folder, capsys):
+    assert main(["explain", str(moe_config_folder), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     by_op = {r["op"]: r for r in rows}
     assert set(by_op) == {
@@ -39,8 +39,8 @@ def test_explain_a_folder(folder, capsys):
     assert by_op["rms_norm"]["modules"]
 
 
-def test_explain_with_a_named_kernel(folder, capsys):
-    assert main(["explain", str(folder), "--set", "rms_norm_implementation=eager"]) == 0
+def test_explain_with_a_named_kernel(moe_config_folder, capsys):
+    assert main(["explain", str(moe_config_folder), "--set", "rms_norm_implementation=eager"]) == 0
     assert "named by rms_norm_implementation" in capsys.readouterr().out
 
 
@@ -63,8 +63,8 @@ def test_explain_with_a_named_kernel(folder, capsys):
         (["verify", "--op", "attention", "--kernel", "cudnn", "--device", "cpu"], "can run on this machine"),
     ],
 )
-def test_wrong_usage_is_one_error_and_exit_code_2(folder, capsys, arguments, message):
-    assert main([a.replace("{folder}", str(folder)) for a in arguments]) == 2
+def test_invalid_usage_exits_2(moe_config_folder, capsys, arguments, message):
+    assert main([a.replace("{folder}", str(moe_config_folder)) for a in arguments]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert "Traceback" not in err
@@ -77,20 +77,24 @@ def test_explain_of_a_training_file_without_model_raises(tmp_path, capsys):
     assert "names no model; set model.config_path or model.model_path" in capsys.readouterr().err
 
 
-def test_explain_of_a_training_file_with_a_preset(folder, tmp_path, capsys):
+def test_explain_of_a_training_file_with_a_preset(moe_config_folder, tmp_path, capsys):
     file = tmp_path / "train.yaml"
-    file.write_text(f"model:\n  config_path: {folder}\n  ops_implementation: eager\n")
+    file.write_text(f"model:\n  config_path: {moe_config_folder}\n  ops_implementation: eager\n")
     assert main(["explain", str(file), "--set", "rms_norm_implementation=auto", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["why"] for row in rows if row["op"] == "rotary_pos_emb"} == {"named by rotary_pos_emb_implementation"}
     assert all("named by" not in row["why"] for row in rows if row["op"] == "rms_norm")
 
 
-def test_explain_uses_the_compute_dtype_of_a_training_file(folder, tmp_path, capsys):
+def test_explain_uses_the_compute_dtype_of_a_training_file(moe_config_folder, tmp_path, capsys):
     file = tmp_path / "train.yaml"
-    file.write_text(f"model:\n  config_path: {folder}\ntrain:\n  fsdp:\n    compute_dtype: bfloat16\n")
+    file.write_text(f"model:\n  config_path: {moe_config_folder}\ntrain:\n  fsdp:\n    compute_dtype: bfloat16\n")
     tables = []
-    for arguments in ([str(file)], [str(folder), "--dtype", "bfloat16"], [str(folder), "--dtype", "float32"]):
+    for arguments in (
+        [str(file)],
+        [str(moe_config_folder), "--dtype", "bfloat16"],
+        [str(moe_config_folder), "--dtype", "float32"],
+    ):
         assert main(["explain", *arguments]) == 0
         tables.append(capsys.readouterr().out)
     assert tables[0] == tables[1] != tables[2]
@@ -102,13 +106,13 @@ def test_explain_of_an_invalid_model_type_raises(tmp_path, capsys):
     assert "names no model_type" in capsys.readouterr().err
 
 
-def test_convert_round_trip(folder, tmp_path, capsys):
+def test_convert_round_trip(moe_config_folder, tmp_path, capsys):
     from safetensors.torch import load_file
 
     import opslot
     from opslot.checkpoint import save_weights
 
-    model = opslot.build_foundation_model(folder)
+    model = opslot.build_foundation_model(moe_config_folder)
     save_weights(model, tmp_path / "hub")
     assert main(["convert", str(tmp_path / "hub"), str(tmp_path / "stacked"), "--layout", "stacked"]) == 0
     assert main(["convert", str(tmp_path / "stacked"), str(tmp_path / "back"), "--layout", "per_expert"]) == 0
@@ -189,8 +193,8 @@ def _wrong(hidden_states, eps):
     return (reference * 1.01).to(hidden_states.dtype)
 
 
-def test_bisect_exit_codes(folder, capsys):
-    assert main(["bisect", str(folder), "--length", "16"]) == 0
+def test_bisect_exit_codes(moe_config_folder, capsys):
+    assert main(["bisect", str(moe_config_folder), "--length", "16"]) == 0
     assert capsys.readouterr().out.startswith("no slot breaks parity")
     right = KERNEL_REGISTRY.load("rms_norm", "standard", "torch_fused")
 
@@ -199,7 +203,15 @@ def test_bisect_exit_codes(folder, capsys):
 
     KERNEL_REGISTRY.register(KernelSpec("wrong", "rms_norm", "standard", lambda: wrong))
     try:
-        arguments = ["bisect", str(folder), "--layers", "1", "--set", "rms_norm_implementation=wrong", "--json"]
+        arguments = [
+            "bisect",
+            str(moe_config_folder),
+            "--layers",
+            "1",
+            "--set",
+            "rms_norm_implementation=wrong",
+            "--json",
+        ]
         assert main(arguments) == 1
     finally:
         KERNEL_REGISTRY.unregister("rms_norm", "standard", "wrong")
@@ -211,15 +223,15 @@ def test_bisect_exit_codes(folder, capsys):
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_number_of_layers_with_layer_types(folder, capsys, layers):
-    file = folder / "config.json"
+def test_number_of_layers_with_layer_types(moe_config_folder, capsys, layers):
+    file = moe_config_folder / "config.json"
     config = json.loads(file.read_text()) | {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
     file.write_text(json.dumps(config))
-    assert main(["bisect", str(folder), "--layers", str(layers), "--length", "8"]) == 0
-    assert read_model(str(folder), layers)["layer_types"] == ["full_attention"] * layers
+    assert main(["bisect", str(moe_config_folder), "--layers", str(layers), "--length", "8"]) == 0
+    assert read_model(str(moe_config_folder), layers)["layer_types"] == ["full_attention"] * layers
 
 
 @pytest.mark.parametrize("option", [["--length", "1"], ["--batch", "0"], ["--layers", "0"]])
-def test_bisect_of_nothing_raises(folder, capsys, option):
-    assert main(["bisect", str(folder), *option]) == 2
+def test_bisect_of_nothing_raises(moe_config_folder, capsys, option):
+    assert main(["bisect", str(moe_config_folder), *option]) == 2
     assert "a loss needs a batch of 1, 2 tokens and 1 layer" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from opslot.data import (
 
 
 class Documents:
-    """A corpus in memory: document i holds the numbers 1000 * i, 1000 * i + 1, ..."""
+    """A corpus in memory: document i has the tokens 1000 * i, 1000 * i + 1, ..."""
 
     sizes = np.array([1])
 

@@ -81,7 +81,7 @@ def test_error_has_the_line_number_in_the_file(tmp_path):
 
 @pytest.fixture
 def corpus(tmp_path, tokenizer):
-    """Open a corpus of twenty lines a shard, of the lines 0 to 199."""
+    """Open a corpus of the lines 0 to 199 with twenty lines per shard."""
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"text": f"{number:03}"}) + "\n" for number in range(200)))
 
@@ -156,7 +156,7 @@ def test_shard_of_a_killed_process_is_tokenized_by_another(tmp_path, corpus):
     process.start()
     assert flag.wait(60)
     one = corpus()
-    # The other process holds its lock.
+    # The other process has locked it.
     assert not one._write_unless_locked(0, lambda: None)
     process.kill()
     process.join()

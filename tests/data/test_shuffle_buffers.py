@@ -1,4 +1,4 @@
-"""Samples of a corpus of many shards: independent of the access order, and no shard before it is needed."""
+"""Samples of a corpus of many shards: independent of the access order; shards are loaded when needed."""
 
 import itertools
 import multiprocessing
@@ -112,7 +112,7 @@ def test_progress_increases_and_is_whole_at_each_epoch_end(shards, size, packing
     assert next(number for number, share in enumerate(shares) if share >= 1) == dataset.samples_per_epoch
     assert shares[dataset.samples_per_epoch] == 1.0
     assert shares[-1] == 2.0
-    # Known before the number of dataset is.
+    # Known before the number of samples is.
     fresh = PackedDataset(Corpus(shards), size, packing=packing)
     assert [fresh.epochs(number) for number in range(dataset.samples_per_epoch + 1)] == shares[
         : dataset.samples_per_epoch + 1
@@ -228,7 +228,7 @@ def test_held_out_documents_of_many_shards():
     trained, evaluated = ({int(sample["input_ids"][0]) for sample in epoch_of(part)} for part in dataset)
     assert not trained & evaluated
     assert len(trained | evaluated) == 4000
-    assert 90 <= len(evaluated) <= 166  # 64 shards of 40 * 0.05 = 2 each; the rounding of each is drawn
+    assert 90 <= len(evaluated) <= 166  # 64 shards of 40 * 0.05 = 2 each, rounded randomly
     assert {token // 100_000 for token in evaluated} <= set(held_out.shards.tolist())
     again = split_documents(corpus, 0.05, seed=4)[1]
     assert set(again.shards.tolist()) != set(held_out.shards.tolist())

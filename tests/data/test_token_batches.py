@@ -1,4 +1,4 @@
-"""Batches by tokens: no padding, no document lost, balanced ranks, and a state that any number of ranks can load."""
+"""Batches by tokens: no padding, no lost document, balanced ranks, and a state for any number of ranks."""
 
 import itertools
 
@@ -138,8 +138,9 @@ def test_rank_without_documents_gets_a_batch_without_targets():
 
 
 def imbalance(assigned, lengths, attention_cost):
-    """Tokens and cost of the most loaded rank over the mean; and the time of all rounds, each as long as its longest
-    micro batch, over that of an even distribution."""
+    """Imbalance of tokens and of cost: the rank with most load relative to the mean. Imbalance of time: each round
+    takes as long as its longest micro batch, relative to an even distribution.
+    """
     cost = lengths + attention_cost * lengths**2
     costs = np.array([[cost[indices].sum() for indices in own] for own in assigned])
     tokens = np.array([sum(lengths[indices].sum() for indices in own) for own in assigned])
@@ -188,10 +189,10 @@ def test_ranks_are_balanced_on_skewed_lengths():
     assert np.max(after, 0)[2] < 1.015
 
 
-def test_balancing_is_deterministic_and_adds_micro_batches_when_documents_do_not_fit():
+def test_balancing_adds_micro_batches_if_documents_do_not_fit():
     lengths = [6, 6, 6, 2, 2, 2]
     assert balance_micro_batches(lengths, 2, 8) == balance_micro_batches(np.array(lengths), 2, 8)
-    # 24 tokens would fill three batches of 8, which two ranks cannot have; 5s fill none.
+    # 24 tokens would fill three batches of 8, but two ranks need an even number; documents of 5 fill none.
     assert [len(one) for one in balance_micro_batches(lengths, 2, 8)] == [2, 2]
     assert [len(one) for one in balance_micro_batches([5, 5, 5, 5, 5], 2, 8)] == [3, 3]
     assert balance_micro_batches([], 2, 8) == [[[]], [[]]]

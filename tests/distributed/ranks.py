@@ -1,4 +1,4 @@
-"""Processes that stand for ranks: started once, they run functions of the tests, each in a fresh gloo group.
+"""Rank processes: started once, they run functions of the tests, each in a new gloo group.
 
 `Ranks(4, forks).run(function, *arguments)` returns what `function` returned on each of two ranks, or raises the first
 error.
@@ -22,12 +22,12 @@ from typing import Any
 
 _START_TIMEOUT = 120
 _RUN_TIMEOUT = 120
-# Two runs of the tests on one machine begin at different places.
+# Two test runs on one machine start at different ports.
 _places = itertools.count(random.SystemRandom().randrange(1000))
 
 
 class RankFailed(Exception):
-    """A function of a test failed on one rank; the message holds that rank's traceback."""
+    """A function of a test failed on one rank; the message has the traceback of that rank."""
 
 
 class Ranks:
@@ -46,7 +46,7 @@ class Ranks:
     def run(
         self, function: Callable[..., Any], *arguments: Any, world: int = 2, timeout: float = _RUN_TIMEOUT
     ) -> list[Any]:
-        """Call `function(*arguments)` on each rank; processes beyond `world` sit out."""
+        """Call `function(*arguments)` on each rank; processes beyond `world` stay idle."""
         port = free_port()
         for rank in range(world):
             task = (function.__code__.co_filename, function.__name__, arguments, world, port)
@@ -70,8 +70,9 @@ class Ranks:
 
 
 def free_port() -> int:
-    """A port that nobody else is given before it is used: the system hands out higher ones, and workers of pytest-xdist
-    have a thousand each."""
+    """A port that no other process gets before it is used: the system assigns higher ones, and each pytest-xdist worker
+    has a range of a thousand.
+    """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
         port = 10_000 + 1000 * (worker % 20) + next(_places) % 1000
@@ -100,7 +101,7 @@ def _serve(connection: Connection, rank: int) -> None:
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
         _load(str(Path(__file__).parents[1] / "interpreter.py")).speed_up()
-    # Drawing a curve takes as long as the run that it is of.
+    # Plotting a loss curve takes as long as the run.
     loss_curve.draw_loss_curve = lambda rows, path, **_: path.touch()
     connection.send(rank)
     while True:

@@ -1,4 +1,4 @@
-"""A rank that fails takes the others along, and its own error reaches the user."""
+"""If one rank fails, the others exit and the user sees its error."""
 
 import json
 import time
@@ -57,7 +57,7 @@ def start(forks, free_port, tmp_path):
 
 
 def ended(processes):
-    """[(exit code, output)] of two ranks, and the seconds that the later one took."""
+    """[(exit code, output)] of two ranks, and the seconds until the last one exited."""
     started = time.monotonic()
     texts = ["".join(process.communicate(timeout=50)) for process in processes]
     return [(p.returncode, text) for p, text in zip(processes, texts, strict=True)], time.monotonic() - started
@@ -70,7 +70,7 @@ def test_other_ranks_exit_and_name_the_failed_rank(start, case, kind, culprit):
     results, seconds = ended(start(case, culprit))
     assert all(code != 0 for code, _ in results)
     message = f"{kind}: only rank {culprit} sees this"
-    # Python tells what sys.exit was given by itself.
+    # Python itself prints the argument of sys.exit.
     assert message.removeprefix("SystemExit: ") in results[culprit][1]
     other = results[1 - culprit][1]
     assert f"opslot: rank {1 - culprit} stops: rank {culprit} failed: " in other
@@ -81,7 +81,7 @@ def test_other_ranks_exit_and_name_the_failed_rank(start, case, kind, culprit):
 
 @pytest.mark.parametrize("case", ["user", "all"])
 def test_failed_rank_exits_first(start, case):
-    """A launcher then ends the others, and shows the error of the first."""
+    """A launcher then stops the others, and shows the error of the first."""
     processes = start(case, lead=20)
     while all(process.poll() is None for process in processes):
         time.sleep(0.02)
@@ -99,9 +99,9 @@ def test_torchrun_error_file_has_no_traceback_of_opslot_errors(tmp_path, monkeyp
         raise kind("seen here")
     except kind as error:
         consensus._record(error)
-    told = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
-    assert f"{kind.__name__}: seen here" in told
-    assert ("Traceback" in told) == (kind is IndexError)
+    reported = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
+    assert f"{kind.__name__}: seen here" in reported
+    assert ("Traceback" in reported) == (kind is IndexError)
 
 
 def test_unwritable_error_file_is_ignored(tmp_path, monkeypatch):
@@ -117,7 +117,7 @@ def test_error_of_all_ranks_is_reported(start):
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_killed_rank_is_named(start, culprit):
-    """Rank 0 keeps the store here."""
+    """The store runs in the process of rank 0."""
     results, seconds = ended(start("killed", culprit))
     assert results[culprit][0] == -9
     code, text = results[1 - culprit]

@@ -1,6 +1,6 @@
-"""FSDP's collectives as copies: the same training as by the process group's own, from memory that ranks share.
+"""Copy-engine collectives of FSDP: training equals that with the process group's collectives.
 
-Files that several processes map stand for the memory of peers' GPUs; `test_multigpu.py` runs the same on GPUs.
+Memory-mapped files replace the memory of peer GPUs; `test_multigpu.py` runs the same on GPUs.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ if not hasattr(tiny, "train"):
 
 
 class MappedMemory:
-    """A file for each rank, mapped by all."""
+    """One file per rank, mapped by all ranks."""
 
     def __init__(self, size, group, device):
         self._group = group
@@ -41,7 +41,7 @@ class MappedMemory:
 
 @contextlib.contextmanager
 def mapped_memory(buffer_bytes=1000):
-    """Inside, copies go through mapped files, in parts; gives the dtypes in which gradients are sent."""
+    """Copy through mapped files, in parts; yields the dtypes in which gradients are sent."""
     sent = []
     send = copy_engine.CopyReduceScatter.__call__
 
@@ -83,7 +83,7 @@ def test_training_with_copies_equals_training_with_gloo(ranks, world, name, size
     kwargs = {"steps": 3, "micro_batches": world, **kwargs}
     for found, expected, sent in ranks.run(both_ways, name, sizes, options, kwargs, world=world):
         assert sent
-        # Two ranks' sums have one order.
+        # A sum over two ranks has only one order.
         exact = world == 2
         torch.testing.assert_close(
             torch.tensor(found, dtype=torch.float64),
@@ -94,7 +94,7 @@ def test_training_with_copies_equals_training_with_gloo(ranks, world, name, size
 
 
 def gradients(accumulated):
-    """Gradients without copies and with, and the dtypes in which these were sent."""
+    """Gradients without and with copies, and the dtypes in which the latter were sent."""
     state = init_parallel_state(device_type="cpu")
     found = []
     for engine in (False, True):
@@ -107,7 +107,7 @@ def gradients(accumulated):
                     model(torch.randn(5, 8)).square().sum().backward()
             found.append([p.grad.full_tensor().tolist() for p in model.parameters()])
             model.zero_grad()
-            # Nobody says that these are no sums.
+            # These reductions must be sums.
             model(torch.ones(5, 8)).sum().backward()
     return *found, sent
 
@@ -135,7 +135,7 @@ def test_unavailable_copies_raise_if_requested(ranks):
 
 
 def ring():
-    """Transfers of growing and shrinking sizes, one after another without a wait between them; what came out wrong."""
+    """Consecutive transfers of growing and shrinking sizes without a wait between them; returns the wrong results."""
     device = init_parallel_state(device_type="cpu").device
     group = dist.group.WORLD
     rank, world = group.rank(), group.size()

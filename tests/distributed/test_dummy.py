@@ -1,4 +1,4 @@
-"""A rank whose batch lacks a modality keeps up with the others, and adds nothing."""
+"""A rank whose batch lacks a modality runs the same collectives as the others, with zero gradients."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Returns what Transformers' encoders do: a mapping of several tensors."""
+    """Returns a mapping of several tensors, like Transformers' encoders."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ def test_dummy_inputs_are_cast_to_param_dtype(ranks):
 
 
 def test_dummy_forward_on_all_ranks():
-    """The zero is one, whatever the module gives, and so are the gradients."""
+    """The result is zero for any module output, and so are the gradients."""
     model, _ = model_and_batches(False)
     zero = dummy_forward(model.visual, torch.randn(3, 6))
     assert zero.shape == ()

@@ -1,4 +1,4 @@
-"""Plans that name parameters, and experts on two ranks against one process."""
+"""Plans that name parameters, and experts on two ranks compared with one process."""
 
 import inspect
 from functools import partial
@@ -16,7 +16,7 @@ HIDDEN, WIDTH = 6, 4
 
 
 def experts(x, gate_up, down, index, weights):
-    """The op's definition, over local experts; indices that are none of them add nothing."""
+    """The op's definition with local experts; indices of other experts are ignored."""
     assert len(x), "a kernel is not called without tokens"
     out = torch.zeros_like(x)
     for e in range(len(gate_up)):
@@ -31,7 +31,7 @@ def problem(total, tokens, hit, top_k=2):
     scores = torch.rand(tokens, total, generator=g, dtype=torch.float64)
     scores[:, hit:] = 0
     weights, index = scores.topk(top_k, -1)
-    index[1::4, 0] = total  # no expert at all
+    index[1::4, 0] = total  # no expert
     return {
         "x": torch.randn(tokens, HIDDEN, generator=g, dtype=torch.float64),
         "gate_up": torch.randn(total, 2 * WIDTH, HIDDEN, generator=g, dtype=torch.float64),
@@ -152,7 +152,7 @@ def test_parameters_stay_with_their_expert(ranks, variant, kernel, tokens_of_ran
 
 
 def travelled(dtype):
-    """Routing weights and indices as they arrive at this rank, against those that the ranks sent."""
+    """Dispatched routing weights and indices on this rank, compared with those on the ranks that sent them."""
     state = init_parallel_state(device_type="cpu", ep=2)
     p = problem(4, 12, 4, 3)
     rows = slice(5 * state.ep_rank, 5 + 7 * state.ep_rank)

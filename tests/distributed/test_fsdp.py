@@ -1,4 +1,4 @@
-"""What parallelize does to a model, and what it refuses."""
+"""What parallelize does to a model, and invalid arguments."""
 
 import importlib.util
 import math
@@ -69,7 +69,7 @@ FUSED_NORM = {"preset": "eager", "rms_norm_implementation": "triton"}
 
 
 def fused_norm(recompute):
-    """Gradients with the residual inside the norm, and how often that kernel ran."""
+    """Gradients with fused_add_rms_norm, and the number of its calls."""
     from opslot.ops.rms_norm import triton
 
     state = init_parallel_state(device_type="cpu")
@@ -96,7 +96,7 @@ def test_norm_weight_is_unsharded_in_its_layer(ranks, recompute):
 
 
 def clipped(sizes, max_norm):
-    """The norm that clip_grad_norm found, and the norm of the whole gradients afterwards."""
+    """The norm that clip_grad_norm returned, and the norm of the full gradients afterwards."""
     state = init_parallel_state(device_type="cpu", **sizes)
     model = opslot.parallelize(tiny.build("qwen3_moe", "auto"), state)
     loss_of(model, state).backward()
@@ -124,7 +124,7 @@ def test_clip_grad_norm_of_plain_tensors_and_of_none():
     parameter.grad = torch.tensor([3.0, 4.0])
     assert clip_grad_norm([parameter], 1.0) == 5
     torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
-    # As torch's own function takes it.
+    # Like torch's own function.
     parameter.grad = torch.tensor([3.0, 4.0])
     assert clip_grad_norm(parameter, 1.0, "inf") == 4
 
@@ -149,8 +149,8 @@ def norms_of_16_bits(dtype, value):
 
 
 @pytest.mark.parametrize(("dtype", "value"), [(torch.bfloat16, 1.015625), (torch.float16, 6e4)])
-def test_the_norm_of_16_bit_gradients_has_32(ranks, dtype, value):
-    """bfloat16 would round it by half a percent, and it has no place in float16."""
+def test_norm_of_16_bit_gradients_is_float32(ranks, dtype, value):
+    """bfloat16 would have an error of half a percent, and float16 would overflow."""
     for found, stored, after in ranks.run(norms_of_16_bits, dtype, value):
         assert found == pytest.approx(value * math.sqrt(304), rel=1e-5)
         assert stored is dtype
@@ -158,7 +158,7 @@ def test_the_norm_of_16_bit_gradients_has_32(ranks, dtype, value):
 
 
 def spoiled(value):
-    """Norms of several orders when one rank's part of one gradient holds `value`."""
+    """Norms of several orders if one rank's shard of one gradient contains `value`."""
     state = init_parallel_state(device_type="cpu")
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4) for _ in range(3)]
@@ -182,7 +182,7 @@ def test_nonfinite_gradient_on_one_rank_is_in_every_norm(ranks, value):
 
 
 def norms_of_few_rows():
-    """Norms of several orders of gradients of which the second rank holds nothing."""
+    """Norms of several orders of gradients whose shard on the second rank is empty."""
     state = init_parallel_state(device_type="cpu")
     torch.manual_seed(0)
     layer = fully_shard(nn.Linear(4, 1), mesh=state.fsdp_mesh)
@@ -197,7 +197,7 @@ def test_clip_grad_norm_with_an_empty_shard(ranks):
 
 
 def communication():
-    """Reductions of a micro batch in the middle of a step and of its last one."""
+    """Reductions during a micro batch in the middle of a step and during the last one."""
     state = init_parallel_state(device_type="cpu", ep=2)
     model = opslot.parallelize(tiny.build("qwen3_moe", "auto"), state)
     counts = []
@@ -211,12 +211,12 @@ def communication():
 def test_gradient_accumulation_reduces_once_per_step(ranks):
     for middle, last in ranks.run(communication):
         reductions = [sum(n for op, n in counts.items() if "reduce_scatter" in op) for counts in (middle, last)]
-        # Two layers, the head and the root; experts are whole on their ep rank and have nothing to reduce.
+        # Two layers, the head and the root; experts are not sharded within their ep rank, so they are not reduced.
         assert reductions == [0, 4]
 
 
 def order_of_reductions(ops):
-    """Parameters in the order in which their gradients were reduced, and logits of an evaluation afterwards."""
+    """Parameters in the order in which their gradients were reduced, and evaluation logits afterwards."""
     state = init_parallel_state(device_type="cpu")
     model = opslot.parallelize(tiny.build("qwen3", ops), state)
     seen = []
@@ -337,7 +337,7 @@ def refused(case):
 
 
 def half_frozen():
-    """One process's gradient of a layer whose frozen weight has another dtype than its bias."""
+    """The gradient in one process of a layer whose frozen weight has another dtype than its bias."""
     state = init_parallel_state(device_type="cpu")
     model = Stack()
     model.blocks[0].bias.requires_grad_(False).data = model.blocks[0].bias.data.bfloat16()
@@ -374,7 +374,7 @@ def test_invalid_arguments_raise(ranks, rank_failed, case, message):
         ranks.run(refused, case)
 
 
-def test_plan_of_the_model_overrides_that_of_the_architecture():
+def test_model_plan_overrides_the_architecture_plan():
     model = tiny.build("qwen3_moe")
     assert set(parallel_plan(model).extra_parallel_plan["ep"]) == {
         "model.layers.*.mlp.experts.gate_up_proj",

@@ -1,4 +1,4 @@
-"""Ranks whose launcher is killed end, whatever they are doing."""
+"""Ranks exit when their launcher is killed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def slow(case: str):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs POSIX processes")
 @pytest.mark.parametrize("case", ["importing", slow("connecting"), "waiting", slow("training")])
-def test_ranks_end_when_torchrun_is_killed(case: str, tmp_path: Path, free_port) -> None:
+def test_ranks_exit_when_torchrun_is_killed(case: str, tmp_path: Path, free_port) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
@@ -69,7 +69,7 @@ def test_ranks_end_when_torchrun_is_killed(case: str, tmp_path: Path, free_port)
         run.wait()
         (tmp_path / "killed").touch()
         killed = time.monotonic()
-        # The output ends with the last process that can write to it.
+        # The output is closed when the last process that can write to it exits.
         output, _ = run.communicate(timeout=30)
         assert time.monotonic() - killed < 20
     finally:

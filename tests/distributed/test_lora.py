@@ -1,4 +1,4 @@
-"""PEFT's adapters on a model over two ranks: losses and gradient norms of one process."""
+"""PEFT's adapters on two ranks: the same losses and gradient norms as in one process."""
 
 import importlib.util
 import sys
@@ -44,7 +44,7 @@ def train(name, sizes):
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("qwen3", {}), ("qwen3", {"sp": 2}), ("qwen3_moe", {"ep": 2})])
-def test_adapters_over_ranks(ranks, name, sizes):
+def test_two_ranks_equal_one(ranks, name, sizes):
     expected = torch.tensor(train(name, None))
     assert expected[0, 1] > 1e-2
     assert expected[0, 0] != expected[-1, 0]

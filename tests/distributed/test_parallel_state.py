@@ -1,4 +1,4 @@
-"""The meshes, who is where on them, and sizes that do not fit."""
+"""The meshes, the coordinates of ranks, and invalid sizes."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_more_processes_than_gpus_raise_on_each(monkeypatch):
             init_parallel_state(device_type="cuda")
 
 
-def test_sizes_that_fit():
+def test_valid_sizes():
     assert check_sizes(8, dp_replicate=1, dp_shard=None, sp=2, ep=8) == 4
     assert check_sizes(8, dp_replicate=2, dp_shard=None, sp=2, ep=4) == 2
     assert check_sizes(8, dp_replicate=2, dp_shard=4, sp=1, ep=1) == 4

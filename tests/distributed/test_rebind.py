@@ -1,4 +1,4 @@
-"""Binding a parallelized model again keeps what parallelism applied to its kernels."""
+"""Re-binding a parallelized model keeps the parallel wrappers of its kernels."""
 
 import importlib.util
 import sys
@@ -45,7 +45,7 @@ def differences(before, after):
 
 
 def rebound(name, sizes, ops, options=None):
-    """What differs after binding again, after a move to another device, and after both."""
+    """The differences after re-binding, after a move to another device, and after both."""
     binding = sys.modules["opslot.slots.binding"]
     model, state = parallelized(name, sizes, ops, options)
     table = str(opslot.explain(model))
@@ -58,7 +58,7 @@ def rebound(name, sizes, ops, options=None):
         opslot.bind(model, {"preset": "eager", "overrides": {}})
     finally:
         binding.facts_of = real
-    # The first forward pass on the CPU selects kernels for it again.
+    # The first forward on the CPU re-selects kernels.
     found += differences(loss_and_gradients(model, state), loss_and_gradients(model, state))
     opslot.bind(torch.nn.ModuleDict({"inner": model}), ops)
     found += differences(before, loss_and_gradients(model, state))
@@ -86,7 +86,7 @@ def test_rebinding_keeps_parallel_wrappers(ranks, name, sizes, ops, options, sho
 
 
 def other_kernels(name, sizes):
-    """Loss with other kernels than those that the model was parallelized with, and with those."""
+    """Loss with kernels selected after parallelizing, and with those selected before."""
     model, state = parallelized(name, sizes, "eager")
     before = loss_and_gradients(model, state)["loss"].item()
     opslot.bind(model, "auto")

@@ -1,4 +1,4 @@
-"""A checkpoint of one mesh, gone on from on another: the losses are those of the run that never stopped."""
+"""Resume a checkpoint on another mesh: the losses equal those of an uninterrupted run."""
 
 import importlib.util
 import sys
@@ -28,7 +28,7 @@ def train(ranks, mesh, **kwargs):
 
 @pytest.fixture(scope="module")
 def whole():
-    """A run that never stopped."""
+    """An uninterrupted run."""
     return torch.tensor(on_ranks(None, {"steps": 5}))
 
 

@@ -1,4 +1,4 @@
-"""Rows cut into the parts of two sequence-parallel ranks."""
+"""Batches sharded into local sequences for two sequence-parallel ranks."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from opslot.distributed import ParallelState, shard_sequence
 
 
 class _Ranked(ParallelState):
-    """A state that says which part of a sequence it is, without processes."""
+    """A state with a given sequence-parallel rank, without processes."""
 
     sp_rank = 0
 

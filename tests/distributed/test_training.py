@@ -1,4 +1,4 @@
-"""Five steps on two ranks against one process: losses and gradient norms, for all axes."""
+"""Five steps on two ranks compared with one process: losses and gradient norms, for all axes."""
 
 import importlib.util
 import sys
@@ -12,7 +12,7 @@ tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spe
 if not hasattr(tiny, "train"):
     _spec.loader.exec_module(tiny)
 
-# With and without biases and norms of heads. The slots of other architectures are Qwen3's: tests/models.
+# With and without biases and norms of heads. Other architectures have the slots of Qwen3 (tests/models).
 DENSE = ["qwen2", "qwen3"]
 SIZES = {"fsdp": {}, "sp": {"sp": 2}, "ep": {"ep": 2}, "sp and ep": {"sp": 2, "ep": 2}, "hsdp": {"dp_replicate": 2}}
 
@@ -25,7 +25,7 @@ _alone = {}
 
 
 def train_alone(name, kwargs):
-    """What one process finds, computed once for all the meshes that it is compared with."""
+    """The result of one process, computed once for all meshes."""
     key = name, repr(sorted(kwargs.items()))
     if key not in _alone:
         _alone[key] = torch.tensor(tiny.train(name, **kwargs))
@@ -41,13 +41,13 @@ def check(ranks, name, sizes, world=2, **kwargs):
 
 @pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("axis", ["fsdp", "sp"])
-def test_dense(ranks, name, axis):
+def test_dense_equals_one_process(ranks, name, axis):
     check(ranks, name, SIZES[axis], micro_batches=2)
 
 
 @pytest.mark.parametrize("axis", list(SIZES))
 @pytest.mark.parametrize("ops", ["eager", "auto"])
-def test_experts(ranks, axis, ops):
+def test_experts_equal_one_process(ranks, axis, ops):
     check(ranks, "qwen3_moe", SIZES[axis], micro_batches=2, ops=ops, aux_loss=ops == "eager")
 
 
@@ -80,7 +80,7 @@ def test_ulysses_pipeline(ranks):
 
 @pytest.mark.parametrize("name", [*DENSE, "qwen3_moe"])
 def test_ulysses_overlap(ranks, name):
-    """The same numbers as without, bit for bit; but for rounding where a head is repeated, here with recomputation."""
+    """Equal to no overlap bit for bit, except for rounding where heads are repeated (here with recomputation)."""
     kwargs = {"steps": 2, "micro_batches": 2, "documents": (2, 7, 3)}
     plain = ranks.run(on_ranks, name, SIZES["sp"], kwargs)
     assert ranks.run(on_ranks, name, SIZES["sp"], {**kwargs, "options": {"ulysses_overlap": True}}) == plain
@@ -89,7 +89,7 @@ def test_ulysses_overlap(ranks, name):
 
 
 def overlapped():
-    """Projections, and when their all-to-alls start and are awaited, forward and backward."""
+    """Order of projections and of starts and waits of their all-to-alls, forward and backward."""
     from opslot.distributed import _collectives, init_parallel_state, shard_sequence
     from opslot.models.parallelize import parallelize
 
@@ -113,7 +113,7 @@ def overlapped():
 
 def test_all_to_all_starts_before_the_next_projection(ranks):
     for forward, backward in ranks.run(overlapped):
-        # The all-to-all of a projection is started by a hook that runs before this test's.
+        # The hook that starts the all-to-all of a projection runs before the hook of this test.
         started = ["q_proj", "start", "k_proj", "start", "start", "v_proj"]
         assert forward == [*started, "wait", "wait", "wait", "o_proj"]
         assert backward == ["start"] * 3 + ["wait"] * 3
@@ -170,13 +170,13 @@ def without(entry):
     ],
 )
 def test_local_sequence_without_sharding_raises(ranks, rank_failed, entry, message):
-    """All would go unnoticed: wrong positions, one label less at each border, and the sum of the ranks' means."""
+    """Without an error, positions would be wrong, labels missing at shard boundaries, and means summed over ranks."""
     with pytest.raises(rank_failed, match=rf"without {entry}, so {message}\n  hint: .*shard_sequence"):
         ranks.run(without, entry)
 
 
 def noticed():
-    """Lines logged when a model on two ranks gets no labels, their count too, labels in evaluation, labels alone."""
+    """Log records for a model on two ranks: no labels, labels and num_items, labels in evaluation, only labels."""
     import logging
 
     from opslot.distributed import init_parallel_state
@@ -252,7 +252,7 @@ def test_tied_embeddings(ranks):
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("axis", ["fsdp", "sp"])
 def test_fused_loss(ranks, name, axis):
-    """It reads the head's weight, which FSDP keeps apart from the root's parameters."""
+    """It reads the head's weight, which has an FSDP group separate from the root."""
     ops = {"preset": "eager", "cross_entropy_loss_implementation": "chunk_loss"}
     check(ranks, name, SIZES[axis], micro_batches=4, ops=ops, aux_loss="moe" in name)
 
@@ -266,6 +266,6 @@ def test_cpu_offload(ranks):
     [{"ep": 2}, {"dp_replicate": 2, "ep": 2}, {"sp": 2, "ep": 2}, {"sp": 2, "ep": 4}, {"dp_replicate": 2, "sp": 2}],
     ids=str,
 )
-def test_four_ranks(ranks, sizes):
-    """Experts that are sharded inside their ep rank, replicas, and axes that cross."""
+def test_four_ranks_equal_one_process(ranks, sizes):
+    """Experts sharded within their ep rank, HSDP, and combined axes."""
     check(ranks, "qwen3_moe", sizes, world=4, steps=3, micro_batches=4, ops="auto", aux_loss=True)

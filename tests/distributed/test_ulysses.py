@@ -1,4 +1,4 @@
-"""Sequence parallelism on two ranks against one process, values and gradients, in fp64."""
+"""Sequence parallelism on two ranks compared with one process, values and gradients, in fp64."""
 
 from functools import partial
 
@@ -28,7 +28,7 @@ def part(x, dim, rank):
 
 
 def transposes():
-    """Both directions move what they say, and their gradients move it back."""
+    """Both directions move the right elements, and their backward is the inverse."""
     rank = init_parallel_state(device_type="cpu", sp=2).sp_rank
     worst = 0.0
     for shape, seq, heads in (((2, 6, 4, 3), 1, 2), ((6, 8), 0, 1), ((1, 4, 6), 1, -1), ((2, 4, 6, 3), 2, 1)):
@@ -50,7 +50,7 @@ def test_gather_seq_scatter_heads_and_back(ranks):
 
 
 def gather_and_slice():
-    """sum over ranks of loss_r(gather(slice(x))) has the gradient of one process that adds up those losses."""
+    """sum over ranks of loss_r(gather(slice(x))) has the gradient of one process that sums those losses."""
     rank = init_parallel_state(device_type="cpu", sp=2).sp_rank
     full = random(3, 7, 2)
     weights = [random(3, 7, 2, seed=s) for s in (1, 2)]
@@ -59,7 +59,7 @@ def gather_and_slice():
     assert local.shape == (3, 4, 2)
     whole = gather_outputs(local * local, 1, unpadded_size=7)
     (whole * weights[rank]).sum().backward()
-    # The ranks hold copies of x, so its gradient is the sum of theirs.
+    # Each rank has a copy of x, so the gradient is the sum over ranks.
     torch.distributed.all_reduce(x.grad)
     return torch.equal(whole, full * full), (x.grad - 2 * full * sum(weights)).abs().max().item()
 
@@ -126,7 +126,7 @@ def plain_attention(module, query, key, value, attention_mask, dropout=0.0, scal
 
 
 def attention_parity(heads, kv_heads, pipeline=1):
-    """Packed documents that cross the ranks' border: output and gradients against one process."""
+    """Packed documents across rank boundaries: output and gradients compared with one process."""
     rank = init_parallel_state(device_type="cpu", sp=2).sp_rank
     batch, length, width = 2, 10, 4
     options = {"scaling": 0.5, "cu_seq_lens_q": torch.tensor([0, 3, 10, 17, 20])}
@@ -155,7 +155,7 @@ def test_heads_in_chunks(ranks, heads, kv_heads, pipeline):
 
 
 class Causal(torch.nn.Module):
-    """Stands for an attention module."""
+    """A minimal attention module."""
 
     is_causal = True
 
@@ -182,7 +182,7 @@ def flash_like(q, k, v, softmax_scale, causal, window_size=(-1, -1), cu_seqlens_
 
 
 def kernel_named(name):
-    """The registered kernel; FlashAttention's adapter over `flash_like`, in place of a library that needs a GPU."""
+    """The registered kernel; FlashAttention's adapter uses `flash_like` instead of a library that requires a GPU."""
     if name != "flash":
         from opslot.slots import KERNEL_REGISTRY
 
@@ -199,7 +199,7 @@ def kernel_named(name):
 
 
 def kernel_parity(name, documents, window):
-    """A kernel under sequence parallelism against the reference in one process: worst error, output and gradients."""
+    """Largest error of output and gradients with sequence parallelism against the reference in one process."""
     from opslot.models._sequence import over_documents
 
     rank = init_parallel_state(device_type="cpu", sp=2).sp_rank
@@ -216,7 +216,7 @@ def kernel_parity(name, documents, window):
     whole = [x.clone().requires_grad_() for x in full]
     expected, _ = over_documents(kernel_named("eager"))(Causal(), *whole, None, **options)
     (expected * weight).sum().backward()
-    # torch has no backward of FlexAttention on CPUs.
+    # torch has no backward for FlexAttention on CPUs.
     forward_only = name == "flex_attention"
     local = [part(x, 2, rank).clone().requires_grad_(not forward_only) for x in full]
     found, _ = ulysses_attention(over_documents(kernel_named(name)))(Causal(), *local, None, **options)

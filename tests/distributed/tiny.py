@@ -1,4 +1,4 @@
-"""Tiny models and batches for the ranks, and training steps that one process and several can take."""
+"""Tiny models and batches, and training steps in one or several processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build(
 ) -> Any:
     """A model of the architecture, the same on every rank.
 
-    `scale` is its weights', `device` what it runs on, `run_dtype` what it computes in where its weights are more exact.
+    `scale` multiplies the weights; `run_dtype` is the dtype of computation if it differs from that of the weights.
     """
     import opslot
 
@@ -53,7 +53,7 @@ def config_of(name: str, **changes: Any) -> Any:
 
 
 def rows(step: int, count: int = 4, length: int = 12, documents: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
-    """Input ids and unevenly masked labels, [count, length]; each row holds documents of the given lengths."""
+    """Input ids and unevenly masked labels, [count, length]; each sample has documents of the given lengths."""
     g = torch.Generator().manual_seed(100 + step)
     ids = torch.randint(COMMON["vocab_size"], (count, length), generator=g)
     labels = ids.masked_fill(torch.rand(count, length, generator=g) < torch.linspace(0.1, 0.6, count)[:, None], -100)
@@ -66,7 +66,7 @@ def rows(step: int, count: int = 4, length: int = 12, documents: tuple[int, ...]
 
 
 def borders(position_ids: torch.Tensor) -> torch.Tensor:
-    """cu_seq_lens of rows whose positions restart with each document."""
+    """cu_seq_lens of samples whose positions restart with each document."""
     starts = (position_ids == 0).flatten().nonzero().flatten()
     return torch.cat([starts, torch.tensor([position_ids.numel()])]).to(torch.int32)
 
@@ -95,11 +95,11 @@ def train(
 
     Args:
         sizes: of the parallel state; None trains in this process alone.
-        micro_batches: into which a step's rows are cut, over all ranks.
+        micro_batches: number of micro batches per step, over all ranks.
         one_expert_for_all: routers are frozen at zero, so all tokens go to the same experts.
-        load: folder of a checkpoint to go on from; its steps are not repeated, `steps` counts from the first.
+        load: folder of a checkpoint to resume from; its steps are not repeated, `steps` counts from the first.
         save: folder for a checkpoint at the end.
-        device: "cuda" has each rank train on a GPU of its own.
+        device: with "cuda", each rank uses its own GPU.
     """
     from opslot.distributed import (
         clip_grad_norm,

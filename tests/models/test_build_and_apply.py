@@ -284,7 +284,7 @@ def test_replaced_forward_is_reported():
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 def test_bound_models_can_be_copied_pickled_saved_and_compiled(arch, tmp_path):
     model = opslot.build_foundation_model(config_of(arch))
-    # Before the first forward: Transformers' hooks that record router logits are local functions, which can't be pickled.
+    # Before the first forward: Transformers' hooks that record router logits are local functions, not picklable.
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)

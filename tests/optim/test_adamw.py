@@ -1,4 +1,4 @@
-"""The optimizer around the kernel: torch's state and numbers, whichever tensors it serves."""
+"""The optimizer with the kernel: the same state and results as torch, for all tensors."""
 
 import copy
 
@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 @pytest.fixture
 def optimizer_class(monkeypatch):
-    """The class with every tensor counted as large and on a GPU, so that the interpreter serves it here."""
+    """The class with every tensor treated as large and on a GPU, so that the interpreter runs the kernel."""
     from opslot.optim import triton as module
 
     monkeypatch.setattr(module, "_served", lambda param: param.numel() > 4)
@@ -31,7 +31,7 @@ def train(optimizer, params, steps, seed=1):
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.0, 0.0)])
-def test_follows_torch_over_many_steps(optimizer_class, betas):
+def test_equals_torch_over_many_steps(optimizer_class, betas):
     ours, theirs = parameters(), parameters()
     options = {"lr": 1e-2, "betas": betas, "weight_decay": 0.1}
     train(optimizer_class(ours, **options), ours, 20)
@@ -40,7 +40,7 @@ def test_follows_torch_over_many_steps(optimizer_class, betas):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_state_dicts_change_hands_with_torchs(optimizer_class):
+def test_state_dicts_are_interchangeable_with_torch(optimizer_class):
     params = parameters()
     optimizer = optimizer_class(params, lr=1e-2)
     train(optimizer, params, 3)
@@ -64,7 +64,7 @@ def test_gradients_are_kept_and_missing_ones_skipped(optimizer_class):
     assert torch.equal(params[2], before)
 
 
-def test_a_closure_runs_before_the_step(optimizer_class):
+def test_closure_runs_before_the_step(optimizer_class):
     param = torch.nn.Parameter(torch.full((8,), 2.0))
     optimizer = optimizer_class([param], lr=0.1, weight_decay=0.0)
 
@@ -79,7 +79,7 @@ def test_a_closure_runs_before_the_step(optimizer_class):
     assert losses == sorted(losses, reverse=True)
 
 
-def test_hooks_of_a_step_run_once_also_beside_torchs_own_optimizer(optimizer_class):
+def test_step_hooks_run_once_also_with_a_torch_optimizer(optimizer_class):
     torch.optim.AdamW(parameters(), fused=True)
     params = parameters()
     optimizer = optimizer_class(params, lr=1e-2)
@@ -90,7 +90,7 @@ def test_hooks_of_a_step_run_once_also_beside_torchs_own_optimizer(optimizer_cla
     assert calls == ["before", "after"] * 2
 
 
-def test_the_trainer_takes_the_kernel_that_is_named():
+def test_trainer_uses_the_named_kernel():
     import opslot
     from opslot.optim.triton import AdamW
     from opslot.trainer.optimizer import adamw_of
@@ -104,12 +104,12 @@ def test_the_trainer_takes_the_kernel_that_is_named():
 
 @pytest.mark.parametrize("steps", [1, 3, 400])
 def test_slow_averages_are_exact_from_the_first_step(optimizer_class, steps):
-    """1 - 0.999 in float32 is 1e-5 off, and so would be the first updates."""
+    """1 - 0.999 in float32 has an error of 1e-5, and the first updates would too."""
     grad = torch.linspace(0.5, 2.0, 8)
     ours = torch.nn.Parameter(torch.zeros(8))
     optimizer = optimizer_class([ours], lr=1e-3, betas=(0.9, 0.999), eps=1e-12, weight_decay=0.0)
     ours.grad = grad
-    # torch makes the state in a first step of its own.
+    # torch creates the state in its first step.
     optimizer.step()
     state = optimizer.state[ours]
     state["step"].fill_(steps - 1)

@@ -115,8 +115,8 @@ def test_problem_of_several_architectures_is_printed_once(capsys, tmp_path):
     capsys.readouterr()
     assert main(["llama", "qwen2", "qwen3", "--check", "--lock", str(lock)]) == 1
     out = capsys.readouterr().out
-    told = [line.partition(" on transformers")[0] for line in out.splitlines() if "ForCausalLMLoss on" in line]
-    assert told == ["llama, qwen3 ForCausalLMLoss", "qwen2 ForCausalLMLoss"]
+    reported = [line.partition(" on transformers")[0] for line in out.splitlines() if "ForCausalLMLoss on" in line]
+    assert reported == ["llama, qwen3 ForCausalLMLoss", "qwen2 ForCausalLMLoss"]
     assert out.endswith(": 2 problems\n")
 
 

@@ -39,7 +39,7 @@ def empty_picture(request):
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory, tokenizer):
-    """config.json of a tiny Qwen3-MoE beside a tokenizer of one token a byte."""
+    """config.json of a tiny Qwen3-MoE and a tokenizer with one token per byte."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(QWEN3_MOE))
     tokenizer.save_pretrained(folder)
@@ -57,7 +57,7 @@ def text_folder(tmp_path_factory):
 
 @pytest.fixture
 def settings(model_folder, text_folder, tmp_path):
-    """A valid configuration, to be changed."""
+    """A valid configuration that tests change."""
     return {
         "model": {"config_path": str(model_folder)},
         "data": {"train_path": f"{text_folder}/*.txt", "max_seq_len": 32, "cache_dir": str(tmp_path / "cache")},
@@ -88,7 +88,7 @@ def train(settings, tmp_path, capsys):
 
 @pytest.fixture
 def torchrun(forks, tmp_path):
-    """Start `torchrun -m opslot train` on a configuration; torchrun is a fork, its ranks are processes of its own."""
+    """Start `torchrun -m opslot train` on a configuration; torchrun is a fork, its ranks are new processes."""
     script = tmp_path / "torchrun.py"
     script.write_text("from torch.distributed.run import main\n\nmain()\n")
 

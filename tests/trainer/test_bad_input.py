@@ -53,12 +53,12 @@ def assert_error(result, *messages, tmp_path):
         ("data", "max_seq_len", 4096, "exceeds the model's max_position_embeddings=128"),
     ],
 )
-def test_one_invalid_field(train, settings, tmp_path, section, field, value, message):
+def test_invalid_field_raises(train, settings, tmp_path, section, field, value, message):
     settings[section][field] = value
     assert_error(train(), message, tmp_path=tmp_path)
 
 
-def test_file_in_place_of_the_checkpoint_folder(train, tmp_path):
+def test_file_instead_of_checkpoint_folder_raises(train, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "checkpoints").write_text("")
     code, _, err = train()
@@ -68,7 +68,7 @@ def test_file_in_place_of_the_checkpoint_folder(train, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoints"]
 
 
-def test_batches_by_samples_and_by_tokens_at_once(train, settings, tmp_path):
+def test_both_batch_size_fields_raise(train, settings, tmp_path):
     settings["data"] |= {"max_tokens_per_batch": 64, "packing": False}
     settings["train"]["micro_batch_size"] = 2
     both = "train.micro_batch_size=2 and data.max_tokens_per_batch=64 both set the micro batch size"
@@ -207,7 +207,7 @@ def test_traceback_option(train, settings):
         ("model", "model_path", "Qwen/Qwen3-0.6B", "model.model_path: Qwen3-0.6B"),
     ],
 )
-def test_impossible_paths_raise(train, settings, tmp_path, monkeypatch, section, field, value, message):
+def test_invalid_paths_raise(train, settings, tmp_path, monkeypatch, section, field, value, message):
     monkeypatch.chdir(tmp_path)
     settings[section][field] = value
     assert_error(train(), message, tmp_path=tmp_path)
@@ -233,7 +233,7 @@ def test_invalid_model_configs_raise(train, settings, tmp_path, model_folder, ch
     assert_error(train(), message, tmp_path=tmp_path)
 
 
-def test_error_in_the_config_is_not_reported_as_the_tokenizers(train, settings, tmp_path, tokenizer, model_folder):
+def test_invalid_config_is_not_reported_as_tokenizer_error(train, settings, tmp_path, tokenizer, model_folder):
     config = json.loads((model_folder / "config.json").read_text())
     folder = tmp_path / "model"
     folder.mkdir()

@@ -52,7 +52,7 @@ def test_changed_text_raises_and_can_be_allowed(train, settings, own_text):
     assert "the data has changed since the checkpoint (data.allow_changes is set): data.train_path: 20 files, " in out
 
 
-def test_changed_tokenizer_raises_by_name(train, settings, own_text, model_folder, tmp_path):
+def test_changed_tokenizer_raises(train, settings, own_text, model_folder, tmp_path):
     assert train()[0] == 0
     tokenizer = load_tokenizer(model_folder)
     tokenizer.add_tokens(["and"])
@@ -64,7 +64,7 @@ def test_changed_tokenizer_raises_by_name(train, settings, own_text, model_folde
     assert "data.train_path" not in err.partition("hint")[0].replace("model.tokenizer_path", "")
 
 
-def test_content_of_large_files_is_sampled(tmp_path, tokenizer, monkeypatch):
+def test_hash_of_large_files_samples_their_content(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr("opslot.data.corpus._DIGEST_BYTES", 1000)
     monkeypatch.setattr("opslot.data.corpus._DIGEST_PART", 100)
     file = tmp_path / "a.txt"

@@ -169,7 +169,7 @@ class Planted:
 
 
 def resealed(folder, **entries):
-    """Record the current files of a checkpoint as the ones that were written, with other `entries` of the state."""
+    """Record the current files of a checkpoint as complete, with changed `entries` of the state."""
     state = json.loads((folder / training_state.STATE_FILE).read_text())
     files = {name: training_state._facts(folder / name) for name in state["files"]}
     state = {name: value for name, value in {**state, "files": files, **entries}.items() if name != "crc32"}
@@ -179,7 +179,7 @@ def resealed(folder, **entries):
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_code_in_the_metadata_is_not_run(tmp_path, wrapped):
-    """Alone, or in what is otherwise the metadata that was written."""
+    """Pickled alone, or within otherwise valid metadata."""
     folder = save(tmp_path, 1)
     planted = Planted(tmp_path / "ran")
     if wrapped:
@@ -194,7 +194,7 @@ def test_code_in_the_metadata_is_not_run(tmp_path, wrapped):
 
 
 def test_code_in_a_value_is_not_run(tmp_path):
-    """Settings of the optimizer are pickled too."""
+    """Optimizer settings are pickled too."""
     model, optimizer = trained(0)
     optimizer.param_groups[0]["lr"] = Planted(tmp_path / "ran")
     folder = checkpointing.write_snapshot(tmp_path, snapshot(1, model, optimizer))
@@ -204,7 +204,7 @@ def test_code_in_a_value_is_not_run(tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"", b"garbage", pickle.dumps([1, 2]), pickle.dumps(torch.Size([1]))])
-def test_metadata_of_something_else_is_an_error(tmp_path, data):
+def test_metadata_of_another_object_raises(tmp_path, data):
     folder = save(tmp_path, 1)
     (folder / ".metadata").write_bytes(data)
     resealed(folder)
@@ -231,7 +231,7 @@ def test_metadata_of_something_else_is_an_error(tmp_path, data):
         {"data": [1]},
     ],
 )
-def test_forged_state_is_an_error(tmp_path, entries):
+def test_forged_state_raises(tmp_path, entries):
     folder = save(tmp_path, 1)
     resealed(folder, **entries)
     with pytest.raises(CheckpointError, match=r"step_00000001 cannot be read\n  found: "):
@@ -239,7 +239,7 @@ def test_forged_state_is_an_error(tmp_path, entries):
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "", "\xff", '{"step": 1e999}'])
-def test_state_that_is_not_json_is_an_error(tmp_path, text):
+def test_state_that_is_not_json_raises(tmp_path, text):
     folder = save(tmp_path, 1)
     (folder / training_state.STATE_FILE).write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match="step_00000001 cannot be read"):
@@ -247,7 +247,7 @@ def test_state_that_is_not_json_is_an_error(tmp_path, text):
 
 
 @pytest.mark.parametrize("name", [training_state.STATE_FILE, training_state.KERNELS_FILE, "__0_0.distcp", ".metadata"])
-def test_folder_in_place_of_a_file_is_an_error(tmp_path, name):
+def test_folder_instead_of_a_file_raises(tmp_path, name):
     folder = save(tmp_path, 1)
     (folder / name).unlink()
     (folder / name).mkdir()
@@ -259,7 +259,7 @@ def test_folder_in_place_of_a_file_is_an_error(tmp_path, name):
     "states",
     [{}, {"python": 1, "numpy": 2, "torch": 3}, {"python": [3, [1], None], "numpy": [], "torch": "zz"}],
 )
-def test_forged_random_states_are_an_error(states):
+def test_forged_random_states_raise(states):
     with pytest.raises(CheckpointError, match="random states"):
         restore_random_states(states)
 
@@ -280,7 +280,7 @@ def test_rotation_leaves_copies_under_other_names(tmp_path):
     assert [path.name for path in checkpointing.find_checkpoints(tmp_path)] == ["step_00000003"]
 
 
-def test_steps_of_nine_digits_are_the_newest(tmp_path):
+def test_checkpoints_are_sorted_by_step_number(tmp_path):
     for step in (99_999_999, 100_000_000):
         save(tmp_path, step)
     found = [path.name for path in checkpointing.find_checkpoints(tmp_path)]
@@ -299,7 +299,7 @@ def test_checkpoint_under_another_name_is_complete_and_loaded(tmp_path):
 
 @pytest.fixture
 def held_back(monkeypatch):
-    """Saves stop before they are complete, until the event is set."""
+    """Saves wait for the event before they complete."""
     go_on, finish = threading.Event(), training_state._finish
 
     def wait_and_finish(*arguments):
@@ -342,7 +342,7 @@ def test_save_waits_for_the_previous_one(tmp_path, held_back):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])])
 def test_background_saves_have_their_own_state(tmp_path, device):
-    """On a GPU each save is staged in the memory of the one before."""
+    """On a GPU each save is staged in the memory of the previous one."""
     model, optimizer = trained(0)
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

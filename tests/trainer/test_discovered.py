@@ -19,7 +19,7 @@ SIZES = {
 
 @pytest.fixture
 def of(settings, tmp_path, tokenizer):
-    """Changes `settings` to a model of another type."""
+    """Changes `settings` to another model type."""
 
     def of(model_type, **sizes):
         folder = tmp_path / model_type
@@ -74,7 +74,7 @@ VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2
 
 
 def with_vision(name, **sizes):
-    """Sizes of the model with a vision tower, as the checkpoints on the hub have them."""
+    """Config with a vision tower, as in checkpoints on the Hub."""
     text = SIZES | DELTA | sizes | {"model_type": f"{name}_text"}
     return {"text_config": text, "vision_config": VISION}
 

@@ -43,8 +43,8 @@ def test_packed_documents_are_isolated(model_folder, ops, model_type):
         alone = [model(input_ids=torch.tensor([document]), use_cache=False).logits[0] for document in DOCUMENTS]
     offsets = batch["cu_seq_lens_q"].tolist()
     # Transformers' eager attention computes its softmax in fp32, whose sums depend on the sample length and the CPU.
-    # Each probability has an error of a few eps, and each layer passes it on to the logits. A token of another
-    # document would change the logits by 1e-2 of their size and more.
+    # Each probability has an error of a few eps, which each layer propagates to the logits. A token of another
+    # document would change the logits by a factor of 1e-2 or more.
     in_fp32 = ops == "eager"
     scale = max(logits.abs().max().item() for logits in alone)
     atol = 4 * model.config.num_hidden_layers * torch.finfo(torch.float32).eps * scale if in_fp32 else 1e-9
@@ -59,5 +59,5 @@ def test_packed_documents_are_isolated(model_folder, ops, model_type):
         )
         for i in (0, 1, 2, 3, 0)
     )
-    # Upstream takes the loss in fp32.
+    # Transformers computes the loss in fp32.
     assert packed_loss.item() == pytest.approx(loss.item(), rel=1e-6)

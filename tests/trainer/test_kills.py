@@ -1,4 +1,4 @@
-"""Two processes that lose a rank, all ranks, or room on the disk: what was saved stays, and the curve goes on."""
+"""Two processes of which one or all are killed, or with a full disk: checkpoints are kept and runs resume."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ sys.exit(cli_train([file]))
 def config(settings, tmp_path):
     """Write `settings` for six steps with a checkpoint every second, and changes to `train`; returns the file."""
     settings["train"] |= {"micro_batch_size": 1, "save_steps": 2, "max_steps": 6, "lr_scheduler": "constant"}
-    # AdamW's first steps turn rounding in the smallest gradients into whole steps of the learning rate.
+    # AdamW's first steps amplify rounding in the smallest gradients to full steps of the learning rate.
     settings["train"]["lr"] = 1e-3
 
     def write(name, **changes):
@@ -64,7 +64,7 @@ def config(settings, tmp_path):
 
 @pytest.fixture
 def start(forks, free_port, tmp_path):
-    """Start two processes on a case of SCRIPT; returns them and the file that says that they are midway in a save."""
+    """Start two processes on a case of SCRIPT; returns them and the file that they create in the middle of a save."""
     processes = []
 
     def run(case, file):
@@ -139,10 +139,10 @@ def test_kill_during_a_save_resumes_from_the_previous_checkpoint(ranks, config, 
 def test_full_disk_on_one_rank_raises_on_all(config, start, tmp_path):
     codes, errors = finish(start("full", config("run"))[0])
     assert codes == [1, 1]
-    told = "".join(errors)
-    assert told.count("opslot: error: ") == 1
-    assert "the checkpoint of step 4 cannot be written" in told
-    assert "rank 1: [Errno 27] File too large" in told
-    assert "Traceback" not in told
+    output = "".join(errors)
+    assert output.count("opslot: error: ") == 1
+    assert "the checkpoint of step 4 cannot be written" in output
+    assert "rank 1: [Errno 27] File too large" in output
+    assert "Traceback" not in output
     assert os.listdir(tmp_path / "run" / "checkpoints") == ["step_00000002"]
     checkpointing.read_state(Path(tmp_path / "run" / "checkpoints" / "step_00000002"))

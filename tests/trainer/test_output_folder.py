@@ -1,4 +1,4 @@
-"""One run at a time writes to an output folder, and what users put there is kept."""
+"""Only one run writes to an output folder at a time, and files of users are kept."""
 
 import json
 import multiprocessing
@@ -100,7 +100,7 @@ def test_files_of_the_user_in_the_export_are_kept(train, tmp_path):
 
 
 @pytest.mark.parametrize("line", ["[1]", "3", '{"loss": 1.0}', '{"step": "2", "loss": 1}', "\udcff", "[" * 100_000])
-def test_odd_lines_in_metrics_are_dropped_on_resume(train, tmp_path, line):
+def test_invalid_lines_in_metrics_are_dropped_on_resume(train, tmp_path, line):
     assert train()[0] == 0
     file = tmp_path / "out" / "metrics.jsonl"
     file.write_bytes(line.encode(errors="surrogateescape") + b"\n" + file.read_bytes())
@@ -150,7 +150,7 @@ def test_signal_in_the_last_step_is_a_complete_run(train, monkeypatch):
     assert train()[0] == 0
 
 
-def test_last_lines_say_how_to_load_the_model(train, tmp_path):
+def test_last_lines_show_how_to_load_the_model(train, tmp_path):
     _, out, _ = train()
     assert out.splitlines()[-2] == f"done: 4 steps; model, checkpoints and metrics are in {tmp_path / 'out'}"
     assert out.splitlines()[-1] == f'load it with: AutoModelForCausalLM.from_pretrained("{tmp_path / "out" / "hf"}")'

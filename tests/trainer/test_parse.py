@@ -143,7 +143,7 @@ def test_invalid_overrides_raise(tmp_path, arguments, message):
     assert message in str(caught.value)
 
 
-def test_sections_are_small_and_every_field_is_documented():
+def test_every_field_is_documented():
     def check(cls):
         assert len(fields(cls)) <= 23
         for field in fields(cls):
@@ -155,7 +155,7 @@ def test_sections_are_small_and_every_field_is_documented():
     check(RunConfig)
 
 
-def test_help_is_quick_and_lists_examples():
+def test_help_is_fast_and_lists_examples():
     code = (
         "import sys; from opslot.trainer import cli_train; code = cli_train(['--help']); "
         "assert 'torch' not in sys.modules; sys.exit(code)"
@@ -185,7 +185,7 @@ def test_duplicate_and_null_keys_raise(tmp_path, text, message):
         load_config(write(tmp_path, text))
 
 
-def test_null_on_the_command_line_only_for_optional_fields(tmp_path):
+def test_null_overrides_require_optional_fields(tmp_path):
     file = str(write(tmp_path, "train: {max_steps: 3}"))
     assert load_config([file, "--train.max_steps", "null"]).train.max_steps is None
     with pytest.raises(ConfigError, match=r"train.lr: expected float, found None"):

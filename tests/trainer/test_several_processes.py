@@ -1,4 +1,4 @@
-"""`opslot train` in several processes: the same curve as one, any mesh's checkpoint, one error for all."""
+"""`opslot train` in several processes: the same losses as in one, checkpoints of any mesh, one error for all ranks."""
 
 import contextlib
 import io
@@ -44,7 +44,7 @@ def run_config(file):
 
 @pytest.fixture
 def write(settings, tmp_path):
-    """Write `settings`, with the router's loss on and changes to `train`, for an output folder of that name."""
+    """Write `settings` with the auxiliary loss and changes to `train`, for an output folder of that name."""
     config = json.loads((Path(settings["model"]["config_path"]) / "config.json").read_text())
     model = tmp_path / "model"
     model.mkdir()
@@ -82,7 +82,7 @@ def test_resume_with_another_number_of_processes(ranks, write, tmp_path, before,
         file = write(name, **changes, **(SIZES[axis] if axis else {}))
         assert (ranks.run(run_config, file) == [0, 0]) if axis else (run_config(file) == 0)
 
-    # AdamW's first steps turn rounding in the smallest gradients into whole steps of the learning rate.
+    # AdamW's first steps amplify rounding in the smallest gradients to full steps of the learning rate.
     changes = {"eval_steps": None, "lr_scheduler": "constant", "lr": 1e-3}
     run("straight", None, **changes)
     run("split", before, max_steps=2, **changes)
@@ -92,7 +92,7 @@ def test_resume_with_another_number_of_processes(ranks, write, tmp_path, before,
 
 @pytest.fixture
 def by_tokens(settings, write):
-    """Batches of whole documents, of more tokens in a step than one micro batch of any number of ranks holds."""
+    """Batches of whole documents with more tokens per step than fit into one micro batch per rank."""
     settings["data"] |= {"max_tokens_per_batch": 40, "sample_by": "paragraph"}
     settings["train"] |= {"micro_batch_size": None, "global_batch_size": 10, "eval_steps": None}
 
@@ -101,7 +101,7 @@ def by_tokens(settings, write):
 def test_token_batches_have_the_losses_of_one(ranks, write, by_tokens, tmp_path, axis):
     assert run_config(write("one")) == 0
     assert ranks.run(run_config, write("two", **SIZES[axis])) == [0, 0]
-    # The router's loss is averaged over micro batches, which are others on two ranks.
+    # The auxiliary loss is averaged over micro batches, which differ on two ranks.
     drop = {"aux_loss", "grad_norm"}
     one, two = (
         [{k: v for k, v in row.items() if k not in drop} for row in curve(tmp_path / n)] for n in ("one", "two")
@@ -140,9 +140,9 @@ def test_weights_are_loaded_and_computed_in_bfloat16(ranks, write, tmp_path):
 def run_and_listen(file):
     from opslot.trainer import cli_train
 
-    with contextlib.redirect_stderr(io.StringIO()) as heard:
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
         code = cli_train([file])
-    return code, heard.getvalue()
+    return code, stderr.getvalue()
 
 
 def run_with_fewer_kernels_on_the_second(file):
@@ -160,9 +160,9 @@ def run_with_fewer_kernels_on_the_second(file):
 def test_ranks_with_different_kernels_raise(ranks, write, tmp_path):
     answers = ranks.run(run_with_fewer_kernels_on_the_second, write("run", max_steps=2))
     assert all(code for code, _ in answers)
-    told = "".join(text for _, text in answers)
-    assert told.count("the ranks selected different kernels") == 1
-    assert "rms_norm is torch_fused on rank 0, eager on rank 1" in told
+    errors = "".join(text for _, text in answers)
+    assert errors.count("the ranks selected different kernels") == 1
+    assert "rms_norm is torch_fused on rank 0, eager on rank 1" in errors
     assert not (tmp_path / "run").exists()
 
 
@@ -174,10 +174,10 @@ def test_damaged_file_of_one_rank_is_reported_once(ranks, write, tmp_path):
     part.write_bytes(data)
     answers = ranks.run(run_and_listen, write("run", resume_from="latest"))
     assert [code for code, _ in answers] == [1, 1]
-    told = "".join(text for _, text in answers)
-    assert told.count("opslot: error: ") == 1
-    assert "step_00000002 cannot be read" in told
-    assert "__1_0.distcp is not the file that was written" in told
+    errors = "".join(text for _, text in answers)
+    assert errors.count("opslot: error: ") == 1
+    assert "step_00000002 cannot be read" in errors
+    assert "__1_0.distcp is not the file that was written" in errors
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def test_killed_rank_ends_the_run_and_checkpoints_stay(torchrun, write, tmp_path
     assert process.returncode != 0
     assert time.monotonic() - started < 60
     done = max(int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*"))
-    # One process goes on from what two had saved.
+    # One process resumes from the checkpoint of two.
     last = done + 2
     assert run_config(write("killed", max_steps=last, resume_from="latest", **changes)) == 0
     assert run_config(write("straight", max_steps=last, **changes)) == 0

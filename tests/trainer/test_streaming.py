@@ -1,4 +1,4 @@
-"""Runs whose text is tokenized during training, so that their steps are not counted before."""
+"""Runs that tokenize text during training, so their number of steps is not known at the start."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ def in_small_shards(monkeypatch):
 
 @pytest.fixture
 def streaming(settings, monkeypatch):
-    """`settings` for two epochs of a text that counts as large, in several shards."""
+    """`settings` for two epochs of a text that is treated as large, in several shards."""
     in_small_shards(monkeypatch)
     settings["data"]["max_seq_len"] = 64
     settings["train"] |= {"num_epochs": 2, "global_batch_size": 8, "save_steps": 5, "lr": 1e-3}
@@ -145,6 +145,6 @@ def test_malformed_line_in_a_later_shard_raises(train, streaming, tmp_path, work
     assert "Traceback" not in err
     assert multiprocessing.active_children() == []
     steps = [record["step"] for record in curve(tmp_path / "out")] if (tmp_path / "out").exists() else []
-    # The shards before hold 23 lines of 391 tokens, and a step takes 512. With workers the error comes earlier.
+    # Earlier shards have 23 lines of 391 tokens, and a step takes 512. With workers the error is raised earlier.
     assert steps == list(range(1, (17 if workers == 0 else len(steps)) + 1))
     assert len(steps) <= 17

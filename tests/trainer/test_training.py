@@ -1,4 +1,4 @@
-"""Whole runs through `opslot train`: their output, and that resumed runs equal uninterrupted ones."""
+"""Full runs of `opslot train`: their output, and resumed runs equal uninterrupted ones."""
 
 import errno
 import io
@@ -82,7 +82,7 @@ def test_files_in_the_output_folder(train, settings, tmp_path):
     assert [record["step"] for record in rows] == list(range(1, 31))
     assert all({"loss", "grad_norm", "lr", "tokens_per_s"} <= record.keys() for record in rows)
     assert [record["step"] for record in rows if "eval_loss" in record] == [10, 20, 30]
-    assert rows[0]["loss"] == pytest.approx(5.56, abs=0.05)  # log(260), the loss of a model that knows nothing
+    assert rows[0]["loss"] == pytest.approx(5.56, abs=0.05)  # log(260), the loss of an untrained model
     assert rows[-1]["loss"] < 3.0
     assert rows[-1]["tokens"] == 30 * 4 * 32
     assert [path.name for path in find_checkpoints(folder / "checkpoints")] == ["step_00000020", "step_00000030"]
@@ -108,14 +108,14 @@ def test_transformers_loads_the_exported_model(settings, tmp_path):
     trainer.model.eval()
     with torch.no_grad():
         ours, plain = trainer.model(**inputs).logits, reloaded(**inputs).logits
-    # The same weights through other kernels.
+    # The same weights with other kernels.
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
     exported = reloaded.state_dict()
     assert all(torch.equal(value, exported[name]) for name, value in trainer.model.state_dict().items())
 
 
 class Renaming:
-    """A checkpoint that calls the last norm by another name."""
+    """Reads a checkpoint with another name for the final norm."""
 
     def can_handle(self, name):
         return name == "model.final_norm.weight"
@@ -197,7 +197,7 @@ def test_stopped_and_resumed_run_equals_an_uninterrupted_one(train, settings, tm
 
 @pytest.mark.parametrize("data", [{}, {"max_tokens_per_batch": 64}], ids=["samples", "tokens"])
 def test_resumed_run_has_the_same_dropout(settings, tmp_path, model_folder, data):
-    """Dropout draws from torch's generator, so a single draw more or less shows."""
+    """Dropout uses torch's generator, so one random number more or less changes the losses."""
     model = tmp_path / "model"
     model.mkdir()
     for file in model_folder.iterdir():
@@ -286,7 +286,7 @@ def test_signal_stops_the_run_with_a_checkpoint(settings, tmp_path, capsys, numb
 
 
 class _Interrupted(io.RawIOBase):
-    """A stream that a signal reaches in the middle of a write, when `armed`."""
+    """A stream that gets a signal in the middle of a write when `armed`."""
 
     armed = False
 
@@ -303,14 +303,14 @@ class _Interrupted(io.RawIOBase):
 def test_signal_during_a_write_to_the_console(settings, tmp_path):
     stream = _Interrupted()
 
-    class Speak(Callback):
+    class Print(Callback):
         def on_step_end(self, trainer, record):
             stream.armed = record.step == 2
             trainer.say(f"step {record.step}")
 
     console = Console(file=io.TextIOWrapper(io.BufferedWriter(stream), line_buffering=True))
     trainer = trainer_of(settings, tmp_path, console=console)
-    trainer.callbacks.insert(0, Speak())
+    trainer.callbacks.insert(0, Print())
     assert (trainer.train().step, stream.armed) == (2, False)
     assert [path.name for path in find_checkpoints(tmp_path / "out" / "checkpoints")] == ["step_00000002"]
 
@@ -429,7 +429,7 @@ def test_aux_loss_of_a_step_is_the_mean_of_its_micro_batches(settings, tmp_path,
 
 
 @pytest.mark.usefixtures("picture")
-def test_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(train, settings, tmp_path, monkeypatch):
+def test_nan_loss_stops_the_run_and_keeps_checkpoints(train, settings, tmp_path, monkeypatch):
     settings["train"] |= {"save_steps": 1, "max_steps": 5}
     original = TextTrainer.split_loss
 

@@ -1,4 +1,4 @@
-"""A mixture of experts inside a vision-language model: its text config holds what the router loss needs."""
+"""A mixture of experts inside a vision-language model: the auxiliary loss uses its text config."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ import opslot
 from opslot.trainer.base import BaseTrainer
 
 
-def test_router_loss_of_a_vision_language_model():
+def test_aux_loss_of_a_vision_language_model():
     text = {
         "vocab_size": 61,
         "hidden_size": 32,

@@ -1,4 +1,4 @@
-"""check_architecture passes right architectures and names what is wrong in others."""
+"""check_architecture passes correct architectures and names the failure in others."""
 
 import pytest
 from transformers import Qwen3Config
@@ -47,7 +47,7 @@ def test_eager_difference_is_named(monkeypatch):
     assert found.problems[0].startswith("eager differs from Transformers in loss, grad model.embed_tokens.weight")
 
 
-def test_config_is_used_as_it_is():
+def test_config_is_not_changed():
     config = Qwen3Config(
         hidden_size=24,
         intermediate_size=40,

@@ -23,7 +23,7 @@ def forked_workers(monkeypatch):
 
 
 def work(item):
-    """Return the item and the number of items that this process has had, unless the item asks for a failure."""
+    """Return the item and the number of items that this process has run, unless the item requests a failure."""
     global _calls
     _calls += 1
     if item == "die" or (item == "die second" and _calls > 1):
@@ -45,13 +45,13 @@ def test_process_is_reused_until_an_item_kills_or_spoils_it():
             ("a", "a 1"),
             ("bad", "bad 1"),
             ("b", "b 1"),
-            # What ran before may be the cause, so it runs again in a new process.
+            # An earlier item may be the cause, so it runs again in a new process.
             ("die second", "die second 1"),
         ]
         assert list(processes.run(work, ["c"], is_bad)) == [("c", "c 2")], "processes are kept for the next batch"
 
 
-def test_item_that_dies_hangs_or_raises_is_reported_alone():
+def test_item_that_exits_hangs_or_raises_is_reported():
     with Processes(2) as processes:
         found = dict(processes.run(work, ["die", "a"], is_bad))
         assert found == {"die": Lost("died"), "a": "a 1"}

@@ -1,4 +1,4 @@
-"""The parity harness fails wrong kernels and passes right ones."""
+"""The parity harness fails wrong kernels and passes correct ones."""
 
 import re
 
@@ -148,7 +148,7 @@ def summed_from_the_end(x):
     return sum(x.flip(0)[1:], x[-1])
 
 
-def test_another_order_of_summation_passes_whatever_the_draw():
+def test_another_summation_order_passes_for_every_seed():
     case = InputCase("one", lambda dtype, device, generator: {"x": randn((64, 4), dtype, device, generator) * 100})
     variant = OpVariant("sum", summed, [case], ("x",))
     results = [check_kernel(summed_from_the_end, "sums", variant, case, torch.float32, seed=s) for s in range(40)]
@@ -157,8 +157,8 @@ def test_another_order_of_summation_passes_whatever_the_draw():
     assert f"(mean of {DRAWS} draws)" in str(next(r for r in results if r.draws > 1))
 
 
-def test_nine_times_the_error_of_eager_fails_whatever_the_draw():
-    """The sums are so long that eager's error is more than the rounding that is allowed beside it."""
+def test_nine_times_the_error_of_eager_fails_for_every_seed():
+    """The sums are so long that eager's error is larger than the eps tolerance."""
 
     def wrong(x):
         out = summed(x)
@@ -173,7 +173,7 @@ def test_nine_times_the_error_of_eager_fails_whatever_the_draw():
 
 
 @pytest.mark.parametrize("by_norm", [False, True])
-def test_nan_in_the_reference_requires_nan_there_and_numbers_elsewhere(by_norm):
+def test_nans_must_be_where_the_reference_has_them(by_norm):
     variant = KERNEL_REGISTRY.op("cross_entropy_loss").variant("causal")
     labels = torch.full((1, 3), -100)
     expected = expect(variant, {"hidden_states": torch.randn(1, 3, 8), "weight": torch.randn(5, 8), "labels": labels})
@@ -208,7 +208,7 @@ def test_results_that_cannot_be_compared_fail(kernel, message):
     assert message in str(result)
 
 
-def test_unsupported_case_neither_fails_nor_passes():
+def test_unsupported_case_is_neither_failed_nor_passed():
     def unsupported(hidden_states, weight, eps):
         raise KernelError("serves powers of two")
 
@@ -252,9 +252,9 @@ def test_workers_give_the_same_results():
     assert len(alone) > 20
 
 
-def test_worker_that_dies_is_a_failed_check(monkeypatch):
+def test_worker_that_exits_is_a_failed_check(monkeypatch):
     def run(self, function, checks, spoils):
-        # Results arrive in another order than requested.
+        # Results are not in the requested order.
         for check in checks[:0:-1]:
             yield check, function(check)
         yield checks[0], Lost("died")
@@ -276,7 +276,7 @@ class _Pair(torch.autograd.Function):
         return grad * 3
 
 
-def test_output_without_gradient_in_the_reference_changes_no_gradient():
+def test_outputs_without_gradient_do_not_change_gradients():
     """A kernel may return statistics without marking them as not differentiable."""
     case = InputCase("one", lambda dtype, device, generator: {"x": randn((4, 8), dtype, device, generator)})
     variant = OpVariant("pair", lambda x: (x.detach() * 2, x * 3), [case], ("x",))
