@@ -83,7 +83,7 @@ def test_new_op_is_one_folder(tmp_path):
     )
     done = run(f"""
         import importlib.util, sys
-        # The folder stands beside the built-in ones.
+        # The folder is next to the built-in ones.
         spec = importlib.util.find_spec("opslot.ops")
         spec.submodule_search_locations.append({str(tmp_path)!r})
         module = importlib.util.module_from_spec(spec)

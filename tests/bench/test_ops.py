@@ -199,17 +199,17 @@ def test_baseline_that_fails_to_import_raises(monkeypatch):
 
 
 def test_baseline_that_raises_is_unsupported(monkeypatch):
-    def picky(x):
+    def raising(x):
         raise AssertionError("bf16 only")
 
     class Baseline:
-        KERNELS = {("toy", "standard"): {"picky": picky}}  # noqa: RUF012
+        KERNELS = {("toy", "standard"): {"raising": raising}}  # noqa: RUF012
 
     monkeypatch.setattr(type(BASELINES["hf"]), "load", lambda self: Baseline)
     kernels = baseline_kernels(["hf"], "toy", "standard")
-    assert list(kernels) == ["hf: picky"]
+    assert list(kernels) == ["hf: raising"]
     with pytest.raises(KernelError, match="hf raised AssertionError: bf16 only"):
-        kernels["hf: picky"](x=1)
+        kernels["hf: raising"](x=1)
     assert baseline_kernels(["hf"], "toy", "other") == {}
 
 
@@ -304,7 +304,7 @@ def test_unusable_device_ends_the_run_after_the_row(calls_before):
 def test_baseline_is_checked_on_what_is_timed(monkeypatch):
     class Baseline:
         KERNELS = {  # noqa: RUF012
-            ("rms_norm", "standard"): {"good": right, "cheat": wrong, "picky": lambda **arguments: 1 / 0}
+            ("rms_norm", "standard"): {"good": right, "cheat": wrong, "raising": lambda **arguments: 1 / 0}
         }
 
     monkeypatch.setattr(type(BASELINES["hf"]), "load", lambda self: Baseline)
@@ -312,8 +312,8 @@ def test_baseline_is_checked_on_what_is_timed(monkeypatch):
     assert rows["hf: good"].valid
     assert rows["hf: cheat"].ms is not None
     assert rows["hf: cheat"].check.startswith("WRONG 70x24: ")
-    assert rows["hf: picky"].ms is None
-    assert rows["hf: picky"].check == "unsupported: hf raised ZeroDivisionError: division by zero"
+    assert rows["hf: raising"].ms is None
+    assert rows["hf: raising"].check == "unsupported: hf raised ZeroDivisionError: division by zero"
     assert not {t for t in timings_of(rows.values())[0].ms if ":" in t}, "no baseline enters a profile"
 
 

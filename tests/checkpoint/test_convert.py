@@ -37,7 +37,7 @@ def test_converting_back_gives_the_same_folder(tmp_path, make_model) -> None:
     assert contents(tmp_path / "c") == contents(tmp_path / "a")
 
 
-def test_files_beside_the_weights(tmp_path, make_model, caplog) -> None:
+def test_other_files_are_copied(tmp_path, make_model, caplog) -> None:
     """The source index may have wrong sizes; it is not copied."""
     source = tmp_path / "a"
     save_weights(make_model("qwen3_moe"), source, max_shard_size="10KB")
@@ -63,7 +63,7 @@ def test_files_beside_the_weights(tmp_path, make_model, caplog) -> None:
 @pytest.mark.parametrize(
     ("nbytes", "words"), [(0, "0 bytes"), (1500, "1.5 KB"), (2 * 10**6, "2.0 MB"), (1234 * 10**9, "1,234.0 GB")]
 )
-def test_max_shard_size_as_text(nbytes: int, words: str) -> None:
+def test_sizes_as_text(nbytes: int, words: str) -> None:
     assert _in_words(nbytes) == words
 
 

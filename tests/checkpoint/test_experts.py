@@ -27,10 +27,10 @@ def targets(experts: int, inner: int, hidden: int, layers: int = 1) -> dict[str,
 def stored(shapes: dict[str, tuple[int, ...]], layout: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Random target values, and the same values in a checkpoint's layout, converted with plain torch."""
     values = {name: torch.randn(shape) for name, shape in shapes.items()}
-    return values, as_stored(values, layout)
+    return values, in_layout(values, layout)
 
 
-def as_stored(values: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
+def in_layout(values: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
     checkpoint: dict[str, torch.Tensor] = {}
     for name, value in values.items():
         prefix, _, tensor = name.rpartition(".")
@@ -81,7 +81,7 @@ def test_splitting_is_the_inverse_of_loading(sizes: tuple[int, int, int], layout
     values, checkpoint = stored(shapes, layout)
     for name, shape in shapes.items():
         for part, place in split_target(name, shape, layout):
-            found = place.as_stored(values[name][place.region])
+            found = place.in_layout(values[name][place.region])
             assert torch.equal(found, checkpoint.pop(part))
     assert not checkpoint
 
@@ -167,7 +167,7 @@ def test_experts_of_several_dtypes_are_promoted(narrow_first: bool) -> None:
     for number, (name, tensor) in enumerate(checkpoint.items()):
         narrow = number % 2 == (0 if narrow_first else 1)
         handed |= dict(converter.convert(name, tensor.bfloat16() if narrow else tensor) or ())
-    again = as_stored(handed, "per_expert")
+    again = in_layout(handed, "per_expert")
     for number, (name, tensor) in enumerate(checkpoint.items()):
         narrow = number % 2 == (0 if narrow_first else 1)
         assert torch.equal(again[name], tensor.bfloat16().float() if narrow else tensor), name

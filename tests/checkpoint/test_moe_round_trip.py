@@ -82,7 +82,7 @@ VISION = {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
 }
-# Text models and their config fields beside SIZES.
+# Text models and their config fields in addition to SIZES.
 TEXT: dict[str, dict[str, Any]] = {
     "afmoe": {},
     "cohere2_moe": {},

@@ -187,7 +187,7 @@ def test_parse_size(text: int | str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
-def test_export_saves_processors_beside_the_weights(tmp_path, make_model) -> None:
+def test_export_saves_processors(tmp_path, make_model) -> None:
     class Tokenizer:
         def save_pretrained(self, folder: Path) -> None:
             (folder / "tokenizer.json").write_text("{}")

@@ -93,7 +93,7 @@ def test_micro_batches_are_packed_without_padding():
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_a_step_is_independent_of_the_number_of_ranks(world):
+def test_step_is_independent_of_the_number_of_ranks(world):
     assert take([loader(rank, world, max_tokens=64) for rank in range(world)], 6) == take([loader()], 6)
 
 

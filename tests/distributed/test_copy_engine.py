@@ -45,7 +45,7 @@ def mapped_memory(buffer_bytes=1000):
     sent = []
     send = copy_engine.CopyReduceScatter.__call__
 
-    def noting(self, output_tensor, input_tensor, *rest, **options):
+    def recording(self, output_tensor, input_tensor, *rest, **options):
         sent.append(input_tensor.dtype)
         return send(self, output_tensor, input_tensor, *rest, **options)
 
@@ -53,11 +53,11 @@ def mapped_memory(buffer_bytes=1000):
         patch.setattr(copy_engine, "_BUFFER_BYTES", buffer_bytes)
         patch.setattr(copy_engine, "open_memory", MappedMemory)
         patch.setattr(copy_engine, "obstacle_to_copies", lambda group, device: None)
-        patch.setattr(copy_engine.CopyReduceScatter, "__call__", noting)
+        patch.setattr(copy_engine.CopyReduceScatter, "__call__", recording)
         yield sent
 
 
-def both_ways(name, sizes, options, kwargs):
+def gradients_without_and_with_copies(name, sizes, options, kwargs):
     expected = tiny.train(name, sizes, options={**options, "copy_engine": False}, **kwargs)
     with mapped_memory() as sent:
         found = tiny.train(name, sizes, options={**options, "copy_engine": True}, **kwargs)
@@ -81,7 +81,9 @@ BF16 = {"param_dtype": torch.bfloat16}
 )
 def test_training_with_copies_equals_training_with_gloo(ranks, world, name, sizes, options, kwargs):
     kwargs = {"steps": 3, "micro_batches": world, **kwargs}
-    for found, expected, sent in ranks.run(both_ways, name, sizes, options, kwargs, world=world):
+    for found, expected, sent in ranks.run(
+        gradients_without_and_with_copies, name, sizes, options, kwargs, world=world
+    ):
         assert sent
         # A sum over two ranks has only one order.
         exact = world == 2
@@ -120,7 +122,7 @@ def test_single_pass_gradients_are_sent_in_param_dtype(ranks, accumulated):
         assert found == expected
 
 
-def refused():
+def error_messages():
     state = init_parallel_state(device_type="cpu")
     try:
         parallelize(nn.Sequential(nn.Linear(8, 8)), state, layers=["Linear"], copy_engine=True)
@@ -129,7 +131,7 @@ def refused():
 
 
 def test_unavailable_copies_raise_if_requested(ranks):
-    for message in ranks.run(refused):
+    for message in ranks.run(error_messages):
         assert "fsdp.copy_engine is on, but the model runs on cpu, and copies need GPUs" in message
         assert "hint: remove it to use NCCL" in message
 
@@ -142,17 +144,17 @@ def ring():
     gather, reduce = copy_engine.CopyAllGather(group, device), copy_engine.CopyReduceScatter(group, device)
     wrong = []
     with mapped_memory(buffer_bytes=4096):
-        for turn, count in enumerate([5, 300, 7, 1 << 14, 3, 3, 3, 0, 1024]):
-            own = torch.arange(count, dtype=torch.float32) + 1000 * rank + turn
+        for index, count in enumerate([5, 300, 7, 1 << 14, 3, 3, 3, 0, 1024]):
+            own = torch.arange(count, dtype=torch.float32) + 1000 * rank + index
             whole = gather.allocate((count * world,), dtype=own.dtype, device=device)
             gather(whole, own, group)
-            expected = torch.cat([torch.arange(count) + 1000.0 * other + turn for other in range(world)])
+            expected = torch.cat([torch.arange(count) + 1000.0 * other + index for other in range(world)])
             if not torch.equal(whole, expected):
-                wrong.append(("gather", turn))
+                wrong.append(("gather", index))
             sums = reduce.allocate((count,), dtype=torch.float32, device=device)
             reduce(sums, expected * (rank + 1), group, dist.ReduceOp.SUM)
             if not torch.equal(sums, own * sum(range(1, world + 1))):
-                wrong.append(("reduce", turn))
+                wrong.append(("reduce", index))
     return wrong
 
 

@@ -151,7 +151,7 @@ def test_parameters_stay_with_their_expert(ranks, variant, kernel, tokens_of_ran
     assert max(ranks.run(variant_parity, variant, kernel, tokens_of_rank)) < 1e-4
 
 
-def travelled(dtype):
+def dispatched_weights(dtype):
     """Dispatched routing weights and indices on this rank, compared with those on the ranks that sent them."""
     state = init_parallel_state(device_type="cpu", ep=2)
     p = problem(4, 12, 4, 3)
@@ -174,7 +174,7 @@ def travelled(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_routing_weights_are_dispatched_unchanged(ranks, dtype):
-    assert ranks.run(travelled, dtype) == [(True, True)] * 2
+    assert ranks.run(dispatched_weights, dtype) == [(True, True)] * 2
 
 
 def test_weights_may_be_dtensors(ranks):

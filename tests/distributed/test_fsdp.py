@@ -157,7 +157,7 @@ def test_norm_of_16_bit_gradients_is_float32(ranks, dtype, value):
         assert after == pytest.approx(math.sqrt(301 / 304), rel=4e-3)
 
 
-def spoiled(value):
+def norms_with_value(value):
     """Norms of several orders if one rank's shard of one gradient contains `value`."""
     state = init_parallel_state(device_type="cpu")
     torch.manual_seed(0)
@@ -174,14 +174,14 @@ def spoiled(value):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_nonfinite_gradient_on_one_rank_is_in_every_norm(ranks, value):
-    for found in ranks.run(spoiled, value):
+    for found in ranks.run(norms_with_value, value):
         assert found == pytest.approx([value] * 3, nan_ok=True)
-    for found in ranks.run(spoiled, None):
+    for found in ranks.run(norms_with_value, None):
         assert all(map(math.isfinite, found))
         assert found[0] > found[1] > found[2] > 0
 
 
-def norms_of_few_rows():
+def norms_with_an_empty_shard():
     """Norms of several orders of gradients whose shard on the second rank is empty."""
     state = init_parallel_state(device_type="cpu")
     torch.manual_seed(0)
@@ -192,7 +192,7 @@ def norms_of_few_rows():
 
 
 def test_clip_grad_norm_with_an_empty_shard(ranks):
-    for found in ranks.run(norms_of_few_rows):
+    for found in ranks.run(norms_with_an_empty_shard):
         assert found == pytest.approx([8.5, math.sqrt(26.25), 4.0])
 
 
@@ -252,7 +252,7 @@ def mixed():
     return whole.item(), seen["out"], {p.dtype for p in model.parameters()}, {p.grad.dtype for p in model.parameters()}
 
 
-def test_bfloat16_computation_keeps_float32_parameters_and_gradients(ranks):
+def test_bfloat16_param_dtype_keeps_float32_parameters(ranks):
     expected = loss_of(tiny.build("qwen3"), opslot.distributed.ParallelState()).item()
     for loss, computed, stored, gradients in ranks.run(mixed):
         assert loss == pytest.approx(expected, rel=2e-2)
@@ -313,7 +313,7 @@ def test_any_module_is_sharded_by_class_names(ranks):
         torch.testing.assert_close(torch.tensor(grad), model.blocks[0].weight.grad)
 
 
-def refused(case):
+def call_with_invalid_arguments(case):
     state = init_parallel_state(device_type="cpu", **({"sp": 2} if case == "heads" else {"ep": 2}))
     if case == "layers":
         parallelize(Stack(), state)
@@ -371,7 +371,7 @@ def test_frozen_parameters_may_have_another_dtype(ranks):
 )
 def test_invalid_arguments_raise(ranks, rank_failed, case, message):
     with pytest.raises(rank_failed, match=message):
-        ranks.run(refused, case)
+        ranks.run(call_with_invalid_arguments, case)
 
 
 def test_model_plan_overrides_the_architecture_plan():

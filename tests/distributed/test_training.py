@@ -175,7 +175,7 @@ def test_local_sequence_without_sharding_raises(ranks, rank_failed, entry, messa
         ranks.run(without, entry)
 
 
-def noticed():
+def logged_warnings():
     """Log records for a model on two ranks: no labels, labels and num_items, labels in evaluation, only labels."""
     import logging
 
@@ -210,7 +210,7 @@ def noticed():
 
 
 def test_mean_losses_warn_once(ranks):
-    for counts, lines in ranks.run(noticed):
+    for counts, lines in ranks.run(logged_warnings):
         assert counts == [0, 0, 0, 1, 1]
         assert "Qwen3ForCausalLM is trained on several ranks" in lines[0]
         assert "pass num_items_in_batch" in lines[0]

@@ -65,7 +65,7 @@ def rows(step: int, count: int = 4, length: int = 12, documents: tuple[int, ...]
     return batch
 
 
-def borders(position_ids: torch.Tensor) -> torch.Tensor:
+def cu_seqlens_of(position_ids: torch.Tensor) -> torch.Tensor:
     """cu_seq_lens of samples whose positions restart with each document."""
     starts = (position_ids == 0).flatten().nonzero().flatten()
     return torch.cat([starts, torch.tensor([position_ids.numel()])]).to(torch.int32)
@@ -132,7 +132,7 @@ def train(
             piece = slice((i * state.dp_size + state.dp_rank), None, micro_batches)
             batch: dict[str, Any] = {key: value[piece] for key, value in whole.items()}
             if documents:
-                cu_seqlens, longest = borders(batch["position_ids"]), max(documents)
+                cu_seqlens, longest = cu_seqlens_of(batch["position_ids"]), max(documents)
                 batch |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
                 batch |= {"max_length_q": longest, "max_length_k": longest}
             batch = {

@@ -402,11 +402,11 @@ def test_packed_documents_are_independent():
     positions = torch.cat([torch.arange(6), torch.arange(9)])[None]
     cu = torch.tensor([0, 6, 15], dtype=torch.int32)
     extra = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 9, "max_length_k": 9}
-    apart = torch.cat([model(a).logits, model(b).logits], 1)
+    separate = torch.cat([model(a).logits, model(b).logits], 1)
     together = model(packed, position_ids=positions, **extra).logits
-    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(together, separate, rtol=1e-4, atol=1e-5)
     by_positions = model(packed, position_ids=positions, use_cache=False).logits
-    torch.testing.assert_close(by_positions, apart, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(by_positions, separate, rtol=1e-4, atol=1e-5)
 
 
 def test_hf_backend_builds_the_original_class(monkeypatch):

@@ -61,7 +61,7 @@ LATENT = {
     "v_head_dim": 8,
 }
 
-# model_type -> its sizes beside those above, and the slots that must be found.
+# model_type -> additional sizes, and the slots that must be found.
 MODELS = {
     "mistral": (HEADS, {"rms_norm/standard", "rms_norm/residual", "cross_entropy_loss/causal", "attention/causal"}),
     "gemma3_text": (HEADS, {"rms_norm/offset", "rotary_pos_emb/full", "swiglu_mlp/standard"}),
@@ -290,8 +290,8 @@ def test_packed_documents_do_not_attend_to_each_other(model_type):
     places = torch.cat([torch.arange(9), torch.arange(7)])[None]
     with torch.no_grad():
         packed = model(input_ids=torch.cat([first, second], dim=1), position_ids=places, use_cache=False).logits
-        apart = torch.cat([model(input_ids=document).logits for document in (first, second)], dim=1)
-    torch.testing.assert_close(packed, apart, rtol=1e-4, atol=1e-5)
+        separate = torch.cat([model(input_ids=document).logits for document in (first, second)], dim=1)
+    torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def forward_backward(kernel, variant, arguments):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("spec", gpu_specs(own=True))
-def test_triton_kernels_are_deterministic_and_compile_with_fullgraph(spec):
+def test_triton_is_deterministic_and_compiles_with_fullgraph(spec):
     """Forward and backward; compiled code launches the same kernels, and may round differently around them."""
     variant = KERNEL_REGISTRY.op(spec.op_name).variant(spec.variant)
     kernel = KERNEL_REGISTRY.load(*spec.key)

@@ -178,7 +178,7 @@ def test_private_group_may_write(tmp_path):
 
 
 def test_planted_bytecode_is_not_run(toy_module):
-    """A `__pycache__` beside a generated file, with the mtime and size that make Python trust it."""
+    """A `__pycache__` next to a generated file, with the mtime and size that make Python trust it."""
     file = toy_module.__file__
     source = importlib.util.cache_from_source(file)
     code = importlib._bootstrap_external._code_to_timestamp_pyc(

@@ -20,7 +20,11 @@ TOY = OpSpec(
     "toy_double",
     {
         name: OpVariant(
-            name, double, [InputCase("five", _make)], ("x",), check_module=lambda m: getattr(m, "refuses", None)
+            name,
+            double,
+            [InputCase("five", _make)],
+            ("x",),
+            check_module=lambda m: getattr(m, "unsupported_reason", None),
         )
         for name in ("standard", "other")
     },

@@ -81,7 +81,7 @@ def test_compiles_with_fullgraph(model):
 
 def test_failed_bind_keeps_the_previous_binding(model):
     bind(model, {"toy_double_implementation": "fast"})
-    model[1][1].refuses = "this module is odd"
+    model[1][1].unsupported_reason = "this module is odd"
     with pytest.raises(ConfigError, match=r"1\.1: toy_double_implementation='unranked': this module is odd"):
         bind(model, {"toy_double_implementation": "unranked"})
     assert model[0].toy.name == "fast"
@@ -103,7 +103,7 @@ def test_kernel_that_fails_to_load_keeps_the_previous_binding(model):
 
 
 def test_auto_keeps_eager_in_an_unsupported_module(model):
-    model[1][1].refuses = "this module is odd"
+    model[1][1].unsupported_reason = "this module is odd"
     report = bind(model)
     assert model[1][1].toy is None
     assert any(row.why == "this module is odd" and row.modules == ("1.1",) for row in report)

@@ -288,7 +288,7 @@ def test_priority_measured_on_cpu_is_explained(measured):
     assert spec.priority_for(KernelRequest(measured.name, "standard", H200)) is None
 
 
-def test_priority_measured_here_precedes_a_higher_one_of_another_gpu(measured):
+def test_priority_measured_on_this_gpu_has_precedence(measured):
     spec = KernelSpec("here", measured.name, "standard", lambda: right, priority={"8.0": 10}, portable=True)
     KERNEL_REGISTRY.register(spec)
     found = KERNEL_REGISTRY.resolve(KernelRequest(measured.name, "standard", A100))
@@ -414,4 +414,4 @@ def test_unregister_discovers_kernels_first():
 
 def test_unregistering_an_unknown_kernel_raises(toy):
     with pytest.raises(ConfigError, match="no such kernel"):
-        KERNEL_REGISTRY.unregister(toy.name, "standard", "nobody")
+        KERNEL_REGISTRY.unregister(toy.name, "standard", "missing")

@@ -99,7 +99,7 @@ def test_checkpoint_of_another_model_raises(tmp_path, model, message):
         checkpointing.load_checkpoint(folder, model, torch.optim.AdamW(model.parameters()))
 
 
-def lose(folder, _other):
+def remove_file(folder, _other):
     (folder / "__0_0.distcp").unlink()
 
 
@@ -141,7 +141,7 @@ def other_kernels(folder, _other):
         (another_step, "trainer_state.json is not the file that was written"),
         (listing, "trainer_state.json is not the file that was written"),
         (other_kernels, r"kernels.json has 15 bytes, but \d+ were written"),
-        (lose, "__0_0.distcp is missing"),
+        (remove_file, "__0_0.distcp is missing"),
         (truncate, r"__0_0.distcp has 1,000 bytes, but [\d,]+ were written"),
         (flip, "__0_0.distcp is not the file that was written"),
         (mix, "__0_0.distcp is not the file that was written"),
@@ -168,7 +168,7 @@ class Planted:
         return os.system, (f"touch {self.file}",)
 
 
-def resealed(folder, **entries):
+def with_state_entries(folder, **entries):
     """Record the current files of a checkpoint as complete, with changed `entries` of the state."""
     state = json.loads((folder / training_state.STATE_FILE).read_text())
     files = {name: training_state._facts(folder / name) for name in state["files"]}
@@ -187,7 +187,7 @@ def test_code_in_the_metadata_is_not_run(tmp_path, wrapped):
         metadata.planner_data = planted
         planted = metadata
     (folder / ".metadata").write_bytes(pickle.dumps(planted))
-    resealed(folder)
+    with_state_entries(folder)
     with pytest.raises(CheckpointError, match=r"refers to code .*\n  found: (posix|nt).system\n  hint: "):
         checkpointing.load_checkpoint(folder, *trained(0))
     assert not (tmp_path / "ran").exists()
@@ -207,7 +207,7 @@ def test_code_in_a_value_is_not_run(tmp_path):
 def test_metadata_of_another_object_raises(tmp_path, data):
     folder = save(tmp_path, 1)
     (folder / ".metadata").write_bytes(data)
-    resealed(folder)
+    with_state_entries(folder)
     with pytest.raises(CheckpointError, match="is not the metadata of a checkpoint"):
         checkpointing.load_checkpoint(folder, *trained(0))
 
@@ -233,7 +233,7 @@ def test_metadata_of_another_object_raises(tmp_path, data):
 )
 def test_forged_state_raises(tmp_path, entries):
     folder = save(tmp_path, 1)
-    resealed(folder, **entries)
+    with_state_entries(folder, **entries)
     with pytest.raises(CheckpointError, match=r"step_00000001 cannot be read\n  found: "):
         checkpointing.read_state(folder)
 
@@ -298,7 +298,7 @@ def test_checkpoint_under_another_name_is_complete_and_loaded(tmp_path):
 
 
 @pytest.fixture
-def held_back(monkeypatch):
+def paused_save(monkeypatch):
     """Saves wait for the event before they complete."""
     go_on, finish = threading.Event(), training_state._finish
 
@@ -311,7 +311,7 @@ def held_back(monkeypatch):
     go_on.set()
 
 
-def test_background_save_is_named_when_complete(tmp_path, held_back):
+def test_background_save_is_named_when_complete(tmp_path, paused_save):
     model, optimizer = trained(0)
     saved = [parameter.clone() for parameter in model.parameters()]
     moments = [optimizer.state[parameter]["exp_avg"].clone() for parameter in model.parameters()]
@@ -321,7 +321,7 @@ def test_background_save_is_named_when_complete(tmp_path, held_back):
     optimizer.step()
     assert not torch.equal(saved[0], next(model.parameters()))
     assert checkpointing.find_checkpoints(tmp_path) == []
-    held_back.set()
+    paused_save.set()
     saver.wait()
     assert checkpointing.find_checkpoints(tmp_path) == [folder]
     other, other_optimizer = trained(1)
@@ -330,9 +330,9 @@ def test_background_save_is_named_when_complete(tmp_path, held_back):
     assert all(torch.equal(m, other_optimizer.state[p]["exp_avg"]) for m, p in zip(moments, other.parameters()))
 
 
-def test_save_waits_for_the_previous_one(tmp_path, held_back):
+def test_save_waits_for_the_previous_one(tmp_path, paused_save):
     saver = CheckpointSaver(tmp_path, keep=2)
-    threading.Timer(0.2, held_back.set).start()
+    threading.Timer(0.2, paused_save.set).start()
     for step in (1, 2, 3):
         saver.save(snapshot(step, *trained(step)))
         assert len(checkpointing.find_checkpoints(tmp_path)) == min(step - 1, 2)
@@ -378,7 +378,7 @@ def test_background_error_is_raised_by_the_next_call(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 
-def test_hanging_save_is_abandoned(tmp_path, held_back, caplog):
+def test_hanging_save_is_abandoned(tmp_path, paused_save, caplog):
     saver = CheckpointSaver(tmp_path)
     saver.save(snapshot(1, *trained(0)))
     saver.close(seconds=0.1)

@@ -137,7 +137,7 @@ def test_weights_are_loaded_and_computed_in_bfloat16(ranks, write, tmp_path):
         assert a["loss"] != b["loss"]
 
 
-def run_and_listen(file):
+def run_and_capture(file):
     from opslot.trainer import cli_train
 
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
@@ -152,7 +152,7 @@ def run_with_fewer_kernels_on_the_second(file):
     if os.environ["RANK"] == "1":
         KERNEL_REGISTRY.unregister(*missing.key)
     try:
-        return run_and_listen(file)
+        return run_and_capture(file)
     finally:
         KERNEL_REGISTRY.register(missing, replace=True)
 
@@ -172,7 +172,7 @@ def test_damaged_file_of_one_rank_is_reported_once(ranks, write, tmp_path):
     data = bytearray(part.read_bytes())
     data[len(data) // 2] ^= 1
     part.write_bytes(data)
-    answers = ranks.run(run_and_listen, write("run", resume_from="latest"))
+    answers = ranks.run(run_and_capture, write("run", resume_from="latest"))
     assert [code for code, _ in answers] == [1, 1]
     errors = "".join(text for _, text in answers)
     assert errors.count("opslot: error: ") == 1

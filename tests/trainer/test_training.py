@@ -230,17 +230,17 @@ file, step, threads = sys.argv[1:4]
 torch.set_num_threads(int(threads))
 write_json, split_loss = training_state.write_json, TextTrainer.split_loss
 
-def write_or_die(path, value):
+def write_or_kill(path, value):
     if path.name == file and path.parent.name.endswith(checkpointing.checkpoint_name(int(step))):
         os.kill(os.getpid(), signal.SIGKILL)
     write_json(path, value)
 
-def split_or_die(self, outputs):
+def split_or_kill(self, outputs):
     if file == "forward" and self.step + 1 == int(step):
         os.kill(os.getpid(), signal.SIGKILL)
     return split_loss(self, outputs)
 
-training_state.write_json, TextTrainer.split_loss = write_or_die, split_or_die
+training_state.write_json, TextTrainer.split_loss = write_or_kill, split_or_kill
 sys.exit(cli_train(sys.argv[4:]))
 """
 
@@ -347,7 +347,7 @@ def test_resume_before_later_checkpoints_needs_another_folder(train, settings, t
     assert curve(tmp_path / "branch") == curve(tmp_path / "out")[2:]
 
 
-def test_resumed_run_uses_the_optimizer_settings_of_its_configuration(settings, tmp_path):
+def test_resumed_run_uses_its_own_optimizer_settings(settings, tmp_path):
     settings["train"] |= {"max_steps": 2, "weight_decay": 0.0}
     trainer_of(settings, tmp_path).train()
     settings["train"] |= {"max_steps": 3, "weight_decay": 0.5, "optimizer": {"beta2": 0.9}, "resume_from": "latest"}
@@ -469,10 +469,10 @@ def test_full_disk_is_one_error_and_callbacks_are_closed(train, settings, monkey
 
 
 def test_other_os_errors_are_not_disk_errors(settings, tmp_path, monkeypatch):
-    def refused(self, trainer, record):
+    def raise_connection_error(self, trainer, record):
         raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
 
-    monkeypatch.setattr(MetricsCallback, "on_step_end", refused)
+    monkeypatch.setattr(MetricsCallback, "on_step_end", raise_connection_error)
     with pytest.raises(ConnectionRefusedError):
         trainer_of(settings, tmp_path).train()
 

@@ -1,4 +1,4 @@
-"""bisect names the slot and the layer that break parity, and nothing else."""
+"""bisect names exactly the slot and the layer that break parity."""
 
 import copy
 

@@ -36,7 +36,7 @@ class _WrongBackward(torch.autograd.Function):
         return grad * 1.001
 
 
-def unwritten(hidden_states, weight, eps):
+def uninitialized(hidden_states, weight, eps):
     out = torch.empty_like(hidden_states)
     out[:-1] = right(hidden_states, weight, eps)[:-1]
     return out
@@ -51,7 +51,7 @@ WRONG = {
     "another eps": lambda x, w, e: right(x, w, 1e-3),
     "no weight gradient": lambda x, w, e: right(x, w.detach(), e),
     "a gradient 0.1% off": wrong_gradient,
-    "an element never written": unwritten,
+    "an element never written": uninitialized,
     "nan": lambda x, w, e: right(x, w, e) * float("nan"),
     "offset form": lambda x, w, e: right(x, w, e) + right(x, torch.ones_like(w), e),
 }

@@ -475,13 +475,13 @@ def test_options_on_a_gpu_are_correct_or_raise(name, option):
 def test_math_backend_never_runs_on_a_gpu(name, width, dtype):
     usable(name)
     q, k, v = tensors(width=width, length=70, device="cuda", dtype=dtype)
-    found, refusal = None, ""
+    found, message_seen = None, ""
     with torch.profiler.profile() as profile:
         try:
             found, _ = load(name)(Attention(), q, k, v, None)
         except KernelError as error:
-            refusal = str(error)
-    assert found is not None or "no fused backend of torch serves query" in refusal
+            message_seen = str(error)
+    assert found is not None or "no fused backend of torch serves query" in message_seen
     assert "aten::_scaled_dot_product_attention_math" not in [event.name for event in profile.events()]
     if found is not None:
         expected, _ = op.reference(Attention(), q.double(), k.double(), v.double(), None)

@@ -261,11 +261,11 @@ def test_frozen_inputs_compute_no_gradients(name, by_hidden, by_weight, monkeypa
     hidden, weight, labels = inputs()
     expected = gradients(reference(), hidden, weight, labels)
     hidden, weight = hidden.detach().requires_grad_(by_hidden), weight.detach().requires_grad_(by_weight)
-    products = []
+    matmuls = []
     real = chunked._matmul
-    monkeypatch.setattr(chunked, "_matmul", lambda *a, **k: (products.append(1), real(*a, **k)))
+    monkeypatch.setattr(chunked, "_matmul", lambda *a, **k: (matmuls.append(1), real(*a, **k)))
     loss = load(name)(hidden, weight, labels)
-    assert len(products) == by_hidden + by_weight
+    assert len(matmuls) == by_hidden + by_weight
     assert loss.requires_grad == (by_hidden or by_weight)
     if loss.requires_grad:
         loss.backward()

@@ -129,10 +129,10 @@ def test_weights_are_read_by_matmuls_only(name):
         out, *saved = module._forward(x, experts, index, weights)
         module._backward(torch.ones_like(out), x, experts, weights, saved, Wanted(True, True, False))
     views = {"t", "transpose", "select", "slice", "detach", "view", "expand"}
-    products = {"mm", "addmm", "addmm_", "_grouped_mm"}
+    matmuls = {"mm", "addmm", "addmm_", "_grouped_mm"}
     # Triton's interpreter copies all arguments of a kernel.
     interpreter = {"new_empty", "copy_"} if name == "fused_triton" and DEVICE == "cpu" else set()
-    assert readers.names <= views | products | interpreter | {"empty_like", "zeros_like"}
+    assert readers.names <= views | matmuls | interpreter | {"empty_like", "zeros_like"}
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -174,7 +174,7 @@ def test_errors_name_the_arguments_of_the_caller(name, change, found):
 
 
 @pytest.mark.parametrize("weight", ["gate_proj", "up_proj"])
-def test_triton_rejects_strided_weights_and_grouped_mm_accepts_them(weight):
+def test_strided_weights_are_supported_by_grouped_mm_only(weight):
     tensors = inputs()
     expected = load("grouped_mm")(**tensors)
     tensors[weight] = tensors[weight].transpose(1, 2).contiguous().transpose(1, 2)

@@ -23,7 +23,7 @@ def load(variant, name):
 
 
 def repeats(variant):
-    """How often each angle is repeated in cos and sin."""
+    """Number of times each angle occurs in cos and sin."""
     return 1 if variant in ONE_ANGLE_A_PAIR else 2
 
 
@@ -191,7 +191,7 @@ def test_triton_reads_strided_cos_sin_without_copying(variant, monkeypatch):
     q, k, cos, sin = inputs(variant)
     expected = kernel(q, k, cos, sin)
     repeated = [x.repeat_interleave(2, dim=-1)[..., ::2] for x in (cos, sin)]
-    monkeypatch.setattr(torch.Tensor, "contiguous", lambda *_: pytest.fail("the angles are copied"))
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda *_: pytest.fail("cos or sin is copied"))
     assert all(torch.equal(a, b) for a, b in zip(kernel(q, k, *repeated), expected, strict=True))
 
 
@@ -285,11 +285,11 @@ def _bad(name):
         "k of another dtype": (q, k.to(torch.bfloat16), cos, sin),
         "k of another length": (q, k[:, :, 1:], cos, sin),
         "another batch": (q, k, cos.expand(3, -1, -1), sin.expand(3, -1, -1)),
-        "angles with a gradient": (q, k, cos.clone().requires_grad_(), sin),
-        "narrow angles": (q, k, cos[..., :8], sin[..., :8]),
+        "cos with a gradient": (q, k, cos.clone().requires_grad_(), sin),
+        "fewer channels": (q, k, cos[..., :8], sin[..., :8]),
         "wider keys": (q, torch.cat([k, k], -1), cos, sin),
-        "odd angles": (q, k, cos[..., :7], sin[..., :7]),
-        "wide angles": (q, k, cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)),
+        "odd channels": (q, k, cos[..., :7], sin[..., :7]),
+        "more channels": (q, k, cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)),
         "unsqueeze_dim": (q, k, cos, sin, 0),
     }[name]
 
@@ -301,8 +301,8 @@ def _bad(name):
         ("k of another dtype", "cannot take k: its dtype is torch.bfloat16 beside q's"),
         ("k of another length", "cannot take k: its shape is"),
         ("another batch", "cannot take cos: its shape is"),
-        ("angles with a gradient", "cannot take cos: it requires a gradient"),
-        ("narrow angles", "use eager, or the partial variant"),
+        ("cos with a gradient", "cannot take cos: it requires a gradient"),
+        ("fewer channels", "use eager, or the partial variant"),
         ("unsqueeze_dim", "cannot take unsqueeze_dim: it is 0"),
     ],
 )
@@ -315,11 +315,11 @@ def test_triton_unsupported_inputs_raise(name, message):
 @pytest.mark.parametrize(
     ("variant", "name", "message"),
     [
-        ("full", "angles with a gradient", "cannot take cos: it requires a gradient"),
-        ("full", "narrow angles", "cannot take cos: it has 8 channels for heads of 16"),
+        ("full", "cos with a gradient", "cannot take cos: it requires a gradient"),
+        ("full", "fewer channels", "cannot take cos: it has 8 channels for heads of 16"),
         ("full", "wider keys", "cannot take cos: it has 16 channels for heads of 16 and 32"),
-        ("partial", "odd angles", "cannot take cos: it has 7 channels for heads of 16"),
-        ("partial", "wide angles", "cannot take cos: it has 32 channels for heads of 16"),
+        ("partial", "odd channels", "cannot take cos: it has 7 channels for heads of 16"),
+        ("partial", "more channels", "cannot take cos: it has 32 channels for heads of 16"),
     ],
 )
 def test_torch_fused_unsupported_inputs_raise(variant, name, message):
