@@ -218,8 +218,8 @@ def test_resumed_run_has_the_same_dropout(settings, tmp_path, model_folder, data
     assert run("halves", 4, resume_from="latest") == straight
 
 
-# Kills itself when a file of a checkpoint is due, or within the forward pass of a step. Computes on as many threads as
-# the run that it is compared with, or sums would be rounded otherwise.
+# Kills itself when a checkpoint file is written, or within the forward pass of a step. Uses as many threads as the run
+# that it is compared with, so that sums are rounded equally.
 KILLED = """
 import os, signal, sys
 import torch
