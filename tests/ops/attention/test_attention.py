@@ -271,7 +271,7 @@ def test_flash_hands_every_option_on(flash, options):
         ([0, 24, 20, 48], None, "not rising from 0"),
         ([], None, "not rising from 0"),
         ([0, 40, 48], None, "a document crosses token 24, where a row of 24 ends"),
-        ([0, 24, 48], 23, "24 tokens, the longest is said to have 23"),
+        ([0, 24, 48], 23, "24 tokens, but max_length is 23"),
     ],
 )
 def test_documents_that_flash_would_leave_out_are_refused(flash, borders, longest, said):
