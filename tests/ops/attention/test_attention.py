@@ -169,7 +169,7 @@ def test_dropout_on_a_cpu_is_refused_with_torch_s_reason():
 
 def test_cudnn_never_runs_another_backend():
     """Called where there is no cuDNN it is one error, in either of torch's wordings."""
-    with pytest.raises(KernelError, match="'cudnn': no fused backend of torch serves query"):
+    with pytest.raises(KernelError, match="'cudnn': no fused backend of torch supports query"):
         load("cudnn")(Attention(), *tensors(), None)
 
 
@@ -332,7 +332,7 @@ def test_flash_refuses_what_it_would_leave_out(flash, version, options, said):
 
 
 def test_flash_takes_no_fp32(flash):
-    with pytest.raises(KernelError, match=r"takes float16 or bfloat16, query is torch.float32"):
+    with pytest.raises(KernelError, match=r"requires float16 or bfloat16, query is torch.float32"):
         flash[1](4)(Attention(), *tensors(), None)
 
 
@@ -363,7 +363,7 @@ def request(device=CPU, flags=(), sinks=False, **config):
         ({"attention_dropout": 0.1}, "sdpa", "has no dropout, this model's attention_dropout is 0.1"),
         ({"flags": ("_supports_sdpa",)}, "sdpa", "Transformers does not let Model use it"),
         ({"device": HOPPER, "sinks": True}, "cudnn", "has no attention sinks"),
-        ({"device": HOPPER, "head_dim": 192}, "cudnn", "serves head_dim up to 128, this model has 192"),
+        ({"device": HOPPER, "head_dim": 192}, "cudnn", "supports head_dim up to 128, this model has 192"),
     ],
 )
 def test_refusals_known_when_bound(given, kernel, reason):
@@ -481,7 +481,7 @@ def test_math_never_runs_on_a_gpu(name, width, dtype):
             found, _ = load(name)(Attention(), q, k, v, None)
         except KernelError as error:
             refusal = str(error)
-    assert found is not None or "no fused backend of torch serves query" in refusal
+    assert found is not None or "no fused backend of torch supports query" in refusal
     assert "aten::_scaled_dot_product_attention_math" not in [event.name for event in profile.events()]
     if found is not None:
         expected, _ = op.reference(Attention(), q.double(), k.double(), v.double(), None)

@@ -335,7 +335,7 @@ def test_second_derivatives_are_an_error_not_a_zero():
     [
         (torch.zeros(2, 8, dtype=torch.float64), torch.zeros(8), "hidden_states: its dtype is torch.float64"),
         (torch.zeros(2, 8), torch.zeros(4), r"weight: its shape is \(4,\), not \(8,\)"),
-        (torch.zeros(1, 65537), torch.zeros(65537), "65537 wide, the limit is 65536"),
+        (torch.zeros(1, 65537), torch.zeros(65537), "65537 elements, the limit is 65536"),
     ],
 )
 def test_triton_refuses_what_it_does_not_serve(x, weight, said):
@@ -390,7 +390,7 @@ def test_quack_is_asked_for_the_contracts_dtype_and_offset(quack):
     [
         (torch.zeros(2, 8, dtype=torch.float64), torch.zeros(8), "hidden_states: its dtype is torch.float64"),
         (torch.zeros(2, 8), torch.zeros(16), r"weight: its shape is \(16,\), not \(8,\)"),
-        (torch.zeros(2, 12), torch.zeros(12), "12 wide, not a multiple of 8"),
+        (torch.zeros(2, 12), torch.zeros(12), "12 elements, not a multiple of 8"),
     ],
 )
 def test_quack_refuses_what_it_does_not_serve(quack, x, weight, said):
@@ -492,7 +492,8 @@ def test_fla_gates_with_the_contracts_arguments(fla, rows):
 
 
 @pytest.mark.parametrize(
-    ("width", "gate", "said"), [(16385, (2, 16385), "16385 wide, the limit is 16384"), (8, (2, 4), "gate: its shape")]
+    ("width", "gate", "said"),
+    [(16385, (2, 16385), "16385 elements, the limit is 16384"), (8, (2, 4), "gate: its shape")],
 )
 def test_fla_says_what_it_does_not_gate(fla, width, gate, said):
     with pytest.raises(KernelError, match=said):

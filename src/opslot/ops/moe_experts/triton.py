@@ -73,15 +73,15 @@ def _hopper(programs: int) -> GemmTiling:
 
     Measured by benchmarks/tune_moe.py. `gate_up` computes gate and up per tile, so it accumulates 2 * BN columns.
     """
-    wide = Tiles(128, 256, 64, 8, 3, group=4, flatten=True)
+    tiles = Tiles(128, 256, 64, 8, 3, group=4, flatten=True)
     return GemmTiling(
         align=128,
         gate_up=Tiles(128, 128, 64, 8, 4, group=4, flatten=True),
-        down=wide,
-        act_grad=wide,
-        input_grad=wide,
-        gate_up_grad=wide,
-        down_grad=wide,
+        down=tiles,
+        act_grad=tiles,
+        input_grad=tiles,
+        gate_up_grad=tiles,
+        down_grad=tiles,
         tma=True,
         programs=programs,
     )

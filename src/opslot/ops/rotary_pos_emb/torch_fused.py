@@ -79,8 +79,8 @@ def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
 def full_cast_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`op.full_cast_last` for every floating dtype."""
     _check_width(cos, q, k)
-    wide = torch.promote_types(torch.promote_types(q.dtype, cos.dtype), torch.float32)
-    return _apply(cos.to(wide), sin.to(wide), unsqueeze_dim, q, k, keep_dtype=True)
+    dtype = torch.promote_types(torch.promote_types(q.dtype, cos.dtype), torch.float32)
+    return _apply(cos.to(dtype), sin.to(dtype), unsqueeze_dim, q, k, keep_dtype=True)
 
 
 def single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:

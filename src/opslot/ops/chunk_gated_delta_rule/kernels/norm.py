@@ -1,4 +1,4 @@
-"""Queries and keys divided by their norms, and the way back, which also sums what a group of value heads asked."""
+"""L2 normalization of queries and keys, and its backward, which also sums over each group of value heads."""
 
 from __future__ import annotations
 

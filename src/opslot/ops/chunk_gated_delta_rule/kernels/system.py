@@ -6,7 +6,7 @@ i >= j and b the writing rates (the WY form of arXiv 2406.06484):
     A_ij = b_i (k_i . k_j) L_ij below the diagonal,  M = (I + A)^-1
     reads = M (b exp(G) k),  writes = M (b v)
 
-No exponent is positive, since no log decay is.
+No exponent is positive, since log decays are <= 0.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def reads_writes_kernel(
         rate = load_scalars(beta_ptr, start, length, head, HEADS, CHUNK)
         cumulated = tl.load(cumulated_ptr + program.to(tl.int64) * CHUNK + i)
         inverse = load_plane(inverse_ptr, program, i, CHUNK, CHUNK).to(tl.float32)
-        # The rates scale columns of M instead of rows of k and v, which enter as they are.
+        # The rates scale columns of M instead of rows of k and v.
         of_v = downcast(inverse * rate[None, :], dtype)
         of_k = downcast(inverse * (rate * tl.exp(cumulated))[None, :], dtype)
         for first in tl.range(0, V, BV, num_stages=COLUMN_STAGES):
