@@ -110,18 +110,18 @@ class _Schedule:
         self.total = bounds[-1]
         # Padding positions read a row of zeros after the last token, which neither decays the state nor adds to it.
         self.source = index.where(index < stop, self.total).flatten()
-        place = self.source.new_empty(self.total + 1)
-        place[self.source] = torch.arange(self.source.numel(), device=device)
-        self.place = place[:-1]
+        inverse_index = self.source.new_empty(self.total + 1)
+        inverse_index[self.source] = torch.arange(self.source.numel(), device=device)
+        self.inverse_index = inverse_index[:-1]
 
     def chunks(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, S, heads, width] -> [N, heads, T, width] in `dtype`."""
         flat = x.reshape(self.total, *x.shape[2:]).to(dtype)
-        return _Move.apply(flat, self.source, self.place).view(-1, _CHUNK, *flat.shape[1:]).transpose(1, 2)
+        return _Move.apply(flat, self.source, self.inverse_index).view(-1, _CHUNK, *flat.shape[1:]).transpose(1, 2)
 
     def tokens(self, x: Tensor) -> Tensor:
         """[N, heads, T, width] -> [B * S, heads, width]."""
-        return _Move.apply(x.transpose(1, 2).flatten(0, 1), self.place, self.source)
+        return _Move.apply(x.transpose(1, 2).flatten(0, 1), self.inverse_index, self.source)
 
 
 class _Move(torch.autograd.Function):

@@ -46,7 +46,7 @@ def causal(
         kwargs: other arguments of a model's forward (position_ids, cu_seq_lens_q, ...); ignored.
 
     Returns:
-        A scalar, float32 or wider.
+        A scalar, float32 or float64.
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -67,7 +67,7 @@ def sequence_classification(
     """Loss of a classifier: `hidden_states` [..., H] predict `labels` [...] in place.
 
     Returns:
-        A scalar, float32 or wider.
+        A scalar, float32 or float64.
     """
     logits = _logits(hidden_states, weight, None, 1.0)
     return _loss(logits, labels, num_items_in_batch, ignore_index, label_smoothing)
@@ -87,7 +87,7 @@ def token_log_probs(
     """Per-token log-probabilities and entropies, as policy gradients need them; `logit_scale` is 1 / temperature.
 
     Returns:
-        (log_probs, entropy), both shaped like `labels` and float32 or wider: at position t the log-probability of
+        (log_probs, entropy), both shaped like `labels`, float32 or float64: at position t the log-probability of
         `labels[..., t + 1]` (`shift_labels[..., t]`) and the entropy in nats of its distribution; 0 where the label
         is ignored.
     """

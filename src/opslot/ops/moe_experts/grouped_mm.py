@@ -156,9 +156,9 @@ def backward_grouped(
         down_grad = gemm(*_weight_grad_operands(row_grad, weighted_act, experts), ends)
     if experts.biased and wanted.biases:
         # Also computes sums over an expert's rows as a GEMM, with 8 equal rows, the minimum size of an operand.
-        ones, spread = torch.ones_like(scales).repeat(1, 8), scales.repeat(1, 8)
+        ones, repeated = torch.ones_like(scales).repeat(1, 8), scales.repeat(1, 8)
         gate_up_bias_grad = gemm(ones.t(), parts_grad[0], ends)[:, 0].contiguous()
-        down_bias_grad = gemm(spread.t(), row_grad, ends)[:, 0].contiguous()
+        down_bias_grad = gemm(repeated.t(), row_grad, ends)[:, 0].contiguous()
     weights_grad = weights_grad.view_as(weights)
     return Grads(x_grad, gate_up_grad, down_grad, weights_grad, up_grad, gate_up_bias_grad, down_bias_grad)
 

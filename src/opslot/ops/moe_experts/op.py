@@ -362,7 +362,7 @@ _VARIANTS = (
         compiles=False,
         static_shape=_static_shape,
         benchmark_case=split_benchmark_case,
-        description="gate and up apart, [E, I, H] each, SiLU, no bias",
+        description="separate gate and up, [E, I, H] each, SiLU, no bias",
     ),
 )
 

@@ -255,12 +255,12 @@ def dkey_kernel(
         dtype: tl.constexpr = k_ptr.dtype.element_ty
         i = tl.arange(0, CHUNK)
         rate = load_scalars(beta_ptr, start, length, head, HEADS, CHUNK)
-        place = program.to(tl.int64) * CHUNK + i
-        cumulated = tl.load(cumulated_ptr + place)
+        offset = program.to(tl.int64) * CHUNK + i
+        cumulated = tl.load(cumulated_ptr + offset)
         last = tl.load(cumulated_ptr + program.to(tl.int64) * CHUNK + CHUNK - 1)
         dwithin = load_plane(dwithin_ptr, program, i, CHUNK, CHUNK)
         dsystem = load_plane(dsystem_ptr, program, i, CHUNK, CHUNK)
-        drate = tl.load(drate_ptr + place)
+        drate = tl.load(drate_ptr + offset)
         dcumulated = tl.zeros((CHUNK,), dtype=tl.float32)
         # Decay of the state over the chunk, one block of columns at a time.
         faded = tl.zeros((BV,), dtype=tl.float32)

@@ -85,7 +85,7 @@ def solve_kernel(
             cumulated = cumulated + (total,)  # noqa: RUF005
         # Blocks of the lower triangle, row after row: (r, c) at r (r + 1) / 2 + c.
         zeros = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-        products = (zeros,) * 10
+        dots = (zeros,) * 10
         for first in tl.static_range(0, K, BK):
             column = first + tl.arange(0, BK)
             keys = ()
@@ -97,8 +97,8 @@ def solve_kernel(
             added = ()
             for r in tl.static_range(4):
                 for c in tl.static_range(r + 1):
-                    added = added + (dot(keys[r], tl.trans(keys[c]), products[r * (r + 1) // 2 + c]),)  # noqa: RUF005
-            products = added
+                    added = added + (dot(keys[r], tl.trans(keys[c]), dots[r * (r + 1) // 2 + c]),)  # noqa: RUF005
+            dots = added
         below = ()
         for r in tl.static_range(4):
             rate = load_scalars(beta_ptr, start + r * BLOCK, length - r * BLOCK, head, HEADS, BLOCK)
@@ -106,7 +106,7 @@ def solve_kernel(
                 between = cumulated[r][:, None] - cumulated[c][None, :]
                 if r == c:
                     between = tl.where(i[:, None] > i[None, :], between, float("-inf"))
-                block = rate[:, None] * products[r * (r + 1) // 2 + c] * tl.exp(between)
+                block = rate[:, None] * dots[r * (r + 1) // 2 + c] * tl.exp(between)
                 below = below + (block,)  # noqa: RUF005
         own = _unit_inverses(below[0], below[2], below[5], below[9], BLOCK)
         solved = ()
