@@ -58,7 +58,7 @@ def test_visible_keys(causal, window, lengths):
     q, k, _ = tensors(batch=1)
     kwargs = {"sliding_window": window} | (documents(*lengths) if lengths else {})
     if not causal and window is not None and window < 24:
-        with pytest.raises(KernelError, match=r"sliding_window=.* without causality needs the attention_mask"):
+        with pytest.raises(KernelError, match=r"sliding_window=.* without causality requires an attention_mask"):
             op.visible(Attention(causal), q, k, kwargs)
         return
     found = op.visible(Attention(causal), q, k, kwargs)
