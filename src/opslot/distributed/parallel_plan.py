@@ -34,7 +34,7 @@ class ParallelPlan:
         for name, placement in self.extra_parallel_plan.get("ep", {}).items():
             if placement != Shard(0):
                 raise ConfigError(
-                    f"a parallel plan has {name} as {placement}, but ep shards experts, which are dim 0",
+                    f"a parallel plan places {name} as {placement}, but ep shards experts, which are dim 0",
                     hint="set it to Shard(0)",
                 )
 
