@@ -55,7 +55,7 @@ def tune_triton(arguments: dict[str, torch.Tensor], gemms: list[str]) -> None:
         "route": lambda: route(index, count, plan.align),
         "gather": lambda: fused.gather(x, top_k, routing),
         "gate_grad": lambda: fused.gate_grad(plan, act_grad, projected, rows_grad, experts, weights, routing),
-        "combine": lambda: fused.combine(outputs, routing.places, weights, True),
+        "combine": lambda: fused.combine(outputs, routing.pair_to_row, weights, True),
     }.items():
         print(f"{name:13} {bench(other):7.3f} ms")
 

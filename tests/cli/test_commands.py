@@ -53,7 +53,7 @@ def test_explain_with_a_named_kernel(moe_config_folder, capsys):
         (["explain", "{folder}", "--set", "moe_implementation=fused_npu"], "requires an NPU"),
         (["explain", "{folder}", "--set", "overrides=eager"], "overrides='eager' must map globs"),
         (["verify", "--op", "nothing"], "unknown op 'nothing'"),
-        (["verify", "--op", "rms_norm", "--device", "gpu0"], "device 'gpu0' is none that torch knows"),
+        (["verify", "--op", "rms_norm", "--device", "gpu0"], "device 'gpu0' is not a valid device"),
         (["verify", "--op", "rms_norm", "--device", "cuda:99"], "device 'cuda:99': the number of GPUs"),
         (["verify", "--op", "rms_nrm"], "did you mean 'rms_norm'?"),
         (["verify", "--op", "attention,rms_nrm"], "did you mean 'rms_norm'?"),

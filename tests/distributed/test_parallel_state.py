@@ -38,7 +38,7 @@ def test_one_process_is_built_without_a_group():
 
 
 def test_missing_device_raises(monkeypatch):
-    with pytest.raises(ConfigError, match="device 'tpu' is none that torch knows"):
+    with pytest.raises(ConfigError, match="device 'tpu' is not a valid device"):
         init_parallel_state(device_type="tpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match="device 'cuda': the number of GPUs that torch finds here is 0"):

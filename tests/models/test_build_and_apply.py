@@ -439,9 +439,9 @@ def test_invalid_configs_raise(tmp_path, text, message):
 
 def test_invalid_arguments_raise():
     for dtype in ("int8", torch.int8, 16):
-        with pytest.raises(ConfigError, match="no floating dtype"):
+        with pytest.raises(ConfigError, match="is not a floating dtype"):
             opslot.build_foundation_model(config_of("qwen3"), torch_dtype=dtype)
-    with pytest.raises(ConfigError, match="device 'gpu0' is none that torch knows"):
+    with pytest.raises(ConfigError, match="device 'gpu0' is not a valid device"):
         opslot.build_foundation_model(config_of("qwen3"), init_device="gpu0")
     with pytest.raises(ConfigError, match="config_path=None: give a folder"):
         opslot.build_foundation_model(None)

@@ -1,1 +1,1 @@
-"""What every room may use: errors, logging, facts about the machine."""
+"""Helpers for all packages: errors, logging, properties of the machine."""

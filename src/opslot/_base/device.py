@@ -1,4 +1,4 @@
-"""Facts about this machine that decide which kernels can run."""
+"""Devices and packages of this machine, which decide which kernels can run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What a kernel may ask about a device.
+    """Properties of a device.
 
     Attributes:
         type: "cpu", "gpu" or "npu".
@@ -31,7 +31,7 @@ class DeviceFacts:
 
     @property
     def torch_type(self) -> str:
-        """The type as torch calls it: "cuda" for a GPU."""
+        """torch's device type: "cuda" for a GPU."""
         return "cuda" if self.type == "gpu" else self.type
 
     def __str__(self) -> str:
@@ -51,13 +51,13 @@ def _gpu_facts(index: int) -> DeviceFacts:
 
 
 def usable_device(device: torch.device | str) -> torch.device:
-    """`device` as torch's; ConfigError when there is no such thing, or it is a GPU that this machine lacks."""
+    """`device` as a torch.device; ConfigError if it is not valid, or is a GPU that this machine does not have."""
     import torch
 
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device {device!r} is none that torch knows; use cpu, cuda, cuda:1 or npu") from error
+        raise ConfigError(f"device {device!r} is not a valid device; use cpu, cuda, cuda:1 or npu") from error
     count = torch.cuda.device_count() if found.type == "cuda" else 0
     if found.type == "cuda" and (found.index or 0) >= count:
         raise ConfigError(
@@ -68,7 +68,7 @@ def usable_device(device: torch.device | str) -> torch.device:
 
 
 def facts_of(device: torch.device | str) -> DeviceFacts:
-    """Facts of a torch device; the meta device answers for the machine's best one.
+    """Properties of a torch device; for the meta device, those of the machine's best device.
 
     Raises:
         ConfigError: see `usable_device`.
@@ -86,7 +86,7 @@ def facts_of(device: torch.device | str) -> DeviceFacts:
 
 
 def machine_devices() -> tuple[DeviceFacts, ...]:
-    """The kinds of device present on this machine, best first; the CPU always closes the list."""
+    """The kinds of device of this machine, best first; the CPU is always last."""
     import torch
 
     found: list[DeviceFacts] = []
@@ -99,7 +99,7 @@ def machine_devices() -> tuple[DeviceFacts, ...]:
 
 
 def best_device() -> DeviceFacts:
-    """The device that training uses when nobody names one."""
+    """The default device for training."""
     return machine_devices()[0]
 
 

@@ -1,4 +1,4 @@
-"""Names of torch's dtypes, as users write and read them."""
+"""Names of torch dtypes in configurations and messages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def floating_dtype(value: torch.dtype | str, asked: str) -> torch.dtype:
-    """The dtype that `value` is or names, with or without "torch."; ConfigError, led by `asked`, if it is none."""
+    """`value`, a dtype or its name with or without "torch.", as a dtype.
+
+    Raises:
+        ConfigError: it is not a floating dtype; the message begins with `asked`.
+    """
     import torch
 
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"{asked} is no floating dtype; use bfloat16, float16 or float32")
+        raise ConfigError(f"{asked} is not a floating dtype; use bfloat16, float16 or float32")
     return found

@@ -1,4 +1,4 @@
-"""Errors that reach a user. Each says what is wrong, what was found and what to do."""
+"""Errors for users: what is wrong, what was found, and a hint."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class OpslotError(Exception):
 
     Args:
         what: what is wrong, naming the user's own value.
-        found: what was there instead.
-        hint: what to do about it.
+        found: what was found instead.
+        hint: how to fix it.
     """
 
     def __init__(self, what: str, *, found: str = "", hint: str = "") -> None:
@@ -32,7 +32,7 @@ class KernelError(OpslotError, RuntimeError):
 
 
 class PatchError(OpslotError, RuntimeError):
-    """A patch does not fit the upstream source."""
+    """A patch does not apply to the Transformers source."""
 
 
 class CheckpointError(OpslotError, RuntimeError):
@@ -44,15 +44,15 @@ class DataError(OpslotError, ValueError):
 
 
 class ParallelError(OpslotError, RuntimeError):
-    """Processes do not fit together: nobody set them up, or one of them failed."""
+    """Parallel state is missing or inconsistent, or another rank failed."""
 
 
 class TrainingError(OpslotError, RuntimeError):
-    """A run cannot go on: its loss or gradients are not finite, or its files cannot be written."""
+    """A run cannot continue: its loss or gradients are not finite, or its files cannot be written."""
 
 
 def list_problems(title: str, problems: Sequence[str], shown: int = 10) -> str:
-    """`title`, then a line a problem; a long list is cut and counted."""
+    """`title`, then one line per problem, at most `shown` and the number of the others."""
     lines = [f"- {problem}" for problem in problems[:shown]]
     if len(problems) > shown:
         lines.append(f"- and {len(problems) - shown} more")

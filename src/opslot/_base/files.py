@@ -1,4 +1,4 @@
-"""Files that a reader sees whole, whenever the writer is stopped."""
+"""Atomic file writes: readers never see a partial file."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new path beside `path` to write to, which takes its name at the end; on an error, `path` stays as it was.
+    """Yield a temporary path next to `path`, and rename it to `path` at the end; on an error `path` is unchanged.
 
-    Several processes, on several machines, may write the same file: the last one to end wins.
+    Several processes, on several machines, may write the same file: the last to finish wins.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{uuid.uuid4().hex}.{path.name}")
@@ -31,7 +31,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def remove_temporary_files(folder: Path) -> None:
-    """Remove the files in `folder` that `replacing` left behind when its process was killed; nobody may write there."""
+    """Remove files that `replacing` left in `folder` when its process was killed; no process may be writing there."""
     for path in folder.glob(".*"):
         if re.fullmatch(r"\.[0-9a-f]{32}\..+", path.name) and path.is_file():
             path.unlink(missing_ok=True)
@@ -54,7 +54,7 @@ def path_problem(text: str) -> str | None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` in UTF-8 so that a reader, also one after a power cut, sees the old file or the new one."""
+    """Write `text` in UTF-8 atomically, also with respect to a power failure."""
     with replacing(path) as beside, beside.open("w", encoding="utf-8", newline="\n") as file:
         file.write(text)
         file.flush()

@@ -1,4 +1,4 @@
-"""Triton functions that kernels of several rooms call."""
+"""Triton functions for the kernels of several packages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 from opslot._base.device import triton_interpreted
 
-# Triton's interpreter multiplies the bit patterns of bf16 operands, and cuts bf16 off where GPUs round it.
+# Triton's interpreter multiplies the bit patterns of bf16 operands, and truncates to bf16 instead of rounding.
 _INTERPRETED = tl.constexpr(triton_interpreted())
 
 

@@ -1,4 +1,4 @@
-"""What a launcher such as torchrun sets in the environment of each process, and ending with it."""
+"""Environment variables set by a launcher such as torchrun, and exiting with the launcher."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def launched_world_size() -> int:
     world, rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
     if world < 1 or not 0 <= rank < world:
         size = os.environ.get("WORLD_SIZE") or "not set"
-        raise ConfigError(f"the environment says RANK={rank}, but WORLD_SIZE is {size}", hint=_TORCHRUN)
+        raise ConfigError(f"the environment has RANK={rank}, but WORLD_SIZE is {size}", hint=_TORCHRUN)
     return world
 
 
@@ -35,16 +35,16 @@ def launched_rank() -> int:
 
 
 def launched_with_rendezvous() -> bool:
-    """Whether the environment has all that a process group needs; a single process needs nothing.
+    """Whether the environment has all variables that a process group needs; a single process needs none.
 
     Raises:
-        ConfigError: it is one of several and a variable is missing.
+        ConfigError: WORLD_SIZE is above 1 and a variable is missing.
     """
     lacking = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     world = launched_world_size()
     if world > 1 and lacking:
         raise ConfigError(
-            f"the environment says WORLD_SIZE={world}, but {' and '.join(lacking)} "
+            f"the environment has WORLD_SIZE={world}, but {' and '.join(lacking)} "
             f"{'is' if len(lacking) == 1 else 'are'} not set",
             hint=_TORCHRUN,
         )
@@ -54,16 +54,16 @@ def launched_with_rendezvous() -> bool:
 
 
 def launched_by_torchrun() -> bool:
-    """Whether this process was started by torchrun, which also hosts the store."""
+    """Whether this process was started by torchrun, which then also hosts the store."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 @functools.cache
 def exit_with_launcher(poll_seconds: float = 0.5) -> None:
-    """End this process when torchrun, its parent, is gone: killed, torchrun cannot end its ranks itself.
+    """Exit when torchrun, the parent process, was killed, since it then cannot terminate its ranks.
 
-    A thread watches it, since the main thread may wait in a collective, or for the store that torchrun hosted. Nothing
-    is watched without torchrun: a script may start ranks in the background and end.
+    A thread watches for this, because the main thread may wait in a collective or for torchrun's store. Does nothing
+    without torchrun: a script may start ranks in the background and exit.
     """
     if not launched_by_torchrun():
         return
@@ -85,4 +85,4 @@ def _number(name: str, default: int) -> int:
     try:
         return int(value)
     except ValueError:
-        raise ConfigError(f"the environment says {name}={value!r}, which is not a number", hint=_TORCHRUN) from None
+        raise ConfigError(f"the environment has {name}={value!r}, which is not a number", hint=_TORCHRUN) from None

@@ -1,4 +1,4 @@
-"""Loggers below `opslot`; only rank 0 speaks unless told otherwise."""
+"""Loggers of `opslot`; below WARNING, only rank 0 logs."""
 
 from __future__ import annotations
 

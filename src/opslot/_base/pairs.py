@@ -6,7 +6,7 @@ from opslot._base.errors import ConfigError
 
 
 def pairs(option: str, form: str, items: list[str]) -> dict[str, str]:
-    """`items`, each `form` such as "FIELD=VALUE", as a mapping; ConfigError naming `option` for one that is not."""
+    """`items`, each of the form `form` such as "FIELD=VALUE", as a mapping; else ConfigError that names `option`."""
     found = {}
     for item in items:
         name, _, value = item.partition("=")

@@ -1,6 +1,6 @@
-"""Names of modules that upper rooms provide and lower rooms load when they need them."""
+"""Names of modules that higher layers register and lower layers import on demand."""
 
 from __future__ import annotations
 
 PATCH_FINDERS: list[str] = []
-"""Modules that `opslot.patchgen` asks for patches; `opslot/__init__.py` fills it."""
+"""Modules from which `opslot.patchgen` loads patches; filled by `opslot/__init__.py`."""

@@ -39,7 +39,7 @@ class AsyncAllToAll:
     """Handle of an even all-to-all that is running; `wait()` returns its result.
 
     In the backward pass the gradients' all-to-all starts where `wait` was called and is awaited where this handle was
-    made, so what was computed in between overlaps with both.
+    created, so it overlaps with the computation in between.
     """
 
     def __init__(self, x: Tensor, group: ProcessGroup) -> None:
@@ -48,7 +48,7 @@ class AsyncAllToAll:
 
     @property
     def pending(self) -> Tensor:
-        """The buffer of the result, not filled yet; without gradient."""
+        """The uninitialized buffer of the result, without gradient."""
         return self._out.detach()
 
     def wait(self) -> Tensor:

@@ -39,12 +39,12 @@ class OtherRankFailed(ParallelError):
 
 
 def has_process_group() -> bool:
-    """Whether this process is one of a process group."""
+    """Whether this process is part of a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def is_first_rank() -> bool:
-    """Whether this process does what is done once: rank 0, or the only process."""
+    """Whether this process is rank 0 or the only process."""
     return not has_process_group() or dist.get_rank() == 0
 
 
@@ -95,7 +95,7 @@ def on_first_rank(function: Callable[[], T], group: ProcessGroup | None = None) 
 
 
 def root_cause(error: BaseException) -> str:
-    """The message of `error`; of an error that collects those of several ranks, the first one with its rank."""
+    """The message of `error`; for an error with those of several ranks, the first one with its rank."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, first = next(iter(sorted(failures.items())))
@@ -122,7 +122,7 @@ def fail_together(poll_seconds: float = 0.5) -> Iterator[None]:
     """Inside, an exception (or sys.exit) on one rank ends every rank within seconds, whatever collective it waits in.
 
     The rank that fails first re-raises its exception and records it for torchrun. The others print it and exit with
-    code 1, or raise OtherRankFailed with it if they have an exception of their own by then. If a rank is killed, one of
+    code 1, or raise OtherRankFailed with it if they have raised an exception themselves. If a rank is killed, one of
     the remaining ranks of its machine raises a ParallelError that names it. Without an exception, all ranks leave
     together. Does nothing in a single process.
     """
@@ -176,7 +176,7 @@ def _record(error: BaseException) -> None:
 
 
 def _own_connection() -> dist.Store:
-    """The group's store, through a connection of its own, so that no rendezvous blocks it."""
+    """The group's store on a separate connection, so that no rendezvous blocks it."""
     store = dist.distributed_c10d._get_default_store()
     return store.clone()  # type: ignore[attr-defined]
 

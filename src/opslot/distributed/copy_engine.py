@@ -135,7 +135,7 @@ class CopyAllGather:
                 memory, own = self._buffers.next(), input_tensor[part]
                 _rows(memory, rank, own)[0].copy_(own)
                 memory.barrier()
-                # Ranks start with different peers, so that no GPU is read by all at once.
+                # Each rank starts with a different source, so that not all ranks read from one GPU at once.
                 for other in ((rank + step) % count for step in range(1, count)):
                     rows[other, part].copy_(_rows(memory, other, own)[0])
 
@@ -156,7 +156,7 @@ class CopyReduceScatter:
         self.sent_dtype: torch.dtype | None = None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2 allocates a reduction's input and then its output."""
+        """FSDP2 allocates the input of a reduction, then its output."""
         given = self.sent_dtype if self._gives_input and self.sent_dtype is not None else dtype
         self._gives_input = not self._gives_input
         return torch.empty(*size, dtype=given, device=device)
@@ -164,7 +164,7 @@ class CopyReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """`output_tensor` [n] = the sum over ranks of their `input_tensor` [ranks * n], of which it is this rank's."""
+        """`output_tensor` [n] = this rank's shard of the sum over ranks of `input_tensor` [ranks * n]."""
         if op != dist.ReduceOp.SUM:
             raise AssertionError(f"expected a sum, FSDP asked for {op}")
         rank, count = group.rank(), group.size()
@@ -181,9 +181,9 @@ class CopyReduceScatter:
 
 
 def sum_parts(own: Tensor, parts: Tensor, rank: int, out: Tensor) -> None:
-    """out [n] = the sum over dim 0 of `parts` [ranks, n], where `own` [n] stands for row `rank`, in the dtype of `out`.
+    """out [n] = the sum over dim 0 of `parts` [ranks, n], with `own` [n] for row `rank`, in the dtype of `out`.
 
-    The row itself is overwritten.
+    Overwrites that row.
     """
     parts[rank].copy_(own)
     torch.sum(parts, 0, dtype=out.dtype, out=out)
@@ -245,12 +245,12 @@ def obstacle_to_copies(group: ProcessGroup, device: torch.device) -> str | None:
     """Why the ranks of `group` cannot copy from each other's memory, or None; the same on every rank."""
     if device.type != "cuda":
         return f"the model runs on {device.type}, and copies need GPUs"
-    places = gather_objects((_host(), device.index), group)
-    if len({host for host, _ in places}) > 1:
+    devices = gather_objects((_host(), device.index), group)
+    if len({host for host, _ in devices}) > 1:
         return "the ranks that shard a parameter are on several hosts"
-    if len(set(places)) < len(places):
+    if len(set(devices)) < len(devices):
         return "each process sees only its own GPU (CUDA_VISIBLE_DEVICES)"
-    others = [index for _, index in places if index != device.index]
+    others = [index for _, index in devices if index != device.index]
     reached = all(torch.cuda.can_device_access_peer(device.index, index) for index in others)
     if not all(gather_objects(reached, group)):
         return "the GPUs cannot access each other's memory"

@@ -1,4 +1,4 @@
-"""For a rank whose batch has nothing for a part of the model, such as images for a vision encoder."""
+"""Dummy forward for a rank whose batch has no input for a module, such as no images for a vision encoder."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch.utils import _pytree as pytree
 
 
 def dummy_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """Run `module` on inputs that count for nothing, so that no other rank waits for this one.
+    """Run `module` on dummy inputs, so that the other ranks do not wait for this one.
 
-    FSDP gathers a module's parameters and adds up their gradients with all ranks, so a module that runs on one of them
-    has to run on each, forward and backward.
+    FSDP's collectives for a module's parameters and gradients need all ranks, so a module that runs on one rank must
+    run on all of them, forward and backward.
 
     Args:
         module: what the other ranks run.
-        args, kwargs: inputs that it takes, of any values with finite derivatives, and as small as it allows. FSDP casts
-            them to the dtype that it computes in.
+        args, kwargs: valid inputs of any values with finite derivatives, as small as possible. FSDP casts them to
+            param_dtype.
 
     Returns:
-        A zero [], which brings a zero gradient to what `module` computed with. Add it where the other ranks put the
-        outputs, e.g. to the input embeddings: then the backward pass comes to `module` at the same moment on each.
+        A zero [] with zero gradients for the parameters of `module`. Add it where the other ranks add the outputs, e.g.
+        to the input embeddings, so that all ranks run the backward of `module` at the same point.
     """
     outputs = pytree.tree_leaves(module(*args, **kwargs))
     return torch.stack([x.flatten()[:0].sum() for x in outputs if isinstance(x, Tensor)]).sum()

@@ -89,7 +89,7 @@ class DispatchPlan(NamedTuple):
         token: [L] int64, the token of each row sent, ordered by destination rank.
         order, first: int64 [L] and [T], the rows grouped by token, and the offset of each token's rows in that order.
         source: [L, width] int64, the token-expert pair (token * K + k) at each position of a sent row; T * K if empty.
-        place: [T, K] int64, the inverse: row * width + position in it; M * width or more for a pair that is not sent.
+        position: [T, K] int64, the inverse: row * width + index in the row; M * width or more if a pair is not sent.
     """
 
     sizes: _Sizes
@@ -97,7 +97,7 @@ class DispatchPlan(NamedTuple):
     order: Tensor
     first: Tensor
     source: Tensor
-    place: Tensor
+    position: Tensor
 
 
 def plan_dispatch(top_k_index: Tensor, experts: int, group: ProcessGroup) -> DispatchPlan:
@@ -122,17 +122,17 @@ def plan_dispatch(top_k_index: Tensor, experts: int, group: ProcessGroup) -> Dis
     rows = owner.new_zeros((ranks + 1) * waves, tokens).scatter_(0, at, 1)
     sizes = _Sizes(rows.view(ranks + 1, -1)[:ranks].sum(1), group)
     row = (rows.flatten().cumsum(0) - 1).view_as(rows).gather(0, at).t()
-    place = row * width + nth % width
+    position = row * width + nth % width
     most = tokens * min(choices, (choices + (ranks + 1) * (width - 1)) // width)
-    everything = torch.arange(place.numel(), device=place.device)
-    source = place.new_full((most * width,), place.numel()).scatter_(0, place.flatten(), everything)
+    everything = torch.arange(position.numel(), device=position.device)
+    source = position.new_full((most * width,), position.numel()).scatter_(0, position.flatten(), everything)
     # Where a row begins, its number goes to the next position of its token.
     begins = ((nth % width == 0) & (owner < ranks)).flatten()
     ends = begins.cumsum(0)
-    order = place.new_empty(most + 1).scatter_(0, torch.where(begins, ends - 1, most), row.flatten())
+    order = position.new_empty(most + 1).scatter_(0, torch.where(begins, ends - 1, most), row.flatten())
     first = (ends - begins.to(ends.dtype)).view(tokens, choices)[:, 0]
     source = source.view(-1, width)
-    return DispatchPlan(sizes, source[:, 0] // choices, order, first.contiguous(), source, place)
+    return DispatchPlan(sizes, source[:, 0] // choices, order, first.contiguous(), source, position)
 
 
 class _Sizes:
@@ -166,7 +166,7 @@ class _Choices(torch.autograd.Function):
     def forward(
         ctx: Any, weights: Tensor, top_k_index: Tensor, experts: int, dispatch: DispatchPlan, group: ProcessGroup
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(dispatch.place)
+        ctx.save_for_backward(dispatch.position)
         # The message consists of 32-bit words; 16-bit weights are upcast to float32.
         upcast = weights if weights.element_size() >= 4 else weights.float()
         index = _at(top_k_index % experts, dispatch.source, experts).to(torch.int32)
@@ -182,15 +182,15 @@ class _Choices(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (place,) = ctx.saved_tensors
+        (position,) = ctx.saved_tensors
         group, sent, received = ctx.split
         grad = all_to_all(grad, group, sent, received)
-        return _at(grad, place.clamp(max=grad.numel()), 0), None, None, None, None
+        return _at(grad, position.clamp(max=grad.numel()), 0), None, None, None, None
 
 
-def _at(values: Tensor, places: Tensor, default: int) -> Tensor:
-    """values.flatten()[places]; `default` for the index after the last."""
-    return F.pad(values.flatten(), (0, 1), value=default)[places]
+def _at(values: Tensor, positions: Tensor, default: int) -> Tensor:
+    """values.flatten()[positions]; `default` for the index after the last."""
+    return F.pad(values.flatten(), (0, 1), value=default)[positions]
 
 
 class _TakeRows(torch.autograd.Function):

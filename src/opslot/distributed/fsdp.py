@@ -46,7 +46,7 @@ def parallelize(
     add: SumParts | None = None,
     load: Callable[[nn.Module], Any] | None = None,
 ) -> nn.Module:
-    """Shard `model` over the ranks, in place. Slots keep their kernels: bind before or after.
+    """Shard `model` over the ranks, in placement. Slots keep their kernels: bind before or after.
 
     Each layer is one parameter group. The experts that `plan` names are their own group, sharded on dim 1 over the
     ranks that hold the same experts. The root's group has the remaining parameters: it is unsharded during the model's
@@ -91,10 +91,10 @@ def parallelize(
             else OffloadPolicy(),
         }
         blocks = _find_layers(model, layers)
-        apart = experts if state.ep > 1 else []
-        groups = _shard(model, state, blocks, apart, head, reshard_after_forward, options)
+        expert_modules = experts if state.ep > 1 else []
+        groups = _shard(model, state, blocks, expert_modules, head, reshard_after_forward, options)
         _set_prefetch(model, groups, prefetch)
-        reductions = use_copies(_shard_groups(model, state, apart), state.device, copy_engine, add)
+        reductions = use_copies(_shard_groups(model, state, expert_modules), state.device, copy_engine, add)
         model.__dict__[_REDUCTIONS] = _Reductions(reductions, param_dtype)
     elif param_dtype is not None or cpu_offload:
         raise ConfigError(
@@ -150,7 +150,7 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_
         max_norm: infinity only computes the norm.
 
     Raises:
-        ConfigError: `max_norm` is negative or no number.
+        ConfigError: `max_norm` is negative or not a number.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not max_norm >= 0:
@@ -159,8 +159,8 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_
     for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
         grad = parameter.grad
         if grad is not None:
-            place = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
-            owners[place, grad.dtype].append(parameter)
+            placement = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+            owners[placement, grad.dtype].append(parameter)
     if not owners:
         return torch.tensor(0.0)
     if norm_type == math.inf:
@@ -280,7 +280,7 @@ def _shard(
             reshard_after_forward=reshard_after_forward,
             **options,
         )
-    # Innermost first: a layer may hold layers, and a group takes what no group below it has.
+    # Innermost first: layers may be nested, and a group takes the parameters that no inner group has.
     for layer in reversed(layers):
         fully_shard(layer, mesh=state.fsdp_mesh, reshard_after_forward=reshard_after_forward, **options)
     if head is not None:

@@ -18,7 +18,7 @@ class ParallelPlan:
     """Parameters that are sharded beyond what FSDP does.
 
     Attributes:
-        extra_parallel_plan: axis ("ep") to {parameter name: placement}. A `*` in a name stands for one part of it, as
+        extra_parallel_plan: axis ("ep") to {parameter name: placement}. A `*` matches one component of a name, as
             in "model.layers.*.mlp.experts.gate_up_proj". The placement is Shard(0): ranks hold whole experts.
 
     Raises:

@@ -38,11 +38,11 @@ from opslot._base.launcher import (
 
 @dataclass(frozen=True, eq=False)
 class ParallelState:
-    """Sizes of the axes, and this process's place on them.
+    """Sizes of the mesh axes, and the meshes of this process.
 
     Attributes:
         dp_replicate, dp_shard, sp, ep: sizes of the axes.
-        device: where this process computes.
+        device: device of this process.
         mesh: axes (dp_replicate, dp_shard, sp); None in a single process without a process group, as the others are.
         dense_mesh: axes (dp_replicate, fsdp).
         expert_mesh: axes (dp_replicate, ep_fsdp, ep).
@@ -103,12 +103,12 @@ class ParallelState:
 
     @property
     def fsdp_mesh(self) -> DeviceMesh | None:
-        """What parameters other than experts are sharded over; with a replicating axis above where there is one."""
+        """Mesh for the parameters other than experts; with a dp_replicate axis if dp_replicate > 1."""
         return self.dense_mesh if self.dense_mesh is None or self.dp_replicate > 1 else self.dense_mesh["fsdp"]
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh | None:
-        """What the parameters of this rank's experts are sharded over."""
+        """Mesh for the parameters of this rank's experts."""
         if self.expert_mesh is None:
             return None
         return self.expert_mesh["dp_replicate", "ep_fsdp"] if self.dp_replicate > 1 else self.expert_mesh["ep_fsdp"]
@@ -131,15 +131,15 @@ def init_parallel_state(
     timeout: datetime.timedelta | None = None,
     group_of_one: bool = False,
 ) -> ParallelState:
-    """Build the process group, where there is none yet, and the meshes. Every rank calls it, with the same sizes.
+    """Build the process group, if there is none yet, and the meshes. Every rank calls it with the same sizes.
 
     Args:
         dp_replicate: groups of ranks that hold the same shards.
         dp_shard: ranks that shard the parameters and train on different samples; None uses the remaining ranks.
         sp: ranks that share a sequence.
         ep: ranks over which the experts are sharded, a part of dp_shard * sp.
-        device_type: "cuda" or "cpu"; None takes a GPU where there is one.
-        timeout: of collectives; None leaves torch's.
+        device_type: "cuda" or "cpu"; None uses a GPU if there is one.
+        timeout: of collectives; None uses torch's default.
         group_of_one: make a process group for a single process too, which FSDP's mixed precision and offloading need.
 
     Returns:
@@ -147,7 +147,7 @@ def init_parallel_state(
 
     Raises:
         ConfigError: the sizes do not multiply to the world's, the state was built with others, the machine lacks
-            the devices, or the environment holds a part of what a launcher sets.
+            the devices, or some of the launcher's environment variables are missing.
     """
     global _state
     device = _own_device(device_type or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -156,7 +156,7 @@ def init_parallel_state(
     if _state is not None and _state.mesh is not None:
         if (_state.dp_replicate, _state.dp_shard, _state.sp, _state.ep) != (dp_replicate, dp_shard, sp, ep):
             raise ConfigError(
-                f"the parallel state is {_state} already, so it cannot become dp_replicate "
+                f"the parallel state is {_state} already, so it cannot be dp_replicate "
                 f"{dp_replicate} x dp_shard {dp_shard} x sp {sp} x ep {ep}",
                 hint="build it once, at the start; call destroy_parallel_state() first to build another",
             )
@@ -255,7 +255,7 @@ def _with_meshes(dp_replicate: int, dp_shard: int, sp: int, ep: int, device: tor
 
 
 def get_parallel_state() -> ParallelState:
-    """The state of this process. A single process that built none has the trivial one.
+    """The state of this process. A single process that built none gets the trivial state.
 
     Raises:
         ParallelError: there are several processes and `init_parallel_state` was not called.

@@ -30,11 +30,11 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
         input_ids, position_ids, labels and shift_labels [B, S / sp] of this rank's positions, the last two both shifted
         over the global sequence, so that a shard's last token has its label; for packed sequences also cu_seq_lens_q,
         cu_seq_lens_k, max_length_q and max_length_k of the global sequences; where there is padding, also
-        attention_mask [B, S / sp] of this rank's positions, which router losses need: in attention documents keep
-        padding apart.
+        attention_mask [B, S / sp] of this rank's positions, which load-balancing losses need; in attention, padding is
+        a separate document.
 
     Raises:
-        ConfigError: no input_ids, an attention mask that is more than padding, or entries of other shapes.
+        ConfigError: no input_ids, an attention mask that is not a padding mask, or entries of other shapes.
     """
     state = state or get_parallel_state()
     if state.sp == 1:
@@ -125,7 +125,7 @@ def _check_cu_seqlens(cu_seqlens: Tensor | None, input_ids: Tensor) -> None:
         raise ConfigError(
             f"cu_seq_lens_q must rise from 0 to the {input_ids.numel()} tokens of input_ids {tuple(input_ids.shape)}",
             found=found,
-            hint="give the boundaries of all documents, with padding as a document of its own",
+            hint="give the boundaries of all documents, with padding as a separate document",
         )
 
 

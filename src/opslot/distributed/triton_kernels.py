@@ -1,4 +1,4 @@
-"""Sums after collectives, in Triton: each number is read once and written once."""
+"""Sums after collectives, in Triton: each element is read and written once."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def _sum_parts_kernel(
 def sum_parts(own: Tensor, parts: Tensor, rank: int, out: Tensor) -> None:
     """out = the sum of the rows of `parts` with row `rank` replaced by `own`, added in order of the rows.
 
-    Accumulates in float32, or float64 for float64. torch's sum over the first of two dims reaches 1.4 of an H200's 4.3
-    TB/s where the result is wider than what is added up (profile of `benchmarks/gpu_parallel.py`), and requires a copy
-    of the rank's own part beside the others'.
+    Accumulates in float32, or float64 for float64. torch's sum over dim 0 reaches 1.4 of an H200's 4.3
+    TB/s if the output has more bits than the input (profile of `benchmarks/parallel.py`), and requires a copy of the
+    rank's own part next to the others.
 
     Args:
         own: [n], contiguous.
@@ -64,8 +64,8 @@ def _sum_rows_kernel(
 def sum_rows(rows: Tensor, order: Tensor, first: Tensor) -> Tensor:
     """out[t] = the sum of rows[order[first[t] : first[t + 1]]]; the last token's rows extend to the end of `order`.
 
-    At 16,384 tokens of 2,048, 3.6 rows each, the bytes take 0.07 ms on an H200; torch's embedding_bag takes 0.72
-    (profile of `benchmarks/gpu_parallel.py`).
+    At 16,384 tokens of 2,048, 3.6 rows each, the roofline of an H200 is 0.07 ms; torch's embedding_bag takes 0.72 ms
+    (profile of `benchmarks/parallel.py`).
 
     Args:
         rows: [M, H], contiguous; added in float32, or float64 for float64.

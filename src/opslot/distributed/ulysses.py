@@ -2,7 +2,7 @@
 every sequence and all heads, inside it holds the global sequence and some of the heads.
 
 Every function takes the ranks from `group`, by default the sp group of `get_parallel_state()`, and returns its input
-when there is one rank alone. Gradients follow `_collectives`' rule: the loss is the sum of the ranks' losses.
+if there is only one rank. Gradients follow `_collectives`' rule: the loss is the sum of the ranks' losses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from opslot.distributed.parallel_state import get_parallel_state
 def gather_seq_scatter_heads(x: Tensor, seq_dim: int, head_dim: int, group: ProcessGroup | None = None) -> Tensor:
     """[..., S / sp, ..., heads, ...] to [..., S, ..., heads / sp, ...].
 
-    `head_dim` may also be a flattened heads * width dim. Without copies beyond the one sent when `seq_dim` is the first
+    `head_dim` may also be a flattened heads * width dim. Without extra copies if `seq_dim` is the first
     dim of more than one element.
     """
     return _transpose(x, gathered=seq_dim, scattered=head_dim, group=group)
@@ -80,7 +80,7 @@ def gather_outputs(x: Tensor, dim: int, group: ProcessGroup | None = None, unpad
     """All ranks' parts, equal in shape, joined along `dim`; with gradient.
 
     Args:
-        unpadded_size: size of `dim` before `sp_pad_and_slice`; what was padded is cut off.
+        unpadded_size: size of `dim` before `sp_pad_and_slice`; the padding is removed.
     """
     dim = _dim(x, dim)
     group = group or get_parallel_state().sp_group
@@ -119,17 +119,17 @@ def _pad(x: Tensor, dim: int, value: float, multiple: int) -> Tensor:
 
 
 def unpad_tensor(x: Tensor, dim: int, size: int) -> Tensor:
-    """The first `size` elements of `dim`, which are those before `sp_pad_and_slice`."""
+    """The first `size` elements of `dim`; removes the padding of `sp_pad_and_slice`."""
     if not 0 <= size <= x.shape[_dim(x, dim)]:
         raise ConfigError(
             f"dim {dim} of a tensor of shape {tuple(x.shape)} has no first {size} elements",
-            hint="give the size that it had before padding, not what was added",
+            hint="pass the size before padding",
         )
     return x.narrow(dim, 0, size)
 
 
 def kv_repeats(heads: int, kv_heads: int, sp: int) -> int:
-    """How often each key/value head is repeated so that `sp` ranks get equally many, and those of their query heads.
+    """How often to repeat each key/value head, so that each of `sp` ranks gets those of its query heads.
 
     Raises:
         ConfigError: the query heads cannot be divided among `sp` ranks.
@@ -155,7 +155,7 @@ class OverlappedAllToAll:
     between, forward and backward.
 
     Args:
-        group: the ranks; None asks `get_parallel_state()` at each call.
+        group: the ranks; None uses `get_parallel_state()` at each call.
     """
 
     _ATTRIBUTE = "_ulysses_arrivals"
@@ -213,7 +213,7 @@ def ulysses_attention(
     Args:
         attention: `(module, query, key, value, attention_mask, dropout, scaling, **kwargs) -> (output, weights)` with
             query [B, heads, S, D], key and value [B, kv_heads, S, D], output [B, S, heads, D].
-        group: the ranks; None asks `get_parallel_state()` at each call.
+        group: the ranks; None uses `get_parallel_state()` at each call.
         pipeline: chunks of a rank's heads, if they divide; the all-to-alls of one chunk overlap with the computation of
             another, forward and backward.
 

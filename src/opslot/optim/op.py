@@ -29,9 +29,9 @@ def reference(
     weight_decay: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The new (param, exp_avg, exp_avg_sq), computed in fp32 (fp64 for fp64 input) and rounded once to their dtypes."""
-    wide = torch.promote_types(param.dtype, torch.float32)
-    p, g, m, v = (x.to(wide) for x in (param, grad, exp_avg, exp_avg_sq))
-    count = step.to(wide)
+    dtype = torch.promote_types(param.dtype, torch.float32)
+    p, g, m, v = (x.to(dtype) for x in (param, grad, exp_avg, exp_avg_sq))
+    count = step.to(dtype)
     m = m + (g - m) * (1 - beta1)
     v = v * beta2 + g * g * (1 - beta2)
     denominator = (v / (1 - beta2**count)).sqrt() + eps
@@ -40,7 +40,7 @@ def reference(
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
-    """Four tensors in, three out."""
+    """Reads four tensors and writes three."""
     return Cost(bytes=7 * arguments["param"].numel() * arguments["param"].element_size())
 
 

@@ -1,4 +1,4 @@
-"""Which AdamW a model trains with."""
+"""Selects the AdamW implementation of a training run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = get_logger(__name__)
 
 
 def adamw_of(model: nn.Module) -> Callable[..., torch.optim.AdamW]:
-    """torch's fused AdamW, or that of the kernel that `adamw_implementation` names or `auto` finds faster here."""
+    """torch's fused AdamW, or the optimizer of the kernel that `adamw_implementation` names or `auto` selects."""
     config = bound_config(model) or OpsImplementationConfig()
     parameter = next(model.parameters())
     request = KernelRequest("adamw", "standard", facts_of(parameter.device), parameter.dtype)

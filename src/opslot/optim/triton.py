@@ -1,7 +1,7 @@
-"""AdamW in Triton: one launch a tensor, in place, at the speed of memory.
+"""AdamW in Triton: one launch per tensor, in place, bound by memory bandwidth.
 
 torch's fused AdamW reaches half of an H200's bandwidth on large tensors (2.2 of 4.3 TB/s); a plain elementwise kernel
-with 16-byte accesses does not leave that much. Small tensors stay with torch, whose one launch serves many of them.
+with 16-byte accesses reaches more. Small tensors are left to torch, which updates many of them in one launch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 
 _BLOCK = 2048
 _WARPS = 8
-# Below this a launch of its own costs more than it saves.
+# Below this size a separate launch costs more than it saves.
 _LARGE = 2**20
 
 
 @triton.jit
 def _one_minus_exp(x):
-    """1 - exp(x) for x <= 0, by its series near 0, where the difference would cancel."""
+    """1 - exp(x) for x <= 0; by its series near 0, to avoid cancellation."""
     series = 1.0 + x / 4 * (1.0 + x / 5 * (1.0 + x / 6 * (1.0 + x / 7)))
     near = -x * (1.0 + x / 2 * (1.0 + x / 3 * series))
     return tl.where(x > -0.25, near, 1.0 - tl.exp(x))
@@ -90,7 +90,7 @@ def adamw(
             count,
             lr,
             beta2,
-            # From the host's double: in the kernel's float32, 1 - 0.999 would be 1e-5 off.
+            # Computed in double on the host: in float32, 1 - 0.999 has an error of 1e-5.
             1.0 - beta1,
             1.0 - beta2,
             _log(beta1),
@@ -108,9 +108,10 @@ def _log(beta: float) -> float:
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW(fused=True) whose large CUDA tensors step through the kernel above.
+    """torch.optim.AdamW(fused=True) that updates large CUDA tensors with the kernel above.
 
-    State, state dicts, parameter groups and numbers (to rounding) are torch's, so a run may change between the two.
+    State, state dicts and parameter groups are the same as torch's, and results are equal up to rounding, so a run can
+    switch between the two.
     """
 
     def __init__(self, params: Any, **options: Any) -> None:
@@ -118,7 +119,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; large tensors here, the rest by torch."""
+        """One step: large tensors with the kernel, the others with torch."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -134,14 +135,14 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _step_large(self) -> list[tuple[Tensor, Tensor]]:
-        """Step what the kernel serves; returns those parameters with their gradients."""
+        """Update the parameters that the kernel supports; returns them with their gradients."""
         done = []
         for group in self.param_groups:
             if group["amsgrad"] or group["maximize"] or isinstance(group["lr"], Tensor):
                 continue
             for param in group["params"]:
                 grad = param.grad
-                # torch makes the state in its own first step.
+                # torch creates the state in its first step.
                 if grad is not None and self.state[param] and _served(param):
                     self._step_one(param, grad, group)
                     done.append((param, grad))
@@ -166,7 +167,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def _torch_step(optimizer: AdamW) -> None:
-    """torch's own step, without the hooks that torch wraps around its class's: those around `AdamW.step` run."""
+    """torch's step without its hooks, since those of `AdamW.step` run already."""
     step: Any = torch.optim.AdamW.step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -182,5 +183,5 @@ def _served(param: Tensor) -> bool:
     return local.is_cuda and local.numel() >= _LARGE and local.is_contiguous() and local.dtype.is_floating_point
 
 
-# The trainer makes its optimizer from the kernel that the registry chose.
+# The trainer creates the optimizer from the selected kernel.
 adamw.optimizer = AdamW  # type: ignore[attr-defined]

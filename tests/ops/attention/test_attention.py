@@ -58,7 +58,7 @@ def test_visible_keys(causal, window, lengths):
     q, k, _ = tensors(batch=1)
     kwargs = {"sliding_window": window} | (documents(*lengths) if lengths else {})
     if not causal and window is not None and window < 24:
-        with pytest.raises(KernelError, match=r"sliding_window=.* without causality needs the attention_mask"):
+        with pytest.raises(KernelError, match=r"sliding_window=.* without causality requires an attention_mask"):
             op.visible(Attention(causal), q, k, kwargs)
         return
     found = op.visible(Attention(causal), q, k, kwargs)
@@ -169,7 +169,7 @@ def test_cpu_dropout_raises_with_the_reason_of_torch():
 
 def test_cudnn_never_falls_back_to_another_backend():
     """Without cuDNN it raises one error, in either of torch's wordings."""
-    with pytest.raises(KernelError, match="'cudnn': no fused backend of torch serves query"):
+    with pytest.raises(KernelError, match="'cudnn': no fused backend of torch supports query"):
         load("cudnn")(Attention(), *tensors(), None)
 
 
@@ -271,7 +271,7 @@ def test_flash_passes_every_option_on(flash, options):
         ([0, 24, 20, 48], None, "not rising from 0"),
         ([], None, "not rising from 0"),
         ([0, 40, 48], None, "a document crosses token 24, where a row of 24 ends"),
-        ([0, 24, 48], 23, "24 tokens, the longest is said to have 23"),
+        ([0, 24, 48], 23, "24 tokens, but max_length is 23"),
     ],
 )
 def test_flash_cu_seqlens_that_omit_tokens_raise(flash, offsets, longest, message):
@@ -332,7 +332,7 @@ def test_flash_unsupported_options_raise(flash, version, options, message):
 
 
 def test_flash_fp32_raises(flash):
-    with pytest.raises(KernelError, match=r"takes float16 or bfloat16, query is torch.float32"):
+    with pytest.raises(KernelError, match=r"requires float16 or bfloat16, query is torch.float32"):
         flash[1](4)(Attention(), *tensors(), None)
 
 
@@ -363,7 +363,7 @@ def request(device=CPU, flags=(), sinks=False, **config):
         ({"attention_dropout": 0.1}, "sdpa", "has no dropout, this model's attention_dropout is 0.1"),
         ({"flags": ("_supports_sdpa",)}, "sdpa", "Transformers does not let Model use it"),
         ({"device": HOPPER, "sinks": True}, "cudnn", "has no attention sinks"),
-        ({"device": HOPPER, "head_dim": 192}, "cudnn", "serves head_dim up to 128, this model has 192"),
+        ({"device": HOPPER, "head_dim": 192}, "cudnn", "supports head_dim up to 128, this model has 192"),
     ],
 )
 def test_unsupported_configs_are_reported_when_bound(given, kernel, reason):
@@ -481,7 +481,7 @@ def test_math_backend_never_runs_on_a_gpu(name, width, dtype):
             found, _ = load(name)(Attention(), q, k, v, None)
         except KernelError as error:
             message_seen = str(error)
-    assert found is not None or "no fused backend of torch serves query" in message_seen
+    assert found is not None or "no fused backend of torch supports query" in message_seen
     assert "aten::_scaled_dot_product_attention_math" not in [event.name for event in profile.events()]
     if found is not None:
         expected, _ = op.reference(Attention(), q.double(), k.double(), v.double(), None)

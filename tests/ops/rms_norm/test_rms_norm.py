@@ -335,7 +335,7 @@ def test_second_derivative_raises():
     [
         (torch.zeros(2, 8, dtype=torch.float64), torch.zeros(8), "hidden_states: its dtype is torch.float64"),
         (torch.zeros(2, 8), torch.zeros(4), r"weight: its shape is \(4,\), not \(8,\)"),
-        (torch.zeros(1, 65537), torch.zeros(65537), "65537 wide, the limit is 65536"),
+        (torch.zeros(1, 65537), torch.zeros(65537), "65537 elements, the limit is 65536"),
     ],
 )
 def test_triton_unsupported_inputs_raise(x, weight, expected_message):
@@ -390,7 +390,7 @@ def test_quack_gets_the_dtype_and_offset_of_the_contract(quack):
     [
         (torch.zeros(2, 8, dtype=torch.float64), torch.zeros(8), "hidden_states: its dtype is torch.float64"),
         (torch.zeros(2, 8), torch.zeros(16), r"weight: its shape is \(16,\), not \(8,\)"),
-        (torch.zeros(2, 12), torch.zeros(12), "12 wide, not a multiple of 8"),
+        (torch.zeros(2, 12), torch.zeros(12), "12 elements, not a multiple of 8"),
     ],
 )
 def test_quack_unsupported_inputs_raise(quack, x, weight, expected_message):
@@ -493,7 +493,7 @@ def test_fla_gets_the_arguments_of_the_contract(fla, rows):
 
 @pytest.mark.parametrize(
     ("width", "gate", "expected_message"),
-    [(16385, (2, 16385), "16385 wide, the limit is 16384"), (8, (2, 4), "gate: its shape")],
+    [(16385, (2, 16385), "16385 elements, the limit is 16384"), (8, (2, 4), "gate: its shape")],
 )
 def test_fla_unsupported_gates_raise(fla, width, gate, expected_message):
     with pytest.raises(KernelError, match=expected_message):

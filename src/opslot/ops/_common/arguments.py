@@ -1,4 +1,4 @@
-"""What kernels do with the arguments of a call: reject what they do not serve, and lay out rows."""
+"""Helpers for kernel arguments: reject unsupported ones, and view tensors as rows."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from opslot._base.errors import KernelError
 
 
 def reject(kernel: str, argument: str, found: str, hint: str) -> NoReturn:
-    """Raise the KernelError for an argument that a kernel does not serve.
+    """Raise the KernelError for an unsupported argument.
 
     Args:
         kernel: its configuration, e.g. "rms_norm_implementation='triton'".
         argument: the argument's name.
-        found: what it is, and what the kernel takes.
-        hint: what serves it.
+        found: what it is, and what the kernel supports.
+        hint: what supports it.
     """
     raise KernelError(f"{kernel} cannot take {argument}: {found}", hint=hint)
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
-    """`x` as rows with adjacent columns, and their stride: `x` itself if contiguous, else a view or, last, a copy."""
+    """`x` as 2-D rows with adjacent columns, and their stride. Copies only if no view is possible."""
     if x.is_contiguous():
         return x, x.shape[-1]
     rows = x.reshape(-1, x.shape[-1])

@@ -1,7 +1,7 @@
 """Kernels as differentiable custom ops, `torch.ops.opslot.*`.
 
-torch.compile sees the launch of a kernel as one op with a fake implementation, without a graph break. Eager code calls
-the op's Python function instead: at common sizes the dispatcher takes a good part of the time of a kernel.
+torch.compile traces the launch of a kernel as one op with a fake implementation, without a graph break. Eager code
+calls the Python function directly, because the dispatcher's overhead is significant at common sizes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from opslot._base.errors import KernelError
 
 # Registrations live as long as the library object.
 _LIBRARY = torch.library.Library("opslot", "FRAGMENT")
-# Other tensors (fake, distributed, functional) have no memory of their own for a kernel to read.
+# Other tensors (fake, distributed, functional) have no storage that a kernel can read.
 _PLAIN = frozenset({Tensor, nn.Parameter, type(None)})
 _SCHEMA = re.compile(r"(?P<name>\w+)\((?P<arguments>.*)\) -> (?P<returns>.*)")
 
 
 def _arguments(schema: str) -> tuple[list[str], list[str]]:
-    """The arguments of a schema: tensors, which come first, and others, each as "type name"."""
+    """The arguments of a schema as "type name": the tensors, which come first, and the others."""
     match = _SCHEMA.fullmatch(schema)
     assert match is not None, schema
     arguments = match["arguments"].split(", ")
@@ -42,8 +42,8 @@ def custom_op(schema: str, function: Callable[..., Any], fake: Callable[..., Any
         fake: the same signature; returns empty outputs of the right shape, dtype and strides.
 
     Returns:
-        A function that calls the op under torch.compile and for tensor subclasses, else `function`. One of several
-        outputs may be None if nobody needs it; the op itself returns an empty tensor there.
+        A function that calls the op under torch.compile and for tensor subclasses, else `function`. An output that is
+        not needed may be None; the op itself returns an empty tensor instead.
     """
     name = schema.partition("(")[0]
     tensors = len(_arguments(schema)[0])
@@ -68,9 +68,9 @@ def _is_plain_list(arg: Any) -> bool:
 
 
 def _dispatched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as the dispatcher calls it: with an empty tensor in place of every None among its outputs.
+    """`function` for the dispatcher, with an empty tensor instead of each None in its outputs.
 
-    Autograd does not record what it does: derivatives are those of the autograd.Function around it.
+    Runs without autograd; the derivatives are those of the surrounding autograd.Function.
     """
 
     @torch.no_grad()
@@ -85,7 +85,7 @@ def _dispatched(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def launched(allocate: Callable[..., Any], launch: Callable[..., None]) -> Callable[..., Any]:
-    """A function of the arguments of `allocate` that returns its outputs, written by `launch(outputs, *arguments)`."""
+    """A function that returns the outputs of `allocate(*arguments)`, filled by `launch(outputs, *arguments)`."""
 
     def function(*args: Any) -> Any:
         outputs = allocate(*args)
@@ -106,9 +106,9 @@ def differentiable_op(
 ) -> Callable[..., Any]:
     """A kernel and its backward as `opslot::<name>` and `opslot::<name>_backward`, and the function that applies them.
 
-    Backward gets (*douts, *arguments, *needs): the gradients of the outputs (of several outputs, None for one without),
-    the arguments of forward, and whether each differentiable one needs a gradient. With one differentiable argument
-    there are no needs, and its gradient is not in a tuple.
+    Backward takes (*douts, *arguments, *needs): the gradients of the outputs (None for one of several outputs without
+    a gradient), the arguments of forward, and whether each differentiable argument needs a gradient. With one
+    differentiable argument there are no needs, and its gradient is returned without a tuple.
 
     Args:
         schema: see `custom_op`.
@@ -117,7 +117,7 @@ def differentiable_op(
         launch_backward: (gradients, *douts, *arguments, *needs) writes the gradients that are not None.
         allocate_gradients: (*douts, *arguments, *needs) -> empty gradients, None for those that are not needed; default
             contiguous and like the arguments.
-        differentiable: how many of the tensors, the first ones, receive gradients; default all.
+        differentiable: number of leading tensors that receive gradients; default all.
     """
     name, outputs = schema.partition("(")[0], schema.rpartition(" -> ")[2].count("Tensor")
     tensor_arguments, others = _arguments(schema)
@@ -170,17 +170,17 @@ def differentiable_op(
 def autograd_function(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], module: str
 ) -> Callable[..., Any]:
-    """`apply` of the autograd.Function `name` with these methods; `module` is the kernel's, for errors."""
+    """`apply` of an autograd.Function `name` with these methods; `module` is the kernel's, for error messages."""
     methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward, module))}
     metaclass: Any = type(torch.autograd.Function)
     return metaclass(name, (torch.autograd.Function,), methods).apply
 
 
 def once_differentiable(backward: Callable[..., Any], module: str = "") -> Callable[..., Any]:
-    """Raise KernelError for second derivatives of a kernel's backward, which has none.
+    """Raise KernelError for double backward, which kernels do not support.
 
-    torch's own decorator misses those through the saved tensors: under `create_graph` it returns constants where no
-    incoming gradient requires one itself, as below every loss, and results that build on them are silently wrong.
+    torch's decorator does not detect it through the saved tensors: with `create_graph`, if no incoming gradient
+    requires a gradient, as is usual below a loss, it returns constants, and double backward is silently wrong.
 
     Args:
         module: name of the module that holds the kernel; by default that of `backward`.
@@ -194,7 +194,7 @@ def once_differentiable(backward: Callable[..., Any], module: str = "") -> Calla
             return backward(ctx, *douts)
         if not torch.compiler.is_compiling():
             raise KernelError(
-                f"{op}: a kernel of {kernel}.py has no second derivative, which create_graph=True asks for",
+                f"{op}: a kernel of {kernel}.py has no second derivative, which create_graph=True requires",
                 hint=f"set {op} to eager, or leave create_graph out",
             )
         return guarded(ctx, *douts)

@@ -1,4 +1,4 @@
-"""Checks of cu_seqlens, for kernels that write nothing outside the documents."""
+"""Checks of cu_seqlens, for kernels that do not write outputs outside the documents."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from torch import Tensor
 
 from opslot.ops._common.arguments import reject
 
-_INSTEAD = "let it begin with 0, never fall and end with the number of tokens; padding is a document too"
-# cu_seqlens checked last on a device, of which a model gives the same to every layer: the tensor, its version, rows,
-# length and longest.
-_asked: list[tuple[weakref.ref[Tensor], int, int, int, int | None]] = []
+_INSTEAD = "it must start with 0, not decrease, and end with the number of tokens; padding is also a document"
+# The cu_seqlens last checked on a device, since a model passes the same to every layer: (tensor, version, rows, length,
+# longest).
+_checked: list[tuple[weakref.ref[Tensor], int, int, int, int | None]] = []
 _REMEMBERED = 8
 
 
 def check_cu_seqlens(
     kernel: str, argument: str, cu_seqlens: Tensor, rows: int, length: int, longest: int | None = None
 ) -> None:
-    """Reject cu_seqlens that leave tokens out, or let a document continue in the next row: kernels write
-    nothing where no document is, and what is read there is old memory.
+    """Reject cu_seqlens that do not cover all tokens, or with a document that crosses rows: kernels leave the
+    output outside documents uninitialized.
 
-    cu_seqlens on a CPU are read here. Those on a device are never waited for: a kernel on the device looks at them, and
-    ends the process's work there with an assertion that names the kernel. Under torch.compile nobody looks.
+    cu_seqlens on a CPU are checked at once. On a GPU they are checked by an asynchronous device-side assertion that
+    names the kernel, without a synchronization. Under torch.compile they are not checked.
 
     Args:
         kernel: its configuration, e.g. "attn_implementation='flash_attention_4'".
         argument: name of `cu_seqlens` [documents + 1].
-        rows, length: of the tokens; the last boundary must be rows * length.
-        longest: what the caller says of the longest document; a kernel leaves out what is longer.
+        rows, length: shape of the tokens; the last boundary must be rows * length.
+        longest: the caller's maximum document length; kernels ignore tokens beyond it.
 
     Raises:
         KernelError: the boundaries are known not to cover the tokens.
@@ -50,10 +50,10 @@ def check_cu_seqlens(
         crossed = [end for end in range(length, tokens, max(length, 1)) if end not in boundaries]
         if crossed:
             found = f"a document crosses token {crossed[0]}, where a row of {length} ends"
-            reject(kernel, argument, found, "end documents with their rows, or give one row")
+            reject(kernel, argument, found, "end documents at the ends of rows, or pass one row")
         if longest is not None and max(lengths, default=0) > longest:
-            found = f"its longest document has {max(lengths)} tokens, the longest is said to have {longest}"
-            reject(kernel, argument, found, "give the true max_length, or leave it out")
+            found = f"its longest document has {max(lengths)} tokens, but max_length is {longest}"
+            reject(kernel, argument, found, "pass the correct max_length, or omit it")
 
 
 def _shown(boundaries: list[int]) -> str:
@@ -63,7 +63,7 @@ def _shown(boundaries: list[int]) -> str:
 def _assert_on_device(
     kernel: str, argument: str, cu_seqlens: Tensor, rows: int, length: int, longest: int | None
 ) -> None:
-    for tensor, *about in _asked:
+    for tensor, *about in _checked:
         if tensor() is cu_seqlens and about == [cu_seqlens._version, rows, length, longest]:
             return
     lengths = cu_seqlens.diff()
@@ -75,5 +75,5 @@ def _assert_on_device(
         right &= (lengths <= longest).all()
     found = f"does not cover {rows} rows of {length} tokens with documents of at most {longest or length}"
     torch._assert_async(right, f"{kernel}: {argument} {found}; {_INSTEAD}")
-    _asked.append((weakref.ref(cu_seqlens), cu_seqlens._version, rows, length, longest))
-    del _asked[:-_REMEMBERED]
+    _checked.append((weakref.ref(cu_seqlens), cu_seqlens._version, rows, length, longest))
+    del _checked[:-_REMEMBERED]

@@ -8,13 +8,13 @@ from opslot.slots import KernelRequest
 
 
 def text_config(request: KernelRequest) -> Any:
-    """The language model's part of the config; None without a config."""
+    """The config of the language model; None without a config."""
     config = request.config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def head_sizes(request: KernelRequest) -> dict[str, int] | None:
-    """Query heads, key/value heads and channels of a head; None where the config does not say."""
+    """Query heads, key/value heads and channels of a head; None if the config does not have them."""
     config = text_config(request)
     heads = getattr(config, "num_attention_heads", None)
     if not heads:

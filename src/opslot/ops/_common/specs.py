@@ -1,4 +1,4 @@
-"""What the registrations of Triton and vendor kernels have in common."""
+"""KernelSpecs of Triton and vendor kernels, shared by the ops' registrations."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def npu_kernel(op_name: str, variant: str, **options: Any) -> KernelSpec:
 
 
 def fp32_priority(value: int) -> Callable[[KernelRequest], int | None]:
-    """`value` in float32 alone: on CPUs, plain torch was measured faster than eager there, but not in bfloat16."""
+    """`value` for float32, else None: on CPUs plain torch is faster than eager in float32, not in bfloat16."""
     return lambda request: value if request.dtype in (None, torch.float32) else None
 
 

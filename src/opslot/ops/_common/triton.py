@@ -1,4 +1,4 @@
-"""What the Triton kernels of several ops share."""
+"""Host-side helpers for Triton kernels."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ def cdiv(a: int, b: int) -> int:
 
 
 class KernelLauncher:
-    """Launches a Triton kernel, straight through its compiled form once that is known.
+    """Launches a Triton kernel, and reuses the compiled kernel without Triton's lookup.
 
-    `kernel[grid](...)` works out on every call which compiled form its arguments need, in 20 us of CPU time on the
-    H200's host, where the compiled form launches in 8: at [16384, 2048] RMSNorm is bound by this. Here the form is
-    remembered by the tensors' dtypes and the constants, for arguments in the common class that Triton specializes on:
-    pointers and strides divisible by 16. All others take Triton's own way.
+    `kernel[grid](...)` looks up the compiled kernel on every call, which takes 20 us on the host of an H200; launching
+    the compiled kernel takes 8 us, and RMSNorm at [16384, 2048] is bound by this. Compiled kernels are cached by
+    device, dtypes and constants if all pointers and strides are divisible by 16. Other calls go through Triton.
 
     The kernel's parameters are in this order: pointers, strides, scalars that are not specialized on, constants.
     """
@@ -54,11 +53,11 @@ class KernelLauncher:
         """Launch on the device of the first tensor.
 
         Raises:
-            KernelError: a tensor is on no GPU, or on another than the first.
+            KernelError: a tensor is not on a GPU, or not on that of the first tensor.
 
         Args:
-            tensors: one a pointer; None where a constant says that there is none, and for a parameter that is a tuple
-                of pointers as many tensors, alike in dtype and device, as a constant says.
+            tensors: one per pointer; None if a constant disables it; a tuple of tensors of the same dtype and device
+                for a parameter that is a tuple of pointers.
         """
         if not self._direct:
             if not _on_one_cpu_or_gpu(tensors):
@@ -98,7 +97,7 @@ class KernelLauncher:
         for scalar in scalars:
             if type(scalar) is int:
                 sizes |= scalar
-        # 16: what Triton specializes on; 31: where its integers become 64 bits wide.
+        # Triton specializes on divisibility by 16, and passes integers of 2^31 and above as 64 bits.
         if bits & 15 or sizes >> 31:
             self._kernel[grid](*tensors, *strides, *scalars, *constants, num_warps=warps)
             return
@@ -107,17 +106,17 @@ class KernelLauncher:
         if compiled is None:
             self._compiled[form] = self._kernel[grid](*tensors, *strides, *scalars, *constants, num_warps=warps)
         else:
-            # Addresses instead of tensors: of each tensor the driver would ask CUDA what memory it is.
+            # Pass addresses: for each tensor, Triton would query the CUDA driver about its memory.
             compiled[grid](*addresses, *strides, *scalars, *constants)
 
     def _reject_devices(self, tensors: tuple[Tensor | tuple[Tensor, ...] | None, ...]) -> NoReturn:
-        """Name the first tensor that is on another device than the first of all, else that one, for being on no GPU."""
+        """Raise for the first tensor that is not on the device of tensor 0, or for tensor 0 if it is not on a GPU."""
         module = getattr(self._kernel, "fn", self._kernel).__module__
         op = module.removeprefix("opslot.ops.").partition(".")[0]
         names = getattr(self._kernel, "arg_names", ())
         named = [
-            (names[place].removesuffix("_ptr") if place < len(names) else f"pointer {place}", tensor)
-            for place, given in enumerate(tensors)
+            (names[position].removesuffix("_ptr") if position < len(names) else f"pointer {position}", tensor)
+            for position, given in enumerate(tensors)
             for tensor in (given if isinstance(given, tuple) else (given,))
             if tensor is not None
         ]

@@ -18,13 +18,13 @@ def _head_dim_to(limit: int) -> Supports:
         sizes = head_sizes(request)
         if sizes is None or sizes["head_dim"] <= limit:
             return None
-        return f"serves head_dim up to {limit}, this model has {sizes['head_dim']}"
+        return f"supports head_dim up to {limit}, this model has {sizes['head_dim']}"
 
     return supports
 
 
 def _allowed(flag: str) -> Supports:
-    """Transformers' own word on whether the architecture's attention fits into this kind of kernel."""
+    """Transformers' flag for whether the architecture supports this kind of kernel."""
 
     def supports(request: KernelRequest) -> str | None:
         if getattr(request.module, flag, True):
@@ -64,8 +64,8 @@ def _all_of(*checks: Supports) -> Supports:
 
 # Priorities from benchmarks/results/bench_h200.json. On the H200, FlashAttention 4 is the fastest at 8192 tokens
 # (6.57 ms; sdpa 7.20, cudnn 7.07) and nearly twice as fast on packed documents (1.64 ms; sdpa 2.93); at 1024 tokens all
-# three take 1.40 ms. torch 2.11's SDPA selects cuDNN there by itself, which not every release does. Neither
-# FlashAttention 2 nor 3 was timed in that run.
+# three take 1.40 ms. torch 2.11's SDPA selects cuDNN there by default, unlike some other releases. FlashAttention 2 and
+# 3 were not measured in that run.
 
 
 def _flash(
@@ -118,7 +118,7 @@ for _spec in (
         priority={H200: 70},
         description="cuDNN fused attention through torch SDPA",
     ),
-    # The compiled extension: FlashAttention 4 alone also makes a package flash_attn.
+    # The compiled extension, since FlashAttention 4 without it also installs a package flash_attn.
     _flash(2, ("flash_attn_2_cuda",), HardwareRequirement("gpu", (8, 0)), _head_dim_to(256), _no_sinks),
     _flash(
         3,

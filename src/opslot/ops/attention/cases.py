@@ -13,7 +13,7 @@ from opslot.slots.random_inputs import randn
 
 
 class _Module(nn.Module):
-    """Stands for an attention module in input cases."""
+    """Attention module for input cases."""
 
     def __init__(self, causal: bool) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ def _case(
     batch, heads, kv_heads, length, width = shape
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-        # [B, S, heads, D] in memory, as projections leave it.
+        # [B, S, heads, D] in memory, as projections return it.
         def projected(count: int) -> Tensor:
             return randn((batch, length, count, width), dtype, device, generator).transpose(1, 2)
 
@@ -58,7 +58,7 @@ def _case(
     return InputCase(name, make, role, {"heads": heads, "kv_heads": kv_heads, "head_dim": width})
 
 
-# Unequal, as packing leaves them.
+# Unequal, as in packed sequences.
 _DOCUMENTS = [2816, 1536, 1280, 1152, 1088, 1024, 1024, 1000, 960, 896, 832, 768, 704, 600, 448, 256]
 
 CASES = [
@@ -80,7 +80,7 @@ CASES = [
 
 def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
     heads, kv_heads, width = shape["heads"], shape["kv_heads"], shape["head_dim"]
-    # One row up to the length that training packs to.
+    # One row up to the usual packed length.
     length = min(tokens, 8192)
     name = f"B={tokens // length} S={length} {heads}/{kv_heads} heads D={width}"
     return _case(name, (tokens // length, heads, kv_heads, length, width), role="bench")

@@ -34,7 +34,7 @@ def make_flash(version: int) -> Callable[..., Any]:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """`op.reference`, but `attention_mask` is a [B, S] padding mask or None; sinks with version 4 alone."""
+        """`op.reference`, but `attention_mask` is a [B, S] padding mask or None; only version 4 supports sinks."""
         options = _options(version, module, query, dropout, scaling, kwargs)
         sinks = kwargs.get("s_aux")
 
@@ -70,7 +70,7 @@ def _options(
 ) -> dict[str, Any]:
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise KernelError(
-            f"attn_implementation='flash_attention_{version}' takes float16 or bfloat16, query is {query.dtype}; "
+            f"attn_implementation='flash_attention_{version}' requires float16 or bfloat16, query is {query.dtype}; "
             "load the model in bfloat16, use autocast, or choose sdpa"
         )
     served = ("softcap", "s_aux") if version == 4 else ("softcap",)
@@ -94,9 +94,9 @@ def _options(
 
 
 def _sunk(out: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
-    """Weigh an output [..., S, heads, D] as if each softmax had one more logit, from its logsumexp [..., heads, S].
+    """Rescale an output [..., S, heads, D] for one more logit in each softmax, given its logsumexp [..., heads, S].
 
-    FlashAttention 4's own sinks get no gradient; these get theirs through the logsumexp.
+    FlashAttention 4's sinks have no gradient; here it comes from the logsumexp.
     """
     weight = torch.sigmoid(logsumexp.mT - sinks.to(logsumexp.dtype))
     return (out * weight[..., None]).to(out.dtype)
@@ -117,7 +117,7 @@ def _packed(name: str, run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tens
 
 
 def _padded(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Drop padding, attend over what is left as documents, and put zeros back where padding was."""
+    """Remove padding, compute attention over the rest as documents, and pad the output with zeros."""
     k_mask = mask[:, -k.shape[1] :].bool()
     q_mask = k_mask[:, -q.shape[1] :]
     packed_q, index_q, cu_q = _unpad(q, q_mask)

@@ -1,7 +1,7 @@
 """FlashAttention 4 as custom ops, so that torch.compile keeps one graph.
 
-The library's own functions break the graph at every layer, which costs more than compilation gains. Its forward and
-backward launches become two opaque ops here, with an autograd.Function around them.
+The library's functions break the graph at every layer, which costs more than compilation gains. Here its forward and
+backward launches are two opaque ops inside an autograd.Function.
 
 Shapes: B batch, S tokens, N query heads, K key/value heads, D head size, T packed tokens.
 """

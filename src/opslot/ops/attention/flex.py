@@ -14,10 +14,10 @@ from transformers.masking_utils import flex_attention_mask
 from opslot._base.errors import KernelError
 from opslot.ops.attention.op import causal_of, reject_options, window_of
 
-# Each costs seconds of compiling.
+# Each takes seconds to compile.
 _SHAPES = 64
-# Below this, torch takes its decoding kernel, which has no plan for several rows of queries (torch 2.11: "No choices
-# exist for backend"); one query, as in generation, is what it is made for.
+# Below this, torch selects its decoding kernel, which fails for several rows of queries (torch 2.11: "No choices
+# exist for backend"), but supports one query, as in generation.
 _DECODING = 128
 
 
@@ -33,9 +33,9 @@ def flex_attention(
 ) -> tuple[Tensor, None]:
     """`op.reference` without dropout and sinks.
 
-    `attention_mask` is the block mask that Transformers makes, packed documents included; without one it is made here.
+    `attention_mask` is Transformers' block mask, which includes packed documents; if None, it is created here.
     """
-    # Transformers' adapter weighs sinks by a logsumexp rounded to the activations' dtype.
+    # Transformers' adapter applies sinks with a logsumexp rounded to the dtype of the activations.
     reject_options("flex_attention", kwargs, served=("softcap",))
     if dropout:
         raise KernelError(
@@ -49,11 +49,11 @@ def flex_attention(
             **kwargs,
             "kernel_options": {"FORCE_USE_FLEX_ATTENTION": True, **(kwargs.get("kernel_options") or {})},
         }
-    # Transformers' adapter takes None as well, which its annotation leaves out.
+    # Transformers' adapter also accepts None, unlike its annotation.
     mask: Any = attention_mask
     if torch.compiler.is_compiling():
         return flex_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)[0], None
-    # Past its limit of shapes Dynamo would run FlexAttention unfused, 50 times slower, without a word.
+    # Above its recompile limit Dynamo would silently run FlexAttention unfused, 50 times slower.
     with torch._dynamo.config.patch(recompile_limit=_SHAPES, fail_on_recompile_limit_hit=True):
         try:
             out = flex_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
@@ -70,7 +70,7 @@ flex_attention.mask_function = flex_attention_mask  # type: ignore[attr-defined]
 
 
 def _block_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]) -> BlockMask | None:
-    """Same document, and under `causal` not later and at most a window - 1 tokens earlier; None where all see all."""
+    """Mask function: same document, and with `causal` at most window - 1 tokens earlier; None if nothing is masked."""
     batch, _, length, _ = query.shape
     keys = key.shape[2]
     cu_seqlens = kwargs.get("cu_seq_lens_q")

@@ -1,6 +1,6 @@
-"""Upstream code that attention replaces: causal self-attention with grouped heads of equal width. No torch here.
+"""Transformers code that attention replaces: causal GQA self-attention with equal head sizes. Does not import torch.
 
-A kernel is chosen for a model as a whole, so all of its attention classes and masks must be what the kernels compute.
+A kernel is selected for a whole model, so the kernels must support all of its attention classes and masks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from opslot.patchgen.forms import ClassFact, Match, ModuleView, Reviewed, Skip, 
 OP = "attention"
 EAGER = Reviewed("3a13cdc4bee1", "causal", "softmax(scale q k + mask) v over grouped heads", "169 architectures")
 
-# How upstream makes masks that attention kernels take; the third is for layers of another kind.
+# Transformers' functions for masks that attention kernels support; the third is for other layers.
 _MASKS = {"create_causal_mask", "create_sliding_window_causal_mask", "create_recurrent_attention_mask"}
 _MASK_OPTIONS = {"or_mask_function", "and_mask_function", "block_sequence_ids"}
 _ARGUMENTS = {"dropout", "scaling", "sliding_window", None}
@@ -61,7 +61,7 @@ def other_masks(module: ModuleView) -> str:
 def masks_without_positions(module: ModuleView) -> str:
     """Why masks can't separate the documents of a packed sequence, or "".
 
-    Documents are separated by position_ids that start again, and gpt-oss makes its masks without these.
+    Documents are separated by position_ids that restart, which gpt-oss does not pass to its masks.
     """
     assigned = [node for node in module.nodes if isinstance(node, ast.Assign)]
     # mask_kwargs = {"position_ids": position_ids, ...}, and functions chosen by a condition before they are called.
@@ -77,7 +77,7 @@ def masks_without_positions(module: ModuleView) -> str:
 
 
 def _difference(module: ModuleView, name: str) -> str:
-    """Why a class's attention is not causal self-attention with heads of equal width, or ""."""
+    """Why a class's attention is not causal self-attention with equal head sizes, or ""."""
     calls = module.calls(f"{name}.forward", "attention_interface")
     if len(calls) != 1 or len(calls[0].args) != 5:
         return "calls attention in another way than the reviewed forms"

@@ -1,11 +1,11 @@
-"""Attention: chosen once per model, through Transformers' attention interface under opslot's own names.
+"""Attention: selected per model, through Transformers' attention interface under opslot's names.
 
-The contract is that interface's: `query` [B, heads, S, D], `key` and `value` [B, kv_heads, S_kv, D], `attention_mask`
+The contract is the interface's: `query` [B, heads, S, D], `key` and `value` [B, kv_heads, S_kv, D], `attention_mask`
 as the implementation's mask function makes it, `scaling` the factor before softmax; returns ([B, S, heads, D], None).
-Packed documents come as `cu_seq_lens_q` / `cu_seq_lens_k` (int32, [documents + 1], over B * S tokens) with
-`max_length_q` / `max_length_k`. A document lies within a row. Where the last boundary is not B * S, the tokens after it
-are a document of their own to eager code and to `sdpa` on a CPU; kernels with a variable-length launch, which would
-leave them unwritten, reject them (on a GPU by a device-side assertion).
+Packed documents are given by `cu_seq_lens_q` / `cu_seq_lens_k` (int32, [documents + 1], over B * S tokens) with
+`max_length_q` / `max_length_k`. No document crosses rows. If the last boundary is not B * S, eager code and `sdpa` on
+CPU treat the tokens after it as another document; variable-length kernels would leave their outputs uninitialized,
+and reject them (on a GPU by a device-side assertion).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def reference(
 ) -> tuple[Tensor, None]:
     """softmax(scaling * q k^T + mask) v with grouped key/value heads.
 
-    Without a mask, causal where `is_causal` or the module says so (the last query sees every key) and within
-    `sliding_window` tokens. `softcap` squashes the scores; `s_aux` [heads] are sinks, logits that take part in the
-    softmax and add nothing. The softmax runs in fp32 (fp64 for fp64 input), as Transformers' eager attention does.
+    Without a mask, causal if `is_causal` or else `module.is_causal` is set (the last query sees every key), and limited
+    to `sliding_window` tokens. `softcap` caps the scores; `s_aux` [heads] are attention sinks, logits in the softmax
+    without a value. The softmax runs in fp32 (fp64 for fp64 input), as Transformers' eager attention does.
     """
     reject_options("eager", kwargs, served=("softcap", "s_aux"))
     groups = query.shape[1] // key.shape[1]
@@ -54,23 +54,23 @@ def reference(
         scores = scores + attention_mask
     elif attention_mask is not None:
         scores = scores.masked_fill(~attention_mask, float("-inf"))
-    wide = torch.promote_types(scores.dtype, torch.float32)
+    dtype = torch.promote_types(scores.dtype, torch.float32)
     sinks = kwargs.get("s_aux")
     if sinks is not None:
         column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], -1)
-    weights = scores.softmax(-1, dtype=wide)[..., : key.shape[2]].to(query.dtype)
+    weights = scores.softmax(-1, dtype=dtype)[..., : key.shape[2]].to(query.dtype)
     return (nn.functional.dropout(weights, dropout) @ value).transpose(1, 2).contiguous(), None
 
 
 def causal_of(module: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Whether this call is causal: its own word before the module's."""
+    """Whether this call is causal: `is_causal` of the call, else of the module."""
     causal = kwargs.get("is_causal")
     return getattr(module, "is_causal", True) if causal is None else causal
 
 
 def window_of(key: Tensor, causal: bool, kwargs: Mapping[str, Any]) -> int | None:
-    """`sliding_window` where it hides some key.
+    """`sliding_window` if it masks some key, else None.
 
     Raises:
         KernelError: a bidirectional window without a mask; models differ in where it ends.
@@ -80,22 +80,22 @@ def window_of(key: Tensor, causal: bool, kwargs: Mapping[str, Any]) -> int | Non
         return None
     if not causal:
         raise KernelError(
-            f"attention: sliding_window={window} without causality needs the attention_mask that says where it ends",
+            f"attention: sliding_window={window} without causality requires an attention_mask",
             hint="pass the mask, or use flash_attention_2, 3 or 4, where it ends window - 1 tokens to either side",
         )
     return window
 
 
 def visible(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Bool mask [B or 1, 1, S, S_kv] of documents, causality and sliding window; None where every key is visible."""
+    """Bool mask [B or 1, 1, S, S_kv] of documents, causality and sliding window; None if every key is visible."""
     batch, length, keys = query.shape[0], query.shape[2], key.shape[2]
     causal = causal_of(module, kwargs)
     window = window_of(key, causal, kwargs)
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is None and window is None and (not causal or length == 1):
         return None
-    place = torch.arange(keys - length, keys, device=query.device)
-    distance = place[:, None] - torch.arange(keys, device=query.device)
+    position = torch.arange(keys - length, keys, device=query.device)
+    distance = position[:, None] - torch.arange(keys, device=query.device)
     mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
         mask = mask & (distance < window)
@@ -111,7 +111,7 @@ def visible(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, 
     return mask & (document[..., :, None] == document[..., None, :])
 
 
-# What changes the numbers beyond a mask, and what serves it: a kernel that knows none of it must not leave it out.
+# Options that change the result, and the kernels that support them. Other kernels must reject them.
 _OPTIONS = {
     "softcap": "eager, flex_attention or flash_attention_2, 3 or 4",
     "s_aux": "eager or flash_attention_4",
@@ -120,7 +120,7 @@ _OPTIONS = {
 
 
 def reject_options(name: str, kwargs: Mapping[str, Any], served: tuple[str, ...] = ()) -> None:
-    """KernelError for an option of the call that implementation `name` does not serve."""
+    """Raise KernelError for an option that implementation `name` does not support."""
     for option, others in _OPTIONS.items():
         if option not in served and kwargs.get(option) is not None:
             raise KernelError(
@@ -130,7 +130,7 @@ def reject_options(name: str, kwargs: Mapping[str, Any], served: tuple[str, ...]
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
-    """Causal: two matmuls forward and five backward over half the square of each document."""
+    """Causal: two matmuls in forward and five in backward, over half of the square of each document."""
     q, k = arguments["query"], arguments["key"]
     batch, heads, length, width = q.shape
     cu_seqlens = arguments.get("cu_seq_lens_q")
@@ -139,23 +139,23 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
 
 
 def _applies_to(model: Any) -> bool:
-    """Whether `model` has attention modules that ask its own config for their implementation.
+    """Whether `model` has attention modules that use its config's implementation.
 
-    A model that only holds others, such as a vision-language model, has none.
+    A model that only wraps others, such as a vision-language model, has none.
     """
     can_set = getattr(type(model), "_can_set_attn_implementation", None)
     if can_set is None or not hasattr(model, "config") or not can_set():
         return False
-    # Projectors keep the config too.
+    # Projectors also have the config.
     return any("Attention" in type(m).__name__ and m.__dict__.get("config") is model.config for m in model.modules())
 
 
-# What Transformers selects by itself; anything else was asked for by name.
+# What Transformers selects by default; anything else was set by the user.
 _DEFAULTS = (None, "sdpa", "eager")
 
 
 def _keeps(model: Any, attached: _Attached | None, wanted: str) -> str | None:
-    """Why a model keeps its attention: opslot has not read its class, or under "auto" because the user selected it."""
+    """Why a model keeps its attention: its class is not generated, or under "auto" the user selected one."""
     if type(model).__module__.startswith("transformers."):
         return f"{type(model).__name__} has no generated class, so what its attention computes is unknown"
     own = _original(model, attached)
@@ -177,12 +177,12 @@ def _original(model: Any, attached: _Attached | None) -> str | None:
 
 
 def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) -> _Attached:
-    """Set the implementation on the model's own config, and on no config inside that."""
+    """Set the implementation on the model's config, but not on its sub-configs."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     previous = model.config._attn_implementation
     if kernel is None:
-        # Transformers' own code: what "eager" names, else what the model has, unless no kernel serves it.
+        # Transformers' code: "eager" if selected, else what the model has, unless no kernel supports it.
         kept = slot.kept and not slot.resolution.explicit
         return _set(model, previous if kept else "eager")
     mask_function: Any = getattr(kernel, "mask_function", None)
@@ -226,7 +226,7 @@ OP = OpSpec(
             CASES,
             ("query", "key", "value"),
             _cost,
-            # torch's fused CPU attention takes exp from a 20-ulp approximation.
+            # torch's fused CPU attention approximates exp with an error of 20 ULP.
             tolerance_ulps={"float32": 8},
             static_shape=head_sizes,
             benchmark_case=benchmark_case,

@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention: packed documents kept apart by cu_seqlens, the math backend never behind it."""
+"""torch's scaled_dot_product_attention: packed documents by cu_seqlens, never the math backend."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from opslot._base.errors import KernelError
 from opslot.ops._common.documents import check_cu_seqlens
 from opslot.ops.attention.op import causal_of, reject_options, visible, window_of
 
-# Math is left out: it makes the full score matrix, an order of magnitude slower at training lengths, without a word.
+# Without math, which computes the full score matrix and is an order of magnitude slower at training lengths.
 _FUSED = {
     "cuda": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION],
     "cpu": [SDPBackend.FLASH_ATTENTION],
 }
 _HALF = (torch.float16, torch.bfloat16)
-# How torch says that none of the allowed backends serves a call.
+# torch's error messages if no allowed backend supports a call.
 _NO_BACKEND = ("No available kernel", "No viable backend")
 
 
@@ -38,9 +38,9 @@ def sdpa(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """`op.reference` without softcap and sinks, through a fused backend of torch or not at all.
+    """`op.reference` without softcap and sinks, through a fused backend of torch; raises if there is none.
 
-    Flash on CUDA where it serves the input, memory-efficient elsewhere; a CPU's own fused attention has no dropout.
+    On CUDA flash if it supports the input, else memory-efficient; the CPU's fused attention has no dropout.
     """
     backends = _FUSED.get(query.device.type)
     return _attend("sdpa", backends, module, query, key, value, attention_mask, dropout, scaling, kwargs)
@@ -58,8 +58,8 @@ def cudnn(
 ) -> tuple[Tensor, None]:
     """`op.reference` without softcap and sinks, through cuDNN.
 
-    Packed documents and sliding windows take torch's variable-length flash kernel: torch 2.11's own way to cuDNN's
-    (`aten::_cudnn_attention_forward` with cumulative lengths) gives wrong gradients and takes 90 ms on the H200.
+    Packed documents and sliding windows take torch's variable-length flash kernel: cuDNN's in torch 2.11
+    (`aten::_cudnn_attention_forward` with cumulative lengths) gives wrong gradients and takes 90 ms on an H200.
     """
     backends = [SDPBackend.CUDNN_ATTENTION]
     return _attend("cudnn", backends, module, query, key, value, attention_mask, dropout, scaling, kwargs)
@@ -90,12 +90,12 @@ def _attend(
             return _varlen(name, query, key, value, scaling, dropout, causal, window, kwargs), None
         if cu_seqlens is not None and window is None and not torch.compiler.is_compiling():
             return _documents_loop(name, backends, query, key, value, cu_seqlens, scaling, dropout, causal), None
-        # torch's `is_causal` is that of a square.
+        # torch's `is_causal` aligns the mask to the top left.
         square = query.shape[2] == key.shape[2]
         attention_mask = visible(module, query, key, kwargs) if cu_seqlens is not None or window or not square else None
     causal = query.shape[2] > 1 and attention_mask is None and causal
     groups = query.shape[1] // key.shape[1]
-    # On CUDA only flash and cuDNN know grouped heads, and flash takes neither a mask nor fp32.
+    # On CUDA only flash and cuDNN support grouped heads, and flash supports neither a mask nor fp32.
     if groups > 1 and query.is_cuda and (attention_mask is not None or query.dtype not in _HALF):
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     out = _fused(name, backends, query, key, value, attention_mask, dropout, causal, scaling)
@@ -115,12 +115,12 @@ def _fused(
 ) -> Tensor:
     """One call of torch's function [B, heads, S, D], restricted to `backends`."""
     width = value.shape[-1]
-    # No fused backend reads channels that lie apart in memory.
+    # Fused backends require adjacent channels.
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     if query.is_cpu and width < query.shape[-1]:
-        # The CPU's fused attention takes values as wide as queries (DeepSeek's are narrower).
+        # The CPU's fused attention requires equal head sizes of queries and values (DeepSeek's differ).
         value = pad(value, (0, query.shape[-1] - width))
-    # Branches, here and for `causal`, since torch.compile decides them, where it hands a comparison on as a symbol.
+    # Branches, here and for `causal`: torch.compile specializes on them, but passes on a comparison as a symbol.
     grouped = True if query.shape[1] != key.shape[1] else False  # noqa: SIM210
 
     def run() -> Tensor:
@@ -134,11 +134,11 @@ def _fused(
         try:
             return run()[..., :width]
         except RuntimeError as error:
-            if not any(said in str(error) for said in _NO_BACKEND):
+            if not any(message in str(error) for message in _NO_BACKEND):
                 raise
             reasons = _reasons(run)
             raise KernelError(
-                f"attn_implementation={name!r}: no fused backend of torch serves query "
+                f"attn_implementation={name!r}: no fused backend of torch supports query "
                 f"{tuple(query.shape)} {query.dtype} with key {tuple(key.shape)} on "
                 f"{query.device.type}, and the math backend is never used silently",
                 found=reasons,
@@ -148,7 +148,7 @@ def _fused(
 
 
 def _reasons(run: Callable[[], Tensor]) -> str:
-    """What torch says against each backend; it says so in warnings, otherwise once a process."""
+    """torch's reasons against each backend, which it gives as warnings, by default once per process."""
     always = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
@@ -158,8 +158,8 @@ def _reasons(run: Callable[[], Tensor]) -> str:
                 run()
     finally:
         torch.set_warn_always(always)
-    said = (str(w.message).partition(" (Triggered internally")[0] for w in caught)
-    return " ".join(dict.fromkeys(s for s in said if not s.endswith("because:"))) or "torch gives no reason"
+    reasons = (str(w.message).partition(" (Triggered internally")[0] for w in caught)
+    return " ".join(dict.fromkeys(s for s in reasons if not s.endswith("because:"))) or "torch gives no reason"
 
 
 def _varlen(
@@ -176,8 +176,8 @@ def _varlen(
     """All documents (without `cu_seq_lens_q`: all rows) in one launch of torch's variable-length flash kernel."""
     if query.shape[-1] != value.shape[-1] or query.shape[-1] > 256:
         raise KernelError(
-            f"attn_implementation={name!r}: packed documents and sliding windows take heads "
-            f"of one width up to 256, query has {query.shape[-1]} and value {value.shape[-1]}",
+            f"attn_implementation={name!r}: packed documents and sliding windows require equal "
+            f"head sizes up to 256, query has {query.shape[-1]} and value {value.shape[-1]}",
             hint="use eager or flex_attention",
         )
     batch, _, length, width = query.shape
@@ -227,7 +227,7 @@ def _documents_loop(
     dropout: float,
     causal: bool,
 ) -> Tensor:
-    """One call a document: the work is the sum of squared lengths, not the square of the sum."""
+    """One call per document: the cost is the sum of squared lengths, not the square of the sum."""
     batch, heads, length, _ = query.shape
     if key.shape[2] != length:
         raise KernelError(
@@ -238,7 +238,7 @@ def _documents_loop(
     if query.is_cuda and groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     q, k, v = (x.transpose(0, 1).reshape(1, x.shape[1], batch * length, -1) for x in (query, key, value))
-    # No document goes on in the next row, and the tokens after the last bound, if there are any, are one too.
+    # No document crosses rows; any tokens after the last boundary are also a document.
     bounds = sorted({*cu_seqlens.tolist(), *range(length, batch * length + 1, length or 1)})
     parts = [
         _fused(name, backends, q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], None, dropout, causal, scaling)

@@ -11,7 +11,7 @@ def _bf16_priority(request: KernelRequest) -> int | None:
     """Forward + backward on an H200, bf16 (`opslot bench`), beside torch's own convolution.
 
     8192 channels x 8192 tokens: 0.26 ms to 3.12; 16384 tokens in 16 documents: 0.51 to 8.14. Other dtypes and fla's
-    kernel, which tunes itself for minutes, were not timed.
+    kernel, which autotunes for minutes, were not measured.
     """
     return 80 if request.dtype == torch.bfloat16 else None
 
@@ -33,7 +33,7 @@ KERNEL_REGISTRY.register(
         "opslot.ops.causal_conv1d.fla:causal_conv1d",
         HardwareRequirement("gpu", min_compute_capability=(8, 0)),
         requires=(FLA, TRITON),
-        # Proven in no other; fla tunes itself for 20 seconds a dtype and filter.
+        # Not checked in other dtypes; fla autotunes for 20 seconds per dtype and filter.
         dtypes=frozenset({torch.bfloat16}),
         description="flash-linear-attention's kernel, packed documents by cu_seqlens",
     )
@@ -44,7 +44,7 @@ KERNEL_REGISTRY.register(
         OP.name,
         "standard",
         "opslot.ops.causal_conv1d.op:reference",
-        # The same convolution as Transformers', and right for packed documents, whose windows overlap there.
+        # The same convolution as Transformers', but without windows that cross packed documents.
         priority={"cpu": 10},
         description="torch's own convolution, packed documents by cu_seqlens, any device",
     )

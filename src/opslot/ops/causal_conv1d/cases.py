@@ -22,7 +22,7 @@ def _case(
     batch, channels, length, width = shape
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-        # [B, S, D] in memory, as the projection before it leaves it, unless the case says otherwise.
+        # By default [B, S, D] in memory, as the projection before it returns it.
         hidden_states = randn((batch, length, channels), dtype, device, generator).transpose(1, 2)
         arguments: dict[str, Any] = {
             "hidden_states": hidden_states if channels_last else hidden_states.contiguous(),
@@ -39,7 +39,7 @@ def _case(
 
 
 CASES = [
-    # Few shapes of filters: vendors tune for each.
+    # Few filter shapes, since vendor kernels tune for each.
     _case("two rows", (2, 64, 33, 4)),
     _case("odd channels with bias", (2, 43, 70, 4), bias=True),
     _case("three taps, linear, sequence last", (1, 64, 9, 3), activation=None, channels_last=False),

@@ -1,4 +1,4 @@
-"""Upstream code of causal_conv1d's kind. No caller of it is reviewed yet, so all of it is skipped. No torch here."""
+"""Transformers' causal convolutions. No caller is reviewed yet, so all are skipped. Does not import torch."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Shapes: `hidden_states` [B, D, S], `weight` [D, W], `bias` [D]; out[t] sums weight[j] * x[t - W + 1 + j].
 `cu_seqlens` (int32 or int64, [documents + 1], over the S tokens of B = 1) keeps the window of a document's first
-tokens from reaching into the document before it; Transformers' own code does not handle them.
+tokens within the document; Transformers' code does not support it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def reference(
     Returns [B, D, S] in the input's dtype.
     """
     if activation not in _ACTIVATIONS:
-        raise KernelError(f"causal_conv1d: activation {activation!r} is not served; use None or 'silu'")
+        raise KernelError(f"causal_conv1d: unsupported activation {activation!r}; use None or 'silu'")
     if cu_seqlens is None:
         out = _convolve(hidden_states, weight, bias)
     else:
@@ -43,7 +43,7 @@ def reference(
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     channels, width = weight.shape
     if not x.shape[-1]:
-        # torch convolves no tokens at all; this is as empty, and gives the filter its zero gradient.
+        # torch's conv1d does not accept zero tokens; this has a zero gradient for the filter.
         empty = x.to(weight.dtype) * weight[:, -1:]
         return empty if bias is None else empty + bias[:, None]
     out = nn.functional.conv1d(x.to(weight.dtype), weight.unsqueeze(1), bias, padding=width - 1, groups=channels)
@@ -51,16 +51,16 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _convolve_documents(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """One convolution over all documents, with as many zeros between two as the window reaches back."""
+    """One convolution over all documents, separated by zeros of the window size - 1."""
     if x.shape[0] != 1:
         raise KernelError(
             f"causal_conv1d: packed documents are one row, hidden_states has {x.shape[0]}; flatten the rows"
         )
     length, gap = x.shape[-1], weight.shape[1] - 1
     token = torch.arange(length, device=x.device)
-    place = token + gap * torch.searchsorted(cu_seqlens[1:].to(torch.int64), token, right=True)
-    spaced = x.new_zeros(*x.shape[:-1], length + gap * cu_seqlens.numel()).index_copy(-1, place, x)
-    return _convolve(spaced, weight, bias).index_select(-1, place)
+    position = token + gap * torch.searchsorted(cu_seqlens[1:].to(torch.int64), token, right=True)
+    spaced = x.new_zeros(*x.shape[:-1], length + gap * cu_seqlens.numel()).index_copy(-1, position, x)
+    return _convolve(spaced, weight, bias).index_select(-1, position)
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:

@@ -1,11 +1,11 @@
 """Depthwise causal convolution in Triton, up to four taps: one pass forward, one pass backward, deterministic.
 
-A program walks along a span of tokens with a block of channels, one channel a lane: the last three inputs stay in
-registers, so every element is loaded once. Backward recomputes the convolution from the inputs it loads anyway, and
-carries the input gradients that later tokens still add to. Spans overlap by three tokens. The weight's gradient is
+A program processes a span of tokens for a block of channels. The last three inputs stay in registers, so every element
+is loaded once. Backward recomputes the convolution from the inputs, which it loads anyway, and carries the input
+gradients to which later tokens still add. Spans overlap by three tokens. The weight's gradient is
 summed per span in registers, then over spans in a fixed order.
 
-Packed documents need one integer a token, its place in its document: a tap reaches back no further than that.
+For packed documents, one integer per token, its position in the document, limits how far taps reach back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TAPS = 4
 
 @triton.jit(do_not_specialize=["documents", "length", "steps"])
 def _positions_kernel(cu_seqlens_ptr, position_ptr, documents, length, steps, BLOCK: tl.constexpr):
-    """Place of each token in its document, by bisection of the documents' starts."""
+    """Position of each token in its document, by bisection of cu_seqlens."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros((BLOCK,), dtype=tl.int32)
     high = low + documents
@@ -105,7 +105,7 @@ def _forward_kernel(
     x2 = _row(x_ptr, first - 2, x_stride, column, 0, length, CHANNELS).to(tl.float32)
     x3 = _row(x_ptr, first - 3, x_stride, column, 0, length, CHANNELS).to(tl.float32)
     for step in range(0, SPAN, AHEAD):
-        # Triton knows no unpacking (RUF005).
+        # Triton does not support unpacking (RUF005).
         loaded = ()
         for i in tl.static_range(AHEAD):
             token = first + step + i
@@ -114,10 +114,10 @@ def _forward_kernel(
             token = first + step + i
             x0 = loaded[i].to(tl.float32)
             if PACKED:
-                place = tl.load(position_ptr + token, mask=token < length, other=0)
-                x1 = tl.where(place >= 1, x1, 0.0)
-                x2 = tl.where(place >= 2, x2, 0.0)
-                x3 = tl.where(place >= 3, x3, 0.0)
+                position = tl.load(position_ptr + token, mask=token < length, other=0)
+                x1 = tl.where(position >= 1, x1, 0.0)
+                x2 = tl.where(position >= 2, x2, 0.0)
+                x3 = tl.where(position >= 3, x3, 0.0)
             out = w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3 + bias
             if SILU:
                 out = out / (1.0 + tl.exp(-out))
@@ -192,13 +192,13 @@ def _backward_kernel(
             x0 = loaded[i].to(tl.float32)
             dout = arriving[i].to(tl.float32)
             if PACKED:
-                place = tl.load(position_ptr + token, mask=token < end, other=0)
-                x1 = tl.where(place >= 1, x1, 0.0)
-                x2 = tl.where(place >= 2, x2, 0.0)
-                x3 = tl.where(place >= 3, x3, 0.0)
-                v1 = tl.where(place >= 1, w1, 0.0)
-                v2 = tl.where(place >= 2, w2, 0.0)
-                v3 = tl.where(place >= 3, w3, 0.0)
+                position = tl.load(position_ptr + token, mask=token < end, other=0)
+                x1 = tl.where(position >= 1, x1, 0.0)
+                x2 = tl.where(position >= 2, x2, 0.0)
+                x3 = tl.where(position >= 3, x3, 0.0)
+                v1 = tl.where(position >= 1, w1, 0.0)
+                v2 = tl.where(position >= 2, w2, 0.0)
+                v3 = tl.where(position >= 3, w3, 0.0)
             else:
                 v1 = w1
                 v2 = w2
@@ -214,7 +214,7 @@ def _backward_kernel(
                 dw2 += own * x2
                 dw3 += own * x3
                 dbias += own
-            # The oldest of the carried gradients gets its last term here.
+            # Add the last term of the oldest carried gradient.
             done = dx3 + v3 * dout
             _store_row(dx_ptr, token - 3, column, done, first, last, CHANNELS)
             dx3 = dx2 + v2 * dout
@@ -267,7 +267,7 @@ def _span(length: int, most: int) -> int:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[B, S, D] with adjacent channels: a view of what a projection leaves, else a copy."""
+    """[B, S, D] with adjacent channels: a view of a projection's output, else a copy."""
     rows = x.transpose(1, 2)
     return rows if rows.stride(2) == 1 or rows.shape[2] == 1 else rows.contiguous()
 
@@ -279,7 +279,7 @@ def _dense(bias: Tensor | None) -> Tensor | None:
 def _positions(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
     if cu_seqlens is None:
         return None
-    # The tokens after the last bound, if there are any, are a document too.
+    # Any tokens after the last boundary are also a document.
     documents = cu_seqlens.numel()
     position = torch.empty(length, dtype=torch.int32, device=cu_seqlens.device)
     steps = max(documents - 1, 0).bit_length()
@@ -290,7 +290,7 @@ def _positions(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
 
 def _allocate(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, silu: bool) -> Tensor:
     _, channels, length = x.shape
-    # No transposed view of a [B, S, D]: autograd forbids writing into a view that a function returns.
+    # Not a transposed view of [B, S, D]: autograd forbids in-place writes to a view that a function returns.
     return x.new_empty_strided(x.shape, (length * channels, 1, channels))
 
 
@@ -324,7 +324,7 @@ def _forward(
 def _allocate_gradients(
     dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """That of `x` always: the kernel computes it in any case."""
+    """The gradient of `x` is always computed."""
     need_filter = rest[-2] or rest[-1]
     batch, channels, length = x.shape
     return (
@@ -399,10 +399,10 @@ def standard(
     activation: str | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """`op.reference` for float32, bfloat16 and float16, mixed at will, and filters of up to four taps.
+    """`op.reference` for float32, bfloat16 and float16, also mixed, and filters of up to four taps.
 
-    Reads [B, S, D] memory seen as [B, D, S], as a projection leaves it, and returns the same; hidden states whose
-    channels are not adjacent are copied into that order first.
+    Reads and returns [B, D, S] views of [B, S, D] memory, the layout of a projection's output; hidden states whose
+    channels are not adjacent are copied into that layout first.
     """
     if activation not in (None, "silu", "swish"):
         reject(_LABEL, "activation", f"{activation!r} is neither None nor 'silu'", "use eager")

@@ -18,7 +18,7 @@ def _keys_fit(request: KernelRequest) -> str | None:
 
 
 def _right_on_hopper(request: KernelRequest) -> str | None:
-    """fla raises in backward where a fault of Triton makes its gradients wrong, unless TileLang computes them."""
+    """fla raises in backward if a Triton bug makes its gradients wrong, unless TileLang computes them."""
     on_hopper = request.device.capability == (9, 0)
     if not on_hopper or _BROKEN_ON_HOPPER.unsupported() or _TILELANG.unsupported() is None:
         return None
@@ -67,7 +67,7 @@ KERNEL_REGISTRY.register(
         "standard",
         f"{_HERE}.op:reference",
         # On a CPU as fast as Transformers' chunks (14 % slower at the smallest size measured), and right for packed
-        # documents, which upstream mixes; not timed on a GPU.
+        # documents, which Transformers mixes; not measured on a GPU.
         priority={"cpu": 10},
         description="torch alone, chunk by chunk, packed documents by cu_seqlens, any device",
     )

@@ -40,7 +40,7 @@ def _case(
 
 
 CASES = [
-    # One shape of heads for all: vendors tune for each.
+    # The same head sizes for all cases, since vendor kernels tune for each.
     _case("two rows", (2, 70, 2, 4, 64, 64)),
     _case("packed documents", (1, 88, 2, 4, 64, 64), documents=[17, 1, 0, 70]),
     _case("8192x32x128", (1, 8192, 16, 32, 128, 128), role="bench"),

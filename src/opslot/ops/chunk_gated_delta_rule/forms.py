@@ -1,4 +1,4 @@
-"""Upstream recurrences. No caller of one is reviewed yet, so all of them are skipped. No torch here."""
+"""Transformers' recurrences. No caller is reviewed yet, so all are skipped. Does not import torch."""
 
 from __future__ import annotations
 

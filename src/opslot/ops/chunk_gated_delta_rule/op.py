@@ -2,8 +2,8 @@
 
 Shapes: `query`, `key` [B, S, K_heads, K]; `value` [B, S, V_heads, V] with V_heads a multiple of K_heads; `g` (log
 decay, <= 0) and `beta` [B, S, V_heads]; state [B, V_heads, K, V]. `cu_seqlens` (int32 or int64, [documents + 1], over
-the S tokens of B = 1) gives every document a state of its own, so packed documents never see each other; Transformers'
-code knows nothing of it.
+the S tokens of B = 1) gives every document a separate state, so packed documents do not affect each other;
+Transformers' code does not support it.
 
 Shape suffixes below: N chunks, D documents, H value heads, T tokens of a chunk, K and V widths of a head.
 """
@@ -22,9 +22,9 @@ from opslot.ops._common.documents import check_cu_seqlens
 from opslot.ops.chunk_gated_delta_rule.cases import CASES
 from opslot.slots import Cost, OpSpec, OpVariant
 
-# Tokens of a chunk: within one, the recurrence is matmuls and a triangular system; between two it is one step.
+# Tokens per chunk: matmuls and a triangular system within a chunk, one recurrent step between chunks.
 _CHUNK = 64
-# The limit of opslot's Triton kernels, whose block of a state holds all its rows in registers, and of fla's.
+# The limit of opslot's Triton kernels, which hold all rows of a state in registers, and of fla's.
 WIDEST_KEY = 256
 
 
@@ -41,7 +41,7 @@ def reference(
 ) -> tuple[Tensor, Tensor | None]:
     """Per token: S = exp(g) S; S += k (beta (v - S^T k))^T; out = S^T q / sqrt(K).
 
-    Chunk by chunk, all documents side by side (section 3.3 of the paper); in fp32, or fp64 for fp64 input. With
+    Computed in chunks, for all documents in parallel (section 3.3 of the paper); in fp32, or fp64 for fp64 input. With
     `use_qk_l2norm_in_kernel`, queries and keys are first divided by their norms.
 
     Returns:
@@ -52,12 +52,12 @@ def reference(
         KernelError: `cu_seqlens` with several rows or that do not cover the tokens, or heads that do not divide.
     """
     check_shapes("chunk_gated_delta_rule", key, value, initial_state, cu_seqlens)
-    wide = torch.promote_types(query.dtype, torch.float32)
+    dtype = torch.promote_types(query.dtype, torch.float32)
     batch, length, heads, v_width = value.shape
-    # len(range(n)) is n, and a number also where torch.compile holds a symbol, which cannot say how many chunks come.
+    # len(range(n)) makes a symbolic n of torch.compile a number, which the number of chunks requires.
     bounds = [len(range(length * i)) for i in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
     plan = _Schedule(bounds, value.device)
-    q, k, v, log_decay, rate = (plan.chunks(x, wide) for x in (query, key, value, g[..., None], beta[..., None]))
+    q, k, v, log_decay, rate = (plan.chunks(x, dtype) for x in (query, key, value, g[..., None], beta[..., None]))
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     groups = heads // key.shape[2]
@@ -65,8 +65,8 @@ def reference(
 
     state = v.new_zeros(len(bounds) - 1, heads, key.shape[-1], v_width)
     if initial_state is not None:
-        state = initial_state.to(wide)[plan.order]
-    # Autocast would round the operands of every matmul, and the states between chunks with them.
+        state = initial_state.to(dtype)[plan.order]
+    # Autocast would round the operands of every matmul, and so the states between chunks.
     with torch.autocast(query.device.type, enabled=False):
         out_NHTV, state = _scan(q_NHTK, k_NHTK, v, log_decay, rate, state, plan.active)
     out = plan.tokens(out_NHTV).view(value.shape).to(query.dtype)
@@ -76,10 +76,10 @@ def reference(
 def check_shapes(
     kernel: str, key: Tensor, value: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> None:
-    """Refuse arguments that do not fit together, in the name of `kernel`."""
+    """Raise KernelError, naming `kernel`, for inconsistent arguments."""
     if value.shape[2] % key.shape[2]:
-        found = f"{value.shape[2]} heads are no multiple of key's {key.shape[2]}"
-        reject(kernel, "value", found, "give value a multiple of key's heads")
+        found = f"{value.shape[2]} heads, which is not a multiple of key's {key.shape[2]}"
+        reject(kernel, "value", found, "use a multiple of key's heads for value")
     if cu_seqlens is not None and key.shape[0] != 1:
         reject(kernel, "cu_seqlens", f"packed documents are one row, there are {key.shape[0]}", "flatten the rows")
     if cu_seqlens is not None:
@@ -95,7 +95,7 @@ class _Schedule:
 
     Attributes:
         order: documents, those of most chunks first.
-        active: by step, how many documents (of `order`) have a chunk left; the chunks of a step lie together.
+        active: by step, how many documents (of `order`) have a chunk left; the chunks of a step are adjacent.
     """
 
     def __init__(self, bounds: list[int], device: torch.device) -> None:
@@ -108,26 +108,26 @@ class _Schedule:
         first, stop = torch.tensor([firsts, stops], dtype=torch.int64, device=device)[..., None]
         index = first + torch.arange(_CHUNK, device=device)
         self.total = bounds[-1]
-        # A place that no token fills reads the row of zeros behind the last token: it decays and adds nothing.
+        # Padding positions read a row of zeros after the last token, which neither decays the state nor adds to it.
         self.source = index.where(index < stop, self.total).flatten()
-        place = self.source.new_empty(self.total + 1)
-        place[self.source] = torch.arange(self.source.numel(), device=device)
-        self.place = place[:-1]
+        inverse_index = self.source.new_empty(self.total + 1)
+        inverse_index[self.source] = torch.arange(self.source.numel(), device=device)
+        self.inverse_index = inverse_index[:-1]
 
     def chunks(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, S, heads, width] -> [N, heads, T, width] in `dtype`."""
         flat = x.reshape(self.total, *x.shape[2:]).to(dtype)
-        return _Move.apply(flat, self.source, self.place).view(-1, _CHUNK, *flat.shape[1:]).transpose(1, 2)
+        return _Move.apply(flat, self.source, self.inverse_index).view(-1, _CHUNK, *flat.shape[1:]).transpose(1, 2)
 
     def tokens(self, x: Tensor) -> Tensor:
         """[N, heads, T, width] -> [B * S, heads, width]."""
-        return _Move.apply(x.transpose(1, 2).flatten(0, 1), self.place, self.source)
+        return _Move.apply(x.transpose(1, 2).flatten(0, 1), self.inverse_index, self.source)
 
 
 class _Move(torch.autograd.Function):
-    """Rows of `x` at `index`, zeros where that is one past the end; `inverse` takes them back.
+    """Rows of `x` at `index`, zeros for the index one past the end; `inverse` is the inverse index.
 
-    No row is taken twice, so backward is the same, where indexing's own adds with atomics.
+    No row occurs twice, so backward is also a gather; that of indexing would use atomics.
     """
 
     @staticmethod
@@ -189,7 +189,7 @@ def _slices(sizes: list[int]) -> list[slice]:
 def _cost(arguments: Mapping[str, Any]) -> Cost:
     """Forward reads q, k, v and writes the output; backward reads all four and writes three gradients.
 
-    Three matmuls of a head's state with a token's vectors forward (predict, correct, read), twice that backward.
+    Three state-vector matmuls per head and token in forward (predict, correct, read), six in backward.
     """
     q, v = arguments["query"], arguments["value"]
     bytes_moved = (6 * q.numel() + 5 * v.numel()) * q.element_size()

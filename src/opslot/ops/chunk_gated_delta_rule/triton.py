@@ -4,8 +4,8 @@ Forward: divide queries and keys by their norms; solve every chunk's triangular 
 multiply keys and values by it; walk along each document's chunks with the state in registers, writing down the state
 that each chunk finds and its correction; then all outputs at once. Backward computes all of this again from the
 arguments, which are all that is saved, walks back with the state's gradient, and ends in two kernels over all chunks.
-No chunk holds tokens of two documents: a table of chunks is made on the device, as long as the documents could need, so
-that the host never waits for `cu_seqlens`. The modules of `kernels` give the formulas.
+No chunk has tokens of two documents: a table of chunks is computed on the device, with the maximum length that the
+documents could need, so that the host never waits for `cu_seqlens`. The modules of `kernels` give the formulas.
 
 Roofline on an H200 (4.3 TB/s, 790 TFLOP/s) in bf16 at 16384 tokens, 16 key and 32 value heads of 128: forward reads
 q, k and v and writes the output, 403 MB or 0.09 ms; backward reads these, writes three gradients, 671 MB or 0.16 ms.
@@ -71,7 +71,7 @@ def _forward(
 
 
 def _allocate_gradients(dout: Tensor | None, dfinal: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
-    """All but that of the initial state always: the kernels compute them in any case."""
+    """All but the gradient of the initial state are always computed."""
     *inputs, initial_state = args[:6]
     need_initial = args[-1]
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
@@ -98,7 +98,7 @@ def _backward(
 ) -> None:
     *grads, dinitial = gradients
     if not want_final:
-        # Compiled, the output that nobody wants is an empty tensor, and so is its gradient.
+        # Under torch.compile, an output that is not wanted is an empty tensor, and so is its gradient.
         dfinal = None
     if value.numel() == 0:
         if dinitial is not None:
@@ -133,11 +133,11 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """`op.reference` for float32, bfloat16 and float16, and keys up to 256 wide; the last state in float32.
 
-    Query, key and value have one dtype; the others any of the three. Heads are read where they lie, if their columns
-    are adjacent and rows of the batch follow each other; else they are copied first.
+    Query, key and value must have the same dtype; the others may have any of the three. Inputs are copied unless
+    their columns are adjacent and rows of the batch can be flattened.
 
     Raises:
-        KernelError: another dtype, wider keys, or what the reference rejects.
+        KernelError: another dtype, larger keys, or arguments that the reference rejects.
     """
     named = {"query": query, "key": key, "value": value, "g": g, "beta": beta, "initial_state": initial_state}
     for name, tensor in named.items():

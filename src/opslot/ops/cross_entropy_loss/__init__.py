@@ -15,7 +15,7 @@ __all__ = ["loss_only"]
 def _for_large_heads(value: int, smallest: int) -> Callable[[KernelRequest], int | None]:
     """`value` where the head has at least `smallest` outputs.
 
-    Without a module to look at, a language model's head counts as large and a classifier's as small.
+    Without a module, assumes a large head for a language model and a small one for a classifier.
     """
 
     def priority(request: KernelRequest) -> int | None:
@@ -41,7 +41,7 @@ for _variant in OP.variants:
         )
     )
     # Measured on a CPU against eager, H=256: 1.3 to 1.5 times as fast at V=4096 to 32000, 0.95 at 1024 and less. On
-    # an H200 it takes 82 ms where eager takes 57 (in 4 GiB instead of 14), so that it must be named there.
+    # an H200 it takes 82 ms where eager takes 57 (in 4 GiB instead of 14), so `auto` does not select it there.
     KERNEL_REGISTRY.register(
         KernelSpec(
             "chunk_loss",
@@ -53,10 +53,10 @@ for _variant in OP.variants:
             description="plain torch, chunk by chunk, never the full logits",
         )
     )
-    # Never measured, so never chosen by itself.
+    # Not measured, so `auto` never selects it.
     KERNEL_REGISTRY.register(npu_kernel(OP.name, _variant, description="chunk_loss on Ascend"))
 for _variant in ("causal", "sequence_classification"):
-    # 93 ms where eager takes 57: right only with a float32 sum, which it reads again for each of 64 chunks.
+    # 93 ms, eager 57: it needs a float32 accumulator to be accurate, which each of 64 chunks reads and writes.
     KERNEL_REGISTRY.register(
         liger_kernel(OP.name, _variant, description="Liger's fused linear cross entropy, summed in float32")
     )

@@ -19,17 +19,17 @@ def _case(
     role: str = "check",
     *,
     ignored: float = 0.25,
-    spread: float = 1.0,
+    std: float = 1.0,
     strided: bool = False,
     exact: bool = False,
     shifted: bool = False,
     num_items: int | Tensor | None = None,
     **options: Any,
 ) -> InputCase:
-    """`spread` scales the logits' standard deviation: at 12 and more some labels have p near 1 or near 0.
+    """`std` scales the standard deviation of the logits: from 12 on some labels have p near 1 or near 0.
 
-    `exact` takes inputs in quarters, whose logits are exact in every dtype: a loss is one number, and where eager
-    code rounds more often than a kernel its error may cancel by luck unless the rounding that both share is none.
+    `exact` takes inputs in quarters, whose logits are exact in every dtype. A loss is one number, and rounding errors
+    of eager code may cancel by chance, which would make its error too small a tolerance for a kernel.
     """
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def _case(
             generator = on_device(generator, device)
         *rows, width = shape
         hidden = randn((*rows, width * (2 if strided else 1)), dtype, device, generator)[..., :width]
-        weight = randn((vocab, width), dtype, device, generator, scale=spread * width**-0.5)
+        weight = randn((vocab, width), dtype, device, generator, scale=std * width**-0.5)
         if exact:
             hidden, weight = ((x * 4).round().clamp(-4, 4) / 4 for x in (hidden, weight))
         home = generator.device
@@ -60,7 +60,7 @@ def _case(
 _SHARED_CASES = [
     _case("odd vocabulary", (2, 17, 64), 131),
     _case("vocabulary in blocks", (1, 6, 32), 9001, ignored=0.0),
-    _case("sure and unsure", (3, 11, 48), 96, spread=15.0),
+    _case("sure and unsure", (3, 11, 48), 96, std=15.0),
     _case("strided view", (2, 9, 40), 77, strided=True),
     _case("counted items", (2, 8, 32), 64, num_items=23),
     _case("counted items, tensor", (2, 8, 32), 64, num_items=torch.tensor(23)),
@@ -72,12 +72,12 @@ _SHARED_CASES = [
 CAUSAL_CASES = [
     *_SHARED_CASES,
     _case("shifted labels", (37, 32), 80, shifted=True),
-    _case("capped and scaled", (2, 9, 32), 101, spread=3.0, exact=True, softcap=5.0, logit_scale=0.5),
+    _case("capped and scaled", (2, 9, 32), 101, std=3.0, exact=True, softcap=5.0, logit_scale=0.5),
     _case(
         "capped, scaled and smoothed",
         (2, 9, 32),
         101,
-        spread=2.0,
+        std=2.0,
         exact=True,
         softcap=30.0,
         logit_scale=3.0,
@@ -97,7 +97,7 @@ CLASSIFICATION_CASES = [
 TOKEN_CASES = [
     *(c for c in _SHARED_CASES if not c.name.startswith(("counted", "all", "no rows", "smoothed"))),
     _case("shifted labels", (37, 32), 80, shifted=True),
-    _case("capped and scaled", (2, 9, 32), 101, spread=3.0, exact=True, softcap=5.0, logit_scale=0.5),
+    _case("capped and scaled", (2, 9, 32), 101, std=3.0, exact=True, softcap=5.0, logit_scale=0.5),
     _case("all ignored", (2, 5, 32), 50, ignored=1.1),
     _case("no rows", (0, 5, 32), 50),
     _case("8192x4096x151936", (1, 8192, 4096), 151936, "bench", ignored=0.0),

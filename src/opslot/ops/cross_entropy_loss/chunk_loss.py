@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from opslot.ops._common.arguments import reject
-from opslot.ops.cross_entropy_loss.chunked import Backend, Shaping, wide
+from opslot.ops.cross_entropy_loss.chunked import Backend, Shaping, loss_dtype
 from opslot.ops.cross_entropy_loss.fused import make_kernels
 
 # Measured on 2 cores of an EPYC with H=256: 8 MiB is fastest for V=4096 and 8192 (4 and 32 MiB are 3 to 6% slower).
-# Fewer rows than 128 read the weight and its gradient too often.
+# With fewer than 128 rows the weight and its gradient are read too often.
 _CPU_LOGITS_BYTES = 8 << 20
 _CPU_MIN_ROWS = 128
 # Elsewhere: few enough chunks that the matmuls stay large; counts all copies of a logit alive at once.
@@ -22,10 +22,10 @@ _DEVICE_MIN_ROWS = 256
 
 def rows(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
     """Rows whose logits fit the budget of the device."""
-    logit = wide(dtype).itemsize
+    logit = loss_dtype(dtype).itemsize
     if device.type == "cpu":
         return max(_CPU_MIN_ROWS, _CPU_LOGITS_BYTES // (vocab * logit))
-    # The logits, their wide copy, the probabilities and the gradient.
+    # The logits, their fp32 copy, the probabilities and the gradient.
     return max(_DEVICE_MIN_ROWS, _DEVICE_BYTES // (vocab * 2 * (dtype.itemsize + logit)) // 256 * 256)
 
 
@@ -43,7 +43,7 @@ def loss_step(
     losses.copy_(loss.masked_fill_(ignored, 0.0))
     if not grad:
         return logits
-    # p - 1 as minus the sum of the others: nothing cancels when p is near 1. Nor, smoothed, when p is near 0.
+    # Compute p - 1 as minus the sum of the others, without cancellation for p near 1; with smoothing also for p near 0.
     sure = shaping.smoothing - soft.rest
     own = torch.where(soft.own > soft.rest, sure, soft.own - (1.0 - shaping.smoothing)) if shaping.smoothing else sure
     gradient = soft.others.scatter_(1, index, own)
@@ -88,7 +88,7 @@ def _columns(labels: Tensor, vocab: int, shaping: Shaping) -> tuple[Tensor, Tens
     """(ignored [R], each label's column of the logits [R, 1], 0 where ignored).
 
     Raises:
-        KernelError: a label on a CPU has no column; on a device torch's own assertion says so, and nobody waits.
+        KernelError: a label on a CPU is out of range; on a GPU torch's device-side assertion fails instead.
     """
     ignored = labels == shaping.ignore_index
     index = labels.masked_fill(ignored, 0)
@@ -100,14 +100,14 @@ def _columns(labels: Tensor, vocab: int, shaping: Shaping) -> tuple[Tensor, Tens
                 "labels",
                 f"label {outside[0].item()} is out of bounds: the vocabulary has {vocab}, ignored is "
                 f"{shaping.ignore_index}",
-                "mend the labels, or the tokenizer that made them for a larger vocabulary",
+                "fix the labels, or the tokenizer that made them for a larger vocabulary",
             )
     return ignored, index.unsqueeze(1)
 
 
 def _shape(logits: Tensor, shaping: Shaping) -> tuple[Tensor, Tensor | None]:
-    """(x in the wide dtype, dx/dz without the scale or None); may overwrite `logits`."""
-    x = logits.to(wide(logits.dtype))
+    """(x in float32 or float64, dx/dz without the scale or None); may overwrite `logits`."""
+    x = logits.to(loss_dtype(logits.dtype))
     if shaping.scale != 1.0:
         x.mul_(shaping.scale)
     if not shaping.cap:
@@ -131,7 +131,7 @@ class _Softmax:
 
 
 def _softmax(x: Tensor, index: Tensor) -> _Softmax:
-    """Overwrites `x`. Not torch.softmax: on CPU its exponential is off by up to 20 units in the last place."""
+    """Overwrites `x`. Not torch.softmax: on CPU its exponential has an error of up to 20 ULP."""
     label_logit = x.gather(1, index)
     highest = x.amax(1, keepdim=True)
     x.sub_(highest).exp_()

@@ -1,11 +1,11 @@
-"""Linear head and loss without the full logits: the loop over chunks that every fused kernel shares.
+"""Chunked linear cross entropy without the full logits: the loop over chunks, shared by all fused kernels.
 
-The rows are cut into chunks whose logits fit a budget. For each chunk: logits by a matmul, one step that
-turns them into losses and into their own gradient, and two matmuls that add the gradients of hidden states and
-weight. The loss is a scalar, so its gradient is known in the forward up to one factor, which the backward applies.
-Per-token outputs have a factor per token: their logits are computed again in the backward.
+Rows are split into chunks whose logits fit a memory budget. Each chunk has a matmul for the logits, a step that
+computes the losses and overwrites the logits with their gradient, and two matmuls for the gradients of hidden states
+and weight. The loss is a scalar, so forward computes its gradient up to one factor, which backward applies. Per-token
+outputs have one factor per token, so backward recomputes the logits.
 
-Shapes: N rows, H width, V vocabulary, R rows of a chunk.
+Shapes: N rows, H hidden size, V vocabulary size, R rows of a chunk.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Rows of a chunk are a multiple of this, so that matmuls get whole tiles.
+# Rows of a chunk are a multiple of this, so that matmuls have full tiles.
 _ROW_TILE = 128
-# Adding a chunk to a 16-bit gradient rounds it once; past this many chunks the sum is kept in float32.
+# Each chunk rounds a 16-bit gradient once; for more chunks than this it is accumulated in float32.
 _MAX_16_BIT_SUMS = 8
-# Below this share of labels that count, the others' rows are left out (CPU, where counting them costs no
+# Below this fraction of labels that are not ignored, the ignored rows are skipped (on CPU, where counting them needs no
 # synchronization).
 _WORTH_COMPACTING = 0.9
 
@@ -29,7 +29,7 @@ _WORTH_COMPACTING = 0.9
 class Shaping:
     """How a logit z enters the loss: x = scale * z, then cap * tanh(x / cap) unless `cap` is 0.
 
-    `smoothing` is the labels'; rows whose label is `ignore_index` give 0 and get a gradient of exactly 0.
+    `smoothing` is label smoothing. Rows whose label is `ignore_index` give 0 and get a gradient of exactly 0.
     """
 
     ignore_index: int
@@ -49,10 +49,10 @@ class Backend:
             overwrite `logits`.
         token_step: (logits, labels, log_probs, entropy, shaping) writes the two.
         token_grad_step: (logits, labels, entropy, grad_log_probs, grad_entropy, shaping) returns the logits' gradient.
-        rescale: (gradient, factor) multiplies in place by a 0-d tensor; free for 1.
+        rescale: (gradient, factor) multiplies in place by a 0-d tensor; does nothing for 1.
         rows: (vocabulary, dtype, device) -> rows whose logits fit the budget.
-        unsupported: (hidden_states) -> why it does not serve a tensor of this dtype or device, or None.
-        factor_last: apply the factor to the summed gradients, cheaper where these are smaller than the logits.
+        unsupported: (hidden_states) -> why a tensor of this dtype or device is not supported, or None.
+        factor_last: apply the factor to the summed gradients, which is cheaper if they are smaller than the logits.
     """
 
     name: str
@@ -65,15 +65,15 @@ class Backend:
     factor_last: bool = False
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of softmax and loss: float32 or wider."""
+def loss_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of softmax and loss: float32 or float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which the forward hands gradients to the backward.
+    """Dtype of the gradients that forward saves for backward.
 
-    float16 cannot hold p / N, and its loss scale arrives with the backward: until then these gradients stay in float32.
+    float16 cannot represent p / N before the loss scale is applied in backward, so these gradients are float32.
     """
     return torch.float32 if dtype == torch.float16 else dtype
 
@@ -90,8 +90,8 @@ def loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Summed loss / `divisor`, and its gradients by `hidden` [N, H] and `weight` [V, H] in `gradient_dtype`.
 
-    A gradient that is not wanted is an empty tensor. `divisor` is 0-d in the wide dtype. Without a label that counts,
-    the loss is 0 / divisor and the gradients are 0.
+    A gradient that is not wanted is an empty tensor. `divisor` is a 0-d tensor in `loss_dtype`. If all labels are
+    ignored, the loss is 0 / divisor and the gradients are 0.
     """
     kept = _rows_that_count(labels, shaping.ignore_index)
     if kept is not None:
@@ -101,11 +101,11 @@ def loss_and_gradients(
         grad_hidden = grad_kept.new_zeros(hidden.shape if want_hidden else 0)
         return loss, grad_hidden.index_copy_(0, kept, grad_kept) if want_hidden else grad_hidden, grad_weight
 
-    # Rows that count imply a divisor of 1 or more; without any, 0 instead of 1 / 0 keeps the gradients 0.
+    # The divisor is at least 1 unless all labels are ignored; then 0 instead of 1 / 0 keeps the gradients 0.
     factor = torch.where(divisor == 0, 0.0, shaping.scale / divisor)
     last = backend.factor_last or hidden.dtype == torch.float16
     losses = torch.empty(hidden.shape[0], dtype=divisor.dtype, device=hidden.device)
-    sums = _GradientSums(backend, hidden, weight, want_hidden, want_weight, wide_sums=last)
+    sums = _GradientSums(backend, hidden, weight, want_hidden, want_weight, upcast=last)
     for rows, logits in _logit_chunks(backend, hidden, weight):
         grad = backend.loss_step(
             logits, labels[rows], losses[rows], None if last else factor, shaping, want_hidden or want_weight
@@ -115,8 +115,8 @@ def loss_and_gradients(
 
 
 def tokens(backend: Backend, hidden: Tensor, weight: Tensor, labels: Tensor, shaping: Shaping) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy of each row, [N] in the wide dtype."""
-    log_probs = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
+    """Log-probability of each label and entropy of each row, [N] in float32 or float64."""
+    log_probs = hidden.new_empty(hidden.shape[0], dtype=loss_dtype(hidden.dtype))
     entropy = torch.empty_like(log_probs)
     for rows, logits in _logit_chunks(backend, hidden, weight):
         backend.token_step(logits, labels[rows], log_probs[rows], entropy[rows], shaping)
@@ -145,13 +145,13 @@ def token_gradients(
 
 
 def _mean(losses: Tensor, divisor: Tensor) -> Tensor:
-    """Their sum / divisor, rounded once where float64 is at hand."""
+    """Their sum / divisor, in float64 if supported, so rounded once."""
     precise = torch.float64 if losses.device.type in ("cpu", "cuda") else losses.dtype
     return (losses.sum(dtype=precise) / divisor).to(losses.dtype)
 
 
 def _rows_that_count(labels: Tensor, ignore_index: int) -> Tensor | None:
-    """Indices of the rows worth computing, or None for all of them."""
+    """Indices of the rows to compute, or None for all."""
     if labels.device.type != "cpu":
         return None
     kept = (labels != ignore_index).nonzero().squeeze(1)
@@ -159,7 +159,7 @@ def _rows_that_count(labels: Tensor, ignore_index: int) -> Tensor | None:
 
 
 def _chunk_rows(backend: Backend, hidden: Tensor, vocab: int) -> int:
-    """Rows of each chunk but the last: within the budget, and even, so that the last one is no sliver."""
+    """Rows of each chunk but the last: within the budget, and balanced, so that the last one is not small."""
     total = hidden.shape[0]
     most = max(1, backend.rows(vocab, hidden.dtype, hidden.device))
     chunks = max(1, -(-total // most))
@@ -182,7 +182,7 @@ def _logit_chunks(backend: Backend, hidden: Tensor, weight: Tensor) -> Iterator[
 
 
 class _GradientSums:
-    """Gradients of hidden states and weight, filled from chunks of the logits' gradient."""
+    """Gradients of hidden states and weight, accumulated from chunks of the logits' gradient."""
 
     def __init__(
         self,
@@ -191,15 +191,15 @@ class _GradientSums:
         weight: Tensor,
         want_hidden: bool,
         want_weight: bool,
-        wide_sums: bool = False,
+        upcast: bool = False,
     ) -> None:
         self.hidden, self.weight = hidden, weight
         self.want_hidden, self.want_weight = want_hidden, want_weight
-        narrow, broad = hidden.dtype, wide(hidden.dtype)
+        input_dtype, upcast_dtype = hidden.dtype, loss_dtype(hidden.dtype)
         chunks = -(-hidden.shape[0] // _chunk_rows(backend, hidden, weight.shape[0]))
-        sum_dtype = broad if wide_sums or chunks > _MAX_16_BIT_SUMS else narrow
+        sum_dtype = upcast_dtype if upcast or chunks > _MAX_16_BIT_SUMS else input_dtype
         self.grad_hidden = torch.empty(
-            hidden.shape if want_hidden else 0, dtype=broad if wide_sums else narrow, device=hidden.device
+            hidden.shape if want_hidden else 0, dtype=upcast_dtype if upcast else input_dtype, device=hidden.device
         )
         self.grad_weight = (
             torch.empty_like(weight, dtype=sum_dtype) if want_weight else weight.new_empty(0, dtype=sum_dtype)
@@ -221,7 +221,7 @@ class _GradientSums:
 
 
 def _matmul(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-    """out (+)= a @ b; a wider `out` gets the matmuls' float32 sums unrounded."""
+    """out (+)= a @ b; a float32 `out` gets the matmul's float32 results without rounding."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
     elif a.is_cuda:

@@ -1,4 +1,4 @@
-"""Upstream code that cross_entropy_loss replaces: from the head's input to the loss. No torch here."""
+"""Transformers code that cross_entropy_loss replaces, from the head's input to the loss. Does not import torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CausalHeads:
 
 @dataclass(frozen=True)
 class SequenceClassifiers:
-    """Heads that get their forward from upstream's `GenericForSequenceClassification`: the loss alone."""
+    """Heads with the forward of Transformers' `GenericForSequenceClassification`: only the loss."""
 
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
         for name in module.classes:

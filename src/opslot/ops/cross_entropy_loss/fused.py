@@ -1,4 +1,4 @@
-"""The fused kernels with the contract's signatures: argument checks, custom ops and autograd around `chunked`."""
+"""The fused kernels: argument checks, custom ops and autograd around `chunked`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from opslot.ops.cross_entropy_loss.chunked import (
     Shaping,
     gradient_dtype,
     loss_and_gradients,
+    loss_dtype,
     token_gradients,
     tokens,
-    wide,
 )
 
 _SHAPING = "int ignore_index, float smoothing, float cap, float scale"
@@ -39,7 +39,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class _Ops:
-    """One backend's custom ops, and what else of it is needed around them."""
+    """One backend's custom ops, and the properties that their callers need."""
 
     loss: Callable[..., tuple[Tensor, Tensor, Tensor]]
     tokens: Callable[..., tuple[Tensor, Tensor]]
@@ -48,7 +48,7 @@ class _Ops:
     unsupported: Callable[[Tensor], str | None]
 
 
-# By backend: autograd functions are given the name, since torch.compile can pass strings through them.
+# By name of the backend, which is passed to autograd functions, since torch.compile supports strings there.
 _OPS: dict[str, _Ops] = {}
 
 
@@ -110,7 +110,7 @@ def make_kernels(backend: Backend) -> Kernels:
 
 
 def _shape(name: str, softcap: float | None, logit_scale: float) -> tuple[float, float]:
-    """Both as numbers; a tensor that trains would lose its gradient here."""
+    """Both as numbers; rejects tensors that require a gradient, which would be lost."""
     for argument, value in (("softcap", softcap), ("logit_scale", logit_scale)):
         if isinstance(value, Tensor) and value.requires_grad:
             _reject(name, argument, "it requires a gradient, and only hidden_states and weight receive one")
@@ -130,7 +130,7 @@ def flat_inputs(name: str, hidden_states: Tensor, weight: Tensor, labels: Tensor
     """
     device = hidden_states.device
     if device.type == "meta":
-        _reject(name, "hidden_states", "it is on meta, where no tensor holds numbers")
+        _reject(name, "hidden_states", "it is on meta, where tensors have no data")
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
         hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
@@ -151,7 +151,7 @@ def flat_inputs(name: str, hidden_states: Tensor, weight: Tensor, labels: Tensor
         _reject(name, "weight", f"it is on {weight.device}, hidden_states on {device}")
     if labels.is_floating_point() or labels.dtype == torch.bool:
         _reject(name, "labels", f"{labels.dtype}, not integer class indices")
-    # Kernels read labels one after the other; rows of one label each, or a column of a table, lie apart in memory.
+    # Kernels require contiguous labels.
     flat = labels.reshape(-1).to(device=device, dtype=torch.int64).contiguous()
     return hidden_states.reshape(-1, width), weight, flat
 
@@ -159,7 +159,7 @@ def flat_inputs(name: str, hidden_states: Tensor, weight: Tensor, labels: Tensor
 def loss_divisor(
     name: str, labels: Tensor, num_items: Tensor | int | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    """What the summed loss is divided by: a 0-d tensor beside the labels, never read by the host."""
+    """The divisor of the summed loss: a 0-d tensor on the labels' device, without a synchronization."""
     if num_items is None:
         return (labels != ignore_index).sum().to(dtype)
     if not isinstance(num_items, Tensor):
@@ -196,7 +196,7 @@ def _loss(
     hidden, weight, labels = _served(name, *flat_inputs(name, hidden_states, weight, labels))
     if not 0.0 <= shaping[1] <= 1.0:
         _reject(name, "label_smoothing", f"{shaping[1]}, not between 0 and 1")
-    divisor = loss_divisor(name, labels, num_items, shaping[0], wide(hidden.dtype))
+    divisor = loss_divisor(name, labels, num_items, shaping[0], loss_dtype(hidden.dtype))
     recording = torch.is_grad_enabled()
     wanted = (recording and hidden.requires_grad, recording and weight.requires_grad)
     if any(wanted):
@@ -223,7 +223,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _times(name: str, grad: Tensor, factor: Tensor) -> Tensor:
-    """`grad * factor`, in place where nobody reads `grad` again: the weight's gradient is the largest tensor of all."""
+    """`grad * factor`, in place if `grad` is not used again, since the weight's gradient is the largest tensor."""
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
         return grad * factor
     _OPS[name].rescale(grad, factor)
@@ -280,7 +280,7 @@ def _token_ops(backend: Backend) -> tuple[Callable[..., Any], Callable[..., Any]
             return tokens(backend, hidden, weight, labels, Shaping(*shaping))
 
     def forward_fake(hidden: Tensor, weight: Tensor, labels: Tensor, *shaping: Any) -> tuple[Tensor, Tensor]:
-        dtype = wide(hidden.dtype)
+        dtype = loss_dtype(hidden.dtype)
         return torch.empty_like(labels, dtype=dtype), torch.empty_like(labels, dtype=dtype)
 
     def backward(hidden: Tensor, weight: Tensor, labels: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

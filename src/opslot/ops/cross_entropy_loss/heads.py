@@ -1,4 +1,4 @@
-"""When a fused linear + loss kernel may run in place of a model's head and loss."""
+"""Whether a fused linear + loss kernel can replace a model's head and loss."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from opslot.slots import BoundKernel, protocol, walk_slots
 
 
 def can_serve(kernel: BoundKernel, model: Any, head: Any) -> bool:
-    """Whether a fused linear + loss kernel computes what the model's own head and loss would.
+    """Whether a fused linear + loss kernel computes the same as the model's head and loss.
 
-    It does when `head` is a bias-free nn.Linear with its own forward and the loss is Transformers'. It makes no
-    logits, which callers read in evaluation (in eval mode without gradients, outside `loss_only`): not then.
+    True if `head` is an nn.Linear without bias whose forward is not replaced and the loss is Transformers', except in
+    evaluation (eval mode without gradients, outside `loss_only`), where callers may read the logits.
 
     Raises:
         KernelError: it does not compute the same, and the kernel was named explicitly.
@@ -45,10 +45,10 @@ def _head_problem(model: Any, head: Any) -> str | None:
 
 @contextlib.contextmanager
 def loss_only(model: Any) -> Iterator[None]:
-    """Within it, `model` evaluates for the loss alone: a fused loss makes no logits there, as in training.
+    """Context in which `model` computes only the loss in evaluation, and no logits, as in training.
 
-    Without it, a model in eval mode and without gradients returns logits beside the loss as Transformers' does, which
-    takes tokens x vocabulary of memory.
+    Otherwise a model in eval mode without gradients also returns logits, as in Transformers, which take memory for
+    tokens x vocabulary.
     """
     models = [slot.module for slot in walk_slots(model) if slot.op_name == "cross_entropy_loss"]
     for module in models:

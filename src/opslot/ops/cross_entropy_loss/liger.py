@@ -1,7 +1,7 @@
 """`liger_kernel`: Liger's fused linear cross entropy, with the weight's gradient summed in float32.
 
-Its default sums 16-bit gradients over dozens of chunks, each of which rounds the sum; that is not the eager result. The
-float32 sum costs 4 bytes per weight while the loss runs.
+By default Liger accumulates 16-bit gradients over dozens of chunks, and each rounds the sum, unlike eager code. The
+float32 accumulator takes 4 bytes per weight while the loss runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def causal(
 ) -> Tensor:
     if shift_labels is None:
         shift_labels = shifted(labels, ignore_index)
-    # A factor of the logits is one of the hidden states, which are smaller; a power of two loses nothing there.
+    # Scale the hidden states, which are smaller than the logits; exact for a power of two.
     hidden = hidden_states if logit_scale == 1.0 else hidden_states * logit_scale
     return _loss(hidden, weight, shift_labels, num_items_in_batch, ignore_index, label_smoothing, softcap)
 
@@ -72,5 +72,5 @@ def _loss(
         softcap=softcap or None,
         accum_dtype=torch.float32,
     )
-    # Without a label that counts Liger's mean is 0; the contract's is NaN.
+    # If all labels are ignored, Liger's mean is 0; the contract requires NaN.
     return torch.where(divisor == 0, float("nan"), loss) if num_items is None else loss / divisor

@@ -1,4 +1,4 @@
-"""`npu`: the chunked loss on Ascend, where plain torch ops are the fused ones."""
+"""`npu`: the chunked loss on Ascend, where plain torch ops are fused."""
 
 import torch_npu  # noqa: F401  registers the device with torch
 

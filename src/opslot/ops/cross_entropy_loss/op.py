@@ -39,14 +39,14 @@ def causal(
         hidden_states: [B, S, H], or [N, H] beside `shift_labels`.
         labels: [B, S], not shifted; the last position of a sequence predicts nothing.
         num_items_in_batch: divisor of the summed loss, e.g. the labels of all accumulation steps; None divides by the
-            number of labels that are not ignored (NaN when there is none).
+            number of labels that are not ignored (NaN if there are none).
         shift_labels: labels that are shifted already, used as they are.
         softcap: logits become softcap * tanh(logits / softcap), after `logit_scale`.
         logit_scale: factor of the logits.
         kwargs: other arguments of a model's forward (position_ids, cu_seq_lens_q, ...); ignored.
 
     Returns:
-        A scalar, float32 or wider.
+        A scalar, float32 or float64.
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -67,7 +67,7 @@ def sequence_classification(
     """Loss of a classifier: `hidden_states` [..., H] predict `labels` [...] in place.
 
     Returns:
-        A scalar, float32 or wider.
+        A scalar, float32 or float64.
     """
     logits = _logits(hidden_states, weight, None, 1.0)
     return _loss(logits, labels, num_items_in_batch, ignore_index, label_smoothing)
@@ -87,7 +87,7 @@ def token_log_probs(
     """Per-token log-probabilities and entropies, as policy gradients need them; `logit_scale` is 1 / temperature.
 
     Returns:
-        (log_probs, entropy), both shaped like `labels` and float32 or wider: at position t the log-probability of
+        (log_probs, entropy), both shaped like `labels`, float32 or float64: at position t the log-probability of
         `labels[..., t + 1]` (`shift_labels[..., t]`) and the entropy in nats of its distribution; 0 where the label
         is ignored.
     """
@@ -95,7 +95,7 @@ def token_log_probs(
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     shift_labels = shift_labels.to(hidden_states.device)
     logits = _logits(hidden_states, weight, softcap, logit_scale)
-    everything = _wide(logits).view(*shift_labels.shape, weight.shape[0]).log_softmax(-1)
+    everything = _upcast(logits).view(*shift_labels.shape, weight.shape[0]).log_softmax(-1)
     ignored = shift_labels == ignore_index
     log_probs = everything.gather(-1, shift_labels.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
     entropy = -(everything.exp() * everything).sum(-1)
@@ -111,14 +111,14 @@ def _logits(hidden_states: Tensor, weight: Tensor, softcap: float | None, logit_
     return logits
 
 
-def _wide(x: Tensor) -> Tensor:
+def _upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _loss(
     logits: Tensor, labels: Tensor, num_items: Tensor | int | None, ignore_index: int, label_smoothing: float
 ) -> Tensor:
-    logits = _wide(logits).reshape(-1, logits.shape[-1])
+    logits = _upcast(logits).reshape(-1, logits.shape[-1])
     labels = labels.reshape(-1).to(logits.device)
     reduction = "mean" if num_items is None else "sum"
     loss = F.cross_entropy(
@@ -126,18 +126,18 @@ def _loss(
     )
     if num_items is None:
         return loss
-    # Some callers count with a tensor of one element, [1], which would make the loss one.
+    # Some callers pass a tensor of shape [1], which would give the loss that shape.
     return loss / (num_items.to(loss.device).reshape(()) if isinstance(num_items, Tensor) else num_items)
 
 
 def head_of(module: Any) -> Any:
-    """The module that makes a model's logits: its output embeddings or its classifier's `score`, or None."""
+    """The module that computes the logits: the output embeddings or a classifier's `score`, or None."""
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     return head if head is not None else getattr(module, "score", None)
 
 
 def _head_problem(module: Any) -> str | None:
-    """A fused head reads the head's weight and nothing else of it."""
+    """Check the head, since a fused kernel uses only its weight."""
     head = head_of(module)
     if head is None:
         return None
@@ -157,7 +157,7 @@ def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
 
 
 def _cost(arguments: Mapping[str, Any], matmuls: int = 3) -> Cost:
-    """Weight and hidden states in, their gradients out; the logits and the two gradients as matmuls."""
+    """Reads weight and hidden states, writes their gradients; three matmuls, for logits and both gradients."""
     hidden, weight = arguments["hidden_states"], arguments["weight"]
     rows = hidden.numel() // hidden.shape[-1]
     return Cost(
@@ -167,7 +167,7 @@ def _cost(arguments: Mapping[str, Any], matmuls: int = 3) -> Cost:
 
 
 def _token_cost(arguments: Mapping[str, Any]) -> Cost:
-    """The gradient of a token is known after the forward only, so its logits are computed twice."""
+    """The gradients of the tokens are known only in backward, so the logits are computed twice."""
     return _cost(arguments, matmuls=4)
 
 

@@ -1,8 +1,8 @@
-"""`triton`: cuBLAS matmuls, and one kernel per chunk that turns logits into losses and, in place, into their gradient.
+"""`triton`: cuBLAS matmuls, and one kernel per chunk that writes losses and replaces the logits by their gradient.
 
-A program owns a row. It reads the row once for the maximum and the sum of exponentials (online softmax, Milakov and
-Gimelshein 2018) and again to write the gradient. The label is kept out of the sum, so that p - 1 is minus the
-others' share and -log p is log1p of it: nothing cancels when p is near 1.
+Each program processes one row: it reads the row once for the maximum and the sum of exponentials (online softmax,
+Milakov and Gimelshein 2018), and again to write the gradient. The label is excluded from the sum, so that p - 1 and
+-log p are computed from the sum of the others, without cancellation for p near 1.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from opslot.ops._common.triton import cdiv
 from opslot.ops.cross_entropy_loss.chunked import Backend, Shaping
 from opslot.ops.cross_entropy_loss.fused import make_kernels
 
-# The memory that a chunk's logits take: 2,048 rows of 151,936 in 16 bits, with which the matmuls run at full speed.
+# Memory budget of a chunk's logits: 2,048 rows of 151,936 in 16 bits, enough for matmuls at full speed.
 _LOGITS_BYTES = 640 << 20
 _MIN_ROWS = 256
 
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x) for x >= 0 without losing a small x (Kahan's form; exact where 1 + x rounds)."""
+    """log(1 + x) for x >= 0, accurate for small x (Kahan)."""
     y = 1.0 + x
     return tl.where(y == 1.0, x, tl.log(y) * (x / tl.where(y == 1.0, 1.0, y - 1.0)))
 
 
 @triton.jit
 def _tanh(x):
-    """tanh; near 0 by its series, where the quotient cancels."""
+    """tanh; by its series near 0, to avoid cancellation."""
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
     s = x * x
@@ -94,7 +94,7 @@ def _loss_kernel(
                 tl.store(row_ptr + start + columns, nothing, mask=start + columns < vocab)
         return
 
-    # A label outside the vocabulary makes the whole row NaN: it must be seen, and must read no foreign memory.
+    # A label outside the vocabulary makes the row NaN, without out-of-bounds reads.
     own_z = tl.load(row_ptr + label, mask=(label >= 0) & (label < vocab), other=float("nan"))
     own = _shape(own_z, scale, cap, SCALED, CAPPED)
     highest = own
@@ -121,12 +121,12 @@ def _loss_kernel(
         factor = 1.0
         if FACTOR:
             factor = tl.load(factor_ptr)
-        # Factors that all of a row shares are applied to its normalizer.
+        # Factors that are constant over the row are applied to its normalizer.
         norm = factor / total
-        # Of p - (1 - e) and e - (1 - p), the one whose terms cancel less.
+        # p - (1 - e) or e - (1 - p), whichever has less cancellation.
         sure = own_exp > others
         own_grad = tl.where(sure, -others * norm + factor * smoothing, own_exp * norm - factor * (1.0 - smoothing))
-        # Backwards: the end of the row is what the caches still hold.
+        # From the end of the row, which is still cached.
         blocks = tl.cdiv(vocab, BLOCK)
         for i in range(blocks):
             column = (blocks - 1 - i) * BLOCK + columns
@@ -179,7 +179,7 @@ def _token_kernel(
     own = _shape(own_z, scale, cap, SCALED, CAPPED)
     highest = own
     others = 0.0
-    # Sum of exp(x - highest) * (x - highest), the label left out as in `others`.
+    # Sum of exp(x - highest) * (x - highest) without the label, as in `others`.
     weighted = 0.0
     for start in range(0, vocab, BLOCK):
         column = start + columns
@@ -219,7 +219,7 @@ def _token_kernel(
 
 @triton.jit
 def _rescale_kernel(x_ptr, factor_ptr, numel, BLOCK: tl.constexpr):
-    """x *= factor; nothing is read for a factor of 1, the usual one."""
+    """x *= factor; reads nothing for the usual factor of 1."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         start = tl.program_id(0).to(tl.int64) * BLOCK

@@ -22,7 +22,7 @@ def _case(
     masked: bool = False,
     strided: bool = False,
 ) -> InputCase:
-    """Logits of a row are distinct, also in 16 bits and after the softmax: equal ones leave the choice open."""
+    """Logits of a row are distinct, also in 16 bits and after the softmax: with ties the choice would be ambiguous."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         rows = tokens[0] * tokens[1]

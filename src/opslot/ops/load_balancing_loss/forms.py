@@ -1,4 +1,4 @@
-"""Upstream code that load_balancing_loss replaces. No torch here."""
+"""Transformers code that load_balancing_loss replaces. Does not import torch."""
 
 from __future__ import annotations
 

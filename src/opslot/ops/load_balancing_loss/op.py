@@ -27,7 +27,7 @@ def standard(
     top_k: int = 2,
     attention_mask: Tensor | None = None,
 ) -> Tensor | int:
-    """The loss as Transformers defines it from 5.16 on; earlier releases differ by rounding only.
+    """The loss as Transformers defines it from 5.16 on; earlier releases differ only by rounding.
 
     Among experts of equal probability in a row, any choice of the top-k is right: which one is taken may differ
     between devices, releases and kernels, and the loss with it.
@@ -40,7 +40,7 @@ def standard(
         attention_mask: weight of each row, the same for every layer: 1 counts, 0 is padding.
 
     Returns:
-        A scalar, float32 or wider, or the integer 0.
+        A scalar, float32 or float64, or the integer 0.
 
     Raises:
         KernelError: logits without `num_experts`.
@@ -50,16 +50,16 @@ def standard(
     if num_experts is None:
         reject("load_balancing_loss", "num_experts", "None beside gate_logits", "pass the number of experts")
     device = gate_logits[0].device
-    wide = torch.promote_types(gate_logits[0].dtype, torch.float32)
-    rows = torch.zeros((), dtype=wide, device=device)
-    chosen = torch.zeros(num_experts, dtype=wide, device=device)
-    probability = torch.zeros(num_experts, dtype=wide, device=device)
-    mask = None if attention_mask is None else attention_mask.reshape(-1, 1).to(device=device, dtype=wide)
+    dtype = torch.promote_types(gate_logits[0].dtype, torch.float32)
+    rows = torch.zeros((), dtype=dtype, device=device)
+    chosen = torch.zeros(num_experts, dtype=dtype, device=device)
+    probability = torch.zeros(num_experts, dtype=dtype, device=device)
+    mask = None if attention_mask is None else attention_mask.reshape(-1, 1).to(device=device, dtype=dtype)
     for logits in gate_logits:
         weights = logits.to(device).softmax(dim=-1)
         _, experts = weights.topk(top_k, dim=-1)
-        choice = torch.zeros_like(weights, dtype=wide).scatter(1, experts, 1.0)
-        share = weights.to(wide)
+        choice = torch.zeros_like(weights, dtype=dtype).scatter(1, experts, 1.0)
+        share = weights.to(dtype)
         if mask is not None:
             choice, share = choice * mask, share * mask
         chosen = chosen + choice.sum(0)
@@ -78,13 +78,13 @@ def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
-    """Logits in for the forward, in again for the backward, gradients out."""
+    """Reads the logits in forward and backward, and writes their gradients."""
     return Cost(bytes=3 * sum(x.numel() * x.element_size() for x in arguments["gate_logits"]))
 
 
 OP = OpSpec(
     name="load_balancing_loss",
-    description="auxiliary loss that spreads tokens over experts",
+    description="auxiliary loss that balances tokens over experts",
     variants={
         "standard": OpVariant(
             "standard",

@@ -1,10 +1,10 @@
 """`triton`: one launch over all layers for the sums, one for all gradients; deterministic.
 
-The gradient by a row's logits needs that row and the experts' counts alone: with c_e = E * f_e / rows it is
+The gradient of a row's logits depends only on that row and the experts' counts: with c_e = E * f_e / rows it is
 p_e * (c_e - sum_j p_j c_j). So the forward keeps the counts, and the backward computes the softmax again.
 
-Rows are chosen by the logits themselves. Upstream chooses by their softmax in the logits' dtype, which orders rows
-the same way up to ties: where rounding makes probabilities equal this kernel takes the larger logit, and among equal
+The top-k is taken over the logits. Transformers takes it over their softmax in the logits' dtype, which gives the same
+order except for ties: if rounding makes probabilities equal, this kernel selects the larger logit, and among equal
 logits the first expert.
 """
 
@@ -28,7 +28,7 @@ from opslot.ops._common.triton import KernelLauncher, cdiv
 
 @triton.jit
 def _layer(layer_ptrs, layer, LAYERS: tl.constexpr):
-    """Pointer of one layer: the launch carries them all, so no table has to reach the device first."""
+    """Pointer of one layer. All pointers are kernel arguments, so no table is copied to the device."""
     ptr = layer_ptrs[0]
     for i in tl.static_range(1, LAYERS):
         if layer == i:
@@ -37,9 +37,9 @@ def _layer(layer_ptrs, layer, LAYERS: tl.constexpr):
 
 
 @triton.jit
-def _choice_key(x, column, WIDTH: tl.constexpr, NARROW: tl.constexpr):
-    """Integers that order as the logits do and then by falling column, so that no two of a row are equal."""
-    if NARROW:
+def _choice_key(x, column, WIDTH: tl.constexpr, KEY32: tl.constexpr):
+    """Integers in the order of the logits, ties in descending order of columns, so that all of a row are distinct."""
+    if KEY32:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32)
         ordered = tl.where(bits < 0, bits ^ 0x7FFF, bits)
     else:
@@ -60,7 +60,7 @@ def _sums_kernel(
     LAYERS: tl.constexpr,
     TOP_K: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    NARROW: tl.constexpr,
+    KEY32: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -69,7 +69,7 @@ def _sums_kernel(
     logits_ptr = _layer(layer_ptrs, layer, LAYERS)
     column = tl.arange(0, WIDTH)
     inside = column < experts
-    # Summed over rows once, at the end: within the loop that would need all warps to meet.
+    # Reduced over rows once, at the end: in the loop it would synchronize all warps.
     chosen = tl.zeros((BLOCK, WIDTH), tl.float32)
     probability = tl.zeros((BLOCK, WIDTH), tl.float32)
     first = tl.program_id(0) * rows_per_program
@@ -91,10 +91,10 @@ def _sums_kernel(
         total = tl.where(valid, tl.sum(e, 1), 1.0)
         probability += e * (weight / total)[:, None]
 
-        key = _choice_key(raw, column[None, :], WIDTH, NARROW)
+        key = _choice_key(raw, column[None, :], WIDTH, KEY32)
         lowest = tl.max(key, 1)
         for _ in tl.static_range(TOP_K - 1):
-            lowest = tl.max(tl.where(key < lowest[:, None], key, -(1 << 31) if NARROW else -(1 << 62)), 1)
+            lowest = tl.max(tl.where(key < lowest[:, None], key, -(1 << 31) if KEY32 else -(1 << 62)), 1)
         picked = (key >= lowest[:, None]) & inside[None, :]
         chosen += tl.where(picked, weight[:, None], 0.0)
     program = layer * tl.num_programs(0) + tl.program_id(0)
@@ -140,7 +140,7 @@ def _gradients_kernel(
     offsets = row.to(tl.int64)[:, None] * pitch + column[None, :]
     x = tl.load(logits_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32)
     c = tl.load(coefficients_ptr + column, mask=column < experts, other=float("inf"))
-    # The gradient is the same for c + constant; the smaller c is, the less cancels.
+    # The gradient is the same for c + constant; smaller values of c cancel less.
     c = tl.where(column < experts, c - tl.min(c), 0.0)
     highest = tl.where(valid, tl.max(x, 1), 0.0)
     e = tl.exp(x - highest[:, None])
@@ -243,7 +243,7 @@ _backward_op = custom_op(
 
 
 class _LoadBalancingLoss(torch.autograd.Function):
-    """No `differentiable_op`: autograd sees a list of tensors only as arguments of their own."""
+    """Not a `differentiable_op`: autograd needs the tensors of a list as separate arguments."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor | None, top_k: int, *layers: Tensor) -> Tensor:

@@ -21,14 +21,18 @@ def _grouped_mm_on_gpu(request: KernelRequest) -> int | None:
 
 
 def _grouped_mm_on_cpu(request: KernelRequest) -> int | None:
-    """In 16 bits, the clamped gatings take 0.7 to 1.2 of the loop's time."""
+    """In 16 bits, the clamped variants take 0.7 to 1.2 times as long as the loop."""
     return None if request.variant in ("clamped", "biased") and request.dtype in HALF_FLOATS else 60
 
 
 def _multiples_of_8(request: KernelRequest) -> str | None:
     down = getattr(request.module, "down_proj", None)
     widths = tuple(down.shape[1:]) if down is not None else ()
-    return f"requires widths that are multiples of 8, found {widths}" if any(w % 8 for w in widths) else None
+    return (
+        f"requires hidden and intermediate sizes that are multiples of 8, found {widths}"
+        if any(w % 8 for w in widths)
+        else None
+    )
 
 
 def _grouped_mm(variant: str) -> KernelSpec:
@@ -61,7 +65,7 @@ def _fused_triton(variant: str) -> KernelSpec:
 
 # Forward + backward on an H200, bf16, one run of `opslot bench`. Qwen3-30B-A3B's layer at T=16384: fused_quack
 # 7.3 ms, fused_triton 7.5, grouped_mm 14.5, Transformers' grouped_mm 19.8, its loop 217; at T=2048: 1.8, 1.8, 3.1, 3.8,
-# 201; at T=256, where the host is what takes the time: 2.0, 1.7, 1.7, 2.2, 196. DeepSeek-V3 slice: 28.8, 29.3, 38.2,
+# 201; at T=256, which is host-bound: 2.0, 1.7, 1.7, 2.2, 196. DeepSeek-V3 slice: 28.8, 29.3, 38.2,
 # 47.3, 140. gpt-oss-20b's sizes at T=8192: clamped fused_triton 9.4, grouped_mm 17.5, loop 75; biased 9.7, 19.0, 90.
 # `split` at Qwen3-30B-A3B's sizes, T=16384: fused_triton 7.4, grouped_mm 13.9, loop 256; at T=256: 2.9, 3.0, 232.
 # On two CPU cores, H 128 to 512, grouped_mm takes 0.51 to 0.87 of the loop's time, in fp32 0.68 to 0.96 for the bounded

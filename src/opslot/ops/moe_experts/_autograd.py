@@ -1,4 +1,4 @@
-"""A forward and a backward function of experts as one differentiable custom op."""
+"""Combines a forward and a backward function of experts into a differentiable custom op."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from opslot.ops._common.custom_op import autograd_function, custom_op
 
 
 class Experts(NamedTuple):
-    """The parameters of the experts held here, and how they gate.
+    """The parameters of the local experts, and their gating.
 
     Attributes:
-        gate_up_proj: [E, 2I, H], gate rows first; with biases [E, H, 2I], gate and up columns in turn; beside `up_proj`
-            the gate alone, [E, I, H].
+        gate_up_proj: [E, 2I, H], gate rows first; with biases [E, H, 2I], interleaved gate and up columns; with
+            `up_proj` only the gate, [E, I, H].
         down_proj: [E, H, I]; with biases [E, I, H].
-        up_proj: [E, I, H], or None where `gate_up_proj` has both.
+        up_proj: [E, I, H], or None if `gate_up_proj` has both.
         gate_up_bias, down_bias: [E, 2I] and [E, H], or None.
-        limit, alpha, up_offset: as in `op.clamped`; no `limit`, no clamp.
+        limit, alpha, up_offset: as in `op.clamped`; without `limit` nothing is clamped.
     """
 
     gate_up_proj: Tensor
@@ -40,7 +40,7 @@ class Experts(NamedTuple):
 
     @property
     def gate_up_weights(self) -> tuple[Tensor, ...]:
-        """The weights that tokens meet first: gate and up in one, or one after the other."""
+        """The weights of the first GEMM: (gate_up_proj,) or (gate_proj, up_proj)."""
         return (self.gate_up_proj,) if self.up_proj is None else (self.gate_up_proj, self.up_proj)
 
     @property
@@ -56,7 +56,7 @@ class Experts(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients the caller needs; that of the routing weights costs nothing and is always made."""
+    """Which gradients the caller needs; that of the routing weights is always computed."""
 
     inputs: bool
     weights: bool
@@ -111,7 +111,7 @@ def differentiable(
         *optional, saved = rest[:4]
         experts, wanted = Experts(gate_up, down, *optional, *rest[4:7]), Wanted(*rest[7:])
         grads = _on_its_device(backward, grad, x, experts, weights, saved, wanted)
-        # An op returns no tensor that nobody asked for: another gradient may share its memory.
+        # An op must not return a tensor that was not requested: another gradient may share its memory.
         return tuple([g if w else None for g, w in zip(grads, _each(wanted), strict=True)])
 
     op = custom_op(
@@ -137,7 +137,7 @@ def differentiable(
         needs = ctx.needs_input_grad
         if grad is None:
             return (None,) * len(needs)
-        # Read once: activation checkpointing recomputes at the first read and raises at a second.
+        # Read only once: activation checkpointing recomputes at the first read and raises at the second.
         *inputs, up, gate_up_bias, down_bias = (saved := ctx.saved_tensors)[:7]
         wanted = Wanted(needs[0], needs[1] or needs[2] or needs[5], needs[6] or needs[7])
         grads = backward_op(grad, *inputs, up, gate_up_bias, down_bias, saved[7:], *ctx.gating, *wanted)
@@ -155,11 +155,11 @@ def differentiable(
 
 
 def _reject_tangents(name: str, *arguments: Any) -> None:
-    """Refuse forward-mode differentiation, whose tangents an operator of torch.library drops without a word."""
+    """Raise for forward-mode AD: operators of torch.library silently drop tangents."""
     if any(isinstance(x, Tensor) and unpack_dual(x).tangent is not None for x in arguments):
         raise KernelError(
             f"moe_experts: the kernel {name} has no forward-mode derivative",
-            hint="set moe_implementation to eager, or differentiate backwards",
+            hint="set moe_implementation to eager, or use reverse-mode differentiation",
         )
 
 
@@ -169,7 +169,7 @@ def _each(wanted: Wanted) -> tuple[bool, ...]:
 
 
 def _on_its_device(function: Callable[..., Any], tensor: Tensor, *rest: Any) -> Any:
-    """Kernels are launched on the current GPU, which need not be the tensors' where a model spans several."""
+    """Kernels launch on the current GPU, which may not be that of the tensors if a model spans several GPUs."""
     if tensor.device.type != "cuda":
         return function(tensor, *rest)
     with torch.cuda.device(tensor.device):

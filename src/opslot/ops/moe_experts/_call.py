@@ -1,4 +1,4 @@
-"""What every kernel of the op does before its own work: take the contract's arguments, check them, follow autocast."""
+"""Argument handling that all kernels of the op share: signatures, checks, autocast."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Contract = Callable[..., Tensor]
 
 
 def variants(run: Run) -> tuple[Contract, Contract, Contract, Contract]:
-    """`run` behind the contracts of `op.standard`, `op.clamped`, `op.biased` and `op.split`."""
+    """`run` with the signatures of `op.standard`, `op.clamped`, `op.biased` and `op.split`."""
 
     def standard(
         hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -77,11 +77,11 @@ def prepare(
     contiguous: bool = False,
     multiple: int = 1,
 ) -> tuple[Tensor, Experts]:
-    """`hidden_states` and `experts` as the kernel gets them: in autocast's dtype where that is on.
+    """Check the arguments; returns `hidden_states` and `experts`, cast to autocast's dtype if autocast is enabled.
 
     Raises:
-        KernelError: shapes, dtypes or devices that are not the contract's, a dtype not in `dtypes`, a width that is
-            not a multiple of `multiple`, or, if `contiguous`, weights with strides of their own.
+        KernelError: unsupported shapes, dtypes or devices, a dtype not in `dtypes`, a hidden or intermediate size that
+            is not a multiple of `multiple`, or, if `contiguous`, weights that are not contiguous.
     """
     device = hidden_states.device.type
     if torch.is_autocast_enabled(device):
@@ -102,13 +102,13 @@ def prepare(
             "use moe_implementation=fused_triton or grouped_mm",
         )
     if problem:
-        found, todo = problem
-        raise KernelError(f"moe_implementation={kernel!r} cannot run this call", found=found, hint=todo)
+        found, hint = problem
+        raise KernelError(f"moe_implementation={kernel!r} cannot run this call", found=found, hint=hint)
     return hidden_states, experts
 
 
 def _named(experts: Experts) -> dict[str, Tensor]:
-    """The parameters by their names in the contract."""
+    """The parameters by name."""
     first = "gate_up_proj" if experts.up_proj is None else "gate_proj"
     named = {
         first: experts.gate_up_proj,
@@ -122,24 +122,24 @@ def _named(experts: Experts) -> dict[str, Tensor]:
 
 def _shape_problem(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Problem:
     down = experts.down_proj
-    inward = {name: t for name, t in _named(experts).items() if name in ("gate_up_proj", "gate_proj", "up_proj")}
-    layout, outward = ("[E, H, 2I]", "[E, I, H]") if experts.biased else ("[E, 2I, H]", "[E, H, I]")
+    up_weights = {name: t for name, t in _named(experts).items() if name in ("gate_up_proj", "gate_proj", "up_proj")}
+    up_layout, down_layout = ("[E, H, 2I]", "[E, I, H]") if experts.biased else ("[E, 2I, H]", "[E, H, I]")
     if experts.up_proj is not None:
-        layout = "[E, I, H]"
-    if x.dim() != 2 or any(t.dim() != 3 for t in (*inward.values(), down)) or index.dim() != 2:
-        dims = [t.dim() for t in (x, *inward.values(), down, index)]
+        up_layout = "[E, I, H]"
+    if x.dim() != 2 or any(t.dim() != 3 for t in (*up_weights.values(), down)) or index.dim() != 2:
+        dims = [t.dim() for t in (x, *up_weights.values(), down, index)]
         return (
-            f"hidden_states, {', '.join(inward)}, down_proj and top_k_index of {dims} dimensions",
-            f"pass [T, H], {', '.join([layout] * len(inward))}, {outward} and [T, K]",
+            f"hidden_states, {', '.join(up_weights)}, down_proj and top_k_index of {dims} dimensions",
+            f"pass [T, H], {', '.join([up_layout] * len(up_weights))}, {down_layout} and [T, K]",
         )
     count, hidden, intermediate = experts.sizes
-    rows = 2 * intermediate // len(inward)
+    rows = 2 * intermediate // len(up_weights)
     wanted = (count, hidden, rows) if experts.biased else (count, rows, hidden)
-    if any(t.shape != wanted for t in inward.values()):
-        found = " and ".join(f"{name} {list(t.shape)}" for name, t in inward.items())
+    if any(t.shape != wanted for t in up_weights.values()):
+        found = " and ".join(f"{name} {list(t.shape)}" for name, t in up_weights.items())
         return (
             f"{found} with down_proj {list(down.shape)}",
-            f"pass {' and '.join(inward)} as {layout} and down_proj as {outward}",
+            f"pass {' and '.join(up_weights)} as {up_layout} and down_proj as {down_layout}",
         )
     biases = [t for t in (experts.gate_up_bias, experts.down_bias) if t is not None]
     if biases and [list(b.shape) for b in biases] != [[count, 2 * intermediate], [count, hidden]]:

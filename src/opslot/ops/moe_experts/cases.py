@@ -11,7 +11,7 @@ import torch
 from opslot.slots import InputCase
 from opslot.slots.random_inputs import randn
 
-# From a dtype and the standard variant's arguments to another variant's.
+# (dtype, arguments of the standard variant) -> arguments of another variant
 Form = Callable[[torch.dtype, dict[str, Any]], dict[str, Any]]
 
 
@@ -57,9 +57,9 @@ def _case(
 
 
 def _limit(dtype: torch.dtype) -> float:
-    """A bound that a third of the cases' values pass, halfway between two numbers of `dtype`.
+    """A limit that a third of the cases' values exceed, halfway between two numbers of `dtype`.
 
-    So rounding puts no value on the other side of it, where the gradient is another.
+    Rounding then never moves a value across the limit, where the gradient is discontinuous.
     """
     return 1.0 + torch.finfo(dtype).eps / 2
 
@@ -75,7 +75,7 @@ def _bounded_with_offset(dtype: torch.dtype, arguments: dict[str, Any]) -> dict[
 def _biased(dtype: torch.dtype, arguments: dict[str, Any], limit: float | None = None) -> dict[str, Any]:
     gate_up, down = arguments["gate_up_proj"], arguments["down_proj"]
     _, double, hidden = gate_up.shape
-    # Biases as large as what they are added to, made of the weights: a form draws no numbers of its own.
+    # Biases as large as the values they are added to, computed from the weights, so that no random numbers are drawn.
     return {
         **arguments,
         "gate_up_proj": gate_up.mT.contiguous(),
@@ -93,8 +93,8 @@ def _split(dtype: torch.dtype, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"hidden_states": rest.pop("hidden_states"), "gate_proj": gate, "up_proj": up, **rest}
 
 
-# With the limits of DeepSeek-V4 and gpt-oss, for shapes whose results are compared with eager code's in the same dtype:
-# biases added to rounded GEMMs put many values on the other side of a near bound.
+# With the limits of DeepSeek-V4 and gpt-oss, for shapes that are compared with eager code in the same dtype: with a
+# lower limit, rounding would move many values across it.
 _DEEPSEEK_V4 = partial(_bounded, limit=10.0)
 _GPT_OSS = partial(_biased, limit=7.0)
 

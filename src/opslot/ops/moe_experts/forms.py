@@ -12,7 +12,7 @@ _BY_GATE = "the same with its gate in `_apply_gate`"
 _ARGS = "{0}, self.gate_up_proj, self.down_proj, {1}, {2}"
 _UNTIL_517 = "before 5.18"
 
-# `_apply_gate` of gate and up one after the other: its hash, what it computes, further arguments, where it was seen.
+# `_apply_gate` on concatenated gate and up: (fingerprint, what it computes, further arguments, architectures)
 _GATES = (
     ("9656330a43f7", "act(min(gate, limit)) * clamp(up)", ", self.limit", "deepseek_v4"),
     ("73766c981cde", "silu(min(gate, limit)) * clamp(up)", ", self.swiglu_limit", "glm5_next, hy_v4"),

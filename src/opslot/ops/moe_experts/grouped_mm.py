@@ -1,7 +1,7 @@
-"""grouped_mm: tokens sorted by expert, then one GEMM an expert and weight: torch's grouped_mm on GPUs, mm on CPUs.
+"""grouped_mm: sort token-expert pairs by expert, then one GEMM per expert and weight: grouped_mm on GPUs, mm on CPUs.
 
-On CPU each expert's rows are taken through all their GEMMs while they are in cache, the GEMMs write straight into
-their places, and the weighted sum over a token's experts is one embedding_bag.
+On CPU all GEMMs of an expert run while its rows are in cache, they write into the output directly, and combine is one
+embedding_bag.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare, variants
 
-# The output [T, H]; gate and up of the sorted rows [S, 2I], or [S, I] each where their weights are apart, else the
-# second is empty; the rows' slots [S], token * K + choice; each expert's end [E].
+# Output [T, H]; gate and up of the sorted rows, [P, 2I] and an empty tensor, or [P, I] each for separate weights; the
+# pair of each row [P], token * K + k; the end of each expert's rows [E].
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-# (gate and up [S, 2I],) or (gate [S, I], up [S, I])
+# (gate and up [P, 2I],) or (gate [P, I], up [P, I])
 Parts = tuple[Tensor, ...]
-# (rows [S, M], weights [E, M, N], ends) -> [S, N], or (rows [M, S], rows [S, N], ends) -> [E, M, N]
+# (rows [P, M], weights [E, M, N], ends) -> [P, N], or (rows [M, P], rows [P, N], ends) -> [E, M, N]
 GroupedGemm = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -56,7 +56,7 @@ def _empty_parts(like: Tensor, experts: Experts, rows: int, width: int) -> Parts
 
 
 def _saved(parts: Parts) -> tuple[Tensor, Tensor]:
-    """An operator returns as many tensors for every variant."""
+    """An operator must return the same number of tensors for every variant."""
     return (parts[0], parts[1] if len(parts) > 1 else parts[0].new_empty(0))
 
 
@@ -69,7 +69,7 @@ def _backward(
 
 
 def _has_grouped_mm(hidden_states: Tensor, experts: Experts) -> bool:
-    """torch's grouped GEMM runs bf16 with 16-byte rows on SM80 and newer, and slower code of its own elsewhere."""
+    """torch's grouped GEMM has fast kernels only for bf16 with rows aligned to 16 bytes on SM80 and newer."""
     if hidden_states.device.type != "cuda" or hidden_states.dtype != torch.bfloat16:
         return False
     aligned = all(width % 8 == 0 for width in experts.sizes[1:])
@@ -84,45 +84,45 @@ def _torch_gemm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _sort(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots (token * K + choice) in order of their experts, each slot's place in that order, and each expert's end.
+    """The pair (token * K + k) of each row, sorted by expert; the row of each pair; and the end of each expert's rows.
 
-    Slots of no expert held here, with an index outside 0..E-1, come last.
+    Pairs with an index outside 0..E-1 come last.
     """
-    slots = top_k_index.reshape(-1)
-    by_expert, order = torch.sort(slots.masked_fill(slots < 0, experts), stable=True)
+    index = top_k_index.reshape(-1)
+    by_expert, order = torch.sort(index.masked_fill(index < 0, experts), stable=True)
     edges = torch.arange(experts, device=order.device, dtype=by_expert.dtype)
     return order, _inverse(order), torch.searchsorted(by_expert, edges, right=True, out_int32=True)
 
 
 def _inverse(order: Tensor) -> Tensor:
-    places = torch.empty_like(order)
-    places[order] = torch.arange(order.numel(), device=order.device)
-    return places
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return inverse
 
 
-def _gather_sum(rows: Tensor, places: Tensor, weights: Tensor | None, ends: Tensor, shape: torch.Size) -> Tensor:
-    """Sum over K of (weights *) the rows at `places`; rows after the last expert's end count as zero."""
+def _gather_sum(rows: Tensor, pair_to_row: Tensor, weights: Tensor | None, ends: Tensor, shape: torch.Size) -> Tensor:
+    """[T, H]: the sum over K of (weights *) each pair's row; rows after the last expert's end count as zero."""
     if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.bfloat16, torch.float16):
         rows[int(ends[-1]) :] = 0
         scales = None if weights is None else weights.to(rows.dtype)
-        return F.embedding_bag(places.view(shape), rows, mode="sum", per_sample_weights=scales)
-    terms = rows[places].view(*shape, rows.shape[1])
-    wide = torch.promote_types(rows.dtype, torch.float32)
+        return F.embedding_bag(pair_to_row.view(shape), rows, mode="sum", per_sample_weights=scales)
+    terms = rows[pair_to_row].view(*shape, rows.shape[1])
+    dtype = torch.promote_types(rows.dtype, torch.float32)
     if weights is not None:
-        terms = terms.to(wide) * weights.unsqueeze(-1)
-    terms = terms.masked_fill((places.view(shape) >= ends[-1]).unsqueeze(-1), 0)
-    return terms.sum(1, dtype=wide).to(rows.dtype)
+        terms = terms.to(dtype) * weights.unsqueeze(-1)
+    terms = terms.masked_fill((pair_to_row.view(shape) >= ends[-1]).unsqueeze(-1), 0)
+    return terms.sum(1, dtype=dtype).to(rows.dtype)
 
 
 def forward_grouped(gemm: GroupedGemm, x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:
-    order, places, ends = _sort(index, experts.sizes[0])
+    order, pair_to_row, ends = _sort(index, experts.sizes[0])
     parts = _gate_up(gemm, x[order // index.shape[1]], experts, ends)
     if experts.gate_up_bias is not None:
         parts[0].add_(experts.gate_up_bias[_owners(order, ends)])
     rows = gemm(_gate(*_halves(parts, experts), experts), _columns_last(experts.down_proj, experts), ends)
     if experts.down_bias is not None:
         rows += experts.down_bias[_owners(order, ends)]
-    return _gather_sum(rows, places, weights, ends, index.shape), *_saved(parts), order, ends
+    return _gather_sum(rows, pair_to_row, weights, ends, index.shape), *_saved(parts), order, ends
 
 
 def backward_grouped(
@@ -134,7 +134,7 @@ def backward_grouped(
     saved: Sequence[Tensor],
     wanted: Wanted,
 ) -> Grads:
-    """`saved` is what `forward_grouped` returned behind the output."""
+    """`saved`: the outputs of `forward_grouped` after the first."""
     gate_up, up, order, ends = saved
     token = order // weights.shape[1]
     mine = torch.arange(order.numel(), device=order.device) < ends[-1]
@@ -155,10 +155,10 @@ def backward_grouped(
         gate_up_grad, up_grad = _pair(_gate_up_grads(gemm, parts_grad, x[token], experts, ends))
         down_grad = gemm(*_weight_grad_operands(row_grad, weighted_act, experts), ends)
     if experts.biased and wanted.biases:
-        # Sums over an expert's rows as GEMMs too: 8 equal rows, as wide as an operand has to be.
-        ones, spread = torch.ones_like(scales).repeat(1, 8), scales.repeat(1, 8)
+        # Also computes sums over an expert's rows as a GEMM, with 8 equal rows, the minimum size of an operand.
+        ones, repeated = torch.ones_like(scales).repeat(1, 8), scales.repeat(1, 8)
         gate_up_bias_grad = gemm(ones.t(), parts_grad[0], ends)[:, 0].contiguous()
-        down_bias_grad = gemm(spread.t(), row_grad, ends)[:, 0].contiguous()
+        down_bias_grad = gemm(repeated.t(), row_grad, ends)[:, 0].contiguous()
     weights_grad = weights_grad.view_as(weights)
     return Grads(x_grad, gate_up_grad, down_grad, weights_grad, up_grad, gate_up_bias_grad, down_bias_grad)
 
@@ -170,7 +170,7 @@ def _gate_up(gemm: GroupedGemm, tokens: Tensor, experts: Experts, ends: Tensor) 
 def _tokens_grad(gemm: GroupedGemm, parts_grad: Parts, experts: Experts, ends: Tensor) -> Tensor:
     weights = (_columns_last(w, experts).transpose(1, 2) for w in experts.gate_up_weights)
     rows, *others = (gemm(part, weight, ends) for part, weight in zip(parts_grad, weights, strict=True))
-    for other in others:  # torch's grouped GEMM does not add to what is there
+    for other in others:  # torch's grouped GEMM cannot accumulate into an output
         rows += other
     return rows
 
@@ -182,7 +182,7 @@ def _gate_up_grads(
 
 
 def _pair(grads: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Of `gate_up_proj` and `up_proj`."""
+    """The gradients of `gate_up_proj` and `up_proj`."""
     first, second, *_ = (*grads, None, None)
     return first, second
 
@@ -193,12 +193,12 @@ def _columns_last(weight: Tensor, experts: Experts) -> Tensor:
 
 
 def _weight_grad_operands(outputs_grad: Tensor, inputs: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """What to multiply for the gradient of a weight, in the layout that the weight has."""
+    """The operands of a weight's gradient GEMM, in the order that gives the weight's layout."""
     return (inputs.t(), outputs_grad) if experts.biased else (outputs_grad.t(), inputs)
 
 
 def _owners(order: Tensor, ends: Tensor) -> Tensor:
-    """The expert of each sorted row; the last one for rows of no expert."""
+    """The expert of each sorted row; the last expert for rows without one."""
     rows = torch.arange(order.numel(), device=order.device, dtype=ends.dtype)
     return torch.searchsorted(ends, rows, right=True).clamp_(max=ends.numel() - 1)
 
@@ -227,14 +227,14 @@ def _gate(gate: Tensor, up: Tensor, experts: Experts) -> Tensor:
 def _gate_grad(
     given_gate: Tensor, given_up: Tensor, act_grad: Tensor, scales: Tensor, experts: Experts
 ) -> tuple[Parts, Tensor, Tensor]:
-    """Gradient of gate and up, scale * act [S, I], row dots of act and `act_grad`; overwrites `act_grad`."""
+    """Gradient of gate and up, scale * act [P, I], row dots of act and `act_grad`; overwrites `act_grad`."""
     if experts.plain:
         return _swiglu_grad(given_gate, given_up, act_grad, scales, experts)
-    wide = torch.promote_types(act_grad.dtype, torch.float32)
-    gate, up = _bounded(given_gate.to(wide), given_up.to(wide), experts.limit)
+    dtype = torch.promote_types(act_grad.dtype, torch.float32)
+    gate, up = _bounded(given_gate.to(dtype), given_up.to(dtype), experts.limit)
     sigmoid = torch.sigmoid(gate * experts.alpha)
     glu, lifted = gate * sigmoid, up + experts.up_offset
-    act, grad = glu * lifted, act_grad.to(wide)
+    act, grad = glu * lifted, act_grad.to(dtype)
     dots = (act * grad).sum(-1)
     grad = grad * scales
     gate_grad = lifted.mul_(grad) * (glu * (1 - sigmoid)).mul_(experts.alpha).add_(sigmoid)
@@ -264,7 +264,7 @@ def _swiglu_grad(
 
 
 def _segments(ends: Tensor) -> list[tuple[int, slice]]:
-    """(expert, its rows) of the experts that have any."""
+    """(expert, its rows) for the experts that have rows."""
     found, start = [], 0
     for expert, end in enumerate(ends.tolist()):
         if end > start:
@@ -274,18 +274,18 @@ def _segments(ends: Tensor) -> list[tuple[int, slice]]:
 
 
 def _forward_segments(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:
-    order, places, ends = _sort(index, experts.sizes[0])
+    order, pair_to_row, ends = _sort(index, experts.sizes[0])
     token = order // index.shape[1]
     parts = _empty_parts(x, experts, order.numel(), experts.sizes[2])
     gate, up = _halves(parts, experts)
     rows = x.new_empty(order.numel(), x.shape[1])
-    *inward, down = (_columns_last(w, experts) for w in (*experts.gate_up_weights, experts.down_proj))
+    *up_weights, down = (_columns_last(w, experts) for w in (*experts.gate_up_weights, experts.down_proj))
     for expert, mine in _segments(ends):
         tokens = x[token[mine]]
-        for weight, part in zip(inward, parts, strict=True):
+        for weight, part in zip(up_weights, parts, strict=True):
             _linear(tokens, weight[expert], experts.gate_up_bias, expert, part[mine])
         _linear(_gate(gate[mine], up[mine], experts), down[expert], experts.down_bias, expert, rows[mine])
-    return _gather_sum(rows, places, weights, ends, index.shape), *_saved(parts), order, ends
+    return _gather_sum(rows, pair_to_row, weights, ends, index.shape), *_saved(parts), order, ends
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, out: Tensor) -> None:
@@ -310,8 +310,8 @@ def _backward_segments(
     gate_up_bias_grad, down_bias_grad = (
         fresh(b) if b is not None and wanted.biases else None for b in (experts.gate_up_bias, experts.down_bias)
     )
-    *inward, down = (_columns_last(w, experts) for w in (*experts.gate_up_weights, experts.down_proj))
-    gate, up = _halves((gate_up, up)[: len(inward)], experts)
+    *up_weights, down = (_columns_last(w, experts) for w in (*experts.gate_up_weights, experts.down_proj))
+    gate, up = _halves((gate_up, up)[: len(up_weights)], experts)
     rows = x.new_empty(order.numel() if wanted.inputs else 0, x.shape[1])
     for expert, mine in segments:
         row_grad = grad[token[mine]]
@@ -329,8 +329,8 @@ def _backward_segments(
             torch.sum(parts_grad[0], 0, out=gate_up_bias_grad[expert])
             torch.mm(scales[mine].t(), row_grad, out=down_bias_grad[expert : expert + 1])
         if wanted.inputs:
-            row = torch.mm(parts_grad[0], inward[0][expert].t(), out=rows[mine])
-            for part, weight in zip(parts_grad[1:], inward[1:], strict=True):
+            row = torch.mm(parts_grad[0], up_weights[0][expert].t(), out=rows[mine])
+            for part, weight in zip(parts_grad[1:], up_weights[1:], strict=True):
                 row.addmm_(part, weight[expert].t())
     x_grad = None
     if wanted.inputs:

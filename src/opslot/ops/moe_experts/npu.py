@@ -25,7 +25,7 @@ def fused_npu(
 
 
 def _gemm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """group_type 0 splits the rows of `left`, 2 the summed dimension; group_list_type 0 takes the groups' ends."""
+    """group_type 0 groups the rows of `left`, 2 the reduced dim; group_list_type 0 means ends of groups."""
     over_rows = right.dim() == 3
     return torch_npu.npu_grouped_matmul(
         [left],

@@ -1,9 +1,9 @@
-"""Experts of a mixture of experts: contract, reference, cost and which modules have them.
+"""Experts of a mixture of experts: contract, references, costs and checks of modules.
 
-Shapes: T tokens, K experts a token, E experts held here, H hidden and I intermediate width. `hidden_states` [T, H];
+Shapes: T tokens, K experts per token, E local experts, H hidden size, I intermediate size. `hidden_states` [T, H];
 `gate_up_proj` [E, 2I, H], the first I rows of an expert being its gate; `down_proj` [E, H, I]; `top_k_index` [T, K]
 integer; `top_k_weights` [T, K] in the activations' dtype or in float32. An index equal to E marks an expert of another
-rank. Every variant takes the parameters as a module holds them; `biased` and `split` have other layouts.
+rank. Every variant takes the parameters as the module stores them; `biased` and `split` have other layouts.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def clamped(
     alpha: float = 1.0,
     up_offset: float = 0.0,
 ) -> Tensor:
-    """`standard` with a bounded gating: (u + up_offset) * g * sigmoid(alpha * g), g = min(gate, limit), u = up within
-    -limit..limit; no gradient passes a bound.
+    """`standard` with a clamped gating: (u + up_offset) * g * sigmoid(alpha * g), g = min(gate, limit), u = up within
+    -limit..limit; clamped values get no gradient.
 
     DeepSeek-V4's experts with the defaults, MiniMax-M3's with alpha 1.702 and up_offset 1.
     """
@@ -105,7 +105,7 @@ def split(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """`standard` with gate and up in tensors of their own, `gate_proj` and `up_proj` [E, I, H]."""
+    """`standard` with separate tensors for gate and up, `gate_proj` and `up_proj` [E, I, H]."""
     return _sum_over_experts(
         hidden_states,
         top_k_index,
@@ -134,7 +134,7 @@ def _sum_over_experts(
     run: Callable[[Tensor, int], Tensor],
     experts: int,
 ) -> Tensor:
-    """[T, H]: each token's sum of weight * run(token, expert), in order of the experts."""
+    """[T, H]: the sum over each token's experts of weight * run(token, expert), in order of the experts."""
     output = torch.zeros_like(hidden_states)
     for expert in range(experts):
         choice, token = torch.where(top_k_index.t() == expert)
@@ -157,9 +157,9 @@ def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
-    """Three GEMMs of 2*I*H a chosen expert, each once forward and twice backward.
+    """Three GEMMs of 2*I*H FLOPs per token-expert pair, each once in forward and twice in backward.
 
-    Tokens, their output and both their gradients pass once; weights are read twice and their gradients written.
+    Tokens, outputs and both gradients are read or written once; weights are read twice and their gradients written.
     """
     x, down = arguments["hidden_states"], arguments["down_proj"]
     chosen = int((arguments["top_k_index"] < down.shape[0]).sum())
@@ -195,7 +195,7 @@ def check_split(module: Any) -> str | None:
 
 
 def check_clamped(module: Any) -> str | None:
-    """Why `module` does not hold what the clamped variant takes, or None; that it gates so is its patch's to know."""
+    """Why `module` does not hold what the clamped variant requires, or None. The patch guarantees the gating."""
     if module is None:
         return None
     if getattr(module, "act_fn", None) is not None and (problem := _activation_problem(module)):
@@ -206,7 +206,7 @@ def check_clamped(module: Any) -> str | None:
 
 
 def check_biased(module: Any) -> str | None:
-    """Why `module` does not hold what the biased variant takes, or None; that it gates so is its patch's to know."""
+    """Why `module` does not hold what the biased variant requires, or None. The patch guarantees the gating."""
     if module is None:
         return None
     names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
@@ -240,7 +240,7 @@ def _activation_problem(module: Any) -> str | None:
 def _gating_problem(module: Any) -> str | None:
     gating = getattr(type(module), "_apply_gate", None)
     if gating is not None and gating.__name__ != "_default_apply_gate":
-        return f"{type(module).__name__} has a gating of its own (_apply_gate)"
+        return f"{type(module).__name__} overrides _apply_gate"
     return None
 
 
@@ -273,8 +273,8 @@ def _is_number(module: Any, name: str) -> bool:
 def attach(model: Any, slot: Any, kernel: Any) -> list[tuple[Any, str | None]]:
     """Make "eager" mean Transformers' own loop.
 
-    Transformers dispatches around that loop, by default to its grouped_mm. Experts that no kernel can serve keep that
-    dispatch: nobody asked them to be slow.
+    Transformers dispatches to other implementations, by default grouped_mm. Experts that no kernel supports keep that
+    dispatch.
     """
     eager = [
         at.module
@@ -301,14 +301,14 @@ def detach(model: Any, state: list[tuple[Any, str | None]]) -> None:
 
 
 def runs(module: Any) -> str | None:
-    """What Transformers dispatches to where no kernel is in the slot of `module`."""
+    """The implementation that Transformers dispatches to if no kernel is bound to `module`."""
     return getattr(getattr(module, "config", None), _IMPLEMENTATION, None)
 
 
 _GRADIENTS = ("hidden_states", "gate_up_proj", "down_proj", "top_k_weights")
-# A fused kernel takes the gradient of a routing weight as a dot over I of (dout @ down_proj) with h, where eager code
-# takes it over H of dout with (h @ down_proj.T): as right, but each term carries a GEMM's rounding, which only shows
-# where the inputs are as precise as the accumulation.
+# A fused kernel computes the gradient of a routing weight as dot(dout @ down_proj, h) over I, eager code as
+# dot(dout, h @ down_proj.T) over H. Both are correct, but in the former each term has a GEMM's rounding error, which
+# matters only if the inputs are as precise as the accumulation.
 _TOLERANCE_ULPS = {"float32": 3}
 
 _VARIANTS = (
@@ -362,7 +362,7 @@ _VARIANTS = (
         compiles=False,
         static_shape=_static_shape,
         benchmark_case=split_benchmark_case,
-        description="gate and up apart, [E, I, H] each, SiLU, no bias",
+        description="separate gate and up, [E, I, H] each, SiLU, no bias",
     ),
 )
 

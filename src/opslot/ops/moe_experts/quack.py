@@ -1,9 +1,9 @@
 """fused_quack: routed experts on quack-kernels' grouped CuTe GEMMs (SM90 and newer, bf16 and fp16).
 
 The GEMMs gather tokens as they load them; SwiGLU, its backward, the routing weights and their gradients are in the
-GEMMs' epilogues. quack interleaves gate and up columns, so what is saved for backward is [S, 2I] interleaved, and
-`concat_layout` tells it that the parameter and its gradient hold gate and up one after the other. Routing and the sum
-over a token's rows are fused_triton's.
+GEMMs' epilogues. quack interleaves gate and up columns, so [P, 2I] interleaved columns are saved for backward.
+`concat_layout` declares that the parameter and its gradient are concatenated. Sorting and combine are shared with
+fused_triton.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from opslot.ops.moe_experts.triton import combine, pair_sum
 
 
 def _cut(tile_m: int, tile_n: int, pingpong: bool) -> GemmConfig:
-    # Dynamic: a block that waits for an SM which a collective holds must not leave its share of tiles for last. On four
-    # H200s under FSDP a step took 4.5% less, on another machine than before; not timed where nothing competes.
+    # Dynamic: a CTA that waits for an SM occupied by a collective must not delay its fixed share of tiles. On four
+    # H200s with FSDP a step took 4.5% less time (on different machines); not measured without collectives.
     return GemmConfig(
         tile_m=tile_m, tile_n=tile_n, cluster_m=2, cluster_n=1, pingpong=pingpong, is_dynamic_persistent=True
     )
 
 
-# quack's own search compiles dozens of kernels for each GEMM. On an H200 this one was the best, or within 2% of it,
-# for every GEMM at the widths of Qwen3-30B-A3B and DeepSeek-V3 (benchmarks/tune_moe.py).
+# quack's autotuning compiles dozens of kernels per GEMM. On an H200 this one was within 2% of the fastest for every
+# GEMM at the sizes of Qwen3-30B-A3B and DeepSeek-V3 (benchmarks/tune_moe.py).
 CUTS = dict.fromkeys(
     ("gate_up", "down", "act_grad", "input_grad", "gate_up_grad", "down_grad"), _cut(128, 256, pingpong=False)
 )
@@ -43,7 +43,7 @@ def fused_quack(
     """The contract of `op.standard` for bf16 and fp16 with H and I multiples of 8. Deterministic.
 
     Raises:
-        KernelError: shapes or dtypes that are not the contract's, or weights that are not contiguous.
+        KernelError: unsupported shapes or dtypes, or weights that are not contiguous.
     """
     x, experts = prepare(
         "fused_quack",
@@ -63,7 +63,7 @@ def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> tup
     count, hidden, intermediate = experts.sizes
     x, top_k = x.contiguous(), index.shape[1]
     routing = route(index.contiguous(), count, align=1)
-    rows = routing.slots.numel()
+    rows = routing.row_to_pair.numel()
     projected = x.new_empty(rows, 2 * intermediate)
     if rows == 0:
         return torch.zeros_like(x), projected, *routing
@@ -74,14 +74,14 @@ def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> tup
         projected,
         act,
         activation="swiglu",
-        cu_seqlens_m=routing.starts,
+        cu_seqlens_m=routing.expert_offsets,
         A_idx=_tokens(routing, top_k),
         config=CUTS["gate_up"],
         concat_layout=("B",),
     )
     outputs = x.new_empty(rows, hidden)
-    gemm_tuned.fn(act, down_proj.mT, outputs, cu_seqlens_m=routing.starts, config=CUTS["down"])
-    return combine(outputs, routing.places, weights.contiguous(), True), projected, *routing
+    gemm_tuned.fn(act, down_proj.mT, outputs, cu_seqlens_m=routing.expert_offsets, config=CUTS["down"])
+    return combine(outputs, routing.pair_to_row, weights.contiguous(), True), projected, *routing
 
 
 def _fake(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
@@ -96,12 +96,12 @@ def _backward(
 ) -> Grads:
     gate_up_proj, down_proj = experts.gate_up_proj, experts.down_proj
     projected, routing = saved[0], Routing(*saved[1:])
-    rows, hidden = routing.slots.numel(), x.shape[1]
+    rows, hidden = routing.row_to_pair.numel(), x.shape[1]
     if rows == 0:
         return Grads(*(torch.zeros_like(t) for t in (x, gate_up_proj, down_proj, weights)))
     x, grad, weights = x.contiguous(), grad.contiguous(), weights.contiguous()
     tokens = _tokens(routing, weights.shape[1])
-    scale = weights.view(-1)[routing.slots.clamp(min=0)].float()
+    scale = weights.view(-1)[routing.row_to_pair.clamp(min=0)].float()
     projected_grad = torch.empty_like(projected)
     weighted_act = x.new_empty(rows, down_proj.shape[2])
     dots = gemm_dgated_tuned.fn(
@@ -113,15 +113,15 @@ def _backward(
         colvec_scale=scale,
         activation="swiglu",
         colvec_reduce=True,
-        cu_seqlens_m=routing.starts,
+        cu_seqlens_m=routing.expert_offsets,
         A_idx=tokens,
         config=CUTS["act_grad"],
     )
-    weights_grad = pair_sum(dots.view(1, rows), routing.places, weights)
+    weights_grad = pair_sum(dots.view(1, rows), routing.pair_to_row, weights)
     x_grad = gate_up_grad = down_grad = None
     if wanted.weights:
         down_grad, gate_up_grad = torch.empty_like(down_proj), torch.empty_like(gate_up_proj)
-        by_expert = {"cu_seqlens_k": routing.starts, "A_idx": tokens}
+        by_expert = {"cu_seqlens_k": routing.expert_offsets, "A_idx": tokens}
         gemm_tuned.fn(grad.mT, weighted_act, down_grad, config=CUTS["down_grad"], **by_expert)
         gemm_tuned.fn(
             x.mT, projected_grad, gate_up_grad.mT, config=CUTS["gate_up_grad"], concat_layout=("out",), **by_expert
@@ -132,16 +132,16 @@ def _backward(
             projected_grad,
             gate_up_proj,
             terms,
-            cu_seqlens_m=routing.starts,
+            cu_seqlens_m=routing.expert_offsets,
             config=CUTS["input_grad"],
             concat_layout=("B",),
         )
-        x_grad = combine(terms, routing.places, weights, False)
+        x_grad = combine(terms, routing.pair_to_row, weights, False)
     return Grads(x_grad, gate_up_grad, down_grad, weights_grad)
 
 
 def _tokens(routing: Routing, top_k: int) -> Tensor:
-    return routing.slots.clamp(min=0) // top_k
+    return routing.row_to_pair.clamp(min=0) // top_k
 
 
 _experts = differentiable("moe_fused_quack", _forward, _backward, _fake)

@@ -1,7 +1,7 @@
-"""Where each chosen expert's input row goes: a stable counting sort on the GPU, without a synchronization.
+"""Sorts token-expert pairs by expert: a stable counting sort on the GPU, without a synchronization.
 
-A slot is one choice of one token, numbered token * K + choice. Slots become rows in order of expert, then of slot. An
-expert's rows start at a multiple of `align`, so that a tile of rows never holds two experts.
+Pair p = token * K + k is the k-th expert of a token. Each pair gets one row; rows are ordered by expert, then by pair.
+The first row of an expert is a multiple of `align`, so that no tile of rows has two experts.
 """
 
 from __future__ import annotations
@@ -17,57 +17,57 @@ _BLOCK = 128
 
 
 class Routing(NamedTuple):
-    """Rows of all experts; R is an upper bound that depends on shapes alone.
+    """The rows of all experts. P is the number of pairs, R an upper bound of the rows that depends on shapes only.
 
     Attributes:
-        places: [S] int32, the row of each slot; -1 for an expert held elsewhere.
-        slots: [R] int32, the slot of each row; -1 for rows that hold none.
-        starts: [E + 1] int32, first row of each expert and the end of the last one, multiples of the alignment.
-        counts: [E] int32, rows of each expert that hold a slot.
-        tile_expert: [R / align] int32, the expert that each `align` rows belong to.
+        pair_to_row: [P] int32, the row of each pair; -1 if another rank holds the expert.
+        row_to_pair: [R] int32, the pair of each row; -1 for padding.
+        expert_offsets: [E + 1] int32, first row of each expert and the end of the last one, multiples of `align`.
+        expert_counts: [E] int32, rows of each expert without padding.
+        tile_expert: [R / align] int32, the expert of each tile of `align` rows.
     """
 
-    places: Tensor
-    slots: Tensor
-    starts: Tensor
-    counts: Tensor
+    pair_to_row: Tensor
+    row_to_pair: Tensor
+    expert_offsets: Tensor
+    expert_counts: Tensor
     tile_expert: Tensor
 
 
-def row_bound(slots: int, experts: int, align: int) -> int:
-    """R: at most min(E, S) experts have rows, and each may leave align - 1 of its last tile empty."""
-    return (slots + min(experts, slots) * (align - 1)) // align * align
+def row_bound(pairs: int, experts: int, align: int) -> int:
+    """R: at most min(E, P) experts have rows, each with at most align - 1 rows of padding."""
+    return (pairs + min(experts, pairs) * (align - 1)) // align * align
 
 
 def empty_routing(top_k_index: Tensor, experts: int, align: int) -> Routing:
     """A `Routing` whose tensors are not filled in yet."""
-    slots = top_k_index.numel()
-    rows = row_bound(slots, experts, align)
-    sizes = (slots, rows, experts + 1, experts, rows // align)
+    pairs = top_k_index.numel()
+    rows = row_bound(pairs, experts, align)
+    sizes = (pairs, rows, experts + 1, experts, rows // align)
     return Routing(*(top_k_index.new_empty(size, dtype=torch.int32) for size in sizes))
 
 
 def route(top_k_index: Tensor, experts: int, align: int) -> Routing:
-    """Sort the slots of `top_k_index` [T, K] (integer, contiguous) by expert; an index outside 0..E-1 gets no row."""
+    """Sort the pairs of `top_k_index` [T, K] (integer, contiguous) by expert; indices outside 0..E-1 get no row."""
     routing = empty_routing(top_k_index, experts, align)
-    slots = top_k_index.numel()
-    blocks = triton.cdiv(slots, _BLOCK)
+    pairs = top_k_index.numel()
+    blocks = triton.cdiv(pairs, _BLOCK)
     width = triton.next_power_of_2(experts + 1)
     before = top_k_index.new_empty((blocks, experts), dtype=torch.int32)
     if blocks:
-        _count_kernel[(blocks,)](top_k_index, before, slots, experts, WIDTH=width, BLOCK=_BLOCK, num_warps=4)
-    _scan_kernel[(experts,)](before, routing.counts, blocks, experts, BLOCK=1024, num_warps=4)
+        _count_kernel[(blocks,)](top_k_index, before, pairs, experts, WIDTH=width, BLOCK=_BLOCK, num_warps=4)
+    _scan_kernel[(experts,)](before, routing.expert_counts, blocks, experts, BLOCK=1024, num_warps=4)
     _scatter_kernel[(max(blocks, 1),)](
         top_k_index,
         before,
-        routing.counts,
-        routing.starts,
-        routing.places,
-        routing.slots,
+        routing.expert_counts,
+        routing.expert_offsets,
+        routing.pair_to_row,
+        routing.row_to_pair,
         routing.tile_expert,
-        slots,
+        pairs,
         experts,
-        routing.slots.numel(),
+        routing.row_to_pair.numel(),
         ALIGN=align,
         WIDTH=width,
         BLOCK=_BLOCK,
@@ -77,11 +77,11 @@ def route(top_k_index: Tensor, experts: int, align: int) -> Routing:
 
 
 @triton.jit
-def _count_kernel(index, before, slots, experts, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Slots of each expert within one block of slots."""
+def _count_kernel(index, before, pairs, experts, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Pairs of each expert in one block of pairs."""
     block = tl.program_id(0)
-    slot = block * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(index + slot, mask=slot < slots, other=-1).to(tl.int32)
+    pair = block * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(index + pair, mask=pair < pairs, other=-1).to(tl.int32)
     expert = tl.where((expert >= 0) & (expert < experts), expert, experts)
     counts = tl.histogram(expert, WIDTH)
     column = tl.arange(0, WIDTH)
@@ -89,8 +89,8 @@ def _count_kernel(index, before, slots, experts, WIDTH: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _scan_kernel(before, counts, blocks, experts, BLOCK: tl.constexpr):
-    """For one expert, how many of its slots lie in earlier blocks (in place of each block's count), and its total."""
+def _scan_kernel(before, expert_counts, blocks, experts, BLOCK: tl.constexpr):
+    """For one expert, replace each block's count by the sum of the earlier blocks', and store the total."""
     expert = tl.program_id(0)
     total = tl.zeros((), tl.int32)
     for start in range(0, blocks, BLOCK):
@@ -98,56 +98,56 @@ def _scan_kernel(before, counts, blocks, experts, BLOCK: tl.constexpr):
         found = tl.load(before + block * experts + expert, mask=block < blocks, other=0)
         tl.store(before + block * experts + expert, total + tl.cumsum(found, 0) - found, mask=block < blocks)
         total += tl.sum(found, 0)
-    tl.store(counts + expert, total)
+    tl.store(expert_counts + expert, total)
 
 
 @triton.jit
 def _scatter_kernel(
     index,
     before,
-    counts,
-    starts,
-    places,
-    row_slots,
+    expert_counts,
+    expert_offsets,
+    pair_to_row,
+    row_to_pair,
     tile_expert,
-    slots,
+    pairs,
     experts,
     rows,
     ALIGN: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Give one block of slots its rows; programs share out the experts' last tiles and the map from tile to expert."""
+    """Assign rows to one block of pairs; programs take turns writing the padding of experts and `tile_expert`."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     column = tl.arange(0, WIDTH)
-    count = tl.load(counts + column, mask=column < experts, other=0)
+    count = tl.load(expert_counts + column, mask=column < experts, other=0)
     size = (count + ALIGN - 1) // ALIGN * ALIGN
     end = tl.cumsum(size, 0)
     start = end - size
 
-    slot = program * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(index + slot, mask=slot < slots, other=-1).to(tl.int32)
+    pair = program * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(index + pair, mask=pair < pairs, other=-1).to(tl.int32)
     mine = (expert >= 0) & (expert < experts)
     same = (expert[:, None] == expert[None, :]) & (tl.arange(0, BLOCK)[None, :] < tl.arange(0, BLOCK)[:, None])
-    rank = tl.sum(same.to(tl.int32), 1)
+    earlier = tl.sum(same.to(tl.int32), 1)
     safe = tl.where(mine, expert, 0)
     first = tl.gather(start, safe, 0)
-    place = first + tl.load(before + program * experts + safe, mask=mine, other=0) + rank
-    tl.store(places + slot, tl.where(mine, place, -1), mask=slot < slots)
-    tl.store(row_slots + place, slot, mask=mine)
+    target = first + tl.load(before + program * experts + safe, mask=mine, other=0) + earlier
+    tl.store(pair_to_row + pair, tl.where(mine, target, -1), mask=pair < pairs)
+    tl.store(row_to_pair + target, pair, mask=mine)
 
     if program == 0:
-        tl.store(starts + column, start, mask=column <= experts)
+        tl.store(expert_offsets + column, start, mask=column <= experts)
     for tile in range(program, rows // ALIGN, programs):
         owner = tl.sum((end <= tile * ALIGN).to(tl.int32), 0)
         tl.store(tile_expert + tile, tl.minimum(owner, experts - 1))
     filler = tl.arange(0, ALIGN)
     for other in range(program, experts, programs):
-        used = tl.load(counts + other)
+        used = tl.load(expert_counts + other)
         last = tl.sum(tl.where(column == other, end, 0), 0)
         free = (used + ALIGN - 1) // ALIGN * ALIGN - used
-        tl.store(row_slots + last - free + filler, tl.full((ALIGN,), -1, tl.int32), mask=filler < free)
+        tl.store(row_to_pair + last - free + filler, tl.full((ALIGN,), -1, tl.int32), mask=filler < free)
     for row in range(tl.max(end, 0) + program * BLOCK, rows, programs * BLOCK):
         free_rows = row + tl.arange(0, BLOCK)
-        tl.store(row_slots + free_rows, tl.full((BLOCK,), -1, tl.int32), mask=free_rows < rows)
+        tl.store(row_to_pair + free_rows, tl.full((BLOCK,), -1, tl.int32), mask=free_rows < rows)

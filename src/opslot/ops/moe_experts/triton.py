@@ -1,17 +1,15 @@
 """fused_triton: routed experts as grouped Triton GEMMs with SwiGLU in the first one's epilogue.
 
-Forward: sort slots by expert (`routing.py`); one GEMM makes gate, up and silu(gate) * up; one makes each row's
-output; a weighted sum over a token's rows follows, without atomics. Saved for backward: gate and up [2, R, I] and the
-routing. Backward: the down GEMM's input gradient; one pass back through SwiGLU, which recomputes act and also gives
-the routing weights' gradient as row dots; then the input gradient and both weight gradients, over each expert's rows.
-Where gate and up have weights of their own, the first GEMM sums up both beside each other, and the input gradient's
-GEMM goes from one to the other halfway.
+Forward: sort token-expert pairs by expert (`routing.py`); the gate_up GEMM computes gate, up and silu(gate) * up; the
+down GEMM computes each row's output; combine computes the weighted sum of each token's rows, without atomics. Saved for
+backward: gate and up [2, R, I] and the routing, as in SonicMoE (arXiv 2512.14080). Backward: the down GEMM's input
+gradient; SwiGLU's backward, which recomputes act and also computes the routing weights' gradient as row dots; then the
+input gradient and both weight gradients, per expert. If gate and up are separate weights, the first GEMM accumulates
+both in one tile loop, and the input gradient's GEMM reads first one, then the other.
 
-Measured on an H200: with SwiGLU's backward in the GEMM's epilogue, that GEMM runs out of registers and is slower
-than the two kernels; gathering tokens inside the weight gradients keeps their loads from being pipelined and is slower
-than gathering first; gathering and summing on a second stream beside the GEMMs takes as long as one after the other
-(the chip is at its power limit in such GEMMs, benchmarks/results/gemm_h200.json). Keeping only gate and up for
-backward is SonicMoE's idea (arXiv 2512.14080).
+Measured on an H200, and slower: SwiGLU's backward in the GEMM's epilogue (it runs out of registers), and gathering
+tokens inside the weight gradients (their loads are no longer pipelined). Gathering and combining on a second stream
+takes as long as on one (the GPU is at its power limit in these GEMMs, benchmarks/results/gemm_h200.json).
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from opslot.ops.moe_experts.routing import Routing, empty_routing, route
 
 @dataclass(frozen=True)
 class Tiles:
-    """How one GEMM is cut: BM x BN outputs, BK deep; `group` row tiles walked together; `per_sm` programs."""
+    """Tiling of one GEMM: BM x BN outputs, BK per step; groups of `group` row tiles; `per_sm` CTAs per SM."""
 
     bm: int
     bn: int
@@ -49,13 +47,13 @@ class Tiles:
 
 @dataclass(frozen=True)
 class GemmTiling:
-    """How all six GEMMs are cut.
+    """Tiling of all six GEMMs.
 
     Attributes:
-        align: rows of an expert start at its multiples; every row GEMM's bm divides it.
-        tma: operands are tensor descriptors: SM90 and newer, rows and bases at multiples of 16 bytes.
+        align: the first row of each expert is a multiple of it; a multiple of every row GEMM's BM.
+        tma: operands are tensor descriptors; requires SM90, and rows and addresses aligned to 16 bytes.
         programs: SMs of the device.
-        gather: the first GEMM gathers tokens as it loads them, instead of reading rows gathered before.
+        gather: the first GEMM gathers tokens as it loads them, instead of reading rows that were gathered before.
     """
 
     align: int
@@ -71,19 +69,19 @@ class GemmTiling:
 
 
 def _hopper(programs: int) -> GemmTiling:
-    """The best, or within 2% of it, for every GEMM on an H200 at the widths of Qwen3-30B-A3B and DeepSeek-V3.
+    """Within 2% of the fastest for every GEMM on an H200 at the sizes of Qwen3-30B-A3B and DeepSeek-V3.
 
-    benchmarks/tune_moe.py measures them; `gate_up` makes two results a tile, so its tile is as wide as the others'.
+    Measured by benchmarks/tune_moe.py. `gate_up` computes gate and up per tile, so it accumulates 2 * BN columns.
     """
-    wide = Tiles(128, 256, 64, 8, 3, group=4, flatten=True)
+    tiles = Tiles(128, 256, 64, 8, 3, group=4, flatten=True)
     return GemmTiling(
         align=128,
         gate_up=Tiles(128, 128, 64, 8, 4, group=4, flatten=True),
-        down=wide,
-        act_grad=wide,
-        input_grad=wide,
-        gate_up_grad=wide,
-        down_grad=wide,
+        down=tiles,
+        act_grad=tiles,
+        input_grad=tiles,
+        gate_up_grad=tiles,
+        down_grad=tiles,
         tma=True,
         programs=programs,
     )
@@ -94,7 +92,7 @@ def _uniform(align: int, tiles: Tiles, tma: bool, programs: int) -> GemmTiling:
 
 
 def plan_for(experts: Experts, real: bool = True) -> GemmTiling:
-    """The plan for `experts`; without memory (`real` false) it is right in `align` alone."""
+    """The tiling for `experts`; for fake tensors (`real` is False) only `align` is correct."""
     down_proj = experts.down_proj
     if not down_proj.is_cuda:
         return _uniform(64, Tiles(64, 64, 64, 4, 1), tma=False, programs=3)
@@ -110,7 +108,7 @@ def plan_for(experts: Experts, real: bool = True) -> GemmTiling:
     plan = _hopper(programs)
     if experts.up_proj is None:
         return plan
-    # Two GEMMs a step: Triton waits for each apart where a flattened loop ends a tile, and ptxas serializes both.
+    # With two GEMMs per step, Triton waits for each at the end of a flattened tile loop, and ptxas serializes both.
     return replace(plan, gate_up=replace(plan.gate_up, flatten=False))
 
 
@@ -118,7 +116,7 @@ def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_wei
     """In bf16, fp16 and fp32 on GPUs from SM80. Deterministic.
 
     Raises:
-        KernelError: shapes or dtypes that are not the contract's, or weights that are not contiguous.
+        KernelError: unsupported shapes or dtypes, or weights that are not contiguous.
     """
     if hidden_states.device.type == "cpu" and not triton_interpreted():
         found = "tensors on the CPU"
@@ -134,7 +132,7 @@ fused_triton, clamped, biased, split = variants(_run)
 def _operand(
     plan: GemmTiling, tensor: Tensor, block_rows: int, block_columns: int, planes: int = 1
 ) -> Tensor | TensorDescriptor:
-    """`tensor` [planes, rows, columns] as the kernels take it."""
+    """`tensor` [planes, rows, columns] as the kernel argument: a pointer or a tensor descriptor."""
     if not plan.tma:
         return tensor
     return TensorDescriptor.from_tensor(tensor, [planes, block_rows, block_columns])
@@ -157,35 +155,35 @@ def _cut(tiles: Tiles) -> dict[str, int | bool]:
 
 
 def gather(x: Tensor, top_k: int, routing: Routing) -> Tensor:
-    """Each row's token [1, R, H]; zero in rows without one."""
-    rows, hidden = routing.slots.numel(), x.shape[1]
+    """The token of each row [1, R, H]; zero for padding."""
+    rows, hidden = routing.row_to_pair.numel(), x.shape[1]
     out = x.new_empty(1, rows, hidden)
     block = min(triton.next_power_of_2(hidden), 128)
-    experts = routing.counts.numel()
+    experts = routing.expert_counts.numel()
     kernels.gather_kernel[(triton.cdiv(rows, 64), triton.cdiv(hidden, block))](
-        x, routing.slots, out, routing.starts, experts, hidden, TOP_K=top_k, BM=64, BC=block, num_warps=4
+        x, routing.row_to_pair, out, routing.expert_offsets, experts, hidden, TOP_K=top_k, BM=64, BC=block, num_warps=4
     )
     return out
 
 
-def combine(rows: Tensor, places: Tensor, top_k_weights: Tensor, weighted: bool) -> Tensor:
-    """Each token's sum [T, H] over its rows of `rows` [..., R, H], times their weights if `weighted`."""
+def combine(rows: Tensor, pair_to_row: Tensor, top_k_weights: Tensor, weighted: bool) -> Tensor:
+    """The sum [T, H] of each token's rows of `rows` [..., R, H], times their routing weights if `weighted`."""
     tokens, top_k = top_k_weights.shape
     hidden = rows.shape[-1]
     out = rows.new_empty(tokens, hidden)
     block = min(triton.next_power_of_2(hidden), 512)
     kernels.combine_kernel[(tokens, triton.cdiv(hidden, block))](
-        rows, places, top_k_weights, out, hidden, TOP_K=top_k, WEIGHTED=weighted, BC=block, num_warps=4
+        rows, pair_to_row, top_k_weights, out, hidden, TOP_K=top_k, WEIGHTED=weighted, BC=block, num_warps=4
     )
     return out
 
 
-def pair_sum(parts: Tensor, places: Tensor, like: Tensor) -> Tensor:
-    """Each slot's sum over `parts` [P, R] at its row, shaped and typed as `like` [T, K]; zero for one without a row."""
+def pair_sum(parts: Tensor, pair_to_row: Tensor, like: Tensor) -> Tensor:
+    """The sum over dim 0 of `parts` [parts, R] at each pair's row, like `like` [T, K]; zero for pairs without a row."""
     out = torch.empty_like(like)
     count, rows = parts.shape
     kernels.pair_sum_kernel[(triton.cdiv(out.numel(), 256),)](
-        parts, places, out, out.numel(), rows, count, BLOCK=256, num_warps=4
+        parts, pair_to_row, out, out.numel(), rows, count, BLOCK=256, num_warps=4
     )
     return out
 
@@ -203,7 +201,7 @@ def rows_gemm(
 ) -> Tensor:
     """[1, R, columns]: rows of `a` [PLANES, R, K] times their experts' `weight`, plus `bias` [E, columns].
 
-    `other`: the weight of the second plane, where `weight` has that of the first alone.
+    `other`: the weight of the second plane, if `weight` is only that of the first.
     """
     planes, rows, inner = a.shape
     out = a.new_empty(1, rows, columns)
@@ -214,9 +212,9 @@ def rows_gemm(
         None if other is None else _operand(plan, other, *blocks),
         bias,
         _operand(plan, out, tiles.bm, tiles.bn),
-        routing.starts,
+        routing.expert_offsets,
         routing.tile_expert,
-        routing.counts.numel(),
+        routing.expert_counts.numel(),
         rows,
         columns,
         inner,
@@ -234,14 +232,14 @@ def rows_gemm(
 def weight_grad_gemm(plan: GemmTiling, tiles: Tiles, left: Tensor, right: Tensor, routing: Routing) -> Tensor:
     """[E * PLANES, M, N]: left^T right over each expert's rows of `left` [PLANES, R, M] and `right` [1, R, N]."""
     planes, rows, m = left.shape
-    n, groups = right.shape[2], routing.counts.numel() * planes
+    n, groups = right.shape[2], routing.expert_counts.numel() * planes
     out = left.new_empty(groups, m, n)
     kernels.weight_grad_kernel[_grid(plan, tiles, groups * triton.cdiv(m, tiles.bm) * triton.cdiv(n, tiles.bn))](
         _operand(plan, left, tiles.bk, tiles.bm),
         _operand(plan, right, tiles.bk, tiles.bn),
         _operand(plan, out, tiles.bm, tiles.bn),
-        routing.starts,
-        routing.counts,
+        routing.expert_offsets,
+        routing.expert_counts,
         groups,
         rows,
         m,
@@ -260,12 +258,12 @@ def forward(
     count, hidden, intermediate = experts.sizes
     x = x.contiguous()
     routing = route(top_k_index.contiguous(), count, plan.align)
-    if routing.slots.numel() == 0:
+    if routing.row_to_pair.numel() == 0:
         return torch.zeros_like(x), x.new_empty(2, 0, intermediate), *routing
     projected, act = gate_up(plan, x, experts, top_k_index.shape[1], routing)
     down, bias = experts.down_proj, experts.down_bias
     outputs = rows_gemm(plan, plan.down, act, down, hidden, not experts.biased, routing, bias)
-    return combine(outputs, routing.places, top_k_weights.contiguous(), True), projected, *routing
+    return combine(outputs, routing.pair_to_row, top_k_weights.contiguous(), True), projected, *routing
 
 
 def backward(
@@ -278,10 +276,10 @@ def backward(
     routing: Routing,
     wanted: Wanted,
 ) -> Grads:
-    """The gradients that are wanted."""
+    """The gradients in `wanted`."""
     count, hidden, intermediate = experts.sizes
     top_k = top_k_weights.shape[1]
-    if routing.slots.numel() == 0:
+    if routing.row_to_pair.numel() == 0:
         x_zeros, gate_up_zeros, down_zeros = (torch.zeros_like(t) for t in (x, *experts[:2]))
         others = (None if t is None else torch.zeros_like(t) for t in experts[2:5])
         return Grads(x_zeros, gate_up_zeros, down_zeros, torch.zeros_like(top_k_weights), *others)
@@ -309,14 +307,14 @@ def backward(
             weight = weight.view(2 * count, intermediate, hidden)
         tiles, nk = plan.input_grad, experts.biased
         terms = rows_gemm(plan, tiles, projected_grad, weight, hidden, nk, routing, other=other)
-        x_grad = combine(terms, routing.places, top_k_weights, False)
+        x_grad = combine(terms, routing.pair_to_row, top_k_weights, False)
     return Grads(x_grad, gate_up_grad, down_grad, weights_grad, up_grad, gate_up_bias_grad, down_bias_grad)
 
 
 def gate_up_grads(
     plan: GemmTiling, projected_grad: Tensor, rows: Tensor, experts: Experts, routing: Routing
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of `gate_up_proj` and `up_proj`; each of two weights gets a tensor of its own."""
+    """The gradients of `gate_up_proj` and `up_proj`, as separate tensors if both exist."""
     if experts.up_proj is not None:
         gate, up = (weight_grad_gemm(plan, plan.gate_up_grad, part, rows, routing) for part in projected_grad.split(1))
         return gate, up
@@ -336,9 +334,9 @@ def _gating(experts: Experts) -> dict[str, float | bool | None]:
 def gate_up(
     plan: GemmTiling, x: Tensor, experts: Experts, top_k: int, routing: Routing, row_tokens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gate and up [2, R, I] and what the gating makes of them [1, R, I]."""
+    """Gate and up [2, R, I], and their activation [1, R, I]."""
     count, hidden, intermediate = experts.sizes
-    rows, tiles = routing.slots.numel(), plan.gate_up
+    rows, tiles = routing.row_to_pair.numel(), plan.gate_up
     projected = x.new_empty(2, rows, intermediate)
     act = x.new_empty(1, rows, intermediate)
     source = x
@@ -354,13 +352,13 @@ def gate_up(
         weight = _operand(plan, halves, tiles.bn, tiles.bk, planes=2)
     kernels.gate_up_kernel[_grid(plan, tiles, rows // tiles.bm * triton.cdiv(intermediate, tiles.bn))](
         source,
-        routing.slots,
+        routing.row_to_pair,
         weight,
         up_weight,
         experts.gate_up_bias,
         _operand(plan, projected, tiles.bm, tiles.bn),
         _operand(plan, act, tiles.bm, tiles.bn),
-        routing.starts,
+        routing.expert_offsets,
         routing.tile_expert,
         count,
         rows,
@@ -386,26 +384,26 @@ def gate_grad(
     top_k_weights: Tensor,
     routing: Routing,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of gate and up [2, R, I], of biased experts [1, R, 2I]; weight * act [1, R, I]; and the gradient of
-    `top_k_weights`."""
+    """The gradient of gate and up, [2, R, I] or, for biased experts, [1, R, 2I]; weight * act [1, R, I]; and the
+    gradient of `top_k_weights`."""
     _, rows, intermediate = act_grad.shape
     projected_grad = projected.new_empty(1, rows, 2 * intermediate) if experts.biased else torch.empty_like(projected)
     weighted_act = torch.empty_like(act_grad)
-    # Slots of other ranks have no row that writes theirs.
+    # Pairs with an expert of another rank have no row, so the kernel does not write their gradient.
     weights_grad = torch.zeros_like(top_k_weights)
     kernels.gate_grad_kernel[(rows // 8,)](
         act_grad,
         projected,
         row_grad,
         experts.down_bias,
-        routing.slots,
+        routing.row_to_pair,
         top_k_weights,
         projected_grad,
         weighted_act,
         weights_grad,
-        routing.starts,
+        routing.expert_offsets,
         routing.tile_expert,
-        routing.counts.numel(),
+        routing.expert_counts.numel(),
         rows,
         row_grad.shape[2],
         intermediate,
@@ -420,15 +418,15 @@ def gate_grad(
 
 def bias_grad(grad: Tensor, routing: Routing, top_k_weights: Tensor | None = None) -> Tensor:
     """[E, C]: the sum of `grad` [1, R, C] over each expert's rows, times their routing weights if given."""
-    columns, experts = grad.shape[2], routing.counts.numel()
+    columns, experts = grad.shape[2], routing.expert_counts.numel()
     out = grad.new_empty(experts, columns)
     kernels.bias_grad_kernel[(experts, triton.cdiv(columns, 64))](
         grad,
-        routing.slots,
+        routing.row_to_pair,
         top_k_weights,
         out,
-        routing.starts,
-        routing.counts,
+        routing.expert_offsets,
+        routing.expert_counts,
         columns,
         WEIGHTED=top_k_weights is not None,
         BM=64,
@@ -445,7 +443,7 @@ def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> tup
 def _fake(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
     count, _, intermediate = experts.sizes
     routing = empty_routing(index, count, plan_for(experts, real=False).align)
-    projected = x.new_empty(2, routing.slots.numel(), intermediate)
+    projected = x.new_empty(2, routing.row_to_pair.numel(), intermediate)
     return torch.empty_like(x, memory_format=torch.contiguous_format), projected, *routing
 
 

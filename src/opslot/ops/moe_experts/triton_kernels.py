@@ -1,12 +1,12 @@
 """Triton kernels of fused_triton: grouped GEMMs over rows sorted by expert (`routing.py`).
 
-Every operand is seen as [planes, rows, columns], contiguous: weights [E, N, K] or, split into gate and up, [2E, I, H];
-activations [1, R, C], and gate and up [2, R, I]. Planes keep a tile inside its own half and its own expert: what lies
-outside reads as zero and is not written. `TMA` tells whether an operand is a tensor descriptor or a pointer.
+Every operand is contiguous [planes, rows, columns]: weights [E, N, K] or, as gate and up, [2E, I, H]; activations
+[1, R, C]; gate and up [2, R, I]. A tile never crosses a plane: elements outside read as zero and are not written. With
+`TMA` operands are tensor descriptors, otherwise pointers.
 
-A program takes tiles with a stride of the grid, so that a grid of the machine's size is persistent. Rows that fill up
-an expert's last tile have slot -1; they read as zero and have routing weight zero, so that no gradient has a part of
-them. `BIASED` experts hold their weights as [E, K, N], interleaved gate and up columns.
+Grids are persistent: each program takes every num_programs-th tile. Rows that pad an expert's last tile have pair -1;
+they read as zero and have routing weight zero, so they add nothing to gradients. `BIASED` weights are [E, K, N] with
+interleaved gate and up columns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _load_tile(src, plane, row, col, rows, cols, BR: tl.constexpr, BC: tl.conste
 
 @triton.jit
 def _load_pair(src, plane, row, col, rows, cols, BR: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr):
-    """The same tile of planes `plane` and `plane + 1`, one below the other: [2 * BR, BC]."""
+    """The same tile of planes `plane` and `plane + 1`, concatenated: [2 * BR, BC]."""
     if TMA:
         tile = src.load([plane, row, col]).reshape(2 * BR, BC)
     else:
@@ -55,16 +55,16 @@ def _store_tile(dst, plane, row, col, tile, rows, cols, BR: tl.constexpr, BC: tl
 
 
 @triton.jit
-def _load_tokens(src, slot, col, cols, TOP_K: tl.constexpr, BC: tl.constexpr):
-    """The rows of `src` [T, cols] that belong to `slot`, columns col .. col + BC; zero where slot is -1."""
+def _load_tokens(src, pair, col, cols, TOP_K: tl.constexpr, BC: tl.constexpr):
+    """The tokens of pairs `pair`: rows of `src` [T, cols], columns col .. col + BC; zero where the pair is -1."""
     c = col + tl.arange(0, BC)
-    offset = (slot // TOP_K).to(tl.int64)[:, None] * cols + c[None, :]
-    return tl.load(src + offset, mask=(slot >= 0)[:, None] & (c < cols)[None, :], other=0.0)
+    offset = (pair // TOP_K).to(tl.int64)[:, None] * cols + c[None, :]
+    return tl.load(src + offset, mask=(pair >= 0)[:, None] & (c < cols)[None, :], other=0.0)
 
 
 @triton.jit
 def _tile_at(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
-    """Row and column of a tile; GROUP rows of tiles are walked together, so that they share weights in the L2 cache."""
+    """Row and column of a tile, in groups of GROUP row tiles that share weights in the L2 cache."""
     group = tile // (GROUP * col_tiles)
     first = group * GROUP
     height = tl.minimum(row_tiles - first, GROUP)
@@ -74,7 +74,7 @@ def _tile_at(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def _bounded(gate, up, LIMIT: tl.constexpr):
-    """min(gate, LIMIT), and up within -LIMIT..LIMIT; NaN stays NaN."""
+    """min(gate, LIMIT) and clamp(up, -LIMIT, LIMIT); NaN stays NaN."""
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -84,13 +84,13 @@ def _bounded(gate, up, LIMIT: tl.constexpr):
 @triton.jit
 def gate_up_kernel(
     x,
-    slots,
+    row_to_pair,
     gate_up,
     up_weight,
     bias,
     projected,
     act,
-    starts,
+    expert_offsets,
     tile_expert,
     experts,
     rows,
@@ -111,11 +111,11 @@ def gate_up_kernel(
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    """projected = gate and up of x (plus bias), and act = (up + UP_OFFSET) * gate * sigmoid(ALPHA * gate), bounded.
+    """projected = gate and up of x (plus bias), and act = (up + UP_OFFSET) * gate * sigmoid(ALPHA * gate), clamped.
 
-    x: [T, H] if GATHER, else [1, R, H]. SPLIT: `gate_up` has the gate alone, [E, I, H], and `up_weight` [E, I, H] up.
+    x: [T, H] if GATHER, else [1, R, H]. SPLIT: `gate_up` is gate_proj [E, I, H] and `up_weight` is up_proj [E, I, H].
     """
-    row_tiles = tl.load(starts + experts) // BM
+    row_tiles = tl.load(expert_offsets + experts) // BM
     col_tiles = tl.cdiv(intermediate, BN)
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
         tm, tn = _tile_at(tile, row_tiles, col_tiles, GROUP)
@@ -123,7 +123,7 @@ def gate_up_kernel(
         row = tm * BM
         col = tn * BN
         if GATHER:
-            slot = tl.load(slots + row + tl.arange(0, BM))
+            pair = tl.load(row_to_pair + row + tl.arange(0, BM))
         if SPLIT:
             gate = tl.zeros((BM, BN), tl.float32)
             up = tl.zeros((BM, BN), tl.float32)
@@ -131,7 +131,7 @@ def gate_up_kernel(
             acc = tl.zeros((BM, 2 * BN), tl.float32)
         for k in range(0, hidden, BK):
             if GATHER:
-                a = _load_tokens(x, slot, k, hidden, TOP_K, BK)
+                a = _load_tokens(x, pair, k, hidden, TOP_K, BK)
             else:
                 a = _load_tile(x, 0, row, k, rows, hidden, BM, BK, TMA)
             if SPLIT:
@@ -172,7 +172,7 @@ def rows_kernel(
     other,
     bias,
     out,
-    starts,
+    expert_offsets,
     tile_expert,
     experts,
     rows,
@@ -192,9 +192,9 @@ def rows_kernel(
 ):
     """out [1, R, N] = sum over planes of a [PLANES, R, K] times weight [E * PLANES, N, K]^T or [E * PLANES, K, N].
 
-    BIASED: plus bias [E, N]. SPLIT: plane 0's weights are `weight` and plane 1's `other`, [E, N, K] or [E, K, N] each.
+    BIASED: plus bias [E, N]. SPLIT: `weight` is for plane 0 and `other` for plane 1, [E, N, K] or [E, K, N] each.
     """
-    row_tiles = tl.load(starts + experts) // BM
+    row_tiles = tl.load(expert_offsets + experts) // BM
     col_tiles = tl.cdiv(columns, BN)
     steps = tl.cdiv(inner, BK)
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
@@ -209,7 +209,7 @@ def rows_kernel(
             left = _load_tile(a, plane, row, k, rows, inner, BM, BK, TMA)
             source = weight
             if SPLIT:
-                # The pointer or descriptor is chosen, not the tile: a load inside the branch would not be pipelined.
+                # Select the pointer or descriptor instead of the tile: a load inside the branch would not be pipelined.
                 if plane == 1:
                     source = other
                 group = expert
@@ -231,12 +231,12 @@ def gate_grad_kernel(
     projected,
     row_grad,
     down_bias,
-    slots,
+    row_to_pair,
     top_k_weights,
     projected_grad,
     weighted_act,
     weights_grad,
-    starts,
+    expert_offsets,
     tile_expert,
     experts,
     rows,
@@ -250,17 +250,17 @@ def gate_grad_kernel(
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Back through the gating, from the gradient `act_grad` [1, R, I] of each row's unweighted output.
+    """Backward of the gating; `act_grad` [1, R, I] is the gradient of each row's act before the routing weight.
 
-    Writes projected_grad [2, R, I], if BIASED [1, R, 2I] with gate and up in turn; weighted_act [1, R, I] = weight *
-    act, which down's gradient needs; and, at each row's slot, the gradient of its weight: the dot of act and act_grad,
-    if BIASED plus that of down_bias [E, H] and row_grad [1, R, H].
+    Writes projected_grad [2, R, I] (BIASED: [1, R, 2I], interleaved); weighted_act [1, R, I] = weight * act, for the
+    gradient of down_proj; and, at each row's pair, the gradient of its routing weight: dot(act, act_grad), if BIASED
+    plus dot(down_bias [E, H], row_grad [1, R, H]).
     """
     row = tl.program_id(0) * BM
-    if row < tl.load(starts + experts):
+    if row < tl.load(expert_offsets + experts):
         r = row + tl.arange(0, BM)
-        slot = tl.load(slots + r)
-        weight = tl.load(top_k_weights + slot, mask=slot >= 0, other=0.0).to(tl.float32)[:, None]
+        pair = tl.load(row_to_pair + r)
+        weight = tl.load(top_k_weights + pair, mask=pair >= 0, other=0.0).to(tl.float32)[:, None]
         dots = tl.zeros((BM,), tl.float32)
         for col in range(0, intermediate, BC):
             c = col + tl.arange(0, BC)
@@ -285,10 +285,10 @@ def gate_grad_kernel(
             dtype: tl.constexpr = projected_grad.dtype.element_ty
             tl.store(weighted_act + offset, downcast(act * weight, dtype), mask=live)
             if BIASED:
-                wide = 2 * col + tl.arange(0, 2 * BC)
-                pairs = tl.interleave(downcast(gate_grad, dtype), downcast(up_grad, dtype))
-                at = r.to(tl.int64)[:, None] * (2 * intermediate) + wide[None, :]
-                tl.store(projected_grad + at, pairs, mask=(wide < 2 * intermediate)[None, :])
+                both = 2 * col + tl.arange(0, 2 * BC)
+                interleaved = tl.interleave(downcast(gate_grad, dtype), downcast(up_grad, dtype))
+                at = r.to(tl.int64)[:, None] * (2 * intermediate) + both[None, :]
+                tl.store(projected_grad + at, interleaved, mask=(both < 2 * intermediate)[None, :])
             else:
                 tl.store(projected_grad + offset, downcast(gate_grad, dtype), mask=live)
                 tl.store(projected_grad + other, downcast(up_grad, dtype), mask=live)
@@ -299,27 +299,27 @@ def gate_grad_kernel(
                 at = r.to(tl.int64)[:, None] * hidden + c[None, :]
                 grad = tl.load(row_grad + at, mask=(c < hidden)[None, :], other=0.0).to(tl.float32)
                 dots += tl.sum(grad * _load_bias(down_bias, expert, col, hidden, BC), 1)
-        tl.store(weights_grad + slot, downcast(dots, weights_grad.dtype.element_ty), mask=slot >= 0)
+        tl.store(weights_grad + pair, downcast(dots, weights_grad.dtype.element_ty), mask=pair >= 0)
 
 
 @triton.jit
 def bias_grad_kernel(
     grad,
-    slots,
+    row_to_pair,
     top_k_weights,
     out,
-    starts,
-    counts,
+    expert_offsets,
+    expert_counts,
     columns,
     WEIGHTED: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """out [E, C] = the sum of grad [1, R, C] over an expert's rows, times their routing weights if WEIGHTED."""
+    """out [E, C] = the sum of grad [1, R, C] over each expert's rows, times their routing weights if WEIGHTED."""
     expert = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    start = tl.load(starts + expert)
-    count = tl.load(counts + expert)
+    start = tl.load(expert_offsets + expert)
+    count = tl.load(expert_counts + expert)
     acc = tl.zeros((BM, BC), tl.float32)
     for first in range(0, count, BM):
         i = first + tl.arange(0, BM)
@@ -327,8 +327,8 @@ def bias_grad_kernel(
         at = r.to(tl.int64)[:, None] * columns + c[None, :]
         term = tl.load(grad + at, mask=(i < count)[:, None] & (c < columns)[None, :], other=0.0).to(tl.float32)
         if WEIGHTED:
-            slot = tl.load(slots + r, mask=i < count, other=-1)
-            term *= tl.load(top_k_weights + slot, mask=slot >= 0, other=0.0).to(tl.float32)[:, None]
+            pair = tl.load(row_to_pair + r, mask=i < count, other=-1)
+            term *= tl.load(top_k_weights + pair, mask=pair >= 0, other=0.0).to(tl.float32)[:, None]
         acc += term
     total = tl.sum(acc, 0)
     offset = tl.cast(expert, tl.int64) * columns + c
@@ -340,8 +340,8 @@ def weight_grad_kernel(
     left,
     right,
     out,
-    starts,
-    counts,
+    expert_offsets,
+    expert_counts,
     groups,
     rows,
     left_columns,
@@ -354,7 +354,7 @@ def weight_grad_kernel(
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    """out [E * PLANES, M, N] = left^T right over an expert's rows; left [PLANES, R, M], right [1, R, N]."""
+    """out [E * PLANES, M, N] = left^T right over each expert's rows; left [PLANES, R, M], right [1, R, N]."""
     row_tiles = tl.cdiv(left_columns, BM)
     col_tiles = tl.cdiv(right_columns, BN)
     each = row_tiles * col_tiles
@@ -362,8 +362,8 @@ def weight_grad_kernel(
         group = tile // each
         expert = group // PLANES
         tm, tn = _tile_at(tile - group * each, row_tiles, col_tiles, GROUP)
-        start = tl.load(starts + expert)
-        count = tl.load(counts + expert)
+        start = tl.load(expert_offsets + expert)
+        count = tl.load(expert_counts + expert)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(0, count, BK):
             row = start + k
@@ -374,28 +374,30 @@ def weight_grad_kernel(
 
 
 @triton.jit
-def gather_kernel(x, slots, out, starts, experts, hidden, TOP_K: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
-    """out [R, H]: each row's token; zero in rows that only fill up a tile."""
+def gather_kernel(
+    x, row_to_pair, out, expert_offsets, experts, hidden, TOP_K: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
+):
+    """out [R, H] = the token of each row; zero for padding."""
     row = tl.program_id(0) * BM
-    if row < tl.load(starts + experts):
+    if row < tl.load(expert_offsets + experts):
         r = row + tl.arange(0, BM)
         c = tl.program_id(1) * BC + tl.arange(0, BC)
-        tile = _load_tokens(x, tl.load(slots + r), tl.program_id(1) * BC, hidden, TOP_K, BC)
+        tile = _load_tokens(x, tl.load(row_to_pair + r), tl.program_id(1) * BC, hidden, TOP_K, BC)
         tl.store(out + r.to(tl.int64)[:, None] * hidden + c[None, :], tile, mask=(c < hidden)[None, :])
 
 
 @triton.jit
 def combine_kernel(
-    rows, places, top_k_weights, out, hidden, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, BC: tl.constexpr
+    rows, pair_to_row, top_k_weights, out, hidden, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, BC: tl.constexpr
 ):
-    """out [T, H] = sum over a token's slots, in order, of (weight *) its row; slots without a row count as zero."""
+    """out [T, H] = the sum of (weight *) the row of each pair of a token, in order; a pair without a row adds zero."""
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     acc = tl.zeros((BC,), tl.float32)
     for choice in tl.static_range(TOP_K):
-        place = tl.load(places + token * TOP_K + choice)
-        live = c < tl.where(place >= 0, hidden, 0)
-        term = tl.load(rows + place.to(tl.int64) * hidden + c, mask=live, other=0.0).to(tl.float32)
+        row = tl.load(pair_to_row + token * TOP_K + choice)
+        live = c < tl.where(row >= 0, hidden, 0)
+        term = tl.load(rows + row.to(tl.int64) * hidden + c, mask=live, other=0.0).to(tl.float32)
         if WEIGHTED:
             term *= tl.load(top_k_weights + token * TOP_K + choice).to(tl.float32)
         acc += tl.where(live, term, 0.0)
@@ -403,11 +405,11 @@ def combine_kernel(
 
 
 @triton.jit
-def pair_sum_kernel(parts, places, out, slots, rows, tiles, BLOCK: tl.constexpr):
-    """out [S] = the sum of `parts` [tiles, R] at each slot's row; zero for a slot without one."""
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.load(places + slot, mask=slot < slots, other=-1)
+def pair_sum_kernel(parts, pair_to_row, out, pairs, rows, tiles, BLOCK: tl.constexpr):
+    """out [P] = the sum over dim 0 of `parts` [tiles, R] at each pair's row; zero for a pair without a row."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(pair_to_row + pair, mask=pair < pairs, other=-1)
     acc = tl.zeros((BLOCK,), tl.float32)
     for tile in range(tiles):
-        acc += tl.load(parts + tl.cast(tile, tl.int64) * rows + place, mask=place >= 0, other=0.0)
-    tl.store(out + slot, downcast(acc, out.dtype.element_ty), mask=slot < slots)
+        acc += tl.load(parts + tl.cast(tile, tl.int64) * rows + row, mask=row >= 0, other=0.0)
+    tl.store(out + pair, downcast(acc, out.dtype.element_ty), mask=pair < pairs)

@@ -35,23 +35,23 @@ for _variant in OP.variants:
         triton_kernel(OP.name, _variant, priority={H200: 80}, description="one pass each way, deterministic")
     )
 for _variant in ("standard", "offset", "cast_last", "residual", "residual_cast_last"):
-    # By a name of its own, which promises what `triton` happens to have.
+    # A separate name that guarantees the property; `triton` also has it.
     KERNEL_REGISTRY.register(
         triton_kernel(
             OP.name,
             _variant,
             name="batch_invariant",
             function=_variant,
-            description="triton; a row's bits free of its batch",
+            description="triton, batch-invariant",
         )
     )
 for _variant in ("standard", "offset", "cast_last"):
     KERNEL_REGISTRY.register(
-        liger_kernel(OP.name, _variant, priority={H200: 60}, description="Liger-Kernel, out of place")
+        liger_kernel(OP.name, _variant, priority={H200: 60}, description="Liger-Kernel, not in place")
     )
     KERNEL_REGISTRY.register(
         torch_kernel(
-            OP.name, _variant, priority={"cpu": fp32_priority(60)}, description="plain torch with its own backward"
+            OP.name, _variant, priority={"cpu": fp32_priority(60)}, description="plain torch with a custom backward"
         )
     )
 for _variant in ("standard", "offset", "cast_last", "unweighted"):
@@ -65,7 +65,7 @@ for _variant in ("standard", "offset", "cast_last", "unweighted"):
             description="quack-kernels, on CuTe",
         )
     )
-# Not timed beside triton, so never chosen by itself.
+# Not measured against triton, so `auto` never selects it.
 KERNEL_REGISTRY.register(
     KernelSpec(
         "fla",
@@ -74,7 +74,7 @@ KERNEL_REGISTRY.register(
         "opslot.ops.rms_norm.fla:gated",
         HardwareRequirement("gpu", min_compute_capability=(8, 0)),
         requires=(FLA, TRITON),
-        # In fp32 its forward misses by 14 times eager code's error on an H200.
+        # In fp32 its forward has 14 times the error of eager code on an H200.
         dtypes=HALF_FLOATS,
         description="flash-linear-attention's kernel",
     )

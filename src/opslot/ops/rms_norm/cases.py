@@ -26,9 +26,9 @@ def _case(
     """One case.
 
     Args:
-        roles: the tensors that the variant takes beside `hidden_states`.
-        view: how those lie in memory.
-        heads: rows that a token has; 1 but for norms of queries and keys.
+        roles: the variant's tensors other than `hidden_states`.
+        view: their memory layout.
+        heads: rows per token; 1 except for norms of queries and keys.
     """
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:

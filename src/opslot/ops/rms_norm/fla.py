@@ -8,7 +8,7 @@ from torch import Tensor
 from opslot.ops._common.arguments import reject
 
 _LABEL = "rms_norm_gated_implementation='fla'"
-# Of one row, in bytes: the kernel holds it in one block.
+# Bytes of one row, which the kernel loads as one block.
 _WIDEST = 65536
 
 
@@ -17,11 +17,11 @@ def gated(hidden_states: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Te
     width = hidden_states.shape[-1]
     if width * hidden_states.element_size() > _WIDEST:
         limit = _WIDEST // hidden_states.element_size()
-        reject(_LABEL, "hidden_states", f"{width} wide, the limit is {limit}", "use triton")
+        reject(_LABEL, "hidden_states", f"its rows have {width} elements, the limit is {limit}", "use triton")
     if gate.shape != hidden_states.shape:
         found = f"its shape is {tuple(gate.shape)}, not {tuple(hidden_states.shape)}"
         reject(_LABEL, "gate", found, "give it the shape of hidden_states")
     if not hidden_states.numel():
-        # fla divides the rows among blocks, of which there are none.
+        # fla fails for zero rows.
         return hidden_states + 0.0 * (gate.to(hidden_states.dtype) + weight.to(hidden_states.dtype))
     return rms_norm_gated(hidden_states, gate, weight, None, activation="swish", eps=eps)

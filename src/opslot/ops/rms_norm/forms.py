@@ -1,4 +1,4 @@
-"""Upstream code that rms_norm replaces. Read without importing the op: no torch here."""
+"""Transformers code that rms_norm replaces. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, MethodForms, ModuleView, Reviewed, Skip
 
-# `_norm` of the classes that normalize in a method of their own: x / rms(x).
+# `_norm` of classes with a separate method: x / rms(x).
 _NORMALIZED = "afb4c281cbb3"
 _EPSILON, _EPS = "{0}, self.weight, self.variance_epsilon{rest}", "{0}, self.weight, self.eps{rest}"
 
@@ -64,7 +64,7 @@ NORMS = MethodForms(
     reason="computes another norm than the reviewed forms",
 )
 
-# What a decoder layer does between attention and its MLP.
+# The code of a decoder layer between attention and MLP.
 _RESIDUAL = """\
 hidden_states = residual + hidden_states
 residual = hidden_states

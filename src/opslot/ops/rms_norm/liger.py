@@ -1,4 +1,4 @@
-"""Liger-Kernel's RMSNorm, with its in-place backward off: it would overwrite a gradient that others may still read."""
+"""Liger-Kernel's RMSNorm, without its in-place backward, which would overwrite a gradient that may still be needed."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def cast_last(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`op.cast_last`: Liger's mode of that rounding, without the offset that it is named for."""
+    """`op.cast_last`: Liger's "gemma" casting mode without the offset."""
     return LigerRMSNormFunction.apply(hidden_states, weight, eps, 0.0, "gemma", False)

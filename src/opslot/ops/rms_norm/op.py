@@ -24,7 +24,7 @@ def _normalize(hidden_states: Tensor, eps: float) -> Tensor:
 
 
 def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Llama's form: normalize in fp32, cast to the input's dtype, multiply by `weight`.
+    """Used by Llama: normalize in fp32, cast to the input's dtype, multiply by `weight`.
 
     Returns [..., H] in the dtype that torch promotes `weight` and `hidden_states` to.
     """
@@ -32,15 +32,15 @@ def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Gemma's and Qwen3.5's form: multiply by (1 + weight) in fp32, cast last. Returns the input's dtype."""
+    """Used by Gemma and Qwen3.5: multiply by (1 + weight) in fp32, cast last. Returns the input's dtype."""
     normalized = _normalize(hidden_states, eps)
     return (normalized * (1.0 + weight.to(normalized.dtype))).to(hidden_states.dtype)
 
 
 def cast_last(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """T5's order, which gpt-oss and OLMo 2 keep: multiply by `weight` in fp32, cast last. Returns the input's dtype.
+    """Used by T5, gpt-oss and OLMo 2: multiply by `weight` in fp32, cast after the weight. Returns the input's dtype.
 
-    The one rounding is that of the result; `standard` rounds the normalized values too, before the weight.
+    Only the result is rounded; `standard` also rounds the normalized values before the weight.
     """
     normalized = _normalize(hidden_states, eps)
     return (weight.to(normalized.dtype) * normalized).to(hidden_states.dtype)
@@ -49,12 +49,12 @@ def cast_last(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
 def gated(hidden_states: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
     """The gated delta rule's output norm: standard, then times silu(gate) in fp32. Returns the input's dtype."""
     normalized = standard(hidden_states, weight, eps)
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    return (normalized * nn.functional.silu(gate.to(wide))).to(hidden_states.dtype)
+    dtype = torch.promote_types(gate.dtype, torch.float32)
+    return (normalized * nn.functional.silu(gate.to(dtype))).to(hidden_states.dtype)
 
 
 def unweighted(hidden_states: Tensor, eps: float) -> Tensor:
-    """No weight at all. Returns the input's dtype."""
+    """Without weight. Returns the input's dtype."""
     return _normalize(hidden_states, eps).to(hidden_states.dtype)
 
 
@@ -68,13 +68,13 @@ def residual(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float
 
 
 def residual_cast_last(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`residual` with `cast_last` in the place of `standard`; both results in the dtype of the sum."""
+    """`residual` with `cast_last` instead of `standard`; both results have the dtype of the sum."""
     total = residual + hidden_states
     return cast_last(total, weight, eps), total
 
 
 def _tree_sum(x: Tensor) -> Tensor:
-    """Sum over the last dimension by adding halves, [..., H] -> [..., 1]: elementwise, so in one order everywhere."""
+    """Sum over the last dim by adding halves, [..., H] -> [..., 1]: elementwise, so the order is fixed."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         middle = x[..., half:-half] if x.shape[-1] % 2 else None
@@ -85,17 +85,17 @@ def _tree_sum(x: Tensor) -> Tensor:
 
 
 def _spread(x: Tensor, width: int) -> Tensor:
-    """[..., 1] -> [..., width] by doubling, whose gradient is a sum in one order everywhere, unlike broadcasting's."""
+    """[..., 1] -> [..., width] by doubling: unlike broadcasting's, its gradient sums in a fixed order."""
     while x.shape[-1] < width:
         x = torch.cat((x, x), dim=-1)
     return x[..., :width]
 
 
 def batch_invariant(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`standard`, where a row's bits, and its gradient's, depend on neither the other rows nor its place among them.
+    """Batch-invariant `standard`: a row's result and gradient are bitwise independent of the other rows and its index.
 
-    Needed where numbers must not change with the batch, such as log-probabilities of one policy in training and in
-    sampling. The weight's gradient sums over all rows and is deterministic, no more.
+    For results that must not depend on the batch, such as log-probabilities of a policy in training and in sampling.
+    The weight's gradient, a sum over all rows, is only deterministic.
     """
     x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
     rstd = torch.rsqrt(_tree_sum(x * x) / x.shape[-1] + eps)
@@ -103,13 +103,13 @@ def batch_invariant(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor
 
 
 def _silu_gate(module: Any) -> str | None:
-    """Upstream's gated norms name their gate's activation; a class without the attribute is SiLU by definition."""
+    """Gated norms of Transformers have an attribute for the activation; classes without it use SiLU."""
     activation = getattr(module, "activation", "silu")
     return None if activation in ("silu", "swish") else f"the gate's activation is {activation!r}, not silu"
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
-    # A residual sum's slot is the decoder layer's.
+    # The slot of a residual sum is on the decoder layer.
     norm = getattr(request.module, "post_attention_layernorm", request.module)
     weight = getattr(norm, "weight", None)
     if weight is None:
@@ -203,7 +203,7 @@ _VARIANTS = (
         _cost,
         static_shape=_static_shape,
         benchmark_case=make_benchmark_case("weight"),
-        description="standard, a row's bits free of its batch",
+        description="standard, batch-invariant",
     ),
     OpVariant(
         "unweighted",

@@ -1,4 +1,4 @@
-"""quack-kernels' RMSNorm on CuTe (SM90 and newer), with its own backward."""
+"""quack-kernels' RMSNorm on CuTe (SM90 and newer), with a custom backward."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _LABEL = "rms_norm_implementation='quack'"
 
 
 def _check(x: Tensor, weight: Tensor | None) -> None:
-    """Refuse what quack would stop at with an assertion, or not compile."""
+    """Raise KernelError for inputs on which quack would fail with an assertion or a compile error."""
     for name, tensor in (("hidden_states", x), ("weight", weight)):
         if tensor is not None and tensor.dtype not in FLOATS:
             reject(_LABEL, name, unsupported_dtype(tensor.dtype), "use eager")
     if x.shape[-1] % 8:
-        found = f"its rows are {x.shape[-1]} wide, not a multiple of 8"
+        found = f"its rows have {x.shape[-1]} elements, not a multiple of 8"
         reject(_LABEL, "hidden_states", found, "use triton or eager")
     if weight is not None and weight.shape != x.shape[-1:]:
         reject(_LABEL, "weight", f"its shape is {tuple(weight.shape)}, not ({x.shape[-1]},)", "use eager")

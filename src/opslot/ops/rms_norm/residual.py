@@ -1,4 +1,4 @@
-"""When a fused residual sum and norm may run in place of the two."""
+"""Whether a fused residual sum and norm can replace the two."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from opslot.slots.protocol import bound_kernel
 
 
 def can_serve(kernel: BoundKernel, norm: Any) -> bool:
-    """Whether a fused residual sum and norm may run in place of the sum and a call of `norm`.
+    """Whether a fused residual sum and norm can replace the sum and a call of `norm`.
 
-    It may when `norm` is bound to the same kernel, or `auto` selected both, and the call of `norm` would run nothing
-    but its forward.
+    True if `norm` is bound to the same kernel, or `auto` selected both, and a call of `norm` only runs its forward.
     """
     bound = bound_kernel(norm, kernel.op_name)
     if bound is None or (bound.name != kernel.name and (bound.explicit or kernel.explicit)):

@@ -1,8 +1,8 @@
 """RMSNorm in Triton: one pass over the rows forward, one persistent pass backward.
 
-Backward recomputes the row's statistics from the `x` it must load anyway, so forward saves nothing but its inputs.
+Backward recomputes the row's statistics from `x`, which it loads anyway, so forward saves only its inputs.
 The weight's gradient is summed per program in registers, then over programs by a second kernel in a fixed order: no
-atomics, the same bits every run. A row's numbers depend on neither its place nor the number of rows (`_rows`).
+atomics, bitwise deterministic. Results for a row do not depend on its index or on the number of rows (see `_rows`).
 
 Times on an H200 are in benchmarks/results/bench_h200.json.
 """
@@ -54,7 +54,7 @@ def _forward_kernel(
     stored = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         added = tl.load(residual_ptr + row * residual_stride + column, mask=mask, other=0.0).to(tl.float32)
-        # Upstream's sum is a tensor of the model's dtype, and the norm is that of the rounded sum.
+        # Transformers rounds the sum to the model's dtype, and normalizes the rounded sum.
         stored = (stored.to(tl.float32) + added).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * WIDTH + column, stored, mask=mask)
     x = stored.to(tl.float32)
@@ -64,7 +64,7 @@ def _forward_kernel(
         if OFFSET:
             weight += 1.0
         if not CAST_LAST and out_ptr.dtype.element_ty == stored.dtype:
-            # Upstream rounds here: so do we, to stay near its bits, where the result is as narrow.
+            # Round here as Transformers does, if the output has the same dtype.
             normalized = normalized.to(stored.dtype).to(tl.float32)
         normalized *= weight
     if HAS_GATE:
@@ -115,7 +115,7 @@ def _backward_kernel(
         x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
         dnormalized = tl.load(dout_ptr + row * dout_stride + column, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / WIDTH + eps)
-        # Without an eps a row past the end, all zeros, would make the weight's gradient NaN.
+        # With eps=0, rows past the end, which are zeros, would make the weight's gradient NaN.
         rstd = tl.where(row < rows, rstd, 0.0)
         normalized = x * rstd
         if HAS_GATE:
@@ -172,7 +172,7 @@ class RowTiling:
 
 @functools.cache
 def forward_plan(width: int) -> RowTiling:
-    """Forward: tiles of 2048 elements, more for wider rows, at 32 elements a thread."""
+    """Forward: tiles of 2048 elements, more for longer rows, at 32 elements a thread."""
     columns = triton.next_power_of_2(width)
     rows = max(1, 2048 // columns)
     return RowTiling(rows, columns, warps=min(32, max(2 if rows == 1 else 4, rows * columns // 1024)))
@@ -184,7 +184,7 @@ def backward_plan(width: int, element_bytes: int) -> RowTiling:
 
     Args:
         element_bytes: summed over the tensors that a tile is loaded from. Tiles in flight stay within 64 KiB of shared
-            memory, which two programs find on every supported GPU.
+            memory, so that two CTAs fit on every supported GPU.
     """
     columns = triton.next_power_of_2(width)
     rows = max(1, 4096 // columns)
@@ -199,15 +199,15 @@ def _out_dtype(x: Tensor, weight: Tensor | None, gate: Tensor | None, cast_last:
 
 
 def _dense(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uninitialized rows without gaps."""
+    """Uninitialized contiguous rows."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int]:
-    """`as_rows`, copied where the alignment of pointer and stride does not follow from the width alone.
+    """`as_rows`, copied unless pointer and stride are aligned as those of contiguous rows.
 
-    Triton lays out a tile, and so orders the sum over a row, by that alignment: without the copy a row on its own
-    could differ in its last bit from the same row in a batch.
+    The alignment determines Triton's tile layout, and so the order of the sum over a row. Without the copy, a single
+    row could differ in the last bit from the same row in a batch.
     """
     rows, stride = as_rows(x)
     width = rows.shape[-1]
@@ -353,7 +353,7 @@ def _residual_forward(
 def _allocate_residual_gradients(
     dout: Tensor, dsum: Tensor | None, total: Tensor, weight: Tensor, eps: float, need_sum: bool, need_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of the sum, whose terms share it, and of the weight."""
+    """The gradients of the sum, which both terms share, and of the weight."""
     return (
         _dense(total, total.dtype) if need_sum else None,
         torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else None,
@@ -386,7 +386,7 @@ _residual_backward_op = custom_op(
 
 
 class _ResidualRMSNorm(torch.autograd.Function):
-    """No `differentiable_op`: the sum, which is an output, is what backward needs, and both of its terms share dx."""
+    """Not a `differentiable_op`: backward needs the sum, an output, and both terms share dx."""
 
     @staticmethod
     def forward(
@@ -432,7 +432,7 @@ def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None = None, residua
             reject(label, name, unsupported_dtype(tensor.dtype), "use eager")
         if tensor is not None and tensor.shape != shape:
             reject(label, name, f"its shape is {tuple(tensor.shape)}, not {tuple(shape)}", "use eager")
-    reject(label, "hidden_states", f"its rows are {width[0]} wide, the limit is {MAX_WIDTH}", "use eager")
+    reject(label, "hidden_states", f"its rows have {width[0]} elements, the limit is {MAX_WIDTH}", "use eager")
 
 
 def _rms_norm(
@@ -449,7 +449,7 @@ def _rms_norm(
 
 
 def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`op.standard` for float32, bfloat16 and float16, mixed at will, rows up to 65536 wide."""
+    """`op.standard` for float32, bfloat16 and float16, also mixed, and rows of up to 65536 elements."""
     return _rms_norm(hidden_states, weight, eps)
 
 

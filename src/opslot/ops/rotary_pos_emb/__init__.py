@@ -12,9 +12,9 @@ for _variant in OP.variants:
 for _variant in ("full", "full_cast_last", "single", "half_angles", "partial"):
     KERNEL_REGISTRY.register(
         torch_kernel(
-            OP.name, _variant, priority={"cpu": fp32_priority(60)}, description="plain torch with its own backward"
+            OP.name, _variant, priority={"cpu": fp32_priority(60)}, description="plain torch with a custom backward"
         )
     )
-# Its copies, which keep the caller's q and k, leave it faster than eager and slower than triton.
+# With copies that keep the caller's q and k it is faster than eager and slower than triton.
 KERNEL_REGISTRY.register(liger_kernel(OP.name, "full", priority={H200: 40}, description="Liger-Kernel, on copies"))
 KERNEL_REGISTRY.register(npu_kernel(OP.name, "full", priority={"npu": 60}, description="torch_npu.npu_rotary_mul"))

@@ -13,7 +13,7 @@ from opslot.slots import InputCase
 from opslot.slots.random_inputs import randn
 
 
-def _angles(
+def _cos_sin(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of random angles [..., R/2], repeated to [..., R] as Transformers' rotary embeddings do."""
@@ -40,16 +40,16 @@ def _case(
     unsqueeze_dim: int | None = None,
     cos_dtype: torch.dtype | None = None,
     sections: tuple[int, ...] | None = None,
-    angles: str = "twice",
+    cos_layout: str = "twice",
     role: str = "check",
 ) -> InputCase:
     """One case of sizes (B, S, heads, kv_heads, D).
 
     Args:
-        memory: "tokens" for transposed views of [B, S, heads, D], what projections give; "heads" for contiguous
+        memory: "tokens" for transposed views of [B, S, heads, D], as projections return; "heads" for contiguous
             [B, heads, S, D]; "fused" for slices of one [B, S, heads + kv_heads, D + 16].
-        angles: "twice" for [.., R], whose halves are alike; "once" for [.., R/2]; "first half" and "every second" for
-            such views of angles that come twice, in halves or in pairs.
+        cos_layout: of cos and sin. "twice" is [.., R] with equal halves, "once" is [.., R/2], "first half" and
+            "every second" are [.., R/2] views of tensors that have each element twice, in NeoX or GPT-J layout.
     """
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
@@ -64,8 +64,8 @@ def _case(
             q = randn((batch, tokens, heads, width), dtype, device, generator).transpose(1, 2)
             k = randn((batch, tokens, kv_heads, width), dtype, device, generator).transpose(1, 2)
         lead = (cos_batch or batch, tokens) if sections is None else (3, batch, tokens)
-        cos, sin = _angles((*lead, rotary or width), cos_dtype or dtype, device, generator)
-        cos, sin = _VIEWS[angles](cos), _VIEWS[angles](sin)
+        cos, sin = _cos_sin((*lead, rotary or width), cos_dtype or dtype, device, generator)
+        cos, sin = _VIEWS[cos_layout](cos), _VIEWS[cos_layout](sin)
         arguments: dict[str, Any] = {"q": q, "k": k, "cos": cos, "sin": sin}
         if unsqueeze_dim == 2:
             arguments |= {"q": q.transpose(1, 2), "k": k.transpose(1, 2), "unsqueeze_dim": 2}
@@ -77,22 +77,22 @@ def _case(
     return InputCase(name, make, role, {"heads": heads, "kv_heads": kv_heads, "head_dim": width})
 
 
-def make_benchmark_case(ratio: int, angles: str) -> Callable[[Mapping[str, int], int], InputCase]:
+def make_benchmark_case(ratio: int, cos_layout: str) -> Callable[[Mapping[str, int], int], InputCase]:
     def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
         heads, kv_heads, width = shape["heads"], shape["kv_heads"], shape["head_dim"]
         batch = 2 if tokens % 2 == 0 else 1
         name = f"{tokens} tokens, {heads} and {kv_heads} heads of {width}"
         sizes = (batch, tokens // batch, heads, kv_heads, width)
-        return _case(name, sizes, rotary=width // ratio, cos_batch=1, angles=angles, role="bench")
+        return _case(name, sizes, rotary=width // ratio, cos_batch=1, cos_layout=cos_layout, role="bench")
 
     return benchmark_case
 
 
-def cases(ratio: int = 1, angles: str = "twice") -> list[InputCase]:
-    """The cases of the variants that take [B, heads, S, D]; the rotary width is D / `ratio`."""
+def cases(ratio: int = 1, cos_layout: str = "twice") -> list[InputCase]:
+    """The cases of the variants that take [B, heads, S, D]; the rotary size is D / `ratio`."""
 
     def case(name: str, sizes: tuple[int, int, int, int, int], **options: Any) -> InputCase:
-        return _case(name, sizes, rotary=sizes[-1] // ratio, angles=angles, **options)
+        return _case(name, sizes, rotary=sizes[-1] // ratio, cos_layout=cos_layout, **options)
 
     return [
         case("grouped heads", (2, 9, 8, 2, 64)),
@@ -110,14 +110,14 @@ def cases(ratio: int = 1, angles: str = "twice") -> list[InputCase]:
 
 def paired_cases() -> list[InputCase]:
     return [
-        *cases(ratio=2, angles="first half"),
-        replace(cases(angles="once")[0], name="every channel"),
-        _case("every second angle", (2, 5, 4, 2, 48), angles="every second"),
+        *cases(ratio=2, cos_layout="first half"),
+        replace(cases(cos_layout="once")[0], name="every channel"),
+        _case("every second angle", (2, 5, 4, 2, 48), cos_layout="every second"),
     ]
 
 
 def as_single(case: InputCase) -> InputCase:
-    """A case of q and k as one of q alone."""
+    """The case with `x` instead of q and k."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         made = case.make(dtype, device, generator)

@@ -1,6 +1,6 @@
-"""Upstream code that rotary_pos_emb replaces: the calls of a rotary function. No torch here.
+"""Transformers code that rotary_pos_emb replaces: the calls of a rotary function. No torch here.
 
-`rotate_half`, or what stands in its place, decides what a rotary function means, so both are matched.
+A rotary function depends on its `rotate_half` or equivalent, so both are matched.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Liger-Kernel's rotary embedding, on copies: it writes its results over its arguments, forward and backward."""
+"""Liger-Kernel's rotary embedding, on copies: Liger overwrites its arguments, in forward and backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LABEL = "rotary_pos_emb_implementation='liger_kernel'"
 
 
 def _copy(x: Tensor) -> Tensor:
-    """A copy of [B, heads, S, D] in the memory order that Liger computes in, [B, S, heads, D]."""
+    """A copy of [B, heads, S, D] with the memory order that Liger uses, [B, S, heads, D]."""
     return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 

@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`op.full` through `torch_npu.npu_rotary_mul`, whose default mode pairs halves."""
+    """`op.full` through `torch_npu.npu_rotary_mul`, whose default mode is NeoX layout."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return torch_npu.npu_rotary_mul(q, cos, sin), torch_npu.npu_rotary_mul(k, cos, sin)

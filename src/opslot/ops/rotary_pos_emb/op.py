@@ -1,11 +1,11 @@
 """Rotary position embedding (Su et al. 2021, section 3.4.2): contract, references and costs.
 
-A head's rotary channels form pairs (a, b) that are rotated by the token's angles: (a cos - b sin, b cos + a sin).
-Channel i is paired with channel i + R/2 (NeoX layout, "halves"), except where the variant says otherwise.
+Rotates pairs of channels (a, b) of each head to (a cos - b sin, b cos + a sin). In NeoX layout (half) channel i is
+paired with channel i + R/2, in GPT-J layout (interleaved) 2i with 2i + 1. Variants use NeoX layout unless noted.
 
 Shapes: `q` [B, heads, S, D] and `k` [B, kv_heads, S, D] for `unsqueeze_dim` 1, [B, S, heads, D] for 2, with any
-strides; `cos` and `sin` [B or 1, S, R], R = D unless partial, constants of the graph. Returns new (q, k), in the
-dtypes that torch promotes them and `cos` to; a variant named `cast_last` computes in fp32 and returns q's and k's.
+strides; `cos` and `sin` [B or 1, S, R], R = D unless partial, without gradients. Returns new (q, k), in the
+promoted dtypes of each and `cos`; variants named `cast_last` compute in fp32 and return the dtypes of q and k.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def _wide(x: Tensor, cos: Tensor) -> torch.dtype:
+def _compute_dtype(x: Tensor, cos: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(x.dtype, cos.dtype), torch.float32)
 
 
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotates every channel, NeoX layout (halves). The form of Llama, Qwen3 and most others."""
+    """Rotates all channels, NeoX layout. Used by Llama, Qwen3 and most others."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
 def full_cast_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`full` in fp32, rounded to q's and k's dtypes at the end. The form of OLMo and ModernBERT."""
-    wide = _wide(q, cos)
-    cos, sin = cos.unsqueeze(unsqueeze_dim).to(wide), sin.unsqueeze(unsqueeze_dim).to(wide)
-    return _rotate(q.to(wide), cos, sin).to(q.dtype), _rotate(k.to(wide), cos, sin).to(k.dtype)
+    """`full` in fp32, cast to the dtypes of q and k at the end. Used by OLMo and ModernBERT."""
+    dtype = _compute_dtype(q, cos)
+    cos, sin = cos.unsqueeze(unsqueeze_dim).to(dtype), sin.unsqueeze(unsqueeze_dim).to(dtype)
+    return _rotate(q.to(dtype), cos, sin).to(q.dtype), _rotate(k.to(dtype), cos, sin).to(k.dtype)
 
 
 def single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
-    """`full` of one tensor, like `q`. Gemma-3n and Gemma-4 rotate queries alone where layers share their keys."""
+    """`full` of one tensor. Gemma-3n and Gemma-4 rotate only the queries in layers that share keys."""
     return _rotate(x, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
 
 
 def half_angles(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`full` with an angle a pair: `cos`, `sin` [B or 1, S, D/2]. The form of gpt-oss."""
+    """`full` with `cos` and `sin` [B or 1, S, D/2], not repeated for the second half. Used by gpt-oss."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
 
     def one(x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def half_angles(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: i
 
 
 def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """The first R = `cos.shape[-1]` channels are rotated (NeoX), the others pass. Used by Qwen3.5 and GLM-4-MoE."""
+    """The first R = `cos.shape[-1]` channels are rotated, the others are copied. Used by Qwen3.5 and GLM-4-MoE."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     width = cos.shape[-1]
 
@@ -79,10 +79,10 @@ def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
 
 
 def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Channels 2i and 2i + 1 are pair i on the way in; halves on the way out. DeepSeek-V3's `rope_interleave`.
+    """GPT-J layout in, NeoX layout out. DeepSeek-V3's `rope_interleave`.
 
-    Queries and keys are permuted alike, so their products are those of the pairs left in place. Pair i turns by angle
-    i of the first halves of `cos` and `sin`, whose second halves repeat them.
+    Queries and keys are permuted in the same way, which does not change attention scores. Only the first half of `cos`
+    and `sin` is used; the second half repeats it.
     """
     half = cos.shape[-1] // 2
     cos, sin = cos[..., :half].unsqueeze(unsqueeze_dim), sin[..., :half].unsqueeze(unsqueeze_dim)
@@ -102,34 +102,36 @@ def _rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def paired(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Channels 2i and 2i + 1 are pair i, and stay in their places; an angle a pair: `cos`, `sin` [B or 1, S, R/2].
+    """GPT-J layout, with `cos` and `sin` [B or 1, S, R/2], one element per pair.
 
-    The first R channels are rotated, the others pass. Used by GLM-4 and Helium, whose angles come twice: this takes
-    one half of them.
+    The first R channels are rotated, the others are copied. Used by GLM-4 and Helium, with half of their `cos` and
+    `sin`, which have each element twice.
     """
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return _rotate_interleaved(q, cos, sin), _rotate_interleaved(k, cos, sin)
 
 
 def paired_cast_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`paired` in fp32, rounded to q's and k's dtypes at the end. The form of Cohere and ERNIE 4.5."""
-    wide = _wide(q, cos)
-    cos, sin = cos.unsqueeze(unsqueeze_dim).to(wide), sin.unsqueeze(unsqueeze_dim).to(wide)
-    return _rotate_interleaved(q.to(wide), cos, sin).to(q.dtype), _rotate_interleaved(k.to(wide), cos, sin).to(k.dtype)
+    """`paired` in fp32, cast to the dtypes of q and k at the end. Used by Cohere and ERNIE 4.5."""
+    dtype = _compute_dtype(q, cos)
+    cos, sin = cos.unsqueeze(unsqueeze_dim).to(dtype), sin.unsqueeze(unsqueeze_dim).to(dtype)
+    return _rotate_interleaved(q.to(dtype), cos, sin).to(q.dtype), _rotate_interleaved(k.to(dtype), cos, sin).to(
+        k.dtype
+    )
 
 
 def vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Vision towers' form: `q`, `k` [S, heads, D], `cos`, `sin` [S, D]; fp32 inside, q's and k's dtype outside."""
-    wide = _wide(q, cos)
-    cos, sin = cos.unsqueeze(-2).to(wide), sin.unsqueeze(-2).to(wide)
-    return _rotate(q.to(wide), cos, sin).to(q.dtype), _rotate(k.to(wide), cos, sin).to(k.dtype)
+    """For vision towers: `q`, `k` [S, heads, D], `cos`, `sin` [S, D]; fp32, cast to the dtypes of q and k."""
+    dtype = _compute_dtype(q, cos)
+    cos, sin = cos.unsqueeze(-2).to(dtype), sin.unsqueeze(-2).to(dtype)
+    return _rotate(q.to(dtype), cos, sin).to(q.dtype), _rotate(k.to(dtype), cos, sin).to(k.dtype)
 
 
 def merge_sections(x: Tensor, mrope_section: Sequence[int]) -> Tensor:
-    """[3, B, S, D] angles of time, height and width -> [B, S, D], section i of channels from axis i mod 3.
+    """[3, B, S, D] cos or sin of time, height and width -> [B, S, D]; section i of the channels is from axis i mod 3.
 
     Args:
-        mrope_section: widths of the sections of one half; both halves use the same.
+        mrope_section: sizes of the sections of one half; the same for both halves.
     """
     widths = [*mrope_section, *mrope_section]
     return torch.cat([part[i % 3] for i, part in enumerate(x.split(widths, dim=-1))], dim=-1)
@@ -138,7 +140,7 @@ def merge_sections(x: Tensor, mrope_section: Sequence[int]) -> Tensor:
 def multimodal(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Qwen2-VL's form: `cos`, `sin` [3, B, S, D] merge by sections (`merge_sections`), then as `full`."""
+    """Used by Qwen2-VL: `cos` and `sin` [3, B, S, D] are merged by `merge_sections`; then as `full`."""
     return full(q, k, merge_sections(cos, mrope_section), merge_sections(sin, mrope_section), unsqueeze_dim)
 
 
@@ -157,13 +159,13 @@ def _variant(
     description: str,
     config_field: str | None = None,
     ratio: int | None = 1,
-    angles: str = "twice",
+    cos_layout: str = "twice",
 ) -> OpVariant:
     """A variant of q and k.
 
     Args:
-        ratio: a head's width over its rotary width where a language model's config gives the sizes of a call site.
-        angles: of those sizes' cases, as in `cases.py`.
+        ratio: head size / rotary size, if the sizes are known from a language model's config; else None.
+        cos_layout: of the benchmark cases, see `cases.py`.
     """
     return OpVariant(
         reference.__name__,
@@ -173,7 +175,7 @@ def _variant(
         _cost,
         config_field=config_field,
         static_shape=None if ratio is None else head_sizes,
-        benchmark_case=None if ratio is None else make_benchmark_case(ratio, angles),
+        benchmark_case=None if ratio is None else make_benchmark_case(ratio, cos_layout),
         description=description,
     )
 
@@ -181,28 +183,28 @@ def _variant(
 def _single_variant() -> OpVariant:
     benchmark_case = make_benchmark_case(1, "twice")
     return replace(
-        _variant(single, [as_single(case) for case in cases()], "every channel of one tensor, in halves"),
+        _variant(single, [as_single(case) for case in cases()], "all channels of one tensor, NeoX layout"),
         differentiable=("x",),
         benchmark_case=lambda shape, tokens: as_single(benchmark_case(shape, tokens)),
     )
 
 
 _VARIANTS = (
-    _variant(full, cases(), "every channel, in halves"),
-    _variant(full_cast_last, cases(), "full in fp32, rounded to q's dtype"),
+    _variant(full, cases(), "all channels, NeoX layout"),
+    _variant(full_cast_last, cases(), "full in fp32, cast to the dtype of q"),
     _single_variant(),
-    _variant(half_angles, cases(angles="once"), "full, with an angle a pair", angles="once"),
+    _variant(half_angles, cases(cos_layout="once"), "full, with one cos and sin per pair", cos_layout="once"),
     _variant(
         partial,
         [*cases(ratio=4), replace(cases()[0], name="every channel")],
-        "the first channels, in halves",
+        "the first channels, NeoX layout",
         ratio=4,
     ),
-    _variant(interleaved, cases(), "pairs in, halves out"),
-    _variant(paired, paired_cases(), "pairs in their places", ratio=2, angles="first half"),
-    _variant(paired_cast_last, paired_cases(), "paired in fp32, rounded to q's dtype", angles="every second"),
+    _variant(interleaved, cases(), "GPT-J layout in, NeoX layout out"),
+    _variant(paired, paired_cases(), "the first channels, GPT-J layout", ratio=2, cos_layout="first half"),
+    _variant(paired_cast_last, paired_cases(), "paired in fp32, cast to the dtype of q", cos_layout="every second"),
     _variant(vision, VISION_CASES, "[S, heads, D] in fp32", "rotary_pos_emb_vision_implementation", ratio=None),
-    _variant(multimodal, MULTIMODAL_CASES, "angles of three axes merged by sections", ratio=None),
+    _variant(multimodal, MULTIMODAL_CASES, "cos and sin of three axes merged by sections", ratio=None),
 )
 
 OP = OpSpec(

@@ -1,10 +1,10 @@
 """Rotary position embedding in Triton: queries and keys in one launch, each read once and written once.
 
-A program rotates all heads of one token, so cos and sin are loaded once; tensors are addressed by their own
-strides, so transposed views cost no copy. Backward is the same kernel turning the other way.
+A program rotates all heads of one token, so cos and sin are loaded once. Tensors may have any strides, so transposed
+views are not copied. Backward is the same kernel with the inverse rotation.
 
-Strides reach the kernel in units of UNIT elements, a constant that divides all of them: heads of 72 channels, whose
-strides Triton's own test for multiples of 16 would send to two-byte loads, still load 16 bytes at once.
+Strides are passed in units of UNIT elements, a constexpr that divides all of them. Otherwise strides that are not
+multiples of 16, as with heads of 72 channels, would cause 2-byte instead of 16-byte loads.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from opslot.ops._common.triton import KernelLauncher, cdiv
 from opslot.ops.rotary_pos_emb.op import merge_sections
 
 _LABEL = "rotary_pos_emb_implementation='triton'"
-# Elements of the tile of one half of a program's heads; more heads go to further programs of the same token.
+# Maximum elements of a tile of one half of the heads; more heads need several programs per token.
 _TILE = 4096
 
 
 @triton.jit
-def _load_pairs(row_ptr, inside, PAIRS: tl.constexpr, HALF: tl.constexpr, HALF_TILE: tl.constexpr, HEADS: tl.constexpr):
-    """First and second members [HEADS, HALF_TILE] of the pairs of heads at `row_ptr` [HEADS, 1], in fp32."""
-    if PAIRS:
+def _load_pairs(
+    row_ptr, inside, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, HALF_TILE: tl.constexpr, HEADS: tl.constexpr
+):
+    """First and second channels of each pair, [HEADS, HALF_TILE], of the heads at `row_ptr` [HEADS, 1], in fp32."""
+    if INTERLEAVED:
         channel = tl.arange(0, 2 * HALF_TILE)[None, :]
         both = tl.load(row_ptr + channel, mask=inside & (channel < 2 * HALF), other=0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(both, (HEADS, HALF_TILE, 2)))
@@ -52,13 +54,13 @@ def _store_pairs(
     first,
     second,
     inside,
-    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     dtype: tl.constexpr = row_ptr.dtype.element_ty
-    if PAIRS:
+    if INTERLEAVED:
         channel = tl.arange(0, 2 * HALF_TILE)[None, :]
         both = tl.reshape(tl.join(first, second), (HEADS, 2 * HALF_TILE))
         tl.store(row_ptr + channel, both.to(dtype), mask=inside & (channel < 2 * HALF))
@@ -70,7 +72,7 @@ def _store_pairs(
 
 
 @triton.jit
-def _turn(
+def _rotate_heads(
     x_ptr,
     out_ptr,
     x_head_stride,
@@ -82,8 +84,8 @@ def _turn(
     sin_first,
     sin_second,
     INVERSE: tl.constexpr,
-    PAIRS_IN: tl.constexpr,
-    PAIRS_OUT: tl.constexpr,
+    INTERLEAVED_IN: tl.constexpr,
+    INTERLEAVED_OUT: tl.constexpr,
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
     PASS: tl.constexpr,
@@ -91,19 +93,19 @@ def _turn(
     UNIT: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Turn heads [first_head, first_head + HEADS) of one token; channels from 2 HALF on are copied."""
+    """Rotate heads [first_head, first_head + HEADS) of one token; channels from 2 * HALF on are copied."""
     head = first_head + tl.arange(0, HEADS)[:, None].to(tl.int64)
     inside = head < heads
     source = x_ptr + head * x_head_stride * UNIT
     target = out_ptr + head * out_head_stride * UNIT
-    first, second = _load_pairs(source, inside, PAIRS_IN, HALF, HALF_TILE, HEADS)
+    first, second = _load_pairs(source, inside, INTERLEAVED_IN, HALF, HALF_TILE, HEADS)
     if INVERSE:
-        turned_first = first * cos_first + second * sin_second
-        turned_second = second * cos_second - first * sin_first
+        rotated_first = first * cos_first + second * sin_second
+        rotated_second = second * cos_second - first * sin_first
     else:
-        turned_first = first * cos_first - second * sin_first
-        turned_second = second * cos_second + first * sin_second
-    _store_pairs(target, turned_first, turned_second, inside, PAIRS_OUT, HALF, HALF_TILE, HEADS)
+        rotated_first = first * cos_first - second * sin_first
+        rotated_second = second * cos_second + first * sin_second
+    _store_pairs(target, rotated_first, rotated_second, inside, INTERLEAVED_OUT, HALF, HALF_TILE, HEADS)
     if PASS > 0:
         channel = 2 * HALF + tl.arange(0, PASS_TILE)[None, :]
         mask = inside & (channel < 2 * HALF + PASS)
@@ -147,10 +149,10 @@ def _rotary_kernel(
     q_heads,
     k_heads,
     INVERSE: tl.constexpr,
-    PAIRS_IN: tl.constexpr,
-    PAIRS_OUT: tl.constexpr,
-    ONE_ANGLE: tl.constexpr,
-    ANGLE_STEP: tl.constexpr,
+    INTERLEAVED_IN: tl.constexpr,
+    INTERLEAVED_OUT: tl.constexpr,
+    SHARED_COS: tl.constexpr,
+    COS_STRIDE: tl.constexpr,
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
     PASS: tl.constexpr,
@@ -166,14 +168,14 @@ def _rotary_kernel(
     inside = pair < HALF
     cos_ptr += (batch * cos_batch_stride + token * cos_token_stride) * UNIT
     sin_ptr += (batch * sin_batch_stride + token * sin_token_stride) * UNIT
-    cos_first = tl.load(cos_ptr + pair * ANGLE_STEP, mask=inside, other=0.0).to(tl.float32)
-    sin_first = tl.load(sin_ptr + pair * ANGLE_STEP, mask=inside, other=0.0).to(tl.float32)
-    if ONE_ANGLE:
+    cos_first = tl.load(cos_ptr + pair * COS_STRIDE, mask=inside, other=0.0).to(tl.float32)
+    sin_first = tl.load(sin_ptr + pair * COS_STRIDE, mask=inside, other=0.0).to(tl.float32)
+    if SHARED_COS:
         cos_second, sin_second = cos_first, sin_first
     else:
         cos_second = tl.load(cos_ptr + HALF + pair, mask=inside, other=0.0).to(tl.float32)
         sin_second = tl.load(sin_ptr + HALF + pair, mask=inside, other=0.0).to(tl.float32)
-    _turn(
+    _rotate_heads(
         q_ptr + (batch * q_batch_stride + token * q_token_stride) * UNIT,
         q_out_ptr + (batch * q_out_batch_stride + token * q_out_token_stride) * UNIT,
         q_head_stride,
@@ -185,8 +187,8 @@ def _rotary_kernel(
         sin_first,
         sin_second,
         INVERSE,
-        PAIRS_IN,
-        PAIRS_OUT,
+        INTERLEAVED_IN,
+        INTERLEAVED_OUT,
         HALF,
         HALF_TILE,
         PASS,
@@ -195,7 +197,7 @@ def _rotary_kernel(
         Q_HEADS,
     )
     if K_HEADS > 0:
-        _turn(
+        _rotate_heads(
             k_ptr + (batch * k_batch_stride + token * k_token_stride) * UNIT,
             k_out_ptr + (batch * k_out_batch_stride + token * k_out_token_stride) * UNIT,
             k_head_stride,
@@ -207,8 +209,8 @@ def _rotary_kernel(
             sin_first,
             sin_second,
             INVERSE,
-            PAIRS_IN,
-            PAIRS_OUT,
+            INTERLEAVED_IN,
+            INTERLEAVED_OUT,
             HALF,
             HALF_TILE,
             PASS,
@@ -223,7 +225,7 @@ _launch = KernelLauncher(_rotary_kernel)
 
 @dataclass(frozen=True)
 class HeadTiling:
-    """How a launch covers heads and channels: programs a token, tile sizes, channels that pass, warps."""
+    """Programs per token, tile sizes, number of channels that are copied, and warps."""
 
     groups: int
     q_tile: int
@@ -243,8 +245,8 @@ def _plan(q_heads: int, k_heads: int, rotary: int, width: int) -> HeadTiling:
     q_tile = triton.next_power_of_2(cdiv(q_heads, groups))
     k_tile = triton.next_power_of_2(cdiv(k_heads, groups)) if k_heads else 0
     lanes = q_tile * half_tile
-    # Idle lanes leave fewer bytes on their way: 16384 patches with 16 heads of 72 take 0.098 ms on an H200 with one
-    # warp and 0.090 with two; 32 heads of 80 take 3% more with two than with one, and 20% more with four.
+    # Idle lanes reduce the bytes in flight: 16384 patches with 16 heads of 72 take 0.098 ms on an H200 with one warp,
+    # 0.090 ms with two; 32 heads of 80 take 3% longer with two than with one, and 20% longer with four.
     warps = min(8, max(1, lanes // 1024)) if half == half_tile else min(2, max(1, lanes // 512))
     return HeadTiling(groups, q_tile, k_tile, half, half_tile, spare, triton.next_power_of_2(max(spare, 1)), warps)
 
@@ -259,16 +261,16 @@ def _arguments(
     cos_strides: tuple[int, ...],
     sin_strides: tuple[int, ...],
     rotary: int,
-    pairs: tuple[bool, bool],
+    interleaved: tuple[bool, bool],
     inverse: bool,
 ) -> tuple[tuple[int, int, int], tuple[int, ...], tuple[Any, ...], int]:
     """Grid, scalars, constants and warps of a launch.
 
     Args:
-        shape: q's, [B, heads, S, D].
+        shape: of q, [B, heads, S, D].
         rotary: channels of a head that are rotated.
-        pairs: whether neighbouring channels are the pairs, of the tensors read and of those written.
-        q_strides, k_strides: of the tensor read and of the one written; `k_heads` is 0 where there is no k.
+        interleaved: whether input and output have GPT-J layout; else NeoX.
+        q_strides, k_strides: of input and output; `k_heads` is 0 without k.
     """
     batch, q_heads, tokens, width = shape
     plan = _plan(q_heads, k_heads, rotary, width)
@@ -280,8 +282,8 @@ def _arguments(
     unit = math.gcd(16, *strides)
     constants = (
         inverse,
-        *pairs,
-        any(pairs) or cos_shape[-1] != rotary,
+        *interleaved,
+        any(interleaved) or cos_shape[-1] != rotary,
         cos_strides[-1],
         plan.half,
         plan.half_tile,
@@ -299,7 +301,7 @@ _NO_STRIDES: tuple[tuple[int, ...], ...] = ((0, 0, 0, 0), (0, 0, 0, 0))
 
 
 def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Like `x` in its order of dimensions, without gaps; contiguous where that would not keep channels adjacent."""
+    """Dense, with the dimension order of `x`; contiguous if that would not keep channels adjacent."""
     out = torch.empty_like(x, dtype=dtype)
     return out if out.stride(-1) == 1 else torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
@@ -318,19 +320,19 @@ def _rotate(
     sin: Tensor,
     dtype: torch.dtype,
     rotary: int,
-    pairs_in: bool,
-    pairs_out: bool,
+    interleaved_in: bool,
+    interleaved_out: bool,
     inverse: bool,
 ) -> None:
     """Rotate the first `rotary` channels of one or two tensors [B, heads, S, D]; results in `dtype`.
 
-    `cos` and `sin` are [B or 1, S, rotary], or half as wide with one element a pair of channels.
+    `cos` and `sin` are [B or 1, S, rotary], or [B or 1, S, rotary / 2] with one element per pair.
     """
     q_out, k_out = outputs
     if q.numel() == 0:
         return
     q, k = _adjacent(q), None if k is None else _adjacent(k)
-    pairs = (pairs_out, pairs_in) if inverse else (pairs_in, pairs_out)
+    interleaved = (interleaved_out, interleaved_in) if inverse else (interleaved_in, interleaved_out)
     if not cos.stride(-1) == sin.stride(-1) in (1, 2):
         cos, sin = cos.contiguous(), sin.contiguous()
     k_heads, k_strides = 0, _NO_STRIDES
@@ -345,15 +347,15 @@ def _rotate(
         cos.stride(),
         sin.stride(),
         rotary,
-        pairs,
+        interleaved,
         inverse,
     )
     _launch(grid, (q, k, cos, sin, q_out, k_out), (), scalars, constants, warps)
 
 
 _rotary = custom_op(
-    "rotary_pos_emb(Tensor q, Tensor? k, Tensor cos, Tensor sin, ScalarType dtype, int rotary, bool pairs_in,"
-    " bool pairs_out, bool inverse) -> (Tensor, Tensor)",
+    "rotary_pos_emb(Tensor q, Tensor? k, Tensor cos, Tensor sin, ScalarType dtype, int rotary, bool interleaved_in,"
+    " bool interleaved_out, bool inverse) -> (Tensor, Tensor)",
     launched(_allocate, _rotate),
     _allocate,
 )
@@ -364,7 +366,7 @@ def _adjacent(x: Tensor) -> Tensor:
 
 
 class _Rotary(torch.autograd.Function):
-    """No `differentiable_op`: backward is the same op with the inverse rotation, and needs neither q nor k."""
+    """Not a `differentiable_op`: backward is the same op with the inverse rotation and does not need q and k."""
 
     @staticmethod
     def forward(
@@ -374,13 +376,13 @@ class _Rotary(torch.autograd.Function):
         cos: Tensor,
         sin: Tensor,
         rotary: int,
-        pairs_in: bool,
-        pairs_out: bool,
+        interleaved_in: bool,
+        interleaved_out: bool,
         keep_dtype: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)
-        ctx.form, ctx.dtype = (rotary, pairs_in, pairs_out), q.dtype
+        ctx.form, ctx.dtype = (rotary, interleaved_in, interleaved_out), q.dtype
         dtype = q.dtype if keep_dtype or q.dtype == cos.dtype else torch.promote_types(q.dtype, cos.dtype)
         return _rotary(q, k, cos, sin, dtype, *ctx.form, False)
 
@@ -398,7 +400,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Everything that would otherwise be a wrong number; `q` and `k` are [B, heads, S, D] here."""
+    """Raise for arguments that would give wrong results; `q` and `k` are [B, heads, S, D] here."""
     if q.ndim == k.ndim == 4 and q.dtype == k.dtype and cos.shape == sin.shape and cos.ndim == 3:
         batch, _, tokens, width = q.shape
         k_batch, _, k_tokens, k_width = k.shape
@@ -442,18 +444,18 @@ def _apply(
     sin: Tensor,
     unsqueeze_dim: int,
     *,
-    pairs: tuple[bool, bool] = (False, False),
+    interleaved: tuple[bool, bool] = (False, False),
     half_angles: bool = False,
     partial: bool = False,
     keep_dtype: bool = False,
 ) -> tuple[Tensor, Any]:
-    """Turn `q`, and `k` unless it is None.
+    """Rotate `q`, and `k` unless it is None.
 
     Args:
-        pairs: whether the layout is GPT-J (interleaved), else NeoX (halves), of the input and of the output.
-        half_angles: `cos` and `sin` have an angle a pair.
-        partial: they may be for fewer channels than a head has.
-        keep_dtype: the results are in `q`'s dtype, whatever that of `cos`.
+        interleaved: whether input and output have GPT-J layout (interleaved); else NeoX (half).
+        half_angles: `cos` and `sin` have one element per pair.
+        partial: `cos` and `sin` may have fewer channels than a head.
+        keep_dtype: return the dtype of `q` whatever the dtype of `cos`.
     """
     if unsqueeze_dim not in (1, 2):
         reject(_LABEL, "unsqueeze_dim", f"it is {unsqueeze_dim}, not 1 or 2", "use eager")
@@ -465,11 +467,11 @@ def _apply(
     if rotary % 2 or rotary > width or (rotary != width and not partial):
         found = f"it has {cos.shape[-1]} channels for heads of {width}"
         reject(_LABEL, "cos", found, "use eager, or the partial variant")
-    q, k = _Rotary.apply(q, k, cos, sin, rotary, *pairs, keep_dtype)
+    q, k = _Rotary.apply(q, k, cos, sin, rotary, *interleaved, keep_dtype)
     return (q.transpose(1, 2), None if k is None else k.transpose(1, 2)) if swap else (q, k)
 
 
-_PAIRS = (True, True)
+_GPTJ = (True, True)
 
 
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -499,32 +501,32 @@ def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
 
 def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`op.interleaved`, within the limits of `full`."""
-    return _apply(q, k, cos, sin, unsqueeze_dim, pairs=(True, False))
+    return _apply(q, k, cos, sin, unsqueeze_dim, interleaved=(True, False))
 
 
 def paired(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`op.paired`, within the limits of `full`."""
-    return _apply(q, k, cos, sin, unsqueeze_dim, pairs=_PAIRS, half_angles=True, partial=True)
+    return _apply(q, k, cos, sin, unsqueeze_dim, interleaved=_GPTJ, half_angles=True, partial=True)
 
 
 def paired_cast_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`op.paired_cast_last`, within the limits of `full`."""
-    return _apply(q, k, cos, sin, unsqueeze_dim, pairs=_PAIRS, half_angles=True, partial=True, keep_dtype=True)
+    return _apply(q, k, cos, sin, unsqueeze_dim, interleaved=_GPTJ, half_angles=True, partial=True, keep_dtype=True)
 
 
 def multimodal(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """`op.multimodal`: the angles, small beside q and k, are merged by torch; then as `full`."""
+    """`op.multimodal`: `cos` and `sin` are merged by torch; then as `full`."""
     return full(q, k, merge_sections(cos, mrope_section), merge_sections(sin, mrope_section), unsqueeze_dim)
 
 
 def vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """`op.vision` for float32, bfloat16 and float16, computed in fp32."""
     batched = [x.transpose(0, 1).unsqueeze(0) for x in (q, k)]
-    angles = [x.unsqueeze(0) for x in (cos, sin)]
-    _check(*batched, *angles)
+    cos_sin = [x.unsqueeze(0) for x in (cos, sin)]
+    _check(*batched, *cos_sin)
     if cos.shape[-1] != q.shape[-1]:
         reject(_LABEL, "cos", f"it has {cos.shape[-1]} channels for heads of {q.shape[-1]}", "use eager")
-    q_out, k_out = _Rotary.apply(*batched, *angles, q.shape[-1], False, False, True)
+    q_out, k_out = _Rotary.apply(*batched, *cos_sin, q.shape[-1], False, False, True)
     return q_out.squeeze(0).transpose(0, 1), k_out.squeeze(0).transpose(0, 1)

@@ -22,7 +22,7 @@ def _case(
     view: str = "",
     scale: float = 1.0,
 ) -> InputCase:
-    """`form` holds the numbers that `clamped` takes beside its tensors."""
+    """`form`: the arguments of `clamped` other than tensors."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         *lead, width = shape
@@ -44,7 +44,7 @@ def _case(
     return InputCase(name, make, role, {"width": shape[-1]})
 
 
-# Limits that bf16 and fp16 hold exactly, low enough for a good part of normal numbers to meet them.
+# Limits that are exact in bf16 and fp16, and that many normally distributed values exceed.
 _BOUNDED = {"limit": 1.5}
 _BOUNDED_WITH_OFFSET = {"limit": 1.25, "alpha": 1.702, "up_offset": 1.0}
 

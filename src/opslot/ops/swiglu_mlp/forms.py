@@ -1,4 +1,4 @@
-"""Upstream code that swiglu_mlp replaces: the gated product of an MLP. No torch here."""
+"""Transformers code that swiglu_mlp replaces: act(gate) * up of an MLP. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class GatedMLP:
     """An MLP by patterns.
 
     Attributes:
-        whole: what its forward has to hold.
-        product: the expression in it that takes the slot.
+        whole: the code that its forward must contain.
+        gated: the expression in it that the slot replaces.
         seen: architectures that have it.
     """
 
     whole: str
-    product: str
+    gated: str
     seen: str
 
     def matches(self, module: ModuleView, forward: str) -> bool:
-        return module.count(forward, self.whole) == module.count(forward, self.product) == 1
+        return module.count(forward, self.whole) == module.count(forward, self.gated) == 1
 
 
 _ROWS = (
@@ -34,7 +34,7 @@ _ROWS = (
         "llama, qwen2, qwen3, mistral, gemma and most decoders",
     ),
     GatedMLP(
-        "$gate, $up = $both.chunk(2, dim=-1)\n$product = $up * self.activation_fn($gate)",
+        "$gate, $up = $both.chunk(2, dim=-1)\n$gated = $up * self.activation_fn($gate)",
         "$up * self.activation_fn($gate)",
         "phi3, glm, glm4",
     ),
@@ -53,18 +53,18 @@ class GatedMLPs:
             # Parsing takes most of the time.
             row = next((row for row in self.rows if "down_proj" in text and row.matches(module, forward)), None)
             if row is not None:
-                yield self._match(name, forward, row.product)
+                yield self._match(name, forward, row.gated)
             elif name.endswith("MLP") and "act" in text:
                 yield Skip(name, "swiglu_mlp", "computes something else than down_proj(act(gate) * up)")
 
     @staticmethod
-    def _match(name: str, forward: str, product: str) -> Match:
+    def _match(name: str, forward: str, gated: str) -> Match:
         slot = Slot("swiglu_mlp", "standard")
         return Match(
             name,
             slot.op,
             slot.variant,
-            lambda patch: patch.slot_expr(forward, slot, product, args="$gate, $up"),
+            lambda patch: patch.slot_expr(forward, slot, gated, args="$gate, $up"),
         )
 
 

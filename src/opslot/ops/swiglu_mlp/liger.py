@@ -1,4 +1,4 @@
-"""Liger-Kernel's SwiGLU activation; its backward runs on copies, since it writes the gradients over its arguments."""
+"""Liger-Kernel's SwiGLU activation; backward on copies, since Liger overwrites its arguments with gradients."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """SwiGLU's activation (Shazeer 2020, equation 6): contract, references and costs.
 
-The slot stands between an MLP's projections, so every projection keeps its own forward: LoRA, FP8 and tensor
-parallelism see what they see upstream.
+The slot is between the projections of an MLP, so projections keep their forward, and LoRA, FP8 and tensor parallelism
+work as in Transformers.
 
 Shapes: `gate` and `up` [..., I] with any strides; `gate_up` [..., 2 I], gate first. Returns [..., I].
 """
@@ -39,15 +39,15 @@ def fused_gate_up(gate_up: Tensor) -> Tensor:
 def clamped(gate: Tensor, up: Tensor, limit: float, alpha: float = 1.0, up_offset: float = 0.0) -> Tensor:
     """(u + up_offset) * g * sigmoid(alpha * g), g = min(gate, limit), u = up within -limit..limit.
 
-    No gradient passes a bound. DeepSeek-V4 and GLM-5 use the defaults, gpt-oss and MiniMax-M3 alpha 1.702 and up_offset
-    1. Returns the dtype that torch promotes `gate` and `up` to.
+    Clamped values get no gradient. DeepSeek-V4 and GLM-5 use the defaults, gpt-oss and MiniMax-M3 alpha 1.702 and
+    up_offset 1. Returns the dtype that torch promotes `gate` and `up` to.
     """
     gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     activated = nn.functional.silu(gate) if alpha == 1.0 else gate * torch.sigmoid(gate * alpha)
     return activated * (up + up_offset if up_offset else up)
 
 
-# By name: Transformers' own class is an nn.Module beside torch's, and ops import no Transformers.
+# By name, because Transformers has another class than torch, and ops do not import Transformers.
 _SILU_CLASSES = ("SiLU", "SiLUActivation")
 _ACTIVATION_ATTRIBUTES = ("act_fn", "activation_fn", "act")
 
@@ -63,7 +63,7 @@ def _needs_silu(module: Any) -> str | None:
 
 
 def _silu_if_named(module: Any) -> str | None:
-    """`clamped` is also written out without an activation module; one that is there has to be SiLU."""
+    """`clamped` is also written out without an activation module; if there is one, it must be SiLU."""
     named = any(getattr(module, name, None) is not None for name in _ACTIVATION_ATTRIBUTES)
     return _needs_silu(module) if named else None
 

@@ -1,7 +1,7 @@
 """silu(gate) * up in Triton: one elementwise launch forward, one backward that recomputes the sigmoid.
 
 Only the inputs are kept for backward. Halves of one projection are read, and their gradient written, in place by row
-strides; inputs without gaps are one long row.
+strides; contiguous inputs are one long row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WARPS = 4
 
 @triton.jit
 def _clamp(gate, up, limit):
-    """Both within the limit, the gate from above only; a NaN stays one, which tl.minimum would drop."""
+    """Clamp up to the limits and gate to the upper one; keeps NaN, unlike tl.minimum."""
     up = tl.where(up < -limit, -limit, up)
     return tl.where(gate > limit, limit, gate), tl.where(up > limit, limit, up)
 
@@ -135,7 +135,7 @@ def _launch(out: Tensor, gate: Tensor, up: Tensor, *clamp: float) -> None:
 
 
 def _launch_backward(gradients: tuple[Tensor | None, ...], dout: Tensor, gate: Tensor, up: Tensor, *rest: Any) -> None:
-    """Write the gradients, whose rows must have one stride; None is not needed."""
+    """Write the gradients that are not None; they must have the same row stride."""
     clamp, (dgate, dup) = rest[:-2], gradients
     if dout.numel():
         targets = (dout if dgate is None else dgate, dout if dup is None else dup)

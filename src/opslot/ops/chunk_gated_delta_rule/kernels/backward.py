@@ -7,7 +7,7 @@ the gradient of the system's right side b (v - exp(G) k S):
     dS = exp(G_last) dS' + scale (exp(G) q)^T dout - reads^T dd
     dP = tril(dout d^T),  dA = -strictly_lower(x d^T)
 
-and the rule for products gives the rest. Wherever G_i occurs it scales a row of q, k or S, so that its gradient is made
+and the product rule gives the rest. Wherever G_i occurs it scales a row of q, k or S, so that its gradient is made
 of row dots of q with dq and of k with the parts of dk.
 """
 
@@ -61,7 +61,7 @@ def local_kernel(
     BV: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """P^T dout [chunks * V_heads, CHUNK, V]: what a correction's own chunk asks of it."""
+    """P^T dout [chunks * V_heads, CHUNK, V]: the gradient of a correction within its chunk."""
     program = tl.program_id(0)
     start = tl.load(start_ptr + program // HEADS)
     length = tl.load(length_ptr + program // HEADS)
@@ -255,14 +255,14 @@ def dkey_kernel(
         dtype: tl.constexpr = k_ptr.dtype.element_ty
         i = tl.arange(0, CHUNK)
         rate = load_scalars(beta_ptr, start, length, head, HEADS, CHUNK)
-        place = program.to(tl.int64) * CHUNK + i
-        cumulated = tl.load(cumulated_ptr + place)
+        offset = program.to(tl.int64) * CHUNK + i
+        cumulated = tl.load(cumulated_ptr + offset)
         last = tl.load(cumulated_ptr + program.to(tl.int64) * CHUNK + CHUNK - 1)
         dwithin = load_plane(dwithin_ptr, program, i, CHUNK, CHUNK)
         dsystem = load_plane(dsystem_ptr, program, i, CHUNK, CHUNK)
-        drate = tl.load(drate_ptr + place)
+        drate = tl.load(drate_ptr + offset)
         dcumulated = tl.zeros((CHUNK,), dtype=tl.float32)
-        # The state's decay over the chunk, column after column of the states.
+        # Decay of the state over the chunk, one block of columns at a time.
         faded = tl.zeros((BV,), dtype=tl.float32)
         for first_row in tl.range(0, K, BK, num_stages=COLUMN_STAGES):
             row = first_row + tl.arange(0, BK)
@@ -282,20 +282,20 @@ def dkey_kernel(
                 faded += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
             q = load_tokens(q_ptr, start, length, head // GROUP, q_token, q_head, row, K, CHUNK)
             k = load_tokens(k_ptr, start, length, head // GROUP, k_token, k_head, row, K, CHUNK)
-            wide = k.to(tl.float32)
+            k_fp32 = k.to(tl.float32)
             dq = dot(dwithin, k, dq * (scale * tl.exp(cumulated))[:, None])
             store_tokens(dq_ptr, dq, start, length, head, row, HEADS, K, CHUNK)
             dcumulated += tl.sum(q.to(tl.float32) * dq, 1)
-            # What a key writes fades from its token on: state, output and corrections of later tokens.
+            # Writes of a key decay after its token: state, output and corrections of later tokens.
             written *= tl.exp(last - cumulated)[:, None]
-            dcumulated += tl.where(i == CHUNK - 1, tl.sum(wide * written), 0.0)
+            dcumulated += tl.where(i == CHUNK - 1, tl.sum(k_fp32 * written), 0.0)
             written = dot(tl.trans(dwithin), q, written)
-            written = dot(tl.trans(dsystem), downcast(wide * rate[:, None], dtype), written)
-            # What it reads has faded until its token.
+            written = dot(tl.trans(dsystem), downcast(k_fp32 * rate[:, None], dtype), written)
+            # Its reads decay until its token.
             read = dot(dsystem, k, -read * tl.exp(cumulated)[:, None])
-            drate += tl.sum(wide * read, 1)
+            drate += tl.sum(k_fp32 * read, 1)
             read *= rate[:, None]
-            dcumulated += tl.sum(wide * (read - written), 1)
+            dcumulated += tl.sum(k_fp32 * (read - written), 1)
             store_tokens(dk_ptr, read + written, start, length, head, row, HEADS, K, CHUNK)
         dcumulated += tl.where(i == CHUNK - 1, tl.exp(last) * tl.sum(faded), 0.0)
         # A token's own log decay is part of its own and all later sums of the chunk.

@@ -1,4 +1,4 @@
-"""One call's arguments as the kernels take them, and how the kernels cut its widths."""
+"""Arguments of a call in the kernels' layout, and block sizes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from opslot.ops.chunk_gated_delta_rule.kernels.norm import normalized
 
 @dataclass(frozen=True)
 class ChunkTiling:
-    """How the kernels cut widths.
+    """Block sizes.
 
     Attributes:
-        key: all of a key, a power of two.
-        key_block, value_block: columns that the kernels over all chunks take at a time.
-        grad_block: columns of values that the two last kernels of backward take at a time.
-        state_block: columns of a state that one walk along a document carries.
-        stages: chunks that a walk has loads in flight for.
+        key: key size rounded up to a power of two.
+        key_block, value_block: block of columns of the kernels over all chunks.
+        grad_block: block of value columns of the last two kernels of backward.
+        state_block: columns of a state per program of the recurrence.
+        stages: pipeline stages of the recurrence.
     """
 
     key: int
@@ -35,10 +35,10 @@ class ChunkTiling:
 
 @functools.cache
 def plan_for(key: int, value: int, element_bytes: int) -> ChunkTiling:
-    """Sized to what ptxas says of registers and shared memory on Hopper, not measured.
+    """Chosen from ptxas' registers and shared memory on Hopper, not measured.
 
-    A walk is bound by its chain of small matmuls, so its blocks are narrow: 128 wide values make four walks a head.
-    The last kernels of backward hold three accumulators; 64 columns of values would spill twice as many registers.
+    The recurrence is bound by its chain of small matmuls, so blocks are small: values of size 128 have four programs
+    per head. The last kernels of backward have three accumulators; 64 value columns would double the register spills.
     """
     key_full, value_full = (max(16, triton.next_power_of_2(n)) for n in (key, value))
     most = 64 if element_bytes == 2 else 32
@@ -55,11 +55,11 @@ def plan_for(key: int, value: int, element_bytes: int) -> ChunkTiling:
 
 @dataclass(frozen=True)
 class Call:
-    """What forward and backward compute from.
+    """Inputs of forward and backward.
 
     Attributes:
         raw_q, raw_k, v: tokens [T, heads, width], T over all rows of the batch.
-        q, k: raw_q and raw_k, or these divided by their norms.
+        q, k: raw_q and raw_k, normalized if requested.
         log_decay, rate: [T, V_heads].
     """
 
@@ -80,7 +80,7 @@ class Call:
 
     @property
     def group(self) -> int:
-        """Value heads that share a key head."""
+        """Value heads per key head."""
         return self.v.shape[1] // self.k.shape[1]
 
     @property
@@ -104,11 +104,11 @@ class Call:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """The constants that most kernels begin with."""
+        """The first constants of most kernels."""
         return self.heads, self.group, self.key, self.value
 
     def blocks(self, value_block: int) -> tuple[int, int, int]:
-        """The constants that a kernel over all chunks ends with."""
+        """The last constants of a kernel over all chunks."""
         return self.plan.key_block, value_block, CHUNK
 
     def by_chunk(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -146,5 +146,5 @@ def _scalars(x: Tensor) -> Tensor:
 
 
 def strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Of a token and of a head, for each of several [T, heads, width]."""
+    """Token and head strides of each tensor [T, heads, width]."""
     return tuple(stride for x in tensors for stride in x.stride()[:2])

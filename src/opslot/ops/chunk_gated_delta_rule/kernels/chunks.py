@@ -1,4 +1,4 @@
-"""Where the chunks of all documents begin and end, worked out on the device."""
+"""Offsets of the chunks of all documents, computed on the device."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def chunk_table(cu_seqlens: Tensor | None, batch: int, length: int, device: torc
         cu_seqlens = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
     else:
         documents = cu_seqlens.numel() - 1
-        # Every document may end in a chunk of one token.
+        # Each document may end with a chunk of one token.
         count = min((length + (CHUNK - 1) * documents) // CHUNK, length)
         cu_seqlens = cu_seqlens.contiguous()
     first = torch.empty(documents + 1, dtype=torch.int32, device=device)

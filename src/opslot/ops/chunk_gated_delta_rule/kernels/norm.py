@@ -1,4 +1,4 @@
-"""Queries and keys divided by their norms, and the way back, which also sums what a group of value heads asked."""
+"""L2 normalization of queries and keys, and its backward, which also sums over each group of value heads."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def fold_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
-    place = row.to(tl.int64)[:, None] * WIDTH
+    base = row.to(tl.int64)[:, None] * WIDTH
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for i in tl.static_range(GROUP):
-        total += tl.load(grads_ptr + place * GROUP + i * WIDTH + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(grads_ptr + base * GROUP + i * WIDTH + column[None, :], mask=mask, other=0.0).to(tl.float32)
     if NORM:
         offset = (row // HEADS).to(tl.int64) * token_stride + (row % HEADS) * head_stride
         x = tl.load(x_ptr + offset[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
         inverse_norm = tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
         x *= inverse_norm
         total = inverse_norm * (total - x * tl.sum(x * total, 1)[:, None])
-    tl.store(dx_ptr + place + column[None, :], downcast(total, dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dx_ptr + base + column[None, :], downcast(total, dx_ptr.dtype.element_ty), mask=mask)
 
 
 _launch_normalize = KernelLauncher(normalize_kernel)

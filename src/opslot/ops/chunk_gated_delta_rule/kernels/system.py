@@ -6,7 +6,7 @@ i >= j and b the writing rates (the WY form of arXiv 2406.06484):
     A_ij = b_i (k_i . k_j) L_ij below the diagonal,  M = (I + A)^-1
     reads = M (b exp(G) k),  writes = M (b v)
 
-No exponent is positive, since no log decay is.
+No exponent is positive, since log decays are <= 0.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def solve_kernel(
             cumulated = cumulated + (total,)  # noqa: RUF005
         # Blocks of the lower triangle, row after row: (r, c) at r (r + 1) / 2 + c.
         zeros = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-        products = (zeros,) * 10
+        dots = (zeros,) * 10
         for first in tl.static_range(0, K, BK):
             column = first + tl.arange(0, BK)
             keys = ()
@@ -97,8 +97,8 @@ def solve_kernel(
             added = ()
             for r in tl.static_range(4):
                 for c in tl.static_range(r + 1):
-                    added = added + (dot(keys[r], tl.trans(keys[c]), products[r * (r + 1) // 2 + c]),)  # noqa: RUF005
-            products = added
+                    added = added + (dot(keys[r], tl.trans(keys[c]), dots[r * (r + 1) // 2 + c]),)  # noqa: RUF005
+            dots = added
         below = ()
         for r in tl.static_range(4):
             rate = load_scalars(beta_ptr, start + r * BLOCK, length - r * BLOCK, head, HEADS, BLOCK)
@@ -106,7 +106,7 @@ def solve_kernel(
                 between = cumulated[r][:, None] - cumulated[c][None, :]
                 if r == c:
                     between = tl.where(i[:, None] > i[None, :], between, float("-inf"))
-                block = rate[:, None] * products[r * (r + 1) // 2 + c] * tl.exp(between)
+                block = rate[:, None] * dots[r * (r + 1) // 2 + c] * tl.exp(between)
                 below = below + (block,)  # noqa: RUF005
         own = _unit_inverses(below[0], below[2], below[5], below[9], BLOCK)
         solved = ()
@@ -160,7 +160,7 @@ def reads_writes_kernel(
         rate = load_scalars(beta_ptr, start, length, head, HEADS, CHUNK)
         cumulated = tl.load(cumulated_ptr + program.to(tl.int64) * CHUNK + i)
         inverse = load_plane(inverse_ptr, program, i, CHUNK, CHUNK).to(tl.float32)
-        # The rates scale columns of M instead of rows of k and v, which enter as they are.
+        # The rates scale columns of M instead of rows of k and v.
         of_v = downcast(inverse * rate[None, :], dtype)
         of_k = downcast(inverse * (rate * tl.exp(cumulated))[None, :], dtype)
         for first in tl.range(0, V, BV, num_stages=COLUMN_STAGES):

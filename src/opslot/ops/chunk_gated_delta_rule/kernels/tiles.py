@@ -1,11 +1,11 @@
-"""How the kernels read and write: tokens, what lies by chunk, states.
+"""Loads and stores of tokens, chunks and states.
 
-Tokens are [T, heads, width] with strides, T over all rows. What only kernels see lies by chunk,
-[chunks * V_heads, 64, width], zero (reads, writes and what follows from them) behind a chunk's last token. The table of
-chunks may hold chunks of length 0 at its end; nothing is read or written for those.
+Tokens are [T, heads, width] with strides, T over all rows. Intermediates are stored by chunk,
+[chunks * V_heads, 64, width], zero after a chunk's last token (reads, writes and values computed from them). The
+table of chunks may have chunks of length 0 at its end; nothing is read or written for those.
 
-In all kernels, no operand of a matmul is the transpose of a computed tile: what is needed transposed is computed that
-way, or goes through memory. From such operands Triton 3.4 and later compute wrong matmuls on Hopper
+In all kernels, no operand of a matmul is the transpose of a computed tile; it is computed transposed or stored and
+loaded. Triton 3.4 and later compute wrong matmuls from such operands on Hopper
 (flash-linear-attention issues 640 and 984).
 """
 
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from opslot._base.jit import downcast
 
-# A width is a few blocks long: with more loads in flight, shared memory would hold fewer programs.
+# Loops have few iterations; more stages would use more shared memory, for fewer CTAs per SM.
 COLUMN_STAGES = tl.constexpr(2)
 
 
