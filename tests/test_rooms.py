@@ -180,3 +180,14 @@ def test_help_has_examples_and_succeeds(command):
     done = subprocess.run([sys.executable, "-m", "opslot", *command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "example" in done.stdout.lower()
+
+
+def test_no_import_cycles():
+    """Between files, also under TYPE_CHECKING."""
+    from graphlib import TopologicalSorter
+
+    import grimp
+
+    graph = grimp.build_graph("opslot", cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    TopologicalSorter(imports).prepare()

@@ -58,16 +58,18 @@ def calls(monkeypatch):
     from opslot.ops.rms_norm import triton
 
     seen = {"residual": 0, "standard": 0}
-    for name, owner, attribute in (
-        ("residual", triton._ResidualRMSNorm, "apply"),
-        ("standard", triton, "_norm"),
-    ):
 
-        def counted(*args, name=name, inner=getattr(owner, attribute)):
+    def count(owner, attribute, name):
+        inner = getattr(owner, attribute)
+
+        def counted(*args):
             seen[name] += 1
             return inner(*args)
 
         monkeypatch.setattr(owner, attribute, counted)
+
+    count(triton._ResidualRMSNorm, "apply", "residual")
+    count(triton, "_norm", "standard")
     return seen
 
 

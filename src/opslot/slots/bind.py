@@ -116,7 +116,7 @@ def _place(model: Any, slot: SlotBinding) -> _Placed:
 
 def _put(model: Any, binding: Binding, placed: list[_Placed]) -> None:
     # What an op sets on a config must not reach models that were built from the same one.
-    for holder in config_holders(model):
+    for holder in list(config_holders(model)) or [model]:
         own_config(holder)
     attach: dict[str, _Placed] = {}
     for module, slot, kernel in placed:

@@ -1,6 +1,6 @@
 """Callbacks: evaluation, metrics, progress, checkpoints and the final export."""
 
-from opslot.trainer.callbacks.base import Callback, StepRecord
+from opslot.trainer.callbacks.base import Callback, StepRecord, Trainer
 from opslot.trainer.callbacks.progress import ProgressCallback
 from opslot.trainer.callbacks.writers import (
     HF_FOLDER,
@@ -27,6 +27,7 @@ __all__ = [
     "ProgressCallback",
     "StepRecord",
     "TensorBoardCallback",
+    "Trainer",
     "WandbCallback",
     "read_metrics",
 ]

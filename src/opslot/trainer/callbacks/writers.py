@@ -6,13 +6,10 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from opslot._base.files import write_text
-from opslot.trainer.callbacks.base import Callback, StepRecord
-
-if TYPE_CHECKING:
-    from opslot.trainer.base import BaseTrainer
+from opslot.trainer.callbacks.base import Callback, StepRecord, Trainer
 
 METRICS_FILE = "metrics.jsonl"
 HF_FOLDER = "hf"
@@ -39,7 +36,7 @@ def _is_record(value: Any) -> bool:
 class EvaluationCallback(Callback):
     """Adds `eval_loss` (nats per token) to the record every `train.eval_steps` steps and at the last step."""
 
-    def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
+    def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         every = trainer.config.train.eval_steps
         if every and (record.step % every == 0 or record.step == trainer.max_steps):
             record.extra["eval_loss"] = trainer.evaluate()
@@ -51,18 +48,18 @@ class MetricsCallback(Callback):
     def __init__(self) -> None:
         self._file: IO[str] | None = None
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         kept = read_metrics(trainer.output_dir, trainer.step)
         path = trainer.output_dir / METRICS_FILE
         write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
-    def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
+    def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         due = record.step % trainer.config.train.logging.log_steps == 0 or record.step == trainer.max_steps
         if self._file is not None and (due or "eval_loss" in record.extra):
             self._file.write(json.dumps(record.flat()) + "\n")
 
-    def close(self, trainer: BaseTrainer) -> None:
+    def close(self, trainer: Trainer) -> None:
         if self._file is not None:
             self._file.close()
 
@@ -73,19 +70,19 @@ class TensorBoardCallback(Callback):
     def __init__(self) -> None:
         self._writer: Any = None
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # Events after the checkpoint remain in the older file; purge_step hides them in TensorBoard.
         purge = trainer.step + 1 if trainer.step else None
         self._writer = SummaryWriter(str(trainer.output_dir / "tensorboard"), purge_step=purge)
 
-    def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
+    def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         for name, value in record.flat().items():
             if name != "step":
                 self._writer.add_scalar(f"train/{name}", value, record.step)
 
-    def close(self, trainer: BaseTrainer) -> None:
+    def close(self, trainer: Trainer) -> None:
         if self._writer is not None:
             self._writer.close()
 
@@ -96,7 +93,7 @@ class WandbCallback(Callback):
     def __init__(self) -> None:
         self._run: Any = None
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         import wandb
 
         self._run = wandb.init(
@@ -105,10 +102,10 @@ class WandbCallback(Callback):
             config=asdict(trainer.config),
         )
 
-    def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
+    def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         self._run.log(record.flat(), step=record.step)
 
-    def close(self, trainer: BaseTrainer) -> None:
+    def close(self, trainer: Trainer) -> None:
         if self._run is not None:
             self._run.finish()
 
@@ -119,20 +116,20 @@ class CheckpointCallback(Callback):
     def __init__(self) -> None:
         self._saved: int | None = None
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         self._saved = trainer.step
 
-    def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
+    def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         every = trainer.config.train.save_steps
         if every and record.step % every == 0:
             self._save(trainer)
 
-    def on_train_end(self, trainer: BaseTrainer, completed: bool) -> None:
+    def on_train_end(self, trainer: Trainer, completed: bool) -> None:
         if trainer.step != self._saved:
             self._save(trainer)
         trainer.saver.wait()
 
-    def _save(self, trainer: BaseTrainer) -> None:
+    def _save(self, trainer: Trainer) -> None:
         trainer.save_checkpoint()
         self._saved = trainer.step
 
@@ -140,15 +137,15 @@ class CheckpointCallback(Callback):
 class LossCurveCallback(Callback):
     """loss.png from metrics.jsonl, drawn with each checkpoint and at the end of the run."""
 
-    def on_step_end(self, trainer: BaseTrainer, record: StepRecord) -> None:
+    def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         every = trainer.config.train.save_steps
         if every and record.step % every == 0 and record.step != trainer.max_steps:
             self._draw(trainer)
 
-    def on_train_end(self, trainer: BaseTrainer, completed: bool) -> None:
+    def on_train_end(self, trainer: Trainer, completed: bool) -> None:
         self._draw(trainer)
 
-    def _draw(self, trainer: BaseTrainer) -> None:
+    def _draw(self, trainer: Trainer) -> None:
         from opslot.trainer.loss_curve import draw_loss_curve
 
         records = read_metrics(trainer.output_dir)
@@ -167,10 +164,10 @@ class ExportCallback(Callback):
     def __init__(self) -> None:
         self._started_at = 0
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         self._started_at = trainer.step
 
-    def on_train_end(self, trainer: BaseTrainer, completed: bool) -> None:
+    def on_train_end(self, trainer: Trainer, completed: bool) -> None:
         from opslot.distributed import is_first_rank
 
         final = trainer.output_dir / HF_FOLDER
