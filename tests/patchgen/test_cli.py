@@ -79,7 +79,7 @@ def test_a_patch_error_is_one_message(capsys, tmp_path, monkeypatch):
     [
         (
             ["llamma"],
-            "'llamma' is neither an architecture with slots nor an importable module\n  hint: similar names: llama",
+            "'llamma' is neither an architecture with slots nor an importable module\n  hint: similar",
         ),
         (["json"], "json has to have one PatchConfig, found 0"),
         (["llama", "--transformers", "five"], "'five' is not a Transformers version"),

@@ -248,7 +248,7 @@ def bound_config(model: Any) -> OpsImplementationConfig | None:
 
 
 def own_config(model: Any) -> None:
-    """Give `model` a copy of its Transformers config, so that models built from one config can run different kernels."""
+    """Give `model` a copy of its Transformers config, so that models of one config can run different kernels."""
     config = getattr(model, "config", None)
     if config is None or owns_config(model):
         return
