@@ -54,7 +54,7 @@ def test_overflow_is_an_error_and_changes_nothing(tmp_path: Path, stored, value:
     model = nn.Linear(2, 3).to(dtype)
     before = model.weight.detach().clone()
     with pytest.raises(
-        CheckpointError, match=rf"values that overflow \(1\):\n    weight: {re.escape(f'{abs(value):g}')} in torch"
+        CheckpointError, match=rf"values that overflow \(1\):\n  - weight: {re.escape(f'{abs(value):g}')} in torch"
     ):
         load_weights(model, folder)
     assert torch.equal(model.weight, before)

@@ -120,7 +120,7 @@ def test_keeps_parameter_objects_that_have_memory(moe_folder, make_model) -> Non
 
 def test_head_and_base_model_checkpoints(tmp_path, moe_folder, make_model, same_tensors) -> None:
     base = make_model("qwen3_moe", "Model", seed=1)
-    with pytest.raises(CheckpointError, match=r"tensors that the model does not have \(1\):\n    lm_head.weight"):
+    with pytest.raises(CheckpointError, match=r"tensors that the model does not have \(1\):\n  - lm_head.weight"):
         load_weights(base, moe_folder)
     report = load_weights(base, moe_folder, allow_extra=["lm_head.weight"])
     assert report.extra == ["lm_head.weight"]
@@ -135,7 +135,7 @@ def test_head_and_base_model_checkpoints(tmp_path, moe_folder, make_model, same_
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_missing_head_is_initialized_only_if_allowed(moe_folder, make_model, device: str) -> None:
     model = make_model("qwen3_moe", "ForSequenceClassification", seed=1, device=device)
-    with pytest.raises(CheckpointError, match=r"that the checkpoint does not have \(1\):\n    score.weight \[2, 16\]"):
+    with pytest.raises(CheckpointError, match=r"that the checkpoint does not have \(1\):\n  - score.weight \[2, 16\]"):
         load_weights(model, moe_folder, allow_extra=["lm_head.weight"])
     torch.manual_seed(3)
     report = load_weights(model, moe_folder, allow_missing=["score.*"], allow_extra=["lm_head.weight"])
@@ -296,9 +296,9 @@ class ByValue(Doubling):
         (
             Again,
             {},
-            r"a converter and another source fill \(1\):\n    joined\n    hint: return each",
+            r"a converter and another source fill \(1\):\n  - joined\n    hint: return each",
         ),
-        (Doubling, {"joined": torch.zeros(5, 2)}, r"a converter and another source fill \(1\):\n    joined"),
+        (Doubling, {"joined": torch.zeros(5, 2)}, r"a converter and another source fill \(1\):\n  - joined"),
         (
             ByValue,
             {},
@@ -318,7 +318,7 @@ def test_meta_buffers_without_values_raise(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Joined()
     folder = save(tmp_path / "x", joined=torch.ones(5, 2), count=torch.tensor(1))
-    with pytest.raises(CheckpointError, match=r"cannot initialize by itself \(1\):\n    cache"):
+    with pytest.raises(CheckpointError, match=r"cannot initialize by itself \(1\):\n- cache"):
         load_weights(model, folder)
 
 
@@ -335,7 +335,7 @@ def cut(folder: Path) -> str:
 def remove_shard(folder: Path) -> str:
     file = sorted(folder.glob("*.safetensors"))[0]
     file.unlink()
-    return rf"shards that the index names and the folder lacks \(1\):\n    {file.name}"
+    return rf"shards that the index names and the folder lacks \(1\):\n  - {file.name}"
 
 
 def break_index(folder: Path) -> str:
@@ -352,7 +352,7 @@ def misplace(folder: Path) -> str:
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["phantom"] = sorted(index["weight_map"].values())[0]
     (folder / INDEX).write_text(json.dumps(index))
-    return r"missing from the shard that the index gives \(1\):\n    phantom"
+    return r"missing from the shard that the index gives \(1\):\n  - phantom"
 
 
 def only_pickles(folder: Path) -> str:
@@ -407,12 +407,12 @@ def half_stacked(tensors: dict[str, Tensor]) -> None:
 MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "missing": (
         lambda t: t.pop("model.layers.1.self_attn.q_norm.weight"),
-        r"parameters that the checkpoint does not have \(1\):\n    model.layers.1.self_attn.q_norm.weight \[8\]",
+        r"parameters that the checkpoint does not have \(1\):\n  - model.layers.1.self_attn.q_norm.weight \[8\]",
     ),
-    "extra": (lambda t: t.update(stray=torch.ones(2)), r"tensors that the model does not have \(1\):\n    stray"),
+    "extra": (lambda t: t.update(stray=torch.ones(2)), r"tensors that the model does not have \(1\):\n  - stray"),
     "other shape": (
         lambda t: t.update({"model.norm.weight": torch.ones(17)}),
-        r"tensors of another shape \(1\):\n    model.norm.weight: found \[17\], expected \[16\]",
+        r"tensors of another shape \(1\):\n  - model.norm.weight: found \[17\], expected \[16\]",
     ),
     "other shape expert": (
         lambda t: t.update({expert(2, "up_proj"): torch.ones(16, 12)}),
@@ -424,7 +424,7 @@ MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     ),
     "layer without experts": (
         lambda t: [t.pop(name) for name in list(t) if "layers.1.mlp.experts" in name],
-        r"that the checkpoint does not have \(2\):\n    model.layers.1.mlp.experts.gate_up_proj",
+        r"that the checkpoint does not have \(2\):\n  - model.layers.1.mlp.experts.gate_up_proj",
     ),
     "too many experts": (
         lambda t: t.update({expert(4, "up_proj"): torch.ones(12, 16)}),
@@ -433,7 +433,7 @@ MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "mixed": (half_stacked, "mixed layouts"),
     "quantised": (
         lambda t: t.update({"model.norm.weight": torch.ones(16, dtype=torch.int8)}),
-        r"cannot be converted \(1\):\n    model.norm.weight: found torch.int8, the model holds torch.float32",
+        r"cannot be converted \(1\):\n  - model.norm.weight: found torch.int8, the model holds torch.float32",
     ),
     "eight-bit float": (
         lambda t: t.update({"model.norm.weight": torch.ones(16).to(torch.float8_e4m3fn)}),
@@ -462,7 +462,7 @@ def test_one_error_lists_everything_and_is_short(tmp_path, moe_folder, make_mode
         load_weights(make_model("qwen3_moe"), rewrite(moe_folder, tmp_path / "x", change))
     text = str(caught.value)
     assert "does not fit Qwen3MoeForCausalLM" in text
-    for part in ("model.norm.weight [16]", "(25)", "... and 15 more", "lm_head.weight: found [3], expected [40, 16]"):
+    for part in ("model.norm.weight [16]", "(25)", "- and 15 more", "lm_head.weight: found [3], expected [40, 16]"):
         assert part in text
     assert text.count("stray.") == 10
 

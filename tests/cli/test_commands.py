@@ -154,8 +154,8 @@ def test_unknown_command_exits_2():
     [
         (["verify", "--device", "meta"], "on 'meta' nothing is computed"),
         (["bench", "--device", "meta:0"], "on 'meta' nothing is computed"),
-        (["verify", "--seed", str(10**20)], "is no seed"),
-        (["bisect", "model", "--seed", str(-(2**40))], "is no seed"),
+        (["verify", "--seed", str(10**20)], "is not a valid seed"),
+        (["bisect", "model", "--seed", str(-(2**40))], "is not a valid seed"),
     ],
 )
 def test_invalid_devices_and_seeds_exit_2(capsys, arguments, message):

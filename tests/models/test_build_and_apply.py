@@ -201,7 +201,7 @@ def test_invalid_sizes_are_named(tmp_path, arch, field, value):
 
 
 def test_invalid_config_value_is_named():
-    with pytest.raises(ConfigError, match="num_attention_heads='four' is no value for a qwen3 config"):
+    with pytest.raises(ConfigError, match="num_attention_heads='four' is not a valid value for a qwen3 config"):
         opslot.build_foundation_model(config_of("qwen3"), config_kwargs={"num_attention_heads": "four"})
 
 

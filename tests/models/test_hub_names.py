@@ -188,7 +188,7 @@ def test_missing_tensor_is_named_as_in_the_checkpoint(arch, tmp_path) -> None:
     edit(tmp_path, drop=stored)
     message = checkpoint_error(config_of(arch), tmp_path)
     assert message.count("hint:") == 1
-    problem = message.splitlines()[2].strip()
+    problem = message.splitlines()[2].strip().removeprefix("- ")
     if ".experts." in stored:
         assert problem == stored
     elif stored in wanted.state_dict():  # an earlier release names its modules as in the checkpoint
@@ -276,7 +276,7 @@ def test_experts_in_two_layouts_raise(tmp_path) -> None:
     own = "model.layers.0.mlp.experts.down_proj"
     edit(tmp_path, add={own: wanted.state_dict()[own]})
     message = checkpoint_error(config_of("mixtral"), tmp_path)
-    assert "mixed layouts (1):\n    model.layers.*.mlp.experts: per_expert (" in message
+    assert "mixed layouts (1):\n  - model.layers.*.mlp.experts: per_expert (" in message
     assert f", stacked ({own})" in message
 
 

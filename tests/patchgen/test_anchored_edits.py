@@ -175,7 +175,7 @@ def test_more_matches_than_expected(rewrite, patch):
 
 def test_missing_scope_suggests_close_names(rewrite, patch):
     patch.replace("Layer.fwd", "x", "y")
-    with pytest.raises(PatchError, match=r"has no Layer\.fwd; close to it: Layer\.forward"):
+    with pytest.raises(PatchError, match=r"has no Layer\.fwd; similar names: Layer\.forward"):
         rewrite(LAYER, patch)
 
 

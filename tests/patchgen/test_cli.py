@@ -77,9 +77,12 @@ def test_patch_error_is_one_message(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
-        (["llamma"], "'llamma' is neither an architecture with slots nor an importable module\n  hint: near it: llama"),
+        (
+            ["llamma"],
+            "'llamma' is neither an architecture with slots nor an importable module\n  hint: similar",
+        ),
         (["json"], "json has to have one PatchConfig, found 0"),
-        (["llama", "--transformers", "five"], "'five' is no Transformers version"),
+        (["llama", "--transformers", "five"], "'five' is not a Transformers version"),
         (["llama", "-o", "/dev/null/x"], "cannot write /dev/null/x/modeling_llama.py"),
     ],
 )

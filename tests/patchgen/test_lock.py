@@ -131,7 +131,7 @@ def test_edited_installation_is_reported(patch, locked, releases):
 def test_every_failure_is_reported(patch, locked, releases):
     changed = SOURCE.replace("class Norm", "class RMSNorm").replace("return rotary(q)", "return q")
     text = report(patch, releases(changed, "9.1.0"), locked)
-    assert "has no Norm.forward; close to it: RMSNorm.forward" in text
+    assert "has no Norm.forward; similar names: RMSNorm.forward" in text
     assert "at least one call(s) of rotary" in text
     assert text.count("the patch does not apply") == 2
     assert "Norm.forward is gone" in text

@@ -201,7 +201,7 @@ def on_a_gpu(model, ops, monkeypatch):
     gpu = DeviceFacts("gpu", (9, 0), "a GPU")
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules["opslot.slots.binding"], "facts_of", lambda device: gpu)
-        patch.setattr(sys.modules["opslot.slots.config"], "machine_devices", lambda: (gpu,))
+        patch.setattr(sys.modules["opslot.slots.spec"], "machine_devices", lambda: (gpu,))
         return bind(model, ops)
 
 

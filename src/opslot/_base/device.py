@@ -6,7 +6,9 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opslot._base.errors import ConfigError
@@ -101,6 +103,17 @@ def machine_devices() -> tuple[DeviceFacts, ...]:
 def best_device() -> DeviceFacts:
     """The default device for training."""
     return machine_devices()[0]
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The CPU's model, as the operating system names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    found = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return found or platform.processor() or platform.machine()
 
 
 @functools.cache

@@ -15,12 +15,7 @@ class OpslotError(Exception):
     """
 
     def __init__(self, what: str, *, found: str = "", hint: str = "") -> None:
-        lines = [what]
-        if found:
-            lines.append(f"  found: {found}")
-        if hint:
-            lines.append(f"  hint: {hint}")
-        super().__init__("\n".join(lines))
+        super().__init__(error_text(what, found=found, hint=hint))
 
 
 class ConfigError(OpslotError, ValueError):
@@ -51,8 +46,14 @@ class TrainingError(OpslotError, RuntimeError):
     """A run cannot continue: its loss or gradients are not finite, or its files cannot be written."""
 
 
+def error_text(what: str, *, found: str = "", hint: str = "") -> str:
+    """What is wrong, what was found and what to do about it, each on a line of its own."""
+    lines = [what, *([f"  found: {found}"] if found else []), *([f"  hint: {hint}"] if hint else [])]
+    return "\n".join(lines)
+
+
 def list_problems(title: str, problems: Sequence[str], shown: int = 10) -> str:
-    """`title`, then one line per problem, at most `shown` and the number of the others."""
+    """`title`, then one line per problem; a long list is cut and counted."""
     lines = [f"- {problem}" for problem in problems[:shown]]
     if len(problems) > shown:
         lines.append(f"- and {len(problems) - shown} more")

@@ -82,7 +82,7 @@ def combine(outcomes: Sequence[str]) -> str:
 
 
 def _run_in_worker(check: Check) -> str:
-    """The outcome, from a process that goes on to live beside what is timed, and so must hold no device memory."""
+    """The outcome, from a process that stays alive while others are timed, so it must hold no device memory."""
     outcome = run_check(check)
     if check.device.startswith("cuda") and not spoils_device(outcome):
         torch.cuda.empty_cache()

@@ -78,7 +78,7 @@ def _draw_steps(axis: Any, name: str, steps: Sequence[StepRow]) -> None:
 
 
 def axis_limit(values: Sequence[float]) -> float:
-    """Where bars end: at the longest, unless it is so long that the others could not be told apart."""
+    """Where bars end: at the longest, unless it is so long that the others would look alike."""
     ranked = sorted(values, reverse=True)
     if len(ranked) < 3 or ranked[0] <= 3 * ranked[1]:
         return ranked[0] if ranked else 1.0

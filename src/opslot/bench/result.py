@@ -21,7 +21,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
-from opslot._base.device import facts_of, package_version
+from opslot._base.device import cpu_name, facts_of, package_version
 from opslot._base.errors import ConfigError
 
 # Increased by a change that makes older files unreadable.
@@ -68,20 +68,13 @@ class Environment:
         found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
         return cls(
             str(facts_of(device)),
-            _cpu_name(),
+            cpu_name(),
             torch.get_num_threads(),
             platform.python_version(),
             {p: v for p in _PACKAGES if (v := package_version(p))},
             commit or found.stdout.strip(),
             time.strftime("%Y-%m-%d"),
         )
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 @dataclass(frozen=True)
@@ -176,6 +169,11 @@ class StepRow:
         return self.implementation.startswith("opslot") and not self.implementation.endswith("eager")
 
     @property
+    def title(self) -> str:
+        """The model and its setup, as tables show them."""
+        return f"{self.model}, {self.setup}" if self.setup else self.model
+
+    @property
     def valid(self) -> bool:
         """Whether there is a time, and no check that failed."""
         return self.tokens_per_s is not None and not self.check.startswith("WRONG")
@@ -188,7 +186,7 @@ class StepRow:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two loss curves over the same batches are apart, in nats per token."""
+    """Differences between two loss curves over the same batches, in nats per token."""
 
     largest: float
     mean: float
@@ -351,7 +349,7 @@ def read(path: Path) -> Result:
     """A result file.
 
     Raises:
-        ConfigError: it cannot be read, or is no result of this schema.
+        ConfigError: it cannot be read, or is not a result of this schema.
     """
     try:
         return from_json(path.read_text())
@@ -432,7 +430,7 @@ def steps_by_comparison(steps: Sequence[StepRow]) -> dict[str, list[StepRow]]:
     """Training steps by model and setup, under the name that tables show."""
     groups: dict[str, list[StepRow]] = {}
     for step in steps:
-        groups.setdefault(step.model + (f", {step.setup}" if step.setup else ""), []).append(step)
+        groups.setdefault(step.title, []).append(step)
     return groups
 
 

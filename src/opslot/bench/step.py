@@ -148,9 +148,9 @@ def loss_curve(task: StepTask, tokens: Any, report: Callable[[str], None]) -> Lo
 
 
 def compare_curves(reference: Sequence[float], other: Sequence[float]) -> Distance:
-    """How far two loss curves over the same batches are apart."""
-    apart = [abs(a - b) for a, b in zip(reference, other, strict=True)]
-    return Distance(max(apart), statistics.fmean(apart), apart[-1])
+    """The differences between two loss curves over the same batches."""
+    differences = [abs(a - b) for a, b in zip(reference, other, strict=True)]
+    return Distance(max(differences), statistics.fmean(differences), differences[-1])
 
 
 def _run(task: StepTask, implementation: str, folder: Path, *, lr: float, text: str = "") -> dict[str, Any]:

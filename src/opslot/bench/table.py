@@ -53,9 +53,7 @@ def time_cell(row: OpRow) -> str:
 
 def steps_table(steps: Sequence[StepRow]) -> str:
     """One line per implementation of a training step."""
-    body = [
-        (s.model + (f", {s.setup}" if s.setup else ""), s.implementation, *step_cells(s), step_check(s)) for s in steps
-    ]
+    body = [(s.title, s.implementation, *step_cells(s), step_check(s)) for s in steps]
     return "\n".join(format_table(("training step", "implementation", *STEP_COLUMNS, "check"), body))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from opslot._base.errors import CheckpointError
 from opslot._base.logging import get_logger
 from opslot.checkpoint._report import Problems
 from opslot.checkpoint.experts import ExpertTensorConverter, check_layout, expert_targets_of_checkpoint
-from opslot.checkpoint.folder import INDEX, read_folder, staged_folder
+from opslot.checkpoint.folder import INDEX, read_config, read_folder, staged_folder
 from opslot.checkpoint.mapping import MappedSlice, map_tensors
 from opslot.checkpoint.model_tensors import ModelTensors, Target
 from opslot.checkpoint.safetensors_file import MappedFile, TensorEntry
@@ -89,12 +88,7 @@ def _copy_companions(source: Path, destination: Path, shards: set[str]) -> None:
 
 def _configured_experts(source: Path) -> int:
     """Experts per layer according to config.json; 0 if it has no such entry."""
-    try:
-        config = json.loads((source / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return 0
-    if not isinstance(config, dict):
-        return 0
+    config = read_config(source)
     sections = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     counts = [section.get(key) for section in sections for key in _COUNTS]
     return max((count for count in counts if isinstance(count, int)), default=0)

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from opslot._base.errors import CheckpointError, ConfigError
-from opslot.checkpoint._report import Problems, listed
+from opslot._base.errors import CheckpointError, ConfigError, list_problems
+from opslot.checkpoint._report import Problems
 from opslot.checkpoint.converter import Shapes
 from opslot.checkpoint.model_tensors import tensors_of
 from opslot.checkpoint.tensor_slice import TensorSlice, copy_overlap, full_region, volume
@@ -296,6 +296,6 @@ class ExpertTensorConverter:
         lacking = open_targets.missing(names)
         if lacking:
             raise CheckpointError(
-                f"the checkpoint's experts are incomplete:\n{listed(lacking)}", hint="add the missing shards"
+                list_problems("the checkpoint's experts are incomplete", lacking), hint="add the missing shards"
             )
         return []

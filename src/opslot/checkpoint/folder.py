@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint._report import Problems
@@ -49,6 +50,15 @@ def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
     else:
         raise CheckpointError(_no_weights(folder))
     return _read_shards(folder, weight_map)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint; empty if it is missing, not readable or not an object."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint.converter import CheckpointTensorConverter, Shapes
 from opslot.checkpoint.experts import ExpertTensorConverter, family_of, is_expert_tensor, stacked_name
-from opslot.checkpoint.model_tensors import tensors_of
+from opslot.checkpoint.model_tensors import original_class, tensors_of
 from opslot.checkpoint.tensor_slice import TensorSlice
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -68,18 +67,18 @@ def hub_names(model: nn.Module, shapes: Shapes) -> HubNames | None:
         return None
     if not isinstance(model, PreTrainedModel):
         return None
-    upstream = transformers_view(model)
+    view = transformers_view(model)
     tensors = tensors_of(model)
     experts = ExpertTensorConverter.for_model(model)
-    own = get_model_conversion_mapping(upstream, add_legacy=False)
+    own = get_model_conversion_mapping(view, add_legacy=False)
     unknown_experts = any(is_expert_tensor(name) and name not in experts.targets for name in tensors)
     if not own or (all(_is_known(transform) for transform in own) and not unknown_experts):
         return None
-    transforms = get_model_conversion_mapping(upstream)
+    transforms = get_model_conversion_mapping(view)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     conversions = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: conversion for conversion in conversions for pattern in conversion.source_patterns}
-    assigner = _Assigner(upstream, tensors, experts)
+    assigner = _Assigner(view, tensors, experts)
     # Transformers' order: some renamings depend on others, and experts are stacked in it.
     for name in sorted(shapes, key=dot_natural_key):
         renamed, pattern = rename_source_key(name, renamings, conversions, model.base_model_prefix, tensors)
@@ -92,8 +91,8 @@ def hub_names(model: nn.Module, shapes: Shapes) -> HubNames | None:
 class _Assigner:
     """Assigns each tensor of a checkpoint to a converter."""
 
-    def __init__(self, upstream: Any, tensors: Mapping[str, Tensor], experts: ExpertTensorConverter) -> None:
-        self._model, self._tensors, self._experts = upstream, tensors, experts
+    def __init__(self, model: Any, tensors: Mapping[str, Tensor], experts: ExpertTensorConverter) -> None:
+        self._model, self._tensors, self._experts = model, tensors, experts
         self._renamed: dict[str, str] = {}
         self._copied: dict[str, str] = {}
         self._converted: dict[tuple[str, int], ConvertedTensors] = {}
@@ -153,7 +152,7 @@ def transformers_view(model: Any) -> Any:
 
     Transformers looks conversions up by class name.
     """
-    stand_in: Any = object.__new__(next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule)))
+    stand_in: Any = object.__new__(original_class(model))
     stand_in.__dict__.update(model.__dict__)
     return stand_in
 
@@ -218,10 +217,10 @@ def _expert_number(name: str, target: str) -> int | None:
 def _source_keys(name: str, source_keys: Mapping[str, Sequence[str]]) -> list[str]:
     """Source keys of `name`, like others of its family; a number that it does not have stays `*`."""
     found = []
-    for spelling in source_keys.get(family_of(name), ()):
+    for key in source_keys.get(family_of(name), ()):
         for number in _NUMBER.findall(name):
-            spelling = spelling.replace(".*.", f".{number}.", 1)
-        found.append(spelling)
+            key = key.replace(".*.", f".{number}.", 1)
+        found.append(key)
     return found
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opslot._base.errors import CheckpointError
-from opslot.checkpoint._report import listed
+from opslot._base.errors import CheckpointError, list_problems
 from opslot.checkpoint.materialize import materialize
 from opslot.checkpoint.model_tensors import clean_fqn
 from opslot.checkpoint.tensor_slice import extent, intersect, local_ranges, local_tensor, relative
@@ -100,14 +99,16 @@ def initialize(
     left = [name for *_, own in owners for name in wanted.intersection(own) if _is_spoiled(own[name])]
     if left:
         raise CheckpointError(
-            f"tensors that the checkpoint lacks and the model cannot initialize by itself ({len(left)}):\n"
-            f"{listed(sorted(left))}",
+            list_problems(
+                f"tensors that the checkpoint lacks and the model cannot initialize by itself ({len(left)})",
+                sorted(left),
+            ),
             hint="build the model on a real device, or give its modules a reset_parameters method",
         )
 
 
 class _NeedsWhole(Exception):
-    """Initialisation does something to a DTensor that its parts cannot do alone."""
+    """Initialization does something to a DTensor that its parts cannot do alone."""
 
 
 class _MeshFreeDraws(TorchDispatchMode):
@@ -121,7 +122,7 @@ class _MeshFreeDraws(TorchDispatchMode):
         self._count = 0
 
     def run(self, path: str, module: nn.Module, init: Callable[[nn.Module], Any] | None) -> None:
-        """Initialise `module`; where its own DTensors are in the way, as whole tensors of which it keeps its shards."""
+        """Initialize `module`; where its own DTensors are in the way, as whole tensors of which it keeps its shards."""
         try:
             self._run(path, module, init)
         except _NeedsWhole:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -18,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from opslot._base.errors import CheckpointError
 from opslot._base.logging import get_logger
-from opslot.checkpoint._report import SHOWN, Problems
+from opslot.checkpoint._report import Problems
 from opslot.checkpoint.converter import CheckpointTensorConverter
 from opslot.checkpoint.experts import ExpertTensorConverter
-from opslot.checkpoint.folder import read_folder
+from opslot.checkpoint.folder import read_config, read_folder
 from opslot.checkpoint.hub_names import hub_names
 from opslot.checkpoint.initialize import initialize
 from opslot.checkpoint.mapping import LoadMapping, MappedSlice, Stream, map_tensors
@@ -80,10 +79,14 @@ class LoadReport:
         size = f"{self.tensors} tensors, {self.bytes_read / 1e9:.2f} GB"
         text = f"{size} in {self.seconds:.1f} s ({rate:.1f} GB/s) from {self.folder}"
         if self.missing:
-            text += f"; initialized randomly: {', '.join(self.missing[:10])}{' ...' * (len(self.missing) > 10)}"
+            text += f"; initialized randomly: {_shown(self.missing)}"
         if self.extra:
-            text += f"; left out: {', '.join(self.extra[:10])}{' ...' * (len(self.extra) > 10)}"
+            text += f"; left out: {_shown(self.extra)}"
         return text
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + " ..." * (len(names) > 10)
 
 
 def load_weights(
@@ -111,7 +114,7 @@ def load_weights(
             reads the source keys that Transformers' `from_pretrained` reads.
         dtype: of the floating parameters after loading; None casts each tensor to its parameter's.
         device: where meta parameters get memory; None is the CPU, or a DTensor's mesh device.
-        strict: False leaves out what no parameter takes and initialises what no tensor fills, and reports
+        strict: False leaves out what no parameter takes and initializes what no tensor fills, and reports
             both.
         allow_missing: patterns (`fnmatch`) of parameters that may be absent, e.g. ["score.weight"]; they are
             initialized randomly.
@@ -151,7 +154,7 @@ def load_weights(
             "%d parameters of %s hold NaN or infinity, e.g. %s; the loss will not be finite",
             len(report.not_finite),
             folder,
-            ", ".join(report.not_finite[:SHOWN]),
+            _shown(report.not_finite),
         )
     logger.log(logging.WARNING if report.missing else logging.INFO, "loaded %s", report)
     return report
@@ -168,7 +171,7 @@ def _check(
 ) -> LoadMapping:
     """Map the checkpoint to the model; raises CheckpointError with everything that is wrong."""
     entries = read_folder(folder)
-    _refuse_quantized(folder)
+    _require_unquantized(folder)
     names = None
     if converters is None:
         names = hub_names(model, {name: entry.shape for name, entry in entries.items()})
@@ -187,13 +190,9 @@ def _check(
     return mapping
 
 
-def _refuse_quantized(folder: Path) -> None:
-    """Raises: CheckpointError when config.json says that the weights are quantized, which opslot does not read."""
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return
-    found = config.get("quantization_config") if isinstance(config, dict) else None
+def _require_unquantized(folder: Path) -> None:
+    """Raises: CheckpointError when config.json describes quantized weights, which opslot does not read."""
+    found = read_config(folder).get("quantization_config")
     if found:
         method = found.get("quant_method", found) if isinstance(found, dict) else found
         raise CheckpointError(

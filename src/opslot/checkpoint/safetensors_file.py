@@ -88,7 +88,7 @@ def read_header(file: Path) -> list[TensorEntry]:
     """The tensors of `file`, in the order of their bytes.
 
     Raises:
-        CheckpointError: the file is missing, truncated, longer than its header says, or its header is
+        CheckpointError: the file is missing, truncated, of another length than in its header, or its header is
             corrupt.
     """
     try:

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from opslot._base.errors import CheckpointError, ConfigError
@@ -21,10 +19,10 @@ from opslot._base.logging import get_logger
 from opslot.checkpoint.experts import check_layout, expert_targets, split_target
 from opslot.checkpoint.folder import INDEX, WEIGHTS, staged_folder
 from opslot.checkpoint.hub_format import Described, HubFormat, HubGroup, hub_format
-from opslot.checkpoint.model_tensors import clean_fqn, tensors_of
+from opslot.checkpoint.model_tensors import clean_fqn, original_class, tensors_of
 from opslot.checkpoint.safetensors_file import NAMES, TensorSpec, write_safetensors
 from opslot.checkpoint.tensor_slice import TensorSlice, local_tensor
-from opslot.distributed import gather_objects, on_all_ranks
+from opslot.distributed import gather_objects, is_first_rank, on_all_ranks
 
 logger = get_logger(__name__)
 
@@ -90,6 +88,10 @@ def outputs_for(
         parts = split_target(name, shape, layout) if name in experts else [(name, TensorSlice.whole(name, shape))]
         outputs += [Output(TensorSpec(part, dtype, place.shape), place) for part, place in parts]
     return outputs
+
+
+def _outputs_in(tensors: Described, layout: str) -> list[Output]:
+    return outputs_for(tensors, expert_targets({name: shape for name, (_, shape) in tensors.items()}), layout)
 
 
 def shard_outputs(outputs: Sequence[Output], max_bytes: int) -> dict[str, list[Output]]:
@@ -165,28 +167,24 @@ def save_weights(
     check_layout(layout)
     max_bytes, folder = parse_size(max_shard_size), Path(folder)
     if isinstance(model_or_state_dict, nn.Module):
-        _refuse_adapters(model_or_state_dict)
-        _refuse_quantized(config if config is not None else getattr(model_or_state_dict, "config", None))
+        _require_no_adapters(model_or_state_dict)
+        _require_no_quantization(config if config is not None else getattr(model_or_state_dict, "config", None))
         model, tensors = model_or_state_dict, tensors_of(model_or_state_dict)
     else:
         model, tensors = None, {clean_fqn(name): tensor for name, tensor in model_or_state_dict.items()}
     tensors = _untied(tensors)
     described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     hub = hub_format(model) if layout is None else None
-    if hub is not None:
-        outputs = hub_outputs(described, hub)
-    else:
-        experts = expert_targets({name: shape for name, (_, shape) in described.items()})
-        outputs = outputs_for(described, experts, layout or "stacked")
+    outputs = hub_outputs(described, hub) if hub is not None else _outputs_in(described, layout or "stacked")
     shards = shard_outputs(outputs, max_bytes)
     gather = _Gatherer(tensors, hub)
     error: Exception | None = None
-    if gather.rank == 0:
+    if is_first_rank():
         try:
             with staged_folder(folder, sum(o.spec.nbytes for shard in shards.values() for o in shard)) as stage:
                 write_shards(stage, shards, gather)
                 _save_configs(model, config, stage)
-        except Exception as problem:  # other ranks wait in the gathers below, so they go on first
+        except Exception as problem:  # other ranks wait in the gathers below, so these are finished first
             error = problem
     if gather.collective:
         for source in _remaining(shards, gather.served):
@@ -215,7 +213,7 @@ def export_hf(
         CheckpointError: a processor cannot be saved; on rank 0 alone, where the weights are saved by then.
     """
     saved = save_weights(model, folder, layout=layout, max_shard_size=max_shard_size)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first_rank():
         for processor in processors:
             if processor is not None:
                 _save_processor(processor, saved)
@@ -232,7 +230,7 @@ def _save_processor(processor: Any, folder: Path) -> None:
         ) from error
 
 
-def _refuse_adapters(model: nn.Module) -> None:
+def _require_no_adapters(model: nn.Module) -> None:
     adapters = getattr(model, "peft_config", None)
     if adapters:
         raise CheckpointError(
@@ -241,7 +239,7 @@ def _refuse_adapters(model: nn.Module) -> None:
         )
 
 
-def _refuse_quantized(config: Any) -> None:
+def _require_no_quantization(config: Any) -> None:
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(
             "the config has a quantization_config, and save_weights does not quantize",
@@ -283,7 +281,6 @@ class _Gatherer:
         self._gathered: tuple[tuple[str, ...], dict[str, Tensor]] = (), {}
         self._converted: dict[str, Tensor] = {}
         self.collective = any(isinstance(tensor, DTensor) for tensor in tensors.values())
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.served = 0
 
     def gather(self, source: TensorSlice | Converted) -> dict[str, Tensor]:
@@ -326,9 +323,7 @@ def _save_configs(model: nn.Module | None, config: Any, folder: Path) -> None:
     if config is None:
         return
     if model is not None:
-        # Sharding by FSDP derives a class of its own from the model's.
-        own = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
-        config.architectures = [own.__name__]
+        config.architectures = [original_class(model).__name__]
         config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), config.dtype)
     config.save_pretrained(folder)
     generation = getattr(model, "generation_config", None)

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("opslot: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has gone; that is its right.
+        # The reader (head, less) has ended.
         sys.stderr.close()
         return 0
 
@@ -98,7 +98,7 @@ def _device(text: str) -> str:
 def _seed(text: str) -> int:
     number = int(text)
     if abs(number) >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text} is no seed; take a number below 2**32")
+        raise argparse.ArgumentTypeError(f"{text} is not a valid seed; take a number below 2**32")
     return number
 
 
@@ -115,7 +115,7 @@ def _add_kernels(add: _Add) -> None:
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
-    """The options that say which model, with which kernels, in which dtype."""
+    """The options for the model, its kernels and its dtype."""
     command.add_argument(
         "model", metavar="MODEL_OR_YAML", help="a folder with config.json, that file, or a training YAML"
     )
@@ -200,7 +200,7 @@ def _add_bisect(add: _Add) -> None:
         help="name the slot and layer whose kernel breaks parity with Transformers' code",
         epilog=(
             "examples:\n"
-            "  opslot bisect path/to/model                        what auto chooses, with the weights that lie there\n"
+            "  opslot bisect path/to/model                        what auto chooses, with the weights in that folder\n"
             "  opslot bisect path/to/model --layers 4 --set rms_norm_implementation=triton --dtype bfloat16"
         ),
         formatter_class=_FORM,
@@ -210,8 +210,8 @@ def _add_bisect(add: _Add) -> None:
     bisect.add_argument(
         "--device", type=_device, default=None, help="cpu, cuda or npu; default a GPU where there is one"
     )
-    bisect.add_argument("--batch", type=int, default=2, metavar="N", help="rows; default 2")
-    bisect.add_argument("--length", type=int, default=64, metavar="N", help="tokens of a row; default 64")
+    bisect.add_argument("--batch", type=int, default=2, metavar="N", help="samples; default 2")
+    bisect.add_argument("--length", type=int, default=64, metavar="N", help="tokens per sample; default 64")
     bisect.add_argument("--seed", type=_seed, default=0, help="of the random tokens and weights")
     bisect.add_argument("--json", action="store_true", help="print JSON")
     bisect.set_defaults(run=_bisect)

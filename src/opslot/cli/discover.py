@@ -13,7 +13,7 @@ from opslot._base.files import write_text
 from opslot.models.discovery import Discovery, discover, find_patch
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.engine import generate
-from opslot.patchgen.source import installed_release
+from opslot.patchgen.source import installed_release, modeling_module
 from opslot.patchgen.writing import patch_source
 from opslot.slots import format_table
 
@@ -53,7 +53,7 @@ def _arch_of(name: str) -> tuple[str, Path | None]:
             raise ConfigError(f"{file} is not a config.json with a model_type: {error}") from error
     if name in CONFIG_MAPPING_NAMES:
         return model_type_to_module_name(name), file
-    if not (installed_release().root / "models" / name / f"modeling_{name}.py").is_file():
+    if not installed_release().path(modeling_module(name)).is_file():
         near = difflib.get_close_matches(name, CONFIG_MAPPING_NAMES, 3)
         raise ConfigError(
             f"transformers {installed_release().version} has no architecture {name!r}",
@@ -120,7 +120,7 @@ def _all(as_json: bool) -> int:
     release = installed_release()
     reports = []
     for folder in sorted((release.root / "models").iterdir()):
-        if not (folder / f"modeling_{folder.name}.py").is_file():
+        if not release.path(modeling_module(folder.name)).is_file():
             continue
         report = _report(discover(folder.name))
         if report["matches"]:

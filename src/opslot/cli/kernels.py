@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from opslot._base.device import machine_devices
-from opslot.slots import KERNEL_REGISTRY, KernelRequest, format_table
+from opslot.slots import KERNEL_REGISTRY, format_table
 
 
 def run(op: str | None, as_json: bool) -> int:
@@ -31,13 +31,8 @@ def kernel_rows(op: str | None = None) -> list[dict[str, Any]]:
         for variant in spec_op.variants:
             rows.append(_row(spec_op.name, variant, "eager", True, own))
             for spec in KERNEL_REGISTRY.specs(spec_op.name, variant):
-                reasons = [
-                    spec.unsupported(KernelRequest(spec.op_name, variant, device)) for device in machine_devices()
-                ]
-                usable = None in reasons
-                rows.append(
-                    _row(spec_op.name, variant, spec.name, usable, spec.description if usable else str(reasons[0]))
-                )
+                reason = spec.unsupported_here()
+                rows.append(_row(spec_op.name, variant, spec.name, reason is None, reason or spec.description))
     return rows
 
 

@@ -250,7 +250,7 @@ class TokenCorpus:
         if not problems and not documents and len(self.sizes) == 1:
             problems.append(no_text(list(self._stamps)))
         if problems:
-            raise DataError(list_problems("the data cannot be read", problems))
+            raise _unreadable(problems)
         return documents
 
     def _require_unchanged(self, ranges: Sequence[ByteRange]) -> None:
@@ -266,6 +266,10 @@ class TokenCorpus:
                         "restore it and continue with train.resume_from: latest, or start a new run on the changed file"
                     ),
                 )
+
+
+def _unreadable(problems: Sequence[str]) -> DataError:
+    return DataError(list_problems("the data cannot be read", problems))
 
 
 def _checksum(starts: np.ndarray, tokens: np.ndarray) -> bytes:
@@ -311,11 +315,11 @@ def open_corpus(
         shards = split_into_shards(files, text_field, shard_bytes, problems, format)
         identity = _identity(stamps, tokenizer, text_field, sample_by, append_eos, split_special_tokens)
     except OSError as error:
-        raise DataError(f"the data cannot be read:\n- {error.filename}: {error.strerror}") from error
+        raise _unreadable([f"{error.filename}: {error.strerror}"]) from error
     if not problems and not shards:
         problems.append(no_text(files))
     if problems:
-        raise DataError(list_problems("the data cannot be read", problems))
+        raise _unreadable(problems)
     key = _digest(repr((_FORMAT, format, shard_bytes, identity)))
     for file, (size, changed) in stamps.items():
         key.update(f"{file.resolve()}\0{size}\0{changed}\n".encode())

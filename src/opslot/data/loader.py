@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from opslot._base.errors import DataError
+from opslot._base.errors import DataError, list_problems
 from opslot._base.logging import get_logger
 from opslot.data.balance import balance_micro_batches
 from opslot.data.packing import PackedDataset, collate, collate_padded, make_sample
@@ -76,14 +76,25 @@ class _Loader:
         ]
         if changed and not self.allow_changes:
             raise DataError(
-                "the run cannot be resumed, because its data has changed since the checkpoint:\n"
-                + "\n".join(f"- {line}" for line in changed),
+                list_problems(
+                    "the run cannot be resumed, because its data has changed since the checkpoint", changed, shown=30
+                ),
                 hint="restore the files and settings; or set data.allow_changes: true to continue at the same sample "
                 "number of the new data; or start a new run from the exported weights (model.model_path)",
             )
         for line in changed:
             logger.warning("the data has changed since the checkpoint (data.allow_changes is set): %s", line)
         self.consumed = state["consumed"]
+
+    def _options(self) -> dict[str, Any]:
+        """Options of the DataLoader that the loaders have in common."""
+        return {
+            "num_workers": self.num_workers,
+            "pin_memory": self.pin_memory,
+            # Seeds the workers; a draw from torch's default generator would change dropout.
+            "generator": torch.Generator(),
+            "worker_init_fn": _ignore_signals,
+        }
 
 
 class SampleLoader(_Loader):
@@ -120,10 +131,7 @@ class SampleLoader(_Loader):
             self.dataset,
             batch_sampler=_SampleNumbers(self),
             collate_fn=_collate_of(self.dataset),
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
-            generator=_own_generator(),
-            worker_init_fn=_ignore_signals,
+            **self._options(),
         )
         for batch in loader:
             self.consumed += self.micro_batch_size * self.world_size
@@ -138,11 +146,6 @@ def _ignore_signals(_worker: int) -> None:
     """Signals that stop a run often reach all of its processes; workers are needed until the step is done."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-
-
-def _own_generator() -> torch.Generator:
-    """Generator for the seed of a DataLoader's workers; a draw from torch's default one would change dropout."""
-    return torch.Generator()
 
 
 class _SampleNumbers:
@@ -208,10 +211,7 @@ class TokenLoader(_Loader):
             batch_size=None,
             sampler=_StepSharding(self),
             collate_fn=_identity,
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
-            generator=_own_generator(),
-            worker_init_fn=_ignore_signals,
+            **self._options(),
         )
         for count, self.step_size, micro_batches in loader:
             self.consumed += count

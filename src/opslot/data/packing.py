@@ -161,7 +161,7 @@ class PackedDataset(Dataset):
         """Samples of one pass over the documents; tokenizes all of them.
 
         Raises:
-            DataError: there is no text.
+            DataError: no document has text.
         """
         if self._samples_per_epoch is None:
             self.corpus.prepare(self.documents.shards)
@@ -169,7 +169,7 @@ class PackedDataset(Dataset):
             while not epoch.is_known:
                 self._extend(epoch)
             if not epoch.samples or epoch.samples[-1] == 0:
-                raise DataError("the data cannot be read:\n- there is no document to train on, or to evaluate with")
+                raise DataError("there is no document to train on, or to evaluate with")
             self._samples_per_epoch = epoch.samples[-1]
         return self._samples_per_epoch
 
@@ -423,7 +423,7 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
 def collate_padded(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """A micro batch of samples of one document each, padded on the right, as Transformers' collators make it.
 
-    Every causal model takes it, also one that cannot keep packed documents apart.
+    Every causal model takes it, also one whose attention does not separate packed documents.
 
     Returns:
         input_ids, labels, position_ids: int64 [B, S]. Padding and the first token have label -100.

@@ -15,7 +15,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     """Tokenizer from a folder that `save_pretrained` wrote, or from a tokenizer.json alone.
 
     Raises:
-        ConfigError: there is no readable tokenizer at the path.
+        ConfigError: no readable tokenizer at the path.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -37,7 +37,7 @@ class TokenizingProcesses:
         """Raise the error of a process that failed.
 
         Raises:
-            DataError: the process's own error, or how it ended. SIGTERM is no error: the training process takes over.
+            DataError: the process's own error, or how it ended. SIGTERM is not an error; training takes over.
         """
         for process, receiver in self._members:
             code = process.exitcode

@@ -75,17 +75,13 @@ def restore(model: Any) -> Any:
     """
     require_module(model, "opslot.restore")
     unbind(model)
-    moves = []
     for module in model.modules():
         architecture = architecture_of(type(module), generated=True)
-        if architecture is not None:
-            original = architecture.upstream_class(type(module).__name__)
-            if original is not None:
-                moves.append((module, type(module), original))
-    for module, _, original in moves:
-        module.__class__ = original
-        set_replaced_forward(module, None)
-        _record_outputs_of(module)
+        original = architecture.upstream_class(type(module).__name__) if architecture is not None else None
+        if original is not None:
+            module.__class__ = original
+            set_replaced_forward(module, None)
+            _record_outputs_of(module)
     return model
 
 

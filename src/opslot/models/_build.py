@@ -111,7 +111,7 @@ def load_config(
     """Read a Transformers config from a folder, a config.json or an object (then a copy).
 
     Raises:
-        ConfigError: the path or its model_type does not exist, the JSON is broken, or a value is none for its field.
+        ConfigError: the path or its model_type does not exist, the JSON is broken, or a value is not valid.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -121,19 +121,21 @@ def load_config(
             try:
                 setattr(config, name, value)
             except Exception as error:
-                raise ConfigError(f"{name}={value!r} is no value for a {config.model_type} config: {error}") from error
+                raise ConfigError(
+                    f"{name}={value!r} is not a valid value for a {config.model_type} config", found=str(error)
+                ) from error
         return config
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(f"config_path={source!r}: give a folder with config.json, that file, or a config object")
     path = Path(source)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        found = (
-            f"the folder holds {', '.join(sorted(p.name for p in path.iterdir())[:8]) or 'nothing'}"
-            if path.is_dir()
-            else "no such file or folder"
+        names = sorted(p.name for p in path.iterdir())[:8] if path.is_dir() else []
+        raise ConfigError(
+            f"config_path={str(source)!r} is not a model's config",
+            found=f"the folder holds {', '.join(names) or 'nothing'}" if path.is_dir() else "no such file or folder",
+            hint="give a folder with config.json, or that file",
         )
-        raise ConfigError(f"config_path={str(source)!r}: {found}; give a folder with config.json, or that file")
     try:
         data = json.loads(file.read_text(), object_hook=_decode_float)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -167,7 +169,7 @@ def _config_class(model_type: str) -> type[PreTrainedConfig]:
 def _config_error(what: str, config: Mapping[str, Any], error: Exception) -> ConfigError:
     """The error for a config that Transformers failed on with `error`; names the sizes that may have caused it.
 
-    Transformers divides by the number of heads without checking it, and torch refuses tensors of negative size.
+    Transformers divides by the number of heads without checking it, and torch raises for tensors of negative size.
     """
     zero = isinstance(error, ZeroDivisionError)
     faulty = [f"{name}={size}" for name, size in _sizes_in(config) if (size == 0 if zero else size < 0)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Callable, Iterator
@@ -16,10 +15,12 @@ from typing import Any
 
 from opslot._base.errors import ConfigError, PatchError
 from opslot._base.logging import get_logger
+from opslot._base.plugins import load_entry_points
 from opslot.models.discovery.finder import add_patch
 from opslot.models.discovery.supported import supported_architectures
 from opslot.patchgen import PatchConfig, materialize
 from opslot.patchgen.materialization import NoPatchError
+from opslot.patchgen.source import modeling_module
 from opslot.slots.protocol import lost_slots
 
 logger = get_logger(__name__)
@@ -98,7 +99,7 @@ class Architecture:
     @property
     def upstream(self) -> str:
         """The Transformers module whose classes the generated ones replace."""
-        return f"transformers.models.{self.name}.modeling_{self.name}"
+        return modeling_module(self.name)
 
     @property
     def generated(self) -> str:
@@ -159,18 +160,8 @@ def _discover(name: str) -> Architecture | None:
 
 @cache
 def _load_entry_points() -> None:
-    """Let other packages register their architectures: a function to call, or a module that registers on import."""
-    for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        try:
-            loaded = point.load()
-            if callable(loaded):
-                loaded()
-            elif not isinstance(loaded, ModuleType):
-                raise TypeError(f"expected a function or a module, found {loaded!r}")
-        except (Exception, SystemExit) as error:
-            # A broken plug-in of another package must not stop training, but has to be noticed.
-            problem = f"{type(error).__name__}: {error}"
-            logger.warning("entry point %r of %s failed: %s", point.value, ENTRY_POINT_GROUP, problem)
+    """Let other packages register their architectures."""
+    load_entry_points(ENTRY_POINT_GROUP)
 
 
 _UPSTREAM = re.compile(r"transformers\.models\.(\w+)\.modeling_\1")
@@ -178,7 +169,7 @@ _GENERATED = re.compile(r"opslot\.generated\.(\w+)")
 
 
 def architecture_of(cls: type, generated: bool) -> Architecture | None:
-    """The architecture of a generated class, or of an upstream class that has a generated counterpart."""
+    """The architecture of a generated class, or of a Transformers class that has a generated counterpart."""
     found = (_GENERATED if generated else _UPSTREAM).fullmatch(cls.__module__)
     return find_architecture(found.group(1)) if found else None
 
@@ -240,7 +231,7 @@ def register_architecture(
     Args:
         name: Transformers' folder name, which is also its model_type.
         converters: `(model) -> list of CheckpointTensorConverter`.
-        patch: edits beside those that discovery finds, or all of them if it says `discover=False`. A folder
+        patch: edits beside those that discovery finds, or all of them with `discover=False`. A folder
             `opslot/models/<name>` has them in `patch.py` instead.
         parallel_plan: `(model) -> ParallelPlan`; default: shard the experts that have slots.
         replace: replace an architecture of that name.

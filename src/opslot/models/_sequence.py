@@ -47,7 +47,7 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
         )
     repeats = _kv_repeats(model, state)
     if overlap:
-        _send_projections(model, repeats)
+        _overlap_projections(model, repeats)
     model.register_forward_pre_hook(_require_positions, with_kwargs=True)
 
 
@@ -95,8 +95,8 @@ class _OverlappedProjections:
     def wrap(
         self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]
     ) -> Callable[..., Any] | None:
-        arrivals = OverlappedAllToAll.of(module)
-        return kernel if arrivals is None else _RotaryOnArrival(kernel or reference, arrivals)
+        all_to_all = OverlappedAllToAll.of(module)
+        return kernel if all_to_all is None else _OverlappedRotary(kernel or reference, all_to_all)
 
 
 def _require_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -183,7 +183,7 @@ def _window_mask(query: Tensor, kwargs: dict[str, Any], window: int) -> Tensor:
     return mask & (document[..., :, None] == document[..., None, :])
 
 
-def _send_projections(model: Any, repeats: int) -> None:
+def _overlap_projections(model: Any, repeats: int) -> None:
     """Start the all-to-all of query, key and value as soon as each is projected."""
     attentions = list(_projecting(model))
     rotations = [m for name, m in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
@@ -195,18 +195,18 @@ def _send_projections(model: Any, repeats: int) -> None:
             hint="set ulysses_overlap to False",
         )
     for module in attentions:
-        arrivals = OverlappedAllToAll()
-        arrivals.attach(module)
+        all_to_all = OverlappedAllToAll()
+        all_to_all.attach(module)
         for name, times in (("query", 1), ("key", repeats), ("value", repeats)):
             _last_of(module, name[0]).register_forward_hook(
-                functools.partial(_send, arrivals, name, module.head_dim, times)
+                functools.partial(_start_all_to_all, all_to_all, name, module.head_dim, times)
             )
     for rotation in rotations:
         rotation.register_forward_hook(_gather_cos_sin)
 
 
 def _projecting(model: Any) -> Iterator[Any]:
-    """Attention modules whose projections can be sent while others are computed."""
+    """Attention modules whose projections can overlap with their all-to-all."""
     for _, module, _, op_name, variant in walk_slots(model):
         projects = all(isinstance(getattr(module, f"{x}_proj", None), nn.Module) for x in "qkv")
         if (op_name, variant) == ("rotary_pos_emb", "full") and projects and hasattr(module, "head_dim"):
@@ -219,29 +219,29 @@ def _last_of(module: Any, letter: str) -> nn.Module:
     return norm if isinstance(norm, nn.Module) else getattr(module, f"{letter}_proj")
 
 
-def _send(
-    arrivals: OverlappedAllToAll, name: str, head_dim: int, repeats: int, module: nn.Module, args: Any, output: Tensor
+def _start_all_to_all(
+    all_to_all: OverlappedAllToAll, name: str, head_dim: int, repeats: int, module: nn.Module, args: Any, output: Tensor
 ) -> Tensor:
     """Forward hook: `output` [B, S / sp, heads, D] or [B, S / sp, heads * D]."""
     if output.dim() == 4:
-        return arrivals.start(name, output, repeats)
-    return arrivals.start(name, output.unflatten(-1, (-1, head_dim)), repeats).flatten(-2)
+        return all_to_all.start(name, output, repeats)
+    return all_to_all.start(name, output.unflatten(-1, (-1, head_dim)), repeats).flatten(-2)
 
 
 def _gather_cos_sin(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Forward hook: cosine and sine [B, S, D] of the global sequence."""
-    return tuple(gather_outputs(angle, 1) for angle in output)
+    return tuple(gather_outputs(x, 1) for x in output)
 
 
-class _RotaryOnArrival:
+class _OverlappedRotary:
     """A rotary embedding of queries and keys whose all-to-all has not finished."""
 
-    def __init__(self, kernel: Callable[..., Any], arrivals: OverlappedAllToAll) -> None:
+    def __init__(self, kernel: Callable[..., Any], all_to_all: OverlappedAllToAll) -> None:
         self.kernel = kernel
-        self.arrivals = arrivals
+        self.all_to_all = all_to_all
 
     def __call__(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        return self.kernel(self.arrivals.wait("query", query), self.arrivals.wait("key", key), cos, sin)
+        return self.kernel(self.all_to_all.wait("query", query), self.all_to_all.wait("key", key), cos, sin)
 
     def __repr__(self) -> str:
-        return f"<on arrival {self.kernel!r}>"
+        return f"<overlapped {self.kernel!r}>"

@@ -94,7 +94,9 @@ def parallelize(
         )
     if state.sp == 1 and state.world_size > 1:
         model.register_forward_pre_hook(_warn_of_local_means, with_kwargs=True)
-    return distributed.parallelize(model, state, plan=plan, head=head, add=_sum_of_parts(state.device), **options)
+    return distributed.parallelize(
+        model, state, plan=plan, head=head, add=_triton_sum("sum_parts", state.device), **options
+    )
 
 
 def parallel_plan(model: Any) -> ParallelPlan | None:
@@ -140,7 +142,7 @@ def _transformers_model(model: nn.Module) -> tuple[str, Any]:
 
 def with_expert_parallel(binding: Binding, state: ParallelState) -> Binding:
     """The binding with each kernel of experts called for the tokens of all ranks."""
-    wrapper = _ExpertParallel(_row_sum(state.device))
+    wrapper = _ExpertParallel(_triton_sum("sum_rows", state.device))
     return binding.with_wrapper(wrapper, lambda slot: slot.resolution.op_name == "moe_experts")
 
 
@@ -154,7 +156,7 @@ class _ExpertParallel:
     """Wraps a kernel of experts in `ExpertParallel`.
 
     Attributes:
-        sum_rows: what sums up rows that came back from other ranks; None for plain torch.
+        sum_rows: kernel that sums the rows returned by other ranks; None for plain torch.
     """
 
     sum_rows: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
@@ -187,22 +189,13 @@ def _check_experts(model: Any, state: ParallelState, plan: ParallelPlan | None) 
             raise ConfigError(f"{path} cannot be sharded over ep ranks: {problem}", hint="set ep to 1")
 
 
-def _row_sum(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """What sums up rows that came back from other ranks: a kernel on GPUs, else None, which stands for plain torch."""
+def _triton_sum(name: str, device: torch.device) -> Callable[..., Any] | None:
+    """`sum_rows` or `sum_parts` of `distributed.triton_kernels` on a GPU; None elsewhere, for plain torch."""
     if device.type != "cuda" or not has_package("triton"):
         return None
-    from opslot.distributed.triton_kernels import sum_rows
+    from opslot.distributed import triton_kernels
 
-    return sum_rows
-
-
-def _sum_of_parts(device: torch.device) -> Callable[[Tensor, Tensor, int, Tensor], None] | None:
-    """What sums up the ranks' gradients where these are copied: a kernel on GPUs, else None, as above."""
-    if device.type != "cuda" or not has_package("triton"):
-        return None
-    from opslot.distributed.triton_kernels import sum_parts
-
-    return sum_parts
+    return getattr(triton_kernels, name)
 
 
 class _Head(nn.Linear):

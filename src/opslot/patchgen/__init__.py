@@ -3,7 +3,7 @@
 from opslot._base.errors import PatchError
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.edits import Slot
-from opslot.patchgen.materialization import materialize, register_patch, register_patch_finder
+from opslot.patchgen.materialization import materialize, register_patch
 from opslot.patchgen.primitives import create_patch_from_external
 
 __all__ = [
@@ -13,5 +13,4 @@ __all__ = [
     "create_patch_from_external",
     "materialize",
     "register_patch",
-    "register_patch_finder",
 ]

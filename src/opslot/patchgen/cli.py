@@ -17,7 +17,7 @@ from opslot._base.files import write_text
 from opslot.patchgen.config import PatchConfig
 from opslot.patchgen.materialization import find_patch, known_archs, materialize, require_patch
 from opslot.patchgen.releases import find_release
-from opslot.patchgen.source import Release, installed_release
+from opslot.patchgen.source import Release, installed_release, modeling_module
 
 if TYPE_CHECKING:
     from opslot.patchgen.lock import Problem
@@ -136,7 +136,7 @@ def _target(name: str) -> _Target:
             raise PatchError(f"importing {name} failed: {error}") from error
         close = ", ".join(difflib.get_close_matches(name, known_archs(), 3)) or "`patchgen --list` lists some"
         raise PatchError(
-            f"{name!r} is neither an architecture with slots nor an importable module", hint=f"near it: {close}"
+            f"{name!r} is neither an architecture with slots nor an importable module", hint=f"similar names: {close}"
         ) from error
     patches = [value for value in vars(module).values() if isinstance(value, PatchConfig)]
     if len(patches) != 1:
@@ -232,12 +232,12 @@ def _check(targets: list[_Target], releases: list[Release], args: argparse.Names
 
 def _is_in(target: _Target, release: Release) -> bool:
     """Whether a release has the architecture at all; newer ones came later."""
-    module = target.own.source_module if target.own else f"transformers.models.{target.arch}.modeling_{target.arch}"
+    module = target.own.source_module if target.own else modeling_module(target.arch)
     return release.path(module).is_file()
 
 
 def _once(problems: Sequence[Problem]) -> list[Problem]:
-    """Problems of one release, those that say the same of several architectures as one that names them all."""
+    """Problems of one release; equal problems of several architectures become one that names them all."""
     archs: dict[Problem, list[str]] = {}
     for problem in problems:
         archs.setdefault(replace(problem, arch=""), []).append(problem.arch)

@@ -19,14 +19,14 @@ GENERATED_PACKAGE = "opslot.generated"
 
 
 class NoPatchError(PatchError):
-    """There is no patch for an architecture."""
+    """An architecture has no patch."""
 
 
 class PatchFinder(Protocol):
-    """Makes patches of architectures that nobody registered; a module of `_base.plugins.PATCH_FINDERS` is one."""
+    """Makes patches of architectures that are not registered; a module of `_base.plugins.PATCH_FINDERS` is one."""
 
     def find_patch(self, arch: str, release: Release) -> PatchConfig | None:
-        """The patch of an architecture for a release; None where there is none."""
+        """The patch of an architecture for a release, or None."""
 
     def digest(self, arch: str, release: Release) -> str | None:
         """Hash of everything that `find_patch` depends on, computed without finding anything."""
@@ -36,7 +36,6 @@ class PatchFinder(Protocol):
 
 
 _registered: dict[str, PatchConfig] = {}
-_added_finders: list[PatchFinder] = []
 
 
 def register_patch(arch: str, patch: PatchConfig, *, replace: bool = False) -> None:
@@ -48,22 +47,22 @@ def register_patch(arch: str, patch: PatchConfig, *, replace: bool = False) -> N
     """
     if not arch.isidentifier():
         raise PatchError(f"the name of an architecture has to be a Python identifier, got {arch!r}")
-    known = _registered.get(arch)
-    if known is not None and known.digest != patch.digest and not replace:
-        raise PatchError(f"{arch} is registered with another patch; pass replace=True to replace it")
-    if (known is None or known.digest != patch.digest) and f"{GENERATED_PACKAGE}.{arch}" in sys.modules:
-        raise PatchError(f"{GENERATED_PACKAGE}.{arch} is already imported; register the patch before the import")
+    check_replaceable(arch, _registered.get(arch), patch, replace)
     _registered[arch] = patch
 
 
-def register_patch_finder(finder: PatchFinder) -> None:
-    """Ask `finder`, after opslot's own, for patches of architectures that are not registered."""
-    if finder not in _added_finders:
-        _added_finders.append(finder)
+def check_replaceable(arch: str, known: PatchConfig | None, patch: PatchConfig, replace: bool) -> None:
+    """Raise PatchError where `patch` may not replace `known`: without `replace`, or after the module's import."""
+    if known is not None and known.digest == patch.digest:
+        return
+    if known is not None and not replace:
+        raise PatchError(f"{arch} is registered with another patch; pass replace=True to replace it")
+    if f"{GENERATED_PACKAGE}.{arch}" in sys.modules:
+        raise PatchError(f"{GENERATED_PACKAGE}.{arch} is already imported; register the patch before the import")
 
 
 def _finders() -> list[PatchFinder]:
-    return [*(cast(PatchFinder, importlib.import_module(name)) for name in PATCH_FINDERS), *_added_finders]
+    return [cast(PatchFinder, importlib.import_module(name)) for name in PATCH_FINDERS]
 
 
 def find_patch(arch: str, release: Release | None = None) -> PatchConfig | None:

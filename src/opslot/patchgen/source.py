@@ -20,6 +20,11 @@ PACKAGE = "transformers"
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
+def modeling_module(arch: str) -> str:
+    """The module that defines an architecture, by the name of its folder under `transformers/models`."""
+    return f"{PACKAGE}.models.{arch}.modeling_{arch}"
+
+
 @dataclass(frozen=True)
 class Release:
     """One Transformers release; `root` is the directory of its `transformers` package."""
@@ -107,7 +112,7 @@ class UpstreamModule:
         return found
 
     def symbol(self, name: str) -> Symbol | None:
-        """The text of a definition, None when the module has none of that name."""
+        """The text of a definition; None if the module has no such definition."""
         definition = self.find(name)
         if definition is None:
             return None
@@ -116,16 +121,16 @@ class UpstreamModule:
         return Symbol(name, text, first)
 
     def require(self, name: str) -> Symbol:
-        """Like `symbol`, but a missing one raises and names what is close."""
+        """Like `symbol`, but raises PatchError with similar names if it is missing."""
         found = self.symbol(name)
         if found is None:
             raise PatchError(f"{self.name} of transformers {self.version}: {self.missing(name)}")
         return found
 
     def missing(self, name: str) -> str:
-        """Says that there is no such symbol, and which come close."""
+        """The message for a symbol that the module does not have, with the nearest names."""
         close = difflib.get_close_matches(name, self.symbol_names, n=5, cutoff=0.4)
-        hint = f"; close to it: {', '.join(close)}" if close else ""
+        hint = f"; similar names: {', '.join(close)}" if close else ""
         return f"it has no {name}{hint}"
 
     @cached_property

@@ -87,7 +87,7 @@ def bind(
 
 
 def write(model: Any, binding: Binding) -> BindingReport:
-    """Make `model` run what `binding` says; on an error it runs what it did before."""
+    """Put the kernels of `binding` into `model`; on an error, the model keeps the kernels it had."""
     placed = [_place(model, slot) for slot in binding.slots]
     before = [(module, state.binding) for module in model.modules() if (state := binding_state(module)) is not None]
     _take_down(model)
@@ -248,7 +248,7 @@ def bound_config(model: Any) -> OpsImplementationConfig | None:
 
 
 def own_config(model: Any) -> None:
-    """Give `model` a copy of its Transformers config, so that models built from one config can be bound apart."""
+    """Give `model` a copy of its Transformers config, so that models of one config can run different kernels."""
     config = getattr(model, "config", None)
     if config is None or owns_config(model):
         return

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from opslot._base.device import DeviceFacts, facts_of
 from opslot._base.dtypes import dtype_name
-from opslot._base.errors import ConfigError
+from opslot._base.errors import ConfigError, list_problems
 from opslot.slots.config import OpsImplementationConfig
 from opslot.slots.op import OpSpec
 from opslot.slots.profile import ProfileError
@@ -166,7 +166,7 @@ def resolve(
         try:
             resolution = _resolve_at(request, wanted, keeps)
         except ProfileError:
-            # The file's fault, not a slot's.
+            # Not a problem of this slot.
             raise
         except ConfigError as error:
             problems.append(f"{at.path or type(model).__name__}: {error}")
@@ -176,7 +176,7 @@ def resolve(
     skipped = _skipped(model)
     absent = list(_absent(config, slots, skipped, problems))
     if problems:
-        raise ConfigError(_collapse(problems))
+        raise ConfigError(list_problems("kernels cannot be bound", _by_text(problems), shown=30))
     shown = "" if default_dtype is None else dtype_name(default_dtype)
     return Binding(config, tuple(slots), skipped, tuple(absent), facts, dtype, shown)
 
@@ -206,7 +206,7 @@ def _keeps(at: ModuleSlot, wanted: str) -> str | None:
 
 
 def _resolve_at(request: KernelRequest, wanted: str, keeps: str | None) -> Resolution:
-    """The registry's selection, but aware of what the module itself rules out."""
+    """The registry's selection, except where the module itself rules kernels out."""
     op = KERNEL_REGISTRY.op(request.op_name)
     variant = op.variant(request.variant)
     specs = KERNEL_REGISTRY.specs(request.op_name, request.variant)
@@ -322,8 +322,8 @@ def _dtype_of(module: Any) -> torch.dtype | None:
     return next((p.dtype for p in module.parameters() if p.dtype.is_floating_point), None)
 
 
-def _collapse(problems: list[str]) -> str:
-    """One line per distinct problem; the same problem in 48 layers is reported once, with the count."""
+def _by_text(problems: list[str]) -> list[str]:
+    """Each distinct problem once, with the first module that has it and the number of the others."""
     found: dict[str, list[str]] = {}
     for problem in problems:
         path, separator, text = problem.partition(": ")
@@ -331,5 +331,5 @@ def _collapse(problems: list[str]) -> str:
     lines = []
     for text, paths in found.items():
         where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-        lines.append(f"- {where}: {text}")
-    return "kernels cannot be bound:\n" + "\n".join(lines)
+        lines.append(f"{where}: {text}")
+    return lines

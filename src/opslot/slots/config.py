@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from opslot._base.device import machine_devices
 from opslot._base.errors import ConfigError, count_of, list_problems
-from opslot.slots.registry import KERNEL_REGISTRY
-from opslot.slots.spec import KernelRequest
+from opslot.slots.registry import KERNEL_REGISTRY, usable_values
 
 # The GPU defaults of the specification that opslot implements (VeOmni's).
 PRESETS: dict[str, dict[str, str]] = {
@@ -42,7 +40,7 @@ class OpsImplementationConfig:
     """One implementation name per op; every field defaults to "auto".
 
     Fields are those of the registered ops (`<op>_implementation`; `attn_implementation` for attention,
-    `moe_implementation` for experts, also spelled `moe_experts_implementation`). Values: "auto", "eager" or the name of
+    `moe_implementation` for experts, or `moe_experts_implementation`). Values: "auto", "eager" or the name of
     a kernel.
 
     Args:
@@ -107,8 +105,8 @@ class OpsImplementationConfig:
         if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
             return cls(**value)
         raise ConfigError(
-            "ops must be an OpsImplementationConfig, a mapping by field names, 'auto' or a preset's name, "
-            f"got {type(value).__name__}"
+            "ops must be an OpsImplementationConfig, a mapping by field names, 'auto' or a preset's name",
+            found=type(value).__name__,
         )
 
     def __getattr__(self, name: str) -> str:
@@ -203,21 +201,19 @@ def _value_problem(field: str, value: Any, targets: list[tuple[str, str]]) -> st
     specs = [spec for target in targets for spec in KERNEL_REGISTRY.specs(*target)]
     reasons: dict[str, str | None] = {}
     for spec in specs:
-        attempts = [spec.unsupported(KernelRequest(spec.op_name, spec.variant, device)) for device in machine_devices()]
-        reason = None if None in attempts else attempts[0]
+        reason = spec.unsupported_here()
         if reasons.get(spec.name, reason) is not None or spec.name not in reasons:
             reasons[spec.name] = reason
     if value in reasons and reasons[value] is None:
         return None
-    usable = ["auto", "eager", *(name for name, reason in reasons.items() if reason is None)]
-    others = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None and name != value]
-    found = reasons.get(value) or _unknown_value(value, [*reasons, "auto", "eager"])
-    text = f"{field}={value!r}: {found}\n    usable here: {', '.join(usable)}"
-    return text + (f"\n    not usable: {'; '.join(others)}" if others else "")
+    found = reasons.get(value)
+    if found is None:
+        near = similar_names(value, [*reasons, "auto", "eager"])
+        found = "no such implementation" + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
+    return f"{field}={value!r}: {found}\n{usable_values(reasons, value)}"
 
 
-def _unknown_value(value: str, names: list[str]) -> str:
-    # "fused" may mean any fused_*; the closest match alone could be one for other hardware.
-    prefixed = [name for name in names if value and name.startswith(f"{value}_")]
-    near = prefixed or difflib.get_close_matches(value, names, 1)
-    return "no such implementation" + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
+def similar_names(name: str, names: Sequence[str]) -> list[str]:
+    """Kernels that an unknown `name` may mean: "fused" any fused_*, since the nearest may be for other hardware."""
+    prefixed = [known for known in names if name and known.startswith(f"{name}_")]
+    return prefixed or difflib.get_close_matches(name, names, 1)

@@ -60,14 +60,14 @@ class OpVariant:
         check_module: given the module that holds a slot, why this variant's kernels would be wrong there, or None.
         config_field: configuration field that chooses this variant, when it is not the op's.
         tolerance_ulps: by dtype name ("float32"), how many ULPs of the largest value a kernel may err beyond twice
-            eager's error, where one is not enough; the op says why.
+            eager's error, where one is not enough; the op's file has the reason.
         static_shape: given a call site's request, the static sizes that decide which kernel is fastest there (widths,
             heads, experts; not the number of tokens), or None if they are unknown; the profile is keyed by them.
         benchmark_case: `(shape, tokens) -> InputCase`, a case worth timing with those sizes and that many tokens.
         compiles: whether torch.compile of `reference` is worth timing: not where it loops over chunks, experts or
-            documents, at which a compiler stops or which it unrolls for minutes.
-        extends: the variant that also computes a part of this one, in slots of its own. Where the named kernel lacks
-            this variant, or cannot stand, those slots serve as they would without it, and nothing is refused.
+            documents, where the compiler stops or unrolls for minutes.
+        extends: the variant that also computes a part of this one, in slots of its own. Where the named kernel has no
+            form of this variant, or is not usable, those slots are bound as without it, and nothing raises.
         description: one line.
     """
 
@@ -119,7 +119,7 @@ class OpSpec:
         name: e.g. "rms_norm".
         variants: by name.
         config_field: field of `OpsImplementationConfig`; `<name>_implementation` unless given.
-        aliases: other spellings of that field.
+        aliases: other names of that field.
         attach: for an op selected per model rather than per slot (attention) or that must prepare the model (experts):
             `(model, slot binding, kernel or None) -> state`, called when a model is bound; `state` is what
             `detach(model, state)` needs to undo it.

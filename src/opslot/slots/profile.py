@@ -1,8 +1,8 @@
 """What was measured on this machine: the profile that `opslot bench --tune` writes and `auto` reads.
 
 One JSON file holds the timings of any number of machines, each with the versions it was measured with. Only those of
-this machine and of the versions installed now count; the file says who is fastest at a shape, the registry's priorities
-where it says nothing. Ranks of one training run that read the same file choose the same kernels.
+this machine and of the versions installed now count: `auto` selects the fastest at a shape, and uses the registry's
+priorities at shapes that were not measured. Ranks of one training run that read the same file choose the same kernels.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import functools
 import json
 import math
 import os
-import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opslot._base.device import DeviceFacts, package_version
+from opslot._base.device import DeviceFacts, cpu_name, package_version
 from opslot._base.errors import ConfigError
 from opslot._base.files import write_json
 from opslot._base.logging import get_logger
@@ -95,7 +94,7 @@ class Profile:
 
 
 def profile_path() -> Path | None:
-    """The file named by OPSLOT_PROFILE, else the one in the user's cache; None when it says "off"."""
+    """The file named by OPSLOT_PROFILE, else the one in the user's cache; None where it is "off"."""
     named = os.environ.get(VARIABLE, "")
     if named == "off":
         return None
@@ -109,7 +108,7 @@ def read_profile(device: DeviceFacts) -> Profile:
     """The profile of `device`, read again only when the file changed.
 
     Raises:
-        ProfileError: OPSLOT_PROFILE names a file that does not exist or is no profile. The default file is ignored
+        ProfileError: OPSLOT_PROFILE names a file that does not exist or is not a profile. The default file is ignored
             then, which is logged once and shown by `explain`.
     """
     path = profile_path()
@@ -194,7 +193,7 @@ def write_profile(timings: Iterable[Timing], device: DeviceFacts) -> Path:
     Timings taken with other versions of the packages are dropped: they no longer hold. The file is replaced whole.
 
     Raises:
-        ConfigError: profiles are off, the file is no profile, or it cannot be written.
+        ConfigError: profiles are off, the file is not a profile, or it cannot be written.
     """
     path = profile_path()
     if path is None:
@@ -229,19 +228,9 @@ def write_profile(timings: Iterable[Timing], device: DeviceFacts) -> Path:
 def machine_of(device: DeviceFacts) -> dict[str, Any]:
     """What a timing depends on beside op and shape: the device, and the packages that hold kernels."""
     capability = ".".join(map(str, device.capability)) if device.capability else ""
-    name = f"{_cpu_model()}, {os.cpu_count()} cores" if device.type == "cpu" else device.name
+    name = f"{cpu_name()}, {os.cpu_count()} cores" if device.type == "cpu" else device.name
     versions = {name: version for name in _DISTRIBUTIONS if (version := package_version(name))}
     return {"device": name, "capability": capability, "versions": versions}
-
-
-@functools.cache
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    found = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return found or platform.processor() or platform.machine()
 
 
 def _same_device(machine: Mapping[str, Any], device: DeviceFacts) -> bool:

@@ -1,6 +1,6 @@
-"""The attributes by which generated modules, bound models and opslot's own rooms talk to each other.
+"""The attributes that generated modules and bound models have for opslot.
 
-Every name that begins with `_opslot_` is spelled here (and in the text that `opslot.patchgen` writes). On a class:
+Every name that begins with `_opslot_` is defined here (and in the text that `opslot.patchgen` writes). On a class:
 
 - `_opslot_slots`: slot name -> (op, variant); `_opslot_<slot>` is None, so that an unbound slot reads as None.
 - `_opslot_skipped`: (op, symbol, reason) of each part that an op might compute and that got no slot.
@@ -109,12 +109,17 @@ def bound_kernel(module: Any, slot: str) -> Any:
     return module.__dict__.get(PREFIX + slot)
 
 
+def _set(module: Any, attribute: str, value: Any) -> None:
+    """Set an attribute of an instance; None removes it."""
+    if value is None:
+        module.__dict__.pop(attribute, None)
+    else:
+        module.__dict__[attribute] = value
+
+
 def set_kernel(module: Any, slot: str, kernel: Any) -> None:
     """Put a kernel into a slot; None clears it."""
-    if kernel is None:
-        module.__dict__.pop(PREFIX + slot, None)
-    else:
-        module.__dict__[PREFIX + slot] = kernel
+    _set(module, PREFIX + slot, kernel)
 
 
 def wrappers_of(module: Any, slot: str) -> tuple[Any, ...]:
@@ -126,10 +131,7 @@ def set_wrappers(module: Any, slot: str, wrappers: tuple[Any, ...]) -> None:
     kept = {name: held for name, held in module.__dict__.get(_WRAPPERS, {}).items() if name != slot}
     if wrappers:
         kept[slot] = wrappers
-    if kept:
-        module.__dict__[_WRAPPERS] = kept
-    else:
-        module.__dict__.pop(_WRAPPERS, None)
+    _set(module, _WRAPPERS, kept or None)
 
 
 def is_wrapped(model: Any) -> bool:
@@ -143,10 +145,7 @@ def attached(module: Any) -> dict[str, Any]:
 
 
 def set_attached(module: Any, states: dict[str, Any]) -> None:
-    if states:
-        module.__dict__[_ATTACHED] = states
-    else:
-        module.__dict__.pop(_ATTACHED, None)
+    _set(module, _ATTACHED, states or None)
 
 
 def binding_state(model: Any) -> Any:
@@ -155,10 +154,7 @@ def binding_state(model: Any) -> Any:
 
 
 def set_binding_state(model: Any, state: Any) -> None:
-    if state is None:
-        model.__dict__.pop(_BINDING, None)
-    else:
-        model.__dict__[_BINDING] = state
+    _set(model, _BINDING, state)
 
 
 def owns_config(module: Any) -> bool:
@@ -176,10 +172,7 @@ def replaced_forward(module: Any) -> str | None:
 
 
 def set_replaced_forward(module: Any, reason: str | None) -> None:
-    if reason is None:
-        module.__dict__.pop(_REPLACED_FORWARD, None)
-    else:
-        module.__dict__[_REPLACED_FORWARD] = reason
+    _set(module, _REPLACED_FORWARD, reason)
 
 
 def loss_only(module: Any) -> bool:
@@ -188,7 +181,4 @@ def loss_only(module: Any) -> bool:
 
 
 def set_loss_only(module: Any, value: bool) -> None:
-    if value:
-        module.__dict__[_LOSS_ONLY] = True
-    else:
-        module.__dict__.pop(_LOSS_ONLY, None)
+    _set(module, _LOSS_ONLY, value or None)

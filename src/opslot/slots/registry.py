@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.metadata
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
-from opslot._base.device import DeviceFacts, machine_devices
+from opslot._base.device import DeviceFacts
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import ConfigError, KernelError
-from opslot._base.logging import get_logger
+from opslot._base.plugins import load_entry_points
 from opslot.slots.op import OpSpec
 from opslot.slots.profile import Profile, Timing, read_profile
 from opslot.slots.spec import KernelRequest, KernelSpec, Priority
 
-logger = get_logger(__name__)
-
 ENTRY_POINT_GROUP = "opslot.kernels"
-# The built-in ops come through the same door as everybody's: a module that registers when imported.
+# Modules that register the built-in ops when they are imported.
 _BUILTIN_SOURCES = ("opslot.ops", "opslot.optim")
 
 
@@ -59,7 +55,7 @@ class KernelRegistry:
         self._discovering = False
 
     def register_op(self, op: OpSpec) -> OpSpec:
-        """Add an op. ConfigError when the name is taken by another one, or `op` is no OpSpec."""
+        """Add an op. ConfigError when the name is taken by another one, or `op` is not an OpSpec."""
         if not isinstance(op, OpSpec):
             raise ConfigError(f"register_op takes an OpSpec, got {op!r}")
         with self._lock:
@@ -109,9 +105,7 @@ class KernelRegistry:
     def _usable_somewhere(self, spec: KernelSpec) -> bool:
         if spec.supports is not None:
             return False
-        return any(
-            spec.unsupported(KernelRequest(spec.op_name, spec.variant, device)) is None for device in machine_devices()
-        )
+        return spec.unsupported_here() is None
 
     def _discover(self) -> None:
         if not self._pending and not self._entry_points:
@@ -126,22 +120,9 @@ class KernelRegistry:
                     del self._pending[0]
                 if self._entry_points:
                     self._entry_points = False
-                    self._load_entry_points()
+                    load_entry_points(ENTRY_POINT_GROUP, self)
             finally:
                 self._discovering = False
-
-    def _load_entry_points(self) -> None:
-        for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-            try:
-                loaded = point.load()
-                if callable(loaded):
-                    loaded(self)
-                elif not isinstance(loaded, ModuleType):
-                    raise TypeError(f"it is {loaded!r}, neither a module that registers nor a function of the registry")
-            except (Exception, SystemExit) as error:
-                # Somebody else's broken plug-in must not take training down, nor go unnoticed.
-                said = f"{type(error).__name__}: {error}"
-                logger.warning("kernels of entry point %r are left out: %s", point.value, said)
 
     @property
     def ops(self) -> dict[str, OpSpec]:
@@ -234,11 +215,9 @@ class KernelRegistry:
         if wanted != "eager":
             self.get(request.op_name, request.variant, wanted)
             if reasons[wanted]:
-                usable = ["eager", *(name for name, reason in reasons.items() if reason is None)]
-                others = "".join(f"\n    {n}: {r}" for n, r in reasons.items() if r and n != wanted)
                 raise ConfigError(
                     f"{field}={wanted!r} for {request.op_name}/{request.variant}: {reasons[wanted]}\n"
-                    f"  usable here: {', '.join(usable)} (or auto)" + (f"\n  not usable:{others}" if others else "")
+                    f"{usable_values(reasons, wanted)}"
                 )
         rejected = [("eager", f"{field} names another")] if wanted != "eager" else []
         rejected += [(n, r or f"{field} names another") for n, r in reasons.items() if n != wanted]
@@ -289,6 +268,13 @@ class KernelRegistry:
         if shape is None:
             return None
         return profile.at(request.op_name, request.variant, dtype_name(request.dtype), shape)
+
+
+def usable_values(reasons: Mapping[str, str | None], wanted: str) -> str:
+    """For an error about `wanted`: which values of its field are usable, and why the others are not."""
+    usable = ["eager", *(name for name, reason in reasons.items() if reason is None), "auto"]
+    others = [f"\n      {name}: {reason}" for name, reason in reasons.items() if reason and name != wanted]
+    return f"    usable here: {', '.join(usable)}" + (f"\n    not usable:{''.join(others)}" if others else "")
 
 
 def _device_label(device: DeviceFacts) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from opslot._base.device import DeviceFacts, has_package, package_version, triton_interpreted
+from opslot._base.device import DeviceFacts, has_package, machine_devices, package_version, triton_interpreted
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import ConfigError
 
@@ -291,6 +291,12 @@ class KernelSpec:
             accepted = ", ".join(sorted(map(dtype_name, self.dtypes)))
             return f"takes {accepted}, not {dtype_name(request.dtype)}"
         return self._supports_reason(request) if self.supports else None
+
+    def unsupported_here(self) -> str | None:
+        """Why no device of this machine can run this kernel, or None if one can."""
+        devices = machine_devices()
+        reasons = [self.unsupported(KernelRequest(self.op_name, self.variant, device)) for device in devices]
+        return None if None in reasons else reasons[0]
 
     def _supports_reason(self, request: KernelRequest) -> str | None:
         """What `supports` returns; if it fails, that is the reason, and other kernels stay usable."""

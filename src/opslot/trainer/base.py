@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import math
-import resource
 import signal
 import time
 from abc import ABC, abstractmethod
@@ -22,15 +20,12 @@ from opslot._base.files import remove_temporary_files, write_json, write_text
 from opslot.checkpoint import initialize_weights
 from opslot.data import count_targets
 from opslot.distributed import (
-    ParallelState,
     clip_grad_norm,
     gradient_sync,
-    init_parallel_state,
     on_first_rank,
     shard_sequence,
     sum_over_ranks,
 )
-from opslot.distributed.copy_engine import opened_bytes
 from opslot.models import load_foundation_weights
 from opslot.models.parallelize import parallelize
 from opslot.slots import explain
@@ -56,6 +51,7 @@ from opslot.trainer.output_lock import OutputLock
 from opslot.trainer.parse import config_changes, to_yaml
 from opslot.trainer.random_states import restore_random_states, seed_everything
 from opslot.trainer.saver import CheckpointSaver
+from opslot.trainer.setup import disk_errors, dtype_of, peak_memory, require_trainable_dtype, start_processes
 from opslot.trainer.stopping import StopRequest
 from opslot.trainer.validate import Inputs, micro_batch_size, validate
 
@@ -65,8 +61,6 @@ if TYPE_CHECKING:
 
 
 _MOST_STEPS_WITHOUT_TARGETS = 10
-# errno values of a disk that is full, read-only or failing.
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
 
 
 class BatchSource(Protocol):
@@ -127,8 +121,8 @@ class BaseTrainer(ABC):
         self.tokens_seen = 0
         self.batches: BatchSource = self.build_data()
         seed_everything(config.train.seed)
-        self.loss_scaler = LossScaler(_dtype(config.train.fsdp.compute_dtype))
-        self.model: PreTrainedModel = self._parallelize(_require_trainable_dtype(self.build_model()))
+        self.loss_scaler = LossScaler(dtype_of(config.train.fsdp.compute_dtype))
+        self.model: PreTrainedModel = self._parallelize(require_trainable_dtype(self.build_model()))
         # All ranks seed alike until the weights exist; dropout differs by rank.
         seed_everything(config.train.seed + self.state.rank)
         self.optimizer = build_optimizer(self.model, config.train)
@@ -228,7 +222,7 @@ class BaseTrainer(ABC):
             TrainingError: a loss or gradient that is not finite, before it reaches the weights; a full disk.
             CheckpointError: a checkpoint cannot be written.
         """
-        with self._disk_errors():
+        with disk_errors(self.output_dir):
             return self._train()
 
     def _train(self) -> TrainResult:
@@ -333,7 +327,7 @@ class BaseTrainer(ABC):
             tokens_per_s=tokens / (time.perf_counter() - started),
             epoch=getattr(self.batches, "epoch", float("nan")),
             tokens=self.tokens_seen,
-            memory_gib=_peak_memory(self.device),
+            memory_gib=peak_memory(self.device),
             extra={} if step_aux is None else {"aux_loss": step_aux},
         )
 
@@ -423,7 +417,7 @@ class BaseTrainer(ABC):
     def _parallelize(self, model: PreTrainedModel) -> PreTrainedModel:
         """Shard the model over all ranks; a resumed run gets the kernels recorded in its checkpoint."""
         train, fsdp = self.config.train, self.config.train.fsdp
-        dtype = _dtype(fsdp.compute_dtype)
+        dtype = dtype_of(fsdp.compute_dtype)
         if self.inputs.checkpoint is not None:
             recorded = checkpointing.read_state(self.inputs.checkpoint)[1]
             for line in pin_kernels(model, recorded, dtype, self.device):
@@ -437,7 +431,7 @@ class BaseTrainer(ABC):
         if self.state.mesh is not None:
             options |= {
                 "param_dtype": dtype,
-                "reduce_dtype": _dtype(fsdp.reduce_dtype),
+                "reduce_dtype": dtype_of(fsdp.reduce_dtype),
                 "cpu_offload": fsdp.cpu_offload,
                 "reshard_after_forward": fsdp.reshard_after_forward,
                 "prefetch": fsdp.prefetch,
@@ -496,20 +490,6 @@ class BaseTrainer(ABC):
         write_json(self.output_dir / "kernels.json", kernel_record(self.model))
 
     @contextlib.contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        """Report a full or failing disk as a TrainingError."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in _DISK_ERRORS:
-                raise
-            file = f" ({error.filename})" if error.filename else ""
-            raise TrainingError(
-                f"the run's files cannot be written to {self.output_dir}: {error.strerror}{file}",
-                hint="free disk space, then continue with train.resume_from: latest; checkpoints are intact",
-            ) from error
-
-    @contextlib.contextmanager
     def _closing_callbacks(self) -> Iterator[None]:
         with contextlib.ExitStack() as closing:
             closing.callback(self.saver.close)
@@ -519,43 +499,3 @@ class BaseTrainer(ABC):
 
     def _announce_stop(self, signal_name: str) -> None:
         self.say(f"{signal_name}: stopping after the current step and saving; send it again to stop immediately")
-
-
-def start_processes(config: RunConfig) -> ParallelState:
-    """Create the process group and device meshes of a run; returns their state if they exist already.
-
-    Raises:
-        ConfigError: sizes that do not fit the processes.
-    """
-    train, fsdp = config.train, config.train.fsdp
-    return init_parallel_state(
-        dp_replicate=fsdp.replicas,
-        sp=train.sp_size,
-        ep=train.ep_size,
-        device_type=None if config.model.device == "auto" else config.model.device,
-        group_of_one=fsdp.compute_dtype is not None or fsdp.cpu_offload,
-    )
-
-
-def _require_trainable_dtype(model: PreTrainedModel) -> PreTrainedModel:
-    """Reject float16 parameters: AdamW's updates and second moments underflow in float16."""
-    half = next((name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16), None)
-    if half is not None:
-        raise ConfigError(
-            "float16 parameters cannot be trained: optimizer updates underflow",
-            found=f"{half} is float16",
-            hint="set model.torch_dtype: float32 with train.fsdp.compute_dtype: float16 or bfloat16, or "
-            "model.torch_dtype: bfloat16",
-        )
-    return model
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, name)
-
-
-def _peak_memory(device: torch.device) -> float:
-    """GiB: of the GPU's allocator and of memory opened from other GPUs, else of this process."""
-    if device.type == "cuda":
-        return (torch.cuda.max_memory_allocated(device) + opened_bytes()) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

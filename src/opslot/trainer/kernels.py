@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opslot._base.errors import ConfigError
+from opslot._base.errors import ConfigError, list_problems
 from opslot.distributed import gather_objects
 from opslot.slots import KERNEL_REGISTRY, OpsImplementationConfig, bind, bound_config, explain
 
@@ -31,10 +31,8 @@ def require_same_kernels(model: nn.Module) -> None:
         if len({choices.get((op, variant, path)) for choices in by_rank}) > 1
     ]
     if differing:
-        more = f"\n  and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise ConfigError(
-            "the ranks selected different kernels",
-            found="\n    ".join(differing[:3]) + more,
+            list_problems("the ranks selected different kernels", differing, shown=3),
             hint="give all machines the same packages and the same profile (OPSLOT_PROFILE), or name the kernels in "
             "model.ops_implementation",
         )
@@ -46,7 +44,7 @@ def pin_kernels(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> list[str]:
-    """Bind `model` as `recorded` says wherever its config says "auto".
+    """Bind `model` to the recorded kernels wherever its config is "auto".
 
     A field that names a kernel wins over the record.
 
@@ -58,7 +56,7 @@ def pin_kernels(
         One line for each kernel that differs from what the config alone would have given, or from the record.
 
     Raises:
-        ConfigError: a recorded kernel can't be bound here; says why.
+        ConfigError: a recorded kernel can't be bound here, with the reason.
     """
     config = bound_config(model)
     if config is None:

@@ -43,7 +43,7 @@ def cli_train(argv: Sequence[str]) -> int:
     from opslot.distributed import OtherRankFailed
 
     try:
-        # Outside of `_reported_by_first_rank`: an invalid environment does not say which rank this is.
+        # Outside of `_reported_by_first_rank`: an invalid environment does not give the rank of this process.
         launched_world_size()
         with _reported_by_first_rank():
             config = load_config(arguments)
@@ -67,8 +67,8 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
     Under torchrun every process calls it; rank 0 prints, and all ranks end when one fails.
     """
     from opslot.distributed import destroy_parallel_state, fail_together
-    from opslot.trainer.base import start_processes
     from opslot.trainer.display import make_console
+    from opslot.trainer.setup import start_processes
 
     console = console or make_console()
     with _logging_to(console), warnings.catch_warnings():

@@ -103,7 +103,7 @@ def to_yaml(config: RunConfig) -> str:
 def config_changes(then: Any, now: dict[str, Any]) -> list[str]:
     """Fields of two configurations, as `dataclasses.asdict` gives them, that differ, e.g. "train.lr: 0.1 -> 0.2".
 
-    Fields that say where a run writes and what it resumes from are left out, as are fields that only one of them has.
+    The output folder and the checkpoint to resume from are left out, as are fields that only one of them has.
     """
     schema = _leaf_types(RunConfig)
     before = dict(_flatten(then, schema)) if isinstance(then, dict) else {}

@@ -19,7 +19,7 @@ from torch import Tensor
 from opslot._base.errors import ConfigError, KernelError
 from opslot.slots import KERNEL_REGISTRY, BindingReport, OpsImplementationConfig, bind, bound_config, explain
 from opslot.slots.bind import require_module
-from opslot.verify.parity import DRAWS, EAGER_FACTOR, Comparison, mean_of
+from opslot.verify.parity import DRAWS, EAGER_FACTOR, Comparison, mean_of, nearest
 
 Way = Callable[["Suspect"], Iterable["Suspect"]]
 
@@ -96,7 +96,7 @@ def bisect(
         ops: the kernels to check; default those bound now, or "auto" where none are.
 
     Raises:
-        ConfigError: `model` is no module or returns no loss on `batch`, or `ops` cannot be bound.
+        ConfigError: `model` is not a module or returns no loss on `batch`, or `ops` cannot be bound.
     """
     require_module(model, "opslot.bisect")
     bound = copy.deepcopy(model).eval()
@@ -150,10 +150,10 @@ class _Trial:
             bind(self.model, ops)
             found = loss_and_gradients(self.model, self.batch)
         comparisons = self.expected.compare(found)
-        worst = _nearest(comparisons)
+        worst = nearest(comparisons)
         if worst.ok or worst.error > _NO_LUCK * worst.bound:
             return worst
-        return _nearest(mean_of([comparisons, *(self._draw(number, ops) for number in range(1, DRAWS))]))
+        return nearest(mean_of([comparisons, *(self._draw(number, ops) for number in range(1, DRAWS))]))
 
     def _draw(self, number: int, ops: OpsImplementationConfig | None) -> tuple[Comparison, ...]:
         """Comparisons with all weights changed by about one percent, each time differently."""
@@ -199,10 +199,6 @@ class _Expected:
         error, eager_error = (_rms(x.double() - self.fp64[name]) for x in (found, self.eager[name]))
         bound = EAGER_FACTOR * eager_error + self.rounding[name]
         return Comparison(name, error if error == error else float("inf"), eager_error, bound)
-
-
-def _nearest(comparisons: Iterable[Comparison]) -> Comparison:
-    return max(comparisons, key=lambda c: c.error / c.bound if c.bound else float(c.error > 0))
 
 
 def loss_and_gradients(model: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from opslot._base.device import facts_of, machine_devices, usable_device
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import ConfigError, KernelError
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
+from opslot.slots.config import similar_names
 from opslot.verify.isolated import Lost, Processes, spoils_device, workers_for
 from opslot.verify.parity import CheckResult, check_kernel
 
@@ -63,16 +63,14 @@ def verify_kernels(
     ]
     if workers is None:
         workers = workers_for(len(checks), any(check.device.startswith("cuda") for check in checks))
-    return _run_apart(checks, workers) if workers else map(_run, checks)
+    return _run_in_workers(checks, workers) if workers else map(_run, checks)
 
 
 def _require_kernel(kernel: str, specs: Sequence[KernelSpec], ops: Sequence[str]) -> None:
     names = sorted({spec.name for spec in specs})
     if kernel in names:
         return
-    # As in a configuration, "fused" stands for any fused_*.
-    longer = [name for name in names if name.startswith(f"{kernel}_")]
-    near = longer or difflib.get_close_matches(kernel, names, 1)
+    near = similar_names(kernel, names)
     raise ConfigError(
         f"unknown kernel {kernel!r}" + (f" for {', '.join(map(repr, ops))}" if ops else ""),
         found=f"registered: {', '.join(names) or 'only eager'}",
@@ -80,7 +78,7 @@ def _require_kernel(kernel: str, specs: Sequence[KernelSpec], ops: Sequence[str]
     )
 
 
-def _run_apart(checks: list[_Check], workers: int) -> Iterator[CheckResult]:
+def _run_in_workers(checks: list[_Check], workers: int) -> Iterator[CheckResult]:
     """The results of `checks`, in their order, from `workers` processes."""
     found: dict[_Check, CheckResult] = {}
     order = iter(checks)

@@ -5,7 +5,7 @@ The bound. A kernel passes where its largest error is at most
     2 x eager's largest error + tolerance_ulps x eps x scale
 
 on one random draw of the case or, where it is not, in the mean over `DRAWS` draws. `eps` is that of the output's dtype,
-`tolerance_ulps` that of the variant (1 unless it says more), and `scale` the largest output of the case (for a
+`tolerance_ulps` that of the variant (1 by default), and `scale` the largest output of the case (for a
 gradient, its largest gradient), since an element that cancels to nearly nothing is still a sum of terms of that size.
 
 Why the bound names no accumulation length. Summing n terms of size t in a dtype with unit roundoff u = eps / 2 is off
@@ -94,7 +94,7 @@ class CheckResult:
     @property
     def worst(self) -> Comparison | None:
         """The comparison nearest to its bound, or furthest over it."""
-        return max(self.comparisons, key=lambda c: c.error / c.bound if c.bound else float(c.error > 0), default=None)
+        return nearest(self.comparisons) if self.comparisons else None
 
     def __str__(self) -> str:
         head = f"{self.op}/{self.variant} {self.kernel} [{self.case}, {self.dtype}]"
@@ -145,6 +145,11 @@ def check_kernel(
         if not results[-1].comparisons:
             return results[-1]
     return replace(first, comparisons=mean_of([r.comparisons for r in results]), draws=DRAWS)
+
+
+def nearest(comparisons: Iterable[Comparison]) -> Comparison:
+    """The comparison nearest to its bound, or furthest over it."""
+    return max(comparisons, key=lambda c: c.error / c.bound if c.bound else float(c.error > 0))
 
 
 def mean_of(draws: Sequence[Sequence[Comparison]]) -> tuple[Comparison, ...]:

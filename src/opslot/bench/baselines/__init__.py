@@ -107,7 +107,7 @@ def _raising_kernel_error(kernel: Callable[..., Any], baseline: str) -> Callable
         try:
             return kernel(**arguments)
         except Exception as error:
-            # Neither says what the baseline supports; after the second nothing else runs in this process.
+            # Neither means an unsupported input; after the second nothing else runs in this process.
             if "out of memory" in str(error).lower() or "CUDA error" in str(error):
                 raise
             raise KernelError(f"{baseline} raised {type(error).__name__}: {error}") from error

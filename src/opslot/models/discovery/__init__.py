@@ -1,4 +1,4 @@
-"""Discovery of the slots of an architecture in its upstream source."""
+"""Discovery of the slots of an architecture in Transformers' source."""
 
 from opslot.models.discovery.engine import Discovery, discover
 from opslot.models.discovery.finder import architectures, digest, find_patch

@@ -15,9 +15,8 @@ from opslot.models.discovery import support
 from opslot.models.discovery.forms import all_forms, forms_digest
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.forms import ClassFact, Match, ModuleView, Skip
-from opslot.patchgen.source import Release, installed_release
-
-SKIPPED = "_opslot_skipped"
+from opslot.patchgen.source import Release, installed_release, modeling_module
+from opslot.slots.protocol import SKIPPED
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,6 @@ class Discovery:
     skips: tuple[Skip, ...]
 
 
-def source_module(arch: str) -> str:
-    """The upstream module of an architecture."""
-    return f"transformers.models.{arch}.modeling_{arch}"
-
-
 def discover(arch: str, release: Release | None = None) -> Discovery:
     """Find the slots of an architecture in its upstream source.
 
@@ -50,14 +44,14 @@ def discover(arch: str, release: Release | None = None) -> Discovery:
         release: the Transformers release; the installed one by default.
 
     Raises:
-        PatchError: there is no such architecture.
+        PatchError: unknown architecture.
     """
     return _discover(arch, release or installed_release(), forms_digest())
 
 
 @lru_cache(maxsize=64)
 def _discover(arch: str, release: Release, digest: str) -> Discovery:
-    module = ModuleView(release.module(source_module(arch)))
+    module = ModuleView(release.module(modeling_module(arch)))
     found = [finding for form in all_forms() for finding in form.find(module)]
     matches = tuple(finding for finding in found if isinstance(finding, Match))
     skips = tuple(finding for finding in found if isinstance(finding, Skip))

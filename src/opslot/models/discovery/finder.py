@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import sys
 from pathlib import Path
 
-from opslot.models.discovery.engine import discover, source_module
+from opslot.models.discovery.engine import discover
 from opslot.models.discovery.forms import forms_digest
 from opslot.models.discovery.supported import lock_digest, lost_slots, supported_architectures
 from opslot.patchgen import PatchConfig, PatchError
-from opslot.patchgen.materialization import GENERATED_PACKAGE
-from opslot.patchgen.source import Release
+from opslot.patchgen.materialization import check_replaceable
+from opslot.patchgen.source import Release, modeling_module
+from opslot.slots.protocol import LOST_SLOTS
 
 MODELS_PACKAGE = "opslot.models"
 
@@ -26,13 +26,7 @@ def add_patch(arch: str, patch: PatchConfig, *, replace: bool = False) -> None:
     Raises:
         PatchError: the architecture has another patch (unless `replace`), or its generated module is already imported.
     """
-    known = _added.get(arch)
-    if known is not None and known.digest == patch.digest:
-        return
-    if known is not None and not replace:
-        raise PatchError(f"{arch} is registered with another patch; pass replace=True to replace it")
-    if f"{GENERATED_PACKAGE}.{arch}" in sys.modules:
-        raise PatchError(f"{GENERATED_PACKAGE}.{arch} is already imported; register the patch before the import")
+    check_replaceable(arch, _added.get(arch), patch, replace)
     _added[arch] = patch
 
 
@@ -67,7 +61,7 @@ def find_patch(arch: str, release: Release) -> PatchConfig | None:
     # A copy: what is found is kept for the next call.
     patch = _extended(found.patch, added)
     if lost := lost_slots(arch, patch, release):
-        patch.add_final_block(f"_opslot_lost_slots = {lost!r}")
+        patch.add_final_block(f"{LOST_SLOTS} = {lost!r}")
     return patch
 
 
@@ -92,7 +86,7 @@ def digest(arch: str, release: Release) -> str | None:
     """Hash of everything that `find_patch` depends on; None for an architecture that Transformers does not have."""
     added = additions(arch)
     try:
-        texts = [release.module(source_module(arch)).digest, release.module("transformers.modeling_layers").digest]
+        texts = [release.module(modeling_module(arch)).digest, release.module("transformers.modeling_layers").digest]
     except PatchError:
         return added.digest if added is not None else None
     if added is not None:
@@ -105,9 +99,5 @@ def architectures() -> list[str]:
     spec = importlib.util.find_spec(MODELS_PACKAGE)
     assert spec is not None
     places = spec.submodule_search_locations or ()
-    own = {file.parent.name for place in places for file in _patches_in(place)}
+    own = {file.parent.name for place in places for file in Path(place).glob("*/patch.py")}
     return sorted({*supported_architectures(), *_added, *own})
-
-
-def _patches_in(place: str) -> list[Path]:
-    return list(Path(place).glob("*/patch.py"))

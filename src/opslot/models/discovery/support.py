@@ -5,7 +5,7 @@ from __future__ import annotations
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.forms import ModuleView
 
-# Heads that upstream's `Generic<head>` mixins implement.
+# Heads that Transformers' `Generic<head>` mixins implement.
 _GENERIC_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
@@ -18,7 +18,7 @@ def write_support(patch: PatchConfig, module: ModuleView) -> None:
 
 
 def _hold_generated_backbones(patch: PatchConfig, module: ModuleView) -> None:
-    """Let a generic head that is constructed directly hold the generated backbone: AutoModel would build upstream's."""
+    """Let a generic head that is constructed directly hold the generated backbone; AutoModel builds the original."""
     for name in module.classes:
         head = next((head for head in _GENERIC_HEADS if name.endswith(head)), None)
         if head is None or f"Generic{head}" not in module.bases(name) or module.own_methods(name):
@@ -30,9 +30,9 @@ def _hold_generated_backbones(patch: PatchConfig, module: ModuleView) -> None:
 
 
 def _record_outputs(patch: PatchConfig) -> None:
-    """Let upstream capture router logits and hidden states of instances that never ran `__init__` of their class.
+    """Let Transformers capture router logits and hidden states of instances that never ran `__init__` of their class.
 
-    Upstream registers in `__init__` what a class can record. An instance that moved here from upstream's class, or was
+    Transformers registers in `__init__` what a class can record. An instance moved here from its class, or one
     unpickled in another process, would silently record nothing, and its load-balancing loss would be zero.
     """
     patch.add_import("transformers.utils.output_capturing", names=["_CAN_RECORD_REGISTRY"])

@@ -1,0 +1,79 @@
+"""Process groups, dtypes and memory of a run, and errors of its disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from opslot._base.errors import ConfigError, TrainingError
+from opslot.distributed import ParallelState, init_parallel_state
+from opslot.distributed.copy_engine import opened_bytes
+from opslot.trainer.config import RunConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# errno values of a disk that is full, read-only or failing.
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
+
+
+def start_processes(config: RunConfig) -> ParallelState:
+    """Create the process group and device meshes of a run; returns their state if they exist already.
+
+    Raises:
+        ConfigError: sizes that do not fit the processes.
+    """
+    train, fsdp = config.train, config.train.fsdp
+    return init_parallel_state(
+        dp_replicate=fsdp.replicas,
+        sp=train.sp_size,
+        ep=train.ep_size,
+        device_type=None if config.model.device == "auto" else config.model.device,
+        group_of_one=fsdp.compute_dtype is not None or fsdp.cpu_offload,
+    )
+
+
+def require_trainable_dtype(model: PreTrainedModel) -> PreTrainedModel:
+    """Reject float16 parameters: AdamW's updates and second moments underflow in float16."""
+    half = next((name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16), None)
+    if half is not None:
+        raise ConfigError(
+            "float16 parameters cannot be trained: optimizer updates underflow",
+            found=f"{half} is float16",
+            hint="set model.torch_dtype: float32 with train.fsdp.compute_dtype: float16 or bfloat16, or "
+            "model.torch_dtype: bfloat16",
+        )
+    return model
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """The torch dtype of a configuration field; None where it is not set."""
+    return None if name is None else getattr(torch, name)
+
+
+def peak_memory(device: torch.device) -> float:
+    """GiB: of the GPU's allocator and of memory opened from other GPUs, else of this process."""
+    if device.type == "cuda":
+        return (torch.cuda.max_memory_allocated(device) + opened_bytes()) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+@contextlib.contextmanager
+def disk_errors(output_dir: Path) -> Iterator[None]:
+    """Report a full or failing disk as a TrainingError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        file = f" ({error.filename})" if error.filename else ""
+        raise TrainingError(
+            f"the run's files cannot be written to {output_dir}: {error.strerror}{file}",
+            hint="free disk space, then continue with train.resume_from: latest; checkpoints are intact",
+        ) from error
