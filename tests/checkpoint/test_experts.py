@@ -81,7 +81,7 @@ def test_splitting_is_the_inverse_of_loading(sizes: tuple[int, int, int], layout
     values, checkpoint = stored(shapes, layout)
     for name, shape in shapes.items():
         for part, place in split_target(name, shape, layout):
-            found = place.in_layout(values[name][place.region])
+            found = place.as_stored(values[name][place.region])
             assert torch.equal(found, checkpoint.pop(part))
     assert not checkpoint
 

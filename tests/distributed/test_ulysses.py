@@ -91,7 +91,7 @@ def test_single_process_returns_its_input():
         (partial(gather_heads_scatter_seq, head_dim=-4, seq_dim=0), "has no dim -4"),
         (partial(gather_outputs, dim=3), "has no dim 3"),
         (partial(sp_pad_and_slice, dim=0, pad_scale=0), "pad_scale=0 must be at least 1"),
-        (partial(unpad_tensor, dim=1, size=6), r"\(2, 5, 3\) has no first 6 elements\n  hint: give the size"),
+        (partial(unpad_tensor, dim=1, size=6), r"\(2, 5, 3\) has no first 6 elements\n  hint: pass the size"),
         (partial(unpad_tensor, dim=1, size=-1), "has no first -1 elements"),
     ],
 )

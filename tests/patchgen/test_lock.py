@@ -250,7 +250,7 @@ def test_installed_release_is_never_fetched():
 
 
 def test_versions_are_checked_before_anything_is_fetched():
-    with pytest.raises(PatchError, match="is no Transformers version"):
+    with pytest.raises(PatchError, match="is not a Transformers version"):
         find_release("../5.9.0")
     with pytest.raises(PatchError, match="neither installed nor in"):
         find_release("1.2.3", download=False)
