@@ -9,8 +9,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 demo: $(VENV)/ready
 	$(BIN)/python -m opslot.trainer.demo
 
-# One worker per core, at most four because of memory; PYTEST_ARGS="-n 0" runs one test after another.
-PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
+# One worker more than cores, since many tests wait for other processes; at most four because of memory.
+# PYTEST_ARGS="-n 0" runs one test after another.
+WORKERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); [ $$cores -lt 4 ] && echo $$((cores + 1)) || echo 4)
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 MARKS ?= not gpu and not multigpu and not slow
 
 test: $(VENV)/ready-dev
