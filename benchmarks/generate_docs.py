@@ -75,7 +75,7 @@ _README_COLUMNS = ("opslot", "torch.compile", "VeOmni", "quack", "Liger-Kernel",
 _PLOTTED_OPS = (
     ("rms_norm", "standard", "16384x4096"),
     ("rms_norm", "standard", "524288x128"),
-    ("rms_norm", "residual", "16384x4096"),
+    ("rms_norm", "fused_add", "16384x4096"),
     ("rotary_pos_emb", "full", "16384 tokens, 32 and 8 heads of 128"),
     ("rotary_pos_emb", "vision", "16384 patches, 16 heads of 72"),
     ("swiglu_mlp", "standard", "16384x12288"),

@@ -119,7 +119,7 @@ def test_checks_in_worker_processes_have_the_same_outcome():
     first, second = (c.name for c in STANDARD.cases[:2])
     checks = [
         check_of("torch_fused", first),
-        check_of("torch_fused", second, variant="offset", dtype=torch.bfloat16),
+        check_of("torch_fused", second, variant="weight_offset", dtype=torch.bfloat16),
     ]
     with Processes(2) as workers:
         assert run_checks(checks, workers) == dict.fromkeys(checks, "ok")

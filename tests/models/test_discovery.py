@@ -63,26 +63,31 @@ LATENT = {
 
 # model_type -> additional sizes, and the slots that must be found.
 MODELS = {
-    "mistral": (HEADS, {"rms_norm/standard", "rms_norm/residual", "cross_entropy_loss/causal", "attention/causal"}),
-    "gemma3_text": (HEADS, {"rms_norm/offset", "rotary_pos_emb/full", "swiglu_mlp/standard"}),
+    "mistral": (HEADS, {"rms_norm/standard", "rms_norm/fused_add", "cross_entropy_loss/causal", "attention/causal"}),
+    "gemma3_text": (HEADS, {"rms_norm/weight_offset", "rotary_pos_emb/full", "swiglu_mlp/standard"}),
     "nanochat": (HEADS, {"rms_norm/unweighted", "attention/causal"}),
     "phi3": ({}, {"swiglu_mlp/standard", "rotary_pos_emb/partial", "attention/causal"}),
     "mixtral": ({"num_local_experts": 4}, {"moe_experts/standard", "load_balancing_loss/standard"}),
     "glm4_moe": (HEADS | MOE, {"rotary_pos_emb/partial", "moe_experts/standard"}),
     "gpt_oss": (
         HEADS | {"num_local_experts": 4},
-        {"rms_norm/cast_last", "rms_norm/residual_cast_last", "rotary_pos_emb/half_angles", "moe_experts/biased"},
+        {
+            "rms_norm/cast_after_weight",
+            "rms_norm/fused_add_cast_after_weight",
+            "rotary_pos_emb/half_cos_sin",
+            "moe_experts/biased",
+        },
     ),
-    "olmo2": ({}, {"rms_norm/cast_last", "rotary_pos_emb/full_cast_last", "attention/causal"}),
-    "helium": (HEADS, {"rms_norm/cast_last", "rms_norm/residual_cast_last", "rotary_pos_emb/paired"}),
-    "glm4": (HEADS, {"rms_norm/standard", "rotary_pos_emb/paired", "attention/causal"}),
-    "cohere2": (HEADS, {"rotary_pos_emb/paired_cast_last", "attention/causal"}),
-    "ernie4_5": (HEADS, {"rms_norm/standard", "rotary_pos_emb/paired_cast_last"}),
+    "olmo2": ({}, {"rms_norm/cast_after_weight", "rotary_pos_emb/full_fp32", "attention/causal"}),
+    "helium": (HEADS, {"rms_norm/cast_after_weight", "rms_norm/fused_add_cast_after_weight", "rotary_pos_emb/gptj"}),
+    "glm4": (HEADS, {"rms_norm/standard", "rotary_pos_emb/gptj", "attention/causal"}),
+    "cohere2": (HEADS, {"rotary_pos_emb/gptj_fp32", "attention/causal"}),
+    "ernie4_5": (HEADS, {"rms_norm/standard", "rotary_pos_emb/gptj_fp32"}),
     "gemma4_text": (GEMMA4, {"rotary_pos_emb/single"}),
-    "modernbert-decoder": ({}, {"rotary_pos_emb/full_cast_last"}),
-    "qwen3_next": (HEADS | MIXED, {"rms_norm/gated", "rms_norm/offset", "moe_experts/standard"}),
-    "moshi": (HEADS, {"rms_norm/cast_last"}),
-    "deepseek_v3": (MOE | LATENT | {"n_group": 2, "topk_group": 1}, {"rotary_pos_emb/interleaved"}),
+    "modernbert-decoder": ({}, {"rotary_pos_emb/full_fp32"}),
+    "qwen3_next": (HEADS | MIXED, {"rms_norm/gated", "rms_norm/weight_offset", "moe_experts/standard"}),
+    "moshi": (HEADS, {"rms_norm/cast_after_weight"}),
+    "deepseek_v3": (MOE | LATENT | {"n_group": 2, "topk_group": 1}, {"rotary_pos_emb/gptj_to_neox"}),
 }
 
 
@@ -176,8 +181,8 @@ def test_fused_add_rms_norm_rounds_like_the_norm(model_type, monkeypatch):
     model = AutoModelForCausalLM.from_config(config_of(model_type)).train()
     ids = torch.randint(3, 64, (2, 20))
     wanted = step(model, ids)
-    rounded_last, inner = [], triton._ResidualRMSNorm.apply
-    monkeypatch.setattr(triton._ResidualRMSNorm, "apply", lambda *args: rounded_last.append(args[-1]) or inner(*args))
+    rounded_last, inner = [], triton._FusedAddRMSNorm.apply
+    monkeypatch.setattr(triton._FusedAddRMSNorm, "apply", lambda *args: rounded_last.append(args[-1]) or inner(*args))
     opslot.apply(model, {"preset": "eager", "rms_norm_implementation": "triton"})
     loss, grads = step(model, ids)
     assert rounded_last == [True, True]
@@ -190,7 +195,7 @@ DENSE = {
     "RMSNorm": {"rms_norm": ("rms_norm", "standard")},
     "MLP": {"swiglu_mlp": ("swiglu_mlp", "standard")},
     "Attention": {"rotary_pos_emb": ("rotary_pos_emb", "full")},
-    "DecoderLayer": {"rms_norm": ("rms_norm", "residual")},
+    "DecoderLayer": {"rms_norm": ("rms_norm", "fused_add")},
     "ForCausalLM": {"cross_entropy_loss": ("cross_entropy_loss", "causal")},
     "ForSequenceClassification": {"cross_entropy_loss": ("cross_entropy_loss", "sequence_classification")},
 }
@@ -380,7 +385,7 @@ def test_command(tmp_path, capsys):
     assert main(["discover", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["architecture"] == "gemma3"
-    assert {"symbol": "Gemma3RMSNorm", "op": "rms_norm/offset"} in report["matches"]
+    assert {"symbol": "Gemma3RMSNorm", "op": "rms_norm/weight_offset"} in report["matches"]
     (attention,) = [row for row in report["skipped"] if row["op"] == "attention"]
     assert attention["reason"].startswith("its eager attention")
     assert report["problem"] == ""

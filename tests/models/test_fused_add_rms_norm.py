@@ -57,7 +57,7 @@ def calls(monkeypatch):
     """Calls of the fused kernel and of the plain one, by variant."""
     from opslot.ops.rms_norm import triton
 
-    seen = {"residual": 0, "standard": 0}
+    seen = {"fused_add": 0, "standard": 0}
 
     def count(owner, attribute, name):
         inner = getattr(owner, attribute)
@@ -68,7 +68,7 @@ def calls(monkeypatch):
 
         monkeypatch.setattr(owner, attribute, counted)
 
-    count(triton._ResidualRMSNorm, "apply", "residual")
+    count(triton._FusedAddRMSNorm, "apply", "fused_add")
     count(triton, "_norm", "standard")
     return seen
 
@@ -78,12 +78,12 @@ def test_fused_add_gradients_equal_the_two_steps(arch, calls):
     model = build(TRITON, arch)
     found = run(model)
     # Two layers: one input norm per layer and the final norm are not fused; Qwen3 also norms the heads of q and k.
-    assert calls == {"residual": 2, "standard": 7 if arch == "qwen3" else 3}
+    assert calls == {"fused_add": 2, "standard": 7 if arch == "qwen3" else 3}
     assert_near(found, run(build({"rms_norm_implementation": "eager"}, arch)))
 
 
 def test_explain_lists_the_fused_add_slot():
-    rows = [r for r in opslot.explain(build(TRITON)) if r.variant == "residual"]
+    rows = [r for r in opslot.explain(build(TRITON)) if r.variant == "fused_add"]
     assert [(r.slot, r.chosen, r.why) for r in rows] == [
         ("LlamaDecoderLayer.rms_norm", "triton", "named by rms_norm_implementation")
     ]
@@ -94,7 +94,7 @@ def test_kernel_without_fused_add_uses_the_standard_slots():
     model = build({"rms_norm_implementation": "torch_fused"})
     chosen = {r.variant: (r.chosen, r.why) for r in opslot.explain(model) if r.op == "rms_norm"}
     assert chosen["standard"][0] == "torch_fused"
-    assert chosen["residual"] == ("eager", "torch_fused has no form of it; the slots of standard serve")
+    assert chosen["fused_add"] == ("eager", "torch_fused has no form of it; the slots of standard serve")
 
 
 def test_eager_norm_disables_fused_add(calls):
@@ -102,7 +102,7 @@ def test_eager_norm_disables_fused_add(calls):
     override = {"model.layers.0.post_attention_layernorm": {"rms_norm_implementation": "eager"}}
     model = build({**TRITON, "overrides": override})
     found = run(model)
-    assert calls == {"residual": 1, "standard": 3}
+    assert calls == {"fused_add": 1, "standard": 3}
     assert_near(found, run(build({"rms_norm_implementation": "eager"})))
 
 
@@ -113,7 +113,7 @@ def test_replaced_layer_forward_disables_fused_add():
     layer = model.model.layers[0]
     layer.forward = layer.forward
     report = opslot.apply(model, {**EAGER_REST, **TRITON})
-    chosen = {r.modules: (r.chosen, r.why) for r in report if r.variant == "residual"}
+    chosen = {r.modules: (r.chosen, r.why) for r in report if r.variant == "fused_add"}
     assert chosen[("model.layers.1",)][0] == "triton"
     assert chosen[("model.layers.0",)][0] == "eager"
     assert "forward was replaced" in chosen[("model.layers.0",)][1]
@@ -139,12 +139,12 @@ def test_hooks_of_the_norm_run(kind, calls):
     try:
         run(model)
         assert calls_seen == [kind]
-        assert calls["residual"] == (0 if kind == "global" else 1)
+        assert calls["fused_add"] == (0 if kind == "global" else 1)
     finally:
         handle.remove()
-    calls["residual"] = 0
+    calls["fused_add"] = 0
     run(model)
-    assert calls["residual"] == 2
+    assert calls["fused_add"] == 2
 
 
 def test_replaced_or_wrapped_norm_is_called(calls):
@@ -171,7 +171,7 @@ def test_replaced_or_wrapped_norm_is_called(calls):
     model.model.layers[1].post_attention_layernorm = wrapper = Wrapper(second)
     ids = torch.arange(2, 13)[None]
     model(input_ids=ids)
-    assert calls["residual"] == 0
+    assert calls["fused_add"] == 0
     assert wrapper.calls_seen == 1
 
 
@@ -186,9 +186,9 @@ def test_copies_keep_fused_add(calls):
         pickle.loads(pickle.dumps(model)),
         torch.load(buffer, weights_only=False),
     ):
-        calls["residual"] = 0
+        calls["fused_add"] = 0
         found = run(other)
-        assert calls["residual"] == 2
+        assert calls["fused_add"] == 2
         assert all(torch.equal(found[n], expected[n]) for n in expected)
 
 
@@ -196,9 +196,9 @@ def test_activation_checkpointing_recomputes_the_same_bits(calls):
     model = build(TRITON).train()
     expected = run(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    calls["residual"] = 0
+    calls["fused_add"] = 0
     found = run(model)
-    assert calls["residual"] == 4
+    assert calls["fused_add"] == 4
     assert all(torch.equal(found[n], expected[n]) for n in expected)
 
 

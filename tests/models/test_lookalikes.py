@@ -22,8 +22,8 @@ def test_decoders_built_like_llama(arch):
 @pytest.mark.parametrize(
     ("arch", "symbol", "op"),
     [
-        ("gemma", "GemmaRMSNorm", "rms_norm/offset"),
-        ("olmo2", "Olmo2RMSNorm", "rms_norm/cast_last"),
+        ("gemma", "GemmaRMSNorm", "rms_norm/weight_offset"),
+        ("olmo2", "Olmo2RMSNorm", "rms_norm/cast_after_weight"),
         ("granite", "GraniteForCausalLM", None),
         ("glm", "GlmMLP", "swiglu_mlp/standard"),
         ("cohere", "CohereLayerNorm", None),

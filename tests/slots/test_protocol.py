@@ -23,9 +23,9 @@ def test_only_protocol_defines_its_names():
 def test_generated_modules_use_the_names_of_the_protocol():
     from opslot.generated import gemma2
 
-    slot = Slot("rms_norm", "offset")
+    slot = Slot("rms_norm", "weight_offset")
     assert slot.attribute == protocol.slot_attribute("rms_norm")
-    assert getattr(gemma2.Gemma2RMSNorm, protocol.SLOTS) == {"rms_norm": ("rms_norm", "offset")}
+    assert getattr(gemma2.Gemma2RMSNorm, protocol.SLOTS) == {"rms_norm": ("rms_norm", "weight_offset")}
     assert getattr(gemma2.Gemma2RMSNorm, slot.attribute) is None
     parts = [part for cls in vars(gemma2).values() if isinstance(cls, type) for part in protocol.skipped_parts(cls)]
     assert "cross_entropy_loss" in {part.op.split("/")[0] for part in parts}

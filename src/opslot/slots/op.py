@@ -51,7 +51,7 @@ class OpVariant:
     """One meaning of an op. A kernel is bound to exactly one.
 
     Attributes:
-        name: e.g. "offset".
+        name: e.g. "weight_offset".
         reference: plain torch code whose signature is the contract; it computes in the dtype it is given, so
             float64 inputs give the reference that kernels are compared with.
         cases: input cases for checks and benchmarks.

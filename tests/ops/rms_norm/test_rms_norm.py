@@ -15,7 +15,11 @@ from opslot.slots import KernelRequest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-6
-KERNELS = [(variant, name) for name in ("triton", "torch_fused") for variant in ("standard", "offset", "cast_last")]
+KERNELS = [
+    (variant, name)
+    for name in ("triton", "torch_fused")
+    for variant in ("standard", "weight_offset", "cast_after_weight")
+]
 
 
 def tensors(*shapes, dtype=torch.float32, seed=0):
@@ -32,11 +36,11 @@ def load(variant, name):
     [
         ("llama", "LlamaRMSNorm", "standard"),
         ("qwen3_moe", "Qwen3MoeRMSNorm", "standard"),
-        ("gemma3", "Gemma3RMSNorm", "offset"),
-        ("qwen3_5", "Qwen3_5RMSNorm", "offset"),
-        ("gpt_oss", "GptOssRMSNorm", "cast_last"),
-        ("olmo2", "Olmo2RMSNorm", "cast_last"),
-        ("helium", "HeliumRMSNorm", "cast_last"),
+        ("gemma3", "Gemma3RMSNorm", "weight_offset"),
+        ("qwen3_5", "Qwen3_5RMSNorm", "weight_offset"),
+        ("gpt_oss", "GptOssRMSNorm", "cast_after_weight"),
+        ("olmo2", "Olmo2RMSNorm", "cast_after_weight"),
+        ("helium", "HeliumRMSNorm", "cast_after_weight"),
         ("qwen3_next", "Qwen3NextRMSNormGated", "gated"),
     ],
 )
@@ -124,7 +128,7 @@ def test_gradients_with_any_layout(variant, name, layout):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["standard", "offset", "cast_last", "gated"])
+@pytest.mark.parametrize("variant", ["standard", "weight_offset", "cast_after_weight", "gated"])
 def test_triton_is_deterministic(variant):
     kernel = load(variant, "triton")
     x, weight, gate = tensors((67, 48), (48,), (67, 48), dtype=torch.bfloat16)
@@ -137,8 +141,8 @@ def test_triton_is_deterministic(variant):
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
-RESIDUAL = ["residual", "residual_cast_last"]
-INVARIANT = [(variant, "batch_invariant") for variant in ("standard", "offset", "cast_last")]
+RESIDUAL = ["fused_add", "fused_add_cast_after_weight"]
+INVARIANT = [(variant, "batch_invariant") for variant in ("standard", "weight_offset", "cast_after_weight")]
 INVARIANT += [("batch_invariant", "triton")]
 
 
@@ -198,7 +202,7 @@ def test_cast_after_the_weight_rounds_once(name):
     x = torch.tensor([3.0, 1.0, 1.0, 5.0], dtype=torch.float16, device=DEVICE).repeat(2, 32)
     # Multiples of 1/1024 that are not multiples of 3: a third of them is never halfway between two fp16 values.
     weight = ((1025 + 3 * torch.arange(128, device=DEVICE)) / 1024).to(torch.float16)
-    found = load("cast_last", name)(x, weight, 0.0)
+    found = load("cast_after_weight", name)(x, weight, 0.0)
     assert torch.equal(found, (x.float() / 3 * weight.float()).to(torch.float16))
     assert not torch.equal(found, load("standard", name)(x, weight, 0.0))
 
@@ -207,7 +211,7 @@ def test_cast_after_the_weight_rounds_once(name):
 def test_cast_after_fp32_weights_returns_the_input_dtype(name):
     """DeepSeek-V4 keeps its norms' weights in fp32."""
     x, weight = tensors((6, 48), dtype=torch.bfloat16)[0], tensors((48,), seed=1)[0]
-    for function in (load("cast_last", name), op.cast_last):
+    for function in (load("cast_after_weight", name), op.cast_after_weight):
         out = function(x, weight, EPS)
         grads = torch.autograd.grad(out.float().square().sum(), (x, weight))
         assert [t.dtype for t in (out, *grads)] == [torch.bfloat16, torch.bfloat16, torch.float32]
@@ -215,9 +219,9 @@ def test_cast_after_fp32_weights_returns_the_input_dtype(name):
 
 def test_fused_add_cast_last_equals_sum_and_norm():
     x, residual, weight = tensors((5, 40), (5, 40), (40,), dtype=torch.float16)
-    normalized, total = load("residual_cast_last", "triton")(x, residual, weight, EPS)
+    normalized, total = load("fused_add_cast_after_weight", "triton")(x, residual, weight, EPS)
     assert torch.equal(total, residual + x)
-    assert torch.equal(normalized, load("cast_last", "triton")(residual + x, weight, EPS))
+    assert torch.equal(normalized, load("cast_after_weight", "triton")(residual + x, weight, EPS))
 
 
 def test_fused_add_rounds_the_sum_before_the_norm():
@@ -225,7 +229,7 @@ def test_fused_add_rounds_the_sum_before_the_norm():
     x, residual = (torch.full((1, 32), v, dtype=torch.bfloat16, device=DEVICE) for v in (1.0, 256.0))
     residual[0, 0] = 0.0
     weight = torch.ones(32, dtype=torch.bfloat16, device=DEVICE)
-    normalized, total = load("residual", "triton")(x, residual, weight, EPS)
+    normalized, total = load("fused_add", "triton")(x, residual, weight, EPS)
     assert torch.equal(total, residual + x)
     assert total[0, 1].item() == 256.0
     assert torch.equal(normalized, load("standard", "triton")(residual + x, weight, EPS))
@@ -317,8 +321,8 @@ def test_opcheck():
     torch.library.opcheck(
         torch.ops.opslot.rms_norm_backward.default, (x, x, weight, x, EPS, False, False, True, False, True)
     )
-    torch.library.opcheck(torch.ops.opslot.rms_norm_residual.default, (x, x, weight, EPS, True))
-    backward = torch.ops.opslot.rms_norm_residual_backward.default
+    torch.library.opcheck(torch.ops.opslot.fused_add_rms_norm.default, (x, x, weight, EPS, True))
+    backward = torch.ops.opslot.fused_add_rms_norm_backward.default
     torch.library.opcheck(backward, (x, x, x, weight, EPS, True, True))
     torch.library.opcheck(backward, (x, None, x, weight, EPS, True, False))
 
@@ -347,7 +351,7 @@ def test_triton_unsupported_inputs_raise(x, weight, expected_message):
 
 @pytest.mark.parametrize("shape", [(1,), (4,), (2, 8)])
 def test_torch_fused_broadcast_weights_raise(shape):
-    for variant in ("standard", "offset", "cast_last"):
+    for variant in ("standard", "weight_offset", "cast_after_weight"):
         with pytest.raises(KernelError, match=r"weight: its shape is .*, not \(8,\)"):
             load(variant, "torch_fused")(torch.zeros(2, 8), torch.zeros(shape), EPS)
 
@@ -374,14 +378,14 @@ def quack(monkeypatch):
 def test_quack_gets_the_dtype_and_offset_of_the_contract(quack):
     x, weight = torch.randn(3, 16, dtype=torch.bfloat16), torch.randn(16)
     assert quack.standard(x, weight, EPS).dtype == op.standard(x, weight, EPS).dtype == torch.float32
-    assert quack.offset(x, weight, EPS).dtype == torch.bfloat16
+    assert quack.weight_offset(x, weight, EPS).dtype == torch.bfloat16
     assert quack.unweighted(x, EPS).dtype == torch.bfloat16
-    assert quack.cast_last(x, weight, EPS).dtype == torch.bfloat16
+    assert quack.cast_after_weight(x, weight, EPS).dtype == torch.bfloat16
     assert [c["weight_offset"] for c in quack.calls] == [0.0, 1.0, 0.0, 0.0]
     wide = torch.randn(3, 16)
     torch.testing.assert_close(quack.standard(wide, weight, EPS), op.standard(wide, weight, EPS))
-    torch.testing.assert_close(quack.offset(wide, weight, EPS), op.offset(wide, weight, EPS))
-    torch.testing.assert_close(quack.cast_last(wide, weight, EPS), op.cast_last(wide, weight, EPS))
+    torch.testing.assert_close(quack.weight_offset(wide, weight, EPS), op.weight_offset(wide, weight, EPS))
+    torch.testing.assert_close(quack.cast_after_weight(wide, weight, EPS), op.cast_after_weight(wide, weight, EPS))
     torch.testing.assert_close(quack.unweighted(wide, EPS), op.unweighted(wide, EPS))
 
 
@@ -402,8 +406,8 @@ def test_quack_unsupported_inputs_raise(quack, x, weight, expected_message):
 @pytest.mark.parametrize(
     ("variant", "version", "width", "expected_message"),
     [
-        ("offset", "0.5.0", 64, "requires quack-kernels>=0.6.3, found 0.5.0"),
-        ("offset", "0.6.5", 64, None),
+        ("weight_offset", "0.5.0", 64, "requires quack-kernels>=0.6.3, found 0.5.0"),
+        ("weight_offset", "0.6.5", 64, None),
         ("standard", "0.5.0", 64, None),
         ("standard", "0.4.1", 64, "requires quack-kernels>=0.5, found 0.4.1"),
         ("standard", "0.6.5", 60, "requires a width that is a multiple of 8, found 60"),

@@ -13,9 +13,9 @@ from opslot.ops.rotary_pos_emb import op
 from opslot.slots import KernelRequest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ONE_ANGLE_A_PAIR = ["half_angles", "paired", "paired_cast_last"]
-KERNELS = [(variant, "triton") for variant in ("full", "full_cast_last", "partial", "interleaved", *ONE_ANGLE_A_PAIR)]
-KERNELS += [(variant, "torch_fused") for variant in ("full", "full_cast_last", "half_angles", "partial")]
+ONE_ANGLE_A_PAIR = ["half_cos_sin", "gptj", "gptj_fp32"]
+KERNELS = [(variant, "triton") for variant in ("full", "full_fp32", "partial", "gptj_to_neox", *ONE_ANGLE_A_PAIR)]
+KERNELS += [(variant, "torch_fused") for variant in ("full", "full_fp32", "half_cos_sin", "partial")]
 
 
 def load(variant, name):
@@ -45,13 +45,13 @@ def inputs(variant="full", dtype=torch.float32, batch=2, tokens=5, heads=4, kv_h
         ("qwen3_moe", "apply_rotary_pos_emb", "full"),
         ("qwen3_5", "apply_rotary_pos_emb", "partial"),
         ("glm4_moe", "apply_rotary_pos_emb", "partial"),
-        ("deepseek_v3", "apply_rotary_pos_emb_interleave", "interleaved"),
+        ("deepseek_v3", "apply_rotary_pos_emb_interleave", "gptj_to_neox"),
         ("nemotron", "apply_rotary_pos_emb", "partial"),
         ("glmasr", "apply_rotary_pos_emb", "partial"),
-        ("modernbert", "apply_rotary_pos_emb", "full_cast_last"),
-        ("hunyuan_vl", "apply_rotary_pos_emb", "full_cast_last"),
-        ("gpt_oss", "apply_rotary_pos_emb", "half_angles"),
-        ("openai_privacy_filter", "apply_rotary_pos_emb", "paired"),
+        ("modernbert", "apply_rotary_pos_emb", "full_fp32"),
+        ("hunyuan_vl", "apply_rotary_pos_emb", "full_fp32"),
+        ("gpt_oss", "apply_rotary_pos_emb", "half_cos_sin"),
+        ("openai_privacy_filter", "apply_rotary_pos_emb", "gptj"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -69,7 +69,7 @@ def test_full_cast_last_equals_transformers_with_fp32_cos_sin(module):
     q, k, cos, sin = inputs(dtype=torch.bfloat16, device="cpu")
     arguments = (q, k, cos.float(), sin.float())
     expected = upstream.apply_rotary_pos_emb(*arguments)
-    assert all(torch.equal(a, b) for a, b in zip(op.full_cast_last(*arguments), expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(op.full_fp32(*arguments), expected, strict=True))
 
 
 @pytest.mark.parametrize("module", ["gemma3n", "gemma4"])
@@ -84,15 +84,15 @@ def test_single_equals_transformers_bit_for_bit(module, dtype):
 @pytest.mark.parametrize(
     ("module", "variant", "repeated"),
     [
-        ("glm", "paired", False),
-        ("helium", "paired", False),
-        ("moonshine", "paired", False),
-        ("glm4v", "paired", True),
-        ("blt", "paired", True),
-        ("cohere", "paired_cast_last", True),
-        ("cohere2", "paired_cast_last", True),
-        ("ernie4_5", "paired_cast_last", False),
-        ("ernie4_5_vl_moe", "paired_cast_last", True),
+        ("glm", "gptj", False),
+        ("helium", "gptj", False),
+        ("moonshine", "gptj", False),
+        ("glm4v", "gptj", True),
+        ("blt", "gptj", True),
+        ("cohere", "gptj_fp32", True),
+        ("cohere2", "gptj_fp32", True),
+        ("ernie4_5", "gptj_fp32", False),
+        ("ernie4_5_vl_moe", "gptj_fp32", True),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -185,7 +185,7 @@ def test_gradients_with_any_layout(variant, name):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["paired", "paired_cast_last"])
+@pytest.mark.parametrize("variant", ["gptj", "gptj_fp32"])
 def test_triton_reads_strided_cos_sin_without_copying(variant, monkeypatch):
     kernel = load(variant, "triton")
     q, k, cos, sin = inputs(variant)
@@ -195,10 +195,10 @@ def test_triton_reads_strided_cos_sin_without_copying(variant, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(kernel(q, k, *repeated), expected, strict=True))
 
 
-@pytest.mark.parametrize("variant", ["full_cast_last", "paired_cast_last"])
+@pytest.mark.parametrize("variant", ["full_fp32", "gptj_fp32"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_cast_last_keeps_the_dtype_of_q_with_fp32_cos_sin(variant, dtype):
-    for name in ["triton", "torch_fused"] if variant == "full_cast_last" else ["triton"]:
+    for name in ["triton", "torch_fused"] if variant == "full_fp32" else ["triton"]:
         q, k, cos, sin = inputs(variant, dtype)
         outs = load(variant, name)(q, k, cos.float(), sin.float())
         grads = torch.autograd.grad([out.float().square().sum() for out in outs], (q, k))
@@ -233,7 +233,7 @@ def test_single_names_its_tensor_in_errors(name):
 
 
 @pytest.mark.parametrize(
-    ("variant", "name"), [("half_angles", "triton"), ("half_angles", "torch_fused"), ("paired", "triton")]
+    ("variant", "name"), [("half_cos_sin", "triton"), ("half_cos_sin", "torch_fused"), ("gptj", "triton")]
 )
 def test_cos_sin_with_another_size_raise(variant, name):
     q, k, cos, sin = (x.detach() for x in inputs("full"))

@@ -56,7 +56,7 @@ def _causal(
 
 KERNELS = {
     ("rms_norm", "standard"): {"in place": _norm},
-    ("rms_norm", "offset"): {"in place": _norm_offset},
+    ("rms_norm", "weight_offset"): {"in place": _norm_offset},
     ("rotary_pos_emb", "full"): {"in place": _rotary},
     ("swiglu_mlp", "standard"): {"in place": _swiglu},
     ("cross_entropy_loss", "causal"): {"default sums": _causal},

@@ -34,7 +34,7 @@ for _variant in OP.variants:
     KERNEL_REGISTRY.register(
         triton_kernel(OP.name, _variant, priority={H200: 80}, description="one pass each way, deterministic")
     )
-for _variant in ("standard", "offset", "cast_last", "residual", "residual_cast_last"):
+for _variant in ("standard", "weight_offset", "cast_after_weight", "fused_add", "fused_add_cast_after_weight"):
     # A separate name that guarantees the property; `triton` also has it.
     KERNEL_REGISTRY.register(
         triton_kernel(
@@ -45,7 +45,7 @@ for _variant in ("standard", "offset", "cast_last", "residual", "residual_cast_l
             description="triton, batch-invariant",
         )
     )
-for _variant in ("standard", "offset", "cast_last"):
+for _variant in ("standard", "weight_offset", "cast_after_weight"):
     KERNEL_REGISTRY.register(
         liger_kernel(OP.name, _variant, priority={H200: 60}, description="Liger-Kernel, not in place")
     )
@@ -54,12 +54,12 @@ for _variant in ("standard", "offset", "cast_last"):
             OP.name, _variant, priority={"cpu": fp32_priority(60)}, description="plain torch with a custom backward"
         )
     )
-for _variant in ("standard", "offset", "cast_last", "unweighted"):
+for _variant in ("standard", "weight_offset", "cast_after_weight", "unweighted"):
     KERNEL_REGISTRY.register(
         quack_kernel(
             OP.name,
             _variant,
-            quack=_QUACK_WITH_OFFSET if _variant == "offset" else QUACK,
+            quack=_QUACK_WITH_OFFSET if _variant == "weight_offset" else QUACK,
             supports=_multiple_of_8,
             priority={H200: 70},
             description="quack-kernels, on CuTe",

@@ -27,14 +27,21 @@ NORMS = MethodForms(
         Reviewed("376dac74119d", "standard", "the same with `_norm`", "llama4", _NORMALIZED, _EPS),
         Reviewed(
             "5d81960fd651",
-            "cast_last",
+            "cast_after_weight",
             "weight * (x / rms(x)) in fp32, cast back after the weight",
             "olmo2, olmo3, gpt_oss, afmoe, flex_olmo and 6 more",
             args=_EPSILON,
         ),
-        Reviewed("29ec1ea12754", "cast_last", "the same, weight upcast by name", "helium, nemotron_h", args=_EPSILON),
         Reviewed(
-            "693c1a1f88b6", "cast_last", "the same with `_norm`", "moshi, kyutai_speech_to_text", _NORMALIZED, _EPS
+            "29ec1ea12754", "cast_after_weight", "the same, weight upcast by name", "helium, nemotron_h", args=_EPSILON
+        ),
+        Reviewed(
+            "693c1a1f88b6",
+            "cast_after_weight",
+            "the same with `_norm`",
+            "moshi, kyutai_speech_to_text",
+            _NORMALIZED,
+            _EPS,
         ),
         Reviewed(
             "24fae62042bf",
@@ -45,7 +52,7 @@ NORMS = MethodForms(
         ),
         Reviewed(
             "fd8cae7324ce",
-            "offset",
+            "weight_offset",
             "(1 + weight) * (x / rms(x)) in fp32, cast back after the weight",
             "gemma, gemma2, gemma3, qwen3_next, qwen3_5 and 9 more",
             _NORMALIZED,
@@ -71,7 +78,7 @@ residual = hidden_states
 hidden_states = self.post_attention_layernorm(hidden_states)"""
 
 # The norm's variant -> the variant that also adds the residual.
-_WITH_RESIDUAL = {"standard": "residual", "cast_last": "residual_cast_last"}
+_WITH_RESIDUAL = {"standard": "fused_add", "cast_after_weight": "fused_add_cast_after_weight"}
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return LigerRMSNormFunction.apply(hidden_states, weight, eps, 0.0, "llama", False)
 
 
-def offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`op.offset`."""
+def weight_offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`op.weight_offset`."""
     return LigerRMSNormFunction.apply(hidden_states, weight, eps, 1.0, "gemma", False)
 
 
-def cast_last(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`op.cast_last`: Liger's "gemma" casting mode without the offset."""
+def cast_after_weight(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`op.cast_after_weight`: Liger's "gemma" casting mode without the offset."""
     return LigerRMSNormFunction.apply(hidden_states, weight, eps, 0.0, "gemma", False)

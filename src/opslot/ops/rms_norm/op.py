@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from opslot.ops._common.model_config import head_sizes, text_config
 from opslot.ops.rms_norm.cases import cases, make_benchmark_case
-from opslot.ops.rms_norm.residual import can_serve
+from opslot.ops.rms_norm.fused_add import can_serve
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 
 
@@ -31,13 +31,13 @@ def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * _normalize(hidden_states, eps).to(hidden_states.dtype)
 
 
-def offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+def weight_offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Used by Gemma and Qwen3.5: multiply by (1 + weight) in fp32, cast last. Returns the input's dtype."""
     normalized = _normalize(hidden_states, eps)
     return (normalized * (1.0 + weight.to(normalized.dtype))).to(hidden_states.dtype)
 
 
-def cast_last(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+def cast_after_weight(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Used by T5, gpt-oss and OLMo 2: multiply by `weight` in fp32, cast after the weight. Returns the input's dtype.
 
     Only the result is rounded; `standard` also rounds the normalized values before the weight.
@@ -58,7 +58,7 @@ def unweighted(hidden_states: Tensor, eps: float) -> Tensor:
     return _normalize(hidden_states, eps).to(hidden_states.dtype)
 
 
-def residual(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def fused_add(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """A decoder's residual addition and the norm after it. Returns (normalized, sum), both [..., H].
 
     The sum is rounded to the dtype that torch promotes its terms to, and `standard` is applied to the rounded sum.
@@ -67,10 +67,12 @@ def residual(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float
     return standard(total, weight, eps), total
 
 
-def residual_cast_last(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`residual` with `cast_last` instead of `standard`; both results have the dtype of the sum."""
+def fused_add_cast_after_weight(
+    hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`fused_add` with `cast_after_weight` instead of `standard`; both results have the dtype of the sum."""
     total = residual + hidden_states
-    return cast_last(total, weight, eps), total
+    return cast_after_weight(total, weight, eps), total
 
 
 def _tree_sum(x: Tensor) -> Tensor:
@@ -142,8 +144,8 @@ _VARIANTS = (
         description="cast, then times weight",
     ),
     OpVariant(
-        "offset",
-        offset,
+        "weight_offset",
+        weight_offset,
         cases("weight"),
         ("hidden_states", "weight"),
         _cost,
@@ -152,8 +154,8 @@ _VARIANTS = (
         description="times (1 + weight) in fp32",
     ),
     OpVariant(
-        "cast_last",
-        cast_last,
+        "cast_after_weight",
+        cast_after_weight,
         cases("weight"),
         ("hidden_states", "weight"),
         _cost,
@@ -174,8 +176,8 @@ _VARIANTS = (
         description="standard, then times silu(gate)",
     ),
     OpVariant(
-        "residual",
-        residual,
+        "fused_add",
+        fused_add,
         cases("weight", "residual"),
         ("hidden_states", "residual", "weight"),
         _cost,
@@ -185,15 +187,15 @@ _VARIANTS = (
         description="standard of a residual sum, and the sum",
     ),
     OpVariant(
-        "residual_cast_last",
-        residual_cast_last,
+        "fused_add_cast_after_weight",
+        fused_add_cast_after_weight,
         cases("weight", "residual"),
         ("hidden_states", "residual", "weight"),
         _cost,
-        extends="cast_last",
+        extends="cast_after_weight",
         static_shape=_static_shape,
         benchmark_case=make_benchmark_case("weight", "residual"),
-        description="cast_last of a residual sum, and the sum",
+        description="cast_after_weight of a residual sum, and the sum",
     ),
     OpVariant(
         "batch_invariant",

@@ -31,14 +31,14 @@ def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rmsnorm(hidden_states, weight, out_dtype=dtype, eps=eps)
 
 
-def offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`op.offset`, within the limits of `standard`; quack-kernels 0.6.3 and later add the offset, in fp32."""
+def weight_offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`op.weight_offset`, within the limits of `standard`; quack-kernels 0.6.3 and later add the offset, in fp32."""
     _check(hidden_states, weight)
     return rmsnorm(hidden_states, weight, eps=eps, weight_offset=1.0)
 
 
-def cast_last(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`op.cast_last`, within the limits of `standard`: quack rounds once, at the end."""
+def cast_after_weight(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`op.cast_after_weight`, within the limits of `standard`: quack rounds once, at the end."""
     _check(hidden_states, weight)
     return rmsnorm(hidden_states, weight, eps=eps)
 

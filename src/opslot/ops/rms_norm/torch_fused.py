@@ -23,17 +23,19 @@ def _upcast(x: Tensor) -> Tensor:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, eps: float, offset: bool, cast_last: bool) -> Tensor:
+    def forward(
+        ctx: Any, hidden_states: Tensor, weight: Tensor, eps: float, weight_offset: bool, cast_after_weight: bool
+    ) -> Tensor:
         x = _upcast(hidden_states)
         # Not vector_norm, which needs a pass less: its error grows with the row size, to 50 times that of eager code at
         # 16384 equal values.
         squares = x.square()
         rstd = squares.mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(hidden_states, weight, rstd)
-        ctx.offset = offset
+        ctx.weight_offset = weight_offset
         normalized = torch.mul(x, rstd, out=squares)
-        if cast_last:
-            scale = 1.0 + _upcast(weight) if offset else weight
+        if cast_after_weight:
+            scale = 1.0 + _upcast(weight) if weight_offset else weight
             return normalized.mul_(scale).to(hidden_states.dtype)
         normalized = normalized.to(hidden_states.dtype)
         out_dtype = torch.promote_types(normalized.dtype, weight.dtype)
@@ -45,7 +47,7 @@ class _RMSNorm(torch.autograd.Function):
         hidden_states, weight, rstd = ctx.saved_tensors
         width = hidden_states.shape[-1]
         x, dy, scale = _upcast(hidden_states), _upcast(dout), _upcast(weight)
-        if ctx.offset:
+        if ctx.weight_offset:
             scale = scale + 1.0
         product = dy * x
         dx = dweight = None
@@ -63,12 +65,12 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _apply(
-    hidden_states: Tensor, weight: Tensor, eps: float, *, offset: bool = False, cast_last: bool = False
+    hidden_states: Tensor, weight: Tensor, eps: float, *, weight_offset: bool = False, cast_after_weight: bool = False
 ) -> Tensor:
     if weight.shape != hidden_states.shape[-1:]:
         found = f"its shape is {tuple(weight.shape)}, not {tuple(hidden_states.shape[-1:])}"
         reject(_LABEL, "weight", found, "give it one element a channel, or use eager")
-    return _RMSNorm.apply(hidden_states, weight, eps, offset, cast_last)
+    return _RMSNorm.apply(hidden_states, weight, eps, weight_offset, cast_after_weight)
 
 
 def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -76,11 +78,11 @@ def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _apply(hidden_states, weight, eps)
 
 
-def offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`op.offset` for every floating dtype."""
-    return _apply(hidden_states, weight, eps, offset=True, cast_last=True)
+def weight_offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`op.weight_offset` for every floating dtype."""
+    return _apply(hidden_states, weight, eps, weight_offset=True, cast_after_weight=True)
 
 
-def cast_last(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`op.cast_last` for every floating dtype."""
-    return _apply(hidden_states, weight, eps, cast_last=True)
+def cast_after_weight(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`op.cast_after_weight` for every floating dtype."""
+    return _apply(hidden_states, weight, eps, cast_after_weight=True)

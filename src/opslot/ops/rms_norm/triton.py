@@ -192,8 +192,8 @@ def backward_plan(width: int, element_bytes: int) -> RowTiling:
     return RowTiling(rows, columns, warps=min(32, max(8, rows * columns // 512)), programs=2, stages=stages)
 
 
-def _out_dtype(x: Tensor, weight: Tensor | None, gate: Tensor | None, cast_last: bool) -> torch.dtype:
-    if weight is None or cast_last or gate is not None or weight.dtype == x.dtype:
+def _out_dtype(x: Tensor, weight: Tensor | None, gate: Tensor | None, cast_after_weight: bool) -> torch.dtype:
+    if weight is None or cast_after_weight or gate is not None or weight.dtype == x.dtype:
         return x.dtype
     return torch.promote_types(x.dtype, weight.dtype)
 
@@ -223,8 +223,8 @@ def _run_forward(
     gate: Tensor | None,
     residual: Tensor | None,
     eps: float,
-    offset: bool,
-    cast_last: bool,
+    weight_offset: bool,
+    cast_after_weight: bool,
 ) -> None:
     """Write `out`, and with a residual also the sum, `total`."""
     if not x.numel():
@@ -241,8 +241,8 @@ def _run_forward(
         (x_stride, gate_stride, residual_stride),
         (rows, eps),
         (
-            offset,
-            cast_last,
+            weight_offset,
+            cast_after_weight,
             weight is not None,
             gate is not None,
             residual is not None,
@@ -262,7 +262,7 @@ def _run_backward(
     weight: Tensor | None,
     gate: Tensor | None,
     eps: float,
-    offset: bool,
+    weight_offset: bool,
 ) -> None:
     """Write those of the `gradients` of x, weight and gate that are not None."""
     dx, dweight, dgate = gradients
@@ -286,7 +286,7 @@ def _run_backward(
         (dout_stride, dsum_stride, x_stride, gate_stride),
         (rows, eps),
         (
-            offset,
+            weight_offset,
             weight is not None,
             gate is not None,
             dsum is not None,
@@ -305,15 +305,21 @@ def _run_backward(
 
 
 def _allocate(
-    x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool, cast_last: bool
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, weight_offset: bool, cast_after_weight: bool
 ) -> Tensor:
-    return _dense(x, _out_dtype(x, weight, gate, cast_last))
+    return _dense(x, _out_dtype(x, weight, gate, cast_after_weight))
 
 
 def _norm_forward(
-    out: Tensor, x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, offset: bool, cast_last: bool
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    gate: Tensor | None,
+    eps: float,
+    weight_offset: bool,
+    cast_after_weight: bool,
 ) -> None:
-    _run_forward(out, None, x, weight, gate, None, eps, offset, cast_last)
+    _run_forward(out, None, x, weight, gate, None, eps, weight_offset, cast_after_weight)
 
 
 def _norm_backward(
@@ -323,34 +329,34 @@ def _norm_backward(
     weight: Tensor | None,
     gate: Tensor | None,
     eps: float,
-    offset: bool,
+    weight_offset: bool,
     *_: bool,
 ) -> None:
-    _run_backward(gradients, dout, None, x, weight, gate, eps, offset)
+    _run_backward(gradients, dout, None, x, weight, gate, eps, weight_offset)
 
 
 _norm = differentiable_op(
-    "rms_norm(Tensor x, Tensor? weight, Tensor? gate, float eps, bool offset, bool cast_last) -> Tensor",
+    "rms_norm(Tensor x, Tensor? weight, Tensor? gate, float eps, bool weight_offset, bool cast_after_weight) -> Tensor",
     allocate=_allocate,
     launch=_norm_forward,
     launch_backward=_norm_backward,
 )
 
 
-def _allocate_residual(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, cast_last: bool
+def _allocate_fused_add(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, cast_after_weight: bool
 ) -> tuple[Tensor, Tensor]:
     total = _dense(x, torch.promote_types(x.dtype, residual.dtype))
-    return _dense(x, _out_dtype(total, weight, None, cast_last)), total
+    return _dense(x, _out_dtype(total, weight, None, cast_after_weight)), total
 
 
-def _residual_forward(
-    outputs: tuple[Tensor, Tensor], x: Tensor, residual: Tensor, weight: Tensor, eps: float, cast_last: bool
+def _fused_add_forward(
+    outputs: tuple[Tensor, Tensor], x: Tensor, residual: Tensor, weight: Tensor, eps: float, cast_after_weight: bool
 ) -> None:
-    _run_forward(*outputs, x, weight, None, residual, eps, False, cast_last)
+    _run_forward(*outputs, x, weight, None, residual, eps, False, cast_after_weight)
 
 
-def _allocate_residual_gradients(
+def _allocate_fused_add_gradients(
     dout: Tensor, dsum: Tensor | None, total: Tensor, weight: Tensor, eps: float, need_sum: bool, need_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of the sum, which both terms share, and of the weight."""
@@ -360,7 +366,7 @@ def _allocate_residual_gradients(
     )
 
 
-def _residual_backward(
+def _fused_add_backward(
     gradients: tuple[Tensor | None, ...],
     dout: Tensor,
     dsum: Tensor | None,
@@ -372,27 +378,28 @@ def _residual_backward(
     _run_backward((*gradients, None), dout, dsum, total, weight, None, eps, False)
 
 
-_residual_op = custom_op(
-    "rms_norm_residual(Tensor x, Tensor residual, Tensor weight, float eps, bool cast_last) -> (Tensor, Tensor)",
-    launched(_allocate_residual, _residual_forward),
-    _allocate_residual,
+_fused_add_op = custom_op(
+    "fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool cast_after_weight)"
+    " -> (Tensor, Tensor)",
+    launched(_allocate_fused_add, _fused_add_forward),
+    _allocate_fused_add,
 )
-_residual_backward_op = custom_op(
-    "rms_norm_residual_backward(Tensor dout, Tensor? dsum, Tensor total, Tensor weight, float eps,"
+_fused_add_backward_op = custom_op(
+    "fused_add_rms_norm_backward(Tensor dout, Tensor? dsum, Tensor total, Tensor weight, float eps,"
     " bool need_x, bool need_weight) -> (Tensor, Tensor)",
-    launched(_allocate_residual_gradients, _residual_backward),
-    _allocate_residual_gradients,
+    launched(_allocate_fused_add_gradients, _fused_add_backward),
+    _allocate_fused_add_gradients,
 )
 
 
-class _ResidualRMSNorm(torch.autograd.Function):
+class _FusedAddRMSNorm(torch.autograd.Function):
     """Not a `differentiable_op`: backward needs the sum, an output, and both terms share dx."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, cast_last: bool
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, cast_after_weight: bool
     ) -> tuple[Tensor, Tensor]:
-        out, total = _residual_op(x, residual, weight, eps, cast_last)
+        out, total = _fused_add_op(x, residual, weight, eps, cast_after_weight)
         ctx.save_for_backward(total, weight)
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.dtypes = eps, (x.dtype, residual.dtype)
@@ -406,7 +413,7 @@ class _ResidualRMSNorm(torch.autograd.Function):
         dx, dweight = dsum, None
         if dout is not None:
             need_sum = need_x or need_residual
-            dx, dweight = _residual_backward_op(dout, dsum, total, weight, ctx.eps, need_sum, need_weight)
+            dx, dweight = _fused_add_backward_op(dout, dsum, total, weight, ctx.eps, need_sum, need_weight)
 
         def of(dtype: torch.dtype, need: bool) -> Tensor | None:
             return dx.to(dtype) if need and dx is not None else None
@@ -441,11 +448,11 @@ def _rms_norm(
     eps: float,
     *,
     gate: Tensor | None = None,
-    offset: bool = False,
-    cast_last: bool = False,
+    weight_offset: bool = False,
+    cast_after_weight: bool = False,
 ) -> Tensor:
     _check(x, weight, gate)
-    return _norm(x, weight, gate, float(eps), offset, cast_last)
+    return _norm(x, weight, gate, float(eps), weight_offset, cast_after_weight)
 
 
 def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -453,14 +460,14 @@ def standard(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _rms_norm(hidden_states, weight, eps)
 
 
-def offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`op.offset`, within the limits of `standard`."""
-    return _rms_norm(hidden_states, weight, eps, offset=True, cast_last=True)
+def weight_offset(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`op.weight_offset`, within the limits of `standard`."""
+    return _rms_norm(hidden_states, weight, eps, weight_offset=True, cast_after_weight=True)
 
 
-def cast_last(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`op.cast_last`, within the limits of `standard`."""
-    return _rms_norm(hidden_states, weight, eps, cast_last=True)
+def cast_after_weight(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`op.cast_after_weight`, within the limits of `standard`."""
+    return _rms_norm(hidden_states, weight, eps, cast_after_weight=True)
 
 
 def gated(hidden_states: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
@@ -473,16 +480,18 @@ def unweighted(hidden_states: Tensor, eps: float) -> Tensor:
     return _rms_norm(hidden_states, None, eps)
 
 
-def residual(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`op.residual`, within the limits of `standard`; one pass forward, one backward that adds the sum's gradient."""
+def fused_add(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`op.fused_add`, within the limits of `standard`; one pass forward, one backward that adds the sum's gradient."""
     _check(hidden_states, weight, residual=residual)
-    return _ResidualRMSNorm.apply(hidden_states, residual, weight, float(eps), False)
+    return _FusedAddRMSNorm.apply(hidden_states, residual, weight, float(eps), False)
 
 
-def residual_cast_last(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`op.residual_cast_last`, as `residual`."""
+def fused_add_cast_after_weight(
+    hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`op.fused_add_cast_after_weight`, as `fused_add`."""
     _check(hidden_states, weight, residual=residual)
-    return _ResidualRMSNorm.apply(hidden_states, residual, weight, float(eps), True)
+    return _FusedAddRMSNorm.apply(hidden_states, residual, weight, float(eps), True)
 
 
 def batch_invariant(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -9,7 +9,7 @@ for _variant in OP.variants:
     KERNEL_REGISTRY.register(
         triton_kernel(OP.name, _variant, priority={H200: 80}, description="q and k in one launch, no copies")
     )
-for _variant in ("full", "full_cast_last", "single", "half_angles", "partial"):
+for _variant in ("full", "full_fp32", "single", "half_cos_sin", "partial"):
     KERNEL_REGISTRY.register(
         torch_kernel(
             OP.name, _variant, priority={"cpu": fp32_priority(60)}, description="plain torch with a custom backward"

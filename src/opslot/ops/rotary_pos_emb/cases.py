@@ -108,7 +108,7 @@ def cases(ratio: int = 1, cos_layout: str = "twice") -> list[InputCase]:
     ]
 
 
-def paired_cases() -> list[InputCase]:
+def gptj_cases() -> list[InputCase]:
     return [
         *cases(ratio=2, cos_layout="first half"),
         replace(cases(cos_layout="once")[0], name="every channel"),

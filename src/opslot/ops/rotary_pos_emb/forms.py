@@ -48,7 +48,7 @@ class RotaryForm(Reviewed):
 
 
 def _upcast(*rows: tuple[str, str]) -> tuple[RotaryForm, ...]:
-    return tuple(RotaryForm(hash_, "full_cast_last", f"{_NEOX}, in fp32, cast back", seen) for hash_, seen in rows)
+    return tuple(RotaryForm(hash_, "full_fp32", f"{_NEOX}, in fp32, cast back", seen) for hash_, seen in rows)
 
 
 def _partial(*rows: tuple[str, str]) -> tuple[RotaryForm, ...]:
@@ -66,7 +66,7 @@ ROWS = (
     RotaryForm("9fd25804c00b", "single", "the same for one tensor", "gemma3n, gemma4, diffusion_gemma"),
     RotaryForm(
         "53e758234267",
-        "half_angles",
+        "half_cos_sin",
         "halves are rotated, one cos and sin per pair",
         "gpt_oss",
         rotation=("_apply_rotary_emb", "6e04c918052c"),
@@ -86,7 +86,7 @@ ROWS = (
     ),
     RotaryForm(
         "652a20e8c59c",
-        "interleaved",
+        "gptj_to_neox",
         "neighboring channels are rotated, and leave as halves",
         "deepseek_v3, deepseek_v32, glm4_moe_lite and 8 more, from 5.17",
         rotation=None,
@@ -94,14 +94,14 @@ ROWS = (
     ),
     RotaryForm(
         "15340b7ac99e",
-        "interleaved",
+        "gptj_to_neox",
         "the same by way of rotate_half",
         "deepseek_v3, glm4_moe_lite, before 5.17",
         slot_name="rotary_pos_emb_interleaved",
     ),
     RotaryForm(
         "53e758234267",
-        "paired",
+        "gptj",
         f"{_GPTJ}, one cos and sin per pair",
         "openai_privacy_filter",
         rotation=("_apply_rotary_emb", "5bfb91e9b47c"),
@@ -109,7 +109,7 @@ ROWS = (
     *(
         RotaryForm(
             hash_,
-            "paired",
+            "gptj",
             f"{_GPTJ} by the first half of cos and sin",
             seen,
             rotation=("rotate_half", _PAIRS),
@@ -119,7 +119,7 @@ ROWS = (
     ),
     RotaryForm(
         "be80094eafa5",
-        "paired",
+        "gptj",
         f"{_GPTJ}, one cos and sin per channel",
         "blt",
         rotation=("rotate_half", _PAIRS_STACKED),
@@ -127,7 +127,7 @@ ROWS = (
     ),
     RotaryForm(
         "aa3efe91972a",
-        "paired",
+        "gptj",
         f"{_GPTJ}, one cos and sin per channel",
         "glm4v, glm_ocr",
         rotation=("rotate_half_llm", _PAIRS),
@@ -135,7 +135,7 @@ ROWS = (
     ),
     RotaryForm(
         "b7a7d38556e0",
-        "paired_cast_last",
+        "gptj_fp32",
         f"{_GPTJ} by the first half of cos and sin, in fp32, cast back",
         "ernie4_5, ernie4_5_moe",
         rotation=("rotate_half", _PAIRS),
@@ -143,7 +143,7 @@ ROWS = (
     ),
     RotaryForm(
         "613cf3a05c96",
-        "paired_cast_last",
+        "gptj_fp32",
         f"{_GPTJ}, one cos and sin per channel, in fp32, cast back",
         "cohere, cohere2, cohere2_moe",
         rotation=("rotate_half", _PAIRS_STACKED),
@@ -151,7 +151,7 @@ ROWS = (
     ),
     RotaryForm(
         "21a09e5fb4e2",
-        "paired_cast_last",
+        "gptj_fp32",
         f"{_GPTJ}, one cos and sin per channel, in fp32, cast back",
         "ernie4_5_vl_moe",
         rotation=("rotate_half_text", _PAIRS),

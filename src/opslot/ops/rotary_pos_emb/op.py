@@ -5,7 +5,7 @@ paired with channel i + R/2, in GPT-J layout (interleaved) 2i with 2i + 1. Varia
 
 Shapes: `q` [B, heads, S, D] and `k` [B, kv_heads, S, D] for `unsqueeze_dim` 1, [B, S, heads, D] for 2, with any
 strides; `cos` and `sin` [B or 1, S, R], R = D unless partial, without gradients. Returns new (q, k), in the
-promoted dtypes of each and `cos`; variants named `cast_last` compute in fp32 and return the dtypes of q and k.
+promoted dtypes of each and `cos`; variants named `cast_after_weight` compute in fp32 and return the dtypes of q and k.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from opslot.ops.rotary_pos_emb.cases import (
     VISION_CASES,
     as_single,
     cases,
+    gptj_cases,
     make_benchmark_case,
-    paired_cases,
 )
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant
 
@@ -44,7 +44,7 @@ def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
-def full_cast_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+def full_fp32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`full` in fp32, cast to the dtypes of q and k at the end. Used by OLMo and ModernBERT."""
     dtype = _compute_dtype(q, cos)
     cos, sin = cos.unsqueeze(unsqueeze_dim).to(dtype), sin.unsqueeze(unsqueeze_dim).to(dtype)
@@ -56,7 +56,7 @@ def single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tenso
     return _rotate(x, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
 
 
-def half_angles(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+def half_cos_sin(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`full` with `cos` and `sin` [B or 1, S, D/2], not repeated for the second half. Used by gpt-oss."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
 
@@ -78,7 +78,7 @@ def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
     return one(q), one(k)
 
 
-def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+def gptj_to_neox(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """GPT-J layout in, NeoX layout out. DeepSeek-V3's `rope_interleave`.
 
     Queries and keys are permuted in the same way, which does not change attention scores. Only the first half of `cos`
@@ -101,7 +101,7 @@ def _rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((rotated, x[..., width:]), dim=-1)
 
 
-def paired(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+def gptj(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """GPT-J layout, with `cos` and `sin` [B or 1, S, R/2], one element per pair.
 
     The first R channels are rotated, the others are copied. Used by GLM-4 and Helium, with half of their `cos` and
@@ -111,8 +111,8 @@ def paired(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
     return _rotate_interleaved(q, cos, sin), _rotate_interleaved(k, cos, sin)
 
 
-def paired_cast_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`paired` in fp32, cast to the dtypes of q and k at the end. Used by Cohere and ERNIE 4.5."""
+def gptj_fp32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`gptj` in fp32, cast to the dtypes of q and k at the end. Used by Cohere and ERNIE 4.5."""
     dtype = _compute_dtype(q, cos)
     cos, sin = cos.unsqueeze(unsqueeze_dim).to(dtype), sin.unsqueeze(unsqueeze_dim).to(dtype)
     return _rotate_interleaved(q.to(dtype), cos, sin).to(q.dtype), _rotate_interleaved(k.to(dtype), cos, sin).to(
@@ -191,18 +191,18 @@ def _single_variant() -> OpVariant:
 
 _VARIANTS = (
     _variant(full, cases(), "all channels, NeoX layout"),
-    _variant(full_cast_last, cases(), "full in fp32, cast to the dtype of q"),
+    _variant(full_fp32, cases(), "full in fp32, cast to the dtype of q"),
     _single_variant(),
-    _variant(half_angles, cases(cos_layout="once"), "full, with one cos and sin per pair", cos_layout="once"),
+    _variant(half_cos_sin, cases(cos_layout="once"), "full, with one cos and sin per pair", cos_layout="once"),
     _variant(
         partial,
         [*cases(ratio=4), replace(cases()[0], name="every channel")],
         "the first channels, NeoX layout",
         ratio=4,
     ),
-    _variant(interleaved, cases(), "GPT-J layout in, NeoX layout out"),
-    _variant(paired, paired_cases(), "the first channels, GPT-J layout", ratio=2, cos_layout="first half"),
-    _variant(paired_cast_last, paired_cases(), "paired in fp32, cast to the dtype of q", cos_layout="every second"),
+    _variant(gptj_to_neox, cases(), "GPT-J layout in, NeoX layout out"),
+    _variant(gptj, gptj_cases(), "the first channels, GPT-J layout", ratio=2, cos_layout="first half"),
+    _variant(gptj_fp32, gptj_cases(), "gptj in fp32, cast to the dtype of q", cos_layout="every second"),
     _variant(vision, VISION_CASES, "[S, heads, D] in fp32", "rotary_pos_emb_vision_implementation", ratio=None),
     _variant(multimodal, MULTIMODAL_CASES, "cos and sin of three axes merged by sections", ratio=None),
 )

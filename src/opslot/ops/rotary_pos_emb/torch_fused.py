@@ -76,8 +76,8 @@ def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
     return _apply(cos, sin, unsqueeze_dim, q, k)
 
 
-def full_cast_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`op.full_cast_last` for every floating dtype."""
+def full_fp32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`op.full_fp32` for every floating dtype."""
     _check_width(cos, q, k)
     dtype = torch.promote_types(torch.promote_types(q.dtype, cos.dtype), torch.float32)
     return _apply(cos.to(dtype), sin.to(dtype), unsqueeze_dim, q, k, keep_dtype=True)
@@ -89,8 +89,8 @@ def single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tenso
     return _apply(cos, sin, unsqueeze_dim, x)[0]
 
 
-def half_angles(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`op.half_angles` for every floating dtype; `cos` and `sin` are repeated first."""
+def half_cos_sin(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`op.half_cos_sin` for every floating dtype; `cos` and `sin` are repeated first."""
     _check_width(cos, q, k, repeats=2)
     return _apply(torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1), unsqueeze_dim, q, k)
 

@@ -445,7 +445,7 @@ def _apply(
     unsqueeze_dim: int,
     *,
     interleaved: tuple[bool, bool] = (False, False),
-    half_angles: bool = False,
+    half_cos_sin: bool = False,
     partial: bool = False,
     keep_dtype: bool = False,
 ) -> tuple[Tensor, Any]:
@@ -453,7 +453,7 @@ def _apply(
 
     Args:
         interleaved: whether input and output have GPT-J layout (interleaved); else NeoX (half).
-        half_angles: `cos` and `sin` have one element per pair.
+        half_cos_sin: `cos` and `sin` have one element per pair.
         partial: `cos` and `sin` may have fewer channels than a head.
         keep_dtype: return the dtype of `q` whatever the dtype of `cos`.
     """
@@ -463,7 +463,7 @@ def _apply(
     if swap:
         q, k = q.transpose(1, 2), None if k is None else k.transpose(1, 2)
     _check(q, q if k is None else k, cos, sin)
-    rotary, width = cos.shape[-1] * (2 if half_angles else 1), q.shape[-1]
+    rotary, width = cos.shape[-1] * (2 if half_cos_sin else 1), q.shape[-1]
     if rotary % 2 or rotary > width or (rotary != width and not partial):
         found = f"it has {cos.shape[-1]} channels for heads of {width}"
         reject(_LABEL, "cos", found, "use eager, or the partial variant")
@@ -479,8 +479,8 @@ def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
     return _apply(q, k, cos, sin, unsqueeze_dim)
 
 
-def full_cast_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`op.full_cast_last`, within the limits of `full`."""
+def full_fp32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`op.full_fp32`, within the limits of `full`."""
     return _apply(q, k, cos, sin, unsqueeze_dim, keep_dtype=True)
 
 
@@ -489,9 +489,9 @@ def single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tenso
     return _apply(x, None, cos, sin, unsqueeze_dim)[0]
 
 
-def half_angles(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`op.half_angles`, within the limits of `full`."""
-    return _apply(q, k, cos, sin, unsqueeze_dim, half_angles=True)
+def half_cos_sin(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`op.half_cos_sin`, within the limits of `full`."""
+    return _apply(q, k, cos, sin, unsqueeze_dim, half_cos_sin=True)
 
 
 def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -499,19 +499,19 @@ def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
     return _apply(q, k, cos, sin, unsqueeze_dim, partial=True)
 
 
-def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`op.interleaved`, within the limits of `full`."""
+def gptj_to_neox(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`op.gptj_to_neox`, within the limits of `full`."""
     return _apply(q, k, cos, sin, unsqueeze_dim, interleaved=(True, False))
 
 
-def paired(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`op.paired`, within the limits of `full`."""
-    return _apply(q, k, cos, sin, unsqueeze_dim, interleaved=_GPTJ, half_angles=True, partial=True)
+def gptj(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`op.gptj`, within the limits of `full`."""
+    return _apply(q, k, cos, sin, unsqueeze_dim, interleaved=_GPTJ, half_cos_sin=True, partial=True)
 
 
-def paired_cast_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`op.paired_cast_last`, within the limits of `full`."""
-    return _apply(q, k, cos, sin, unsqueeze_dim, interleaved=_GPTJ, half_angles=True, partial=True, keep_dtype=True)
+def gptj_fp32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`op.gptj_fp32`, within the limits of `full`."""
+    return _apply(q, k, cos, sin, unsqueeze_dim, interleaved=_GPTJ, half_cos_sin=True, partial=True, keep_dtype=True)
 
 
 def multimodal(
