@@ -12,6 +12,9 @@ from torch import nn
 from transformers import AutoConfig
 
 import opslot
+from opslot import KERNEL_REGISTRY
+from opslot._base.device import CPU
+from opslot.slots import KernelRequest
 
 TRITON = {"rms_norm_implementation": "triton"}
 EAGER_REST = {
@@ -80,6 +83,23 @@ def test_fused_add_gradients_equal_the_two_steps(arch, calls):
     # Two layers: one input norm per layer and the final norm are not fused; Qwen3 also norms the heads of q and k.
     assert calls == {"fused_add": 2, "standard": 7 if arch == "qwen3" else 3}
     assert_near(found, run(build({"rms_norm_implementation": "eager"}, arch)))
+
+
+@pytest.mark.parametrize("arch", ["gemma", "gemma2", "gemma3_text", "phi3", "granite"])
+def test_fused_add_of_other_layers_equals_the_two_steps(arch, calls):
+    """Norms with a weight offset or another name than post_attention_layernorm; terms that are expressions."""
+    more = {"residual_multiplier": 0.5} if arch == "granite" else {}
+    model = build(TRITON, arch, **more)
+    found = run(model)
+    assert calls["fused_add"] == 2
+    assert_near(found, run(build({"rms_norm_implementation": "eager"}, arch, **more)))
+
+
+def test_fused_add_weight_offset_is_keyed_by_the_norms_width():
+    layer = build(TRITON, "gemma3_text").model.layers[0]
+    variant = KERNEL_REGISTRY.op("rms_norm").variant("fused_add_weight_offset")
+    request = KernelRequest("rms_norm", variant.name, CPU, torch.float32, layer)
+    assert variant.static_shape(request) == {"width": 32, "heads": 1}
 
 
 def test_explain_lists_the_fused_add_slot():

@@ -141,7 +141,7 @@ def test_triton_is_deterministic(variant):
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
-RESIDUAL = ["fused_add", "fused_add_cast_after_weight"]
+RESIDUAL = ["fused_add", "fused_add_cast_after_weight", "fused_add_weight_offset"]
 INVARIANT = [(variant, "batch_invariant") for variant in ("standard", "weight_offset", "cast_after_weight")]
 INVARIANT += [("batch_invariant", "triton")]
 
@@ -217,11 +217,18 @@ def test_cast_after_fp32_weights_returns_the_input_dtype(name):
         assert [t.dtype for t in (out, *grads)] == [torch.bfloat16, torch.bfloat16, torch.float32]
 
 
-def test_fused_add_cast_last_equals_sum_and_norm():
+@pytest.mark.parametrize("variant", RESIDUAL)
+def test_fused_add_equals_sum_and_norm(variant):
+    """The forward, and the gradients where only the norm is used, bit for bit."""
     x, residual, weight = tensors((5, 40), (5, 40), (40,), dtype=torch.float16)
-    normalized, total = load("fused_add_cast_after_weight", "triton")(x, residual, weight, EPS)
+    normalized, total = load(variant, "triton")(x, residual, weight, EPS)
     assert torch.equal(total, residual + x)
-    assert torch.equal(normalized, load("cast_after_weight", "triton")(residual + x, weight, EPS))
+    norm = load(op.OP.variant(variant).extends, "triton")
+    expected = norm(residual + x, weight, EPS)
+    assert torch.equal(normalized, expected)
+    found = torch.autograd.grad(normalized.float().square().sum(), (x, weight))
+    wanted = torch.autograd.grad(expected.float().square().sum(), (x, weight))
+    assert all(torch.equal(f, w) for f, w in zip(found, wanted, strict=True))
 
 
 def test_fused_add_rounds_the_sum_before_the_norm():
@@ -321,10 +328,10 @@ def test_opcheck():
     torch.library.opcheck(
         torch.ops.opslot.rms_norm_backward.default, (x, x, weight, x, EPS, False, False, True, False, True)
     )
-    torch.library.opcheck(torch.ops.opslot.fused_add_rms_norm.default, (x, x, weight, EPS, True))
+    torch.library.opcheck(torch.ops.opslot.fused_add_rms_norm.default, (x, x, weight, EPS, True, True))
     backward = torch.ops.opslot.fused_add_rms_norm_backward.default
-    torch.library.opcheck(backward, (x, x, x, weight, EPS, True, True))
-    torch.library.opcheck(backward, (x, None, x, weight, EPS, True, False))
+    torch.library.opcheck(backward, (x, x, x, weight, EPS, True, True, True))
+    torch.library.opcheck(backward, (x, None, x, weight, EPS, False, True, False))
 
 
 def test_second_derivative_raises():

@@ -11,6 +11,7 @@ from torch import nn
 from opslot import KERNEL_REGISTRY
 from opslot._base.device import CPU, DeviceFacts
 from opslot._base.errors import ConfigError, KernelError
+from opslot.ops._common.activations import ACTIVATIONS, activation_name
 from opslot.ops.swiglu_mlp import op
 from opslot.slots import KernelRequest
 
@@ -90,7 +91,7 @@ def test_only_required_gradients_are_computed():
     (only_up,) = torch.autograd.grad(kernel(gate.detach(), up).square().sum(), up)
     assert torch.equal(only_gate, dgate)
     assert torch.equal(only_up, dup)
-    empty, whole = torch.ops.opslot.swiglu_backward(gate, gate, up, False, True)
+    empty, whole = torch.ops.opslot.swiglu_backward(gate, gate, up, "silu", False, True)
     assert (empty.numel(), whole.shape) == (0, up.shape)
 
 
@@ -167,12 +168,12 @@ def test_opcheck():
     load("standard")
     gate, up = (x.detach() for x in pair())
     ops = torch.ops.opslot
-    torch.library.opcheck(ops.swiglu.default, (gate, up))
-    torch.library.opcheck(ops.swiglu_backward.default, (up, gate, up, True, True))
-    torch.library.opcheck(ops.swiglu_clamped.default, (gate, up, 1.5, 1.702, 1.0))
-    torch.library.opcheck(ops.swiglu_clamped_backward.default, (up, gate, up, 1.5, 1.702, 1.0, False, True))
-    torch.library.opcheck(ops.swiglu_fused.default, (gate,))
-    torch.library.opcheck(ops.swiglu_fused_backward.default, (gate[:, :12], gate))
+    torch.library.opcheck(ops.swiglu.default, (gate, up, "gelu_tanh"))
+    torch.library.opcheck(ops.swiglu_backward.default, (up, gate, up, "gelu_tanh", True, True))
+    torch.library.opcheck(ops.swiglu_clamped.default, (gate, up, "silu", 1.5, 1.702, 1.0))
+    torch.library.opcheck(ops.swiglu_clamped_backward.default, (up, gate, up, "silu", 1.5, 1.702, 1.0, False, True))
+    torch.library.opcheck(ops.swiglu_fused.default, (gate, "relu2"))
+    torch.library.opcheck(ops.swiglu_fused_backward.default, (gate[:, :12], gate, "relu2"))
 
 
 @pytest.mark.parametrize(
@@ -193,19 +194,89 @@ def test_triton_odd_fused_size_raises():
         load("fused_gate_up")(torch.zeros(2, 5))
 
 
-def test_modules_require_silu():
+def test_activations_of_transformers_are_known_by_name():
+    """Every name of ACT2FN either computes what the kernel of its name does, or is unsupported with a reason."""
+    activations = pytest.importorskip("transformers.activations")
+    x = torch.linspace(-6, 6, 97)
+    known = {}
+    for name in activations.ACT2FN:
+        if name == "xielu":  # has parameters on a GPU
+            continue
+        module = activations.ACT2FN[name]
+        found = activation_name(module)
+        problem = op.OP.variant("standard").check_module(types.SimpleNamespace(act_fn=module))
+        assert (problem is None) == (found is not None)
+        if found is None:
+            assert type(module).__name__ in problem
+        else:
+            known[name] = found
+            torch.testing.assert_close(ACTIVATIONS[found](x), module(x), rtol=1e-4, atol=2e-6)
+    assert {name: known[name] for name in ("silu", "gelu", "quick_gelu", "relu", "relu2")} == {
+        name: name for name in ("silu", "gelu", "quick_gelu", "relu", "relu2")
+    }
+    assert (known["swish"], known["gelu_pytorch_tanh"], known["gelu_new"]) == ("silu", "gelu_tanh", "gelu_tanh")
+    # Another function that only resembles GELU.
+    assert "gelu_10" not in known
+
+
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_reference_is_the_activation_times_up(name):
+    gate, up = (torch.randn(3, 40) for _ in range(2))
+    expected = ACTIVATIONS[name](gate) * up
+    assert torch.equal(op.standard(gate, up, name), expected)
+    torch.testing.assert_close(op.fused_gate_up(torch.cat((gate, up), dim=-1), name), expected)
+
+
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_triton_activation_and_its_slope(name):
+    """Also where the derivative is discontinuous or vanishes, and for NaN."""
+    x = torch.cat((torch.linspace(-12, 12, 241), torch.tensor([0.0, -60.0, 60.0, float("nan")])))
+    gate = x.to(DEVICE).requires_grad_()
+    up = torch.full_like(gate, 1.5).detach()
+    # The interpreter uses NumPy's exp, which warns on overflow.
+    with np.errstate(over="ignore", invalid="ignore"):
+        (found,) = torch.autograd.grad((out := load("standard")(gate, up, name))[:-1].sum(), gate)
+    wide = x.double().requires_grad_()
+    (expected,) = torch.autograd.grad((wanted := op.standard(wide, up.cpu().double(), name))[:-1].sum(), wide)
+    torch.testing.assert_close(out.cpu()[:-1].double(), wanted[:-1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.cpu()[:-1].double(), expected[:-1], rtol=1e-5, atol=1e-6)
+    assert out[-1].isnan()
+
+
+def test_activation_is_a_name_module_or_function():
+    gate, up = pair()
+    expected = load("standard")(gate, up, "gelu_tanh")
+    for activation in (nn.GELU("tanh"), pytest.importorskip("transformers.activations").ACT2FN["gelu_pytorch_tanh"]):
+        assert torch.equal(load("standard")(gate, up, activation), expected)
+    assert torch.equal(load("standard")(gate, up, nn.functional.silu), load("standard")(gate, up))
+
+
+def test_activation_that_triton_does_not_have_raises():
+    gate, up = pair()
+    with pytest.raises(KernelError, match="its activation is Tanh, the kernels compute silu"):
+        load("standard")(gate, up, nn.Tanh())
+
+
+def test_modules_without_a_known_activation_are_unsupported():
     check_module = op.OP.variant("standard").check_module
     activations = pytest.importorskip("transformers.activations")
-    for name in ("silu", "swish"):
+    for name in ("silu", "gelu_pytorch_tanh"):
         assert check_module(types.SimpleNamespace(act_fn=activations.ACT2FN[name])) is None
-    assert check_module(types.SimpleNamespace(act_fn=nn.SiLU())) is None
     assert check_module(types.SimpleNamespace(activation_fn=nn.functional.silu)) is None
-    assert "not SiLU" in check_module(types.SimpleNamespace(act_fn=activations.ACT2FN["gelu_pytorch_tanh"]))
+    assert "its activation is Mish" in check_module(types.SimpleNamespace(act_fn=nn.Mish()))
     assert "activation is unknown" in check_module(nn.Linear(1, 1))
     clamped = op.OP.variant("clamped").check_module
     assert clamped(nn.Linear(1, 1)) is None
     assert clamped(types.SimpleNamespace(act_fn=nn.SiLU())) is None
     assert "not SiLU" in clamped(types.SimpleNamespace(act_fn=nn.GELU()))
+
+
+def test_liger_serves_only_its_activations():
+    for activation, problem in ((nn.SiLU(), None), (nn.GELU("tanh"), None), (nn.ReLU(), "found relu")):
+        mlp = types.SimpleNamespace(act_fn=activation, down_proj=nn.Linear(4096, 8))
+        spec = next(s for s in KERNEL_REGISTRY.specs("swiglu_mlp") if s.name == "liger_kernel")
+        found = spec.supports(KernelRequest("swiglu_mlp", "standard", DeviceFacts("gpu", (9, 0)), torch.bfloat16, mlp))
+        assert found is None if problem is None else problem in found
 
 
 def test_auto_is_eager_on_cpu_and_triton_on_a_gpu():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from liger_kernel.ops.geglu import LigerGELUMulFunction
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 from liger_kernel.ops.rope import LigerRopeFunction
 from liger_kernel.ops.swiglu import LigerSiLUMulFunction
@@ -33,8 +34,9 @@ def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
     return LigerRopeFunction.apply(q, k, cos, sin, None, unsqueeze_dim)
 
 
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return LigerSiLUMulFunction.apply(gate, up)
+def _gated(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+    function = {"silu": LigerSiLUMulFunction, "gelu_tanh": LigerGELUMulFunction}[activation]
+    return function.apply(gate, up)
 
 
 def _causal(
@@ -58,7 +60,7 @@ KERNELS = {
     ("rms_norm", "standard"): {"in place": _norm},
     ("rms_norm", "weight_offset"): {"in place": _norm_offset},
     ("rotary_pos_emb", "full"): {"in place": _rotary},
-    ("swiglu_mlp", "standard"): {"in place": _swiglu},
+    ("swiglu_mlp", "standard"): {"in place": _gated},
     ("cross_entropy_loss", "causal"): {"default sums": _causal},
 }
 

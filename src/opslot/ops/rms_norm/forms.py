@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,46 +72,50 @@ NORMS = MethodForms(
     reason="computes another norm than the reviewed forms",
 )
 
-# The code of a decoder layer between attention and MLP.
-_RESIDUAL = """\
-hidden_states = residual + hidden_states
-residual = hidden_states
-hidden_states = self.post_attention_layernorm(hidden_states)"""
-
 # The norm's variant -> the variant that also adds the residual.
-_WITH_RESIDUAL = {"standard": "fused_add", "cast_after_weight": "fused_add_cast_after_weight"}
+_WITH_RESIDUAL = {
+    "standard": "fused_add",
+    "cast_after_weight": "fused_add_cast_after_weight",
+    "weight_offset": "fused_add_weight_offset",
+}
+
+# The residual addition and the norm after it; `x` is any expression.
+_SUMS = ("$h = $residual + $x", "$h = $x + $residual")
+_NORM = "$residual = $h\n$h = self.{norm}($h)"
 
 
 @dataclass(frozen=True)
 class ResidualNorms:
-    """The residual addition after attention together with the norm that follows it, in a decoder layer.
+    """The residual addition of a layer together with the norm that follows it.
 
-    The other addition of a layer is followed by the next layer's norm, which this layer's forward cannot reach.
+    The last addition of a layer is followed by the next layer's norm, which this layer's forward cannot reach.
     """
 
     norms: MethodForms
 
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
         for name, forward in module.methods():
-            if not name.endswith("DecoderLayer") or module.count(forward, _RESIDUAL) != 1:
+            found = list(_residual_norms(module.upstream.find(forward)))
+            if len(found) != 1:
                 continue
-            made = re.search(r"self\.post_attention_layernorm = (\w+)\(", module.text(f"{name}.__init__"))
+            (norm,) = found
+            made = re.search(rf"self\.{norm} = (\w+)\(", module.text(f"{name}.__init__"))
             row = self.norms.row(module, made.group(1)) if made and made.group(1) in module.classes else None
             if row is not None and row.variant in _WITH_RESIDUAL:
-                yield self._match(name, forward, row)
+                yield self._match(name, forward, row, norm)
 
-    def _match(self, name: str, forward: str, row: Reviewed) -> Match:
+    def _match(self, name: str, forward: str, row: Reviewed, norm: str) -> Match:
         slot = Slot("rms_norm", _WITH_RESIDUAL[row.variant])
         args = row.args.removeprefix("{0}, ").format(rest="").replace("self.", "norm.")
 
         def write(patch: PatchConfig) -> None:
             patch.replace(
                 forward,
-                _RESIDUAL,
+                [f"{total}\n{_NORM.format(norm=norm)}" for total in _SUMS],
                 f"""
-                norm = self.post_attention_layernorm
+                norm = self.{norm}
                 if self.{slot.attribute} is not None and self.{slot.attribute}.can_serve(norm):
-                    hidden_states, residual = self.{slot.attribute}(hidden_states, residual, {args})
+                    $h, $residual = self.{slot.attribute}($x, $residual, {args})
                 else:
                     $match
                 """,
@@ -118,6 +123,26 @@ class ResidualNorms:
             )
 
         return Match(name, slot.op, slot.variant, write)
+
+
+def _residual_norms(forward: ast.AST | None) -> Iterator[str]:
+    """The attribute of the norm of each `_SUMS` + `_NORM` in a forward."""
+    assert forward is not None
+    for node in ast.walk(forward):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        for three in zip(body, body[1:], body[2:], strict=False):
+            match three:
+                case (
+                    ast.Assign(targets=[ast.Name(id=h)], value=ast.BinOp(left=left, op=ast.Add(), right=right)),
+                    ast.Assign(targets=[ast.Name(id=residual)], value=ast.Name(id=h2)),
+                    ast.Assign(
+                        targets=[ast.Name(id=h3)],
+                        value=ast.Call(ast.Attribute(ast.Name(id="self"), norm), args=[ast.Name(id=h4)], keywords=[]),
+                    ),
+                ) if {h} == {h2, h3, h4} and residual in [t.id for t in (left, right) if isinstance(t, ast.Name)]:
+                    yield norm
 
 
 FORMS = (NORMS, ResidualNorms(NORMS))

@@ -16,6 +16,7 @@ from opslot.ops._common.model_config import head_sizes, text_config
 from opslot.ops.rms_norm.cases import cases, make_benchmark_case
 from opslot.ops.rms_norm.fused_add import can_serve
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
+from opslot.slots.protocol import declared_slots
 
 
 def _normalize(hidden_states: Tensor, eps: float) -> Tensor:
@@ -75,6 +76,14 @@ def fused_add_cast_after_weight(
     return cast_after_weight(total, weight, eps), total
 
 
+def fused_add_weight_offset(
+    hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`fused_add` with `weight_offset` instead of `standard`; both results have the dtype of the sum."""
+    total = residual + hidden_states
+    return weight_offset(total, weight, eps), total
+
+
 def _tree_sum(x: Tensor) -> Tensor:
     """Sum over the last dim by adding halves, [..., H] -> [..., 1]: elementwise, so the order is fixed."""
     while x.shape[-1] > 1:
@@ -111,9 +120,11 @@ def _silu_gate(module: Any) -> str | None:
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
-    # The slot of a residual sum is on the decoder layer.
-    norm = getattr(request.module, "post_attention_layernorm", request.module)
-    weight = getattr(norm, "weight", None)
+    module = request.module
+    if request.variant.startswith("fused_add") and module is not None:
+        # The slot of a residual sum is on the decoder layer, whose norms have one width.
+        module = next((child for child in module.children() if OP.name in declared_slots(child)), None)
+    weight = getattr(module, "weight", None)
     if weight is None:
         return None
     width = weight.shape[-1]
@@ -196,6 +207,17 @@ _VARIANTS = (
         static_shape=_static_shape,
         benchmark_case=make_benchmark_case("weight", "residual"),
         description="cast_after_weight of a residual sum, and the sum",
+    ),
+    OpVariant(
+        "fused_add_weight_offset",
+        fused_add_weight_offset,
+        cases("weight", "residual"),
+        ("hidden_states", "residual", "weight"),
+        _cost,
+        extends="weight_offset",
+        static_shape=_static_shape,
+        benchmark_case=make_benchmark_case("weight", "residual"),
+        description="weight_offset of a residual sum, and the sum",
     ),
     OpVariant(
         "batch_invariant",

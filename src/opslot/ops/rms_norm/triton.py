@@ -344,20 +344,33 @@ _norm = differentiable_op(
 
 
 def _allocate_fused_add(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, cast_after_weight: bool
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: bool, cast_after_weight: bool
 ) -> tuple[Tensor, Tensor]:
     total = _dense(x, torch.promote_types(x.dtype, residual.dtype))
     return _dense(x, _out_dtype(total, weight, None, cast_after_weight)), total
 
 
 def _fused_add_forward(
-    outputs: tuple[Tensor, Tensor], x: Tensor, residual: Tensor, weight: Tensor, eps: float, cast_after_weight: bool
+    outputs: tuple[Tensor, Tensor],
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    weight_offset: bool,
+    cast_after_weight: bool,
 ) -> None:
-    _run_forward(*outputs, x, weight, None, residual, eps, False, cast_after_weight)
+    _run_forward(*outputs, x, weight, None, residual, eps, weight_offset, cast_after_weight)
 
 
 def _allocate_fused_add_gradients(
-    dout: Tensor, dsum: Tensor | None, total: Tensor, weight: Tensor, eps: float, need_sum: bool, need_weight: bool
+    dout: Tensor,
+    dsum: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    eps: float,
+    weight_offset: bool,
+    need_sum: bool,
+    need_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of the sum, which both terms share, and of the weight."""
     return (
@@ -373,20 +386,21 @@ def _fused_add_backward(
     total: Tensor,
     weight: Tensor,
     eps: float,
+    weight_offset: bool,
     *_: bool,
 ) -> None:
-    _run_backward((*gradients, None), dout, dsum, total, weight, None, eps, False)
+    _run_backward((*gradients, None), dout, dsum, total, weight, None, eps, weight_offset)
 
 
 _fused_add_op = custom_op(
-    "fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool cast_after_weight)"
-    " -> (Tensor, Tensor)",
+    "fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool weight_offset,"
+    " bool cast_after_weight) -> (Tensor, Tensor)",
     launched(_allocate_fused_add, _fused_add_forward),
     _allocate_fused_add,
 )
 _fused_add_backward_op = custom_op(
     "fused_add_rms_norm_backward(Tensor dout, Tensor? dsum, Tensor total, Tensor weight, float eps,"
-    " bool need_x, bool need_weight) -> (Tensor, Tensor)",
+    " bool weight_offset, bool need_x, bool need_weight) -> (Tensor, Tensor)",
     launched(_allocate_fused_add_gradients, _fused_add_backward),
     _allocate_fused_add_gradients,
 )
@@ -397,12 +411,18 @@ class _FusedAddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, cast_after_weight: bool
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        weight_offset: bool,
+        cast_after_weight: bool,
     ) -> tuple[Tensor, Tensor]:
-        out, total = _fused_add_op(x, residual, weight, eps, cast_after_weight)
+        out, total = _fused_add_op(x, residual, weight, eps, weight_offset, cast_after_weight)
         ctx.save_for_backward(total, weight)
         ctx.set_materialize_grads(False)
-        ctx.eps, ctx.dtypes = eps, (x.dtype, residual.dtype)
+        ctx.eps, ctx.weight_offset, ctx.dtypes = eps, weight_offset, (x.dtype, residual.dtype)
         return out, total
 
     @staticmethod
@@ -412,14 +432,14 @@ class _FusedAddRMSNorm(torch.autograd.Function):
         need_x, need_residual, need_weight = ctx.needs_input_grad[:3]
         dx, dweight = dsum, None
         if dout is not None:
-            need_sum = need_x or need_residual
-            dx, dweight = _fused_add_backward_op(dout, dsum, total, weight, ctx.eps, need_sum, need_weight)
+            needs = need_x or need_residual, need_weight
+            dx, dweight = _fused_add_backward_op(dout, dsum, total, weight, ctx.eps, ctx.weight_offset, *needs)
 
         def of(dtype: torch.dtype, need: bool) -> Tensor | None:
             return dx.to(dtype) if need and dx is not None else None
 
         of_x, of_residual = (of(*wanted) for wanted in zip(ctx.dtypes, (need_x, need_residual), strict=True))
-        return of_x, of_residual, dweight if need_weight else None, None, None
+        return of_x, of_residual, dweight if need_weight else None, None, None, None
 
 
 def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None = None, residual: Tensor | None = None) -> None:
@@ -480,18 +500,28 @@ def unweighted(hidden_states: Tensor, eps: float) -> Tensor:
     return _rms_norm(hidden_states, None, eps)
 
 
+def _fused_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *form: bool) -> tuple[Tensor, Tensor]:
+    _check(x, weight, residual=residual)
+    return _FusedAddRMSNorm.apply(x, residual, weight, float(eps), *form)
+
+
 def fused_add(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`op.fused_add`, within the limits of `standard`; one pass forward, one backward that adds the sum's gradient."""
-    _check(hidden_states, weight, residual=residual)
-    return _FusedAddRMSNorm.apply(hidden_states, residual, weight, float(eps), False)
+    return _fused_add(hidden_states, residual, weight, eps, False, False)
 
 
 def fused_add_cast_after_weight(
     hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """`op.fused_add_cast_after_weight`, as `fused_add`."""
-    _check(hidden_states, weight, residual=residual)
-    return _FusedAddRMSNorm.apply(hidden_states, residual, weight, float(eps), True)
+    return _fused_add(hidden_states, residual, weight, eps, False, True)
+
+
+def fused_add_weight_offset(
+    hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`op.fused_add_weight_offset`, as `fused_add`."""
+    return _fused_add(hidden_states, residual, weight, eps, True, True)
 
 
 def batch_invariant(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:

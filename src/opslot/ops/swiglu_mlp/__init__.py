@@ -7,7 +7,7 @@ measured within 5 % of eager there, or slower ([8192, 256], [8192, 768], [1024, 
 from collections.abc import Callable
 
 from opslot.ops._common.specs import H200, liger_kernel, triton_kernel
-from opslot.ops.swiglu_mlp.op import OP
+from opslot.ops.swiglu_mlp.op import OP, activation_of
 from opslot.slots import KERNEL_REGISTRY, KernelRequest
 
 # Eager's two launches cost the host less than an autograd.Function in Python, by 20 to 100 us forward + backward on the
@@ -27,6 +27,11 @@ def _unless_narrow(value: int) -> Callable[[KernelRequest], int | None]:
     return priority
 
 
+def _liger_activations(request: KernelRequest) -> str | None:
+    name = activation_of(request)
+    return None if name in ("silu", "gelu_tanh") else f"requires SiLU or the tanh approximation of GELU, found {name}"
+
+
 KERNEL_REGISTRY.register_op(OP)
 for _variant in OP.variants:
     KERNEL_REGISTRY.register(
@@ -34,11 +39,15 @@ for _variant in OP.variants:
             OP.name,
             _variant,
             priority={H200: _unless_narrow(80) if _variant == "standard" else 80},
-            description="recomputes the sigmoid in backward",
+            description="recomputes the activation in backward",
         )
     )
 KERNEL_REGISTRY.register(
     liger_kernel(
-        OP.name, "standard", priority={H200: _unless_narrow(40)}, description="Liger-Kernel, backward on copies"
+        OP.name,
+        "standard",
+        supports=_liger_activations,
+        priority={H200: _unless_narrow(40)},
+        description="Liger-Kernel, backward on copies",
     )
 )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opslot.ops._common.activations import ACTIVATIONS
 from opslot.slots import InputCase
 from opslot.slots.random_inputs import randn
 
@@ -17,12 +18,12 @@ def _case(
     shape: tuple[int, ...],
     *,
     fused: bool = False,
-    form: Mapping[str, float] | None = None,
+    form: Mapping[str, Any] | None = None,
     role: str = "check",
     view: str = "",
     scale: float = 1.0,
 ) -> InputCase:
-    """`form`: the arguments of `clamped` other than tensors."""
+    """`form`: the arguments other than tensors."""
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         *lead, width = shape
@@ -35,7 +36,7 @@ def _case(
             return randn((*lead, columns), dtype, device, generator, scale)
 
         if fused:
-            return {"gate_up": tensor(2 * width)}
+            return {"gate_up": tensor(2 * width), **(form or {})}
         if view == "halves":
             gate, up = tensor(2 * width).chunk(2, dim=-1)
             return {"gate": gate, "up": up, **(form or {})}
@@ -49,7 +50,7 @@ _BOUNDED = {"limit": 1.5}
 _BOUNDED_WITH_OFFSET = {"limit": 1.25, "alpha": 1.702, "up_offset": 1.0}
 
 
-def _cases(fused: bool = False, form: Mapping[str, float] | None = None) -> list[InputCase]:
+def _cases(fused: bool = False, form: Mapping[str, Any] | None = None) -> list[InputCase]:
     def case(name: str, shape: tuple[int, ...], **options: Any) -> InputCase:
         return _case(name, shape, fused=fused, form=form, **options)
 
@@ -71,7 +72,7 @@ def _cases(fused: bool = False, form: Mapping[str, float] | None = None) -> list
 
 
 def _make_benchmark_case(
-    fused: bool = False, form: Mapping[str, float] | None = None
+    fused: bool = False, form: Mapping[str, Any] | None = None
 ) -> Callable[[Mapping[str, int], int], InputCase]:
     def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
         width = shape["width"]
@@ -80,8 +81,16 @@ def _make_benchmark_case(
     return benchmark_case
 
 
-CASES = _cases()
-FUSED_CASES = _cases(fused=True)
+def _with_activations(cases: list[InputCase], fused: bool = False) -> list[InputCase]:
+    """`cases`, which are of SiLU, then one of each other activation."""
+    names = [name for name in ACTIVATIONS if name != "silu"]
+    others = [_case(name, (5, 90), fused=fused, form={"activation": name}, scale=2.0) for name in names]
+    gemma = _case("16384x15360 gelu_tanh", (16384, 15360), fused=fused, form={"activation": "gelu_tanh"}, role="bench")
+    return [*cases, *others, gemma]
+
+
+CASES = _with_activations(_cases())
+FUSED_CASES = _with_activations(_cases(fused=True), fused=True)
 CLAMPED_CASES = [_case("bounded and offset", (7, 80), form=_BOUNDED_WITH_OFFSET), *_cases(form=_BOUNDED)]
 
 benchmark_case = _make_benchmark_case()

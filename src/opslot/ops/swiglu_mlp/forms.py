@@ -1,71 +1,250 @@
-"""Transformers code that swiglu_mlp replaces: act(gate) * up of an MLP. Does not import torch."""
+"""Transformers code that swiglu_mlp replaces: activation(gate) * up of a gated MLP. Does not import torch."""
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from opslot.patchgen import Slot
+from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Skip
+
+# Attributes of MLPs that hold the activation.
+ACTIVATION_ATTRIBUTES = ("act_fn", "activation_fn", "act", "activation")
 
 
 @dataclass(frozen=True)
-class GatedMLP:
-    """An MLP by patterns.
+class GatedStatements:
+    """Consecutive statements that the slot replaces together.
 
     Attributes:
-        whole: the code that its forward must contain.
-        gated: the expression in it that the slot replaces.
-        seen: architectures that have it.
+        variant: what they compute.
+        code: the statements, `self.act_fn` being the activation.
+        slotted: what runs instead while a kernel is bound.
+        seen: architectures that have them.
     """
 
-    whole: str
-    gated: str
+    variant: str
+    code: str
+    slotted: str
     seen: str
 
-    def matches(self, module: ModuleView, forward: str) -> bool:
-        return module.count(forward, self.whole) == module.count(forward, self.gated) == 1
+    def may_match(self, text: str) -> bool:
+        """Whether a method's text has all the names; parsing takes most of the time."""
+        return all(word in text for word in re.findall(r"(?<![$\w])[A-Za-z]\w+", self.code))
+
+    def with_activation(self, name: str) -> GatedStatements:
+        code, slotted = (text.replace("self.act_fn", f"self.{name}") for text in (self.code, self.slotted))
+        return GatedStatements(self.variant, code, slotted, self.seen)
 
 
-_ROWS = (
-    GatedMLP(
-        "self.down_proj(self.act_fn(self.gate_proj($x)) * self.up_proj($y))",
-        "self.act_fn($gate) * $up",
-        "llama, qwen2, qwen3, mistral, gemma and most decoders",
-    ),
-    GatedMLP(
-        "$gate, $up = $both.chunk(2, dim=-1)\n$gated = $up * self.activation_fn($gate)",
-        "$up * self.activation_fn($gate)",
+_FUSED = "$gated = {slot}($both, self.act_fn)"
+_CLAMPED = "return self.down_proj({slot}(self.gate_proj($x), self.up_proj($y), %s))"
+
+_STATEMENTS = (
+    GatedStatements(
+        "fused_gate_up",
+        "$gate, $up = $both.chunk(2, dim=-1)\n$gated = $up * self.act_fn($gate)",
+        _FUSED,
         "phi3, glm, glm4",
+    ),
+    GatedStatements(
+        "fused_gate_up",
+        "$halves = $both.chunk(2, dim=-1)\n$gated = self.act_fn($halves[0]) * $halves[1]",
+        _FUSED,
+        "granitemoehybrid, granitemoeshared",
+    ),
+    GatedStatements(
+        "fused_gate_up",
+        "$halves = torch.chunk($both, 2, dim=-1)\n$gated = self.act_fn($halves[0]) * $halves[1]",
+        _FUSED,
+        "zamba2",
+    ),
+    GatedStatements(
+        "fused_gate_up",
+        "$gate, $up = $both.chunk(2, dim=-1)\nreturn self.Wo(self.drop(self.act_fn($gate) * $up))",
+        "return self.Wo(self.drop({slot}($both, self.act_fn)))",
+        "modernbert",
+    ),
+    GatedStatements(
+        "standard",
+        "$activated = self.act_fn($gate)\n$up = self.up_proj($x)\n$down = self.down_proj($activated * $up)",
+        "$down = self.down_proj({slot}($gate, self.up_proj($x), self.act_fn))",
+        "gemma3n",
+    ),
+    GatedStatements(
+        "clamped",
+        "$gate = self.gate_proj($x).clamp(max=self.limit)\n"
+        "$up = self.up_proj($y).clamp(min=-self.limit, max=self.limit)\n"
+        "return self.down_proj(self.act_fn($gate) * $up)",
+        _CLAMPED % "self.limit",
+        "deepseek_v4",
+    ),
+    GatedStatements(
+        "clamped",
+        "$gate = self.gate_proj($x)\n"
+        "$up = self.up_proj($y)\n"
+        "$gate = $gate.clamp(min=None, max=self.swiglu_limit)\n"
+        "$up = $up.clamp(min=-self.swiglu_limit, max=self.swiglu_limit)\n"
+        "return self.down_proj(self.act_fn($gate) * $up)",
+        _CLAMPED % "self.swiglu_limit",
+        "glm5_next",
     ),
 )
 
 
 @dataclass(frozen=True)
 class GatedMLPs:
-    """down_proj(act(gate) * up), gate and up from two projections or as halves of one."""
+    """The product of act(gate) and up, which have one shape: two projections of one width, or halves of a tensor."""
 
-    rows: tuple[GatedMLP, ...]
+    statements: tuple[GatedStatements, ...]
 
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
         for name, forward in module.methods():
             text = module.text(forward)
-            # Parsing takes most of the time.
-            row = next((row for row in self.rows if "down_proj" in text and row.matches(module, forward)), None)
-            if row is not None:
-                yield self._match(name, forward, row.gated)
+            used = [act for act in ACTIVATION_ATTRIBUTES if re.search(rf"self\.{act}\(", text)]
+            match = self._match(module, name, forward, used[0]) if len(used) == 1 and " * " in text else None
+            if match is not None:
+                yield match
             elif name.endswith("MLP") and "act" in text:
-                yield Skip(name, "swiglu_mlp", "computes something else than down_proj(act(gate) * up)")
+                gated = bool(re.search(r"\w\)? \* ", text))
+                yield Skip(
+                    name,
+                    "swiglu_mlp",
+                    "computes something else than act(gate) * up, with gate and up of one shape"
+                    if gated
+                    else "has no gate; its activation is one elementwise op",
+                )
 
-    @staticmethod
-    def _match(name: str, forward: str, gated: str) -> Match:
-        slot = Slot("swiglu_mlp", "standard")
-        return Match(
-            name,
-            slot.op,
-            slot.variant,
-            lambda patch: patch.slot_expr(forward, slot, gated, args="$gate, $up"),
+    def _match(self, module: ModuleView, name: str, forward: str, activation: str) -> Match | None:
+        for row in (row.with_activation(activation) for row in self.statements):
+            if row.may_match(module.text(forward)) and module.count(forward, row.code) == 1:
+                return _match_statements(name, forward, row)
+        for gated in (f"self.{activation}($gate) * $up", f"$up * self.{activation}($gate)"):
+            if module.count(forward, gated) == 1 and _operands_share_a_shape(module, name, activation):
+                return _match_product(name, forward, gated, activation)
+        return None
+
+
+def _match_statements(name: str, forward: str, row: GatedStatements) -> Match:
+    slot = Slot("swiglu_mlp", row.variant)
+    bound = f"self.{slot.attribute}"
+
+    def write(patch: PatchConfig) -> None:
+        patch.replace(
+            forward,
+            row.code,
+            f"if {bound} is not None:\n    {row.slotted.format(slot=bound)}\nelse:\n    $match",
+            slot=slot,
         )
 
+    return Match(name, slot.op, slot.variant, write)
 
-FORMS = (GatedMLPs(_ROWS),)
+
+def _match_product(name: str, forward: str, gated: str, activation: str) -> Match:
+    slot = Slot("swiglu_mlp", "standard")
+    args = f"$gate, $up, self.{activation}"
+    return Match(name, slot.op, slot.variant, lambda patch: patch.slot_expr(forward, slot, gated, args=args))
+
+
+def _operands_share_a_shape(module: ModuleView, name: str, activation: str) -> bool:
+    """Whether the gate and up of the only product with the activation have one shape; kernels do not broadcast."""
+    forward, init = (module.upstream.find(f"{name}.{method}") for method in ("forward", "__init__"))
+    if not isinstance(forward, ast.FunctionDef) or not isinstance(init, ast.FunctionDef):
+        return False
+    shapes = _Shapes(init)
+    for statement in forward.body:
+        for node in ast.walk(statement):
+            if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
+                continue
+            for activated, up in ((node.left, node.right), (node.right, node.left)):
+                if isinstance(activated, ast.Call) and ast.unparse(activated.func) == f"self.{activation}":
+                    gate_shape, up_shape = shapes.of(activated.args[0]), shapes.of(up)
+                    return gate_shape is not None and gate_shape == up_shape
+        shapes.follow(statement)
+    return False
+
+
+class _Shapes:
+    """Shapes of expressions in a forward, as texts: equal texts are equal shapes.
+
+    Args:
+        init: the constructor, where the projections are.
+    """
+
+    def __init__(self, init: ast.FunctionDef) -> None:
+        self._made: dict[str, ast.expr | None] = {}
+        for node in ast.walk(init):
+            if not isinstance(node, ast.Assign):
+                continue
+            for target in node.targets:
+                for element in target.elts if isinstance(target, ast.Tuple) else (target,):
+                    attribute = ast.unparse(element)
+                    self._made[attribute] = None if attribute in self._made else node.value
+        self._names: dict[str, str | None] = {}
+        self._assignments = 0
+
+    def follow(self, statement: ast.stmt) -> None:
+        """Go past a statement of the forward."""
+        shapes: list[tuple[ast.expr, str | None]] = []
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            target, value = statement.targets[0], statement.value
+            half = self._half(value)
+            if isinstance(target, ast.Tuple) and half is not None:
+                shapes = [(element, half) for element in target.elts]
+            elif isinstance(target, ast.Name):
+                shapes = [(target, f"halves:{half}" if half is not None else self.of(value))]
+        self._assignments += 1
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self._names[node.id] = f"{node.id} after {self._assignments} statements"
+        for element, shape in shapes:
+            if isinstance(element, ast.Name) and shape is not None:
+                self._names[element.id] = shape
+
+    def of(self, value: ast.expr) -> str | None:
+        """The shape of an expression; None if it is unknown."""
+        match value:
+            case ast.Name(id=name):
+                return self._names.get(name, name)
+            case ast.Call(func=ast.Attribute(value=base, attr="float" | "clamp" | "to" | "contiguous")):
+                return self.of(base)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="self")) as projection, args=[x]):
+                return self._projected(ast.unparse(projection), x)
+            case ast.BinOp(op=ast.Mult(), left=left, right=ast.Attribute(value=ast.Name(id="self")) as factor):
+                made = self._made.get(ast.unparse(factor))
+                return self.of(left) if made is not None and _is_number_of_config(made) else None
+            case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=0 | 1)):
+                shape = self._names.get(name) or ""
+                return shape.removeprefix("halves:") if shape.startswith("halves:") else None
+            case ast.Subscript(
+                value=base, slice=ast.Tuple(elts=[ast.Constant(value=x), ast.Constant(value=0 | 1), ast.Slice()])
+            ) if x is Ellipsis:
+                return f"part of {self.of(base)}"
+        return None
+
+    def _projected(self, projection: str, x: ast.expr) -> str | None:
+        """The shape of `self.projection(x)`: that of x but for the width, the constructor's second argument."""
+        made, shape = self._made.get(projection), self.of(x)
+        if not isinstance(made, ast.Call) or len(made.args) < 2 or shape is None:
+            return None
+        return f"{ast.unparse(made.func)}({ast.unparse(made.args[1])}) of {shape}"
+
+    def _half(self, value: ast.expr) -> str | None:
+        """The shape of both halves, if the expression splits a tensor into two along its last dim."""
+        if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute) or value.func.attr != "chunk":
+            return None
+        whole = value.func.value
+        rest = [ast.unparse(a) for a in value.args] + [f"{k.arg}={ast.unparse(k.value)}" for k in value.keywords]
+        if ast.unparse(whole) == "torch":
+            whole, rest = value.args[0], rest[1:]
+        return f"half of {ast.unparse(whole)}" if rest in (["2", "dim=-1"], ["2", "-1"]) else None
+
+
+def _is_number_of_config(made: ast.expr) -> bool:
+    """Whether a constructor's value is read from the config, so not a module and not a parameter."""
+    return not isinstance(made, ast.Call) and "config" in {n.id for n in ast.walk(made) if isinstance(n, ast.Name)}
+
+
+FORMS = (GatedMLPs(_STATEMENTS),)

@@ -1,9 +1,10 @@
-"""SwiGLU's activation (Shazeer 2020, equation 6): contract, references and costs.
+"""The activation of a gated MLP (Shazeer 2020, equations 5 and 6): contract, references and costs.
 
 The slot is between the projections of an MLP, so projections keep their forward, and LoRA, FP8 and tensor parallelism
 work as in Transformers.
 
-Shapes: `gate` and `up` [..., I] with any strides; `gate_up` [..., 2 I], gate first. Returns [..., I].
+Shapes: `gate` and `up` [..., I] with any strides; `gate_up` [..., 2 I], gate first. Returns [..., I]. `activation` is a
+name in `ACTIVATIONS`, or a module or function that computes one of them: SwiGLU with "silu", GeGLU with "gelu_tanh".
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opslot.ops._common.activations import Activation, activate, activation_name, activation_problem
 from opslot.ops.swiglu_mlp.cases import (
     CASES,
     CLAMPED_CASES,
@@ -22,18 +24,19 @@ from opslot.ops.swiglu_mlp.cases import (
     clamped_benchmark_case,
     fused_benchmark_case,
 )
+from opslot.ops.swiglu_mlp.forms import ACTIVATION_ATTRIBUTES
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 
 
-def standard(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, in the dtype that torch promotes them to."""
-    return nn.functional.silu(gate) * up
+def standard(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
+    """activation(gate) * up, in the dtype that torch promotes them to."""
+    return activate(activation, gate) * up
 
 
-def fused_gate_up(gate_up: Tensor) -> Tensor:
-    """silu(first half) * second half of one projection's output."""
+def fused_gate_up(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+    """activation(first half) * second half of one projection's output."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return nn.functional.silu(gate) * up
+    return activate(activation, gate) * up
 
 
 def clamped(gate: Tensor, up: Tensor, limit: float, alpha: float = 1.0, up_offset: float = 0.0) -> Tensor:
@@ -47,30 +50,34 @@ def clamped(gate: Tensor, up: Tensor, limit: float, alpha: float = 1.0, up_offse
     return activated * (up + up_offset if up_offset else up)
 
 
-# By name, because Transformers has another class than torch, and ops do not import Transformers.
-_SILU_CLASSES = ("SiLU", "SiLUActivation")
-_ACTIVATION_ATTRIBUTES = ("act_fn", "activation_fn", "act")
+def _activation_of(module: Any) -> Any:
+    return next((found for name in ACTIVATION_ATTRIBUTES if (found := getattr(module, name, None)) is not None), None)
 
 
-def _needs_silu(module: Any) -> str | None:
-    for name in _ACTIVATION_ATTRIBUTES:
-        activation = getattr(module, name, None)
-        if activation is None:
-            continue
-        found = activation.__name__ if hasattr(activation, "__name__") else type(activation).__name__
-        return None if found in (*_SILU_CLASSES, "silu") else f"its {name} is {found}, not SiLU"
-    return f"its activation is unknown: {type(module).__name__} has none of {', '.join(_ACTIVATION_ATTRIBUTES)}"
+def _check_activation(module: Any) -> str | None:
+    activation = _activation_of(module)
+    if activation is None:
+        return f"its activation is unknown: {type(module).__name__} has none of {', '.join(ACTIVATION_ATTRIBUTES)}"
+    return activation_problem(activation)
 
 
 def _silu_if_named(module: Any) -> str | None:
     """`clamped` is also written out without an activation module; if there is one, it must be SiLU."""
-    named = any(getattr(module, name, None) is not None for name in _ACTIVATION_ATTRIBUTES)
-    return _needs_silu(module) if named else None
+    activation = _activation_of(module)
+    if activation is None or activation_name(activation) == "silu":
+        return None
+    return f"its activation is {type(activation).__name__}, not SiLU"
+
+
+def activation_of(request: KernelRequest) -> str | None:
+    """The name of the activation of the MLP that a kernel is requested for; "silu" without a module."""
+    return "silu" if request.module is None else activation_name(_activation_of(request.module))
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
-    down = getattr(request.module, "down_proj", None)
-    width = getattr(down, "in_features", None)
+    names = ("down_proj", "output_linear", "Wo", "fc2")
+    widths = (getattr(getattr(request.module, name, None), "in_features", None) for name in names)
+    width = next((width for width in widths if width is not None), None)
     return None if width is None else {"width": width}
 
 
@@ -88,10 +95,10 @@ _VARIANTS = (
         CASES,
         ("gate", "up"),
         _cost,
-        check_module=_needs_silu,
+        check_module=_check_activation,
         static_shape=_static_shape,
         benchmark_case=benchmark_case,
-        description="silu(gate) * up",
+        description="activation(gate) * up",
     ),
     OpVariant(
         "fused_gate_up",
@@ -99,10 +106,10 @@ _VARIANTS = (
         FUSED_CASES,
         ("gate_up",),
         _cost,
-        check_module=_needs_silu,
+        check_module=_check_activation,
         static_shape=_static_shape,
         benchmark_case=fused_benchmark_case,
-        description="silu(first half) * second half",
+        description="activation(first half) * second half",
     ),
     OpVariant(
         "clamped",
@@ -119,6 +126,6 @@ _VARIANTS = (
 
 OP = OpSpec(
     name="swiglu_mlp",
-    description="SwiGLU activation between an MLP's projections",
+    description="activation(gate) * up between an MLP's projections: SwiGLU, GeGLU and others",
     variants={variant.name: variant for variant in _VARIANTS},
 )

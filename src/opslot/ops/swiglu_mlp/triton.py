@@ -1,4 +1,4 @@
-"""silu(gate) * up in Triton: one elementwise launch forward, one backward that recomputes the sigmoid.
+"""activation(gate) * up in Triton: one elementwise launch forward, one backward that recomputes the activation.
 
 Only the inputs are kept for backward. Halves of one projection are read, and their gradient written, in place by row
 strides; contiguous inputs are one long row.
@@ -13,10 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opslot.ops._common.activations import Activation, activation_name, activation_problem
 from opslot.ops._common.arguments import as_rows, reject
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops._common.triton import KernelLauncher, cdiv
+from opslot.ops._common.triton_activations import activation as activate
+from opslot.ops._common.triton_activations import activation_and_slope
 
 _BLOCK = 1024
 _WARPS = 4
@@ -42,6 +45,7 @@ def _forward_kernel(
     limit,
     alpha,
     up_offset,
+    ACTIVATION: tl.constexpr,
     CLAMPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -53,9 +57,7 @@ def _forward_kernel(
     if CLAMPED:
         gate, up = _clamp(gate, up, limit)
         up += up_offset
-        out = gate * tl.sigmoid(gate * alpha) * up
-    else:
-        out = gate * tl.sigmoid(gate) * up
+    out = activate(gate, ACTIVATION, alpha) * up
     tl.store(out_ptr + row * out_stride + column, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -76,6 +78,7 @@ def _backward_kernel(
     limit,
     alpha,
     up_offset,
+    ACTIVATION: tl.constexpr,
     CLAMPED: tl.constexpr,
     NEED_GATE: tl.constexpr,
     NEED_UP: tl.constexpr,
@@ -91,17 +94,14 @@ def _backward_kernel(
         raw_gate, raw_up = gate, up
         gate, up = _clamp(gate, up, limit)
         up += up_offset
-        slope = alpha * gate
-    else:
-        slope = gate
-    sigmoid = tl.sigmoid(slope)
+    activated, slope = activation_and_slope(gate, ACTIVATION, alpha)
     if NEED_UP:
-        dup = dout * gate * sigmoid
+        dup = dout * activated
         if CLAMPED:
             dup = tl.where(tl.abs(raw_up) > limit, 0.0, dup)
         tl.store(dup_ptr + row * dup_stride + column, dup.to(dup_ptr.dtype.element_ty), mask=mask)
     if NEED_GATE:
-        dgate = dout * up * sigmoid * (1.0 + slope * (1.0 - sigmoid))
+        dgate = dout * up * slope
         if CLAMPED:
             dgate = tl.where(raw_gate > limit, 0.0, dgate)
         tl.store(dgate_ptr + row * dgate_stride + column, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
@@ -123,60 +123,63 @@ def _layout(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...], tupl
     return tensors, (columns, *strides), (rows * blocks, 1, 1), blocks
 
 
-# limit, alpha and up_offset of `op.clamped`; without them SwiGLU is not clamped.
+# limit, alpha and up_offset of `op.clamped`; without them nothing is clamped.
 _NOT_CLAMPED = (0.0, 1.0, 0.0)
 
 
-def _launch(out: Tensor, gate: Tensor, up: Tensor, *clamp: float) -> None:
+def _launch(out: Tensor, gate: Tensor, up: Tensor, activation: str, *clamp: float) -> None:
     if out.numel():
         tensors, strides, grid, blocks = _layout(gate, up, out)
         scalars = (blocks, *(clamp or _NOT_CLAMPED))
-        _forward_launcher(grid, tensors, strides, scalars, (bool(clamp), _BLOCK), _WARPS)
+        _forward_launcher(grid, tensors, strides, scalars, (activation, bool(clamp), _BLOCK), _WARPS)
 
 
-def _launch_backward(gradients: tuple[Tensor | None, ...], dout: Tensor, gate: Tensor, up: Tensor, *rest: Any) -> None:
+def _launch_backward(
+    gradients: tuple[Tensor | None, ...], dout: Tensor, gate: Tensor, up: Tensor, activation: str, *rest: Any
+) -> None:
     """Write the gradients that are not None; they must have the same row stride."""
     clamp, (dgate, dup) = rest[:-2], gradients
     if dout.numel():
         targets = (dout if dgate is None else dgate, dout if dup is None else dup)
         tensors, strides, grid, blocks = _layout(dout, gate, up, *targets)
         scalars = (blocks, *(clamp or _NOT_CLAMPED))
-        constants = (bool(clamp), dgate is not None, dup is not None, _BLOCK)
+        constants = (activation, bool(clamp), dgate is not None, dup is not None, _BLOCK)
         _backward_launcher(grid, tensors, strides, scalars, constants, _WARPS)
 
 
-def _allocate(gate: Tensor, up: Tensor, *clamp: float) -> Tensor:
+def _allocate(gate: Tensor, up: Tensor, *_: Any) -> Tensor:
     dtype = torch.promote_types(gate.dtype, up.dtype)
     return torch.empty_like(gate, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _allocate_fused(gate_up: Tensor) -> Tensor:
+def _allocate_fused(gate_up: Tensor, activation: str) -> Tensor:
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
-def _launch_fused(out: Tensor, gate_up: Tensor) -> None:
+def _launch_fused(out: Tensor, gate_up: Tensor, activation: str) -> None:
     gate, up = gate_up.chunk(2, dim=-1)
-    _launch(out, gate, up)
+    _launch(out, gate, up, activation)
 
 
-def _launch_fused_backward(dgate_up: Tensor, dout: Tensor, gate_up: Tensor) -> None:
-    _launch_backward(dgate_up.chunk(2, dim=-1), dout, *gate_up.chunk(2, dim=-1), True, True)
+def _launch_fused_backward(dgate_up: Tensor, dout: Tensor, gate_up: Tensor, activation: str) -> None:
+    gate, up = gate_up.chunk(2, dim=-1)
+    _launch_backward(dgate_up.chunk(2, dim=-1), dout, gate, up, activation, True, True)
 
 
 _swiglu = differentiable_op(
-    "swiglu(Tensor gate, Tensor up) -> Tensor",
+    "swiglu(Tensor gate, Tensor up, str activation) -> Tensor",
     allocate=_allocate,
     launch=_launch,
     launch_backward=_launch_backward,
 )
 _clamped = differentiable_op(
-    "swiglu_clamped(Tensor gate, Tensor up, float limit, float alpha, float up_offset) -> Tensor",
+    "swiglu_clamped(Tensor gate, Tensor up, str activation, float limit, float alpha, float up_offset) -> Tensor",
     allocate=_allocate,
     launch=_launch,
     launch_backward=_launch_backward,
 )
 _fused = differentiable_op(
-    "swiglu_fused(Tensor gate_up) -> Tensor",
+    "swiglu_fused(Tensor gate_up, str activation) -> Tensor",
     allocate=_allocate_fused,
     launch=_launch_fused,
     launch_backward=_launch_fused_backward,
@@ -198,21 +201,28 @@ def _check_pair(gate: Tensor, up: Tensor) -> None:
         reject(_LABEL, "up", found, "use eager, which broadcasts")
 
 
-def standard(gate: Tensor, up: Tensor) -> Tensor:
+def _name_of(activation: Activation) -> str:
+    name = activation_name(activation)
+    if name is None:
+        reject(_LABEL, "activation", str(activation_problem(activation)), "use eager")
+    return name
+
+
+def standard(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
     """`op.standard` for float32, bfloat16 and float16, computed in fp32; `gate` and `up` have one shape."""
     _check_pair(gate, up)
-    return _swiglu(gate, up)
+    return _swiglu(gate, up, _name_of(activation))
 
 
 def clamped(gate: Tensor, up: Tensor, limit: float, alpha: float = 1.0, up_offset: float = 0.0) -> Tensor:
     """`op.clamped`, within the limits of `standard`."""
     _check_pair(gate, up)
-    return _clamped(gate, up, float(limit), float(alpha), float(up_offset))
+    return _clamped(gate, up, "silu", float(limit), float(alpha), float(up_offset))
 
 
-def fused_gate_up(gate_up: Tensor) -> Tensor:
+def fused_gate_up(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     """`op.fused_gate_up` for float32, bfloat16 and float16, computed in fp32."""
     _check("gate_up", gate_up)
     if gate_up.shape[-1] % 2:
         reject(_LABEL, "gate_up", f"its width {gate_up.shape[-1]} is odd", "use eager")
-    return _fused(gate_up)
+    return _fused(gate_up, _name_of(activation))

@@ -1,0 +1,76 @@
+"""Activations of gated MLPs and experts that the kernels compute, by name, and what they are called in modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# What a kernel takes as `activation`: a name below, or the module or function that a model applies.
+Activation = str | Callable[[Tensor], Tensor]
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return torch.square(F.relu(x))
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": _quick_gelu,
+    "relu": F.relu,
+    "relu2": _relu2,
+}
+
+# Names of classes and functions, because ops do not import Transformers. The tanh approximations of GELU differ in
+# rounding only.
+_NAMES = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "silu": "silu",
+    "swish": "silu",
+    "GELUActivation": "gelu",
+    "gelu": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "AccurateGELUActivation": "gelu_tanh",
+    "QuickGELUActivation": "quick_gelu",
+    "ReLU": "relu",
+    "relu": "relu",
+    "ReLUSquaredActivation": "relu2",
+}
+
+
+def activation_name(activation: Any) -> str | None:
+    """The name in `ACTIVATIONS` of a name, module or function; None for an activation that the kernels do not have."""
+    if isinstance(activation, str):
+        return activation if activation in ACTIVATIONS else None
+    if isinstance(activation, nn.Module):
+        if isinstance(activation, nn.GELU):
+            return "gelu" if activation.approximate == "none" else "gelu_tanh"
+        return _NAMES.get(type(activation).__name__)
+    return _NAMES.get(getattr(activation, "__name__", ""))
+
+
+def activate(activation: Activation, x: Tensor) -> Tensor:
+    """`activation` of `x`."""
+    return ACTIVATIONS[activation](x) if isinstance(activation, str) else activation(x)
+
+
+def activation_problem(activation: Any) -> str | None:
+    """Why the kernels do not compute this activation, or None if they do."""
+    if activation_name(activation) is not None:
+        return None
+    found = type(activation).__name__ if isinstance(activation, nn.Module) else getattr(activation, "__name__", "")
+    return f"its activation is {found or repr(activation)}, the kernels compute {', '.join(ACTIVATIONS)}"
