@@ -51,6 +51,36 @@ def test_experts_equal_one_process(ranks, axis, ops):
     check(ranks, "qwen3_moe", SIZES[axis], micro_batches=2, ops=ops, aux_loss=ops == "eager")
 
 
+GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+SHARED = {"shared_expert_intermediate_size": 16}
+MOE = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "deepseek_v3": {**GROUPS, **MLA, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 4},
+    "qwen2_moe": SHARED,
+    "qwen3_5_moe_text": {**SHARED, **HYBRID, "num_experts": 4},
+    "glm4_moe": {**GROUPS, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 4},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 0},
+}
+
+
+@pytest.mark.parametrize("name", list(MOE))
+def test_experts_of_each_architecture_equal_one_process(ranks, name):
+    """Biases of experts, routers with groups, and shared experts with or without a gate; the plan is the default."""
+    changes = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, **MOE[name]}
+    ops = {"preset": "eager", "moe_implementation": "grouped_mm"}
+    check(ranks, name, SIZES["ep"], steps=2, micro_batches=2, ops=ops, changes=changes)
+
+
 ATTENTION = ["eager", "sdpa"]
 
 

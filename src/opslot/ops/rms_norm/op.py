@@ -84,35 +84,6 @@ def fused_add_weight_offset(
     return weight_offset(total, weight, eps), total
 
 
-def _tree_sum(x: Tensor) -> Tensor:
-    """Sum over the last dim by adding halves, [..., H] -> [..., 1]: elementwise, so the order is fixed."""
-    while x.shape[-1] > 1:
-        half = x.shape[-1] // 2
-        middle = x[..., half:-half] if x.shape[-1] % 2 else None
-        x = x[..., :half] + x[..., -half:]
-        if middle is not None:
-            x = torch.cat((x, middle), dim=-1)
-    return x
-
-
-def _spread(x: Tensor, width: int) -> Tensor:
-    """[..., 1] -> [..., width] by doubling: unlike broadcasting's, its gradient sums in a fixed order."""
-    while x.shape[-1] < width:
-        x = torch.cat((x, x), dim=-1)
-    return x[..., :width]
-
-
-def batch_invariant(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Batch-invariant `standard`: a row's result and gradient are bitwise independent of the other rows and its index.
-
-    For results that must not depend on the batch, such as log-probabilities of a policy in training and in sampling.
-    The weight's gradient, a sum over all rows, is only deterministic.
-    """
-    x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-    rstd = torch.rsqrt(_tree_sum(x * x) / x.shape[-1] + eps)
-    return weight * (x * _spread(rstd, x.shape[-1])).to(hidden_states.dtype)
-
-
 def _silu_gate(module: Any) -> str | None:
     """Gated norms of Transformers have an attribute for the activation; classes without it use SiLU."""
     activation = getattr(module, "activation", "silu")
@@ -218,16 +189,6 @@ _VARIANTS = (
         static_shape=_static_shape,
         benchmark_case=make_benchmark_case("weight", "residual"),
         description="weight_offset of a residual sum, and the sum",
-    ),
-    OpVariant(
-        "batch_invariant",
-        batch_invariant,
-        cases("weight"),
-        ("hidden_states", "weight"),
-        _cost,
-        static_shape=_static_shape,
-        benchmark_case=make_benchmark_case("weight"),
-        description="standard, batch-invariant",
     ),
     OpVariant(
         "unweighted",

@@ -522,8 +522,3 @@ def fused_add_weight_offset(
 ) -> tuple[Tensor, Tensor]:
     """`op.fused_add_weight_offset`, as `fused_add`."""
     return _fused_add(hidden_states, residual, weight, eps, True, True)
-
-
-def batch_invariant(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`op.batch_invariant`, within the limits of `standard`, which has the property."""
-    return standard(hidden_states, weight, eps)

@@ -157,6 +157,12 @@ ROWS = (
         rotation=("rotate_half_text", _PAIRS),
         per_pair=_EVERY_SECOND,
     ),
+    RotaryForm(
+        "c111796a2fc0",
+        "multimodal",
+        f"{_NEOX}, after merging the cos and sin of three axes by sections",
+        "qwen2_vl, qwen2_5_vl, qwen2_5_omni, paddleocr_vl, before 5.17",
+    ),
 )
 
 # Forwards of rotary embeddings that give neighboring channels one angle, with the method that merges three axes.
@@ -190,13 +196,16 @@ def _mismatch(module: ModuleView, name: str, form: RotaryForm | None) -> str:
         return "rotates in another way than the reviewed forms"
     if form.per_pair == _EVERY_SECOND and not _one_angle_per_pair(module):
         return "may rotate two channels of a pair by different or learned angles"
-    arguments = ["x", "cos", "sin"] if form.variant == "single" else ["q", "k", "cos", "sin"]
+    arguments = _ARGUMENTS.get(form.variant, ["q", "k", "cos", "sin"])
     options = set() if form.per_pair else {"unsqueeze_dim"}
     if not all(_takes(call, len(arguments), options) for calls in module.callers(name).values() for call in calls):
         return f"is called with other arguments than {', '.join(arguments)}"
     if not module.called_by_methods(name):
         return "is not called by a method, or by one without a self to hold a slot"
     return ""
+
+
+_ARGUMENTS = {"single": ["x", "cos", "sin"], "multimodal": ["q", "k", "cos", "sin", "mrope_section"]}
 
 
 def _one_angle_per_pair(module: ModuleView) -> bool:

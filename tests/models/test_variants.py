@@ -1,0 +1,33 @@
+"""Every variant of every op is in some architecture of a supported release."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import transformers
+
+import opslot.ops
+from opslot.models.discovery import discover
+from opslot.patchgen.lock import Lock, lock_path
+from opslot.slots import KERNEL_REGISTRY
+
+# Experts with separate stacked gate and up weights are only in Inkling's shared experts, which every token uses. The
+# others are called by the loss and the trainer, or get their slots with the recurrent layers.
+_WITHOUT_SLOT = {
+    "moe_experts/split",
+    "cross_entropy_loss/token_log_probs",
+    "chunk_gated_delta_rule/standard",
+    "causal_conv1d/standard",
+}
+
+
+def test_every_variant_is_matched_in_some_architecture():
+    folders = [file.parent.name for file in Path(str(opslot.ops.__file__)).parent.glob("*/forms.py")]
+    missing = {f"{name}/{variant}" for name in folders for variant in KERNEL_REGISTRY.op(name).variants}
+    for releases in Lock.load(lock_path()).slots.values():
+        for slots in releases.values():
+            missing -= {slot.split(" ")[1] for slot in slots}
+    for folder in sorted((Path(str(transformers.__file__)).parent / "models").iterdir()):
+        if missing - _WITHOUT_SLOT and (folder / f"modeling_{folder.name}.py").is_file():
+            missing -= {str(match) for match in discover(folder.name).matches}
+    assert missing <= _WITHOUT_SLOT
