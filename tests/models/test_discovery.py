@@ -64,9 +64,9 @@ LATENT = {
 # model_type -> additional sizes, and the slots that must be found.
 MODELS = {
     "mistral": (HEADS, {"rms_norm/standard", "rms_norm/fused_add", "cross_entropy_loss/causal", "attention/causal"}),
-    "gemma3_text": (HEADS, {"rms_norm/weight_offset", "rotary_pos_emb/full", "swiglu_mlp/standard"}),
+    "gemma3_text": (HEADS, {"rms_norm/fused_add_weight_offset", "rotary_pos_emb/full", "swiglu_mlp/standard"}),
     "nanochat": (HEADS, {"rms_norm/unweighted", "attention/causal"}),
-    "phi3": ({}, {"swiglu_mlp/standard", "rotary_pos_emb/partial", "attention/causal"}),
+    "phi3": ({}, {"swiglu_mlp/fused_gate_up", "rms_norm/fused_add", "rotary_pos_emb/partial", "attention/causal"}),
     "mixtral": ({"num_local_experts": 4}, {"moe_experts/standard", "load_balancing_loss/standard"}),
     "glm4_moe": (HEADS | MOE, {"rotary_pos_emb/partial", "moe_experts/standard"}),
     "gpt_oss": (

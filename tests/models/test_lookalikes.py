@@ -25,7 +25,7 @@ def test_decoders_built_like_llama(arch):
         ("gemma", "GemmaRMSNorm", "rms_norm/weight_offset"),
         ("olmo2", "Olmo2RMSNorm", "rms_norm/cast_after_weight"),
         ("granite", "GraniteForCausalLM", None),
-        ("glm", "GlmMLP", "swiglu_mlp/standard"),
+        ("glm", "GlmMLP", "swiglu_mlp/fused_gate_up"),
         ("cohere", "CohereLayerNorm", None),
     ],
     ids=["weight plus one", "weight in fp32", "scaled logits", "fused gate and up", "layer norm"],
