@@ -38,9 +38,11 @@ def activation_and_slope(x, NAME: tl.constexpr, ALPHA: tl.constexpr = 1.0):
         positive = tl.where(x < 0.0, 0.0, x)
         return positive * positive, 2.0 * positive
     elif NAME == "gelu_tanh":
-        sigmoid = tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+        inner = 1.5957691216057308 * x * (1.0 + 0.044715 * x * x)
+        sigmoid = tl.sigmoid(inner)
         slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-        return x * sigmoid, sigmoid * (1.0 + x * slope * (1.0 - sigmoid))
+        # 1 - sigmoid would cancel for large x, where the slope of `inner` is large.
+        return x * sigmoid, sigmoid * (1.0 + x * slope * tl.sigmoid(-inner))
     elif NAME == "quick_gelu":
         sigmoid = tl.sigmoid(1.702 * x)
         return x * sigmoid, sigmoid * (1.0 + 1.702 * x * (1.0 - sigmoid))
