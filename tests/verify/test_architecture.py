@@ -183,3 +183,8 @@ def test_tiny_config_keeps_the_structure(arch):
 def test_switched_off_parts_stay_off():
     assert tiny_config("kimi_linear").q_lora_rank is None
     assert tiny_config("gemma4_text").num_kv_shared_layers == 0
+
+
+def test_experts_without_a_slot_are_checked_in_fp64():
+    """Transformers' grouped GEMM of experts does not take float64."""
+    assert check_architecture("nemotron_h", checks=["auto"]).ok

@@ -1,0 +1,103 @@
+"""Why parts of the supported architectures keep Transformers' implementation.
+
+A skip of a supported architecture that is not listed here fails `tests/models/test_supported.py`. Give the code a form
+in `ops/<op>/forms.py`, or add it with the reason.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+
+# By op and reason, patterns (`fnmatch`) of symbols.
+ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
+    "attention": {
+        "attends to the keys that an indexer selects for each query, which no kernel of the op takes": (
+            "DeepseekV32Attention",
+            "GlmMoeDsaAttention",
+            "HYV4Attention",
+        ),
+        "attends to compressed keys, and its mask has columns for them": (
+            "DeepseekV4Attention",
+            "Glm5NextTextAttention",
+        ),
+        "is in an image or audio tower, or attends to its output": (
+            "*Vision*Attention",
+            "*Audio*Attention",
+            "*CrossAttention",
+            "PixtralAttention",
+        ),
+    },
+    "chunk_gated_delta_rule": {
+        "is a state space model (Mamba), which is another recurrence": ("*Mamba*", "*Mixer"),
+        "is Kimi delta attention, whose decay has a value per channel instead of one per head": (
+            "BailingHybridDeltaAttention",
+            "Glm5NextTextLinearAttention",
+            "KimiLinearDeltaAttention",
+        ),
+    },
+    "causal_conv1d": {
+        "is the convolution of a Mamba mixer, which its fused kernel includes": ("*Mamba*", "*Mixer"),
+    },
+    "cross_entropy_loss": {
+        "takes the logits of the ForCausalLM inside it, whose loss has the slot": ("Llama4ForConditionalGeneration",),
+        "predicts speech codes with a head per generation step": (
+            "Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration",
+        ),
+    },
+    "moe_experts": {
+        "multiplies the tokens, not the results, by the routing weights, and every expert computes every token": (
+            "Llama4TextExperts",
+        ),
+        "has experts that return their input": ("LongcatFlashExperts",),
+        "has experts without a gate": ("NemotronHExperts",),
+    },
+    "rms_norm": {
+        "is the gated norm of a Mamba mixer or of Kimi delta attention, over groups or with a sigmoid gate": (
+            "*RMSNormGated",
+        ),
+        "has no weight, or one that is optional": ("*UnweightedRMSNorm", "Gemma3nRMSNorm", "Gemma4RMSNorm"),
+        "subtracts the mean (a layer norm)": ("Cohere*LayerNorm",),
+        "is an audio tower's norm over time": ("Gemma3nAudioCumulativeGroupNorm",),
+    },
+    "rotary_pos_emb": {
+        "multiplies complex numbers": ("deepseek_v2:apply_rotary_emb", "llama4:apply_rotary_emb"),
+        "rotates the last dims of one tensor, and back after attention": ("deepseek_v4:apply_rotary_pos_emb",),
+        "rotates in the other direction": ("nanochat:apply_rotary_pos_emb",),
+        "is not called, since the model has no positions": (
+            "jamba:apply_rotary_pos_emb",
+            "nemotron_h:apply_rotary_pos_emb",
+        ),
+    },
+    "swiglu_mlp": {
+        "has no gate": (
+            "ApertusMLP",
+            "ArceeMLP",
+            "NanoChatMLP",
+            "NemotronMLP",
+            "NemotronHMLP",
+            "PhiMLP",
+            "Starcoder2MLP",
+        ),
+        "is in an image or audio tower, mostly without a gate": ("*Vision*MLP", "*VLVisionMLP", "*TalkerResizeMLP"),
+    },
+}
+
+
+def why_allowed(arch: str, op: str, symbol: str) -> str | None:
+    """The reason of a skip; None for a skip that is not listed.
+
+    Args:
+        symbol: of upstream's module; several are separated by commas, and each must be listed.
+    """
+    reasons = [_reason(arch, op, part.strip()) for part in symbol.split(",")]
+    return None if None in reasons else reasons[0]
+
+
+def _reason(arch: str, op: str, symbol: str) -> str | None:
+    name = symbol.partition(".")[0]
+    for reason, patterns in ALLOWED.get(op, {}).items():
+        for pattern in patterns:
+            where, _, wanted = pattern.rpartition(":")
+            if where in ("", arch) and fnmatch.fnmatchcase(name, wanted):
+                return reason
+    return None
