@@ -188,3 +188,8 @@ def test_switched_off_parts_stay_off():
 def test_experts_without_a_slot_are_checked_in_fp64():
     """Transformers' grouped GEMM of experts does not take float64."""
     assert check_architecture("nemotron_h", checks=["auto"]).ok
+
+
+def test_models_inside_run_the_same_code():
+    """Binding to eager may give a model inside another attention than its own default."""
+    assert check_architecture("mistral3", checks=["eager"]).ok

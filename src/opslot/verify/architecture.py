@@ -30,7 +30,6 @@ from opslot.slots.protocol import keeps_sequences
 from opslot.verify.bisect import bisect, loss_and_gradients
 from opslot.verify.isolated import Processes
 from opslot.verify.random_model import (
-    auto_class,
     packed_batches,
     random_ids,
     random_model,
@@ -235,7 +234,7 @@ class _Run:
 
     def _round_trips(self, original: Any, folder: Path) -> Iterator[tuple[str, Any]]:
         save_weights(self._model(), folder / "opslot")
-        yield "saved by opslot", auto_class(self.config).from_pretrained(folder / "opslot", dtype=torch.float32)
+        yield "saved by opslot", type(original).from_pretrained(folder / "opslot", dtype=torch.float32)
         original.save_pretrained(folder / "transformers")
         built = build_foundation_model(
             self.config,
@@ -260,13 +259,25 @@ class _Run:
 
 
 def _run_the_same_code(original: Any, model: Any) -> None:
-    """Give the original model the attention and experts implementations that `model` runs, bound to eager."""
-    attention = model.config._attn_implementation
-    if attention != original.config._attn_implementation and not str(attention).startswith("opslot_"):
+    """Give the original model, and each model in it, the implementations that `model` runs, bound to eager."""
+    attention = _other_parts(original.config, model.config, "_attn_implementation")
+    if attention:
         original.set_attn_implementation(attention)
-    experts = getattr(model.config, "_experts_implementation", None)
-    if experts is not None and experts != original.config._experts_implementation:
+    experts = _other_parts(original.config, model.config, "_experts_implementation")
+    if experts:
         original.set_experts_implementation(experts)
+
+
+def _other_parts(original: Any, config: Any, attribute: str) -> dict[str, Any]:
+    """By sub-config ("" is the config itself), the implementations of `config` that `original` does not have."""
+    found: dict[str, Any] = {}
+    for name in ("", *config.sub_configs):
+        theirs, ours = (getattr(c, name, None) if name else c for c in (original, config))
+        wanted = getattr(ours, attribute, None)
+        known = wanted is not None and not str(wanted).startswith("opslot_")
+        if known and theirs is not None and wanted != getattr(theirs, attribute, None):
+            found[name] = wanted
+    return found
 
 
 def _differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[str, ...]:

@@ -89,15 +89,22 @@ _SIZES: dict[str, Any] = {
 # Fields that config classes leave at None although their models need a value.
 _NEEDED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts")
 
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+
 # What the rules do not give, by model_type.
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "bamba": {"attn_layer_indices": [1]},
     "dots1": {"n_shared_experts": 1},
     "glm5_next_text": {"index_topk": 16},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**_MROPE, "mrope_section": [1, 1, 2]}},
+    "glm4v_text": {"rope_parameters": _MROPE},
+    "glm4v_moe_text": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [0, 1, 1]}},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "qwen2_vl_text": {"rope_parameters": _MROPE},
+    "qwen2_5_vl_text": {"rope_parameters": _MROPE},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 4, "num_attention_heads": _HEADS},
 }
 
@@ -145,6 +152,9 @@ def shrink(default: PreTrainedConfig) -> PreTrainedConfig:
         values["n_group"] = 1
     if given.get("head_dim") and given["head_dim"] == _sum(given, "qk_nope_head_dim", "qk_rope_head_dim"):
         values["head_dim"] = _NOPE + _ROPE
+    for name, size in values.items():
+        if isinstance(given.get(name), list | tuple) and isinstance(size, int):
+            values[name] = [size] * len(given[name])
     values |= _layers(given)
     values |= {name: 0.0 for name, value in given.items() if "dropout" in name and isinstance(value, float)}
     values |= _OVERRIDES.get(default.model_type, {})
