@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-all lint constraints bench-cpu clean
+.PHONY: demo test test-all test-architectures lint constraints bench-cpu clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m opslot.trainer.demo
@@ -30,6 +30,11 @@ test-all: $(VENV)/ready-dev
 		env $$(echo $$cpu | tr , ' ') ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=$$threads \
 			$(PYTEST) -m "not gpu and not multigpu" $(PYTEST_ARGS) $(NUMERICAL) || exit 1; \
 	done; done
+
+# Checks tiny models of every supported architecture (minutes), and writes what docs/architectures.md shows.
+test-architectures: $(VENV)/ready-dev
+	$(BIN)/python benchmarks/check_architectures.py
+	$(BIN)/python benchmarks/generate_docs.py
 
 lint: $(VENV)/ready-dev
 	$(BIN)/ruff check .

@@ -1,4 +1,5 @@
-"""Write the tables and plots of README.md and docs/ from the committed results: the only source of their numbers.
+"""Write the tables and plots of README.md and docs/ from committed results and patchgen.lock: the only source of their
+numbers.
 
     python benchmarks/generate_docs.py [--check]
 
@@ -11,15 +12,20 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from opslot.bench.plots import draw
 from opslot.bench.result import OpRow, Result, Run, StepRow, by_comparison, origin_of, read
 from opslot.bench.table import curve_text, significant
+from opslot.models.discovery.allowed_skips import ALLOWED
+from opslot.patchgen.lock import Lock
+from opslot.patchgen.releases import version_key
 from opslot.slots import KERNEL_REGISTRY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +33,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 BENCH, PARALLEL = "bench_h200.json", "parallel_h200x4.json"
 CPU = ("cpu_epyc.json", "cpu_demo_step_epyc.json", "loading_epyc.json")
 GEMM = "gemm_h200.json"
-DOCUMENTS = ("README.md", "docs/performance.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/architectures.md")
+# Written by check_architectures.py.
+ARCHITECTURES = ROOT / "benchmarks" / "architectures.json"
 
 _STEP_COLUMNS = (
     "opslot",
@@ -89,6 +97,29 @@ _PLOTTED_OPS = (
     ("attention", "causal", "2 x 8192, 32/8 heads, D=128"),
     ("attention", "causal", "16384 in 16 documents, 32/8 heads, D=128"),
 )
+# The architecture of each model whose training step is measured.
+_ARCH_OF_MODEL = {
+    "qwen3_8b_width": "qwen3",
+    "qwen3_30b_a3b_width": "qwen3_moe",
+    "llama_3b_width": "llama",
+    "mistral_7b_width": "mistral",
+    "gemma3_12b_width": "gemma3",
+    "glm_4.5_air_width": "glm4_moe",
+    "gpt_oss_20b_width": "gpt_oss",
+    "qwen3.5_9b_width": "qwen3_5",
+    "moonlight_width": "deepseek_v3",
+}
+# Columns of the table of architectures, and the ops in each.
+_PARTS = {
+    "norm": ("rms_norm",),
+    "rotary": ("rotary_pos_emb",),
+    "MLP": ("swiglu_mlp",),
+    "attention": ("attention",),
+    "recurrence": ("chunk_gated_delta_rule", "causal_conv1d"),
+    "experts": ("moe_experts",),
+    "loss": ("cross_entropy_loss",),
+}
+_CHECKED = {"packing": "packed", "sp": "sp", "ep": "ep"}
 _Cell = tuple[str, float | None]
 
 
@@ -247,7 +278,78 @@ def values(*names: str) -> str:
     return _table(["", "measured", "goal"], lines)
 
 
+def architectures() -> str:
+    """What opslot makes of each supported architecture, from patchgen.lock, the kit's outcome and measured steps."""
+    lock = Lock.load(ROOT / "patchgen.lock")
+    outcome = json.loads(ARCHITECTURES.read_text())
+    newest = outcome["transformers"]
+    lines = []
+    for arch in sorted(lock.archs):
+        checked = outcome["architectures"].get(arch, {"skipped": [], "checks": {}, "error": "not checked"})
+        slots = [slot.rpartition(" ")[2] for slot in lock.expected_slots(arch, newest)]
+        parts = [_part_cell(ops, slots, checked["skipped"]) for ops in _PARTS.values()]
+        can = [_can_cell(checked["checks"].get(check)) for check in _CHECKED.values()]
+        releases = sorted(lock.archs[arch], key=version_key)
+        first = releases[0] if len(releases) == 1 else f"{releases[0]} to {releases[-1]}"
+        lines.append([f"`{arch}`", *parts, *can, _passed_cell(checked), first, _arch_step_cell(arch)])
+    header = ["architecture", *_PARTS, *_CHECKED, "checks", "releases", "H200 step, tokens/s"]
+    title = f"{len(lines)} architectures, checked with transformers {newest} and torch {outcome['torch']}."
+    return f"{title}\n\n{_table(header, lines)}"
+
+
+def _part_cell(ops: Sequence[str], slots: Sequence[str], skipped: Sequence[str]) -> str:
+    variants = sorted({slot.partition("/")[2] for slot in slots if slot.partition("/")[0] in ops})
+    kept = ["Transformers"] if any(op in skipped for op in ops) else []
+    return ", ".join([*variants, *kept]) or "-"
+
+
+def _can_cell(outcome: Sequence[str] | None) -> str:
+    if outcome is None:
+        return "not checked"
+    result, detail = outcome
+    if result == "unsupported":
+        return "-" if detail.endswith("has no experts") else "no"
+    return "yes" if result == "passed" else "failed"
+
+
+def _passed_cell(checked: Mapping[str, Any]) -> str:
+    failed = [name for name, (result, _) in checked["checks"].items() if result == "failed"]
+    if checked["error"] or not checked["checks"]:
+        return "not checked"
+    return f"failed: {', '.join(failed)}" if failed else "passed"
+
+
+def _arch_step_cell(arch: str) -> str:
+    """opslot beside the fastest other library."""
+    result = load(BENCH)
+    cells = []
+    for model in dict.fromkeys(row.model for row in result.steps):
+        rows = [row for row in result.steps if row.model == model and row.valid and row.tokens_per_s]
+        ours = [row for row in rows if row.implementation.startswith("opslot")]
+        if _ARCH_OF_MODEL.get(model) != arch or not ours:
+            continue
+        others = [row for row in rows if row not in ours]
+        text = f"{_label(model)}: {max(row.tokens_per_s or 0.0 for row in ours):,.0f}"
+        if others:
+            best = max(others, key=lambda row: row.tokens_per_s or 0.0)
+            text += f" ({best.implementation} {best.tokens_per_s:,.0f})"
+        cells.append(text)
+    return "; ".join(cells) or "-"
+
+
+def skipped() -> str:
+    """The parts that keep Transformers' implementation, and why."""
+    lines = [
+        [op, ", ".join(f"`{pattern}`" for pattern in patterns), reason]
+        for op, reasons in ALLOWED.items()
+        for reason, patterns in reasons.items()
+    ]
+    return _table(["op", "symbols", "because it"], lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "architectures": architectures,
+    "skipped": skipped,
     "how_fast": how_fast,
     "steps": steps,
     "curve": curve,

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
         bind,
         explain,
     )
-    from opslot.verify import bisect, verify_kernels
+    from opslot.verify import verify_kernels
+    from opslot.verify.bisect import bisect
 
 _HOMES = {
     "KERNEL_REGISTRY": "opslot.slots",

@@ -66,8 +66,8 @@ def test_overflow_is_an_error_and_changes_nothing(tmp_path: Path, stored, value:
 def test_quantized_checkpoint_is_an_error(tmp_path: Path, make_model) -> None:
     save_weights(make_model("qwen3"), tmp_path / "x")
     file = tmp_path / "x" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(CheckpointError, match=r"is quantized(.*\n)+  found: quantization_config .*: fp8\n  hint: "):
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(CheckpointError, match=r"is quantized(.*\n)+  found: quantization_config .*: awq\n  hint: "):
         load_weights(make_model("qwen3"), tmp_path / "x")
 
 

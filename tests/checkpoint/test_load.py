@@ -437,7 +437,7 @@ MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     ),
     "eight-bit float": (
         lambda t: t.update({"model.norm.weight": torch.ones(16).to(torch.float8_e4m3fn)}),
-        "found torch.float8_e4m3fn, the model holds torch.float32",
+        r"model.norm.weight \(model.*\) is float8_e4m3fn, and the checkpoint lacks model.norm.weight_scale_inv",
     ),
 }
 

@@ -395,8 +395,10 @@ def test_command(tmp_path, capsys):
 
 
 def test_command_verifies_a_tiny_model(capsys):
-    assert main(["discover", "qwen3", "--verify"]) == 0
-    assert "qwen3: passed; eager equals Transformers bit for bit" in capsys.readouterr().out
+    assert main(["discover", "qwen3", "--checks", "eager,auto"]) == 0
+    output = capsys.readouterr().out
+    assert "qwen3: passed\n" in output
+    assert "loss and gradients equal Transformers' bit for bit" in output
 
 
 def test_command_verify_fails_with_a_reason(capsys):
@@ -426,7 +428,7 @@ def test_written_patch_file_generates_the_same_module(arch, tmp_path, monkeypatc
     [
         ([], "no architecture named"),
         (["mistral", "--all"], "no architecture named"),
-        (["--all", "--verify"], "--verify and -o are for one architecture"),
+        (["--all", "--verify"], "--verify, --checks and -o are for one architecture"),
         (["mistrall"], "has no architecture 'mistrall'\n  hint: did you mean mistral"),
         (["{folder}"], "is not a config.json with a model_type"),
     ],

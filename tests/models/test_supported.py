@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 
 from opslot.models import _registry
 from opslot.models.discovery import discover, finder, supported
+from opslot.models.discovery.allowed_skips import ALLOWED, matches, why_allowed
 from opslot.models.discovery.supported import lost_slots, supported_architectures
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.engine import generate
@@ -21,10 +23,35 @@ FROM_THE_SPECIFICATION = {
     "qwen2_5_vl", "qwen2_5_omni", "qwen3_omni_moe", "qwen3_5", "qwen3_5_moe", "glm_moe_dsa", "glm4_moe",
 }  # fmt: skip
 
+TEXT = {
+    "afmoe", "apertus", "arcee", "bamba", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+    "deepseek_v4", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "falcon_h1", "flex_olmo", "gemma", "gemma2",
+    "gemma3", "gemma3n", "gemma4", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granite",
+    "granitemoe", "granitemoehybrid", "hunyuan_v1_dense", "hunyuan_v1_moe", "jamba", "kimi_linear", "lfm2",
+    "lfm2_moe", "llama", "llama4", "longcat_flash", "mimo_v2_flash", "minimax", "minimax_m2", "ministral",
+    "ministral3", "mistral", "mistral4", "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid",
+    "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next",
+    "seed_oss", "smollm3", "stablelm", "starcoder2", "youtu",
+}  # fmt: skip
+
+NO_LANGUAGE_MODEL = "Transformers has no class with a language model's loss for {}"
+
 
 def test_lock_lists_the_specification_and_the_most_used_families():
-    assert set(supported_architectures()) >= FROM_THE_SPECIFICATION
-    assert len(supported_architectures()) >= len(FROM_THE_SPECIFICATION) + 40
+    assert set(supported_architectures()) >= FROM_THE_SPECIFICATION | TEXT
+    assert len(TEXT) >= 45
+
+
+def test_every_supported_architecture_was_checked():
+    """`make test-architectures` writes the outcome, which docs/architectures.md shows."""
+    outcome = json.loads((Path(__file__).parents[2] / "benchmarks" / "architectures.json").read_text())["architectures"]
+    failed = {}
+    for arch, checked in outcome.items():
+        wrong = [name for name, (result, _) in checked["checks"].items() if result == "failed"]
+        if wrong or checked["error"] not in ("", NO_LANGUAGE_MODEL.format(arch)):
+            failed[arch] = wrong or checked["error"]
+    assert set(outcome) == set(supported_architectures())
+    assert failed == {}
 
 
 @pytest.mark.parametrize("arch", supported_architectures())
@@ -45,6 +72,42 @@ def test_generated_text_of_every_architecture_compiles():
             compile(generate(discover(folder.name).patch, release).text, folder.name, "exec")
             found += 1
     assert found >= 240
+
+
+@pytest.mark.parametrize("arch", supported_architectures())
+def test_every_skip_has_a_reason_in_the_list(arch):
+    unexplained = [
+        f"{skip.op}: {skip.symbol} {skip.reason}"
+        for skip in discover(arch).skips
+        if why_allowed(arch, skip.op, skip.symbol) is None
+    ]
+    assert unexplained == [], "add a form to ops/<op>/forms.py, or the reason to models/discovery/allowed_skips.py"
+
+
+@pytest.mark.slow
+def test_no_allowed_skip_is_stale():
+    """Each pattern is of a part that is still skipped."""
+    skipped = {
+        (skip.op, arch, part.strip().partition(".")[0])
+        for arch in supported_architectures()
+        for skip in discover(arch).skips
+        for part in skip.symbol.split(",")
+    }
+    stale = [
+        (op, pattern)
+        for op, reasons in ALLOWED.items()
+        for patterns in reasons.values()
+        for pattern in patterns
+        if not any(op == skip and matches(pattern, arch, name) for skip, arch, name in skipped)
+    ]
+    assert stale == [], "remove them from models/discovery/allowed_skips.py"
+
+
+def test_allowed_skips_name_symbols():
+    assert why_allowed("llama4", "rotary_pos_emb", "apply_rotary_emb") == "multiplies complex numbers"
+    assert why_allowed("llama", "rotary_pos_emb", "apply_rotary_emb") is None
+    assert why_allowed("arcee", "rms_norm", "ArceeMLP") is None
+    assert why_allowed("mllama", "attention", "MllamaVisionAttention, LlamaAttention") is None
 
 
 def test_lost_slot_is_one_warning(monkeypatch, tmp_path, caplog):

@@ -1,23 +1,105 @@
 """check_architecture passes correct architectures and names the failure in others."""
 
+import json
+
 import pytest
+import torch
 from transformers import Qwen3Config
 
 from opslot import KERNEL_REGISTRY, KernelSpec
 from opslot._base.errors import ConfigError
-from opslot.verify import check_architecture
+from opslot.cli import main
+from opslot.verify import CHECKS, architecture, check_architecture
+from opslot.verify.isolated import Processes
+from opslot.verify.random_model import random_model, worst_difference
+from opslot.verify.tiny import tiny_config
 
 FIELD = "rms_norm_implementation"
+ONE_PROCESS = ("eager", "auto", "packed", "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def processes():
+    with Processes(2) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize("arch", ["qwen3_moe", "gemma3_text", "qwen3_next"])
 def test_supported_architecture_passes(arch):
-    found = check_architecture(arch)
+    found = check_architecture(arch, checks=ONE_PROCESS)
     assert found.ok, str(found)
     assert found.arch == arch
     assert not found.problems
     assert {row.chosen for row in found.kernels} - {"eager"}
-    assert str(found).startswith(f"{arch}: passed; eager equals Transformers bit for bit")
+    assert str(found).startswith(f"{arch}: passed\n")
+    assert found["eager"].detail == "loss and gradients equal Transformers' bit for bit"
+    assert [outcome.name for outcome in found.outcomes] == list(ONE_PROCESS)
+
+
+def test_checks_on_two_processes(processes):
+    found = check_architecture("qwen3_moe", checks=("fsdp", "sp", "ep"), processes=processes)
+    assert [(o.name, o.result) for o in found.outcomes] == [("fsdp", "passed"), ("sp", "passed"), ("ep", "passed")]
+    dense = check_architecture("llama", checks=["ep"], processes=processes)["ep"]
+    assert (dense.result, dense.detail) == ("unsupported", "ep=2, but llama has no experts")
+
+
+def test_difference_between_processes_is_named(processes, monkeypatch):
+    step = architecture.train_step
+    monkeypatch.setattr(architecture, "train_step", lambda *args: {n: v * 1.01 for n, v in step(*args).items()})
+    found = check_architecture("llama", checks=["fsdp"], processes=processes)
+    assert not found.ok
+    assert "differs by" in found["fsdp"].detail
+
+
+def test_documents_that_see_each_other_are_named(monkeypatch):
+    packed = architecture.packed_batches
+
+    def one_document(ids):
+        (whole,), alone = packed(ids)
+        kept = {name: value for name, value in whole.items() if name in ("input_ids", "labels", "num_items_in_batch")}
+        return [{**kept, "position_ids": torch.arange(ids.shape[1])[None]}], alone
+
+    monkeypatch.setattr(architecture, "packed_batches", one_document)
+    found = check_architecture("llama", checks=["packed"])
+    assert found["packed"].result == "failed"
+    assert "differs by" in found["packed"].detail
+
+
+def test_checkpoint_that_differs_is_named(monkeypatch):
+    save = architecture.save_weights
+
+    def broken(model, folder):
+        with torch.no_grad():
+            model.model.norm.weight.add_(1)
+        save(model, folder)
+
+    monkeypatch.setattr(architecture, "save_weights", broken)
+    found = check_architecture("llama", checks=["checkpoint"])["checkpoint"]
+    assert (found.result, found.detail) == ("failed", "saved by opslot: model.norm.weight differ")
+
+
+def test_unknown_check_raises():
+    with pytest.raises(ConfigError, match=r"unknown check 'speed'\n  hint: use eager, auto, packed"):
+        check_architecture("llama", checks=["speed"])
+
+
+def test_json_has_every_check(capsys):
+    assert main(["discover", "llama", "--checks", "eager,packed", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["verified"] is True
+    assert {name: check["result"] for name, check in report["check"]["checks"].items()} == {
+        "eager": "passed",
+        "packed": "passed",
+    }
+    assert CHECKS == ("eager", "auto", "packed", "fsdp", "sp", "ep", "checkpoint")
+
+
+def test_worst_difference_reports_nan():
+    wanted = {"loss": torch.ones(()), "grad a": torch.ones(3)}
+    assert worst_difference(wanted, wanted) == ""
+    assert worst_difference({**wanted, "grad a": torch.full((3,), torch.nan)}, wanted).startswith(
+        "grad a differs by nan"
+    )
 
 
 def test_wrong_kernel_is_named():
@@ -25,11 +107,11 @@ def test_wrong_kernel_is_named():
     wrong = lambda hidden_states, weight, eps: right(hidden_states, weight, eps) * 1.001  # noqa: E731
     KERNEL_REGISTRY.register(KernelSpec("broken", "rms_norm", "standard", lambda: wrong))
     try:
-        found = check_architecture("qwen3", {FIELD: "broken"})
+        found = check_architecture("qwen3", {FIELD: "broken"}, checks=["eager", "auto"])
     finally:
         KERNEL_REGISTRY.unregister("rms_norm", "standard", "broken")
     assert not found.ok
-    assert not found.eager_differences
+    assert found["eager"].result == "passed"
     assert f"{FIELD}=broken at model" in str(found)
     assert str(found).startswith("qwen3: failed\n")
 
@@ -41,10 +123,9 @@ def test_eager_difference_is_named(monkeypatch):
     monkeypatch.setattr(
         Qwen3Attention, "forward", lambda self, *a, **k: (forward(self, *a, **k)[0] * (1 + 2**-8), None)
     )
-    found = check_architecture("qwen3", "eager")
+    found = check_architecture("qwen3", "eager", checks=["eager"])
     assert not found.ok
-    assert "loss" in found.eager_differences
-    assert found.problems[0].startswith("eager differs from Transformers in loss, grad model.embed_tokens.weight")
+    assert found.problems[0].startswith("eager: differs from Transformers in loss, grad model.embed_tokens.weight")
 
 
 def test_config_is_not_changed():
@@ -58,7 +139,7 @@ def test_config_is_not_changed():
         vocab_size=41,
     )
     before = config.to_dict()
-    assert check_architecture(config).ok
+    assert check_architecture(config, checks=ONE_PROCESS).ok
     assert config.to_dict() == before
 
 
@@ -71,3 +152,44 @@ def test_architecture_without_slots_fails():
 def test_unknown_architecture_raises():
     with pytest.raises(ConfigError, match=r"no architecture 'qwen33'(.*\n)+  hint: did you mean .*'qwen3'"):
         check_architecture("qwen33")
+
+
+# What each tiny config must keep of its architecture.
+STRUCTURE = {
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 8},
+    "deepseek_v3": {
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "n_group": 2,
+        "first_k_dense_replace": 1,
+    },
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+    "exaone_moe": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "gemma3n_text": {"num_kv_shared_layers": 4, "num_hidden_layers": 8},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize("arch", STRUCTURE)
+def test_tiny_config_keeps_the_structure(arch):
+    config = tiny_config(arch)
+    assert {name: getattr(config, name) for name in STRUCTURE[arch]} == STRUCTURE[arch]
+    assert sum(p.numel() for p in random_model(config, 0).parameters()) < 300_000
+
+
+def test_switched_off_parts_stay_off():
+    assert tiny_config("kimi_linear").q_lora_rank is None
+    assert tiny_config("gemma4_text").num_kv_shared_layers == 0
+
+
+def test_experts_without_a_slot_are_checked_in_fp64():
+    """Transformers' grouped GEMM of experts does not take float64."""
+    assert check_architecture("nemotron_h", checks=["auto"]).ok
+
+
+def test_models_inside_run_the_same_code():
+    """Binding to eager may give a model inside another attention than its own default."""
+    assert check_architecture("mistral3", checks=["eager"]).ok

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from opslot._base.dtypes import floating_dtype
 from opslot._base.errors import CheckpointError
 from opslot._base.logging import get_logger
 from opslot.checkpoint._report import Problems
@@ -16,6 +19,7 @@ from opslot.checkpoint.experts import ExpertTensorConverter, check_layout, exper
 from opslot.checkpoint.folder import INDEX, read_config, read_folder, staged_folder
 from opslot.checkpoint.mapping import MappedSlice, map_tensors
 from opslot.checkpoint.model_tensors import ModelTensors, Target
+from opslot.checkpoint.quantized import dequantized_entries, open_tensor, quantization_of
 from opslot.checkpoint.safetensors_file import MappedFile, TensorEntry
 from opslot.checkpoint.save import outputs_for, parse_size, shard_outputs, write_shards
 from opslot.checkpoint.tensor_slice import TensorSlice, copy_overlap, extent, intersect
@@ -34,9 +38,10 @@ def convert_folder(
 ) -> Path:
     """Write the checkpoint in `source` to `destination` with its experts in `layout`.
 
-    Other tensors and files, such as config.json and the tokenizer's, are copied. Folders, except additional chat
-    templates, and safetensors files that are not part of the checkpoint are left out and logged. The destination
-    appears when it is complete. Memory is one tensor of the result and the mapped pages of a few files.
+    FP8 and MXFP4 tensors are dequantized to the dtype in config.json, else bfloat16. Other tensors and files, such as
+    config.json and the tokenizer's, are copied. Folders, except additional chat templates, and safetensors files that
+    are not part of the checkpoint are left out and logged. The destination appears when it is complete. Memory is one
+    tensor of the result and the mapped pages of a few files.
 
     Args:
         source: a Hugging Face checkpoint of any layout.
@@ -55,19 +60,22 @@ def convert_folder(
     source, destination = Path(source), Path(destination)
     check_layout(layout)
     max_bytes = parse_size(max_shard_size)
-    entries = read_folder(source)
+    config = read_config(source)
+    entries = dequantized_entries(read_folder(source), config, source, _dtype(config))
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise CheckpointError(f"{str(destination)!r} exists and is not an empty folder; give another destination")
     shapes = {name: entry.shape for name, entry in entries.items()}
-    experts = expert_targets_of_checkpoint(shapes, at_least=_configured_experts(source))
+    experts = expert_targets_of_checkpoint(shapes, at_least=_configured_experts(config))
     if not experts:
         raise CheckpointError(f"checkpoint {str(source)!r} holds no experts, so there is nothing to convert")
     model, slices = _map(source, entries, experts)
     described = {name: (target.dtype, target.shape) for name, target in model.targets.items()}
     shards = shard_outputs(outputs_for(described, experts, layout), max_bytes)
-    with staged_folder(destination, sum(entry.nbytes for entry in entries.values())) as stage:
+    with staged_folder(destination, sum(output.spec.nbytes for shard in shards.values() for output in shard)) as stage:
         write_shards(stage, shards, _Reader(model, slices))
         _copy_companions(source, stage, {entry.file.name for entry in entries.values()})
+        if quantization_of(config):
+            _write_config(stage, config)
     logger.info("converted %s to %s in %s", source, layout, destination)
     return destination
 
@@ -86,9 +94,22 @@ def _copy_companions(source: Path, destination: Path, shards: set[str]) -> None:
         logger.info("left out, not part of the checkpoint: %s", ", ".join(left_out))
 
 
-def _configured_experts(source: Path) -> int:
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
+    """config.json without its `quantization_config`."""
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            part.pop("quantization_config", None)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _dtype(config: dict[str, Any]) -> torch.dtype:
+    """The dtype in config.json; bfloat16 if it has none."""
+    given = config.get("dtype") or config.get("torch_dtype")
+    return floating_dtype(given, f"dtype {given!r} in config.json") if isinstance(given, str) else torch.bfloat16
+
+
+def _configured_experts(config: dict[str, Any]) -> int:
     """Experts per layer according to config.json; 0 if it has no such entry."""
-    config = read_config(source)
     sections = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     counts = [section.get(key) for section in sections for key in _COUNTS]
     return max((count for count in counts if isinstance(count, int)), default=0)
@@ -132,6 +153,6 @@ class _Reader:
         region = torch.empty(extent(tensor_slice.region), dtype=target.dtype)
         for item in self._slices[tensor_slice.target]:
             if intersect(tensor_slice.region, item.tensor_slice.region) is not None:
-                stored = self._open(item.entry.file).view(item.entry)
+                stored = open_tensor(self._open(item.entry.file), item.entry)
                 copy_overlap(region, tensor_slice.region, stored, item.tensor_slice)
         return tensor_slice.as_stored(region)

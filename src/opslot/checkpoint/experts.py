@@ -268,7 +268,7 @@ class ExpertTensorConverter:
             )
         wanted = self.targets[part.target]
         if _SPLIT.fullmatch(name) is None:
-            return [(part.target, part.as_region(tensor))]
+            return [(part.target, part.read(tensor, part.region))]
         if part.target not in self._open:
             self._open[part.target] = (tensor.new_empty(wanted), {})
         buffer, arrived = self._open[part.target]

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from opslot._base.errors import CheckpointError
 from opslot._base.logging import get_logger
 from opslot.checkpoint._report import Problems
 from opslot.checkpoint.converter import CheckpointTensorConverter
@@ -26,6 +25,7 @@ from opslot.checkpoint.initialize import initialize
 from opslot.checkpoint.mapping import LoadMapping, MappedSlice, Stream, map_tensors
 from opslot.checkpoint.materialize import materialize
 from opslot.checkpoint.model_tensors import ModelTensors, clean_fqn, tensors_of
+from opslot.checkpoint.quantized import dequantized_entries, open_tensor, remove_quantization_config, whole_tensor
 from opslot.checkpoint.safetensors_file import MappedFile
 from opslot.checkpoint.tensor_slice import (
     Region,
@@ -34,6 +34,7 @@ from opslot.checkpoint.tensor_slice import (
     intersect,
     local_ranges,
     local_tensor,
+    pieces,
     relative,
     volume,
 )
@@ -48,6 +49,7 @@ _TASK_BYTES = 32 << 20
 # Enough under way to keep a disk busy, and little beside the model.
 _TASKS_AHEAD = 8
 _NEAR_BYTES = 1 << 20
+_CHECKED_NUMEL = 1 << 24
 
 
 @dataclass
@@ -102,6 +104,8 @@ def load_weights(
 ) -> LoadReport:
     """Load the Hugging Face checkpoint in `folder` (safetensors, sharded or not) into `model`.
 
+    FP8 and MXFP4 tensors are dequantized as they are read, and the model's config loses its `quantization_config`.
+
     Names, shapes, dtypes and sizes are checked from the headers of all shards before anything is written, so
     an error leaves the model as it was. Then the files are read one after the other, directly into the parameters. Of a
     DTensor only this rank's shard is read; with several processes every rank must call, and all raise if one finds an
@@ -144,6 +148,7 @@ def load_weights(
     present = set(tensors)
     meta_buffers = [clean_fqn(name) for name, buffer in model.named_buffers() if buffer.is_meta]
     materialize(model, device, dtype)
+    remove_quantization_config(getattr(model, "config", None))
     initialize(model, mapping.missing, [name for name in meta_buffers if name not in present])
     report = LoadReport(folder, layouts=mapping.layouts, missing=mapping.missing, extra=mapping.extra)
     with torch.no_grad():
@@ -170,8 +175,7 @@ def _check(
     allow_extra: Collection[str],
 ) -> LoadMapping:
     """Map the checkpoint to the model; raises CheckpointError with everything that is wrong."""
-    entries = read_folder(folder)
-    _require_unquantized(folder)
+    entries = dequantized_entries(read_folder(folder), read_config(folder), folder)
     names = None
     if converters is None:
         names = hub_names(model, {name: entry.shape for name, entry in entries.items()})
@@ -190,18 +194,6 @@ def _check(
     return mapping
 
 
-def _require_unquantized(folder: Path) -> None:
-    """Raises: CheckpointError when config.json describes quantized weights, which opslot does not read."""
-    found = read_config(folder).get("quantization_config")
-    if found:
-        method = found.get("quant_method", found) if isinstance(found, dict) else found
-        raise CheckpointError(
-            f"checkpoint {str(folder)!r} is quantized, and opslot trains weights of 16 bits or more",
-            found=f"quantization_config in config.json: {str(method)[:60]}",
-            hint="dequantize it with Transformers and save it, or remove the entry if the weights are not quantized",
-        )
-
-
 def _check_range(mapping: LoadMapping, model: ModelTensors, regions: Mapping[str, Region]) -> None:
     """Raises: CheckpointError when a finite value becomes infinite in the dtype of its parameter."""
     problems = Problems("the checkpoint has values that its parameters cannot hold")
@@ -213,9 +205,9 @@ def _check_range(mapping: LoadMapping, model: ModelTensors, regions: Mapping[str
         overlap = intersect(regions[item.tensor_slice.target], item.tensor_slice.region)
         if overlap is None or not volume(overlap):
             continue
-        stored_view = item.tensor_slice.as_region(MappedFile(item.entry.file).view(item.entry))
-        values = stored_view[relative(overlap, item.tensor_slice.region)]
-        largest = float(torch.nan_to_num(values, 0.0, 0.0, 0.0).abs().max())
+        stored_tensor = open_tensor(MappedFile(item.entry.file), item.entry)
+        values = (item.tensor_slice.read(stored_tensor, part) for part in pieces(overlap, _CHECKED_NUMEL))
+        largest = max(float(torch.nan_to_num(part, 0.0, 0.0, 0.0).abs().max()) for part in values)
         if largest > torch.finfo(wanted).max:
             found = f"{item.entry.name}: {largest:g} in {wanted}"
             problems.add("values that overflow", found, "load in a dtype of a larger range, or correct the checkpoint")
@@ -241,7 +233,7 @@ def _execute(
         if overlap is not None:
             by_file[item.entry.file].append(item)
             report.tensors += 1
-            report.bytes_read += volume(overlap) * item.entry.dtype.itemsize
+            report.bytes_read += item.entry.nbytes * volume(overlap) // volume(item.tensor_slice.region)
     threads = min(
         _MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -258,7 +250,9 @@ def _execute(
                     _read_ahead(task, mapped, regions)
                 for item in tasks[number]:
                     name = item.tensor_slice.target
-                    written = copy_overlap(local[name], regions[name], mapped.view(item.entry), item.tensor_slice)
+                    written = copy_overlap(
+                        local[name], regions[name], open_tensor(mapped, item.entry), item.tensor_slice
+                    )
                     if written is not None and not _is_finite(written):
                         not_finite.add(name)
 
@@ -329,7 +323,7 @@ def _run_stream(
         if entry.file != file:
             # The pages that were read count as this process's memory as long as their file is mapped.
             file, mapped = entry.file, MappedFile(entry.file)
-        write(list(stream.converter.convert(name, mapped.view(entry)) or ()))
+        write(list(stream.converter.convert(name, whole_tensor(mapped, entry)) or ()))
         report.tensors += 1
         report.bytes_read += entry.nbytes
     write(stream.converter.finalize())

@@ -19,6 +19,7 @@ from opslot.checkpoint.converter import CheckpointTensorConverter, SlicingConver
 from opslot.checkpoint.experts import ExpertTensorConverter
 from opslot.checkpoint.hub_names import ConvertedTensors, HubNames, HubTensorConverter
 from opslot.checkpoint.model_tensors import ModelTensors, Target
+from opslot.checkpoint.quantized import whole_tensor
 from opslot.checkpoint.safetensors_file import MappedFile, TensorEntry
 from opslot.checkpoint.tensor_slice import TensorSlice, is_numeric_cast, volume
 
@@ -206,7 +207,7 @@ class _Mapper:
 
     def _check_same(self, name: str, first: TensorEntry, second: TensorEntry) -> None:
         """A tied tensor may be stored under each of its names if the values are equal."""
-        a, b = (MappedFile(entry.file).view(entry).reshape(-1) for entry in (first, second))
+        a, b = (whole_tensor(MappedFile(entry.file), entry).reshape(-1) for entry in (first, second))
         if first.dtype != second.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             self.problems.add(
                 "tied tensors with different values",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,15 @@ from opslot._base.errors import CheckpointError
 
 Region = tuple[slice, ...]
 """One slice(start, stop) per dim of a tensor."""
+
+# What is computed while it is read takes memory beside the model, on each of a few threads.
+_PIECE_NUMEL = 1 << 20
+
+
+class Stored(Protocol):
+    """A checkpoint's tensor of which regions can be read: a tensor, or one that is dequantized when it is read."""
+
+    def __getitem__(self, region: Region, /) -> Tensor: ...
 
 
 def full_region(shape: Sequence[int]) -> Region:
@@ -37,6 +47,19 @@ def intersect(a: Region, b: Region) -> Region | None:
     assert len(a) == len(b), f"regions of different tensors: {a}, {b}"
     both = tuple(slice(max(p.start, q.start), min(p.stop, q.stop)) for p, q in zip(a, b))
     return None if any(r.start >= r.stop for r in both) else both
+
+
+def pieces(region: Region, numel: int) -> Iterator[Region]:
+    """`region` in parts of at most `numel` elements."""
+    dim = next((i for i, r in enumerate(region) if r.stop - r.start > 1), None)
+    if dim is None or volume(region) <= numel:
+        yield region
+        return
+    whole = region[dim]
+    step = max(1, numel * (whole.stop - whole.start) // volume(region))
+    for start in range(whole.start, whole.stop, step):
+        part = slice(start, min(start + step, whole.stop))
+        yield from pieces((*region[:dim], part, *region[dim + 1 :]), numel)
 
 
 def relative(region: Region, origin: Region) -> Region:
@@ -69,18 +92,22 @@ class TensorSlice:
         stored = (*shape[:-2], shape[-1], shape[-2]) if transposed else tuple(shape)
         return cls(target, full_region(shape), stored, transposed)
 
-    def as_region(self, stored: Tensor) -> Tensor:
-        """A view of the checkpoint's tensor with the dims of the target."""
-        view = stored.mT if self.transposed else stored
+    def read(self, stored: Stored, part: Region) -> Tensor:
+        """The values of `part` of the target, which lies in `region`, from the checkpoint's tensor."""
+        within = relative(part, self.region)[len(self.region) - len(self.shape) :]
+        if self.transposed:
+            within = (*within[:-2], within[-1], within[-2])
+        values = stored[within]
+        view = values.mT if self.transposed else values
         return view[(None,) * (len(self.region) - view.ndim)]
 
     def as_stored(self, tensor: Tensor) -> Tensor:
-        """The inverse of `as_region`: a view of the region's values with the dims of the checkpoint's tensor."""
+        """The inverse of `read`: a view of the region's values with the dims of the checkpoint's tensor."""
         view = tensor[(0,) * (tensor.ndim - len(self.shape))]
         return view.mT if self.transposed else view
 
 
-def copy_overlap(destination: Tensor, region: Region, stored: Tensor, tensor_slice: TensorSlice) -> Tensor | None:
+def copy_overlap(destination: Tensor, region: Region, stored: Stored, tensor_slice: TensorSlice) -> Tensor | None:
     """Copy what `stored`, placed by `tensor_slice`, has of `region` of the target into `destination`.
 
     Returns the part of `destination` that was written; None if there is none.
@@ -94,8 +121,9 @@ def copy_overlap(destination: Tensor, region: Region, stored: Tensor, tensor_sli
     overlap = intersect(region, tensor_slice.region)
     if overlap is None:
         return None
-    written = destination[relative(overlap, region)]
-    return written.copy_(tensor_slice.as_region(stored)[relative(overlap, tensor_slice.region)])
+    for part in [overlap] if isinstance(stored, Tensor) else pieces(overlap, _PIECE_NUMEL):
+        destination[relative(part, region)].copy_(tensor_slice.read(stored, part))
+    return destination[relative(overlap, region)]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

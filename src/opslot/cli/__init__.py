@@ -152,6 +152,7 @@ def _add_discover(add: _Add) -> None:
         epilog=(
             "examples:\n  opslot discover mistral\n  opslot discover path/to/model\n"
             "  opslot discover mistral --verify              also check a tiny random model\n"
+            "  opslot discover mistral --checks eager,auto   only some of the checks\n"
             "  opslot discover mistral -o patch.py           also write the equivalent patch file\n"
             "  opslot discover --all                         every architecture of the installed Transformers"
         ),
@@ -164,7 +165,13 @@ def _add_discover(add: _Add) -> None:
     discover.add_argument(
         "--verify",
         action="store_true",
-        help="compare loss and gradients of a tiny random model (or of the given config.json) with Transformers'",
+        help="check a tiny random model, or one of the given config.json, against Transformers: loss and gradients, "
+        "packed sequences, fsdp, sp and ep on two processes, checkpoints",
+    )
+    discover.add_argument(
+        "--checks",
+        metavar="NAMES",
+        help="only these checks (separated by commas): eager, auto, packed, fsdp, sp, ep, checkpoint",
     )
     discover.add_argument("-o", "--output", metavar="FILE", help="write the equivalent patch file")
     discover.add_argument("--json", action="store_true", help="print JSON")
@@ -287,6 +294,7 @@ def _discover(options: argparse.Namespace) -> int:
         as_json=options.json,
         verify=options.verify,
         output=options.output,
+        checks=options.checks,
     )
 
 

@@ -6,7 +6,7 @@ import difflib
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError, PatchError
 from opslot._base.files import write_text
@@ -17,26 +17,37 @@ from opslot.patchgen.source import installed_release, modeling_module
 from opslot.patchgen.writing import patch_source
 from opslot.slots import format_table
 
+if TYPE_CHECKING:
+    from opslot.verify import ArchitectureCheck
 
-def run(name: str | None, *, every: bool, as_json: bool, verify: bool, output: str | None) -> int:
+
+def run(
+    name: str | None, *, every: bool, as_json: bool, verify: bool, output: str | None, checks: str | None = None
+) -> int:
     """Print what is found in an architecture; with `verify`, check a tiny model of it; with `output`, write its patch.
+
+    `checks` are those of `opslot.verify.CHECKS` that run, separated by commas; None runs all.
 
     Exit code 1 if there are no slots, if the module cannot be generated with them, or if the check fails.
     """
     if (name is None) != every:
         raise ConfigError("no architecture named", hint="name one, e.g. `opslot discover mistral`, or give --all")
     if every:
-        if verify or output:
-            raise ConfigError("--verify and -o are for one architecture", found="--all")
+        if verify or checks or output:
+            raise ConfigError("--verify, --checks and -o are for one architecture", found="--all")
         return _all(as_json)
     assert name is not None
     arch, config_file = _arch_of(name)
     report = _report(discover(arch))
     if output and not report["problem"]:
         _write(arch, output)
-    if verify:
-        report["verified"], report["check"] = _verify(config_file, arch)
-    print(json.dumps(report, indent=2) if as_json else _table(report))
+    check = _verify(config_file, arch, checks) if verify or checks else None
+    if check is not None:
+        report |= {"verified": check.ok, "check": check.to_dict()}
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        print(_table(report) if check is None else f"{_table(report)}\n\n{check}")
     return 0 if report["matches"] and not report["problem"] and report.get("verified", True) else 1
 
 
@@ -76,12 +87,12 @@ def _write(arch: str, output: str) -> None:
     print(f"wrote {output}", file=sys.stderr)
 
 
-def _verify(file: Path | None, arch: str) -> tuple[bool, str]:
+def _verify(file: Path | None, arch: str, checks: str | None) -> ArchitectureCheck:
     from opslot.models import load_config
-    from opslot.verify.architecture import check_architecture
+    from opslot.verify import CHECKS, check_architecture
 
-    check = check_architecture(arch if file is None else load_config(file))
-    return check.ok, str(check)
+    names = CHECKS if checks is None else tuple(name.strip() for name in checks.split(","))
+    return check_architecture(arch if file is None else load_config(file), checks=names)
 
 
 def _report(found: Discovery) -> dict[str, Any]:
@@ -111,8 +122,6 @@ def _table(report: dict[str, Any]) -> str:
         parts += ["", *format_table(("skipped (Transformers' implementation)", "op", "because it"), rows)]
     if report["problem"]:
         parts += ["", f"The module cannot be generated with these slots:\n{report['problem']}"]
-    if "check" in report:
-        parts += ["", report["check"]]
     return "\n".join(parts)
 
 

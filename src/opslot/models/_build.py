@@ -73,11 +73,11 @@ def build_foundation_model(
         ConfigError: unreadable config, unknown architecture, dtype or device, or kernels that cannot be bound.
         CheckpointError: weights that do not fit the model exactly.
     """
+    from opslot.checkpoint.quantized import remove_quantization_config
+
     ops = OpsImplementationConfig.make(ops_implementation)
     config = load_config(config_path, trust_remote_code=trust_remote_code, **(config_kwargs or {}))
-    if getattr(config, "quantization_config", None) is not None:
-        # It describes the hub's weights; these are not quantized, and loading quantized ones is an error.
-        del config.quantization_config
+    remove_quantization_config(config)  # it describes the hub's weights; the model's are not quantized
     backend = os.environ.get(BACKEND_VARIABLE, "opslot")
     if backend not in ("opslot", "hf"):
         raise ConfigError(f"{BACKEND_VARIABLE}={backend!r} is unknown; use opslot or hf")

@@ -42,23 +42,40 @@ _SELF_DELIMITED = (
 )
 
 
+_fields: dict[type, tuple[str, ...] | None] = {}
+
+
+def _fields_of(kind: type) -> tuple[str, ...] | None:
+    """The fields of a class of nodes; None for another class. LibCST's classes are abstract, so isinstance is slow."""
+    if kind not in _fields:
+        _fields[kind] = tuple(f.name for f in dataclasses.fields(kind)) if issubclass(kind, cst.CSTNode) else None
+    return _fields[kind]
+
+
+def is_node(value: object) -> bool:
+    return _fields_of(type(value)) is not None
+
+
 def fields(node: cst.CSTNode) -> Iterator[tuple[str, Any]]:
-    for field in dataclasses.fields(node):
-        yield field.name, getattr(node, field.name)
+    for name in _fields_of(type(node)) or ():
+        yield name, getattr(node, name)
 
 
 def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     for _, value in fields(node):
-        if isinstance(value, cst.CSTNode):
+        if is_node(value):
             yield value
         elif isinstance(value, list | tuple):
-            yield from (item for item in value if isinstance(item, cst.CSTNode))
+            yield from filter(is_node, value)
 
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    yield node
-    for child in children(node):
-        yield from walk(child)
+    """The node and all nodes below it, in the order of the source."""
+    remaining = [node]
+    while remaining:
+        current = remaining.pop()
+        yield current
+        remaining.extend(reversed(list(children(current))))
 
 
 def replace_nodes(root: Node, replacements: Replacements) -> Node:
@@ -67,18 +84,21 @@ def replace_nodes(root: Node, replacements: Replacements) -> Node:
     Nodes without a change below them are the same objects as before.
     """
 
+    if not replacements:
+        return root
+
     def rebuilt(node: cst.CSTNode) -> cst.CSTNode:
         changes: dict[str, Any] = {}
         for name, value in fields(node):
-            if isinstance(value, cst.CSTNode):
+            if is_node(value):
                 new = replaced(value, node)
                 assert isinstance(new, cst.CSTNode), "several nodes fit only into a sequence"
                 if new is not value:
                     changes[name] = new
-            elif isinstance(value, list | tuple) and any(isinstance(item, cst.CSTNode) for item in value):
+            elif isinstance(value, list | tuple) and any(map(is_node, value)):
                 items: list[Any] = []
                 for item in value:
-                    new = replaced(item, node) if isinstance(item, cst.CSTNode) else item
+                    new = replaced(item, node) if is_node(item) else item
                     items.extend(new if isinstance(new, list | tuple) else [new])
                 if len(items) < len(value) and items and isinstance(items[-1], cst.Arg):
                     items[-1] = items[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)

@@ -1,72 +1,66 @@
-"""`check_architecture`: one training step of a tiny random model, compared with Transformers' own class.
+"""`check_architecture`: what opslot makes of an architecture, compared with Transformers on a tiny random model.
 
-Two checks in float32. With every slot bound to eager, loss and all gradients equal Transformers' bit for bit. With the
-kernels asked for, loss and all gradients are compared with an fp64 reference (`bisect`), and a failure names the
-slot and the layer.
+In float32, `CHECKS`:
+- eager: with every slot bound to eager, loss and all gradients equal Transformers' bit for bit;
+- auto: with the kernels asked for, loss and all gradients are compared with an fp64 reference (`bisect`), and a failure
+  names the slot and the layer;
+- packed: documents packed into one sample give the loss and gradients of the documents alone;
+- fsdp, sp, ep: two processes (gloo) give the loss and gradients of one;
+- checkpoint: Transformers' `from_pretrained` reads what opslot saves and the reverse, value for value.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import difflib
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from opslot._base.errors import ConfigError, OpslotError
-from opslot.models import apply
-from opslot.slots import BindingReport, OpsImplementationConfig
-from opslot.verify.bisect import Bisection, bisect, loss_and_gradients
+from opslot.checkpoint import save_weights
+from opslot.models import apply, build_foundation_model
+from opslot.slots import BindingReport, OpsImplementationConfig, format_table
+from opslot.slots.protocol import keeps_sequences
+from opslot.verify.bisect import bisect, loss_and_gradients
+from opslot.verify.isolated import Processes
+from opslot.verify.random_model import (
+    packed_batches,
+    random_ids,
+    random_model,
+    train_step,
+    whole_batch,
+    worst_difference,
+)
+from opslot.verify.tiny import model_type_of, tiny_config
+from opslot.verify.two_processes import SIZES, WORLD, two_process_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_BATCH, _LENGTH = 2, 20
-# Without noise, initial norm weights are 1 and biases 0, and a kernel that drops one of them would pass.
-_NOISE = 0.1
+CHECKS = ("eager", "auto", "packed", *SIZES, "checkpoint")
 
-# Values of a tiny config, for those of these fields that a config class has.
-_TINY: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "global_head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "sliding_window": 8,
-    # Latent attention
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    # Linear attention
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    # Experts
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    # Inputs per layer
-    "hidden_size_per_layer_input": 0,
-    "vocab_size_per_layer_input": 64,
-}
+Ops = OpsImplementationConfig | dict[str, Any] | str
+
+
+@dataclass(frozen=True)
+class CheckOutcome:
+    """The outcome of one of `CHECKS`.
+
+    Attributes:
+        name: of the check.
+        result: "passed", "failed", or "unsupported" where opslot says that the model cannot do it.
+        detail: what was compared, what failed, or why it is not supported.
+    """
+
+    name: str
+    result: str
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,16 +69,14 @@ class ArchitectureCheck:
 
     Attributes:
         arch: model_type of the checked config.
+        outcomes: of each check that ran.
         kernels: the kernel table with the kernels asked for; None where the model could not be built or bound.
-        eager_differences: with every slot bound to eager, the loss and gradients that differ from Transformers'.
-        bisection: the kernels asked for against the fp64 reference; None where that check did not run.
-        error: why a check did not run.
+        error: why no check ran.
     """
 
     arch: str
+    outcomes: tuple[CheckOutcome, ...] = ()
     kernels: BindingReport | None = None
-    eager_differences: tuple[str, ...] = ()
-    bisection: Bisection | None = None
     error: str = ""
 
     @property
@@ -93,151 +85,199 @@ class ArchitectureCheck:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What failed, one sentence each; empty where all checks passed."""
-        found = [self.error] if self.error else []
-        if self.eager_differences:
-            shown = ", ".join(self.eager_differences[:3])
-            more = f" and {len(self.eager_differences) - 3} more" if len(self.eager_differences) > 3 else ""
-            found.append(f"eager differs from Transformers in {shown}{more}")
-        if self.bisection is not None and not self.bisection.ok:
-            found.append(str(self.bisection))
-        return tuple(found)
+        """What failed, one text each; empty where no check failed."""
+        failed = tuple(f"{o.name}: {o.detail}" for o in self.outcomes if o.result == "failed")
+        return (self.error, *failed) if self.error else failed
+
+    def __getitem__(self, name: str) -> CheckOutcome:
+        """The outcome of a check."""
+        return next(outcome for outcome in self.outcomes if outcome.name == name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        checks = {o.name: {"result": o.result, "detail": o.detail} for o in self.outcomes}
+        return {"architecture": self.arch, "ok": self.ok, "error": self.error, "checks": checks}
 
     def __str__(self) -> str:
-        if not self.ok:
-            return f"{self.arch}: failed\n" + "\n".join(self.problems)
-        return f"{self.arch}: passed; eager equals Transformers bit for bit, {self.bisection}"
+        title = f"{self.arch}: {'passed' if self.ok else 'failed'}"
+        if self.error:
+            return f"{title}\n{self.error}"
+        rows = [(o.name, o.result, o.detail.splitlines()[0] if o.detail else "") for o in self.outcomes]
+        more = [o.detail for o in self.outcomes if o.result == "failed" and "\n" in o.detail]
+        return "\n".join([title, *format_table(("check", "result", "detail"), rows), *more])
 
 
 def check_architecture(
     arch_or_config: str | PreTrainedConfig,
-    ops: OpsImplementationConfig | dict[str, Any] | str = "auto",
+    ops: Ops = "auto",
     *,
+    checks: Sequence[str] = CHECKS,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    processes: Processes | None = None,
 ) -> ArchitectureCheck:
-    """Check loss and all gradients of a tiny random model, bound to eager and to `ops`.
+    """Run `CHECKS` on a tiny random model of an architecture.
+
+    The checks fsdp, sp and ep start two Python processes that import the calling script: call this under
+    `if __name__ == "__main__"`.
 
     Args:
         arch_or_config: a model_type or a folder under `transformers/models`, for which a tiny config is made; or a
             config, which is used as it is.
         ops: the kernels to check, as `opslot.apply` takes them.
-        device: where the model runs.
+        checks: those of `CHECKS` that run.
+        device: where the model runs in the checks eager and auto; the others run on the CPU.
         seed: of weights and tokens.
+        processes: two worker processes, to use them for several architectures; None starts them where a check needs
+            them.
 
     Returns:
         A failed check is a result, not an exception; so is a model that cannot be built or that has no slots.
 
     Raises:
-        ConfigError: Transformers has no such architecture.
+        ConfigError: Transformers has no such architecture, or there is no such check.
     """
-    name = _model_type(arch_or_config) if isinstance(arch_or_config, str) else arch_or_config.model_type
+    unknown = [name for name in checks if name not in CHECKS]
+    if unknown:
+        raise ConfigError(f"unknown check {unknown[0]!r}", hint=f"use {', '.join(CHECKS)}")
+    name = model_type_of(arch_or_config) if isinstance(arch_or_config, str) else arch_or_config.model_type
     try:
         config = tiny_config(name) if isinstance(arch_or_config, str) else arch_or_config
-        return _check(config, ops, torch.device(device), seed)
+        model = random_model(config, seed)
+        kernels = apply(model, ops)
     except OpslotError as error:
         return ArchitectureCheck(name, error=str(error))
     except Exception as error:
         return ArchitectureCheck(name, error=f"raised {type(error).__name__}: {error}")
+    run = _Run(config, ops, torch.device(device), seed, processes)
+    with run:
+        return ArchitectureCheck(name, tuple(run.outcome(check) for check in CHECKS if check in checks), kernels)
 
 
-def tiny_config(arch: str) -> PreTrainedConfig:
-    """A config of a model_type, or of a folder under `transformers/models`, that builds in milliseconds.
+class _Run:
+    """The checks of one config."""
 
-    Raises:
-        ConfigError: Transformers has no such architecture.
-    """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    def __init__(
+        self, config: PreTrainedConfig, ops: Ops, device: torch.device, seed: int, processes: Processes | None
+    ) -> None:
+        self.config, self.ops, self.device, self.seed = config, ops, device, seed
+        self.ids = random_ids(config, seed)
+        self._processes = processes
+        self._stack = contextlib.ExitStack()
+        self._one_process: dict[str, Tensor] | None = None
 
-    return _shrink(CONFIG_MAPPING[_model_type(arch)]())
+    def __enter__(self) -> _Run:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
-def _model_type(arch: str) -> str:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    def outcome(self, check: str) -> CheckOutcome:
+        function = getattr(self, f"_{check}", None)
+        try:
+            return CheckOutcome(check, *(function() if function is not None else self._parallel(check)))
+        except OpslotError as error:
+            return CheckOutcome(check, "failed", str(error))
+        except Exception as error:
+            return CheckOutcome(check, "failed", f"raised {type(error).__name__}: {error}")
 
-    if arch in CONFIG_MAPPING_NAMES:
-        return arch
-    inside = [name for name in CONFIG_MAPPING_NAMES if model_type_to_module_name(name) == arch]
-    if not inside:
-        near = difflib.get_close_matches(arch, CONFIG_MAPPING_NAMES, 3)
-        raise ConfigError(
-            f"Transformers has no architecture {arch!r}",
-            hint=f"did you mean {' or '.join(map(repr, near))}?" if near else "give a model_type, e.g. 'qwen3'",
+    def _eager(self) -> tuple[str, str]:
+        original = random_model(self.config, self.seed).to(self.device)
+        model = copy.deepcopy(original)
+        apply(model, "eager")
+        _run_the_same_code(original, model)
+        differ = _differences(self._step(model), self._step(original))
+        if not differ:
+            return "passed", "loss and gradients equal Transformers' bit for bit"
+        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+        return "failed", f"differs from Transformers in {', '.join(differ[:3])}{more}"
+
+    def _auto(self) -> tuple[str, str]:
+        model = random_model(self.config, self.seed).to(self.device)
+        apply(model, self.ops)
+        ids = self.ids.to(self.device)
+        found = bisect(model, {"input_ids": ids, "labels": ids})
+        return ("passed", "loss and gradients equal the fp64 reference") if found.ok else ("failed", str(found))
+
+    def _packed(self) -> tuple[str, str]:
+        model = self._model()
+        if reason := keeps_sequences(model):
+            return "unsupported", reason
+        packed, alone = packed_batches(self.ids)
+        worst = worst_difference(train_step(model, packed), train_step(model, alone))
+        return ("failed", worst) if worst else ("passed", "equals the documents alone")
+
+    def _parallel(self, check: str) -> tuple[str, str]:
+        if self._processes is None:
+            self._processes = self._stack.enter_context(Processes(WORLD))
+        if self._one_process is None:
+            self._one_process = train_step(self._model(), [whole_batch(self.ids)])
+        found = two_process_step(check, self.config, self.ops, self.seed, self._processes)
+        if found.unsupported:
+            return "unsupported", found.unsupported
+        if found.values is None:
+            return "failed", found.error
+        values = {name: torch.as_tensor(value) for name, value in found.values.items()}
+        worst = worst_difference(values, self._one_process)
+        return ("failed", worst) if worst else ("passed", "two processes equal one")
+
+    def _checkpoint(self) -> tuple[str, str]:
+        original = random_model(self.config, self.seed)
+        wanted = original.state_dict()
+        with tempfile.TemporaryDirectory() as folder:
+            for name, there in self._round_trips(original, Path(folder)):
+                found = there.state_dict()
+                differ = [key for key in wanted if key not in found or not _same(found[key], wanted[key])]
+                if differ or found.keys() != wanted.keys():
+                    return "failed", f"{name}: {', '.join((differ or sorted(found.keys() ^ wanted.keys()))[:3])} differ"
+        return "passed", "Transformers reads what opslot saves, and the reverse"
+
+    def _round_trips(self, original: Any, folder: Path) -> Iterator[tuple[str, Any]]:
+        save_weights(self._model(), folder / "opslot")
+        yield "saved by opslot", type(original).from_pretrained(folder / "opslot", dtype=torch.float32)
+        original.save_pretrained(folder / "transformers")
+        built = build_foundation_model(
+            self.config,
+            folder / "transformers",
+            "float32",
+            ops_implementation="eager",
+            architecture=type(original).__name__,
         )
-    return next((name for name in inside if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), inside[0])
+        yield "saved by Transformers", built
 
+    def _model(self) -> Any:
+        """The model bound to the kernels asked for, in evaluation mode: router jitter would make each run another."""
+        model = random_model(self.config, self.seed).eval()
+        apply(model, self.ops)
+        return model
 
-def _shrink(default: PreTrainedConfig) -> PreTrainedConfig:
-    """A tiny config of the same class; nested configs are made tiny too."""
-    given = default.to_dict()
-    given |= {name: given.get(stored) for name, stored in default.attribute_map.items()}
-    values = {name: value for name, value in _TINY.items() if given.get(name) is not None}
-    if given.get("num_key_value_heads") == given.get("num_attention_heads") and "num_key_value_heads" in values:
-        values["num_key_value_heads"] = values["num_attention_heads"]
-    kinds = tuple(dict.fromkeys(given.get("layer_types") or ()))
-    if kinds:
-        values["num_hidden_layers"] = max(2, len(kinds))
-        values["layer_types"] = [kinds[i % len(kinds)] for i in range(values["num_hidden_layers"])]
-    values |= {name: 0.0 for name, value in given.items() if "dropout" in name and isinstance(value, float)}
-    for name in default.sub_configs:
-        if getattr(default, name, None) is not None:
-            values[name] = _shrink(getattr(default, name)).to_dict()
-    return type(default)(**values)
-
-
-def _check(
-    config: PreTrainedConfig, ops: OpsImplementationConfig | dict[str, Any] | str, device: torch.device, seed: int
-) -> ArchitectureCheck:
-    original = _build(config, seed).to(device)
-    vocabulary = config.get_text_config().vocab_size
-    ids = torch.randint(3, vocabulary, (_BATCH, _LENGTH), generator=torch.Generator().manual_seed(seed)).to(device)
-    batch = {"input_ids": ids, "labels": ids}
-
-    model = copy.deepcopy(original)
-    apply(model, "eager")
-    _run_the_same_code(original, model)
-    differences = _differences(_step(model, batch, seed), _step(original, batch, seed))
-    kernels = apply(model, ops)
-    return ArchitectureCheck(config.model_type, kernels, differences, bisect(model, batch))
-
-
-def _build(config: PreTrainedConfig, seed: int) -> Any:
-    """Transformers' own model with a language model's loss."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        auto: Any = AutoModelForCausalLM
-    elif type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        auto = AutoModelForImageTextToText
-    else:
-        raise ConfigError(f"Transformers has no class with a language model's loss for {config.model_type}")
-    generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = auto.from_config(copy.deepcopy(config), dtype=torch.float32).train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * _NOISE)
-    return model
+    def _step(self, model: Any) -> dict[str, Tensor]:
+        ids = self.ids.to(self.device)
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(self.seed)
+            return loss_and_gradients(model, {"input_ids": ids, "labels": ids})
 
 
 def _run_the_same_code(original: Any, model: Any) -> None:
-    """Give the original model the attention and experts implementations that `model` runs, bound to eager."""
-    attention = model.config._attn_implementation
-    if attention != original.config._attn_implementation and not str(attention).startswith("opslot_"):
+    """Give the original model, and each model in it, the implementations that `model` runs, bound to eager."""
+    attention = _other_parts(original.config, model.config, "_attn_implementation")
+    if attention:
         original.set_attn_implementation(attention)
-    experts = getattr(model.config, "_experts_implementation", None)
-    if experts is not None and experts != original.config._experts_implementation:
+    experts = _other_parts(original.config, model.config, "_experts_implementation")
+    if experts:
         original.set_experts_implementation(experts)
 
 
-def _step(model: Any, batch: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    devices = [batch["input_ids"].device] if batch["input_ids"].is_cuda else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        return loss_and_gradients(model, batch)
+def _other_parts(original: Any, config: Any, attribute: str) -> dict[str, Any]:
+    """By sub-config ("" is the config itself), the implementations of `config` that `original` does not have."""
+    found: dict[str, Any] = {}
+    for name in ("", *config.sub_configs):
+        theirs, ours = (getattr(c, name, None) if name else c for c in (original, config))
+        wanted = getattr(ours, attribute, None)
+        known = wanted is not None and not str(wanted).startswith("opslot_")
+        if known and theirs is not None and wanted != getattr(theirs, attribute, None):
+            found[name] = wanted
+    return found
 
 
 def _differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[str, ...]:
@@ -249,4 +289,4 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
-__all__ = ["ArchitectureCheck", "check_architecture", "tiny_config"]
+__all__ = ["CHECKS", "ArchitectureCheck", "CheckOutcome", "check_architecture", "tiny_config"]

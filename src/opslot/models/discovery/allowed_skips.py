@@ -1,0 +1,224 @@
+"""Why parts of the supported architectures keep Transformers' implementation.
+
+A skip of a supported architecture that is not listed here fails `tests/models/test_supported.py`. Give the code a form
+in `ops/<op>/forms.py`, or add it with the reason.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+
+# By op and reason, patterns (`fnmatch`) of symbols.
+ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
+    "attention": {
+        "attends to the keys that an indexer selects for each query, which no kernel of the op takes": (
+            "DeepseekV32Attention",
+            "GlmMoeDsaAttention",
+            "HYV4Attention",
+        ),
+        "attends to compressed keys, and its mask has columns for them": (
+            "DeepseekV4Attention",
+            "Glm5NextTextAttention",
+        ),
+        "is in an image or audio tower, or attends to its output": (
+            "*Vision*Attention",
+            "*Audio*Attention",
+            "*CrossAttention",
+            "PixtralAttention",
+        ),
+    },
+    "chunk_gated_delta_rule": {
+        "is a state space model (Mamba), which is another recurrence": ("*Mamba*", "*Mixer"),
+        "is Kimi delta attention, whose decay has a value per channel instead of one per head": (
+            "BailingHybridDeltaAttention",
+            "Glm5NextTextLinearAttention",
+            "KimiLinearDeltaAttention",
+        ),
+    },
+    "causal_conv1d": {
+        "is the convolution of a Mamba mixer, which its fused kernel includes": ("*Mamba*", "*Mixer"),
+    },
+    "cross_entropy_loss": {
+        "takes the logits of the ForCausalLM inside it, whose loss has the slot": ("Llama4ForConditionalGeneration",),
+        "predicts speech codes with a head per generation step": (
+            "Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration",
+        ),
+    },
+    "moe_experts": {
+        "multiplies the tokens, not the results, by the routing weights, and every expert computes every token": (
+            "Llama4TextExperts",
+        ),
+        "has experts that return their input": ("LongcatFlashExperts",),
+        "has experts without a gate": ("NemotronHExperts",),
+    },
+    "rms_norm": {
+        "is the gated norm of a Mamba mixer or of Kimi delta attention, over groups or with a sigmoid gate": (
+            "*RMSNormGated",
+        ),
+        "has no weight, or one that is optional": ("*UnweightedRMSNorm", "Gemma3nRMSNorm", "Gemma4RMSNorm"),
+        "subtracts the mean (a layer norm)": ("Cohere*LayerNorm",),
+        "is an audio tower's norm over time": ("Gemma3nAudioCumulativeGroupNorm",),
+    },
+    "rotary_pos_emb": {
+        "multiplies complex numbers": ("deepseek_v2:apply_rotary_emb", "llama4:apply_rotary_emb"),
+        "rotates the last dims of one tensor, and back after attention": ("deepseek_v4:apply_rotary_pos_emb",),
+        "rotates in the other direction": ("nanochat:apply_rotary_pos_emb",),
+        "is not called, since the model has no positions": (
+            "jamba:apply_rotary_pos_emb",
+            "nemotron_h:apply_rotary_pos_emb",
+        ),
+    },
+    "swiglu_mlp": {
+        "has no gate": (
+            "ApertusMLP",
+            "ArceeMLP",
+            "NanoChatMLP",
+            "NemotronMLP",
+            "NemotronHMLP",
+            "PhiMLP",
+            "Starcoder2MLP",
+        ),
+        "is in an image or audio tower, mostly without a gate": ("*Vision*MLP", "*VLVisionMLP", "*TalkerResizeMLP"),
+    },
+}
+
+
+# Symbols whose code is not among the reviewed forms yet, by op.
+_NOT_REVIEWED: dict[str, tuple[str, ...]] = {
+    "attention": (
+        "AfmoeAttention",
+        "BailingHybridAttention",
+        "DeepseekV2Attention",
+        "DeepseekV3Attention",
+        "DiTAttention",
+        "Ernie4_5_VLMoeTextAttention",
+        "Gemma2Attention",
+        "Gemma3Attention",
+        "Gemma3nTextAttention",
+        "Gemma4TextAttention",
+        "GemmaAttention",
+        "Glm4MoeLiteAttention",
+        "Glm4vMoeTextAttention",
+        "Glm4vTextAttention",
+        "GptOssAttention",
+        "GraniteMoeSWAAttention",
+        "GraniteSWAAttention",
+        "KimiLinearAttention",
+        "Llama4TextAttention",
+        "LongcatFlashMLA",
+        "MiMoV2FlashAttention",
+        "Ministral3Attention",
+        "Mistral4Attention",
+        "MllamaTextSelfAttention",
+        "Phi4MultimodalAttention",
+        "Qwen2VLAttention",
+        "Qwen2_5OmniAttention",
+        "Qwen2_5_VLAttention",
+        "Qwen3OmniMoeCode2WavAttention",
+        "Qwen3OmniMoeTalkerCodePredictorAttention",
+        "Qwen3OmniMoeThinkerTextAttention",
+        "Qwen3VLMoeTextAttention",
+        "Qwen3VLTextAttention",
+        "Qwen3_5Attention",
+        "Qwen3_5MoeAttention",
+        "StableLmAttention",
+        "YoutuAttention",
+    ),
+    "causal_conv1d": (
+        "BailingHybridDeltaAttention",
+        "Glm5NextTextLinearAttention",
+        "KimiLinearDeltaAttention",
+        "Lfm2MoeShortConv",
+        "Lfm2ShortConv",
+        "Lfm3ShortConv",
+        "OlmoHybridGatedDeltaNet",
+        "Qwen3NextGatedDeltaNet",
+        "Qwen3_5GatedDeltaNet",
+        "Qwen3_5MoeGatedDeltaNet",
+    ),
+    "chunk_gated_delta_rule": (
+        "OlmoHybridGatedDeltaNet",
+        "Qwen3NextGatedDeltaNet",
+        "Qwen3_5GatedDeltaNet",
+        "Qwen3_5MoeGatedDeltaNet",
+    ),
+    "cross_entropy_loss": (
+        "BambaForCausalLM",
+        "Cohere2ForCausalLM",
+        "Cohere2MoeForCausalLM",
+        "CohereForCausalLM",
+        "Ernie4_5_VLMoeForConditionalGeneration",
+        "FalconH1ForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
+        "Gemma3nForCausalLM",
+        "Gemma3nForConditionalGeneration",
+        "Gemma4ForCausalLM",
+        "Gemma4ForConditionalGeneration",
+        "Glm4vForConditionalGeneration",
+        "Glm4vMoeForConditionalGeneration",
+        "Glm5NextForConditionalGeneration",
+        "GraniteForCausalLM",
+        "GraniteMoeForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeSWAForCausalLM",
+        "GraniteMoeSharedForCausalLM",
+        "GraniteSWAForCausalLM",
+        "Idefics3ForConditionalGeneration",
+        "InternVLForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
+        "MllamaForCausalLM",
+        "MllamaForConditionalGeneration",
+        "NanoChatForCausalLM",
+        "NemotronHForCausalLM",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5OmniThinkerForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3OmniMoeTalkerForConditionalGeneration",
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+        "StableLmForCausalLM",
+    ),
+    "swiglu_mlp": (
+        "DeepseekV4MLP",
+        "FalconH1MLP",
+        "Gemma3nTextMLP",
+        "Glm5NextTextMLP",
+        "GraniteMoeHybridMLP",
+        "GraniteMoeSWAMLP",
+        "GraniteMoeSharedMLP",
+        "Llama4TextMLP",
+        "Phi4MultimodalAudioMLP",
+        "Zamba2MLP",
+    ),
+}
+for _op, _symbols in _NOT_REVIEWED.items():
+    ALLOWED[_op]["is not among the reviewed forms yet"] = _symbols
+
+
+def why_allowed(arch: str, op: str, symbol: str) -> str | None:
+    """The reason of a skip; None for a skip that is not listed.
+
+    Args:
+        symbol: of upstream's module; several are separated by commas, and each must be listed.
+    """
+    reasons = [_reason(arch, op, part.strip()) for part in symbol.split(",")]
+    return None if None in reasons else reasons[0]
+
+
+def _reason(arch: str, op: str, symbol: str) -> str | None:
+    name = symbol.partition(".")[0]
+    for reason, patterns in ALLOWED.get(op, {}).items():
+        if any(matches(pattern, arch, name) for pattern in patterns):
+            return reason
+    return None
+
+
+def matches(pattern: str, arch: str, name: str) -> bool:
+    """Whether a pattern, after the architecture and a colon where it is of one, is of a class or function."""
+    where, _, wanted = pattern.rpartition(":")
+    return where in ("", arch) and fnmatch.fnmatchcase(name, wanted)

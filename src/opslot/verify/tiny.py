@@ -1,0 +1,205 @@
+"""Tiny configs of any architecture: small sizes, and one layer of each kind that the default config has."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any
+
+from opslot._base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_LAYERS = 2
+_HEADS = 4
+_ROPE, _NOPE = 8, 8
+
+# Sizes of a tiny config, for those of these fields that a config class has. None, 0 and False stay: they switch a
+# part off.
+_SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": _LAYERS,
+    "num_layers": _LAYERS,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sliding_window": 8,
+    "attention_chunk_size": 8,
+    # Latent attention
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "o_lora_rank": 8,
+    "o_groups": 2,
+    "qk_rope_head_dim": _ROPE,
+    "qk_nope_head_dim": _NOPE,
+    "v_head_dim": 8,
+    # Sparse attention
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_topk": 8,
+    # Linear attention and state spaces
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": _HEADS,
+    "linear_head_dim": 8,
+    "linear_num_heads": _HEADS,
+    "mamba_d_ssm": 64,
+    "mamba_d_state": 8,
+    "mamba_d_head": 16,
+    "mamba_n_heads": 4,
+    "n_mamba_heads": 4,
+    "mamba_head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_chunk_size": 8,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 8,
+    "block_multiple_of": 16,
+    # Experts
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "intermediate_size_mlp": 48,
+    "ffn_hidden_size": 48,
+    "expert_ffn_hidden_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "zero_expert_num": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    # Inputs per layer
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+    "laurel_rank": 8,
+}
+# Fields that config classes leave at None although their models need a value.
+_NEEDED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts")
+
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+
+# What the rules do not give, by model_type.
+_OVERRIDES: dict[str, dict[str, Any]] = {
+    "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+    "bamba": {"attn_layer_indices": [1]},
+    "dots1": {"n_shared_experts": 1},
+    "glm5_next_text": {"index_topk": 16},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**_MROPE, "mrope_section": [1, 1, 2]}},
+    "glm4v_text": {"rope_parameters": _MROPE},
+    "glm4v_moe_text": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [0, 1, 1]}},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "qwen2_vl_text": {"rope_parameters": _MROPE},
+    "qwen2_5_vl_text": {"rope_parameters": _MROPE},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 4, "num_attention_heads": _HEADS},
+}
+
+
+def tiny_config(arch: str) -> PreTrainedConfig:
+    """A config of a model_type, or of a folder under `transformers/models`, that builds in milliseconds.
+
+    Raises:
+        ConfigError: Transformers has no such architecture.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return shrink(CONFIG_MAPPING[model_type_of(arch)]())
+
+
+def model_type_of(arch: str) -> str:
+    """The model_type `arch`, or that of the language model in a folder under `transformers/models`.
+
+    Raises:
+        ConfigError: Transformers has no such architecture.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if arch in CONFIG_MAPPING_NAMES:
+        return arch
+    inside = [name for name in CONFIG_MAPPING_NAMES if model_type_to_module_name(name) == arch]
+    if not inside:
+        near = difflib.get_close_matches(arch, CONFIG_MAPPING_NAMES, 3)
+        raise ConfigError(
+            f"Transformers has no architecture {arch!r}",
+            hint=f"did you mean {' or '.join(map(repr, near))}?" if near else "give a model_type, e.g. 'qwen3'",
+        )
+    return next((name for name in inside if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), inside[0])
+
+
+def shrink(default: PreTrainedConfig) -> PreTrainedConfig:
+    """A tiny config of the same class as `default`; nested configs are made tiny too."""
+    given = default.to_dict()
+    given |= {name: given.get(stored) for name, stored in default.attribute_map.items()}
+    values = {name: size for name, size in _SIZES.items() if given.get(name) or (name in given and name in _NEEDED)}
+    if given.get("num_key_value_heads") == given.get("num_attention_heads"):
+        values["num_key_value_heads"] = _HEADS
+    if given.get("n_group") == 1:
+        values["n_group"] = 1
+    if given.get("head_dim") and given["head_dim"] == _sum(given, "qk_nope_head_dim", "qk_rope_head_dim"):
+        values["head_dim"] = _NOPE + _ROPE
+    for name, size in values.items():
+        if isinstance(given.get(name), list | tuple) and isinstance(size, int):
+            values[name] = [size] * len(given[name])
+    values |= _layers(given)
+    values |= {name: 0.0 for name, value in given.items() if "dropout" in name and isinstance(value, float)}
+    values |= _OVERRIDES.get(default.model_type, {})
+    for name in default.sub_configs:
+        if getattr(default, name, None) is not None:
+            values[name] = shrink(getattr(default, name)).to_dict()
+    stored = {name: value for name, value in values.items() if default.attribute_map.get(name) not in values}
+    return type(default)(**{name: value for name, value in stored.items() if name in given})
+
+
+def _sum(given: dict[str, Any], *names: str) -> int:
+    return sum(given.get(name) or 0 for name in names)
+
+
+def _layers(given: dict[str, Any]) -> dict[str, Any]:
+    """Fields with a value per layer or with numbers of layers, for one layer of each kind, in their order."""
+    count = given.get("num_hidden_layers")
+    lists = {name: list(value) for name, value in given.items() if isinstance(value, list | tuple)}
+    numbers = {name: value for name, value in lists.items() if _are_layers(name, value, count)}
+    per_layer = {name: value for name, value in lists.items() if len(value) == count and name not in numbers}
+    if not isinstance(count, int) or not (per_layer or numbers):
+        return {}
+    kinds: dict[str, int] = {}
+    for layer in range(count):
+        kind = [value[layer] for value in per_layer.values()], [layer in value for value in numbers.values()]
+        kinds.setdefault(str(kind), layer)
+    chosen = list(kinds.values())
+    shared = {}
+    if given.get("num_kv_shared_layers"):
+        # The last layers take keys and values from earlier ones of the same kind.
+        shared = {"num_kv_shared_layers": len(chosen)}
+        chosen *= 2
+    chosen = chosen * _LAYERS if len(chosen) == 1 else chosen
+    small = {name: [_small(name, value[layer]) for layer in chosen] for name, value in per_layer.items()}
+    small |= {name: [i for i, layer in enumerate(chosen) if layer in value] for name, value in numbers.items()}
+    return {**small, **shared, "num_hidden_layers": len(chosen)}
+
+
+def _are_layers(name: str, value: list[Any], count: Any) -> bool:
+    """Whether a list has numbers of layers, e.g. those with experts."""
+    named = "layer" in name or name.endswith(("_idxs", "_indices"))
+    integers = all(type(n) is int for n in value)
+    return named and bool(value) and integers and value == sorted({*value}) and value[-1] < count
+
+
+def _small(name: str, value: Any) -> Any:
+    """A layer's value of field `name`, which may be a size."""
+    return _SIZES[name] if name in _SIZES and isinstance(value, int) and value else value
