@@ -4,6 +4,7 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 
 - `_opslot_slots`: slot name -> (op, variant); `_opslot_<slot>` is None, so that an unbound slot reads as None.
 - `_opslot_skipped`: (op, symbol, reason) of each part that an op might compute and that got no slot.
+- `_opslot_attention_options`: of an attention class, its variant, and option -> the attribute that holds it.
 - `_opslot_keeps_sequences`: why tokens may see each other elsewhere than in causal attention.
 
 On a generated module `_opslot_lost_slots`: which expected slots it lacks in this release of Transformers.
@@ -21,6 +22,7 @@ PREFIX = "_opslot_"
 SLOTS = PREFIX + "slots"
 SKIPPED = PREFIX + "skipped"
 KEEPS_SEQUENCES = PREFIX + "keeps_sequences"
+ATTENTION_OPTIONS = PREFIX + "attention_options"
 LOST_SLOTS = PREFIX + "lost_slots"
 _BINDING = PREFIX + "binding"
 _WRAPPERS = PREFIX + "wrappers"
@@ -88,6 +90,11 @@ def skipped_parts(cls: type) -> tuple[Skipped, ...]:
 def skip_reason(module: Any, op_name: str) -> str | None:
     """Why discovery skipped that op in the class of `module`; None where it did not."""
     return next((part.reason for part in skipped_parts(type(module)) if part.op.split("/")[0] == op_name), None)
+
+
+def attention_options(module: Any) -> tuple[str, dict[str, str]] | None:
+    """The variant of an attention class, and option -> the module's attribute that holds it; None for other classes."""
+    return getattr(type(module), ATTENTION_OPTIONS, None)
 
 
 def lost_slots(module: Any) -> str:

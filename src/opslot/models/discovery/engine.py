@@ -69,12 +69,12 @@ def _discover(arch: str, release: Release, digest: str) -> Discovery:
 def _by_class(module: ModuleView, skips: Iterable[Skip]) -> dict[str, tuple[tuple[str, str, str], ...]]:
     """What `_opslot_skipped` is on each class: (op, symbol, reason).
 
-    A skip belongs to the class that has the symbol; one of a function, or of attention, to all models.
+    A skip belongs to the class that has the symbol; one of a function to all models.
     """
     found: dict[str, list[tuple[str, str, str]]] = {}
     for skip in skips:
         owner = skip.symbol.partition(".")[0]
-        owners = [owner] if owner in module.classes and skip.op != "attention" else module.models
+        owners = [owner] if owner in module.classes else module.models
         for name in owners:
             found.setdefault(name, []).append((skip.op, skip.symbol, skip.reason))
     return {name: tuple(entries) for name, entries in found.items()}
