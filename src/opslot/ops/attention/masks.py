@@ -128,14 +128,20 @@ def _read(function: Any) -> _Pattern | None:
     return None
 
 
+def _pattern_of(mask_function: Any) -> _Pattern | None:
+    """The pattern of a whole mask; None where it cannot be read."""
+    pattern = _read(mask_function)
+    return None if pattern is None or pattern.causal is None else pattern
+
+
 def _merged(parts: list[_Pattern | None]) -> _Pattern | None:
     """Both of two patterns; None where that is no pattern."""
     found = _Pattern()
     for part in parts:
-        if part is None or any(a is not None and b is not None for a, b in zip(found, part, strict=True)):
+        given = {} if part is None else {name: value for name, value in part._asdict().items() if value is not None}
+        if part is None or any(getattr(found, name) is not None for name in given):
             return None
-        values = (b if a is None else a for a, b in zip(found, part, strict=True))
-        found = _Pattern(*values)
+        found = found._replace(**given)
     return found
 
 
@@ -170,7 +176,7 @@ def local_mask_function(mask_function: Any, **given: Any) -> Layout | None:
     """
     if torch.compiler.is_compiling():
         return _chunked(given)
-    pattern = _read(mask_function)
+    pattern = _pattern_of(mask_function)
     if pattern is None:
         raise KernelError(
             f"sequence parallelism cannot apply this mask ({_shown(mask_function)})",
@@ -227,7 +233,7 @@ def mask_function(own: Callable[..., Any], name: str, *, falls_back: bool = Fals
         }
         if torch.compiler.is_compiling():
             return _chunked(given) or own(**given)
-        pattern = _read(mask_function)
+        pattern = _pattern_of(mask_function)
         if pattern is not None:
             whole = q_length == kv_length and all(isinstance(x, int) and x == 0 for x in (q_offset, kv_offset))
             skips = kwargs.get("allow_is_causal_skip" if pattern.causal else "allow_is_bidirectional_skip", True)

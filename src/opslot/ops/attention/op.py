@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
 from opslot.ops._common.model_config import head_sizes
-from opslot.ops.attention import masks
 from opslot.ops.attention.cases import CASES, benchmark_case
 from opslot.slots import Cost, OpSpec, OpVariant, SlotBinding
 from opslot.slots.protocol import attention_options, skip_reason
@@ -188,6 +187,8 @@ def _original(model: Any, attached: _Attached | None) -> str | None:
 def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) -> _Attached:
     """Set the implementation on the model's config, but not on its sub-configs."""
     from transformers import AttentionInterface, AttentionMaskInterface
+
+    from opslot.ops.attention import masks
 
     previous = model.config._attn_implementation
     if kernel is None:
