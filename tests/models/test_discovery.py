@@ -283,6 +283,11 @@ PACKED = [
     "ernie4_5",
     "mistral",
     "deepseek_v3",
+    "gemma3_text",
+    "llama4_text",
+    "olmo3",
+    "mimo_v2_flash",
+    "granite_swa",
 ]
 
 
@@ -302,12 +307,11 @@ def test_packed_documents_do_not_attend_to_each_other(model_type):
 @pytest.mark.parametrize(
     ("arch", "why"),
     [
-        ("bamba", "BambaDecoderLayer is not one of the reviewed"),
+        ("bamba", "BambaMixer has a Conv1d, which may mix tokens"),
         ("gemma3", "it is not only a language model"),
-        ("gemma3", "its masks are not only causal: and_mask_function, block_sequence_ids"),
-        ("falcon", "FalconDecoderLayer is not one of the reviewed"),
-        ("gpt_oss", "its masks are made without position_ids"),
-        ("doge", "DogeDecoderLayer is not one of the reviewed"),
+        ("recurrent_gemma", "RecurrentGemmaRecurrentBlock has a Conv1d, which may mix tokens"),
+        ("lfm2", "Lfm2ShortConv has a Conv1d, which may mix tokens"),
+        ("doge", "DogeCDMoE calls matmul of activations, which may mix tokens"),
     ],
 )
 def test_models_that_may_mix_tokens_elsewhere_state_the_reason(arch, why):
@@ -315,9 +319,16 @@ def test_models_that_may_mix_tokens_elsewhere_state_the_reason(arch, why):
     assert f"_opslot_keeps_sequences = '{why}" in text
 
 
+def test_masks_without_positions_separate_documents_in_kernels_alone():
+    """gpt-oss makes its masks without position_ids, but kernels get cu_seq_lens."""
+    config = config_of("gpt_oss")
+    assert "made without position_ids" in keeps_sequences(opslot.build_foundation_model(config, init_device="meta"))
+    assert keeps_sequences(opslot.build_foundation_model(config, init_device="meta"), by_kernel=True) is None
+
+
 def test_sequences_of_such_models_are_not_sharded(tmp_path):
     model = opslot.build_foundation_model(config_of("doge"), ops_implementation="eager")
-    with pytest.raises(ConfigError, match=r"cannot be sharded \(sp=2\): DogeDecoderLayer is not one of"):
+    with pytest.raises(ConfigError, match=r"cannot be sharded \(sp=2\): DogeAttention changes"):
         opslot.parallelize(model, SimpleNamespace(sp=2, ep=1, mesh=None, device=torch.device("cpu")))
 
 

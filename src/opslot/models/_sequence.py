@@ -37,7 +37,7 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
             overlap.
     """
     attention = binding.of("attention")
-    why = keeps_sequences(model) or next((slot.kept for slot in attention if slot.kept), None)
+    why = keeps_sequences(model, by_kernel=True) or next((slot.kept for slot in attention if slot.kept), None)
     if not attention:
         why = why or "it has no attention that opslot can select"
     if why:

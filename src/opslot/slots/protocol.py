@@ -6,6 +6,7 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 - `_opslot_skipped`: (op, symbol, reason) of each part that an op might compute and that got no slot.
 - `_opslot_attention_options`: of an attention class, its variant, and option -> the attribute that holds it.
 - `_opslot_keeps_sequences`: why tokens may see each other elsewhere than in causal attention.
+- `_opslot_masks_without_positions`: why Transformers' own attention would let packed documents see each other.
 
 On a generated module `_opslot_lost_slots`: which expected slots it lacks in this release of Transformers.
 
@@ -22,6 +23,7 @@ PREFIX = "_opslot_"
 SLOTS = PREFIX + "slots"
 SKIPPED = PREFIX + "skipped"
 KEEPS_SEQUENCES = PREFIX + "keeps_sequences"
+MASKS_WITHOUT_POSITIONS = PREFIX + "masks_without_positions"
 ATTENTION_OPTIONS = PREFIX + "attention_options"
 LOST_SLOTS = PREFIX + "lost_slots"
 _BINDING = PREFIX + "binding"
@@ -102,13 +104,23 @@ def lost_slots(module: Any) -> str:
     return getattr(module, LOST_SLOTS, "")
 
 
-def keeps_sequences(model: Any) -> str | None:
+def keeps_sequences(model: Any, by_kernel: bool = False) -> str | None:
     """Why tokens of `model` may see each other elsewhere than in causal attention; None where they can't.
 
     Such a model takes no packed documents, and no parts of sequences. The model may be inside a wrapper.
+
+    Args:
+        by_kernel: attention gets the boundaries of documents; else only where a kernel is bound to it.
     """
-    reasons = (getattr(type(module), KEEPS_SEQUENCES, None) for module in model.modules())
-    return next((reason for reason in reasons if reason), None)
+    for module in model.modules():
+        reason = getattr(type(module), KEEPS_SEQUENCES, None)
+        if not (
+            by_kernel or str(getattr(module.__dict__.get("config"), "_attn_implementation", "")).startswith("opslot_")
+        ):
+            reason = reason or getattr(type(module), MASKS_WITHOUT_POSITIONS, None)
+        if reason:
+            return reason
+    return None
 
 
 def bound_kernel(module: Any, slot: str) -> Any:

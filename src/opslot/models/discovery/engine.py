@@ -16,7 +16,10 @@ from opslot.models.discovery.forms import all_forms, forms_digest
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.forms import ClassFact, Match, ModuleView, Skip
 from opslot.patchgen.source import Release, installed_release, modeling_module
-from opslot.slots.protocol import SKIPPED
+from opslot.slots.protocol import KEEPS_SEQUENCES, SKIPPED
+
+# A class with slots for both mixes tokens only in kernels that take the boundaries of documents.
+_RECURRENCE = {"causal_conv1d", "chunk_gated_delta_rule"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,9 @@ def _discover(arch: str, release: Release, digest: str) -> Discovery:
         match.write(patch)
     support.write_support(patch, module)
     for fact in (finding for finding in found if isinstance(finding, ClassFact)):
+        slotted = {match.op for match in matches if match.symbol == fact.name}
+        if fact.attribute == KEEPS_SEQUENCES and slotted >= _RECURRENCE:
+            continue
         patch.set_attribute(fact.name, fact.attribute, fact.value)
     for name, entries in _by_class(module, skips).items():
         patch.set_attribute(name, SKIPPED, entries)

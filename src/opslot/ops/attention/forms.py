@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
-from opslot.patchgen.forms import ClassFact, Match, ModuleView, Reviewed, Skip, names_in
+from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
+from opslot.ops.attention.sequences import WholeSequences
 from opslot.slots.protocol import ATTENTION_OPTIONS
 
 OP = "attention"
@@ -195,83 +196,6 @@ def other_masks(module: ModuleView, needed: bool = True) -> str:
     if makers & _MASKS or not needed:
         return ""
     return f"gets masks from {', '.join(sorted(own)) or 'no function of transformers.masking_utils'}"
-
-
-def masks_without_positions(module: ModuleView) -> str:
-    """Why masks can't separate the documents of a packed sequence, or "".
-
-    Documents are separated by position_ids that restart, which gpt-oss does not pass to its masks.
-    """
-    assigned = [node for node in module.nodes if isinstance(node, ast.Assign)]
-    # mask_kwargs = {"position_ids": position_ids, ...}, and functions chosen by a condition before they are called.
-    given = _targets(node for node in assigned if "position_ids" in _keys(node.value))
-    given |= _targets(node for node in assigned if _copied(node.value) & given)
-    chosen = _targets(node for node in assigned if isinstance(node.value, ast.IfExp) and _MASKS & names_in(node))
-    for call in _calls_of(module, _MASKS | chosen):
-        named = {keyword.arg for keyword in call.keywords}
-        unpacked = set().union(*(names_in(keyword.value) for keyword in call.keywords if keyword.arg is None))
-        if "position_ids" not in named and not unpacked & given:
-            return "its masks are made without position_ids, so packed documents would attend to each other"
-    return ""
-
-
-def _calls_of(module: ModuleView, functions: set[str]) -> Iterator[ast.Call]:
-    for node in module.nodes:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions:
-            yield node
-
-
-def _targets(assigned: Iterator[ast.Assign]) -> set[str]:
-    return {target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)}
-
-
-def _copied(node: ast.AST) -> set[str]:
-    """The names whose `copy()` is called."""
-    calls = (call.func for call in ast.walk(node) if isinstance(call, ast.Call))
-    return set().union(*(names_in(f) for f in calls if isinstance(f, ast.Attribute) and f.attr == "copy"))
-
-
-def _keys(node: ast.AST) -> set[str]:
-    """The keys of a dictionary that is written out; none of anything else."""
-    keys = node.keys if isinstance(node, ast.Dict) else ()
-    return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
-
-
-# Forwards of decoder layers that mix tokens only in `self_attn`: fingerprint, what it is, where it was seen.
-DECODER_LAYERS = {
-    "617e1480c478": ("pre-norm", "llama, qwen2, qwen3, mistral and 66 more"),
-    "a2fa8e7fd2fd": ("norms after attention and MLP", "olmo2, olmo3, exaone4, exaone4_5, olmo_hybrid"),
-    "23e62b388574": ("norms before and after attention and MLP", "gemma2, gemma3, muse_glimmer"),
-    "29fde2c5739a": ("norms before and after, by other names", "glm4"),
-    "a49891701291": ("pre-norm with experts", "mixtral, minimax_m2, minimax_m3_vl, phimoe"),
-    "dde365270b90": ("pre-norm with a residual multiplier", "granite, granite_swa, granite4_vision"),
-    "497dae538611": ("attention and MLP in parallel", "cohere2, cohere2_moe, cohere_compass"),
-    "03aeb224569a": ("pre-norm with dropout", "phi3, phi4_multimodal"),
-    "4845c99793cd": ("pre-norm with experts that return router scores", "gpt_oss"),
-}
-
-
-@dataclass(frozen=True)
-class WholeSequences:
-    """Models whose sequences must be neither packed nor sharded: tokens may be mixed elsewhere than in attention."""
-
-    def find(self, module: ModuleView) -> Iterator[ClassFact]:
-        reason = self._reason(module)
-        for name in module.classes:
-            if name.endswith("ForConditionalGeneration"):
-                yield ClassFact(name, "_opslot_keeps_sequences", "it is not only a language model")
-            elif reason and name in module.models:
-                yield ClassFact(name, "_opslot_keeps_sequences", reason)
-
-    @staticmethod
-    def _reason(module: ModuleView) -> str:
-        layers = [name for name, _ in module.methods() if name.endswith("DecoderLayer")]
-        unknown = [name for name in layers if module.fingerprint(f"{name}.forward") not in DECODER_LAYERS]
-        if unknown:
-            return f"{unknown[0]} is not one of the reviewed decoder layers"
-        if not layers:
-            return "it has no decoder layers"
-        return other_masks(module) or masks_without_positions(module)
 
 
 FORMS = (Attention(), WholeSequences())
