@@ -219,8 +219,9 @@ def ulysses_attention(
 
     Returns:
         The same function of query [B, heads, S / sp, D], key and value [B, kv_heads, S / sp, D], whose output is
-        [B, S / sp, heads, D] and whose weights are None. Sinks `s_aux` [heads] are those of all heads. `attention_mask`, `cu_seq_lens_*` and `max_length_*` are
-        those of the global sequence. With an `OverlappedAllToAll`, query and key are global already.
+        [B, S / sp, heads, D] and whose weights are None. Sinks `s_aux` [heads] are those of all heads; `attention_mask`,
+        `cu_seq_lens_*` and `max_length_*` those of the global sequence. With an `OverlappedAllToAll`, query and key are
+        global already.
     """
 
     @functools.wraps(attention)

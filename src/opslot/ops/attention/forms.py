@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from opslot.ops.attention.sequences import WholeSequences
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
-from opslot.ops.attention.sequences import WholeSequences
 from opslot.slots.protocol import ATTENTION_OPTIONS
 
 OP = "attention"

@@ -208,7 +208,7 @@ def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) ->
         mask_function = masks.mask_function(mask_function, chosen, falls_back=falls_back)
         kernel = masks.reads_layout(kernel, _dense if falls_back else None)
     # Transformers treats a name with "flash" as its own kernel, which it gives padded values and no chunks.
-    shown = chosen if slot.resolution.variant == "bidirectional" else chosen.replace("flash_attention", "fa")
+    shown = chosen if slot.resolution.variant == "bidirectional" else chosen.replace("flash", "fa")
     wrappers = (re.sub(r"\W+", "_", wrapper.name.lower()) for wrapper in slot.wrappers)
     name = PREFIX + "_".join([shown, *(["or_dense"] if falls_back else []), *wrappers])
     AttentionInterface.register(name, kernel)

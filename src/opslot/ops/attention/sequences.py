@@ -24,26 +24,141 @@ _MASKS = {
 # Functions and methods that act per token on [..., tokens, channels], or on none. Sums are those of channels or
 # experts, and indices those of experts.
 _PER_TOKEN = frozenset(
-    """
-    add add_ bool chunk clamp clamp_ clone contiguous copy_ detach dropout exp expand expand_as flatten
-    float full_like gather gelu greater index_add index_add_ int isinstance item len layer_norm linear log log1p
-    masked_fill max maximum mean min mul new_empty new_zeros nonzero numel one_hot ones_like permute pow range repeat
-    repeat_interleave reshape rsqrt scatter scatter_ sigmoid silu size softmax softplus split sqrt squeeze stack sum
-    tanh to topk transpose type type_as unbind unflatten uniform_ exponential_ unsqueeze var view where zeros zeros_like
-    empty empty_like getattr hasattr super forward tensor no_grad maybe_autocast is_autocast_enabled get_autocast_dtype
-    _cast_if_autocast_enabled _cast zip enumerate relu relu2 square abs get tuple list dict finfo argmax sort
-    force_accelerate_hooks bincount histc index_select norm
-    """.split()
+    [
+        "add",
+        "add_",
+        "bool",
+        "chunk",
+        "clamp",
+        "clamp_",
+        "clone",
+        "contiguous",
+        "copy_",
+        "detach",
+        "dropout",
+        "exp",
+        "expand",
+        "expand_as",
+        "flatten",
+        "float",
+        "full_like",
+        "gather",
+        "gelu",
+        "greater",
+        "index_add",
+        "index_add_",
+        "int",
+        "isinstance",
+        "item",
+        "len",
+        "layer_norm",
+        "linear",
+        "log",
+        "log1p",
+        "masked_fill",
+        "max",
+        "maximum",
+        "mean",
+        "min",
+        "mul",
+        "new_empty",
+        "new_zeros",
+        "nonzero",
+        "numel",
+        "one_hot",
+        "ones_like",
+        "permute",
+        "pow",
+        "range",
+        "repeat",
+        "repeat_interleave",
+        "reshape",
+        "rsqrt",
+        "scatter",
+        "scatter_",
+        "sigmoid",
+        "silu",
+        "size",
+        "softmax",
+        "softplus",
+        "split",
+        "sqrt",
+        "squeeze",
+        "stack",
+        "sum",
+        "tanh",
+        "to",
+        "topk",
+        "transpose",
+        "type",
+        "type_as",
+        "unbind",
+        "unflatten",
+        "uniform_",
+        "exponential_",
+        "unsqueeze",
+        "var",
+        "view",
+        "where",
+        "zeros",
+        "zeros_like",
+        "empty",
+        "empty_like",
+        "getattr",
+        "hasattr",
+        "super",
+        "forward",
+        "tensor",
+        "no_grad",
+        "maybe_autocast",
+        "is_autocast_enabled",
+        "get_autocast_dtype",
+        "_cast_if_autocast_enabled",
+        "_cast",
+        "zip",
+        "enumerate",
+        "relu",
+        "relu2",
+        "square",
+        "abs",
+        "get",
+        "tuple",
+        "list",
+        "dict",
+        "finfo",
+        "argmax",
+        "sort",
+        "force_accelerate_hooks",
+        "bincount",
+        "histc",
+        "index_select",
+        "norm",
+    ]
 )
 # With parameters they act per token, with other activations they may not.
 _MATMULS = {"matmul", "bmm", "einsum", "mm", "baddbmm"}
 _CONCATENATIONS = {"cat", "concat", "concatenate"}
 # Modules that act per token.
 _MODULES = frozenset(
-    """
-    Linear Dropout LayerNorm RMSNorm Parameter ParameterList ModuleList ModuleDict Identity SiLU GELU ReLU Tanh Sigmoid
-    Embedding Sequential Buffer
-    """.split()
+    [
+        "Linear",
+        "Dropout",
+        "LayerNorm",
+        "RMSNorm",
+        "Parameter",
+        "ParameterList",
+        "ModuleList",
+        "ModuleDict",
+        "Identity",
+        "SiLU",
+        "GELU",
+        "ReLU",
+        "Tanh",
+        "Sigmoid",
+        "Embedding",
+        "Sequential",
+        "Buffer",
+    ]
 )
 # In an attention class, what mixes tokens outside of its call of the interface.
 _MIXES = re.compile(r"(?i)\b(\w*conv\w*1d\w*|cumsum|roll|\w*scan\w*|rfft|fft|\w*delta_rule\w*|\w*short_conv\w*)\b")
