@@ -219,7 +219,7 @@ def ulysses_attention(
 
     Returns:
         The same function of query [B, heads, S / sp, D], key and value [B, kv_heads, S / sp, D], whose output is
-        [B, S / sp, heads, D] and whose weights are None. Sinks `s_aux` [heads] are those of all heads; `attention_mask`,
+        [B, S / sp, heads, D] and whose weights are None. Sinks `s_aux` [heads] are of all heads; `attention_mask`,
         `cu_seq_lens_*` and `max_length_*` those of the global sequence. With an `OverlappedAllToAll`, query and key are
         global already.
     """
