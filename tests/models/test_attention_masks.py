@@ -1,0 +1,137 @@
+"""Every kind of attention under a kernel computes what Transformers does, and without dense masks."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+
+import opslot
+from opslot import KERNEL_REGISTRY
+from opslot._base.errors import KernelError
+from opslot.ops.attention import masks, op
+from opslot.slots import KernelSpec
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+KINDS = {
+    "mistral": {"sliding_window": 5},
+    "gpt_oss": SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": SLIDING | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0},
+    "gemma3_text": SLIDING | {"query_pre_attn_scalar": 8},
+    "mimo_v2_flash": SLIDING | EXPERTS | {"v_head_dim": 4, "n_routed_experts": 4},
+    "deepseek_v3": EXPERTS
+    | {"n_routed_experts": 4, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8}
+    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12},
+    "llama4_text": {"attention_chunk_size": 4, "layer_types": ["chunked_attention", "full_attention"]}
+    | {"no_rope_layers": [1, 0], "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 48},
+}
+IDS = torch.randint(3, 64, (2, 17), generator=torch.Generator().manual_seed(0))
+POSITIONS = torch.cat([torch.arange(9), torch.arange(8)])[None].expand(2, -1)
+CU_SEQLENS = torch.tensor([0, 9, 17, 26, 34], dtype=torch.int32)
+DOCUMENTS = {"cu_seq_lens_q": CU_SEQLENS, "cu_seq_lens_k": CU_SEQLENS, "max_length_q": 9, "max_length_k": 9}
+
+
+def original(name):
+    config = AutoConfig.for_model(name, **{**SIZES, **KINDS[name]})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter == 1))
+    return model
+
+
+@pytest.fixture
+def flash_like(monkeypatch):
+    """A kernel that, as FlashAttention, takes no mask but padding; yields the masks that it gets."""
+    given = []
+
+    def kernel(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+        given.append(attention_mask)
+        return op.reference(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+    kernel.mask_function = masking_utils.flash_attention_mask
+    spec = KernelSpec("flash_like", "attention", "causal", lambda: kernel)
+    monkeypatch.setattr(KERNEL_REGISTRY, "_specs", dict(KERNEL_REGISTRY._specs))
+    KERNEL_REGISTRY.register(spec)
+    return given
+
+
+def close(found, expected, real=None):
+    real = torch.ones_like(IDS) if real is None else real
+    torch.testing.assert_close(found[real.bool()], expected[real.bool()], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_masks_of_whole_sequences_are_not_dense(name, flash_like):
+    expected = original(name)
+    model = copy.deepcopy(expected)
+    opslot.apply(model, {"preset": "eager", "attn_implementation": "flash_like"})
+    right = torch.ones_like(IDS)
+    right[0, 11:] = 0
+    with torch.no_grad():
+        for padding in (None, torch.ones_like(IDS), right, right.flip(1)):
+            close(model(IDS, attention_mask=padding).logits, expected(IDS, attention_mask=padding).logits, padding)
+        separate = torch.cat([expected(ids).logits for ids in IDS.split([9, 8], 1)], 1)
+        close(model(IDS, position_ids=POSITIONS, use_cache=False, **DOCUMENTS).logits, separate)
+        if name != "gpt_oss":
+            # Transformers makes its masks without position_ids.
+            close(model(IDS, position_ids=POSITIONS, use_cache=False).logits, separate)
+    assert flash_like
+    assert all(mask is None for mask in flash_like)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "deepseek_v3", "llama4_text"])
+def test_sdpa_equals_transformers(name):
+    """Also with padding between tokens, and with a cache, where there are more keys than queries."""
+    expected = original(name)
+    model = copy.deepcopy(expected)
+    opslot.apply(model, {"preset": "eager", "attn_implementation": "sdpa"})
+    left, between = torch.ones_like(IDS), torch.ones_like(IDS)
+    left[0, :6], between[0, 3:6] = 0, 0
+    with torch.no_grad():
+        for padding in (None, left, left.flip(1), between):
+            close(model(IDS, attention_mask=padding).logits, expected(IDS, attention_mask=padding).logits, padding)
+        options = {"max_new_tokens": 7, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        found, wanted = (m.generate(IDS, attention_mask=left, **options) for m in (model, expected))
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=1e-4, atol=1e-4)
+
+
+def test_kernel_without_masks_names_the_mask_that_it_cannot_apply(flash_like):
+    config = AutoConfig.for_model("gemma3_text", **{**SIZES, **KINDS["gemma3_text"]}, use_bidirectional_attention=True)
+    model = AutoModelForCausalLM.from_config(config)
+    opslot.apply(model, {"attn_implementation": "flash_like"})
+    with pytest.raises(KernelError, match=r"'flash_like' cannot apply this mask \(or_masks(.|\n)*hint: use sdpa"):
+        model(IDS)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ((9, 1, 4), [0, 4, 8, 9, 10, 14]),
+        ((4, 4), [0, 4, 8]),
+        ((1, 1, 1), [0, 1, 2, 3]),
+        ((0, 5), [0, 4, 5]),
+    ],
+)
+def test_split_documents(lengths, expected):
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    found = masks.split_documents(cu_seqlens, sum(lengths), 4)
+    assert found.dtype == torch.int32
+    assert found.unique().tolist() == expected
+    assert found.tolist() == sorted(found.tolist())
+    assert len(found) == len(lengths) + sum(lengths) // 4 + 1
