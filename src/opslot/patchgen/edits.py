@@ -114,6 +114,17 @@ class SlotCalls(Edit):
 
 
 @dataclass(frozen=True)
+class SlotLoss(Edit):
+    """Compute the loss of the method `target` with the slot's kernel, from hidden states and the head's weight."""
+
+    slot: Slot = Slot("")
+
+    @property
+    def action(self) -> str:
+        return f"slot {self.slot} in {self.target}"
+
+
+@dataclass(frozen=True)
 class Anchored(Edit):
     """Replace, or insert beside, what one of `patterns` matches in the scope `target`."""
 

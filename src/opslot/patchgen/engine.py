@@ -17,6 +17,7 @@ from opslot.patchgen.edits import (
     Exclude,
     InheritMethod,
     SlotCalls,
+    SlotLoss,
     SlotMethod,
 )
 from opslot.patchgen.exclusion import apply_exclude
@@ -24,7 +25,7 @@ from opslot.patchgen.inheritance import apply_inherit_method
 from opslot.patchgen.module_edits import finish_module
 from opslot.patchgen.primitives import ExternalReplacement, ModifyInit, Replacement
 from opslot.patchgen.replacements import apply_external, apply_modify_init, apply_replacement
-from opslot.patchgen.slotting import apply_slot_calls, apply_slot_method
+from opslot.patchgen.slotting import apply_slot_calls, apply_slot_loss, apply_slot_method
 from opslot.patchgen.source import Release
 
 
@@ -97,6 +98,7 @@ def apply(edit: Edit, document: Document) -> None:
 
 apply.register(SlotMethod)(apply_slot_method)
 apply.register(SlotCalls)(apply_slot_calls)
+apply.register(SlotLoss)(apply_slot_loss)
 apply.register(Anchored)(apply_anchored)
 apply.register(InheritMethod)(apply_inherit_method)
 apply.register(Replacement)(apply_replacement)

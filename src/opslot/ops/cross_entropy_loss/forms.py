@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Skip
-from opslot.patchgen.losses import loss_form
+from opslot.patchgen.losses import UnknownLossError, loss_region
 
 OP = "cross_entropy_loss"
 _CAUSAL = Slot(OP, "causal")
 _CLASSIFICATION = Slot(OP, "sequence_classification")
+_HEADS = "For(CausalLM|ConditionalGeneration)$|LMHead"
 _CLASSIFIER = "ForSequenceClassification"
 _LAYERS, _LOSSES = "transformers.modeling_layers", "transformers.loss.loss_utils"
 
 
 @dataclass(frozen=True)
-class CausalHeads:
-    """Language-model heads: the statements from the logits to the loss."""
+class LanguageModelHeads:
+    """Heads of language models: the statements from the logits to the loss."""
 
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
         for name, forward in module.methods():
-            if name.endswith("ForCausalLM"):
-                yield self._causal(module, name, forward)
-            elif name.endswith("ForConditionalGeneration") and "labels" in module.parameters(forward):
-                yield Skip(name, OP, "is a conditional-generation head, whose loss has no slot")
+            if re.search(_HEADS, name) and "labels" in module.parameters(forward):
+                yield self._head(module, name, forward)
 
     @staticmethod
-    def _causal(module: ModuleView, name: str, forward: str) -> Match | Skip:
-        if sum(module.count(forward, pattern) for pattern in loss_form(_CAUSAL)[0]) != 1:
-            return Skip(name, OP, "changes the logits between head and loss, or calls another loss")
+    def _head(module: ModuleView, name: str, forward: str) -> Match | Skip:
+        function, init = module.upstream.find(forward), module.upstream.find(f"{name}.__init__")
+        assert isinstance(function, ast.FunctionDef)
+        assert init is None or isinstance(init, ast.FunctionDef)
+        try:
+            loss_region(function, init)
+        except UnknownLossError as reason:
+            return Skip(name, OP, str(reason))
 
         def write(patch: PatchConfig) -> None:
             patch.slot_loss(forward, _CAUSAL)
@@ -58,4 +64,4 @@ class SequenceClassifiers:
         return Match(name, OP, _CLASSIFICATION.variant, write)
 
 
-FORMS = (CausalHeads(), SequenceClassifiers())
+FORMS = (LanguageModelHeads(), SequenceClassifiers())
