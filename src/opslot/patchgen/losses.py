@@ -13,6 +13,7 @@ import copy
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from opslot.patchgen.edits import Slot
 
@@ -192,7 +193,7 @@ def _head_statement(body: Sequence[ast.stmt], end: int, logits: str) -> tuple[in
     raise UnknownLossError("takes its logits from somewhere else than a head of its own")
 
 
-def _is_assignment(statement: ast.stmt, name: str) -> bool:
+def _is_assignment(statement: ast.stmt, name: str) -> TypeGuard[ast.Assign]:
     return isinstance(statement, ast.Assign) and [ast.unparse(target) for target in statement.targets] == [name]
 
 
@@ -254,7 +255,7 @@ def _logit_changes(statements: Sequence[ast.stmt], logits: str) -> tuple[str, as
     kept: list[ast.stmt] = []
     # Adjacent statements may form one softcap, so their operations are collected.
     for statement in others:
-        if isinstance(statement, ast.Assign) and _is_assignment(statement, logits):
+        if _is_assignment(statement, logits):
             operations += _operations_on(statement.value, logits)
         elif isinstance(statement, ast.AugAssign) and ast.unparse(statement.target) == logits:
             operations += _operations_on(ast.BinOp(ast.Name(logits), statement.op, statement.value), logits)
@@ -292,7 +293,7 @@ def _conditional(statement: ast.If, logits: str) -> tuple[list[tuple[str, str]],
         raise UnknownLossError(f"changes the logits under the condition `{_short(test)}`")
     operations = []
     for inner in statement.body:
-        if not (isinstance(inner, ast.Assign) and _is_assignment(inner, logits)):
+        if not _is_assignment(inner, logits):
             raise UnknownLossError(f"changes the logits between head and loss: `{_short(inner)}`")
         operations += _operations_on(inner.value, logits)
     if isinstance(checked, ast.NamedExpr):

@@ -99,11 +99,13 @@ def loss_and_gradients(
     """
     kept = _rows_that_count(labels, shaping.ignore_index)
     if kept is not None:
-        loss, grad_kept, *others = loss_and_gradients(
+        loss, grad_kept, grad_weight, grad_bias = loss_and_gradients(
             backend, hidden[kept], weight, bias, labels[kept], divisor, shaping, wanted
         )
         grad_hidden = grad_kept.new_zeros(hidden.shape if wanted[0] else 0)
-        return loss, grad_hidden.index_copy_(0, kept, grad_kept) if wanted[0] else grad_hidden, *others
+        if wanted[0]:
+            grad_hidden.index_copy_(0, kept, grad_kept)
+        return loss, grad_hidden, grad_weight, grad_bias
 
     # The divisor is at least 1 unless all labels are ignored; then 0 instead of 1 / 0 keeps the gradients 0.
     factor = torch.where(divisor == 0, 0.0, shaping.scale / divisor)
