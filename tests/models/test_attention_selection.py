@@ -114,7 +114,7 @@ def test_named_attention_without_a_slot_raises():
 
 
 def test_named_loss_without_a_slot_raises():
-    config = AutoConfig.for_model("chameleon", **SIZES)
+    config = AutoConfig.for_model("chameleon", **SIZES, vocabulary_map={"<image>": 8})
     with pytest.raises(
         ConfigError,
         match=r"cross_entropy_loss_implementation='chunk_loss': ChameleonForConditionalGeneration.* has no slot",
