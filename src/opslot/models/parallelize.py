@@ -239,6 +239,9 @@ class _LossInHead:
     def can_serve(self, model: Any, head: Any) -> bool:
         return head is self.head and self.kernel.can_serve(model, self._linear)
 
+    def other_variant(self, variant: str) -> _LossInHead:
+        return _LossInHead(self.kernel.other_variant(variant), self.head)
+
 
 def _separate_head(model: Any) -> nn.Module | None:
     """The output head, ready to be an FSDP group; None where its weight is tied or it is not a plain Linear."""

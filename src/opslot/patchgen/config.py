@@ -12,6 +12,7 @@ from opslot.patchgen.edits import (
     Anchored,
     ClassAttribute,
     ConfigSlot,
+    Decorate,
     Edit,
     Exclude,
     Expectations,
@@ -226,6 +227,10 @@ class PatchConfig(TextPrimitives):
     def set_attribute(self, class_name: str, attribute: str, value: Any) -> None:
         """Set an attribute of a class to a literal value."""
         self.edits.append(ClassAttribute(class_name, attribute=attribute, value=value))
+
+    def decorate(self, target: str, module: str, decorator: str) -> None:
+        """Put `decorator`, a function of `module`, above all decorators of a method."""
+        self.edits.append(Decorate(target, module=module, decorator=decorator))
 
     def add_import(
         self, module: str, names: Iterable[str] = (), *, alias: str | None = None, is_from_import: bool | None = None

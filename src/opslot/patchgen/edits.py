@@ -213,6 +213,22 @@ class ClassAttribute(Edit):
 
 
 @dataclass(frozen=True)
+class Decorate(Edit):
+    """Put a decorator of another module above a method; nothing where the class is excluded."""
+
+    module: str = ""
+    decorator: str = ""
+
+    @property
+    def action(self) -> str:
+        return f"decorate {self.target} with {self.decorator}"
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
 class ImportSpec:
     """An import statement to add: `from module import names`, or `import module [as alias]`."""
 

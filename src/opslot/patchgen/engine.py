@@ -13,6 +13,7 @@ from opslot.patchgen.edits import (
     Anchored,
     ClassAttribute,
     ConfigSlot,
+    Decorate,
     Edit,
     Exclude,
     InheritMethod,
@@ -25,7 +26,7 @@ from opslot.patchgen.inheritance import apply_inherit_method
 from opslot.patchgen.module_edits import finish_module
 from opslot.patchgen.primitives import ExternalReplacement, ModifyInit, Replacement
 from opslot.patchgen.replacements import apply_external, apply_modify_init, apply_replacement
-from opslot.patchgen.slotting import apply_slot_calls, apply_slot_loss, apply_slot_method
+from opslot.patchgen.slotting import apply_decorate, apply_slot_calls, apply_slot_loss, apply_slot_method
 from opslot.patchgen.source import Release
 
 
@@ -87,7 +88,7 @@ def _replaces(first: Edit, second: Edit) -> bool:
 
 
 # Edits that share their targets with others.
-_UNPLACED = (SlotCalls, ClassAttribute, ConfigSlot)
+_UNPLACED = (SlotCalls, ClassAttribute, ConfigSlot, Decorate)
 
 
 @singledispatch
@@ -105,5 +106,6 @@ apply.register(Replacement)(apply_replacement)
 apply.register(ExternalReplacement)(apply_external)
 apply.register(ModifyInit)(apply_modify_init)
 apply.register(Exclude)(apply_exclude)
+apply.register(Decorate)(apply_decorate)
 apply.register(ClassAttribute)(lambda edit, document: document.set_attribute(edit))
 apply.register(ConfigSlot)(lambda edit, document: None)

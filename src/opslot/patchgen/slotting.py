@@ -9,7 +9,7 @@ import libcst as cst
 
 from opslot.patchgen.anchoring import Swaps, replace_match, rewrite
 from opslot.patchgen.document import Document
-from opslot.patchgen.edits import Edit, SlotCalls, SlotLoss, SlotMethod
+from opslot.patchgen.edits import Decorate, Edit, SlotCalls, SlotLoss, SlotMethod
 from opslot.patchgen.fingerprint import fingerprint
 from opslot.patchgen.losses import UnknownLossError, loss_region, loss_statements
 from opslot.patchgen.pattern import Match, compile_pattern, find_matches
@@ -113,6 +113,17 @@ def apply_slot_loss(edit: SlotLoss, document: Document) -> None:
     document.put(edit.target, rewrite(edit, document, method, [match], swaps))
     document.note(edit.target, edit.summary)
     document.declare(class_name, edit.slot, edit)
+
+
+def apply_decorate(edit: Decorate, document: Document) -> None:
+    method = document.find(edit.target)
+    if method is None:
+        return
+    new = cst.Decorator(cst.Name(edit.decorator))
+    document.sign(edit, [new])
+    document.put(edit.target, method.with_changes(decorators=[new, *method.decorators]))
+    document.imports[edit.decorator] = f"from {edit.module} import {edit.decorator}"
+    document.note(edit.target, edit.summary)
 
 
 def _as_ast(node: cst.CSTNode) -> ast.FunctionDef:

@@ -11,6 +11,7 @@ from opslot.patchgen.edits import (
     Anchored,
     ClassAttribute,
     ConfigSlot,
+    Decorate,
     Edit,
     Exclude,
     InheritMethod,
@@ -107,6 +108,11 @@ def _(edit: InheritMethod) -> _Written:
 @_written.register
 def _(edit: Exclude) -> _Written:
     return "exclude_from_output", edit.whole, {}
+
+
+@_written.register
+def _(edit: Decorate) -> _Written:
+    return "decorate", (edit.target, edit.module, edit.decorator), {}
 
 
 @_written.register

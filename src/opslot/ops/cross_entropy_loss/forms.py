@@ -16,6 +16,7 @@ _CAUSAL = Slot(OP, "causal")
 _CLASSIFICATION = Slot(OP, "sequence_classification")
 _HEADS = "For(CausalLM|ConditionalGeneration)$|LMHead"
 _CLASSIFIER = "ForSequenceClassification"
+_LOG_PROBS = ("opslot.ops.cross_entropy_loss.log_probs", "returns_log_probs")
 _LAYERS, _LOSSES = "transformers.modeling_layers", "transformers.loss.loss_utils"
 
 
@@ -36,10 +37,12 @@ class LanguageModelHeads:
         try:
             loss_region(function, init)
         except UnknownLossError as reason:
-            return Skip(name, OP, str(reason))
+            # The forward raises when it is asked for log-probabilities, instead of ignoring the argument.
+            return Skip(name, OP, str(reason), lambda patch: patch.decorate(forward, *_LOG_PROBS))
 
         def write(patch: PatchConfig) -> None:
             patch.slot_loss(forward, _CAUSAL)
+            patch.decorate(forward, *_LOG_PROBS)
             patch.depends_on(_LOSSES, "ForCausalLMLoss", "fixed_cross_entropy")
 
         return Match(name, OP, _CAUSAL.variant, write)

@@ -97,9 +97,13 @@ def token_log_probs(
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    shift_labels = shift_labels.to(hidden_states.device)
     logits = _logits(hidden_states, weight, bias, softcap, logit_scale)
-    everything = _upcast(logits).view(*shift_labels.shape, weight.shape[0]).log_softmax(-1)
+    return log_probs_of(logits, shift_labels.to(hidden_states.device), ignore_index)
+
+
+def log_probs_of(logits: Tensor, shift_labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """(log_probs, entropy) of logits [..., V] for labels [...] in place."""
+    everything = _upcast(logits).view(*shift_labels.shape, logits.shape[-1]).log_softmax(-1)
     ignored = shift_labels == ignore_index
     log_probs = everything.gather(-1, shift_labels.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
     entropy = -(everything.exp() * everything).sum(-1)
@@ -109,7 +113,10 @@ def token_log_probs(
 def _logits(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, logit_scale: float
 ) -> Tensor:
-    logits = F.linear(hidden_states, weight, bias)
+    return scaled_and_capped(F.linear(hidden_states, weight, bias), softcap, logit_scale)
+
+
+def scaled_and_capped(logits: Tensor, softcap: float | None, logit_scale: float) -> Tensor:
     if logit_scale != 1.0:
         logits = logits * logit_scale
     if softcap:
