@@ -56,8 +56,10 @@ def _discover(arch: str, release: Release, digest: str) -> Discovery:
     matches = tuple(finding for finding in found if isinstance(finding, Match))
     skips = tuple(finding for finding in found if isinstance(finding, Skip))
     patch = PatchConfig(module.upstream.name, description=f"{arch} with slots for kernels")
-    for finding in (*matches, *skips):
-        finding.write(patch)
+    for match in matches:
+        match.write(patch)
+    for skip in skips:
+        skip.write(patch)
     support.write_support(patch, module)
     for fact in (finding for finding in found if isinstance(finding, ClassFact)):
         patch.set_attribute(fact.name, fact.attribute, fact.value)

@@ -78,7 +78,8 @@ def _with_log_probs(
         raise ConfigError("return_log_probs=True needs an output with fields", hint="pass return_dict=True")
     fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
     log_probs, entropy = tokens.values
-    return _output_class(type(output))(**fields, log_probs=log_probs, entropy=entropy)
+    kind: Any = type(output)
+    return _output_class(kind)(**fields, log_probs=log_probs, entropy=entropy)
 
 
 def _checked(temperature: float | None) -> float:
@@ -90,7 +91,7 @@ def _checked(temperature: float | None) -> float:
 
 
 @functools.cache
-def _output_class(output: type) -> Any:
+def _output_class(output: Any) -> Any:
     """The output's class with two more fields: FSDP finds tensors of an output only in its fields."""
     fields = [(name, Tensor | None, dataclasses.field(default=None)) for name in ("log_probs", "entropy")]
     return dataclasses.make_dataclass(f"{output.__name__}WithLogProbs", fields, bases=(output,))
@@ -128,17 +129,21 @@ class _TokenLoss:
             shift_labels = shifted(labels, ignore_index)
         shift_labels = shift_labels.reshape(hidden_states.shape[:-1]).to(hidden_states.device)
         # cap * tanh(scale * z / cap) / T is a softcap too.
-        shape = {
-            "softcap": softcap / self.temperature if softcap else None,
-            "logit_scale": logit_scale / self.temperature,
-        }
+        softcap, logit_scale = softcap / self.temperature if softcap else None, logit_scale / self.temperature
         if self.kernel is not None and self.kernel.can_serve(self.model, self.head):
             kernel = self.kernel.other_variant("token_log_probs")
             self.values = kernel(
-                hidden_states, weight, None, ignore_index=ignore_index, shift_labels=shift_labels, bias=bias, **shape
+                hidden_states,
+                weight,
+                None,
+                ignore_index=ignore_index,
+                shift_labels=shift_labels,
+                bias=bias,
+                softcap=softcap,
+                logit_scale=logit_scale,
             )
         else:
-            logits = scaled_and_capped(self.head(hidden_states), **shape)
+            logits = scaled_and_capped(self.head(hidden_states), softcap, logit_scale)
             self.values = log_probs_of(logits, shift_labels, ignore_index)
         divisor = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         divisor = divisor.to(hidden_states.device).reshape(()) if isinstance(divisor, Tensor) else divisor
