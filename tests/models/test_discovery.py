@@ -198,6 +198,7 @@ DENSE = {
     "DecoderLayer": {"rms_norm": ("rms_norm", "fused_add")},
     "ForCausalLM": {"cross_entropy_loss": ("cross_entropy_loss", "causal")},
     "ForSequenceClassification": {"cross_entropy_loss": ("cross_entropy_loss", "sequence_classification")},
+    "ForTokenClassification": {"cross_entropy_loss": ("cross_entropy_loss", "sequence_classification")},
 }
 EXPERTS = {
     "Experts": {"moe_experts": ("moe_experts", "standard")},

@@ -361,15 +361,15 @@ def test_slot_loss_selects_the_same_rows_of_the_hidden_states(rewrite, patch):
     fused = text.split("can_serve(self, self.lm_head):\n")[1].split("        else:\n")[0]
     assert textwrap.dedent(fused) == lines("""
         logits = None
-        hidden_states = x
-        shift_hidden_states = hidden_states[..., :-1, :]
+        head_input = x
+        shift_head_input = head_input[..., :-1, :]
         shift_labels = labels[..., 1:]
         if attention_mask is not None:
-            mask = attention_mask[:, -shift_hidden_states.shape[1]:].to(hidden_states.device)
-            shift_hidden_states = shift_hidden_states[mask.to(hidden_states.device) != 0]
+            mask = attention_mask[:, -shift_head_input.shape[1]:].to(head_input.device)
+            shift_head_input = shift_head_input[mask.to(head_input.device) != 0]
             shift_labels = shift_labels[mask.to(shift_labels.device) != 0].contiguous()
-        flat_hidden_states = shift_hidden_states
-        loss = loss_kernel(flat_hidden_states, self.lm_head.weight, None, bias=self.lm_head.bias, \
+        flat_head_input = shift_head_input
+        loss = loss_kernel(flat_head_input, self.lm_head.weight, None, bias=self.lm_head.bias, \
 shift_labels=shift_labels.view(-1))
     """)
 

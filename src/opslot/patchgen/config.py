@@ -124,14 +124,14 @@ class PatchConfig(TextPrimitives):
 
         The variant `causal` covers the statements from the logits to the loss, with scaling and softcap, and skips the
         logits (`opslot.patchgen.losses` says which forms); the variant `sequence_classification` replaces the loss
-        of Transformers' generic classifier. Anything else raises when the module is generated.
+        of Transformers' generic classifiers of sequences and of tokens. Anything else raises when the module is generated.
         """
         _require_method(target, slot)
         if slot.variant == "causal":
             self._add(SlotLoss(target, slot=slot), name_map)
         elif slot.variant == "sequence_classification":
-            patterns, template = classifier_form(slot)
-            self._add(Anchored(target, patterns=patterns, template=template, slot=slot), name_map)
+            pattern, template = classifier_form(target, slot)
+            self._add(Anchored(target, patterns=(pattern,), template=template, slot=slot), name_map)
         else:
             raise PatchError(
                 f"slot_loss knows the variants causal and sequence_classification, not {slot.variant!r};"

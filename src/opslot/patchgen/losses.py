@@ -49,16 +49,14 @@ class LossRegion:
     fused: str
 
 
-# Transformers' generic classifiers: the patterns and what replaces them, by the class's suffix. The logits are few, so
-# only the loss is replaced. Regression and multi-label classification keep Transformers' implementation.
-_CLASSIFIER_PATTERNS = (
-    """\
+# Transformers' generic classifiers. Their logits are few, so only the loss is replaced. Regression and multi-label
+# classification keep Transformers' implementation.
+_SEQUENCE_PATTERN = """\
 loss = None
 if labels is not None:
-    loss = self.loss_function(logits=logits, labels=labels, pooled_logits=pooled_logits, config=self.config)""",
-)
+    loss = self.loss_function(logits=logits, labels=labels, pooled_logits=pooled_logits, config=self.config)"""
 
-_CLASSIFIER_TEMPLATE = """\
+_SEQUENCE_TEMPLATE = """\
 loss_kernel = self.{attribute} if labels is not None else None
 if (
     loss_kernel is not None
@@ -74,10 +72,24 @@ if (
 else:
     $match"""
 
+_TOKEN_PATTERN = """\
+loss = None
+if labels is not None:
+    loss = self.loss_function(logits, labels, self.config)"""
 
-def classifier_form(slot: Slot) -> tuple[tuple[str, ...], str]:
-    """Patterns and template for the loss of a classifier."""
-    return _CLASSIFIER_PATTERNS, _CLASSIFIER_TEMPLATE.format(attribute=slot.attribute)
+_TOKEN_TEMPLATE = """\
+loss_kernel = self.{attribute} if labels is not None else None
+if loss_kernel is not None and loss_kernel.can_serve(self, self.score):
+    loss = loss_kernel(sequence_output, self.score.weight, labels, bias=self.score.bias)
+else:
+    $match"""
+
+
+def classifier_form(target: str, slot: Slot) -> tuple[str, str]:
+    """Pattern and template for the loss of a classifier, whose class's name says what it classifies."""
+    of_tokens = target.split(".")[0].endswith("ForTokenClassification")
+    pattern, template = (_TOKEN_PATTERN, _TOKEN_TEMPLATE) if of_tokens else (_SEQUENCE_PATTERN, _SEQUENCE_TEMPLATE)
+    return pattern, template.format(attribute=slot.attribute)
 
 
 def loss_statements(region: LossRegion, slot: Slot) -> str:
@@ -496,7 +508,7 @@ class _FusedLoss(ast.NodeTransformer):
         target = node.targets[0]
         if not isinstance(target, ast.Name):
             raise UnknownLossError(f"uses the logits beside the loss: `{_short(node)}`")
-        name = target.id.replace("logits", "hidden_states")
+        name = target.id.replace("logits", "head_input")
         self.rows[target.id] = ast.Name(name), whole
         return ast.Assign([ast.Name(name)], rows, lineno=0)
 

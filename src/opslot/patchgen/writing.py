@@ -90,7 +90,7 @@ def _(edit: SlotLoss) -> _Written:
 def _(edit: Anchored) -> _Written:
     slot, count = edit.slot, edit.count if edit.count != 1 else None
     if slot is not None:
-        if (edit.patterns, edit.template) == classifier_form(slot):
+        if (*edit.patterns, edit.template) == classifier_form(edit.target, slot):
             return "slot_loss", (edit.target, slot), {}
         start, end = f"self.{slot.attribute}(", f") if self.{slot.attribute} is not None else $match"
         if edit.template.startswith(start) and edit.template.endswith(end):

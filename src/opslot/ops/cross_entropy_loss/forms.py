@@ -15,7 +15,6 @@ OP = "cross_entropy_loss"
 _CAUSAL = Slot(OP, "causal")
 _CLASSIFICATION = Slot(OP, "sequence_classification")
 _HEADS = "For(CausalLM|ConditionalGeneration)$|LMHead"
-_CLASSIFIER = "ForSequenceClassification"
 _LOG_PROBS = ("opslot.ops.cross_entropy_loss.log_probs", "returns_log_probs")
 _LAYERS, _LOSSES = "transformers.modeling_layers", "transformers.loss.loss_utils"
 
@@ -49,22 +48,28 @@ class LanguageModelHeads:
 
 
 @dataclass(frozen=True)
-class SequenceClassifiers:
-    """Heads with the forward of Transformers' `GenericForSequenceClassification`: only the loss."""
+class Classifiers:
+    """Heads with the forward of Transformers' generic classifier: only the loss."""
+
+    head: str
+    loss: str
 
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
         for name in module.classes:
-            if f"Generic{_CLASSIFIER}" in module.bases(name) and not module.own_methods(name):
+            if f"Generic{self.head}" in module.bases(name) and not module.own_methods(name):
                 yield self._match(name)
 
-    @staticmethod
-    def _match(name: str) -> Match:
+    def _match(self, name: str) -> Match:
         def write(patch: PatchConfig) -> None:
-            patch.inherit_method(f"{name}.forward", _LAYERS, f"Generic{_CLASSIFIER}.forward")
+            patch.inherit_method(f"{name}.forward", _LAYERS, f"Generic{self.head}.forward")
             patch.slot_loss(f"{name}.forward", _CLASSIFICATION)
-            patch.depends_on(_LOSSES, "ForSequenceClassificationLoss", "fixed_cross_entropy")
+            patch.depends_on(_LOSSES, self.loss, "fixed_cross_entropy")
 
         return Match(name, OP, _CLASSIFICATION.variant, write)
 
 
-FORMS = (LanguageModelHeads(), SequenceClassifiers())
+FORMS = (
+    LanguageModelHeads(),
+    Classifiers("ForSequenceClassification", "ForSequenceClassificationLoss"),
+    Classifiers("ForTokenClassification", "ForTokenClassification"),
+)
