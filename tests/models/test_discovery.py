@@ -223,7 +223,9 @@ EXPERTS = {
 def test_slots_of_generated_classes(arch, prefix, slots):
     generated = importlib.import_module(f"opslot.generated.{arch}")
     found = {
-        name: vars(value).get("_opslot_slots") for name, value in vars(generated).items() if isinstance(value, type)
+        name: vars(value).get("_opslot_slots")
+        for name, value in vars(generated).items()
+        if isinstance(value, type) and value.__name__ == name
     }
     assert {name: slots for name, slots in found.items() if slots} == {f"{prefix}{k}": v for k, v in slots.items()}
     assert not any("_opslot_skipped" in vars(value) for value in vars(generated).values() if isinstance(value, type))

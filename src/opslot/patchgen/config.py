@@ -124,7 +124,8 @@ class PatchConfig(TextPrimitives):
 
         The variant `causal` covers the statements from the logits to the loss, with scaling and softcap, and skips the
         logits (`opslot.patchgen.losses` says which forms); the variant `sequence_classification` replaces the loss
-        of Transformers' generic classifiers of sequences and of tokens. Anything else raises when the module is generated.
+        of Transformers' generic classifiers of sequences and of tokens. Anything else raises when the module is
+        generated.
         """
         _require_method(target, slot)
         if slot.variant == "causal":
