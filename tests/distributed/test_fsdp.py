@@ -387,3 +387,62 @@ def test_model_plan_overrides_the_architecture_plan():
 def test_mixed_precision_in_one_process_needs_a_group():
     with pytest.raises(ConfigError, match="group_of_one=True"):
         parallelize(Stack(), layers=["Block"], param_dtype=torch.bfloat16)
+
+
+def token_values(sizes, ops, changes):
+    """Per rank: the largest differences from one process of log-probabilities, entropies and gradients."""
+    whole = tiny.rows(0)
+    single = tiny.build("qwen3", "eager", **changes)
+    if changes.get("attention_bias"):
+        single.lm_head.bias = torch.nn.Parameter(torch.linspace(-1, 1, 61))
+    wanted = single(**whole, use_cache=False, return_log_probs=True, temperature=0.7)
+    (wanted.log_probs.sum() + 0.3 * wanted.entropy.sum()).backward()
+    gradients = {name: p.grad for name, p in single.named_parameters()}
+
+    state = init_parallel_state(device_type="cpu", **sizes)
+    model = tiny.build("qwen3", ops, **changes)
+    if changes.get("attention_bias"):
+        model.lm_head.bias = torch.nn.Parameter(torch.linspace(-1, 1, 61))
+    opslot.parallelize(model, state)
+    count = torch.tensor(float((whole["labels"][:, 1:] != -100).sum()))
+    batch = {name: value[state.dp_rank :: state.dp_size] for name, value in whole.items()}
+    out = model(
+        **shard_sequence(batch, state),
+        use_cache=False,
+        return_log_probs=True,
+        temperature=0.7,
+        num_items_in_batch=count,
+    )
+    (out.log_probs.sum() + 0.3 * out.entropy.sum()).backward()
+
+    def here(values):
+        values = values[state.dp_rank :: state.dp_size]
+        length = values.shape[1] // state.sp
+        return values[:, state.sp_rank * length : (state.sp_rank + 1) * length]
+
+    def whole_gradient(parameter):
+        return parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+
+    return {
+        "log_probs": (out.log_probs - here(wanted.log_probs)).abs().max().item(),
+        "entropy": (out.entropy - here(wanted.entropy)).abs().max().item(),
+        "gradients": max((whole_gradient(p) - gradients[n]).abs().max().item() for n, p in model.named_parameters()),
+        "logits": out.logits,
+    }
+
+
+FUSED_LOSS = {"preset": "eager", "cross_entropy_loss_implementation": "chunk_loss", "attn_implementation": "sdpa"}
+
+
+@pytest.mark.parametrize("sizes", [{}, {"sp": 2}], ids=["fsdp", "sp"])
+@pytest.mark.parametrize(
+    "ops", [FUSED_LOSS, {"preset": "eager", "attn_implementation": "sdpa"}], ids=["fused", "eager"]
+)
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}], ids=str)
+def test_log_probs_and_their_gradients_equal_one_process(ranks, sizes, ops, changes):
+    """The last case has a head with a bias."""
+    for found in ranks.run(token_values, sizes, ops, changes):
+        assert found["logits"] is None
+        assert found["log_probs"] < 1e-5
+        assert found["entropy"] < 1e-5
+        assert found["gradients"] < 1e-4

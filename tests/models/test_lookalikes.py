@@ -24,11 +24,11 @@ def test_decoders_built_like_llama(arch):
     [
         ("gemma", "GemmaRMSNorm", "rms_norm/weight_offset"),
         ("olmo2", "Olmo2RMSNorm", "rms_norm/cast_after_weight"),
-        ("granite", "GraniteForCausalLM", None),
+        ("chameleon", "ChameleonForConditionalGeneration", None),
         ("glm", "GlmMLP", "swiglu_mlp/fused_gate_up"),
         ("cohere", "CohereLayerNorm", None),
     ],
-    ids=["weight plus one", "weight in fp32", "scaled logits", "fused gate and up", "layer norm"],
+    ids=["weight plus one", "weight in fp32", "masked logits", "fused gate and up", "layer norm"],
 )
 def test_lookalikes_get_their_own_variant_or_none(arch, symbol, op):
     found = {match.symbol: str(match) for match in discover(arch).matches}

@@ -161,10 +161,15 @@ def head_model(head, loss=None):
     return model
 
 
+def hooked(head):
+    head.register_forward_hook(lambda module, args, output: 2 * output)
+    return head
+
+
 @pytest.mark.parametrize(
     ("head", "loss", "reason"),
     [
-        (nn.Linear(2, 3, bias=True), None, "has a bias"),
+        (hooked(nn.Linear(2, 3)), None, "has forward hooks"),
         (nn.Sequential(nn.Linear(2, 3)), None, "Sequential"),
         (nn.Linear(2, 3, bias=False), print, "loss_function was replaced"),
     ],
@@ -178,8 +183,9 @@ def test_fused_loss_with_an_unsupported_head(head, loss, reason):
         BoundKernel("cross_entropy_loss", "causal", "chunk_loss", True, print).can_serve(model, head)
 
 
-def test_fused_loss_with_a_plain_head():
-    head = nn.Linear(2, 3, bias=False)
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_loss_with_a_plain_head(bias):
+    head = nn.Linear(2, 3, bias=bias)
     assert BoundKernel("cross_entropy_loss", "causal", "chunk_loss", True, print).can_serve(head_model(head), head)
 
 

@@ -199,10 +199,10 @@ def _triton_sum(name: str, device: torch.device) -> Callable[..., Any] | None:
 
 
 class _Head(nn.Linear):
-    """An output head whose forward can also run a loss that reads its weight, which FSDP gathers there alone."""
+    """An output head whose forward can also run a loss that reads its parameters, which FSDP gathers there alone."""
 
-    def forward(self, hidden_states: Tensor, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-        return super().forward(hidden_states) if loss is None else loss(hidden_states, self.weight)
+    def forward(self, hidden_states: Tensor, loss: Callable[..., Any] | None = None) -> Any:
+        return super().forward(hidden_states) if loss is None else loss(hidden_states, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -227,8 +227,11 @@ class _LossInHead:
         # What `head` was before its forward could run a loss.
         self._linear = nn.Linear(1, 1, bias=False, device="meta")
 
-    def __call__(self, hidden_states: Tensor, weight: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
-        return self.head(hidden_states, loss=lambda x, whole: self.kernel(x, whole, labels, **kwargs))
+    def __call__(
+        self, hidden_states: Tensor, weight: Tensor, labels: Tensor | None, *, bias: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        # The arguments `weight` and `bias` are shards.
+        return self.head(hidden_states, loss=lambda x, w, b: self.kernel(x, w, labels, bias=b, **kwargs))
 
     def __repr__(self) -> str:
         return f"<in the head {self.kernel!r}>"
@@ -236,11 +239,14 @@ class _LossInHead:
     def can_serve(self, model: Any, head: Any) -> bool:
         return head is self.head and self.kernel.can_serve(model, self._linear)
 
+    def other_variant(self, variant: str) -> _LossInHead:
+        return _LossInHead(self.kernel.other_variant(variant), self.head)
+
 
 def _separate_head(model: Any) -> nn.Module | None:
-    """The output head, ready to be an FSDP group; None where its weight is tied or it is not a bias-free Linear."""
+    """The output head, ready to be an FSDP group; None where its weight is tied or it is not a plain Linear."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    if type(head) is not nn.Linear or head.bias is not None:
+    if type(head) is not nn.Linear:
         return None
     if sum(p is head.weight for m in model.modules() for p in m.parameters(recurse=False)) > 1:
         return None

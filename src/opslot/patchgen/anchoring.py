@@ -27,9 +27,6 @@ def apply_anchored(edit: Anchored, document: Document) -> None:
         )
     swaps: Swaps = {}
     for match in matches:
-        earlier = document.author(match.nodes)
-        if earlier is not None and edit.mode == "replace":
-            raise document.fail(edit, f"its place was already changed by `{earlier.summary}`; drop one of the two")
         swaps[id(match)] = _written(edit, document, match)
     document.put(edit.target, rewrite(edit, document, scope, matches, swaps, edit.mode))
     document.note(edit.target, edit.summary)
@@ -39,19 +36,29 @@ def apply_anchored(edit: Anchored, document: Document) -> None:
 
 def _written(edit: Anchored, document: Document, match: Match) -> list[cst.CSTNode]:
     """What the edit puts at a match."""
+    if edit.mode == "replace":
+        return replace_match(edit, document, match, edit.template)
+    new = fill_statements(edit.template, match.captures)
+    document.sign(edit, new, match.nodes)
+    return new
+
+
+def replace_match(edit: Edit, document: Document, match: Match, template: str) -> list[cst.CSTNode]:
+    """What stands for a match after `template` replaces it."""
+    earlier = document.author(match.nodes)
+    if earlier is not None:
+        raise document.fail(edit, f"its place was already changed by `{earlier.summary}`; drop one of the two")
     upstream = list(match.nodes)
     new: list[cst.CSTNode]
-    if edit.mode != "replace":
-        new = fill_statements(edit.template, match.captures)
-    elif match.expression is not None:
+    if match.expression is not None:
         try:
-            new = [fill_expression(edit.template, match.captures, match.expression)]
+            new = [fill_expression(template, match.captures, match.expression)]
         except cst.ParserSyntaxError:
-            raise document.fail(edit, f"an expression cannot be replaced by statements:\n{edit.template}") from None
+            raise document.fail(edit, f"an expression cannot be replaced by statements:\n{template}") from None
     else:
         # What stands above the first statement is put above the edit's mark by `splice`.
         upstream[0] = upstream[0].with_changes(leading_lines=[])
-        new = fill_statements(edit.template, match.captures, upstream)
+        new = fill_statements(template, match.captures, upstream)
     document.sign(edit, new, upstream)
     return new
 

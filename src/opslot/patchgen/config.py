@@ -12,6 +12,7 @@ from opslot.patchgen.edits import (
     Anchored,
     ClassAttribute,
     ConfigSlot,
+    Decorate,
     Edit,
     Exclude,
     Expectations,
@@ -19,10 +20,11 @@ from opslot.patchgen.edits import (
     InheritMethod,
     Slot,
     SlotCalls,
+    SlotLoss,
     SlotMethod,
     rename,
 )
-from opslot.patchgen.losses import loss_form
+from opslot.patchgen.losses import classifier_form
 from opslot.patchgen.primitives import TextPrimitives, pairs_of
 
 
@@ -118,14 +120,24 @@ class PatchConfig(TextPrimitives):
         self._add(Anchored(scope, patterns=(pattern,), template=template, count=count, slot=slot), name_map)
 
     def slot_loss(self, target: str, slot: Slot, *, name_map: Mapping[str, str] | None = None) -> None:
-        """Let a kernel compute the loss straight from hidden states and the head's weight.
+        """Let a kernel compute the loss from hidden states and the head's weight.
 
-        The variant `causal` covers the statements from the logits to the loss, and skips the logits; the variant
-        `sequence_classification` replaces the loss alone. Anything else between them, such as a soft cap, raises.
+        The variant `causal` covers the statements from the logits to the loss, with scaling and softcap, and skips the
+        logits (`opslot.patchgen.losses` says which forms); the variant `sequence_classification` replaces the loss
+        of Transformers' generic classifiers of sequences and of tokens. Anything else raises when the module is
+        generated.
         """
         _require_method(target, slot)
-        patterns, template = loss_form(slot)
-        self._add(Anchored(target, patterns=patterns, template=template, slot=slot), name_map)
+        if slot.variant == "causal":
+            self._add(SlotLoss(target, slot=slot), name_map)
+        elif slot.variant == "sequence_classification":
+            pattern, template = classifier_form(target, slot)
+            self._add(Anchored(target, patterns=(pattern,), template=template, slot=slot), name_map)
+        else:
+            raise PatchError(
+                f"slot_loss knows the variants causal and sequence_classification, not {slot.variant!r};"
+                " use PatchConfig.replace with a slot for another form"
+            )
 
     def replace(
         self,
@@ -216,6 +228,10 @@ class PatchConfig(TextPrimitives):
     def set_attribute(self, class_name: str, attribute: str, value: Any) -> None:
         """Set an attribute of a class to a literal value."""
         self.edits.append(ClassAttribute(class_name, attribute=attribute, value=value))
+
+    def decorate(self, target: str, module: str, decorator: str) -> None:
+        """Put `decorator`, a function of `module`, above all decorators of a method."""
+        self.edits.append(Decorate(target, module=module, decorator=decorator))
 
     def add_import(
         self, module: str, names: Iterable[str] = (), *, alias: str | None = None, is_from_import: bool | None = None

@@ -114,6 +114,17 @@ class SlotCalls(Edit):
 
 
 @dataclass(frozen=True)
+class SlotLoss(Edit):
+    """Compute the loss of the method `target` with the slot's kernel, from hidden states and the head's weight."""
+
+    slot: Slot = Slot("")
+
+    @property
+    def action(self) -> str:
+        return f"slot {self.slot} in {self.target}"
+
+
+@dataclass(frozen=True)
 class Anchored(Edit):
     """Replace, or insert beside, what one of `patterns` matches in the scope `target`."""
 
@@ -195,6 +206,22 @@ class ClassAttribute(Edit):
     @property
     def action(self) -> str:
         return f"set {self.attribute} of {self.target}"
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class Decorate(Edit):
+    """Put a decorator of another module above a method; nothing where the class is excluded."""
+
+    module: str = ""
+    decorator: str = ""
+
+    @property
+    def action(self) -> str:
+        return f"decorate {self.target} with {self.decorator}"
 
     @property
     def symbols(self) -> tuple[str, ...]:

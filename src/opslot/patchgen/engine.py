@@ -13,10 +13,12 @@ from opslot.patchgen.edits import (
     Anchored,
     ClassAttribute,
     ConfigSlot,
+    Decorate,
     Edit,
     Exclude,
     InheritMethod,
     SlotCalls,
+    SlotLoss,
     SlotMethod,
 )
 from opslot.patchgen.exclusion import apply_exclude
@@ -24,7 +26,7 @@ from opslot.patchgen.inheritance import apply_inherit_method
 from opslot.patchgen.module_edits import finish_module
 from opslot.patchgen.primitives import ExternalReplacement, ModifyInit, Replacement
 from opslot.patchgen.replacements import apply_external, apply_modify_init, apply_replacement
-from opslot.patchgen.slotting import apply_slot_calls, apply_slot_method
+from opslot.patchgen.slotting import apply_decorate, apply_slot_calls, apply_slot_loss, apply_slot_method
 from opslot.patchgen.source import Release
 
 
@@ -86,7 +88,7 @@ def _replaces(first: Edit, second: Edit) -> bool:
 
 
 # Edits that share their targets with others.
-_UNPLACED = (SlotCalls, ClassAttribute, ConfigSlot)
+_UNPLACED = (SlotCalls, ClassAttribute, ConfigSlot, Decorate)
 
 
 @singledispatch
@@ -97,11 +99,13 @@ def apply(edit: Edit, document: Document) -> None:
 
 apply.register(SlotMethod)(apply_slot_method)
 apply.register(SlotCalls)(apply_slot_calls)
+apply.register(SlotLoss)(apply_slot_loss)
 apply.register(Anchored)(apply_anchored)
 apply.register(InheritMethod)(apply_inherit_method)
 apply.register(Replacement)(apply_replacement)
 apply.register(ExternalReplacement)(apply_external)
 apply.register(ModifyInit)(apply_modify_init)
 apply.register(Exclude)(apply_exclude)
+apply.register(Decorate)(apply_decorate)
 apply.register(ClassAttribute)(lambda edit, document: document.set_attribute(edit))
 apply.register(ConfigSlot)(lambda edit, document: None)

@@ -46,11 +46,13 @@ class Skip:
         symbol: upstream's class or function.
         op: the op's name.
         reason: why no form of the op matches, starting with a verb.
+        write: adds to a patch what the class needs nevertheless.
     """
 
     symbol: str
     op: str
     reason: str
+    write: Callable[[PatchConfig], None] = field(default=lambda patch: None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

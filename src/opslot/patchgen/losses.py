@@ -1,37 +1,62 @@
-"""The statements of upstream's heads that a fused loss stands for, and what replaces them."""
+"""Finds the statements of a forward from the output head to the loss, and writes what a fused loss computes instead.
+
+The region begins where the head computes the logits and ends with `if labels is not None: ...`, which computes the
+loss. In between the logits may be multiplied, divided, capped by tanh and cast to float32. In the loss, rows of the
+logits may be selected before they meet their labels; the fused form selects the same rows of the hidden states.
+Anything else keeps Transformers' implementation. This file works on `ast`, without LibCST.
+"""
 
 from __future__ import annotations
 
-from opslot._base.errors import PatchError
+import ast
+import copy
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeGuard
+
 from opslot.patchgen.edits import Slot
 
-# The two ways upstream writes the call; `$*rest` is `**kwargs` where the head passes them on.
-_CAUSAL_CALLS = (
-    "self.loss_function(logits=logits, labels=labels, vocab_size=$vocab_size, $*rest)",
-    "self.loss_function(logits, labels, $vocab_size, $*rest)",
-)
+_CASTS = ("float", "contiguous")
+_TANH = ("torch.tanh", "nn.functional.tanh", "F.tanh", "torch.nn.functional.tanh")
+_CRITERIA = ("CrossEntropyLoss", "nn.CrossEntropyLoss", "torch.nn.CrossEntropyLoss")
+_CROSS_ENTROPIES = ("nn.functional.cross_entropy", "F.cross_entropy", "torch.nn.functional.cross_entropy")
+_LOSS_FUNCTION = "self.loss_function"
 
-_CAUSAL_REGION = """\
-logits = self.$head($head_input)
-loss = None
-if labels is not None:
-    loss = {call}"""
 
-_CAUSAL_TEMPLATE = """\
-loss_kernel = self.{attribute} if labels is not None else None
-if loss_kernel is not None and loss_kernel.can_serve(self, self.$head):
-    logits = None
-    loss = loss_kernel($head_input, self.$head.weight, labels, $*rest)
-else:
-    $match"""
+class UnknownLossError(Exception):
+    """Why the loss of a forward has no fused form; starts with a verb."""
 
-_CLASSIFICATION_REGION = """\
+
+@dataclass(frozen=True)
+class LossRegion:
+    """Statements `start:stop` of a forward's body, and what computes the same loss without logits.
+
+    Attributes:
+        head: the module that computes the logits, as source text, e.g. "self.lm_head".
+        head_input: what it is called with.
+        shape: keyword arguments of the kernel that say how the logits change before the loss.
+        guards: conditions under which the fused form does not hold.
+        fused: statements in which `loss_kernel` computes the loss.
+    """
+
+    start: int
+    stop: int
+    head: str
+    head_input: str
+    shape: str
+    guards: tuple[str, ...]
+    fused: str
+
+
+# Transformers' generic classifiers. Their logits are few, so only the loss is replaced. Regression and multi-label
+# classification keep Transformers' implementation.
+_SEQUENCE_PATTERN = """\
 loss = None
 if labels is not None:
     loss = self.loss_function(logits=logits, labels=labels, pooled_logits=pooled_logits, config=self.config)"""
 
-# The kernel computes what upstream's loss does for one label per row; regression and multi-label stay upstream's.
-_CLASSIFICATION_TEMPLATE = """\
+_SEQUENCE_TEMPLATE = """\
 loss_kernel = self.{attribute} if labels is not None else None
 if (
     loss_kernel is not None
@@ -43,19 +68,553 @@ if (
     pooled_hidden_states = hidden_states[
         torch.arange(batch_size, device=hidden_states.device), last_non_pad_token
     ]
-    loss = loss_kernel(pooled_hidden_states, self.score.weight, labels)
+    loss = loss_kernel(pooled_hidden_states, self.score.weight, labels, bias=self.score.bias)
+else:
+    $match"""
+
+_TOKEN_PATTERN = """\
+loss = None
+if labels is not None:
+    loss = self.loss_function(logits, labels, self.config)"""
+
+_TOKEN_TEMPLATE = """\
+loss_kernel = self.{attribute} if labels is not None else None
+if loss_kernel is not None and loss_kernel.can_serve(self, self.score):
+    loss = loss_kernel(sequence_output, self.score.weight, labels, bias=self.score.bias)
 else:
     $match"""
 
 
-def loss_form(slot: Slot) -> tuple[tuple[str, ...], str]:
-    """Patterns and template for the loss of `slot.variant`."""
-    if slot.variant == "causal":
-        patterns = tuple(_CAUSAL_REGION.format(call=call) for call in _CAUSAL_CALLS)
-        return patterns, _CAUSAL_TEMPLATE.format(attribute=slot.attribute)
-    if slot.variant == "sequence_classification":
-        return (_CLASSIFICATION_REGION,), _CLASSIFICATION_TEMPLATE.format(attribute=slot.attribute)
-    raise PatchError(
-        f"slot_loss knows the variants causal and sequence_classification, not {slot.variant!r};"
-        " use PatchConfig.replace with a slot for another form"
+def classifier_form(target: str, slot: Slot) -> tuple[str, str]:
+    """Pattern and template for the loss of a classifier, whose class's name says what it classifies."""
+    of_tokens = target.split(".")[0].endswith("ForTokenClassification")
+    pattern, template = (_TOKEN_PATTERN, _TOKEN_TEMPLATE) if of_tokens else (_SEQUENCE_PATTERN, _SEQUENCE_TEMPLATE)
+    return pattern, template.format(attribute=slot.attribute)
+
+
+def loss_statements(region: LossRegion, slot: Slot) -> str:
+    """What replaces a region, with `$match` for its own statements."""
+    guards = "".join(f" and not ({guard})" for guard in region.guards)
+    return (
+        f"loss_kernel = self.{slot.attribute} if labels is not None{guards} else None\n"
+        f"if loss_kernel is not None and loss_kernel.can_serve(self, {region.head}):\n"
+        f"{textwrap.indent(region.fused, '    ')}\n"
+        "else:\n"
+        "    $match"
     )
+
+
+def loss_region(forward: ast.FunctionDef, init: ast.FunctionDef | None = None) -> LossRegion:
+    """The region of a forward; `init` is the constructor of its class, if it has its own.
+
+    Raises:
+        UnknownLossError: the loss has no fused form.
+    """
+    end, block = _loss_block(forward)
+    criteria = _criteria(forward)
+    calls = [node for node in ast.walk(block) if _is_loss(node, criteria)]
+    if len(calls) != 1:
+        raise UnknownLossError(f"computes {len(calls)} losses with its labels")
+    logits = _logits_name(calls[0], block)
+    start, definition = _head_statement(forward.body, end, logits)
+    head, head_input, shape, kept = _logit_changes(forward.body[start:end], logits)
+    _check_head(head, init)
+    for operand in shape.operands:
+        if not _is_setting(ast.parse(operand, mode="eval").body, forward, init):
+            raise UnknownLossError(f"changes the logits by `{operand}`, which may be a tensor")
+    _check_later_uses(forward.body[end + 1 :], logits)
+
+    loss = _FusedLoss(logits, definition, head, head_input, shape.arguments(), criteria, _labels_in_place(init))
+    fused, guards = loss.write(block)
+    kept = [line for line in kept if not _sets_none(line, fused)]
+    nothing = ast.parse(f"{logits} = None").body
+    text = "\n".join(ast.unparse(statement) for statement in [*kept, *nothing, *fused])
+    return LossRegion(start, end + 1, head, ast.unparse(head_input), shape.arguments(), tuple(guards), text)
+
+
+def _loss_block(forward: ast.FunctionDef) -> tuple[int, ast.If]:
+    """Index and statement of `if labels is not None:` with the loss in it."""
+    criteria = _criteria(forward)
+    found = [
+        (index, statement)
+        for index, statement in enumerate(forward.body)
+        if isinstance(statement, ast.If)
+        and ast.unparse(statement.test) == "labels is not None"
+        and not statement.orelse
+        and any(_is_loss(node, criteria) for node in ast.walk(statement))
+    ]
+    if len(found) != 1:
+        raise UnknownLossError(f"computes its loss in {'several places' if found else 'another module'}")
+    return found[0]
+
+
+def _criteria(forward: ast.AST) -> dict[str, ast.Call]:
+    """Names bound to a `CrossEntropyLoss(...)`, with the call."""
+    return {
+        node.targets[0].id: node.value
+        for node in ast.walk(forward)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func) in _CRITERIA
+        and not node.value.args
+    }
+
+
+def _is_loss(node: ast.AST, criteria: Iterable[str]) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in (_LOSS_FUNCTION, *_CROSS_ENTROPIES, *criteria)
+
+
+def _logits_name(call: ast.AST, block: ast.If) -> str:
+    """The variable outside the block that holds the logits."""
+    assert isinstance(call, ast.Call)
+    inside = {
+        node.targets[0].id: node.value
+        for node in reversed(list(ast.walk(block)))
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    keyword = next((k.value for k in call.keywords if k.arg in ("logits", "input")), None)
+    value = keyword or (call.args[0] if call.args else None)
+    for _ in range(len(inside) + 1):
+        name = _base_name(value)
+        if name is None or name not in inside:
+            break
+        value = inside[name]
+        if _base_name(value) == name:
+            break
+    if name is None:
+        raise UnknownLossError(f"calls its loss as `{_short(call)}`")
+    return name
+
+
+def _base_name(value: ast.AST | None) -> str | None:
+    """The variable at the bottom of attributes, subscripts and method calls."""
+    while isinstance(value, ast.Attribute | ast.Subscript | ast.Call):
+        value = value.func if isinstance(value, ast.Call) else value.value
+    return value.id if isinstance(value, ast.Name) else None
+
+
+def _head_statement(body: Sequence[ast.stmt], end: int, logits: str) -> tuple[int, ast.Assign]:
+    """The assignment before `end` from which on `logits` exists."""
+    for index in reversed(range(end)):
+        statement = body[index]
+        if _is_assignment(statement, logits) and not _uses(statement.value, logits):
+            return index, statement
+        if not _is_assignment(statement, logits) and isinstance(statement, ast.With | ast.For | ast.While | ast.Try):
+            break
+    raise UnknownLossError("takes its logits from somewhere else than a head of its own")
+
+
+def _is_assignment(statement: ast.stmt, name: str) -> TypeGuard[ast.Assign]:
+    return isinstance(statement, ast.Assign) and [ast.unparse(target) for target in statement.targets] == [name]
+
+
+def _uses(node: ast.AST, *names: str) -> bool:
+    return any(isinstance(found, ast.Name) and found.id in names for found in ast.walk(node))
+
+
+@dataclass
+class _Shape:
+    """How the logits change: multiplied by `factors`, then capped."""
+
+    factors: list[str] = field(default_factory=list)
+    softcap: str = ""
+    operands: list[str] = field(default_factory=list)
+
+    def add(self, operations: list[tuple[str, str]], condition: str = "") -> None:
+        """Add (operation, operand) pairs in their order; with `condition`, only where that value is not None.
+
+        Raises:
+            UnknownLossError: no kernel computes them.
+        """
+        operations = list(operations)
+        self.operands += [operand for _, operand in operations if operand]
+        while operations:
+            names, operands = [o[0] for o in operations[:3]], [o[1] for o in operations[:3]]
+            if self.softcap:
+                raise UnknownLossError("changes the logits after their softcap")
+            if names == ["div", "tanh", "mul"] and operands[0] == operands[2] and condition in ("", operands[0]):
+                self.softcap = operands[0]
+                operations = operations[3:]
+            elif names[0] in ("mul", "div"):
+                factor = operands[0] if names[0] == "mul" else f"1.0 / ({operands[0]})"
+                if condition and condition != operands[0]:
+                    raise UnknownLossError(f"changes the logits under the condition `{condition}`")
+                self.factors.append(f"({factor} if {condition} is not None else 1.0)" if condition else f"({factor})")
+                operations = operations[1:]
+            else:
+                raise UnknownLossError(f"changes the logits by {names[0]} between head and loss")
+
+    def arguments(self) -> str:
+        """The kernel's keyword arguments, each with a comma in front."""
+        softcap = f", softcap={self.softcap}" if self.softcap else ""
+        return softcap + (f", logit_scale={' * '.join(self.factors)}" if self.factors else "")
+
+
+def _logit_changes(statements: Sequence[ast.stmt], logits: str) -> tuple[str, ast.expr, _Shape, list[ast.stmt]]:
+    """(head, its input, changes of the logits, statements that do not concern the logits)."""
+    first, *others = statements
+    assert isinstance(first, ast.Assign)
+    base, operations = _operations(first.value, logits)
+    if not (
+        isinstance(base, ast.Call)
+        and isinstance(base.func, ast.Attribute)
+        and _base_name(base.func) == "self"
+        and len(base.args) == 1
+        and not base.keywords
+    ):
+        raise UnknownLossError(f"computes its logits as `{_short(first.value)}`")
+    kept: list[ast.stmt] = []
+    # Adjacent statements may form one softcap, so their operations are collected.
+    for statement in others:
+        if _is_assignment(statement, logits):
+            operations += _operations_on(statement.value, logits)
+        elif isinstance(statement, ast.AugAssign) and ast.unparse(statement.target) == logits:
+            operations += _operations_on(ast.BinOp(ast.Name(logits), statement.op, statement.value), logits)
+        elif isinstance(statement, ast.If) and _uses(statement, logits):
+            operations.append(("if", ""))
+            operations_inside, condition = _conditional(statement, logits)
+            operations[-1] = ("if", condition)
+            operations += operations_inside
+            operations.append(("endif", ""))
+        elif _uses(statement, logits):
+            raise UnknownLossError(f"changes the logits between head and loss: `{_short(statement)}`")
+        else:
+            kept.append(statement)
+    return ast.unparse(base.func), base.args[0], _shape_of(operations), kept
+
+
+def _shape_of(operations: list[tuple[str, str]]) -> _Shape:
+    """The changes as kernels know them; operations between "if" and "endif" depend on a condition."""
+    shape, group, condition = _Shape(), list[tuple[str, str]](), ""
+    for name, operand in operations:
+        if name in ("if", "endif"):
+            shape.add(group, condition)
+            group, condition = [], operand
+        else:
+            group.append((name, operand))
+    shape.add(group, condition)
+    return shape
+
+
+def _conditional(statement: ast.If, logits: str) -> tuple[list[tuple[str, str]], str]:
+    """Operations in `if C is not None: logits = ...`, and C; a name that C binds is replaced by its value."""
+    test = statement.test
+    checked = test.left if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.IsNot) else None
+    if checked is None or ast.unparse(test).rpartition(" is not ")[2] != "None" or statement.orelse:
+        raise UnknownLossError(f"changes the logits under the condition `{_short(test)}`")
+    operations = []
+    for inner in statement.body:
+        if not _is_assignment(inner, logits):
+            raise UnknownLossError(f"changes the logits between head and loss: `{_short(inner)}`")
+        operations += _operations_on(inner.value, logits)
+    if isinstance(checked, ast.NamedExpr):
+        name, value = ast.unparse(checked.target), ast.unparse(checked.value)
+        return [(op, value if operand == name else operand) for op, operand in operations], value
+    return operations, ast.unparse(checked)
+
+
+def _operations_on(value: ast.expr, logits: str) -> list[tuple[str, str]]:
+    base, operations = _operations(value, logits)
+    if not (isinstance(base, ast.Name) and base.id == logits):
+        raise UnknownLossError(f"changes the logits between head and loss: `{_short(value)}`")
+    return operations
+
+
+def _operations(value: ast.expr, logits: str) -> tuple[ast.expr, list[tuple[str, str]]]:
+    """(what is changed, operations in their order); casts to float32 are left out."""
+    operations: list[tuple[str, str]] = []
+    while True:
+        if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult | ast.Div):
+            left, right = value.left, value.right
+            if isinstance(value.op, ast.Mult) and not _computes_logits(left, logits):
+                left, right = right, left
+            if _uses(right, logits):
+                return value, operations
+            operations.insert(0, ("mul" if isinstance(value.op, ast.Mult) else "div", ast.unparse(right)))
+            value = left
+        elif isinstance(value, ast.Call) and ast.unparse(value.func) in _TANH and len(value.args) == 1:
+            operations.insert(0, ("tanh", ""))
+            value = value.args[0]
+        elif (inner := _method_of(value, "tanh")) is not None:
+            operations.insert(0, ("tanh", ""))
+            value = inner
+        elif (inner := _uncast(value)) is not None:
+            value = inner
+        else:
+            return value, operations
+
+
+def _computes_logits(value: ast.expr, logits: str) -> bool:
+    """Whether an operand is the logits, or a call of a module with them."""
+    return _uses(value, logits) or any(isinstance(node, ast.Call) for node in ast.walk(value))
+
+
+def _method_of(value: ast.AST, *names: str) -> ast.expr | None:
+    """`x` of `x.name()`."""
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in names:
+        return value.func.value if not (value.args or value.keywords) else None
+    return None
+
+
+def _uncast(value: ast.AST) -> ast.expr | None:
+    """`x` of `x.float()`, `x.contiguous()` and `x.to(torch.float32)`."""
+    if (inner := _method_of(value, *_CASTS)) is not None:
+        return inner
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "to":
+        given = [*map(ast.unparse, value.args), *(ast.unparse(k.value) for k in value.keywords)]
+        return value.func.value if given == ["torch.float32"] else None
+    return None
+
+
+def _is_setting(value: ast.expr, forward: ast.FunctionDef, init: ast.FunctionDef | None) -> bool:
+    """Whether an operand is a number or a value of the model's config, and so not a tensor."""
+    if isinstance(value, ast.Constant):
+        return isinstance(value.value, int | float)
+    if isinstance(value, ast.BinOp):
+        return _is_setting(value.left, forward, init) and _is_setting(value.right, forward, init)
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "getattr":
+        return _is_setting(value.args[0], forward, init)
+    if isinstance(value, ast.Name):
+        defined = [
+            node.value for node in ast.walk(forward) if isinstance(node, ast.Assign) and _is_assignment(node, value.id)
+        ]
+        return len(defined) == 1 and _is_setting(defined[0], forward, init)
+    made = (
+        [
+            node.value
+            for node in ast.walk(init)
+            if isinstance(node, ast.Assign) and _is_assignment(node, ast.unparse(value))
+        ]
+        if init
+        else []
+    )
+    if any(isinstance(node, ast.Call) for node in made):
+        return False
+    inner = value
+    while isinstance(inner, ast.Attribute) or (isinstance(inner, ast.Call) and not (inner.args or inner.keywords)):
+        inner = inner.value if isinstance(inner, ast.Attribute) else inner.func
+    return isinstance(inner, ast.Name) and (
+        inner.id == "self" or (inner is not value and _is_setting(inner, forward, init))
+    )
+
+
+def _check_head(head: str, init: ast.FunctionDef | None) -> None:
+    """Raise if the constructor makes the head from another class than nn.Linear."""
+    for node in ast.walk(init) if init else ():
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == head and isinstance(node.value, ast.Call):
+            made = ast.unparse(node.value.func)
+            if made not in ("nn.Linear", "torch.nn.Linear", "Linear"):
+                raise UnknownLossError(f"has a head of the class {made}, which is not an nn.Linear")
+
+
+def _labels_in_place(init: ast.FunctionDef | None) -> bool:
+    """Whether the constructor chooses the loss whose labels are not shifted."""
+    return any(
+        isinstance(node, ast.Assign) and ast.unparse(node).replace('"', "'") == "self.loss_type = 'ForMaskedLM'"
+        for node in (ast.walk(init) if init else ())
+    )
+
+
+def _check_later_uses(statements: Sequence[ast.stmt], logits: str) -> None:
+    """Raise if the logits are used after the loss elsewhere than in the output, where None stands for them."""
+    for statement in statements:
+        allowed = set[int]()
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
+                allowed.update(id(keyword.value) for keyword in node.value.keywords)
+            elif isinstance(node, ast.Tuple):
+                allowed.update(map(id, node.elts))
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and node.id == logits and id(node) not in allowed:
+                raise UnknownLossError(f"uses the logits after the loss: `{_short(statement)}`")
+
+
+def _sets_none(statement: ast.stmt, later: Sequence[ast.stmt]) -> bool:
+    """Whether it assigns None to a variable that `later` assigns unconditionally."""
+    if not (isinstance(statement, ast.Assign) and ast.unparse(statement.value) == "None"):
+        return False
+    target = ast.unparse(statement.targets[0])
+    return any(isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == target for line in later)
+
+
+def _short(node: ast.AST) -> str:
+    line = " ".join(ast.unparse(node).split())
+    return line if len(line) <= 80 else f"{line[:77]}..."
+
+
+class _FusedLoss(ast.NodeTransformer):
+    """Rewrites the block of the loss, with rows of the hidden states in place of rows of the logits."""
+
+    def __init__(
+        self,
+        logits: str,
+        definition: ast.Assign,
+        head: str,
+        head_input: ast.expr,
+        shape: str,
+        criteria: dict[str, ast.Call],
+        labels_in_place: bool,
+    ) -> None:
+        self.head, self.shape = head, shape
+        self.criteria, self.labels_in_place = criteria, labels_in_place
+        # Variables that hold rows of the logits, what holds those rows of the hidden states, and whether the rows are
+        # still [batch, sequence].
+        self.rows: dict[str, tuple[ast.expr, bool]] = {logits: (head_input, True)}
+
+    def write(self, block: ast.If) -> tuple[list[ast.stmt], list[str]]:
+        """(the fused statements, conditions under which they do not hold)."""
+        statements: list[ast.stmt] = []
+        guards = []
+        (logits,) = self.rows
+        head_input, _ = self.rows[logits]
+        uses = sum(isinstance(node, ast.Name) and node.id == logits for node in ast.walk(block))
+        if uses > 1 and not isinstance(head_input, ast.Name):
+            statements += ast.parse(f"head_input = {ast.unparse(head_input)}").body
+            self.rows[logits] = ast.Name("head_input"), True
+        for statement in block.body:
+            if self._is_criterion(statement):
+                continue
+            rows = dict(self.rows)
+            try:
+                statements.append(self.visit(copy.deepcopy(statement)))
+            except UnknownLossError:
+                self.rows = rows
+                guard = self._guard(statement, block)
+                if guard is None:
+                    raise
+                guards.append(guard)
+        return statements, guards
+
+    def _guard(self, statement: ast.stmt, block: ast.If) -> str | None:
+        """The condition of a statement beside the loss that needs the logits; None for another statement."""
+        is_part = any(_is_loss(node, self.criteria) for node in ast.walk(statement))
+        if isinstance(statement, ast.If) and not statement.orelse and not is_part:
+            inside = {
+                node.id for node in ast.walk(block) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            }
+            if not _uses(statement.test, *self.rows, *inside):
+                return ast.unparse(statement.test)
+        return None
+
+    def _is_criterion(self, statement: ast.stmt) -> bool:
+        return isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) in self.criteria
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        found = self._rows_of(node.value)
+        if found is None:
+            return self.generic_visit(node)
+        rows, whole = found
+        target = node.targets[0]
+        if not isinstance(target, ast.Name):
+            raise UnknownLossError(f"uses the logits beside the loss: `{_short(node)}`")
+        name = target.id.replace("logits", "head_input")
+        self.rows[target.id] = ast.Name(name), whole
+        return ast.Assign([ast.Name(name)], rows, lineno=0)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if _is_loss(node, self.criteria):
+            return self._kernel_call(node)
+        size = self._size(node)
+        return self.generic_visit(node) if size is None else size
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        size = self._size(node)
+        return self.generic_visit(node) if size is None else size
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        found = self._rows_of(node.value) if node.attr == "device" else None
+        return self.generic_visit(node) if found is None else ast.Attribute(found[0], "device")
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id in self.rows:
+            raise UnknownLossError(f"uses `{node.id}` for more than its loss")
+        return node
+
+    def _size(self, node: ast.Call | ast.Subscript) -> ast.expr | None:
+        """`logits.shape[1]` and `logits.size(1)` of the hidden states; the last size is another one."""
+        if isinstance(node, ast.Subscript):
+            of, index = node.value, node.slice
+            wanted = isinstance(of, ast.Attribute) and of.attr == "shape"
+        else:
+            of, index = node.func, node.args[0] if len(node.args) == 1 else ast.Constant(None)
+            wanted = isinstance(of, ast.Attribute) and of.attr == "size"
+        if not wanted or not isinstance(of, ast.Attribute):
+            return None
+        found = self._rows_of(of.value)
+        if found is None:
+            return None
+        rows, whole = found
+        if not whole or ast.unparse(index) not in ("0", "1", "-2"):
+            raise UnknownLossError(f"uses the logits beside the loss: `{_short(node)}`")
+        return ast.parse(f"({ast.unparse(rows)}).shape[{ast.unparse(index)}]", mode="eval").body
+
+    def _rows_of(self, value: ast.expr) -> tuple[ast.expr, bool] | None:
+        """The rows of the hidden states for an expression of rows of the logits; None for another expression."""
+        if isinstance(value, ast.Name):
+            return self.rows.get(value.id)
+        if (inner := _uncast(value)) is not None:
+            return self._rows_of(inner)
+        if isinstance(value, ast.Subscript):
+            found = self._rows_of(value.value)
+            if found is None:
+                return None
+            return self._selected(found, value.slice)
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+            found = self._rows_of(value.func.value)
+            if found is None:
+                return None
+            if value.func.attr in ("view", "reshape") and len(value.args) == 2 and ast.unparse(value.args[0]) == "-1":
+                # The kernel takes rows of any shape.
+                return found[0], False
+            if value.func.attr == "to" and len(value.args) == 1 and ast.unparse(value.args[0]).endswith(".device"):
+                moved = ast.Call(ast.Attribute(found[0], "to"), [self.visit(copy.deepcopy(value.args[0]))], [])
+                return moved, found[1]
+        return None
+
+    def _selected(self, found: tuple[ast.expr, bool], index: ast.expr) -> tuple[ast.expr, bool]:
+        """Rows that an index selects."""
+        rows, whole = found
+        parts = index.elts if isinstance(index, ast.Tuple) else [index]
+        texts = [ast.unparse(part) for part in parts]
+        if texts[0] == "...":
+            keeps_columns = len(parts) == 1 or texts[-1] == ":"
+        elif len(parts) == 1:
+            keeps_columns, whole = True, whole and isinstance(index, ast.Slice)
+        else:
+            keeps_columns = whole and (len(parts) == 2 or (len(parts) == 3 and texts[-1] == ":"))
+        if not keeps_columns or any(text == "None" for text in texts):
+            raise UnknownLossError(f"selects logits in its loss: `[{', '.join(texts)}]`")
+        new = self.visit(copy.deepcopy(index))
+        return ast.Subscript(rows, new), whole
+
+    def _kernel_call(self, node: ast.Call) -> ast.expr:
+        function = ast.unparse(node.func)
+        names = ("logits", "labels", "vocab_size") if function == _LOSS_FUNCTION else ("input", "target")
+        given = dict(zip(names, node.args)) | {k.arg: k.value for k in node.keywords if k.arg in names}
+        rest = [k for k in node.keywords if k.arg not in names]
+        if len(node.args) > len(names) or names[0] not in given:
+            raise UnknownLossError(f"calls its loss as `{_short(node)}`")
+        found = self._rows_of(given[names[0]])
+        if found is None:
+            raise UnknownLossError(f"computes the loss of `{_short(given[names[0]])}`")
+        labels, shifted = self.visit(copy.deepcopy(given.get(names[1], ast.Constant(None)))), None
+        if function != _LOSS_FUNCTION:
+            rest = _criterion_options(self.criteria.get(function, node))
+        if function != _LOSS_FUNCTION or self.labels_in_place:
+            labels, shifted = ast.Constant(None), labels
+        arguments = f"{ast.unparse(found[0])}, {self.head}.weight, {ast.unparse(labels)}, bias={self.head}.bias"
+        arguments += f", shift_labels={ast.unparse(shifted)}" if shifted is not None else ""
+        arguments += self.shape
+        for keyword in rest:
+            value = ast.unparse(self.visit(copy.deepcopy(keyword.value)))
+            arguments += f", **{value}" if keyword.arg is None else f", {keyword.arg}={value}"
+        return ast.parse(f"loss_kernel({arguments})", mode="eval").body
+
+
+def _criterion_options(call: ast.Call) -> list[ast.keyword]:
+    """The options of a cross entropy that are not torch's defaults."""
+    options = [k for k in call.keywords if (k.arg, ast.unparse(k.value)) != ("reduction", "'mean'")]
+    if any(k.arg not in ("ignore_index", "label_smoothing", "input", "target") for k in options):
+        raise UnknownLossError(f"calls its loss as `{_short(call)}`")
+    return [k for k in options if k.arg in ("ignore_index", "label_smoothing")]

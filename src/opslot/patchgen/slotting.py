@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import textwrap
+
 import libcst as cst
 
-from opslot.patchgen.anchoring import Swaps, rewrite
+from opslot.patchgen.anchoring import Swaps, replace_match, rewrite
 from opslot.patchgen.document import Document
-from opslot.patchgen.edits import Edit, SlotCalls, SlotMethod
+from opslot.patchgen.edits import Decorate, Edit, SlotCalls, SlotLoss, SlotMethod
 from opslot.patchgen.fingerprint import fingerprint
-from opslot.patchgen.pattern import compile_pattern, find_matches
+from opslot.patchgen.losses import UnknownLossError, loss_region, loss_statements
+from opslot.patchgen.pattern import Match, compile_pattern, find_matches
 from opslot.patchgen.tree import is_docstring, splice
 
 
@@ -92,6 +96,40 @@ def apply_slot_calls(edit: SlotCalls, document: Document) -> None:
     if total == 0 or (edit.count is not None and total != edit.count):
         expected = "at least one" if edit.count is None else edit.count
         raise document.fail(edit, f"{expected} call(s) of {edit.target} in methods expected, {total} found")
+
+
+def apply_slot_loss(edit: SlotLoss, document: Document) -> None:
+    class_name = edit.target.split(".")[0]
+    method = document.get(edit.target, edit)
+    block = method.body
+    assert isinstance(block, cst.IndentedBlock)
+    init = document.find(f"{class_name}.__init__")
+    try:
+        region = loss_region(_as_ast(method), _as_ast(init) if init is not None else None)
+    except UnknownLossError as reason:
+        raise document.fail(edit, f"it {reason}", show=edit.target) from None
+    match = Match(block, region.start, region.stop)
+    swaps = {id(match): replace_match(edit, document, match, loss_statements(region, edit.slot))}
+    document.put(edit.target, rewrite(edit, document, method, [match], swaps))
+    document.note(edit.target, edit.summary)
+    document.declare(class_name, edit.slot, edit)
+
+
+def apply_decorate(edit: Decorate, document: Document) -> None:
+    method = document.find(edit.target)
+    if method is None:
+        return
+    new = cst.Decorator(cst.Name(edit.decorator))
+    document.sign(edit, [new])
+    document.put(edit.target, method.with_changes(decorators=[new, *method.decorators]))
+    document.imports[edit.decorator] = f"from {edit.module} import {edit.decorator}"
+    document.note(edit.target, edit.summary)
+
+
+def _as_ast(node: cst.CSTNode) -> ast.FunctionDef:
+    definition = ast.parse(textwrap.dedent(cst.Module([]).code_for_node(node))).body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    return definition
 
 
 def _has_self(method: cst.FunctionDef) -> bool:

@@ -11,14 +11,16 @@ from opslot.patchgen.edits import (
     Anchored,
     ClassAttribute,
     ConfigSlot,
+    Decorate,
     Edit,
     Exclude,
     InheritMethod,
     Slot,
     SlotCalls,
+    SlotLoss,
     SlotMethod,
 )
-from opslot.patchgen.losses import loss_form
+from opslot.patchgen.losses import classifier_form
 
 
 def patch_source(patch: PatchConfig) -> str:
@@ -80,10 +82,15 @@ def _(edit: ConfigSlot) -> _Written:
 
 
 @_written.register
+def _(edit: SlotLoss) -> _Written:
+    return "slot_loss", (edit.target, edit.slot), {}
+
+
+@_written.register
 def _(edit: Anchored) -> _Written:
     slot, count = edit.slot, edit.count if edit.count != 1 else None
     if slot is not None:
-        if slot.op == "cross_entropy_loss" and (edit.patterns, edit.template) == loss_form(slot):
+        if (*edit.patterns, edit.template) == classifier_form(edit.target, slot):
             return "slot_loss", (edit.target, slot), {}
         start, end = f"self.{slot.attribute}(", f") if self.{slot.attribute} is not None else $match"
         if edit.template.startswith(start) and edit.template.endswith(end):
@@ -101,6 +108,11 @@ def _(edit: InheritMethod) -> _Written:
 @_written.register
 def _(edit: Exclude) -> _Written:
     return "exclude_from_output", edit.whole, {}
+
+
+@_written.register
+def _(edit: Decorate) -> _Written:
+    return "decorate", (edit.target, edit.module, edit.decorator), {}
 
 
 @_written.register

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from opslot._base.errors import KernelError
 from opslot.slots.protocol import declare_slot, slot_attribute
 from opslot.slots.registry import KERNEL_REGISTRY
 
@@ -38,6 +39,20 @@ class BoundKernel:
     def can_serve(self, *modules: Any) -> bool:
         """Whether this kernel may run in place of a call of `modules`, which generated code asks; see `OpSpec`."""
         return self._can_serve is None or self._can_serve(self, *modules)
+
+    def other_variant(self, variant: str) -> BoundKernel:
+        """The kernel of the same name for another variant of the op.
+
+        Raises:
+            KernelError: it has none.
+        """
+        usable = [spec.name for spec in KERNEL_REGISTRY.specs(self.op_name, variant)]
+        if self.name not in usable:
+            raise KernelError(
+                f"{self.op_name}_implementation={self.name!r} has no {variant}",
+                hint=f"set {self.op_name}_implementation to auto, eager or one of {', '.join(usable)}",
+            )
+        return _load(self.op_name, variant, self.name, self.explicit)
 
     def __repr__(self) -> str:
         return f"<{self.op_name}/{self.variant}: {self.name}>"

@@ -61,6 +61,8 @@ def _discover(arch: str, release: Release, digest: str) -> Discovery:
     patch = PatchConfig(module.upstream.name, description=f"{arch} with slots for kernels")
     for match in matches:
         match.write(patch)
+    for skip in skips:
+        skip.write(patch)
     support.write_support(patch, module)
     for fact in (finding for finding in found if isinstance(finding, ClassFact)):
         slotted = {match.op for match in matches if match.symbol == fact.name}

@@ -24,6 +24,7 @@ def _case(
     exact: bool = False,
     shifted: bool = False,
     num_items: int | Tensor | None = None,
+    bias: bool = False,
     **options: Any,
 ) -> InputCase:
     """`std` scales the standard deviation of the logits: from 12 on some labels have p near 1 or near 0.
@@ -50,6 +51,8 @@ def _case(
         arguments: dict[str, Any] = {"hidden_states": hidden, "weight": weight, "labels": labels, **options}
         if num_items is not None:
             arguments["num_items_in_batch"] = num_items
+        if bias:
+            arguments["bias"] = randn((vocab,), dtype, device, generator)
         if shifted:
             arguments["shift_labels"] = labels
         return arguments
@@ -67,12 +70,14 @@ _SHARED_CASES = [
     _case("all ignored", (2, 5, 32), 50, ignored=1.1, num_items=7),
     _case("no rows", (0, 5, 32), 50, num_items=7),
     _case("smoothed", (2, 9, 32), 101, label_smoothing=0.1),
+    _case("bias", (2, 9, 32), 101, bias=True),
 ]
 
 CAUSAL_CASES = [
     *_SHARED_CASES,
     _case("shifted labels", (37, 32), 80, shifted=True),
     _case("capped and scaled", (2, 9, 32), 101, std=3.0, exact=True, softcap=5.0, logit_scale=0.5),
+    _case("capped and scaled, bias", (2, 9, 32), 101, std=3.0, bias=True, softcap=5.0, logit_scale=0.5),
     _case(
         "capped, scaled and smoothed",
         (2, 9, 32),

@@ -25,6 +25,10 @@ _MAX_16_BIT_SUMS = 8
 _WORTH_COMPACTING = 0.9
 
 
+Wanted = tuple[bool, bool, bool]
+"""Whether the gradients by hidden states, weight and bias are wanted."""
+
+
 @dataclass(frozen=True)
 class Shaping:
     """How a logit z enters the loss: x = scale * z, then cap * tanh(x / cap) unless `cap` is 0.
@@ -82,43 +86,45 @@ def loss_and_gradients(
     backend: Backend,
     hidden: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     labels: Tensor,
     divisor: Tensor,
     shaping: Shaping,
-    want_hidden: bool,
-    want_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss / `divisor`, and its gradients by `hidden` [N, H] and `weight` [V, H] in `gradient_dtype`.
+    wanted: Wanted,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Summed loss / `divisor`, and its gradients by `hidden` [N, H], `weight` [V, H], `bias` [V] in `gradient_dtype`.
 
     A gradient that is not wanted is an empty tensor. `divisor` is a 0-d tensor in `loss_dtype`. If all labels are
     ignored, the loss is 0 / divisor and the gradients are 0.
     """
     kept = _rows_that_count(labels, shaping.ignore_index)
     if kept is not None:
-        loss, grad_kept, grad_weight = loss_and_gradients(
-            backend, hidden[kept], weight, labels[kept], divisor, shaping, want_hidden, want_weight
+        loss, grad_kept, grad_weight, grad_bias = loss_and_gradients(
+            backend, hidden[kept], weight, bias, labels[kept], divisor, shaping, wanted
         )
-        grad_hidden = grad_kept.new_zeros(hidden.shape if want_hidden else 0)
-        return loss, grad_hidden.index_copy_(0, kept, grad_kept) if want_hidden else grad_hidden, grad_weight
+        grad_hidden = grad_kept.new_zeros(hidden.shape if wanted[0] else 0)
+        if wanted[0]:
+            grad_hidden.index_copy_(0, kept, grad_kept)
+        return loss, grad_hidden, grad_weight, grad_bias
 
     # The divisor is at least 1 unless all labels are ignored; then 0 instead of 1 / 0 keeps the gradients 0.
     factor = torch.where(divisor == 0, 0.0, shaping.scale / divisor)
     last = backend.factor_last or hidden.dtype == torch.float16
     losses = torch.empty(hidden.shape[0], dtype=divisor.dtype, device=hidden.device)
-    sums = _GradientSums(backend, hidden, weight, want_hidden, want_weight, upcast=last)
-    for rows, logits in _logit_chunks(backend, hidden, weight):
-        grad = backend.loss_step(
-            logits, labels[rows], losses[rows], None if last else factor, shaping, want_hidden or want_weight
-        )
+    sums = _GradientSums(backend, hidden, weight, wanted, upcast=last)
+    for rows, logits in _logit_chunks(backend, hidden, weight, bias):
+        grad = backend.loss_step(logits, labels[rows], losses[rows], None if last else factor, shaping, any(wanted))
         sums.add(rows, grad)
     return _mean(losses, divisor), *sums.finish(factor if last else None, gradient_dtype(hidden.dtype))
 
 
-def tokens(backend: Backend, hidden: Tensor, weight: Tensor, labels: Tensor, shaping: Shaping) -> tuple[Tensor, Tensor]:
+def tokens(
+    backend: Backend, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shaping: Shaping
+) -> tuple[Tensor, Tensor]:
     """Log-probability of each label and entropy of each row, [N] in float32 or float64."""
     log_probs = hidden.new_empty(hidden.shape[0], dtype=loss_dtype(hidden.dtype))
     entropy = torch.empty_like(log_probs)
-    for rows, logits in _logit_chunks(backend, hidden, weight):
+    for rows, logits in _logit_chunks(backend, hidden, weight, bias):
         backend.token_step(logits, labels[rows], log_probs[rows], entropy[rows], shaping)
     return log_probs, entropy
 
@@ -127,18 +133,18 @@ def token_gradients(
     backend: Backend,
     hidden: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     labels: Tensor,
     entropy: Tensor,
     grad_log_probs: Tensor,
     grad_entropy: Tensor,
     shaping: Shaping,
-    want_hidden: bool,
-    want_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of `tokens` by `hidden` and `weight`, empty where not wanted; `entropy` is its output."""
+    wanted: Wanted,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `tokens` by `hidden`, `weight` and `bias`, empty where not wanted; `entropy` is its output."""
     grad_log_probs, grad_entropy = grad_log_probs.contiguous(), grad_entropy.contiguous()
-    sums = _GradientSums(backend, hidden, weight, want_hidden, want_weight)
-    for rows, logits in _logit_chunks(backend, hidden, weight):
+    sums = _GradientSums(backend, hidden, weight, wanted)
+    for rows, logits in _logit_chunks(backend, hidden, weight, bias):
         per_row = labels[rows], entropy[rows], grad_log_probs[rows], grad_entropy[rows]
         sums.add(rows, backend.token_grad_step(logits, *per_row, shaping))
     return sums.finish(None, hidden.dtype)
@@ -173,7 +179,9 @@ def _chunk_rows(backend: Backend, hidden: Tensor, vocab: int) -> int:
     return min(most, max(1, -(-even // _ROW_TILE)) * _ROW_TILE)
 
 
-def _logit_chunks(backend: Backend, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def _logit_chunks(
+    backend: Backend, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their logits [R, V]) chunk by chunk; every chunk uses the same memory."""
     total, vocab = hidden.shape[0], weight.shape[0]
     rows = _chunk_rows(backend, hidden, vocab)
@@ -183,47 +191,48 @@ def _logit_chunks(backend: Backend, hidden: Tensor, weight: Tensor) -> Iterator[
     for start in range(0, total, rows):
         chunk = slice(start, min(start + rows, total))
         logits = buffer[: chunk.stop - start]
-        torch.mm(hidden[chunk], weight.t(), out=logits)
+        if bias is None:
+            torch.mm(hidden[chunk], weight.t(), out=logits)
+        else:
+            torch.addmm(bias, hidden[chunk], weight.t(), out=logits)
         yield chunk, logits
 
 
 class _GradientSums:
-    """Gradients of hidden states and weight, accumulated from chunks of the logits' gradient."""
+    """Gradients of hidden states, weight and bias, accumulated from chunks of the logits' gradient."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        hidden: Tensor,
-        weight: Tensor,
-        want_hidden: bool,
-        want_weight: bool,
-        upcast: bool = False,
-    ) -> None:
-        self.hidden, self.weight = hidden, weight
-        self.want_hidden, self.want_weight = want_hidden, want_weight
+    def __init__(self, backend: Backend, hidden: Tensor, weight: Tensor, wanted: Wanted, upcast: bool = False) -> None:
+        self.hidden, self.weight, self.wanted = hidden, weight, wanted
         input_dtype, upcast_dtype = hidden.dtype, loss_dtype(hidden.dtype)
         chunks = -(-hidden.shape[0] // _chunk_rows(backend, hidden, weight.shape[0]))
         sum_dtype = upcast_dtype if upcast or chunks > _MAX_16_BIT_SUMS else input_dtype
+        want_hidden, want_weight, want_bias = wanted
         self.grad_hidden = torch.empty(
             hidden.shape if want_hidden else 0, dtype=upcast_dtype if upcast else input_dtype, device=hidden.device
         )
         self.grad_weight = (
             torch.empty_like(weight, dtype=sum_dtype) if want_weight else weight.new_empty(0, dtype=sum_dtype)
         )
+        self.grad_bias = weight.new_zeros(weight.shape[0] if want_bias else 0, dtype=upcast_dtype)
         if not hidden.shape[0]:
             self.grad_weight.zero_()
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
-        if self.want_hidden:
+        want_hidden, want_weight, want_bias = self.wanted
+        if want_hidden:
             _matmul(grad_logits, self.weight, self.grad_hidden[rows], add=False)
-        if self.want_weight:
+        if want_weight:
             _matmul(grad_logits.t(), self.hidden[rows], self.grad_weight, add=rows.start > 0)
+        if want_bias:
+            self.grad_bias += grad_logits.sum(0, dtype=self.grad_bias.dtype)
 
-    def finish(self, factor: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def finish(self, factor: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        sums = self.grad_hidden, self.grad_weight, self.grad_bias
         if factor is not None:
-            self.grad_hidden.mul_(factor)
-            self.grad_weight.mul_(factor)
-        return self.grad_hidden.to(dtype), self.grad_weight.to(dtype)
+            for gradient in sums:
+                gradient.mul_(factor)
+        hidden, weight, bias = (gradient.to(dtype) for gradient in sums)
+        return hidden, weight, bias
 
 
 def _matmul(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:

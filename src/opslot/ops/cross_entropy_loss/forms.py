@@ -2,60 +2,74 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Skip
-from opslot.patchgen.losses import loss_form
+from opslot.patchgen.losses import UnknownLossError, loss_region
 
 OP = "cross_entropy_loss"
 _CAUSAL = Slot(OP, "causal")
 _CLASSIFICATION = Slot(OP, "sequence_classification")
-_CLASSIFIER = "ForSequenceClassification"
+_HEADS = "For(CausalLM|ConditionalGeneration)$|LMHead"
+_LOG_PROBS = ("opslot.ops.cross_entropy_loss.log_probs", "returns_log_probs")
 _LAYERS, _LOSSES = "transformers.modeling_layers", "transformers.loss.loss_utils"
 
 
 @dataclass(frozen=True)
-class CausalHeads:
-    """Language-model heads: the statements from the logits to the loss."""
+class LanguageModelHeads:
+    """Heads of language models: the statements from the logits to the loss."""
 
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
         for name, forward in module.methods():
-            if name.endswith("ForCausalLM"):
-                yield self._causal(module, name, forward)
-            elif name.endswith("ForConditionalGeneration") and "labels" in module.parameters(forward):
-                yield Skip(name, OP, "is a conditional-generation head, whose loss has no slot")
+            if re.search(_HEADS, name) and "labels" in module.parameters(forward):
+                yield self._head(module, name, forward)
 
     @staticmethod
-    def _causal(module: ModuleView, name: str, forward: str) -> Match | Skip:
-        if sum(module.count(forward, pattern) for pattern in loss_form(_CAUSAL)[0]) != 1:
-            return Skip(name, OP, "changes the logits between head and loss, or calls another loss")
+    def _head(module: ModuleView, name: str, forward: str) -> Match | Skip:
+        function, init = module.upstream.find(forward), module.upstream.find(f"{name}.__init__")
+        assert isinstance(function, ast.FunctionDef)
+        assert init is None or isinstance(init, ast.FunctionDef)
+        try:
+            loss_region(function, init)
+        except UnknownLossError as reason:
+            # The forward raises when it is asked for log-probabilities, instead of ignoring the argument.
+            return Skip(name, OP, str(reason), lambda patch: patch.decorate(forward, *_LOG_PROBS))
 
         def write(patch: PatchConfig) -> None:
             patch.slot_loss(forward, _CAUSAL)
+            patch.decorate(forward, *_LOG_PROBS)
             patch.depends_on(_LOSSES, "ForCausalLMLoss", "fixed_cross_entropy")
 
         return Match(name, OP, _CAUSAL.variant, write)
 
 
 @dataclass(frozen=True)
-class SequenceClassifiers:
-    """Heads with the forward of Transformers' `GenericForSequenceClassification`: only the loss."""
+class Classifiers:
+    """Heads with the forward of Transformers' generic classifier: only the loss."""
+
+    head: str
+    loss: str
 
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
         for name in module.classes:
-            if f"Generic{_CLASSIFIER}" in module.bases(name) and not module.own_methods(name):
+            if f"Generic{self.head}" in module.bases(name) and not module.own_methods(name):
                 yield self._match(name)
 
-    @staticmethod
-    def _match(name: str) -> Match:
+    def _match(self, name: str) -> Match:
         def write(patch: PatchConfig) -> None:
-            patch.inherit_method(f"{name}.forward", _LAYERS, f"Generic{_CLASSIFIER}.forward")
+            patch.inherit_method(f"{name}.forward", _LAYERS, f"Generic{self.head}.forward")
             patch.slot_loss(f"{name}.forward", _CLASSIFICATION)
-            patch.depends_on(_LOSSES, "ForSequenceClassificationLoss", "fixed_cross_entropy")
+            patch.depends_on(_LOSSES, self.loss, "fixed_cross_entropy")
 
         return Match(name, OP, _CLASSIFICATION.variant, write)
 
 
-FORMS = (CausalHeads(), SequenceClassifiers())
+FORMS = (
+    LanguageModelHeads(),
+    Classifiers("ForSequenceClassification", "ForSequenceClassificationLoss"),
+    Classifiers("ForTokenClassification", "ForTokenClassification"),
+)

@@ -16,8 +16,8 @@ from opslot.slots import BoundKernel, protocol, walk_slots
 def can_serve(kernel: BoundKernel, model: Any, head: Any) -> bool:
     """Whether a fused linear + loss kernel computes the same as the model's head and loss.
 
-    True if `head` is an nn.Linear without bias whose forward is not replaced and the loss is Transformers', except in
-    evaluation (eval mode without gradients, outside `loss_only`), where callers may read the logits.
+    True if `head` is an nn.Linear whose forward is not replaced, without hooks, and the loss is Transformers', except
+    in evaluation (eval mode without gradients, outside `loss_only`), where callers may read the logits.
 
     Raises:
         KernelError: it does not compute the same, and the kernel was named explicitly.
@@ -35,9 +35,9 @@ def can_serve(kernel: BoundKernel, model: Any, head: Any) -> bool:
 
 def _head_problem(model: Any, head: Any) -> str | None:
     if type(head).forward is not nn.Linear.forward or "forward" in head.__dict__:
-        return f"the output head is a {type(head).__name__}, whose forward is more than a matmul with its weight"
-    if head.bias is not None:
-        return "the output head has a bias"
+        return f"the output head is a {type(head).__name__}, whose forward is more than a linear layer's"
+    if head._forward_hooks or head._forward_pre_hooks:
+        return "the output head has forward hooks, which need its output"
     if getattr(model, "_loss_function", None) is not None:
         return "the model's loss_function was replaced by one of your own"
     return None

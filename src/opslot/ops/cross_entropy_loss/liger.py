@@ -23,6 +23,7 @@ def causal(
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
     *,
+    bias: Tensor | None = None,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -31,8 +32,10 @@ def causal(
     if shift_labels is None:
         shift_labels = shifted(labels, ignore_index)
     # Scale the hidden states, which are smaller than the logits; exact for a power of two.
-    hidden = hidden_states if logit_scale == 1.0 else hidden_states * logit_scale
-    return _loss(hidden, weight, shift_labels, num_items_in_batch, ignore_index, label_smoothing, softcap)
+    if logit_scale != 1.0:
+        hidden_states = hidden_states * logit_scale
+        bias = None if bias is None else bias * logit_scale
+    return _loss(hidden_states, weight, bias, shift_labels, num_items_in_batch, ignore_index, label_smoothing, softcap)
 
 
 def sequence_classification(
@@ -42,30 +45,34 @@ def sequence_classification(
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
     *,
+    bias: Tensor | None = None,
     label_smoothing: float = 0.0,
     **kwargs: Any,
 ) -> Tensor:
-    return _loss(hidden_states, weight, labels, num_items_in_batch, ignore_index, label_smoothing, None)
+    return _loss(hidden_states, weight, bias, labels, num_items_in_batch, ignore_index, label_smoothing, None)
 
 
 def _loss(
     hidden_states: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     labels: Tensor,
     num_items: Tensor | int | None,
     ignore_index: int,
     label_smoothing: float,
     softcap: float | None,
 ) -> Tensor:
-    hidden, weight, labels = flat_inputs("liger_kernel", hidden_states, weight, labels)
+    hidden, weight, bias, labels = flat_inputs("liger_kernel", hidden_states, weight, bias, labels)
     divisor = loss_divisor("liger_kernel", labels, num_items, ignore_index, torch.float32)
     if not hidden.shape[0]:
         # Liger divides by the number of chunks.
-        return (hidden.sum() + 0.0 * weight.sum()).float() / divisor
+        unused = 0.0 * weight.sum() + (0.0 if bias is None else 0.0 * bias.sum())
+        return (hidden.sum() + unused).float() / divisor
     loss = liger_fused_linear_cross_entropy(
         hidden,
         weight,
         labels,
+        bias,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         reduction="mean" if num_items is None else "sum",

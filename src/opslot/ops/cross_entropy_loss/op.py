@@ -1,7 +1,7 @@
 """Linear head + cross entropy: contract, references and costs.
 
-Shapes: `hidden_states` [..., H] with any strides, `weight` [V, H] (the head's, which has no bias), `labels` [...] of
-integers in [0, V) or `ignore_index`. Logits are scaled and capped in the dtype of the inputs, as in Transformers;
+Shapes: `hidden_states` [..., H] with any strides, `weight` [V, H] and `bias` [V] are the head's, `labels` [...]
+are integers in [0, V) or `ignore_index`. Logits are scaled and capped in the dtype of the inputs, as in Transformers;
 softmax and loss in float32 (float64 for float64 inputs). Label smoothing is Szegedy et al. 2016, section 7: targets
 (1 - e) onehot + e / V.
 """
@@ -28,6 +28,7 @@ def causal(
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
     *,
+    bias: Tensor | None = None,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -41,6 +42,7 @@ def causal(
         num_items_in_batch: divisor of the summed loss, e.g. the labels of all accumulation steps; None divides by the
             number of labels that are not ignored (NaN if there are none).
         shift_labels: labels that are shifted already, used as they are.
+        bias: [V], the head's.
         softcap: logits become softcap * tanh(logits / softcap), after `logit_scale`.
         logit_scale: factor of the logits.
         kwargs: other arguments of a model's forward (position_ids, cu_seq_lens_q, ...); ignored.
@@ -50,7 +52,7 @@ def causal(
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    logits = _logits(hidden_states, weight, softcap, logit_scale)
+    logits = _logits(hidden_states, weight, bias, softcap, logit_scale)
     return _loss(logits, shift_labels, num_items_in_batch, ignore_index, label_smoothing)
 
 
@@ -61,6 +63,7 @@ def sequence_classification(
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
     *,
+    bias: Tensor | None = None,
     label_smoothing: float = 0.0,
     **kwargs: Any,
 ) -> Tensor:
@@ -69,7 +72,7 @@ def sequence_classification(
     Returns:
         A scalar, float32 or float64.
     """
-    logits = _logits(hidden_states, weight, None, 1.0)
+    logits = _logits(hidden_states, weight, bias, None, 1.0)
     return _loss(logits, labels, num_items_in_batch, ignore_index, label_smoothing)
 
 
@@ -80,6 +83,7 @@ def token_log_probs(
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
     *,
+    bias: Tensor | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     **kwargs: Any,
@@ -93,17 +97,26 @@ def token_log_probs(
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    shift_labels = shift_labels.to(hidden_states.device)
-    logits = _logits(hidden_states, weight, softcap, logit_scale)
-    everything = _upcast(logits).view(*shift_labels.shape, weight.shape[0]).log_softmax(-1)
+    logits = _logits(hidden_states, weight, bias, softcap, logit_scale)
+    return log_probs_of(logits, shift_labels.to(hidden_states.device), ignore_index)
+
+
+def log_probs_of(logits: Tensor, shift_labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """(log_probs, entropy) of logits [..., V] for labels [...] in place."""
+    everything = _upcast(logits).view(*shift_labels.shape, logits.shape[-1]).log_softmax(-1)
     ignored = shift_labels == ignore_index
     log_probs = everything.gather(-1, shift_labels.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
     entropy = -(everything.exp() * everything).sum(-1)
     return log_probs.masked_fill(ignored, 0.0), entropy.masked_fill(ignored, 0.0)
 
 
-def _logits(hidden_states: Tensor, weight: Tensor, softcap: float | None, logit_scale: float) -> Tensor:
-    logits = F.linear(hidden_states, weight)
+def _logits(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, logit_scale: float
+) -> Tensor:
+    return scaled_and_capped(F.linear(hidden_states, weight, bias), softcap, logit_scale)
+
+
+def scaled_and_capped(logits: Tensor, softcap: float | None, logit_scale: float) -> Tensor:
     if logit_scale != 1.0:
         logits = logits * logit_scale
     if softcap:
@@ -137,15 +150,13 @@ def head_of(module: Any) -> Any:
 
 
 def _head_problem(module: Any) -> str | None:
-    """Check the head, since a fused kernel uses only its weight."""
+    """Check the head, since a fused kernel uses only its weight and bias."""
     head = head_of(module)
     if head is None:
         return None
     if not isinstance(head, nn.Linear):
         kind = f"{type(head).__module__}.{type(head).__name__}"
-        return f"the head is a {kind}, whose output is more than hidden_states @ weight.T"
-    if head.bias is not None:
-        return "the head has a bias, which the fused loss leaves out"
+        return f"the head is a {kind}, whose output is more than a linear layer's"
     if not head.weight.is_floating_point():
         return f"the head's weight is stored as {head.weight.dtype}"
     return None
@@ -171,7 +182,7 @@ def _token_cost(arguments: Mapping[str, Any]) -> Cost:
     return _cost(arguments, matmuls=4)
 
 
-_DIFFERENTIABLE = ("hidden_states", "weight")
+_DIFFERENTIABLE = ("hidden_states", "weight", "bias")
 
 OP = OpSpec(
     name="cross_entropy_loss",

@@ -1,0 +1,170 @@
+"""`return_log_probs=True`: log-probabilities and entropies per token in the output, from kernels and from logits."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+import opslot
+from opslot._base.errors import ConfigError, KernelError
+from opslot.verify.architecture import tiny_config
+
+FUSED = {"preset": "eager", "cross_entropy_loss_implementation": "chunk_loss"}
+# A plain head, a softcap, a scale and a bias.
+ARCHES = ("qwen3", "gemma2", "granite", "phi")
+T = 0.7
+
+
+def model_of(arch, **changes):
+    torch.manual_seed(0)
+    config = tiny_config(arch)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def batch_of(model, rows=2, length=9):
+    torch.manual_seed(1)
+    ids = torch.randint(3, model.config.vocab_size, (rows, length))
+    labels = ids.clone()
+    labels[:, :3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def expected(model, batch, temperature=1.0):
+    """From Transformers' logits."""
+    logits = model(input_ids=batch["input_ids"]).logits.float() / temperature
+    targets = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    distribution = torch.distributions.Categorical(logits=logits)
+    counts = targets != -100
+    return distribution.log_prob(targets.clamp_min(0)) * counts, distribution.entropy() * counts
+
+
+def gradients(model, log_probs, entropy):
+    weights = torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)
+    ((weights * log_probs).sum() - 0.3 * (weights * entropy).sum()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("ops", [FUSED, "eager"], ids=["fused", "eager"])
+@pytest.mark.parametrize("arch", ARCHES)
+def test_equals_the_log_softmax_of_the_logits(arch, ops):
+    original = model_of(arch)
+    model = copy.deepcopy(original)
+    opslot.apply(model, ops)
+    batch = batch_of(model)
+    out = model(**batch, return_log_probs=True, temperature=T)
+    wanted = expected(original, batch, T)
+    assert out.logits is None
+    assert out.log_probs.dtype == out.entropy.dtype == torch.float32
+    torch.testing.assert_close((out.log_probs, out.entropy), wanted, rtol=1e-5, atol=1e-5)
+    assert out.log_probs[:, -1].count_nonzero() == out.log_probs[:, :2].count_nonzero() == 0
+    found, wanted = gradients(model, out.log_probs, out.entropy), gradients(original, *wanted)
+    assert found.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        torch.testing.assert_close(
+            found[name], grad, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("ops", [FUSED, "eager"], ids=["fused", "eager"])
+def test_loss_is_the_models_loss(ops):
+    model = model_of("qwen3")
+    opslot.apply(model, ops)
+    batch = batch_of(model)
+    for more in ({}, {"num_items_in_batch": 7}, {"num_items_in_batch": torch.tensor([7])}):
+        asked = model(**batch, **more, return_log_probs=True)
+        torch.testing.assert_close(asked.loss.reshape(()), model(**batch, **more).loss.reshape(()))
+        assert not hasattr(model(**batch, **more), "log_probs")
+
+
+def test_shift_labels_are_used_as_they_are():
+    model = model_of("qwen3")
+    opslot.apply(model, FUSED)
+    batch = batch_of(model)
+    shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    wanted = model(**batch, return_log_probs=True)
+    found = model(**batch, shift_labels=shifted, return_log_probs=True)
+    torch.testing.assert_close(found.log_probs, wanted.log_probs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_no_tensor_has_the_size_of_the_logits(train):
+    """Hidden size 32 and 2 x 400 tokens; the chunks of the logits have 128 rows."""
+
+    class Largest(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            sizes = [x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+            self.most = max([self.most, *sizes])
+            return out
+
+    model = model_of("qwen3", vocab_size=20_000).train(train)
+    opslot.apply(model, FUSED)
+    batch = batch_of(model, 2, 400)
+    with Largest() as largest, torch.set_grad_enabled(train):
+        out = model(**batch, return_log_probs=True)
+        if train:
+            (out.log_probs.mean() + out.entropy.mean()).backward()
+    assert largest.most < 2 * 400 * 20_000 / 4
+
+
+def test_ignores_nothing_silently():
+    model = model_of("qwen3")
+    opslot.apply(model, FUSED)
+    batch = batch_of(model)
+    with pytest.raises(ConfigError, match="without return_log_probs"):
+        model(**batch, temperature=T)
+    with pytest.raises(ConfigError, match="needs labels"):
+        model(input_ids=batch["input_ids"], return_log_probs=True)
+    with pytest.raises(ConfigError, match="return_dict"):
+        model(**batch, return_log_probs=True, return_dict=False)
+    for wrong in (0, -1.0, float("nan"), torch.tensor(1.0)):
+        with pytest.raises(ConfigError, match="temperature must be a positive number"):
+            model(**batch, return_log_probs=True, temperature=wrong)
+    # The slot has its kernel again after an error.
+    assert model._opslot_cross_entropy_loss.name == "chunk_loss"
+
+
+def test_loss_without_a_slot_raises():
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("chameleon", hidden_size=32, num_hidden_layers=1, vocabulary_map={"<image>": 8})
+    model = opslot.build_foundation_model(config, init_device="meta")
+    with pytest.raises(ConfigError, match="ChameleonForConditionalGeneration cannot return log_probs"):
+        model(input_ids=torch.ones(1, 2, dtype=torch.long), return_log_probs=True)
+
+
+def test_kernel_without_log_probs_raises(monkeypatch):
+    model = model_of("qwen3")
+    opslot.apply(model, FUSED)
+    monkeypatch.setattr(model._opslot_cross_entropy_loss, "name", "liger_kernel")
+    with pytest.raises(KernelError, match="'liger_kernel' has no token_log_probs"):
+        model(**batch_of(model), return_log_probs=True)
+
+
+def test_lora_on_the_head_is_applied():
+    from peft import LoraConfig, get_peft_model
+
+    plain = get_peft_model(model_of("qwen3"), LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False))
+    batch = batch_of(plain)
+    wanted = expected(plain, batch)
+    opslot.apply(plain)
+    out = plain(**batch, return_log_probs=True)
+    torch.testing.assert_close((out.log_probs, out.entropy), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_router_loss_is_added():
+    model = model_of("qwen3_moe")
+    opslot.apply(model, FUSED)
+    batch = batch_of(model)
+    asked = model(**batch, output_router_logits=True, return_log_probs=True)
+    torch.testing.assert_close(asked.loss, model(**batch, output_router_logits=True).loss)
