@@ -17,6 +17,7 @@ from opslot.patchgen.edits import (
     Slot,
     SlotCalls,
     SlotMethod,
+    UndecoratedCopy,
 )
 from opslot.patchgen.losses import loss_form
 
@@ -96,6 +97,11 @@ def _(edit: Anchored) -> _Written:
 @_written.register
 def _(edit: InheritMethod) -> _Written:
     return "inherit_method", (edit.target, edit.from_module, edit.from_symbol), {}
+
+
+@_written.register
+def _(edit: UndecoratedCopy) -> _Written:
+    return "copy_undecorated", (edit.target, edit.name), {}
 
 
 @_written.register

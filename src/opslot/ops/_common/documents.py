@@ -56,6 +56,11 @@ def check_cu_seqlens(
             reject(kernel, argument, found, "pass the correct max_length, or omit it")
 
 
+def one_row(x: Tensor) -> Tensor:
+    """[B, S, ...] as [1, B * S, ...]: rows are flattened where cu_seqlens has the boundaries of rows and documents."""
+    return x.reshape(1, -1, *x.shape[2:])
+
+
 def _shown(boundaries: list[int]) -> str:
     return str(boundaries) if len(boundaries) <= 8 else f"[{', '.join(map(str, boundaries[:7]))}, ...]"
 

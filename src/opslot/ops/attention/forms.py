@@ -127,6 +127,12 @@ DECODER_LAYERS = {
     "497dae538611": ("attention and MLP in parallel", "cohere2, cohere2_moe, cohere_compass"),
     "03aeb224569a": ("pre-norm with dropout", "phi3, phi4_multimodal"),
     "4845c99793cd": ("pre-norm with experts that return router scores", "gpt_oss"),
+    **dict.fromkeys(("eac6749a74f4", "086c561c08b8"), ("pre-norm, attention or a gated delta net", "qwen3_5")),
+    **dict.fromkeys(
+        ("7b57bce965dd", "4742bb7e8ce0"),
+        ("pre-norm, attention or a gated delta net, experts", "qwen3_next, qwen3_5_moe"),
+    ),
+    "e99d19dbb55f": ("pre-norm, a gated delta net", "olmo_hybrid, from 5.15"),
 }
 
 
