@@ -84,7 +84,9 @@ def each_alone(model, batch):
 def assert_close(found, expected, rtol=0, atol=1e-6):
     assert found.keys() == expected.keys()
     for name, x in found.items():
-        torch.testing.assert_close(x, expected[name], rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            x, expected[name], rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
