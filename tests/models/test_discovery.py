@@ -248,8 +248,12 @@ def test_skips_are_attributes_of_the_owning_class():
 @pytest.mark.parametrize(
     ("arch", "name", "op", "reason"),
     [
-        ("qwen3_next", "Qwen3NextGatedDeltaNet", "chunk_gated_delta_rule", "gated_delta_rule, and no caller of it"),
-        ("qwen3_next", "Qwen3NextGatedDeltaNet", "causal_conv1d", "calls causal_conv1d_"),
+        (
+            "kimi_linear",
+            "KimiLinearDeltaAttention",
+            "chunk_gated_delta_rule",
+            "kimi_delta_attention, another recurrence",
+        ),
         ("qwen3_vl", "Qwen3VLForConditionalGeneration", "cross_entropy_loss", "is a conditional-generation head"),
         ("nanochat", "NanoChatPreTrainedModel", "rotary_pos_emb", "rotates in another way"),
         ("bamba", "BambaMixer", "chunk_gated_delta_rule", "another recurrence than the gated delta rule"),

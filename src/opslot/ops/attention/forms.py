@@ -133,6 +133,7 @@ DECODER_LAYERS = {
         ("pre-norm, attention or a gated delta net, experts", "qwen3_next, qwen3_5_moe"),
     ),
     "e99d19dbb55f": ("pre-norm, a gated delta net", "olmo_hybrid, from 5.15"),
+    "f69918c01ce5": ("pre-norm, attention or a short convolution", "lfm2, lfm2_moe, from 5.23"),
 }
 
 

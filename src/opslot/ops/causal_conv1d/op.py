@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
-from opslot.ops._common.documents import check_cu_seqlens, one_row
+from opslot.ops._common.documents import check_cu_seqlens, one_row, separate_documents
 from opslot.ops.causal_conv1d.cases import CASES
 from opslot.slots import Cost, OpSpec, OpVariant
 
@@ -80,6 +80,8 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
 
 OP = OpSpec(
     name="causal_conv1d",
+    attach=lambda model, slot, kernel: separate_documents(model, "causal_conv1d"),
+    detach=lambda model, hooks: [hook.remove() for hook in hooks],
     description="depthwise causal convolution before a gated delta rule",
     variants={
         "standard": OpVariant(
