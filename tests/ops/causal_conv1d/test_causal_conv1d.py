@@ -198,3 +198,31 @@ def test_empty_input_gives_empty_output_and_zero_gradients(name, width, document
     assert out.shape == (1, 24, 0)
     for grad, given in zip(torch.autograd.grad(out.sum(), (x, weight, bias)), (x, weight, bias), strict=True):
         assert torch.equal(grad, torch.zeros_like(given))
+
+
+class Mixer(torch.nn.Module):
+    """A module with a slot for the convolution."""
+
+    _opslot_slots = {"causal_conv1d": ("causal_conv1d", "standard")}
+
+    def __init__(self, width, activation):
+        super().__init__()
+        self.conv1d = torch.nn.Conv1d(8, 8, width, groups=8)
+        self.activation = activation
+
+
+@pytest.mark.parametrize(
+    ("width", "activation", "message"),
+    [
+        (5, "silu", "triton.* takes up to 4 taps, this module's filter has 5"),
+        (4, "gelu", "its activation is 'gelu', not silu"),
+    ],
+)
+def test_unsupported_filter_or_activation_raises_when_bound(width, activation, message):
+    with pytest.raises(ConfigError, match=message):
+        opslot.bind(Mixer(width, activation), {"causal_conv1d_implementation": "triton"})
+
+
+def test_torch_serves_filters_of_any_width():
+    model = Mixer(7, "silu")
+    assert "torch_packed" in str(opslot.bind(model, {"causal_conv1d_implementation": "torch_packed"}))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from opslot.ops._common.arguments import reject
 from opslot.slots import walk_slots
+from opslot.slots.protocol import keeps_sequences
 
 _INSTEAD = "it must start with 0, not decrease, and end with the number of tokens; padding is also a document"
 # The cu_seqlens last checked on a device, since a model passes the same to every layer: (tensor, version, rows, length,
@@ -66,17 +67,16 @@ def one_row(x: Tensor) -> Tensor:
 def separate_documents(model: nn.Module, op_name: str) -> list[Any]:
     """Let the models around the slots of an op derive cu_seqlens from positions that restart; returns the hooks.
 
+    Not those in which tokens are also mixed elsewhere.
+
     Masks of attention are made from such positions, which Transformers does not give to other layers.
     """
     models = [path for path, module in model.named_modules() if hasattr(module, "base_model_prefix")]
     inside = {slot.path for slot in walk_slots(model) if slot.op_name == op_name}
-    holders = {
-        max((m for m in models if not m or f"{path}.".startswith(f"{m}.")), key=len, default="") for path in inside
-    }
-    return [
-        model.get_submodule(path).register_forward_pre_hook(_add_documents, with_kwargs=True)
-        for path in sorted(holders)
-    ]
+    around = ([m for m in models if not m or path.startswith(f"{m}.")] for path in inside)
+    innermost = {max(paths, key=len, default="") for paths in around}
+    holders = [holder for path in sorted(innermost) if keeps_sequences(holder := model.get_submodule(path)) is None]
+    return [holder.register_forward_pre_hook(_add_documents, with_kwargs=True) for holder in holders]
 
 
 # Transformers' decoders take input_ids, attention_mask and position_ids in this order.

@@ -29,6 +29,9 @@ else:
     mixed_qkv = F.silu(self.conv1d(mixed_qkv)[:, :, : mixed_qkv.shape[-1]])
 """
 _SLOT = Slot(OP)
+# Functions of mamba_ssm that also convolve, called in training where that package is installed.
+_FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined", "mamba_split_conv1d_scan_combined")
+_FUSED_IN_TRAINING = "self.training and cache_params is None"
 
 _BY_DOCUMENT = '''
 def _opslot_conv_by_document(convolve, hidden_states, weight, bias, activation, cu_seqlens):
@@ -68,7 +71,8 @@ def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | Non
     if module.fingerprint(_FUNCTION) != _REVIEWED or len(calls) != 1:
         return None
     arguments = bound_arguments(calls[0], _PARAMETERS, ("seq_idx",))
-    if arguments is None or not {"weight"} <= set(arguments):
+    fused = method in module.callers(*_FUSED)
+    if arguments is None or "weight" not in arguments or (fused and module.count(method, _FUSED_IN_TRAINING) != 1):
         return None
     values = [arguments.get(name, "None") for name in _PARAMETERS]
     values.append(documents_of(module, method, calls[0]))
@@ -76,6 +80,8 @@ def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | Non
     def write(patch: PatchConfig) -> None:
         original = undecorated(module, patch, _FUNCTION)
         patch.replace(method, ast.unparse(calls[0]), _bound_or(original, ", ".join(values)), slot=_SLOT)
+        if fused:
+            patch.replace(method, _FUSED_IN_TRAINING, f"$match and self.{_SLOT.attribute} is None")
         add_helpers(patch, _BY_DOCUMENT)
         patch.depends_on(module.upstream.name, _FUNCTION)
 

@@ -72,6 +72,12 @@ def _convolve_documents(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqle
     return _convolve(spaced, weight, bias).index_select(-1, position)
 
 
+def _known_activation(module: Any) -> str | None:
+    """Modules without the attribute convolve without an activation."""
+    activation = getattr(module, "activation", None)
+    return None if activation in _ACTIVATIONS else f"its activation is {activation!r}, not silu"
+
+
 def _cost(arguments: Mapping[str, Any]) -> Cost:
     """Forward reads the input and writes the output; backward reads both and writes the input's gradient."""
     x = arguments["hidden_states"]
@@ -82,7 +88,7 @@ OP = OpSpec(
     name="causal_conv1d",
     attach=lambda model, slot, kernel: separate_documents(model, "causal_conv1d"),
     detach=lambda model, hooks: [hook.remove() for hook in hooks],
-    description="depthwise causal convolution before a gated delta rule",
+    description="depthwise causal convolution before a recurrence",
     variants={
         "standard": OpVariant(
             "standard",
@@ -90,6 +96,7 @@ OP = OpSpec(
             CASES,
             ("hidden_states", "weight", "bias"),
             _cost,
+            _known_activation,
         )
     },
 )

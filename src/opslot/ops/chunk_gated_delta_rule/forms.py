@@ -27,6 +27,8 @@ _PARAMETERS = (
     "output_final_state",
     "use_qk_l2norm_in_kernel",
 )
+# Conditions under which callers repeat keys for grouped values, which kernels read once instead; before 5.23.
+_REPEATS = ("self.num_v_heads // self.num_k_heads > 1", "self.num_v_heads > self.num_k_heads")
 _SLOT = Slot(OP)
 _GATED_DELTA_RULE = r"(torch_)?(chunk|recurrent)_gated_delta_rule"
 # Kimi's delta attention, Mamba's and Mamba-2's selective scans, RWKV's linear attention.
@@ -92,6 +94,9 @@ def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | Non
         eager = f"_opslot_delta_rule_by_document({original}, {values})"
         template = f"{bound}({values}) if {bound} is not None else {eager}"
         patch.replace(method, ast.unparse(calls[0]), template, slot=_SLOT)
+        for condition in _REPEATS:
+            if module.count(method, condition) == 1:
+                patch.replace(method, condition, f"$match and {bound} is None")
         add_helpers(patch, _BY_DOCUMENT)
         patch.depends_on(module.upstream.name, _FUNCTION, "l2norm")
 
