@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 
+import opslot
 from opslot import KERNEL_REGISTRY
 from opslot._base.device import DeviceFacts
-from opslot._base.errors import KernelError
+from opslot._base.errors import ConfigError, KernelError
 from opslot.ops.causal_conv1d import op
 from opslot.slots import KernelRequest
 
