@@ -35,7 +35,7 @@ def with_ulysses(binding: Binding, pipeline: int = 1, overlap: bool = False) -> 
         _GatheredRouterLogits(), lambda slot: slot.resolution.op_name == "load_balancing_loss"
     )
     for op_name, sharded in _SHARDED.items():
-        binding = binding.with_wrapper(sharded, lambda slot, op_name=op_name: slot.resolution.op_name == op_name)
+        binding = binding.with_wrapper(sharded, functools.partial(_is_of, op_name))
     return binding.with_wrapper(_OverlappedProjections(), _is_rotary) if overlap else binding
 
 
@@ -60,6 +60,10 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
     if overlap:
         _overlap_projections(model, repeats)
     model.register_forward_pre_hook(_require_positions, with_kwargs=True)
+
+
+def _is_of(op_name: str, slot: SlotBinding) -> bool:
+    return slot.resolution.op_name == op_name
 
 
 def _is_rotary(slot: SlotBinding) -> bool:

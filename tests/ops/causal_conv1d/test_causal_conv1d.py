@@ -10,7 +10,7 @@ from opslot import KERNEL_REGISTRY
 from opslot._base.device import DeviceFacts
 from opslot._base.errors import ConfigError, KernelError
 from opslot.ops.causal_conv1d import op
-from opslot.slots import KernelRequest
+from opslot.slots import KernelRequest, OpSlot
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = ["triton", "torch_packed"]
@@ -204,7 +204,7 @@ def test_empty_input_gives_empty_output_and_zero_gradients(name, width, document
 class Mixer(torch.nn.Module):
     """A module with a slot for the convolution."""
 
-    _opslot_slots = {"causal_conv1d": ("causal_conv1d", "standard")}
+    causal_conv1d = OpSlot("causal_conv1d")
 
     def __init__(self, width, activation):
         super().__init__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.documents import add_helpers, bound_arguments, documents_of, undecorated
@@ -59,7 +60,7 @@ class Convolutions:
             owner = method.partition(".")[0]
             if module.count(method, _OPTIONAL) == 1:
                 matched.add(owner)
-                yield Match(owner, OP, _SLOT.variant, lambda patch, method=method: _write_optional(patch, method))
+                yield Match(owner, OP, _SLOT.variant, partial(_write_optional, method))
         reason = "calls {function} in another way than the reviewed forms"
         for skip in skip_callers(module, OP, f"(torch_)?causal_conv1d(_fn|_update)?|{_FUNCTION}", reason):
             if skip.symbol not in matched:
@@ -88,7 +89,7 @@ def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | Non
     return Match(method.partition(".")[0], OP, _SLOT.variant, write)
 
 
-def _write_optional(patch: PatchConfig, method: str) -> None:
+def _write_optional(method: str, patch: PatchConfig) -> None:
     original = "lambda x, *_: F.silu(self.conv1d(x)[:, :, : x.shape[-1]])"
     values = 'mixed_qkv, self.conv1d.weight.squeeze(1), self.conv1d.bias, "silu", _opslot_cu_seqlens(kwargs)'
     patch.replace(method, _OPTIONAL, f"mixed_qkv = {_bound_or(original, values)}", slot=_SLOT)

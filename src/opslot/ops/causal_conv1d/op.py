@@ -78,6 +78,11 @@ def _known_activation(module: Any) -> str | None:
     return None if activation in _ACTIVATIONS else f"its activation is {activation!r}, not silu"
 
 
+def _detach(model: nn.Module, hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
 def _cost(arguments: Mapping[str, Any]) -> Cost:
     """Forward reads the input and writes the output; backward reads both and writes the input's gradient."""
     x = arguments["hidden_states"]
@@ -87,7 +92,7 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
 OP = OpSpec(
     name="causal_conv1d",
     attach=lambda model, slot, kernel: separate_documents(model, "causal_conv1d"),
-    detach=lambda model, hooks: [hook.remove() for hook in hooks],
+    detach=_detach,
     description="depthwise causal convolution before a recurrence",
     variants={
         "standard": OpVariant(
