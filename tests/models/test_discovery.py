@@ -247,8 +247,12 @@ def test_skips_are_attributes_of_the_owning_class():
 @pytest.mark.parametrize(
     ("arch", "name", "op", "reason"),
     [
-        ("qwen3_next", "Qwen3NextGatedDeltaNet", "chunk_gated_delta_rule", "gated_delta_rule, and no caller of it"),
-        ("qwen3_next", "Qwen3NextGatedDeltaNet", "causal_conv1d", "calls causal_conv1d_"),
+        (
+            "kimi_linear",
+            "KimiLinearDeltaAttention",
+            "chunk_gated_delta_rule",
+            "kimi_delta_attention, another recurrence",
+        ),
         ("chameleon", "ChameleonForConditionalGeneration", "cross_entropy_loss", "changes the logits between head and"),
         ("nanochat", "NanoChatPreTrainedModel", "rotary_pos_emb", "rotates in another way"),
         ("glm_moe_dsa", "GlmMoeDsaAttention", "attention", "that an indexer selects (sparse attention)"),

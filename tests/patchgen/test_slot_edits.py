@@ -510,3 +510,23 @@ def test_inherit_method_raises(rewrite, patch, before, problem):
     patch.inherit_method("Head.forward", "transformers.layers", "GenericHead.forward")
     with pytest.raises(PatchError, match=problem):
         rewrite(before, patch, **{"transformers.layers": LAYERS})
+
+
+def test_undecorated_copy_of_a_function(rewrite, patch):
+    source = """
+        @replaced_by("another package")
+        def scan(x):
+            return x
+
+
+        class Mixer(Module):
+            def forward(self, x):
+                return scan(x)
+    """
+    patch.copy_undecorated("scan", "_plain_scan")
+    patch.copy_undecorated("scan", "_plain_scan")
+    patch.replace("Mixer.forward", "scan($x)", "_plain_scan($x)")
+    text = rewrite(source, patch)
+    assert text.count("def _plain_scan(x):") == 1
+    assert text.count("@replaced_by") == 1
+    assert "return _plain_scan(x)" in text

@@ -22,6 +22,7 @@ from opslot.distributed.parallel_state import (
     get_parallel_state,
     init_parallel_state,
 )
+from opslot.distributed.recurrence import ShardedConvolution, UlyssesDeltaRule
 from opslot.distributed.sequence import shard_sequence
 from opslot.distributed.ulysses import (
     gather_heads_scatter_seq,
@@ -39,6 +40,8 @@ __all__ = [
     "ParallelPlan",
     "ParallelState",
     "RankError",
+    "ShardedConvolution",
+    "UlyssesDeltaRule",
     "check_sizes",
     "clip_grad_norm",
     "destroy_parallel_state",

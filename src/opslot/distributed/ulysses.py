@@ -128,7 +128,7 @@ def unpad_tensor(x: Tensor, dim: int, size: int) -> Tensor:
     return x.narrow(dim, 0, size)
 
 
-def kv_repeats(heads: int, kv_heads: int, sp: int) -> int:
+def kv_repeats(heads: int, kv_heads: int, sp: int, names: tuple[str, str] = ("query", "key/value")) -> int:
     """How often to repeat each key/value head, so that each of `sp` ranks gets those of its query heads.
 
     Raises:
@@ -142,7 +142,7 @@ def kv_repeats(heads: int, kv_heads: int, sp: int) -> int:
             if heads % n == 0 and heads % (math.lcm(kv_heads, n) // kv_heads * kv_heads) == 0
         ]
         raise ConfigError(
-            f"sp={sp} does not divide {heads} query heads (with {kv_heads} key/value heads); "
+            f"sp={sp} does not divide {heads} {names[0]} heads (with {kv_heads} {names[1]} heads); "
             f"sizes that would: {', '.join(map(str, fitting))}"
         )
     return repeats

@@ -10,10 +10,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from opslot._base.errors import ConfigError, ParallelError
-from opslot.distributed import ParallelState, gather_outputs, ulysses_attention
+from opslot.distributed import (
+    ParallelState,
+    ShardedConvolution,
+    UlyssesDeltaRule,
+    gather_outputs,
+    ulysses_attention,
+)
+from opslot.distributed.recurrence import HEADS
 from opslot.distributed.ulysses import OverlappedAllToAll, kv_repeats
 from opslot.ops.attention import masks
 from opslot.slots import Binding, SlotBinding, walk_slots
+from opslot.slots.binding import Wrapper
 from opslot.slots.protocol import keeps_sequences
 
 # Transformers' decoders take input_ids, attention_mask and position_ids in this order.
@@ -26,6 +34,8 @@ def with_ulysses(binding: Binding, pipeline: int = 1, overlap: bool = False) -> 
     binding = binding.with_wrapper(
         _GatheredRouterLogits(), lambda slot: slot.resolution.op_name == "load_balancing_loss"
     )
+    for op_name, sharded in _SHARDED.items():
+        binding = binding.with_wrapper(sharded, functools.partial(_is_of, op_name))
     return binding.with_wrapper(_OverlappedProjections(), _is_rotary) if overlap else binding
 
 
@@ -46,9 +56,14 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
             hint="set sp_size to 1",
         )
     repeats = _kv_repeats(model, state)
+    _check_delta_rules(model, state)
     if overlap:
         _overlap_projections(model, repeats)
     model.register_forward_pre_hook(_require_positions, with_kwargs=True)
+
+
+def _is_of(op_name: str, slot: SlotBinding) -> bool:
+    return slot.resolution.op_name == op_name
 
 
 def _is_rotary(slot: SlotBinding) -> bool:
@@ -98,6 +113,32 @@ class _OverlappedProjections:
         return kernel if all_to_all is None else _OverlappedRotary(kernel or reference, all_to_all)
 
 
+@dataclass(frozen=True)
+class _UlyssesDeltaRule:
+    """Wraps a gated delta rule so that each rank computes some heads of global sequences."""
+
+    name: str = "Ulysses"
+
+    def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
+        return UlyssesDeltaRule(kernel or reference)
+
+
+@dataclass(frozen=True)
+class _ShardedConvolution:
+    """Wraps a causal convolution so that it sees the last tokens of earlier ranks."""
+
+    name: str = "sharded sequences"
+
+    def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
+        return ShardedConvolution(kernel or reference)
+
+
+_SHARDED: dict[str, Wrapper] = {
+    "causal_conv1d": _ShardedConvolution(),
+    "chunk_gated_delta_rule": _UlyssesDeltaRule(),
+}
+
+
 def _require_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: require what a rank cannot know from its shard of the sequences.
 
@@ -124,6 +165,13 @@ def _kv_repeats(model: Any, state: ParallelState) -> int:
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     return kv_repeats(heads, getattr(config, "num_key_value_heads", heads), state.sp)
+
+
+def _check_delta_rules(model: Any, state: ParallelState) -> None:
+    """Raise ConfigError for delta rules whose heads sp does not divide."""
+    for _, module, _, op_name, _ in walk_slots(model):
+        if op_name == "chunk_gated_delta_rule":
+            kv_repeats(module.num_v_heads, module.num_k_heads, state.sp, HEADS)
 
 
 class _OverGlobalSequences:

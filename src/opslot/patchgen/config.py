@@ -22,6 +22,7 @@ from opslot.patchgen.edits import (
     SlotCalls,
     SlotLoss,
     SlotMethod,
+    UndecoratedCopy,
     rename,
 )
 from opslot.patchgen.losses import classifier_form
@@ -201,6 +202,15 @@ class PatchConfig(TextPrimitives):
         meaning it has there.
         """
         self.edits.append(InheritMethod(target, from_module=from_module, from_symbol=from_symbol))
+
+    def copy_undecorated(self, function: str, name: str) -> None:
+        """Copy, when the module is generated, upstream's text of a function without its decorators, once.
+
+        A decorator may replace a function by that of another package where it is installed.
+        """
+        edit = UndecoratedCopy(function, name=name)
+        if edit not in self.edits:
+            self.edits.append(edit)
 
     def depends_on(self, module: str, *symbols: str) -> None:
         """Name upstream symbols that the patch relies on without touching them; the lock then watches them."""

@@ -158,6 +158,17 @@ class InheritMethod(Edit):
 
 
 @dataclass(frozen=True)
+class UndecoratedCopy(Edit):
+    """Copy the function `target`, without its decorators, as `name`."""
+
+    name: str = ""
+
+    @property
+    def action(self) -> str:
+        return f"{self.target} without its decorators as {self.name}"
+
+
+@dataclass(frozen=True)
 class Exclude(Edit):
     """Leave classes and functions out, with their helpers, isinstance branches and `__all__` entries.
 

@@ -6,7 +6,7 @@ import libcst as cst
 
 from opslot._base.errors import PatchError
 from opslot.patchgen.document import Document
-from opslot.patchgen.edits import Edit, NameMap, rename
+from opslot.patchgen.edits import Edit, NameMap, UndecoratedCopy, rename
 from opslot.patchgen.primitives import ExternalReplacement, ModifyInit, Replacement
 from opslot.patchgen.tree import block_of, is_docstring, replace_nodes, splice, walk
 
@@ -106,3 +106,14 @@ def _calls(statement: cst.CSTNode, function: str) -> bool:
         return False
     name = call.func.attr if isinstance(call.func, cst.Attribute) else call.func
     return isinstance(name, cst.Name) and name.value == function
+
+
+def apply_undecorated_copy(edit: UndecoratedCopy, document: Document) -> None:
+    function = document.get(edit.target, edit)
+    assert isinstance(function, cst.FunctionDef)
+    lines = [cst.EmptyLine(indent=False)] * 2
+    copy = function.deep_clone().with_changes(name=cst.Name(edit.name), decorators=(), leading_lines=lines)
+    document.sign(edit, [copy])
+    index = document.index(edit.target)
+    assert index is not None
+    document.module = splice(document.module, index + 1, index + 1, [copy], document.mark(edit))

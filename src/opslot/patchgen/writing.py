@@ -19,6 +19,7 @@ from opslot.patchgen.edits import (
     SlotCalls,
     SlotLoss,
     SlotMethod,
+    UndecoratedCopy,
 )
 from opslot.patchgen.losses import classifier_form
 
@@ -103,6 +104,11 @@ def _(edit: Anchored) -> _Written:
 @_written.register
 def _(edit: InheritMethod) -> _Written:
     return "inherit_method", (edit.target, edit.from_module, edit.from_symbol), {}
+
+
+@_written.register
+def _(edit: UndecoratedCopy) -> _Written:
+    return "copy_undecorated", (edit.target, edit.name), {}
 
 
 @_written.register

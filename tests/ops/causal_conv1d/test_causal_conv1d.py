@@ -5,11 +5,12 @@ import itertools
 import pytest
 import torch
 
+import opslot
 from opslot import KERNEL_REGISTRY
 from opslot._base.device import DeviceFacts
-from opslot._base.errors import KernelError
+from opslot._base.errors import ConfigError, KernelError
 from opslot.ops.causal_conv1d import op
-from opslot.slots import KernelRequest
+from opslot.slots import KernelRequest, OpSlot
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = ["triton", "torch_packed"]
@@ -119,11 +120,19 @@ def test_bias_with_any_layout(layout):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_tokens_after_the_last_document_form_a_document(name):
+def test_tokens_after_the_last_document_raise(name):
+    """They could be the states of a cache before the tokens, which would shift all documents."""
     x, weight, bias = inputs(13)
-    arguments = (x.transpose(1, 2), weight, bias, "silu")
-    expected = load(name)(*arguments, cumulative([4, 3, 6]))
-    assert torch.equal(load(name)(*arguments, cumulative([4, 3])), expected)
+    with pytest.raises(KernelError, match="cannot take cu_seqlens: it ends with 7 where there are 13 tokens"):
+        load(name)(x.transpose(1, 2), weight, bias, "silu", cumulative([4, 3]))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_documents_in_several_rows_equal_documents_in_one(name):
+    x, weight, bias = inputs(12, batch=2)
+    found = load(name)(x.transpose(1, 2), weight, bias, "silu", cumulative([4, 8, 5, 7]))
+    one_row = load(name)(x.reshape(1, 24, -1).transpose(1, 2), weight, bias, "silu", cumulative([4, 8, 5, 7]))
+    assert torch.equal(found.transpose(1, 2).reshape(1, 24, -1), one_row.transpose(1, 2))
 
 
 def test_output_keeps_the_memory_layout_of_the_input():
@@ -190,3 +199,31 @@ def test_empty_input_gives_empty_output_and_zero_gradients(name, width, document
     assert out.shape == (1, 24, 0)
     for grad, given in zip(torch.autograd.grad(out.sum(), (x, weight, bias)), (x, weight, bias), strict=True):
         assert torch.equal(grad, torch.zeros_like(given))
+
+
+class Mixer(torch.nn.Module):
+    """A module with a slot for the convolution."""
+
+    causal_conv1d = OpSlot("causal_conv1d")
+
+    def __init__(self, width, activation):
+        super().__init__()
+        self.conv1d = torch.nn.Conv1d(8, 8, width, groups=8)
+        self.activation = activation
+
+
+@pytest.mark.parametrize(
+    ("width", "activation", "message"),
+    [
+        (5, "silu", "triton.* takes up to 4 taps, this module's filter has 5"),
+        (4, "gelu", "its activation is 'gelu', not silu"),
+    ],
+)
+def test_unsupported_filter_or_activation_raises_when_bound(width, activation, message):
+    with pytest.raises(ConfigError, match=message):
+        opslot.bind(Mixer(width, activation), {"causal_conv1d_implementation": "triton"})
+
+
+def test_torch_serves_filters_of_any_width():
+    model = Mixer(7, "silu")
+    assert "torch_packed" in str(opslot.bind(model, {"causal_conv1d_implementation": "torch_packed"}))

@@ -174,8 +174,8 @@ def test_reference_compiles_with_fullgraph_at_several_lengths(dynamic, lengths):
         torch.testing.assert_close(compiled(**given)[0], op.reference(**given)[0])
 
 
-def test_cu_seqlens_with_several_batch_rows_raise():
-    with pytest.raises(KernelError, match="cannot take cu_seqlens: packed documents are one row, there are 2"):
+def test_document_that_crosses_rows_raises():
+    with pytest.raises(KernelError, match="cannot take cu_seqlens: a document crosses token 8, where a row of 8 ends"):
         op.reference(**inputs(8, batch=2), cu_seqlens=torch.tensor([0, 16]))
 
 

@@ -1,14 +1,17 @@
-"""Checks of cu_seqlens, for kernels that do not write outputs outside the documents."""
+"""Boundaries of packed documents: checks of cu_seqlens, and cu_seqlens from positions."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opslot.ops._common.arguments import reject
+from opslot.slots import walk_slots
+from opslot.slots.protocol import keeps_sequences
 
 _INSTEAD = "it must start with 0, not decrease, and end with the number of tokens; padding is also a document"
 # The cu_seqlens last checked on a device, since a model passes the same to every layer: (tensor, version, rows, length,
@@ -54,6 +57,53 @@ def check_cu_seqlens(
         if longest is not None and max(lengths, default=0) > longest:
             found = f"its longest document has {max(lengths)} tokens, but max_length is {longest}"
             reject(kernel, argument, found, "pass the correct max_length, or omit it")
+
+
+def one_row(x: Tensor) -> Tensor:
+    """[B, S, ...] as [1, B * S, ...]: rows are flattened where cu_seqlens has the boundaries of rows and documents."""
+    return x.reshape(1, -1, *x.shape[2:])
+
+
+def separate_documents(model: nn.Module, op_name: str) -> list[Any]:
+    """Let the models around the slots of an op derive cu_seqlens from positions that restart; returns the hooks.
+
+    Not those in which tokens are also mixed elsewhere.
+
+    Masks of attention are made from such positions, which Transformers does not give to other layers.
+    """
+    models = [path for path, module in model.named_modules() if hasattr(module, "base_model_prefix")]
+    inside = {slot.path for slot in walk_slots(model) if slot.op_name == op_name}
+    around = ([m for m in models if not m or path.startswith(f"{m}.")] for path in inside)
+    innermost = {max(paths, key=len, default="") for paths in around}
+    holders = [holder for path in sorted(innermost) if keeps_sequences(holder := model.get_submodule(path)) is None]
+    return [holder.register_forward_pre_hook(_add_documents, with_kwargs=True) for holder in holders]
+
+
+# Transformers' decoders take input_ids, attention_mask and position_ids in this order.
+_POSITIONAL = ("input_ids", "attention_mask", "position_ids")
+
+
+def _add_documents(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook: the boundaries of the documents whose positions [B, S] restart, as keyword arguments."""
+    given = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
+    positions = given.get("position_ids")
+    if isinstance(positions, Tensor) and positions.dim() == 3 and positions.shape[0] == 4:
+        # Those of the text, followed by time, height and width.
+        positions = positions[0]
+    known = ("attention_mask", "past_key_values", "cu_seq_lens_q", "seq_idx")
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or any(given.get(name) is not None for name in known):
+        return None
+    starts = torch.ones_like(positions, dtype=torch.bool)
+    starts[:, 1:] = positions.diff(dim=1) != 1
+    first = starts.flatten().nonzero().flatten()
+    if len(first) == len(positions):
+        return None
+    cu_seqlens = torch.nn.functional.pad(first, (0, 1), value=starts.numel()).to(torch.int32)
+    longest = int(cu_seqlens.diff().max())
+    documents = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    return args, {**kwargs, **documents, "max_length_q": longest, "max_length_k": longest}
 
 
 def _shown(boundaries: list[int]) -> str:

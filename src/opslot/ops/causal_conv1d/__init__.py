@@ -1,10 +1,22 @@
 """causal_conv1d: registration of the op and of its kernels."""
 
 import torch
+from torch import nn
 
 from opslot.ops._common.specs import FLA, H200, TRITON, triton_kernel
 from opslot.ops.causal_conv1d.op import OP
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec
+
+# Of opslot's Triton kernel, whose windows stay in registers.
+_WIDEST_FILTER = 4
+
+
+def _filter_fits(request: KernelRequest) -> str | None:
+    filters = (
+        [m.kernel_size[0] for m in request.module.children() if isinstance(m, nn.Conv1d)] if request.module else []
+    )
+    width = max(filters, default=0)
+    return None if width <= _WIDEST_FILTER else f"takes up to {_WIDEST_FILTER} taps, this module's filter has {width}"
 
 
 def _bf16_priority(request: KernelRequest) -> int | None:
@@ -21,6 +33,7 @@ KERNEL_REGISTRY.register(
     triton_kernel(
         OP.name,
         "standard",
+        supports=_filter_fits,
         priority={H200: _bf16_priority},
         description="one pass each way, deterministic, up to four taps, packed documents by cu_seqlens",
     )

@@ -46,6 +46,7 @@ CASES = [
     _case("shorter than the window", (3, 64, 2, 4)),
     _case("packed documents", (1, 64, 40, 4), documents=[2, 1, 30, 7]),
     _case("packed documents, one empty", (1, 43, 21, 4), documents=[5, 0, 3, 13], bias=True),
+    _case("packed documents in two rows", (2, 64, 20, 4), documents=[2, 18, 13, 7]),
     _case("8192x8192", (1, 8192, 8192, 4), role="bench"),
     _case("16384x8192 in 16 documents", (1, 8192, 16384, 4), documents=[1024] * 16, role="bench"),
 ]

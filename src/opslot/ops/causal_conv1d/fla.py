@@ -8,6 +8,7 @@ from torch import Tensor
 
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.documents import check_cu_seqlens
+from opslot.ops.causal_conv1d.op import in_one_row, in_rows
 
 _LABEL = "causal_conv1d_implementation='fla'"
 
@@ -22,11 +23,10 @@ def causal_conv1d(
     """Contract: see `op.reference`."""
     if activation not in (None, "silu", "swish"):
         reject(_LABEL, "activation", f"{activation!r} is neither None nor 'silu'", "use eager")
-    if cu_seqlens is not None and hidden_states.shape[0] != 1:
-        found = f"packed documents are one row, there are {hidden_states.shape[0]}"
-        reject(_LABEL, "cu_seqlens", found, "flatten the rows")
+    batch, _, length = hidden_states.shape
     if cu_seqlens is not None:
-        check_cu_seqlens(_LABEL, "cu_seqlens", cu_seqlens, 1, hidden_states.shape[2])
+        check_cu_seqlens(_LABEL, "cu_seqlens", cu_seqlens, batch, length)
+        hidden_states = in_one_row(hidden_states)
     out, _ = fla_conv(
         hidden_states.transpose(1, 2),
         weight,
@@ -34,4 +34,5 @@ def causal_conv1d(
         activation=activation,
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(torch.int64),
     )
-    return out.transpose(1, 2)
+    out = out.transpose(1, 2)
+    return out if cu_seqlens is None else in_rows(out, batch)

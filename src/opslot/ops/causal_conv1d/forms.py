@@ -1,20 +1,104 @@
-"""Transformers' causal convolutions. No caller is reviewed yet, so all are skipped. Does not import torch."""
+"""Transformers' calls of a causal convolution over the sequence. Does not import torch."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from opslot.patchgen.forms import Match, ModuleView, Skip, skip_callers
+from opslot.patchgen import PatchConfig, Slot
+from opslot.patchgen.documents import add_helpers, bound_arguments, documents_of, undecorated
+from opslot.patchgen.forms import ClassFact, Match, ModuleView, Skip, skip_callers
+
+OP = "causal_conv1d"
+_FUNCTION = "causal_conv1d_fn"
+# Depthwise, causal, then the activation; from 5.15, bamba, qwen3_next, lfm2 and 20 more.
+_REVIEWED = "c3ec9569e879"
+_PARAMETERS = ("hidden_states", "weight", "bias", "activation")
+# Before 5.15: the function of the package causal_conv1d where it is installed, else the module's convolution.
+_OPTIONAL = """
+if self.causal_conv1d_fn is not None:
+    mixed_qkv = self.causal_conv1d_fn(
+        x=mixed_qkv,
+        weight=self.conv1d.weight.squeeze(1),
+        bias=self.conv1d.bias,
+        activation=self.activation,
+        seq_idx=kwargs.get("seq_idx"),
+    )
+else:
+    mixed_qkv = F.silu(self.conv1d(mixed_qkv)[:, :, : mixed_qkv.shape[-1]])
+"""
+_SLOT = Slot(OP)
+# Functions of mamba_ssm that also convolve, called in training where that package is installed.
+_FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined", "mamba_split_conv1d_scan_combined")
+_FUSED_IN_TRAINING = "self.training and cache_params is None"
+
+_BY_DOCUMENT = '''
+def _opslot_conv_by_document(convolve, hidden_states, weight, bias, activation, cu_seqlens):
+    """Transformers' convolution `convolve`, of each document alone if there are several."""
+    if cu_seqlens is None:
+        return convolve(hidden_states, weight, bias, activation)
+    batch, _, length = hidden_states.shape
+    documents = hidden_states.transpose(1, 2).flatten(0, 1).split(cu_seqlens.diff().tolist())
+    outputs = [convolve(tokens.T[None], weight, bias, activation)[0].T for tokens in documents if len(tokens)]
+    return torch.cat(outputs).unflatten(0, (batch, length)).transpose(1, 2)
+'''
 
 
 @dataclass(frozen=True)
 class Convolutions:
     """Classes that convolve causally over the sequence."""
 
-    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
-        reason = "calls {function}, and no caller of it is among the reviewed forms"
-        yield from skip_callers(module, "causal_conv1d", "(torch_)?causal_conv1d(_fn|_update)?", reason)
+    def find(self, module: ModuleView) -> Iterator[Match | Skip | ClassFact]:
+        matched = set()
+        for method, calls in module.callers(_FUNCTION).items():
+            if match := _call(module, method, calls):
+                matched.add(match.symbol)
+                yield match
+        for method in module.callers(f"self.{_FUNCTION}"):
+            owner = method.partition(".")[0]
+            if module.count(method, _OPTIONAL) == 1:
+                matched.add(owner)
+                yield Match(owner, OP, _SLOT.variant, partial(_write_optional, method))
+        reason = "calls {function} in another way than the reviewed forms"
+        for skip in skip_callers(module, OP, f"(torch_)?causal_conv1d(_fn|_update)?|{_FUNCTION}", reason):
+            if skip.symbol not in matched:
+                yield skip
+
+
+def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | None:
+    """A match if the method calls the reviewed function once, with arguments of the op's contract."""
+    if module.fingerprint(_FUNCTION) != _REVIEWED or len(calls) != 1:
+        return None
+    arguments = bound_arguments(calls[0], _PARAMETERS, ("seq_idx",))
+    fused = method in module.callers(*_FUSED)
+    if arguments is None or "weight" not in arguments or (fused and module.count(method, _FUSED_IN_TRAINING) != 1):
+        return None
+    values = [arguments.get(name, "None") for name in _PARAMETERS]
+    values.append(documents_of(module, method, calls[0]))
+
+    def write(patch: PatchConfig) -> None:
+        original = undecorated(module, patch, _FUNCTION)
+        patch.replace(method, ast.unparse(calls[0]), _bound_or(original, ", ".join(values)), slot=_SLOT)
+        if fused:
+            patch.replace(method, _FUSED_IN_TRAINING, f"$match and self.{_SLOT.attribute} is None")
+        add_helpers(patch, _BY_DOCUMENT)
+        patch.depends_on(module.upstream.name, _FUNCTION)
+
+    return Match(method.partition(".")[0], OP, _SLOT.variant, write)
+
+
+def _write_optional(method: str, patch: PatchConfig) -> None:
+    original = "lambda x, *_: F.silu(self.conv1d(x)[:, :, : x.shape[-1]])"
+    values = 'mixed_qkv, self.conv1d.weight.squeeze(1), self.conv1d.bias, "silu", _opslot_cu_seqlens(kwargs)'
+    patch.replace(method, _OPTIONAL, f"mixed_qkv = {_bound_or(original, values)}", slot=_SLOT)
+    add_helpers(patch, _BY_DOCUMENT)
+
+
+def _bound_or(original: str, values: str) -> str:
+    bound = f"self.{_SLOT.attribute}"
+    return f"{bound}({values}) if {bound} is not None else _opslot_conv_by_document({original}, {values})"
 
 
 FORMS = (Convolutions(),)

@@ -1,8 +1,8 @@
 """Depthwise causal convolution: contract, reference, cost.
 
 Shapes: `hidden_states` [B, D, S], `weight` [D, W], `bias` [D]; out[t] sums weight[j] * x[t - W + 1 + j].
-`cu_seqlens` (int32 or int64, [documents + 1], over the S tokens of B = 1) keeps the window of a document's first
-tokens within the document; Transformers' code does not support it.
+`cu_seqlens` (int32 or int64, [documents + 1], over the B * S tokens, no document crosses rows) keeps the window of a
+document's first tokens within the document; Transformers' code does not support it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
+from opslot.ops._common.documents import check_cu_seqlens, one_row, separate_documents
 from opslot.ops.causal_conv1d.cases import CASES
 from opslot.slots import Cost, OpSpec, OpVariant
 
@@ -36,8 +37,20 @@ def reference(
     if cu_seqlens is None:
         out = _convolve(hidden_states, weight, bias)
     else:
-        out = _convolve_documents(hidden_states, weight, bias, cu_seqlens)
+        check_cu_seqlens("causal_conv1d", "cu_seqlens", cu_seqlens, hidden_states.shape[0], hidden_states.shape[2])
+        out = _convolve_documents(in_one_row(hidden_states), weight, bias, cu_seqlens)
+        out = in_rows(out, hidden_states.shape[0])
     return _ACTIVATIONS[activation](out).to(hidden_states.dtype)
+
+
+def in_one_row(x: Tensor) -> Tensor:
+    """[B, D, S] as [1, D, B * S]; a view of [B, S, D] memory."""
+    return one_row(x.transpose(1, 2)).transpose(1, 2)
+
+
+def in_rows(x: Tensor, rows: int) -> Tensor:
+    """The inverse of `in_one_row`."""
+    return x.transpose(1, 2).reshape(rows, -1, x.shape[1]).transpose(1, 2)
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -52,15 +65,22 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _convolve_documents(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor) -> Tensor:
     """One convolution over all documents, separated by zeros of the window size - 1."""
-    if x.shape[0] != 1:
-        raise KernelError(
-            f"causal_conv1d: packed documents are one row, hidden_states has {x.shape[0]}; flatten the rows"
-        )
     length, gap = x.shape[-1], weight.shape[1] - 1
     token = torch.arange(length, device=x.device)
     position = token + gap * torch.searchsorted(cu_seqlens[1:].to(torch.int64), token, right=True)
     spaced = x.new_zeros(*x.shape[:-1], length + gap * cu_seqlens.numel()).index_copy(-1, position, x)
     return _convolve(spaced, weight, bias).index_select(-1, position)
+
+
+def _known_activation(module: Any) -> str | None:
+    """Modules without the attribute convolve without an activation."""
+    activation = getattr(module, "activation", None)
+    return None if activation in _ACTIVATIONS else f"its activation is {activation!r}, not silu"
+
+
+def _detach(model: nn.Module, hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
@@ -71,7 +91,9 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
 
 OP = OpSpec(
     name="causal_conv1d",
-    description="depthwise causal convolution before a gated delta rule",
+    attach=lambda model, slot, kernel: separate_documents(model, "causal_conv1d"),
+    detach=_detach,
+    description="depthwise causal convolution before a recurrence",
     variants={
         "standard": OpVariant(
             "standard",
@@ -79,6 +101,7 @@ OP = OpSpec(
             CASES,
             ("hidden_states", "weight", "bias"),
             _cost,
+            _known_activation,
         )
     },
 )

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import differentiable_op
+from opslot.ops._common.documents import check_cu_seqlens
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops._common.triton import KernelLauncher, cdiv
+from opslot.ops.causal_conv1d.op import in_one_row, in_rows
 
 _LABEL = "causal_conv1d_implementation='triton'"
 _TAPS = 4
@@ -279,7 +281,6 @@ def _dense(bias: Tensor | None) -> Tensor | None:
 def _positions(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
     if cu_seqlens is None:
         return None
-    # Any tokens after the last boundary are also a document.
     documents = cu_seqlens.numel()
     position = torch.empty(length, dtype=torch.int32, device=cu_seqlens.device)
     steps = max(documents - 1, 0).bit_length()
@@ -415,11 +416,9 @@ def standard(
         reject(_LABEL, "weight", f"its shape is {tuple(weight.shape)}, not {wanted}", "use eager")
     if bias is not None and bias.shape != (channels,):
         reject(_LABEL, "bias", f"its shape is {tuple(bias.shape)}, not ({channels},)", "use eager")
-    if cu_seqlens is not None and hidden_states.shape[0] != 1:
-        reject(
-            _LABEL,
-            "cu_seqlens",
-            f"packed documents are one row, there are {hidden_states.shape[0]}",
-            "flatten the rows",
-        )
-    return _causal_conv1d(hidden_states, weight, bias, cu_seqlens, activation is not None)
+    if cu_seqlens is None:
+        return _causal_conv1d(hidden_states, weight, bias, None, activation is not None)
+    batch, _, length = hidden_states.shape
+    check_cu_seqlens(_LABEL, "cu_seqlens", cu_seqlens, batch, length)
+    out = _causal_conv1d(in_one_row(hidden_states), weight, bias, cu_seqlens, activation is not None)
+    return in_rows(out, batch)

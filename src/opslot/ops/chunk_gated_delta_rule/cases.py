@@ -43,6 +43,7 @@ CASES = [
     # The same head sizes for all cases, since vendor kernels tune for each.
     _case("two rows", (2, 70, 2, 4, 64, 64)),
     _case("packed documents", (1, 88, 2, 4, 64, 64), documents=[17, 1, 0, 70]),
+    _case("packed documents in two rows", (2, 40, 2, 4, 64, 64), documents=[17, 23, 1, 39]),
     _case("8192x32x128", (1, 8192, 16, 32, 128, 128), role="bench"),
     _case("16384x32x128 in 16 documents", (1, 16384, 16, 32, 128, 128), documents=[1024] * 16, role="bench"),
 ]

@@ -7,6 +7,7 @@ from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_chunk
 from torch import Tensor
 
 from opslot.ops._common.arguments import reject
+from opslot.ops._common.documents import one_row
 from opslot.ops.chunk_gated_delta_rule.op import WIDEST_KEY, check_shapes
 from opslot.slots import Requirement
 
@@ -36,10 +37,12 @@ def chunk_gated_delta_rule(
     if key.shape[3] > WIDEST_KEY:
         reject(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {WIDEST_KEY}", "use torch_chunked")
     check_shapes(_LABEL, key, value, initial_state, cu_seqlens)
-    groups = value.shape[2] // key.shape[2]
+    shape, groups = value.shape, value.shape[2] // key.shape[2]
+    if cu_seqlens is not None:
+        query, key, value, g, beta = map(one_row, (query, key, value, g, beta))
     if groups > 1 and not _GROUPS_HEADS:
         query, key = query.repeat_interleave(groups, 2), key.repeat_interleave(groups, 2)
-    return fla_chunk(
+    out, final = fla_chunk(
         query,
         key,
         value,
@@ -50,3 +53,4 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(torch.int64),
     )
+    return out.view(shape), final

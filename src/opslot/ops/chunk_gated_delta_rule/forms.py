@@ -1,29 +1,114 @@
-"""Transformers' recurrences. No caller is reviewed yet, so all are skipped. Does not import torch."""
+"""Transformers' calls of the gated delta rule, and its other recurrences. Does not import torch."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from opslot.patchgen import PatchConfig, Slot
+from opslot.patchgen.documents import add_helpers, bound_arguments, documents_of, undecorated
 from opslot.patchgen.forms import Match, ModuleView, Skip, skip_callers
 
+OP = "chunk_gated_delta_rule"
+_FUNCTION = "torch_chunk_gated_delta_rule"
+# In chunks of 64 tokens: with a solved triangular system, by substitution, and with keys repeated by the caller.
+_REVIEWED = ("dec74ba2abf0", "81eec843d01d", "8d6d3473ea12")
+_L2NORM = "9dbcc66b2629"
+# Before 5.15 `__init__` selects fla's function where fla is installed.
+_SELECTED = "self.chunk_gated_delta_rule = chunk_gated_delta_rule or torch_chunk_gated_delta_rule"
+_PARAMETERS = (
+    "query",
+    "key",
+    "value",
+    "g",
+    "beta",
+    "initial_state",
+    "output_final_state",
+    "use_qk_l2norm_in_kernel",
+)
+# Conditions under which callers repeat keys for grouped values, which kernels read once instead; before 5.23.
+_REPEATS = ("self.num_v_heads // self.num_k_heads > 1", "self.num_v_heads > self.num_k_heads")
+_SLOT = Slot(OP)
 _GATED_DELTA_RULE = r"(torch_)?(chunk|recurrent)_gated_delta_rule"
 # Kimi's delta attention, Mamba's and Mamba-2's selective scans, RWKV's linear attention.
 _OTHERS = r"(torch_)?(chunk|recurrent)_kimi_delta_attention|mamba\w*(scan\w*|inner_fn|state_update)|rwkv_linear_\w+"
 
+_BY_DOCUMENT = '''
+def _opslot_delta_rule_by_document(
+    rule, query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+):
+    """Transformers' gated delta rule `rule`, of each document alone if there are several."""
+
+    def run(*tokens, state):
+        return rule(
+            *tokens,
+            initial_state=state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        )
+
+    if cu_seqlens is None:
+        return run(query, key, value, g, beta, state=initial_state)
+    lengths = cu_seqlens.diff().tolist()
+    documents = zip(*(x.flatten(0, 1).split(lengths) for x in (query, key, value, g, beta)))
+    states = initial_state.split(1) if initial_state is not None else [None] * len(lengths)
+    results = [run(*(x[None] for x in document), state=s) for document, s in zip(documents, states) if len(document[0])]
+    outputs = torch.cat([output[0] for output, _ in results]).unflatten(0, value.shape[:2])
+    return outputs, torch.cat([state for _, state in results]) if output_final_state else None
+'''
+
 
 @dataclass(frozen=True)
-class Recurrences:
-    """Classes that call a recurrence over the sequence."""
-
-    pattern: str
-    reason: str
+class GatedDeltaRule:
+    """Classes that call the gated delta rule in chunks; its recurrent form, for single tokens, stays Transformers'."""
 
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
-        yield from skip_callers(module, "chunk_gated_delta_rule", self.pattern, self.reason)
+        matched = set()
+        for method, calls in module.callers(_FUNCTION, "self.chunk_gated_delta_rule").items():
+            if match := _call(module, method, calls):
+                matched.add(match.symbol)
+                yield match
+        reason = "calls {function} in another way than the reviewed forms"
+        for skip in skip_callers(module, OP, _GATED_DELTA_RULE, reason):
+            if skip.symbol not in matched:
+                yield skip
 
 
-FORMS = (
-    Recurrences(_GATED_DELTA_RULE, "calls {function}, and no caller of it is among the reviewed forms"),
-    Recurrences(_OTHERS, "calls {function}, another recurrence than the gated delta rule"),
-)
+def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | None:
+    """A match if the method calls the reviewed function once, with arguments of the op's contract."""
+    owner = method.partition(".")[0]
+    reviewed = module.fingerprint(_FUNCTION) in _REVIEWED and module.fingerprint("l2norm") == _L2NORM
+    selected = not isinstance(calls[0].func, ast.Attribute) or _SELECTED in module.text(f"{owner}.__init__")
+    arguments = bound_arguments(calls[0], _PARAMETERS, ("cu_seqlens",))
+    if not reviewed or not selected or len(calls) != 1 or arguments is None:
+        return None
+    defaults = {"initial_state": "None", "output_final_state": "False", "use_qk_l2norm_in_kernel": "False"}
+    arguments = defaults | arguments
+    if set(arguments) != set(_PARAMETERS):
+        return None
+    values = ", ".join([*(arguments[name] for name in _PARAMETERS), documents_of(module, method, calls[0])])
+
+    def write(patch: PatchConfig) -> None:
+        original, bound = undecorated(module, patch, _FUNCTION), f"self.{_SLOT.attribute}"
+        eager = f"_opslot_delta_rule_by_document({original}, {values})"
+        template = f"{bound}({values}) if {bound} is not None else {eager}"
+        patch.replace(method, ast.unparse(calls[0]), template, slot=_SLOT)
+        for condition in _REPEATS:
+            if module.count(method, condition) == 1:
+                patch.replace(method, condition, f"$match and {bound} is None")
+        add_helpers(patch, _BY_DOCUMENT)
+        patch.depends_on(module.upstream.name, _FUNCTION, "l2norm")
+
+    return Match(owner, OP, _SLOT.variant, write)
+
+
+@dataclass(frozen=True)
+class OtherRecurrences:
+    """Classes that call another recurrence."""
+
+    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
+        yield from skip_callers(module, OP, _OTHERS, "calls {function}, another recurrence than the gated delta rule")
+
+
+FORMS = (GatedDeltaRule(), OtherRecurrences())

@@ -2,8 +2,8 @@
 
 Shapes: `query`, `key` [B, S, K_heads, K]; `value` [B, S, V_heads, V] with V_heads a multiple of K_heads; `g` (log
 decay, <= 0) and `beta` [B, S, V_heads]; state [B, V_heads, K, V]. `cu_seqlens` (int32 or int64, [documents + 1], over
-the S tokens of B = 1) gives every document a separate state, so packed documents do not affect each other;
-Transformers' code does not support it.
+the B * S tokens, no document crosses rows) gives every document a separate state, so packed documents do not affect
+each other; Transformers' code does not support it.
 
 Shape suffixes below: N chunks, D documents, H value heads, T tokens of a chunk, K and V widths of a head.
 """
@@ -49,7 +49,7 @@ def reference(
         `cu_seqlens`: of each document) in the dtype computed in; `initial_state` has the same shape.
 
     Raises:
-        KernelError: `cu_seqlens` with several rows or that do not cover the tokens, or heads that do not divide.
+        KernelError: `cu_seqlens` that do not cover the tokens or cross rows, or heads that do not divide.
     """
     check_shapes("chunk_gated_delta_rule", key, value, initial_state, cu_seqlens)
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -80,10 +80,8 @@ def check_shapes(
     if value.shape[2] % key.shape[2]:
         found = f"{value.shape[2]} heads, which is not a multiple of key's {key.shape[2]}"
         reject(kernel, "value", found, "use a multiple of key's heads for value")
-    if cu_seqlens is not None and key.shape[0] != 1:
-        reject(kernel, "cu_seqlens", f"packed documents are one row, there are {key.shape[0]}", "flatten the rows")
     if cu_seqlens is not None:
-        check_cu_seqlens(kernel, "cu_seqlens", cu_seqlens, 1, key.shape[1])
+        check_cu_seqlens(kernel, "cu_seqlens", cu_seqlens, *key.shape[:2])
     states = key.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     wanted = (states, value.shape[2], key.shape[3], value.shape[3])
     if initial_state is not None and initial_state.shape != wanted:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import differentiable_op
+from opslot.ops._common.documents import one_row
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops.chunk_gated_delta_rule.kernels.backward import write_gradients
 from opslot.ops.chunk_gated_delta_rule.kernels.call import prepare
@@ -149,7 +150,10 @@ def chunk_gated_delta_rule(
     if key.shape[3] > WIDEST_KEY:
         reject(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {WIDEST_KEY}", "use torch_chunked")
     check_shapes(_LABEL, key, value, initial_state, cu_seqlens)
+    shape = value.shape
+    if cu_seqlens is not None:
+        query, key, value, g, beta = map(one_row, (query, key, value, g, beta))
     out, final = _gated_delta_rule(
         query, key, value, g, beta, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, output_final_state
     )
-    return out, final if output_final_state else None
+    return out.view(shape), final if output_final_state else None

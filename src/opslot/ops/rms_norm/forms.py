@@ -44,12 +44,13 @@ NORMS = MethodForms(
             _NORMALIZED,
             _EPS,
         ),
-        Reviewed(
-            "24fae62042bf",
-            "gated",
-            "the standard norm, times silu(gate) in fp32, cast back",
-            "qwen3_next, qwen3_5, qwen3_5_moe, olmo_hybrid",
-            args=_EPSILON,
+        *(
+            Reviewed(hash_, "gated", "the standard norm, times silu(gate) in fp32, cast back", seen, args=_EPSILON)
+            for hash_, seen in (
+                ("24fae62042bf", "qwen3_next, qwen3_5, qwen3_5_moe, olmo_hybrid, qwen4_exp, from 5.17"),
+                ("e5b46837c975", "the same, 5.15 and 5.16"),
+                ("b4fd67d9758f", "the same, before 5.15"),
+            )
         ),
         Reviewed(
             "fd8cae7324ce",

@@ -1,0 +1,129 @@
+"""Sequence parallelism of linear attention: causal convolution over a rank's tokens, and delta rule over its heads.
+
+Gradients follow `_collectives`' rule: the loss is the sum of the ranks' losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from opslot.distributed._collectives import all_to_all
+from opslot.distributed.parallel_state import get_parallel_state
+from opslot.distributed.ulysses import (
+    _merge,
+    _split,
+    gather_heads_scatter_seq,
+    gather_outputs,
+    gather_seq_scatter_heads,
+    kv_repeats,
+    slice_input_tensor,
+)
+
+HEADS = ("value", "key")
+
+
+class ShardedConvolution:
+    """A causal convolution for ranks that hold local sequences: each gets the tokens that its first windows reach.
+
+    Args:
+        convolve: `(hidden_states, weight, bias, activation, cu_seqlens) -> output` with hidden_states and output
+            [B, D, S], weight [D, W].
+        group: the ranks; None uses `get_parallel_state()` at each call.
+    """
+
+    def __init__(self, convolve: Callable[..., Tensor], group: ProcessGroup | None = None) -> None:
+        self.convolve = convolve
+        self.group = group
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """hidden_states and output [B, D, S / sp]; `cu_seqlens` are those of the global sequences."""
+        group = self.group or get_parallel_state().sp_group
+        reach = weight.shape[-1] - 1
+        if group is None:
+            return self.convolve(hidden_states, weight, bias, activation, cu_seqlens)
+        rows, length, rank = hidden_states.transpose(1, 2), hidden_states.shape[2], dist.get_rank(group)
+        tail = min(reach, length)
+        earlier = gather_outputs(rows[:, length - tail :], 1, group)[:, : rank * tail]
+        earlier = earlier[:, max(0, earlier.shape[1] - reach) :]
+        # [B, reach + S / sp, D], with zeros before the first token.
+        rows = torch.cat([F.pad(earlier, (0, 0, reach - earlier.shape[1], 0)), rows], 1)
+        if cu_seqlens is not None:
+            cu_seqlens = _local_documents(cu_seqlens, length, reach, rank, group.size())
+        return self.convolve(rows.transpose(1, 2), weight, bias, activation, cu_seqlens)[..., reach:]
+
+    def __repr__(self) -> str:
+        return f"<sharded {self.convolve!r}>"
+
+
+def _local_documents(cu_seqlens: Tensor, length: int, reach: int, rank: int, ranks: int) -> Tensor:
+    """Boundaries in a rank's rows of `reach` earlier and `length` local tokens; documents of other ranks are empty."""
+    row, offset = cu_seqlens // (length * ranks), cu_seqlens % (length * ranks)
+    inside = (offset - rank * length + reach).clamp(0, reach + length)
+    # The zeros before the first token of a row belong to its first document.
+    return row * (reach + length) + inside.where(offset > 0, 0)
+
+
+class UlyssesDeltaRule:
+    """A gated delta rule for ranks that hold local sequences: each computes some heads of the global sequences.
+
+    Args:
+        rule: `(query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens) ->
+            (output, state)` as `opslot.ops.chunk_gated_delta_rule` has it.
+        group: the ranks; None uses `get_parallel_state()` at each call.
+    """
+
+    def __init__(self, rule: Callable[..., Any], group: ProcessGroup | None = None) -> None:
+        self.rule = rule
+        self.group = group
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Tensors [B, S / sp, heads, ...], states of all heads; `cu_seqlens` are those of the global sequences."""
+        group = self.group or get_parallel_state().sp_group
+        options = (output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+        if group is None:
+            return self.rule(query, key, value, g, beta, initial_state, *options)
+        repeats = kv_repeats(value.shape[2], key.shape[2], group.size(), HEADS)
+        if repeats > 1:
+            query, key = query.repeat_interleave(repeats, 2), key.repeat_interleave(repeats, 2)
+        tokens = _to_heads((query, key, value), group)
+        gates = (gather_seq_scatter_heads(x, 1, 2, group) for x in (g, beta))
+        if initial_state is not None:
+            initial_state = slice_input_tensor(initial_state, 1, group)
+        output, state = self.rule(*tokens, *gates, initial_state, *options)
+        output = gather_heads_scatter_seq(output, 2, 1, group)
+        return output, None if state is None else gather_outputs(state, 1, group)
+
+    def __repr__(self) -> str:
+        return f"<Ulysses {self.rule!r}>"
+
+
+def _to_heads(tensors: tuple[Tensor, ...], group: ProcessGroup) -> list[Tensor]:
+    """[B, S / sp, heads, width] each to [B, S, heads / sp, width], in one all-to-all."""
+    parts = [_split(x, 2, group).flatten(3) for x in tensors]
+    received = _merge(all_to_all(torch.cat(parts, 3), group), 1).split([part.shape[3] for part in parts], 2)
+    return [x.unflatten(2, (-1, like.shape[3])) for x, like in zip(received, tensors, strict=True)]

@@ -1,0 +1,154 @@
+"""Linear attention on two sequence-parallel ranks compared with one process."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from opslot.distributed import ShardedConvolution, UlyssesDeltaRule, init_parallel_state
+from opslot.ops.causal_conv1d.op import reference as convolve
+from opslot.ops.chunk_gated_delta_rule.op import reference as delta_rule
+
+_spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
+tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
+if not hasattr(tiny, "train"):
+    _spec.loader.exec_module(tiny)
+
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "pad_token_id": 0,
+}
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def parity(function, sharded, inputs, shared, dim, **options):
+    """Largest error of the output and of each gradient; `inputs` are sharded along `dim`, `shared` are parameters."""
+    rank = init_parallel_state(device_type="cpu", sp=2).sp_rank
+    whole = {name: x.clone().requires_grad_() for name, x in {**inputs, **shared}.items()}
+    expected = function(**whole, **options)
+    weight = random(*expected.shape, seed=99)
+    (expected * weight).sum().backward()
+    local = {name: x.chunk(2, dim)[rank].clone().requires_grad_() for name, x in inputs.items()}
+    own = {name: x.clone().requires_grad_() for name, x in shared.items()}
+    found = sharded(**local, **own, **options)
+    (found * weight.chunk(2, dim)[rank]).sum().backward()
+    errors = [found - expected.chunk(2, dim)[rank]]
+    errors += [x.grad - whole[name].grad.chunk(2, dim)[rank] for name, x in local.items()]
+    for name, x in own.items():
+        torch.distributed.all_reduce(x.grad)
+        errors.append(x.grad - whole[name].grad)
+    return max(error.abs().max().item() for error in errors)
+
+
+def convolution(length, documents, width=4):
+    inputs = {"hidden_states": random(2, length, 6).transpose(1, 2)}
+    shared = {"weight": random(6, width, seed=1), "bias": random(6, seed=2)}
+    bounds = None if documents is None else torch.tensor([0, *documents]).cumsum(0)
+    return parity(convolve, ShardedConvolution(convolve), inputs, shared, 2, activation="silu", cu_seqlens=bounds)
+
+
+@pytest.mark.parametrize(
+    ("length", "documents", "width"),
+    [
+        (10, None, 4),
+        # A window that reaches further than the rank before this one.
+        (4, None, 4),
+        (10, None, 1),
+        (10, [10, 10], 4),
+        # Boundaries in the first tokens of the second rank, at its border, and before it.
+        (10, [6, 4, 5, 5], 4),
+        (10, [3, 1, 6, 1, 1, 8], 4),
+        (4, [1, 3, 2, 0, 2], 4),
+    ],
+)
+def test_convolution_over_the_global_sequence(ranks, length, documents, width):
+    assert max(ranks.run(convolution, length, documents, width)) < 1e-13
+
+
+def first(function):
+    return lambda **arguments: function(**arguments)[0]
+
+
+def recurrence(k_heads, heads, documents):
+    inputs = {
+        "query": random(2, 10, k_heads, 5),
+        "key": random(2, 10, k_heads, 5, seed=1),
+        "value": random(2, 10, heads, 3, seed=2),
+        "g": torch.nn.functional.logsigmoid(random(2, 10, heads, seed=3)),
+        "beta": random(2, 10, heads, seed=4).sigmoid(),
+    }
+    bounds = None if documents is None else torch.tensor([0, *documents]).cumsum(0)
+    options = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": bounds}
+    return parity(first(delta_rule), first(UlyssesDeltaRule(delta_rule)), inputs, {}, 1, **options)
+
+
+@pytest.mark.parametrize(("k_heads", "heads"), [(2, 4), (2, 2), (1, 2), (1, 4)])
+def test_delta_rule_over_the_global_sequence(ranks, k_heads, heads):
+    assert max(ranks.run(recurrence, k_heads, heads, None)) < 1e-13
+
+
+@pytest.mark.parametrize("documents", [[10, 10], [7, 3, 5, 5], [3, 1, 6, 1, 9]])
+def test_delta_rule_of_packed_documents(ranks, documents):
+    assert max(ranks.run(recurrence, 2, 4, documents)) < 1e-13
+
+
+def states():
+    """The last states of all heads, from given first states."""
+    rank = init_parallel_state(device_type="cpu", sp=2).sp_rank
+    inputs = [random(2, 10, heads, 4, seed=heads + n) for n, heads in enumerate((2, 2, 4))]
+    gates = [random(2, 10, 4, seed=n).sigmoid() * sign for n, sign in ((5, -1), (6, 1))]
+    start = random(2, 4, 4, 4, seed=7)
+    expected = delta_rule(*inputs, *gates, start, True, True)[1]
+    local = [x.chunk(2, 1)[rank] for x in (*inputs, *gates)]
+    return (UlyssesDeltaRule(delta_rule)(*local, start, True, True)[1] - expected).abs().max().item()
+
+
+def test_states_have_all_heads(ranks):
+    assert max(ranks.run(states)) < 1e-13
+
+
+def on_ranks(name, sizes, kwargs):
+    return tiny.train(name, sizes, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("qwen3_next", {"documents": (2, 7, 3)}),
+        ("qwen3_next", {"length": 11, "ops": "auto"}),
+        ("olmo_hybrid", {"documents": (5, 1, 6), "ops": "auto"}),
+        ("olmo_hybrid", {"changes": {**LINEAR, "linear_num_key_heads": 1, "linear_allow_neg_eigval": False}}),
+    ],
+)
+def test_training_equals_one_process(ranks, name, kwargs):
+    kwargs = {"steps": 2, "micro_batches": 2, "changes": LINEAR, **kwargs}
+    expected = torch.tensor(tiny.train(name, **kwargs))
+    assert expected[0, 1] > 1e-2
+    for found in ranks.run(on_ranks, name, {"sp": 2}, kwargs):
+        torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0)
+
+
+def indivisible():
+    from opslot.models.parallelize import parallelize
+
+    state = init_parallel_state(device_type="cpu", sp=2)
+    changes = LINEAR | {"linear_num_key_heads": 1, "linear_num_value_heads": 3}
+    parallelize(tiny.build("olmo_hybrid", **changes), state)
+
+
+def test_indivisible_heads_raise(ranks, rank_failed):
+    with pytest.raises(rank_failed, match="sp=2 does not divide 3 value heads"):
+        ranks.run(indivisible)
