@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from opslot.ops._common.model_config import head_sizes, text_config
-from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS
+from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS, triton_kernel
 from opslot.ops.attention.op import OP
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec, Requirement
 
@@ -135,6 +135,14 @@ for _spec in (
         _head_dim_to(128),
         _no_dropout,
         priority=80,
+    ),
+    triton_kernel(
+        "attention",
+        "causal",
+        function="attention",
+        supports=_all_of(_head_dim_to(256), _no_dropout),
+        priority={H200: 50},
+        description="Triton, with windows, sinks, softcap, packed documents and unequal head sizes",
     ),
     KernelSpec(
         "flex_attention",

@@ -1,6 +1,6 @@
-"""Attention in Triton: windows, chunks, sinks, softcap, documents and unequal head sizes, deterministic.
+"""Attention in Triton: windows, sinks, softcap, documents and unequal head sizes, deterministic.
 
-Visible keys are intervals (see triton_intervals.py), so a program loops only over the keys that its queries see, and
+Visible keys are intervals (see kernels/intervals.py), so a program loops only over the keys that its queries see, and
 packed documents cost the sum of their squared lengths. Forward saves its output and the logsumexp.
 
 Shapes: B batch, S tokens, N query heads, K key/value heads, D head size.
@@ -21,12 +21,12 @@ from transformers.masking_utils import flash_attention_mask
 from opslot._base.errors import KernelError
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import custom_op, once_differentiable
-from opslot.ops._common.specs import FLOATS, unsupported_dtype
+from opslot.ops._common.specs import FLOATS, H200, unsupported_dtype
 from opslot.ops._common.triton import cdiv
+from opslot.ops.attention.kernels.backward import launch_dk_dv, launch_dq
+from opslot.ops.attention.kernels.forward import launch_forward
+from opslot.ops.attention.kernels.intervals import intervals
 from opslot.ops.attention.op import causal_of, reject_options
-from opslot.ops.attention.triton_backward import launch_dk_dv, launch_dq
-from opslot.ops.attention.triton_forward import launch_forward
-from opslot.ops.attention.triton_intervals import intervals
 
 NAME = "attn_implementation='triton'"
 _LOG2E = math.log2(math.e)
@@ -57,12 +57,11 @@ def attention(
         scale,
         causal,
         kwargs.get("sliding_window"),
-        kwargs.get("attention_chunk_size"),
         kwargs.get("softcap"),
     )
     if cu_q is None and attention_mask is not None:
         return _padded(q, k, v, attention_mask, options), None
-    return attend(q, k, v, cu_q, cu_q if cu_k is None else cu_k, *options), None
+    return attend(q, k, v, cu_q, cu_k, *options), None
 
 
 attention.mask_function = flash_attention_mask  # type: ignore[attr-defined]
@@ -78,30 +77,27 @@ def attend(
     scale: float = 1.0,
     causal: bool = True,
     window: int | None = None,
-    chunk: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """Attention of q [B, S, N, D] over k [B, S_kv, K, D] and v [B, S_kv, K, D_v]: [B, S, N, D_v].
 
     Args:
-        cu_seqlens_q, cu_seqlens_k: document boundaries over B * S and B * S_kv tokens. Documents end at the ends of
-            rows, and tokens after the last boundary are another document.
+        cu_seqlens_q, cu_seqlens_k: document boundaries over B * S and B * S_kv tokens; the second is by default the
+            first. Documents end at the ends of rows, and tokens after the last boundary are another document.
         sinks: [N], logits without a value in the softmax of every query.
         window: number of keys that a query sees, its own included.
-        chunk: queries see keys of the same chunk of this many positions of a document.
     """
-    if chunk is not None and not causal:
-        raise KernelError(f"{NAME}: attention chunks require causality", hint="set is_causal, or pass no chunk size")
-    return _Attention.apply(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, scale, causal, window, chunk, softcap)
+    if cu_seqlens_k is cu_seqlens_q:
+        # Dynamo rejects a tensor that is passed twice.
+        cu_seqlens_k = None
+    return _Attention.apply(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, scale, causal, window, softcap)
 
 
 def _check(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None
 ) -> None:
     if dropout:
-        raise KernelError(
-            f"{NAME} has no dropout", hint="set attention_dropout to 0, or use sdpa or flash_attention_2"
-        )
+        raise KernelError(f"{NAME} has no dropout", hint="set attention_dropout to 0, or use sdpa or flash_attention_2")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dtype not in FLOATS or x.dtype != query.dtype:
             found = unsupported_dtype(x.dtype) if x.dtype == query.dtype else f"it is {x.dtype}, query {query.dtype}"
@@ -126,7 +122,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: tuple[Any, .
     k_order, cu_k = _order(k_mask)
     q, k, v = (x.take_along_dim(order, 1) for x, order in ((q, q_order), (k, k_order), (v, k_order)))
     out = attend(q, k, v, cu_q, cu_k, *options)
-    return out.take_along_dim(q_order.argsort(1), 1) * q_mask[..., None, None]
+    return out.take_along_dim(q_order.argsort(dim=1), 1) * q_mask[..., None, None]
 
 
 def _order(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +130,7 @@ def _order(mask: Tensor) -> tuple[Tensor, Tensor]:
     batch, length = mask.shape
     starts = torch.arange(batch, device=mask.device) * length
     cu_seqlens = torch.stack([starts, starts + mask.sum(1)], 1).flatten().to(torch.int32)
-    return mask.int().argsort(1, descending=True, stable=True)[..., None, None], cu_seqlens
+    return mask.int().argsort(dim=1, descending=True, stable=True)[..., None, None], cu_seqlens
 
 
 @dataclass(frozen=True)
@@ -149,28 +145,38 @@ class Tile:
 
 @dataclass(frozen=True)
 class Plan:
-    """Tiles of the three kernels; `split` computes dk and dv in two launches."""
+    """Tiles of the kernels; two for dk and dv compute them in two launches, which needs fewer registers."""
 
     forward: Tile
     dq: Tile
-    dk_dv: Tile
-    split: bool = False
+    dk_dv: tuple[Tile, ...]
 
 
-# By element size and the larger padded head size, for compute capability 9.0; others halve the stages.
+# By element size and padded head size. These fit into 99 KiB of shared memory, that of the smallest supported GPUs.
 _PLANS = {
-    (2, 64): Plan(Tile(128, 128, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
-    (2, 128): Plan(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
-    (2, 256): Plan(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
-    (4, 64): Plan(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-    (4, 128): Plan(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1)),
-    (4, 256): Plan(Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
+    (2, 64): Plan(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), (Tile(64, 64, 4, 2),)),
+    (2, 128): Plan(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), (Tile(32, 64, 4, 2),)),
+    (2, 192): Plan(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), (Tile(32, 64, 4, 1),)),
+    (2, 256): Plan(Tile(64, 32, 4, 2), Tile(64, 32, 8, 1), (Tile(32, 64, 8, 1),) * 2),
+    (4, 64): Plan(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), (Tile(32, 32, 4, 2),)),
+    (4, 128): Plan(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), (Tile(32, 32, 4, 1),)),
+    (4, 192): Plan(Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), (Tile(16, 16, 4, 1),)),
+    (4, 256): Plan(Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), (Tile(16, 16, 4, 1),)),
+}
+# The fastest of about 20 tiles for each kernel on an H200.
+_H200_PLANS = _PLANS | {
+    (2, 64): Plan(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), (Tile(128, 64, 4, 2),)),
+    (2, 128): Plan(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), (Tile(32, 64, 4, 3),)),
+    (2, 192): Plan(Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), (Tile(32, 64, 4, 2),)),
+    (2, 256): Plan(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), (Tile(32, 128, 8, 3),) * 2),
 }
 
 
 @functools.cache
-def plan(element_bytes: int, width: int) -> Plan:
-    return _PLANS[element_bytes, next(size for size in (64, 128, 256) if width <= size)]
+def plan(element_bytes: int, width: int, device: torch.device) -> Plan:
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == H200
+    plans = _H200_PLANS if hopper else _PLANS
+    return plans[element_bytes, next(size for size in (64, 128, 192, 256) if width <= size)]
 
 
 @functools.cache
@@ -200,7 +206,7 @@ class _Call:
         columns, tail = head_tiles(width)
         v_columns = max(16, triton.next_power_of_2(v_width))
         self.widths = (width, v_width, columns, tail, v_columns, unit)
-        self.plan = plan(q.element_size(), max(columns + tail, v_columns))
+        self.plan = plan(q.element_size(), max(columns + tail, v_columns), q.device)
 
     def blocks(self, size: int) -> tuple[int, int, int]:
         return size * self.batch * self.kv_heads, 1, 1
@@ -226,7 +232,6 @@ def _run(
     scale: float,
     causal: bool,
     window: int | None,
-    chunk: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """The output [B, S, N, D_v], and the logsumexp in base 2, [B, K, S * N / K] in float32."""
@@ -235,7 +240,7 @@ def _run(
     call = _Call(q, k, v, scale, softcap)
     if call.empty:
         return out, lse
-    visible = intervals(q, k, cu_seqlens_q, cu_seqlens_k, causal, window, chunk)
+    visible = intervals(q, k, cu_seqlens_q, cu_seqlens_k, causal, window)
     tile = call.plan.forward
     launch_forward(
         call.blocks(cdiv(call.queries * call.group, tile.rows)),
@@ -283,7 +288,6 @@ def _run_backward(
     scale: float,
     causal: bool,
     window: int | None,
-    chunk: int | None,
     softcap: float | None,
     *needs: bool,
 ) -> tuple[Tensor | None, ...]:
@@ -293,7 +297,7 @@ def _run_backward(
     call = _Call(q, k, v, scale, softcap, dout)
     if call.empty:
         return tuple(x if x is None else x.zero_() for x in gradients)
-    visible = intervals(q, k, cu_seqlens_q, cu_seqlens_k, causal, window, chunk)
+    visible = intervals(q, k, cu_seqlens_q, cu_seqlens_k, causal, window)
     strides = (*call.strides, *_interval_strides(visible))
     scalars = (*call.sizes, *call.factors, scale)
     delta = torch.empty_like(lse)
@@ -306,9 +310,9 @@ def _run_backward(
         (call.group, dq is not None, softcap is not None, *call.widths, tile.rows, tile.keys, tile.stages),
         tile.warps,
     )
-    tile = call.plan.dk_dv
-    launches = [(dk, dv)] if not call.plan.split else [(dk, None), (None, dv)]
-    for dk_out, dv_out in launches:
+    tiles = call.plan.dk_dv
+    launches = [(dk, dv)] if len(tiles) == 1 else [(dk, None), (None, dv)]
+    for tile, (dk_out, dv_out) in zip(tiles, launches, strict=True):
         if call.keys == 0 or (dk_out is None and dv_out is None):
             continue
         launch_dk_dv(
@@ -341,10 +345,7 @@ def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor, call: _Call) -> T
     return -(weight * delta.view(shape)).sum((0, 2)).flatten()
 
 
-_OPTIONS = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale, bool causal, SymInt? window, SymInt? chunk, "
-    "float? softcap"
-)
+_OPTIONS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale, bool causal, SymInt? window, float? softcap"
 _forward = custom_op(
     f"attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_OPTIONS}) -> (Tensor, Tensor)", _run, _allocate
 )
@@ -369,4 +370,4 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[:4]
         gradients = _backward(dout, *ctx.saved_tensors, *ctx.options, *needs)
-        return *[x if need else None for x, need in zip(gradients, needs, strict=True)], *(None,) * 7
+        return *[x if need else None for x, need in zip(gradients, needs, strict=True)], *(None,) * 6

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from opslot._base.jit import dot, downcast
 from opslot.ops._common.triton import KernelLauncher
-from opslot.ops.attention.triton_forward import block_range, load_tile, row_offsets, store_tile, tanh
+from opslot.ops.attention.kernels.forward import block_range, load_tile, row_offsets, store_tile, tanh
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Visible keys of each query, and queries of each key, as intervals of tokens.
 
-Causality, windows, chunks and documents all make the keys that a query sees an interval [start, end). Neither end
+Causality, windows and documents all make the keys that a query sees an interval [start, end). Neither end
 decreases from one query to the next, so the interval of a block of queries follows from its first and last query, and
 the queries that see a key are an interval too. The attention kernels only read these intervals.
 """
@@ -39,7 +39,6 @@ def _side(
     documents,
     before,
     after,
-    chunk,
     KEYS: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -72,9 +71,8 @@ def _side(
     position = token - own_start
     if not KEYS:
         position += shift
-    chunk_start = position // chunk * chunk
-    start = tl.maximum(position - before, chunk_start)
-    end = tl.minimum(position + after + 1, chunk_start + chunk)
+    start = position - before
+    end = position + after + 1
     if KEYS:
         start += shift
         end += shift
@@ -84,7 +82,7 @@ def _side(
     tl.store(end_ptr + token, end, mask=token < own_length)
 
 
-@triton.jit(do_not_specialize=["rows", "queries", "keys", "documents", "before", "after", "chunk"])
+@triton.jit(do_not_specialize=["rows", "queries", "keys", "documents", "before", "after"])
 def _intervals_kernel(
     cu_q_ptr,
     cu_k_ptr,
@@ -96,7 +94,6 @@ def _intervals_kernel(
     documents,
     before,
     after,
-    chunk,
     HAS_DOCUMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -114,7 +111,6 @@ def _intervals_kernel(
             documents,
             before,
             after,
-            chunk,
             False,
             HAS_DOCUMENTS,
             BLOCK,
@@ -131,7 +127,6 @@ def _intervals_kernel(
             documents,
             after,
             before,
-            chunk,
             True,
             HAS_DOCUMENTS,
             BLOCK,
@@ -148,16 +143,16 @@ def intervals(
     cu_seqlens_k: Tensor | None,
     causal: bool,
     window: int | None,
-    chunk: int | None,
 ) -> Tensor:
     """Int32 [4, rows, tokens] for q [B, S, N, D] and k [B, S_kv, K, D]: start and end of the keys that each query sees,
     then start and end of the queries that see each key. `rows` is 1 without documents, since all are equal.
 
     Args:
         window: a query sees `window` keys up to its own, and without causality as many after it.
-        chunk: a query sees keys of the same multiple of `chunk` positions of its document.
     """
     (batch, queries), keys = q.shape[:2], k.shape[1]
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
     rows = 1 if cu_seqlens_q is None else batch
     # Multiples of 16 keep the fast path of the launcher.
     found = torch.empty(4, rows, cdiv(max(queries, keys), 16) * 16, dtype=torch.int32, device=q.device)
@@ -174,7 +169,6 @@ def intervals(
             0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
             before,
             after,
-            UNLIMITED if chunk is None else chunk,
         ),
         (cu_seqlens_q is not None, _BLOCK),
         4,
