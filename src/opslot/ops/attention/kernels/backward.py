@@ -18,8 +18,12 @@ def _weights(scores, lse, scale, softcap, SOFTCAP: tl.constexpr):
     """Softmax weights of unscaled scores, and the derivative of the softcap."""
     if SOFTCAP:
         capped = tanh(scores * scale)
-        return tl.exp2(softcap * capped - lse), 1 - capped * capped
-    return tl.exp2(scores * scale - lse), 1.0
+        weights = tl.exp2(softcap * capped - lse)
+        derivative = 1 - capped * capped
+    else:
+        weights = tl.exp2(scores * scale - lse)
+        derivative = 1.0
+    return weights, derivative
 
 
 @triton.jit

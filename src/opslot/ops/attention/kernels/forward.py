@@ -30,12 +30,15 @@ def load_tile(
     column = FIRST + tl.arange(0, COLUMNS)
     pointers = base_ptr + offsets[:, None] + column[None, :]
     if MASKED:
+        mask = valid[:, None]
         if FIRST + COLUMNS > WIDTH:
-            return tl.load(pointers, mask=valid[:, None] & (column < WIDTH)[None, :], other=0.0)
-        return tl.load(pointers, mask=valid[:, None], other=0.0)
-    if FIRST + COLUMNS > WIDTH:
-        return tl.load(pointers, mask=(column < WIDTH)[None, :], other=0.0)
-    return tl.load(pointers)
+            mask = mask & (column < WIDTH)[None, :]
+        x = tl.load(pointers, mask=mask, other=0.0)
+    elif FIRST + COLUMNS > WIDTH:
+        x = tl.load(pointers, mask=(column < WIDTH)[None, :], other=0.0)
+    else:
+        x = tl.load(pointers)
+    return x
 
 
 @triton.jit
