@@ -1,14 +1,19 @@
 """The Triton attention kernel against the reference in float64: masks, head sizes, gradients, determinism."""
 
 import itertools
+from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
+from opslot import KERNEL_REGISTRY
+from opslot._base.device import DeviceFacts
 from opslot._base.errors import KernelError
 from opslot.ops.attention import op
 from opslot.ops.attention.triton import attend, attention, head_tiles
+from opslot.slots import KernelRequest
 from opslot.verify.parity import CheckResult, compare, expect
 
 LABEL = CheckResult("attention", "causal", "triton", "case", "float32")
@@ -314,3 +319,21 @@ def test_head_tiles_cover_the_head_with_the_fewest_columns():
         *((16, 0), (16, 0), (32, 0), (32, 0), (32, 16), (64, 0), (64, 16), (64, 16), (64, 32), (128, 0), (128, 0)),
         *((128, 32), (128, 64), (256, 0), (256, 0)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "config", "chosen"),
+    [
+        ((9, 0), {"head_dim": 128}, "cudnn"),
+        ((9, 0), {"head_dim": 256}, "triton"),
+        ((9, 0), {"head_dim": 64, "sliding_window": 128}, "triton"),
+        ((8, 0), {"head_dim": 256}, "sdpa"),
+        ((8, 0), {"head_dim": 256, "attn_logit_softcapping": 50.0}, "triton"),
+    ],
+)
+def test_auto_without_flash_attention_4(capability, config, chosen):
+    if find_spec("flash_attn") is not None:
+        pytest.skip("FlashAttention is installed")
+    config = PreTrainedConfig(hidden_size=512, num_attention_heads=2, num_key_value_heads=2, **config)
+    request = KernelRequest("attention", "causal", DeviceFacts("gpu", capability), torch.bfloat16, config=config)
+    assert KERNEL_REGISTRY.resolve(request).chosen == chosen
