@@ -73,6 +73,37 @@ def test_sliding_window(ranks, attention):
     check(ranks, "qwen2", SIZES["sp"], steps=2, ops=ops, changes=changes)
 
 
+SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+# name -> (changes, whether Transformers' eager attention separates documents)
+KINDS = {
+    "gpt_oss": (SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2}, False),
+    "gemma2": (SLIDING | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0}, True),
+    "gemma3_text": (SLIDING | {"query_pre_attn_scalar": 8}, True),
+    "olmo3": (SLIDING, True),
+    "mimo_v2_flash": (SLIDING | EXPERTS | {"v_head_dim": 4, "n_routed_experts": 4}, True),
+    "deepseek_v3": (
+        EXPERTS
+        | {"n_routed_experts": 4, "first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": 8}
+        | {"kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12},
+        True,
+    ),
+    "llama4_text": (
+        {"attention_chunk_size": 3, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
+        | {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 48},
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_sequences_of_every_kind_of_attention(ranks, name):
+    """Sinks, softcap, windows, chunks, and values narrower than keys."""
+    changes, packs = KINDS[name]
+    documents = (2, 7, 3) if packs else ()
+    check(ranks, name, SIZES["sp"], steps=2, changes=changes, documents=documents, options={"ulysses_pipeline": 2})
+
+
 def test_ulysses_pipeline(ranks):
     changes = {"num_key_value_heads": 4}
     check(ranks, "qwen3", SIZES["sp"], steps=2, ops="auto", changes=changes, options={"ulysses_pipeline": 2})

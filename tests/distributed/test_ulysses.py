@@ -200,7 +200,6 @@ def kernel_named(name):
 
 def kernel_parity(name, documents, window):
     """Largest error of output and gradients with sequence parallelism against the reference in one process."""
-    from opslot.models._sequence import over_documents
 
     rank = init_parallel_state(device_type="cpu", sp=2).sp_rank
     torch.compiler.set_stance("force_eager")
@@ -214,12 +213,12 @@ def kernel_parity(name, documents, window):
     full = [random(batch, n, length, width, seed=s).to(dtype) for s, n in enumerate((4, 2, 2))]
     weight = random(batch, length, 4, width, seed=9).to(dtype)
     whole = [x.clone().requires_grad_() for x in full]
-    expected, _ = over_documents(kernel_named("eager"))(Causal(), *whole, None, **options)
+    expected, _ = kernel_named("eager")(Causal(), *whole, None, **options)
     (expected * weight).sum().backward()
     # torch has no backward for FlexAttention on CPUs.
     forward_only = name == "flex_attention"
     local = [part(x, 2, rank).clone().requires_grad_(not forward_only) for x in full]
-    found, _ = ulysses_attention(over_documents(kernel_named(name)))(Causal(), *local, None, **options)
+    found, _ = ulysses_attention(kernel_named(name))(Causal(), *local, None, **options)
     errors = [(found - part(expected, 1, rank)).abs().max()]
     if forward_only:
         return errors[0].item()

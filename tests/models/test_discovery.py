@@ -234,14 +234,13 @@ def skipped(arch, name):
 
 
 def test_skips_are_attributes_of_the_owning_class():
-    reason = "its eager attention is more than softmax(scale q k + mask) v"
-    attention = ("attention", "Gemma2Attention", reason)
+    attention = ("attention", "DogeAttention", "changes the attention mask")
     loss = (
         "cross_entropy_loss",
         "Gemma2ForCausalLM",
         "changes the logits between head and loss, or calls another loss",
     )
-    assert skipped("gemma2", "Gemma2PreTrainedModel") == (attention,)
+    assert skipped("doge", "DogeAttention") == (attention,)
     assert skipped("gemma2", "Gemma2ForCausalLM") == (loss,)
 
 
@@ -252,6 +251,7 @@ def test_skips_are_attributes_of_the_owning_class():
         ("qwen3_next", "Qwen3NextGatedDeltaNet", "causal_conv1d", "calls causal_conv1d_"),
         ("qwen3_vl", "Qwen3VLForConditionalGeneration", "cross_entropy_loss", "is a conditional-generation head"),
         ("nanochat", "NanoChatPreTrainedModel", "rotary_pos_emb", "rotates in another way"),
+        ("glm_moe_dsa", "GlmMoeDsaAttention", "attention", "that an indexer selects (sparse attention)"),
         ("bamba", "BambaMixer", "chunk_gated_delta_rule", "another recurrence than the gated delta rule"),
     ],
 )
@@ -261,13 +261,13 @@ def test_unrecognized_parts_are_skipped_with_a_reason(arch, name, op, reason):
 
 
 def test_skipped_attention_keeps_transformers_implementation():
-    model = AutoModelForCausalLM.from_config(config_of("gemma3_text"))
+    model = AutoModelForCausalLM.from_config(config_of("doge"))
     opslot.apply(model)
     assert model.config._attn_implementation == "sdpa"
     (row,) = [row for row in opslot.explain(model).rows if row.op == "attention"]
     assert row.chosen == "eager"
-    assert "its eager attention is more than softmax" in row.why
-    with pytest.raises(ConfigError, match="attn_implementation='sdpa': its eager attention is more than softmax"):
+    assert "DogeAttention changes the attention mask" in row.why
+    with pytest.raises(ConfigError, match="attn_implementation='sdpa': DogeAttention changes the attention mask"):
         opslot.apply(model, {"attn_implementation": "sdpa"})
 
 
@@ -283,6 +283,11 @@ PACKED = [
     "ernie4_5",
     "mistral",
     "deepseek_v3",
+    "gemma3_text",
+    "llama4_text",
+    "olmo3",
+    "mimo_v2_flash",
+    "granite_swa",
 ]
 
 
@@ -302,12 +307,11 @@ def test_packed_documents_do_not_attend_to_each_other(model_type):
 @pytest.mark.parametrize(
     ("arch", "why"),
     [
-        ("bamba", "BambaDecoderLayer is not one of the reviewed"),
+        ("bamba", "BambaMixer has a Conv1d, which may mix tokens"),
         ("gemma3", "it is not only a language model"),
-        ("gemma3", "its masks are not only causal: and_mask_function, block_sequence_ids"),
-        ("falcon", "FalconDecoderLayer is not one of the reviewed"),
-        ("gpt_oss", "its masks are made without position_ids"),
-        ("doge", "DogeDecoderLayer is not one of the reviewed"),
+        ("recurrent_gemma", "RecurrentGemmaRecurrentBlock has a Conv1d, which may mix tokens"),
+        ("lfm2", "Lfm2ShortConv has a Conv1d, which may mix tokens"),
+        ("doge", "DogeCDMoE calls matmul of activations, which may mix tokens"),
     ],
 )
 def test_models_that_may_mix_tokens_elsewhere_state_the_reason(arch, why):
@@ -315,9 +319,16 @@ def test_models_that_may_mix_tokens_elsewhere_state_the_reason(arch, why):
     assert f"_opslot_keeps_sequences = '{why}" in text
 
 
+def test_masks_without_positions_separate_documents_in_kernels_alone():
+    """gpt-oss makes its masks without position_ids, but kernels get cu_seq_lens."""
+    config = config_of("gpt_oss")
+    assert "made without position_ids" in keeps_sequences(opslot.build_foundation_model(config, init_device="meta"))
+    assert keeps_sequences(opslot.build_foundation_model(config, init_device="meta"), by_kernel=True) is None
+
+
 def test_sequences_of_such_models_are_not_sharded(tmp_path):
-    model = opslot.build_foundation_model(config_of("gemma2"), ops_implementation="eager")
-    with pytest.raises(ConfigError, match=r"cannot be sharded \(sp=2\): its eager attention is more than softmax"):
+    model = opslot.build_foundation_model(config_of("doge"), ops_implementation="eager")
+    with pytest.raises(ConfigError, match=r"cannot be sharded \(sp=2\): DogeAttention changes"):
         opslot.parallelize(model, SimpleNamespace(sp=2, ep=1, mesh=None, device=torch.device("cpu")))
 
 
@@ -354,7 +365,7 @@ def test_model_without_slots_raises():
         opslot.build_foundation_model(config)
 
 
-@pytest.mark.parametrize("arch", ["bamba", "deepseek_v4", "doge", "lightglue", "nanochat", "qwen2_5_vl", "qwen4_exp"])
+@pytest.mark.parametrize("arch", ["bamba", "deepseek_v4", "doge", "lightglue", "modernbert", "nanochat", "qwen4_exp"])
 def test_similar_code_is_skipped(arch):
     found = discover(arch)
     text = generate(found.patch, installed_release()).text
@@ -367,7 +378,7 @@ def test_similar_code_is_skipped(arch):
         # The same code as Cohere's, but the angles are learned.
         "lightglue": ("apply_rotary_pos_emb", "or learned angles"),
         "nanochat": ("apply_rotary_pos_emb", "rotates in another way"),
-        "qwen2_5_vl": ("Qwen2_5_VLVisionAttention", "calls attention in another way"),
+        "modernbert": ("ModernBertAttention", "passes deterministic to attention"),
         "qwen4_exp": ("Qwen4ExpTextRMSNorm", "another norm"),
     }
     symbol, why = unlike[arch]
@@ -386,8 +397,11 @@ def test_command(tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["architecture"] == "gemma3"
     assert {"symbol": "Gemma3RMSNorm", "op": "rms_norm/weight_offset"} in report["matches"]
+    assert {"symbol": "Gemma3Attention", "op": "attention/causal"} in report["matches"]
+    assert main(["discover", "doge", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
     (attention,) = [row for row in report["skipped"] if row["op"] == "attention"]
-    assert attention["reason"].startswith("its eager attention")
+    assert attention["reason"] == "changes the attention mask"
     assert report["problem"] == ""
 
     assert main(["discover", "gpt2"]) == 1

@@ -45,8 +45,8 @@ def call_sites_of(model: Any, device: torch.device, dtype: torch.dtype) -> list[
     config = getattr(model, "config", None)
     asked = [(op, variant, module) for _, module, _, op, variant in walk_slots(model)]
     for op in KERNEL_REGISTRY.ops.values():
-        if op.applies_to is not None and op.applies_to(model):
-            asked.append((op.name, next(iter(op.variants)), model))
+        if op.applies_to is not None and (variant := op.applies_to(model)) is not None:
+            asked.append((op.name, variant, model))
     found: dict[CallSite, None] = {}
     for op_name, variant, module in asked:
         static_shape = KERNEL_REGISTRY.op(op_name).variant(variant).static_shape

@@ -219,7 +219,7 @@ def ulysses_attention(
 
     Returns:
         The same function of query [B, heads, S / sp, D], key and value [B, kv_heads, S / sp, D], whose output is
-        [B, S / sp, heads, D] and whose weights are None. `attention_mask`, `cu_seq_lens_*` and `max_length_*` are
+        [B, S / sp, heads, D] and whose weights are None. Sinks `s_aux` [heads] are those of all heads. `attention_mask`, `cu_seq_lens_*` and `max_length_*` are
         those of the global sequence. With an `OverlappedAllToAll`, query and key are global already.
     """
 
@@ -240,6 +240,7 @@ def ulysses_attention(
         overlapped = OverlappedAllToAll.of(module)
         if overlapped is not None:
             value = overlapped.wait("value", value)
+            kwargs |= _sinks_of(kwargs, ranks, 1)[0]
             output, _ = attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
             return gather_heads_scatter_seq(output, 2, 1, ranks), None
         repeats = kv_repeats(query.shape[1], key.shape[1], ranks.size())
@@ -251,11 +252,20 @@ def ulysses_attention(
         ]
         inputs = [[AsyncAllToAll(x, ranks) for x in chunk] for chunk in zip(*chunks, strict=True)]
         outputs = []
-        for chunk in inputs:
+        for chunk, sinks in zip(inputs, _sinks_of(kwargs, ranks, count), strict=True):
             q, k, v = (_merge(handle.wait(), 1).transpose(1, 2) for handle in chunk)
-            output, _ = attention(module, q, k, v, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+            options = {**kwargs, **sinks}
+            output, _ = attention(module, q, k, v, attention_mask, dropout=dropout, scaling=scaling, **options)
             outputs.append(AsyncAllToAll(_split(output, 1, ranks), ranks))
         gathered = [handle.wait() for handle in outputs]
         return _merge(torch.cat(gathered, 3) if count > 1 else gathered[0], 2), None
 
     return attend
+
+
+def _sinks_of(kwargs: dict[str, Any], group: ProcessGroup, chunks: int) -> list[dict[str, Tensor]]:
+    """Attention sinks of this rank's heads, for each of `chunks` chunks of them."""
+    sinks = kwargs.get("s_aux")
+    if sinks is None:
+        return [{}] * chunks
+    return [{"s_aux": part} for part in _split(sinks, 0, group)[dist.get_rank(group)].chunk(chunks)]

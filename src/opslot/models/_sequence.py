@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from opslot._base.errors import ConfigError, ParallelError
 from opslot.distributed import ParallelState, gather_outputs, ulysses_attention
 from opslot.distributed.ulysses import OverlappedAllToAll, kv_repeats
+from opslot.ops.attention import masks
 from opslot.slots import Binding, SlotBinding, walk_slots
 from opslot.slots.protocol import keeps_sequences
 
@@ -37,7 +37,7 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
             overlap.
     """
     attention = binding.of("attention")
-    why = keeps_sequences(model) or next((slot.kept for slot in attention if slot.kept), None)
+    why = keeps_sequences(model, by_kernel=True) or next((slot.kept for slot in attention if slot.kept), None)
     if not attention:
         why = why or "it has no attention that opslot can select"
     if why:
@@ -70,9 +70,8 @@ class _Ulysses:
         return "Ulysses" if self.pipeline == 1 else f"Ulysses in {self.pipeline} chunks"
 
     def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
-        wrapped: Any = ulysses_attention(over_documents(kernel or reference), pipeline=self.pipeline)
-        # Masks would be made from a rank's shard; the documents of global sequences come as cu_seq_lens.
-        wrapped.mask_function = _no_mask
+        wrapped: Any = ulysses_attention(masks.reads_layout(kernel or reference), pipeline=self.pipeline)
+        wrapped.mask_function = masks.local_mask_function
         return wrapped
 
 
@@ -127,10 +126,6 @@ def _kv_repeats(model: Any, state: ParallelState) -> int:
     return kv_repeats(heads, getattr(config, "num_key_value_heads", heads), state.sp)
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
 class _OverGlobalSequences:
     """A load-balancing loss over global sequences; each rank's router has the logits of its shard."""
 
@@ -150,37 +145,6 @@ class _OverGlobalSequences:
             # In the order of the logits: rank by rank.
             attention_mask = gather_outputs(attention_mask, 0)
         return self.kernel(gate_logits, num_experts, top_k, attention_mask)
-
-
-def over_documents(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention `kernel` with documents and sliding windows from cu_seq_lens alone."""
-    mask_function = getattr(getattr(kernel, "mask_function", None), "__name__", "")
-    knows_windows = mask_function in ("flash_attention_mask", "flex_attention_mask")
-
-    @functools.wraps(kernel)
-    def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
-    ) -> tuple[Tensor, Any]:
-        window = kwargs.get("sliding_window")
-        if window is not None and not knows_windows:
-            attention_mask = _window_mask(query, kwargs, window)
-            kwargs = {name: value for name, value in kwargs.items() if not name.startswith("cu_seq_lens")}
-        return kernel(module, query, key, value, attention_mask, **kwargs)
-
-    return attend
-
-
-def _window_mask(query: Tensor, kwargs: dict[str, Any], window: int) -> Tensor:
-    """[B, 1, S, S] bool: same document, not later, at most `window` - 1 tokens earlier."""
-    batch, _, length, _ = query.shape
-    position = torch.arange(batch * length, device=query.device)
-    distance = position[:length, None] - position[:length]
-    mask = (distance >= 0) & (distance < window)
-    cu_seqlens = kwargs.get("cu_seq_lens_q")
-    if cu_seqlens is None:
-        return mask.expand(batch, 1, -1, -1)
-    document = torch.searchsorted(cu_seqlens[1:].long(), position, right=True).view(batch, 1, length)
-    return mask & (document[..., :, None] == document[..., None, :])
 
 
 def _overlap_projections(model: Any, repeats: int) -> None:

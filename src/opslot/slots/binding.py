@@ -193,9 +193,10 @@ def _per_model(model: Any) -> Iterator[ModuleSlot]:
             continue
         seen: list[Any] = []
         for path, module in model.named_modules():
-            if op.applies_to(module) and all(module.config is not config for config in seen):
+            variant = op.applies_to(module)
+            if variant is not None and all(module.config is not config for config in seen):
                 seen.append(module.config)
-                yield ModuleSlot(path, module, "", op.name, next(iter(op.variants)))
+                yield ModuleSlot(path, module, "", op.name, variant)
 
 
 def _keeps(at: ModuleSlot, wanted: str) -> str | None:

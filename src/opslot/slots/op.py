@@ -125,7 +125,8 @@ class OpSpec:
             `detach(model, state)` needs to undo it.
         runs: `(module) -> name`: which of Transformers' own implementations would run in that module, where it has
             several.
-        applies_to: whether a module is a model with such a per-model op; each config is asked for once.
+        applies_to: the variant of such a per-model op in a module that is a model, or None where it has none; each
+            config is asked for once.
         keeps: `(model, state or None, wanted) -> why`, of a per-model op: why the model keeps Transformers'
             implementation though the configuration wants "auto" or a kernel, or None.
         can_serve: `(bound kernel, *modules) -> bool`: whether the kernel may run in place of a call of the modules
@@ -140,7 +141,7 @@ class OpSpec:
     attach: Callable[[Any, Any, Callable[..., Any] | None], Any] | None = None
     detach: Callable[[Any, Any], None] | None = None
     runs: Callable[[Any], str | None] | None = None
-    applies_to: Callable[[Any], bool] | None = None
+    applies_to: Callable[[Any], str | None] | None = None
     keeps: Callable[[Any, Any, str], str | None] | None = None
     can_serve: Callable[..., bool] | None = None
     bound_to_model: bool = True

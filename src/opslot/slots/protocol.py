@@ -4,7 +4,9 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 
 - `_opslot_slots`: slot name -> (op, variant); `_opslot_<slot>` is None, so that an unbound slot reads as None.
 - `_opslot_skipped`: (op, symbol, reason) of each part that an op might compute and that got no slot.
+- `_opslot_attention_options`: of an attention class, its variant, and option -> the attribute that holds it.
 - `_opslot_keeps_sequences`: why tokens may see each other elsewhere than in causal attention.
+- `_opslot_masks_without_positions`: why Transformers' own attention would let packed documents see each other.
 
 On a generated module `_opslot_lost_slots`: which expected slots it lacks in this release of Transformers.
 
@@ -21,6 +23,8 @@ PREFIX = "_opslot_"
 SLOTS = PREFIX + "slots"
 SKIPPED = PREFIX + "skipped"
 KEEPS_SEQUENCES = PREFIX + "keeps_sequences"
+MASKS_WITHOUT_POSITIONS = PREFIX + "masks_without_positions"
+ATTENTION_OPTIONS = PREFIX + "attention_options"
 LOST_SLOTS = PREFIX + "lost_slots"
 _BINDING = PREFIX + "binding"
 _WRAPPERS = PREFIX + "wrappers"
@@ -90,18 +94,33 @@ def skip_reason(module: Any, op_name: str) -> str | None:
     return next((part.reason for part in skipped_parts(type(module)) if part.op.split("/")[0] == op_name), None)
 
 
+def attention_options(module: Any) -> tuple[str, dict[str, str]] | None:
+    """The variant of an attention class, and option -> the module's attribute that holds it; None for other classes."""
+    return getattr(type(module), ATTENTION_OPTIONS, None)
+
+
 def lost_slots(module: Any) -> str:
     """Which expected slots a generated module lost in this release of Transformers; "" if none."""
     return getattr(module, LOST_SLOTS, "")
 
 
-def keeps_sequences(model: Any) -> str | None:
+def keeps_sequences(model: Any, by_kernel: bool = False) -> str | None:
     """Why tokens of `model` may see each other elsewhere than in causal attention; None where they can't.
 
     Such a model takes no packed documents, and no parts of sequences. The model may be inside a wrapper.
+
+    Args:
+        by_kernel: attention gets the boundaries of documents; else only where a kernel is bound to it.
     """
-    reasons = (getattr(type(module), KEEPS_SEQUENCES, None) for module in model.modules())
-    return next((reason for reason in reasons if reason), None)
+    for module in model.modules():
+        reason = getattr(type(module), KEEPS_SEQUENCES, None)
+        if not (
+            by_kernel or str(getattr(module.__dict__.get("config"), "_attn_implementation", "")).startswith("opslot_")
+        ):
+            reason = reason or getattr(type(module), MASKS_WITHOUT_POSITIONS, None)
+        if reason:
+            return reason
+    return None
 
 
 def bound_kernel(module: Any, slot: str) -> Any:

@@ -10,6 +10,7 @@ from torch import nn
 from opslot import KERNEL_REGISTRY
 from opslot._base.device import CPU, DeviceFacts
 from opslot._base.errors import ConfigError, KernelError
+from opslot.ops import attention
 from opslot.ops._common import documents as documents_module
 from opslot.ops.attention import op
 from opslot.ops.attention.flash import make_flash
@@ -204,8 +205,10 @@ class Library:
 
     def __init__(self):
         self.calls = []
+        self.widths = []
 
     def flash_attn_func(self, q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), **options):
+        self.widths.append(q.shape[-1])
         self.calls.append({"window_size": window_size, "causal": causal, **options})
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         kwargs = {"softcap": options["softcap"]} if options.get("softcap") else {}
@@ -339,7 +342,22 @@ def test_flash_fp32_raises(flash):
 # Checks when a model is bound
 
 
-def request(device=CPU, flags=(), sinks=False, **config):
+class MatchedAttention(nn.Module):
+    """As a class that discovery matched: the options that it passes, and the attributes that hold them."""
+
+    _opslot_attention_options = (
+        "causal",
+        {"sliding_window": "sliding_window", "softcap": "attn_logit_softcapping", "s_aux": "sinks"},
+    )
+
+    def __init__(self, config, **attributes):
+        super().__init__()
+        self.config = config
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def request(device=CPU, flags=(), layers=({},), **config):
     class Model(nn.Module):
         pass
 
@@ -349,28 +367,78 @@ def request(device=CPU, flags=(), sinks=False, **config):
     values = types.SimpleNamespace(**({"hidden_size": 64, "num_attention_heads": 4} | config))
     values.get_text_config = lambda: values
     model.config = values
-    if sinks:
-        model.layer = nn.Module()
-        model.layer.sinks = nn.Parameter(torch.zeros(4))
+    model.layers = nn.ModuleList(MatchedAttention(values, **attributes) for attributes in layers)
     return KernelRequest("attention", "causal", device, torch.bfloat16, model, model.config)
+
+
+SINKS = ({"sinks": None}, {"sinks": nn.Parameter(torch.zeros(4))})
+MLA = ({"qk_head_dim": 192, "v_head_dim": 128},)
 
 
 @pytest.mark.parametrize(
     ("given", "kernel", "reason"),
     [
         ({"attn_logit_softcapping": 50.0}, "sdpa", "has no softcap, this model's is 50.0"),
-        ({"sinks": True}, "sdpa", "has no attention sinks"),
+        ({"layers": SINKS}, "sdpa", "has no attention sinks"),
         ({"attention_dropout": 0.1}, "sdpa", "has no dropout, this model's attention_dropout is 0.1"),
         ({"flags": ("_supports_sdpa",)}, "sdpa", "Transformers does not let Model use it"),
-        ({"device": HOPPER, "sinks": True}, "cudnn", "has no attention sinks"),
-        ({"device": HOPPER, "head_dim": 192}, "cudnn", "supports head_dim up to 128, this model has 192"),
+        ({"attention_dropout": 0.1, "layers": ({"attention_dropout": 0.0},) * 2}, "sdpa", None),
+        ({"device": HOPPER, "layers": SINKS}, "cudnn", "has no attention sinks"),
+        ({"device": HOPPER, "layers": MLA}, "cudnn", None),
+        ({"device": HOPPER, "head_dim": 192}, "cudnn", None),
+        ({"device": HOPPER, "head_dim": 512}, "cudnn", "supports head_dim up to 256, this model has 512"),
+        # One layer is wider than the others.
+        ({"device": HOPPER, "layers": ({"head_dim": 256}, {"head_dim": 512})}, "cudnn", "this model has 512"),
     ],
 )
 def test_unsupported_configs_are_reported_when_bound(given, kernel, reason):
     wanted = request(**given)
-    assert reason in KERNEL_REGISTRY.get("attention", "causal", kernel).unsupported(wanted)
+    found = KERNEL_REGISTRY.get("attention", "causal", kernel).unsupported(wanted)
+    if reason is None:
+        assert found is None
+        return
+    assert reason in found
     with pytest.raises(ConfigError, match=f"attn_implementation='{kernel}'"):
         KERNEL_REGISTRY.resolve(wanted, kernel)
+
+
+WIDTHS = {
+    (64, 64): True,
+    (8, 8): True,
+    (72, 72): True,
+    (96, 64): True,
+    (112, 112): True,
+    (192, 128): True,
+    (128, 192): True,
+    (256, 256): True,
+    (257, 256): False,
+    (512, 512): False,
+}
+
+
+@pytest.mark.parametrize(("widths", "served"), WIDTHS.items())
+def test_head_sizes_of_flash_attention_4(widths, served):
+    wanted = request(HOPPER, layers=({"head_dim": widths[0], "v_head_dim": widths[1]},))
+    assert (attention._head_dims_of_flash_4(wanted) is None) == served
+    elsewhere = request(
+        DeviceFacts("gpu", (10, 0), "a GPU"), layers=({"head_dim": widths[0], "v_head_dim": widths[1]},)
+    )
+    assert (attention._head_dims_of_flash_4(elsewhere) is None) == (max(widths) <= 128)
+
+
+@pytest.mark.parametrize(
+    ("width", "value_width", "padded"), [(40, 40, 64), (72, 72, 128), (48, 32, 64), (192, 128, 192)]
+)
+def test_flash_pads_head_sizes(flash, width, value_width, padded):
+    """To those that FlashAttention 4 computes correctly, with the scale of the original size."""
+    library, make = flash
+    q, k, v = tensors(width=width, dtype=torch.bfloat16)
+    v = v[..., :value_width]
+    found, _ = make(4)(Attention(), q, k, v, None)
+    expected, _ = op.reference(Attention(), q.double(), k.double(), v.double(), None)
+    assert found.shape == (2, 24, 4, value_width)
+    assert library.widths == [padded]
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.03)
 
 
 def test_model_with_dropout_uses_sdpa_on_a_gpu():
@@ -385,7 +453,7 @@ def test_auto_on_an_unmeasured_gpu_is_sdpa():
 
 
 def test_auto_without_a_usable_kernel_is_eager():
-    assert KERNEL_REGISTRY.resolve(request(CPU, sinks=True)).chosen == "eager"
+    assert KERNEL_REGISTRY.resolve(request(CPU, layers=SINKS)).chosen == "eager"
 
 
 def test_kernel_without_mask_support_raises():

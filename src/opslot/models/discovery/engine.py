@@ -16,7 +16,10 @@ from opslot.models.discovery.forms import all_forms, forms_digest
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.forms import ClassFact, Match, ModuleView, Skip
 from opslot.patchgen.source import Release, installed_release, modeling_module
-from opslot.slots.protocol import SKIPPED
+from opslot.slots.protocol import KEEPS_SEQUENCES, SKIPPED
+
+# A class with slots for both mixes tokens only in kernels that take the boundaries of documents.
+_RECURRENCE = {"causal_conv1d", "chunk_gated_delta_rule"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,9 @@ def _discover(arch: str, release: Release, digest: str) -> Discovery:
         match.write(patch)
     support.write_support(patch, module)
     for fact in (finding for finding in found if isinstance(finding, ClassFact)):
+        slotted = {match.op for match in matches if match.symbol == fact.name}
+        if fact.attribute == KEEPS_SEQUENCES and slotted >= _RECURRENCE:
+            continue
         patch.set_attribute(fact.name, fact.attribute, fact.value)
     for name, entries in _by_class(module, skips).items():
         patch.set_attribute(name, SKIPPED, entries)
@@ -69,12 +75,12 @@ def _discover(arch: str, release: Release, digest: str) -> Discovery:
 def _by_class(module: ModuleView, skips: Iterable[Skip]) -> dict[str, tuple[tuple[str, str, str], ...]]:
     """What `_opslot_skipped` is on each class: (op, symbol, reason).
 
-    A skip belongs to the class that has the symbol; one of a function, or of attention, to all models.
+    A skip belongs to the class that has the symbol; one of a function to all models.
     """
     found: dict[str, list[tuple[str, str, str]]] = {}
     for skip in skips:
         owner = skip.symbol.partition(".")[0]
-        owners = [owner] if owner in module.classes and skip.op != "attention" else module.models
+        owners = [owner] if owner in module.classes else module.models
         for name in owners:
             found.setdefault(name, []).append((skip.op, skip.symbol, skip.reason))
     return {name: tuple(entries) for name, entries in found.items()}

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from opslot.ops._common.model_config import head_sizes, text_config
 from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS, triton_kernel
 from opslot.ops.attention.op import OP
+from opslot.ops.attention.options import options_of
+from opslot.ops.attention.widths import padded_widths
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec, Requirement
 
 _HERE = "opslot.ops.attention"
@@ -15,12 +16,19 @@ Supports = Callable[[KernelRequest], str | None]
 
 def _head_dim_to(limit: int) -> Supports:
     def supports(request: KernelRequest) -> str | None:
-        sizes = head_sizes(request)
-        if sizes is None or sizes["head_dim"] <= limit:
-            return None
-        return f"supports head_dim up to {limit}, this model has {sizes['head_dim']}"
+        widest = max((max(widths) for widths in options_of(request).widths), default=0)
+        return None if widest <= limit else f"supports head_dim up to {limit}, this model has {widest}"
 
     return supports
+
+
+def _head_dims_of_flash_4(request: KernelRequest) -> str | None:
+    limit = 256 if request.device.capability == (9, 0) else 128
+    for width, value_width in sorted(options_of(request).widths):
+        padded = padded_widths(4, width, value_width)
+        if padded is None or max(padded) > limit:
+            return f"supports head_dim up to {limit} on {request.device}, this model has {max(width, value_width)}"
+    return None
 
 
 def _allowed(flag: str) -> Supports:
@@ -35,19 +43,16 @@ def _allowed(flag: str) -> Supports:
 
 
 def _no_softcap(request: KernelRequest) -> str | None:
-    softcap = getattr(text_config(request), "attn_logit_softcapping", None)
+    softcap = options_of(request).softcap
     return None if softcap is None else f"has no softcap, this model's is {softcap}"
 
 
 def _no_sinks(request: KernelRequest) -> str | None:
-    if request.module is None:
-        return None
-    sinks = any(name.endswith(".sinks") for name, _ in request.module.named_parameters())
-    return "has no attention sinks, this model has them" if sinks else None
+    return "has no attention sinks, this model has them" if options_of(request).sinks else None
 
 
 def _no_dropout(request: KernelRequest) -> str | None:
-    dropout = getattr(text_config(request), "attention_dropout", 0.0)
+    dropout = options_of(request).dropout
     return f"has no dropout, this model's attention_dropout is {dropout}" if dropout else None
 
 
@@ -84,13 +89,14 @@ def _triton_priority(request: KernelRequest) -> int:
     """
     if request.device.capability != H200:
         return 30
-    sizes = head_sizes(request)
-    if sizes is not None and sizes["head_dim"] > 192:
+    options = options_of(request)
+    if max((max(widths) for widths in options.widths), default=0) > 192:
         return 85
-    return 75 if getattr(text_config(request), "sliding_window", None) is not None else 60
+    return 75 if options.windows or getattr(request.config, "sliding_window", None) is not None else 60
 
 
 def _flash(
+    variant: str,
     version: int,
     packages: tuple[Requirement | str, ...],
     hardware: HardwareRequirement,
@@ -106,7 +112,7 @@ def _flash(
     return KernelSpec(
         name,
         "attention",
-        "causal",
+        variant,
         factory,
         hardware,
         requires=packages,
@@ -117,63 +123,70 @@ def _flash(
     )
 
 
+def _specs(variant: str) -> tuple[KernelSpec, ...]:
+    return (
+        KernelSpec(
+            "sdpa",
+            "attention",
+            variant,
+            f"{_HERE}.sdpa:sdpa",
+            supports=_all_of(_allowed("_supports_sdpa"), _no_softcap, _no_sinks, _no_dropout_on_cpu),
+            priority={H200: 40, "cpu": 40},
+            portable=True,
+            description="torch SDPA (flash or memory-efficient), packed documents by cu_seqlens",
+        ),
+        KernelSpec(
+            "cudnn",
+            "attention",
+            variant,
+            f"{_HERE}.sdpa:cudnn",
+            HardwareRequirement("gpu", min_compute_capability=(9, 0)),
+            dtypes=HALF_FLOATS,
+            supports=_all_of(_allowed("_supports_sdpa"), _head_dim_to(256), _no_softcap, _no_sinks),
+            priority={H200: 70},
+            description="cuDNN fused attention through torch SDPA",
+        ),
+        # The compiled extension, since FlashAttention 4 without it also installs a package flash_attn.
+        _flash(variant, 2, ("flash_attn_2_cuda",), HardwareRequirement("gpu", (8, 0)), _head_dim_to(256), _no_sinks),
+        _flash(
+            variant,
+            3,
+            ("flash_attn_interface",),
+            HardwareRequirement("gpu", (9, 0), (9, 0)),
+            _head_dim_to(256),
+            _no_sinks,
+            _no_dropout,
+        ),
+        _flash(
+            variant,
+            4,
+            (Requirement("flash_attn.cute", "flash-attn-4"), CUTLASS),
+            HardwareRequirement("gpu", (9, 0)),
+            _head_dims_of_flash_4,
+            _no_dropout,
+            priority=80,
+        ),
+        triton_kernel(
+            "attention",
+            variant,
+            function="attention",
+            supports=_all_of(_head_dim_to(256), _no_dropout),
+            priority={H200: _triton_priority},
+            description="Triton, with windows, sinks, softcap, packed documents and unequal head sizes",
+        ),
+        KernelSpec(
+            "flex_attention",
+            "attention",
+            variant,
+            f"{_HERE}.flex:flex_attention",
+            HardwareRequirement("gpu", min_compute_capability=(8, 0)),
+            supports=_all_of(_allowed("_supports_flex_attn"), _no_sinks, _no_dropout),
+            description="torch FlexAttention with block masks",
+        ),
+    )
+
+
 KERNEL_REGISTRY.register_op(OP)
-for _spec in (
-    KernelSpec(
-        "sdpa",
-        "attention",
-        "causal",
-        f"{_HERE}.sdpa:sdpa",
-        supports=_all_of(_allowed("_supports_sdpa"), _no_softcap, _no_sinks, _no_dropout_on_cpu),
-        priority={H200: 40, "cpu": 40},
-        portable=True,
-        description="torch SDPA (flash or memory-efficient), packed documents by cu_seqlens",
-    ),
-    KernelSpec(
-        "cudnn",
-        "attention",
-        "causal",
-        f"{_HERE}.sdpa:cudnn",
-        HardwareRequirement("gpu", min_compute_capability=(9, 0)),
-        dtypes=HALF_FLOATS,
-        supports=_all_of(_allowed("_supports_sdpa"), _head_dim_to(128), _no_softcap, _no_sinks),
-        priority={H200: 70},
-        description="cuDNN fused attention through torch SDPA",
-    ),
-    # The compiled extension, since FlashAttention 4 without it also installs a package flash_attn.
-    _flash(2, ("flash_attn_2_cuda",), HardwareRequirement("gpu", (8, 0)), _head_dim_to(256), _no_sinks),
-    _flash(
-        3,
-        ("flash_attn_interface",),
-        HardwareRequirement("gpu", (9, 0), (9, 0)),
-        _head_dim_to(256),
-        _no_sinks,
-        _no_dropout,
-    ),
-    _flash(
-        4,
-        (Requirement("flash_attn.cute", "flash-attn-4"), CUTLASS),
-        HardwareRequirement("gpu", (9, 0)),
-        _head_dim_to(128),
-        _no_dropout,
-        priority=80,
-    ),
-    triton_kernel(
-        "attention",
-        "causal",
-        function="attention",
-        supports=_all_of(_head_dim_to(256), _no_dropout),
-        priority={H200: _triton_priority},
-        description="Triton, with windows, sinks, softcap, packed documents and unequal head sizes",
-    ),
-    KernelSpec(
-        "flex_attention",
-        "attention",
-        "causal",
-        f"{_HERE}.flex:flex_attention",
-        HardwareRequirement("gpu", min_compute_capability=(8, 0)),
-        supports=_all_of(_allowed("_supports_flex_attn"), _no_sinks, _no_dropout),
-        description="torch FlexAttention with block masks",
-    ),
-):
-    KERNEL_REGISTRY.register(_spec)
+for _variant in OP.variants:
+    for _spec in _specs(_variant):
+        KERNEL_REGISTRY.register(_spec)

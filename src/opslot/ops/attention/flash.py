@@ -14,6 +14,7 @@ from transformers.masking_utils import flash_attention_mask
 from opslot._base.errors import KernelError
 from opslot.ops._common.documents import check_cu_seqlens
 from opslot.ops.attention.op import causal_of, reject_options
+from opslot.ops.attention.widths import padded_widths
 
 # version -> module with flash_attn_func and flash_attn_varlen_func
 _LIBRARIES = {2: "flash_attn", 3: "flash_attn_interface", 4: "opslot.ops.attention.flash4"}
@@ -37,6 +38,8 @@ def make_flash(version: int) -> Callable[..., Any]:
         """`op.reference`, but `attention_mask` is a [B, S] padding mask or None; only version 4 supports sinks."""
         options = _options(version, module, query, dropout, scaling, kwargs)
         sinks = kwargs.get("s_aux")
+        value_width = value.shape[-1]
+        query, key, value = _pad_heads(version, query, key, value)
 
         def run(function: Callable[..., Any], *args: Any, **bounds: Any) -> Tensor:
             out = function(*args, **bounds, **options)
@@ -54,7 +57,7 @@ def make_flash(version: int) -> Callable[..., Any]:
             out = _padded(functools.partial(run, varlen), q, k, v, attention_mask)
         else:
             out = run(dense, q, k, v)
-        return out, None
+        return out if out.shape[-1] == value_width else out[..., :value_width], None
 
     flash.mask_function = flash_attention_mask  # type: ignore[attr-defined]
     return flash
@@ -76,6 +79,8 @@ def _options(
     served = ("softcap", "s_aux") if version == 4 else ("softcap",)
     reject_options(f"flash_attention_{version}", kwargs, served)
     causal = causal_of(module, kwargs)
+    # The libraries' default would be that of the padded head size.
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options: dict[str, Any] = {"softmax_scale": scaling, "causal": query.shape[2] > 1 and causal}
     window = kwargs.get("sliding_window")
     if window is not None:
@@ -91,6 +96,22 @@ def _options(
             )
         options["dropout_p"] = dropout
     return options
+
+
+def _pad_heads(version: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad the head sizes with zeros to those that the library computes; the output is sliced afterwards."""
+    padded = padded_widths(version, query.shape[-1], value.shape[-1])
+    if padded is None:
+        raise KernelError(
+            f"attn_implementation='flash_attention_{version}' supports head sizes up to 256, query has "
+            f"{query.shape[-1]} and value {value.shape[-1]}",
+            hint="use sdpa or eager",
+        )
+    widths = (padded[0], padded[0], padded[1])
+    return tuple(  # type: ignore[return-value]
+        x if x.shape[-1] == width else nn.functional.pad(x, (0, width - x.shape[-1]))
+        for x, width in zip((query, key, value), widths, strict=True)
+    )
 
 
 def _sunk(out: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:

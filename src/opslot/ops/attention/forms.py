@@ -1,6 +1,7 @@
-"""Transformers code that attention replaces: causal GQA self-attention with equal head sizes. Does not import torch.
+"""Transformers code that attention replaces: classes that call its attention interface. Does not import torch.
 
-A kernel is selected for a whole model, so the kernels must support all of its attention classes and masks.
+Each class is matched by what it computes: its eager function, and the arguments of its call. The kernel is selected
+for all classes that share a config, so one skipped class keeps the implementation of its sub-model.
 """
 
 from __future__ import annotations
@@ -10,147 +11,191 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from opslot.patchgen import Slot
-from opslot.patchgen.forms import ClassFact, Match, ModuleView, Reviewed, Skip, names_in
+from opslot.patchgen import PatchConfig, Slot
+from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
+from opslot.ops.attention.sequences import WholeSequences
+from opslot.slots.protocol import ATTENTION_OPTIONS
 
 OP = "attention"
-EAGER = Reviewed("3a13cdc4bee1", "causal", "softmax(scale q k + mask) v over grouped heads", "169 architectures")
+_PLAIN = "softmax(scale q k + mask) v"
 
-# Transformers' functions for masks that attention kernels support; the third is for other layers.
-_MASKS = {"create_causal_mask", "create_sliding_window_causal_mask", "create_recurrent_attention_mask"}
-_MASK_OPTIONS = {"or_mask_function", "and_mask_function", "block_sequence_ids"}
-_ARGUMENTS = {"dropout", "scaling", "sliding_window", None}
+# Eager functions that compute what the interface's other implementations do, up to rounding. `variant` is replaced by
+# what the class says; `args` are the options that the function reads.
+EAGER = {
+    row.hash: row
+    for row in (
+        Reviewed("3a13cdc4bee1", "causal", f"{_PLAIN} over grouped heads", "169 architectures"),
+        Reviewed("edb55e7d9a29", "causal", "with softcap", "gemma2, gemma3, gemma4, t5gemma", args="softcap"),
+        Reviewed("7799c037ee39", "causal", "with sinks", "gpt_oss, deepseek_v4, hy_v4", args="s_aux"),
+        Reviewed("ca53760136dc", "causal", "with sinks or None", "mimo_v2_flash", args="s_aux"),
+        Reviewed("0b9571feb18f", "causal", "times sigmoid(lse - sink)", "granite_swa, granitemoe_swa", args="s_aux"),
+        Reviewed("481378eb715d", "causal", "with sinks, in fp32", "flint", args="s_aux"),
+        Reviewed("0bed41a99be9", "causal", "with sinks, fp32 softmax", "openai_privacy_filter", args="s_aux"),
+        Reviewed("4030935c25dd", "causal", "softmax in the dtype of the scores", "llama4"),
+        Reviewed("ba62ea5c133a", "causal", "without grouped heads", "gpt_neox, align, clap and 16 more"),
+        Reviewed("6397c34dff35", "causal", "softmax in the dtype of the scores", "bert, bart and 75 more"),
+        Reviewed(
+            "b1bdcc45fc52", "causal", "without grouped heads, key transposed otherwise", "clip, siglip and 16 more"
+        ),
+        Reviewed("18d6063cb91c", "causal", "without grouped heads", "vit, deit and 9 more"),
+        Reviewed("d189a4ebb46d", "causal", "softmax in the dtype of the scores", "blip_2, kosmos2 and 5 more"),
+        Reviewed("2d05e887b63f", "causal", "softmax in the dtype of the scores", "gpt2, decision_transformer"),
+        Reviewed("4d2acfefb393", "causal", "softmax in the dtype of the scores", "internvl, qianfan_ocr"),
+        Reviewed("44940f1bb796", "causal", "grouped heads where the module has them", "idefics2"),
+        Reviewed("2ed27278a5e5", "causal", "with the default scale over grouped heads", "llama4's vision"),
+        Reviewed("d75c170d6a11", "causal", "without a mask", "vjepa2"),
+    )
+}
+
+# Transformers' functions whose masks opslot can read. The last is for recurrent layers.
+_MASKS = {
+    "create_causal_mask",
+    "create_sliding_window_causal_mask",
+    "create_chunked_causal_mask",
+    "create_bidirectional_mask",
+    "create_bidirectional_sliding_window_mask",
+    "create_masks_for_generate",
+    "create_recurrent_attention_mask",
+}
+# Arguments of the interface that kernels support or that do not change the result; None is `**kwargs`.
+_ARGUMENTS = {
+    "query",
+    "key",
+    "value",
+    "attention_mask",
+    "dropout",
+    "scaling",
+    "sliding_window",
+    "softcap",
+    "s_aux",
+    "is_causal",
+    "position_ids",
+    "output_attentions",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    None,
+}
+# Options that the kernel reads from the module when it is bound.
+_OPTIONS = ("sliding_window", "softcap", "s_aux")
+_SPARSE = {"indices", "block_indices"}
 
 
 @dataclass(frozen=True)
 class Attention:
-    """The attention classes of a module, all of them or none."""
+    """Each class that calls Transformers' attention interface."""
 
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
-        classes = [name for name, forward in module.methods() if "ALL_ATTENTION_FUNCTIONS" in module.text(forward)]
-        if not classes:
-            return
-        reason = other_masks(module) or next((f"{n} {why}" for n in classes if (why := _difference(module, n))), "")
-        if module.fingerprint("eager_attention_forward") != EAGER.hash:
-            reason = "its eager attention is more than softmax(scale q k + mask) v"
-        symbol, slot = ", ".join(classes), Slot(OP, EAGER.variant)
-        if reason:
-            yield Skip(symbol, OP, reason)
-        else:
-            yield Match(
-                symbol,
-                OP,
-                EAGER.variant,
-                lambda patch: patch.slot_config(classes, slot, depends=["eager_attention_forward"]),
-            )
-
-
-def other_masks(module: ModuleView) -> str:
-    """Why not all masks of a module are causal, with or without a window, or ""."""
-    nodes = module.nodes
-    makers = {n.id for n in nodes if isinstance(n, ast.Name) and re.fullmatch(r"create_\w*mask\w*", n.id)}
-    # As a keyword, or as a key of the keywords.
-    options = {n.arg for n in nodes if isinstance(n, ast.keyword) and n.arg in _MASK_OPTIONS}
-    options |= {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)} & _MASK_OPTIONS
-    if not makers or options or makers - _MASKS:
-        found = ", ".join(sorted(options | (makers - _MASKS))) or "no known function makes them"
-        return f"its masks are not only causal: {found}"
-    return ""
-
-
-def masks_without_positions(module: ModuleView) -> str:
-    """Why masks can't separate the documents of a packed sequence, or "".
-
-    Documents are separated by position_ids that restart, which gpt-oss does not pass to its masks.
-    """
-    assigned = [node for node in module.nodes if isinstance(node, ast.Assign)]
-    # mask_kwargs = {"position_ids": position_ids, ...}, and functions chosen by a condition before they are called.
-    given = _targets(node for node in assigned if "position_ids" in _keys(node.value))
-    given |= _targets(node for node in assigned if _copied(node.value) & given)
-    chosen = _targets(node for node in assigned if isinstance(node.value, ast.IfExp) and _MASKS & names_in(node))
-    for call in _calls_of(module, _MASKS | chosen):
-        named = {keyword.arg for keyword in call.keywords}
-        unpacked = set().union(*(names_in(keyword.value) for keyword in call.keywords if keyword.arg is None))
-        if "position_ids" not in named and not unpacked & given:
-            return "its masks are made without position_ids, so packed documents would attend to each other"
-    return ""
-
-
-def _difference(module: ModuleView, name: str) -> str:
-    """Why a class's attention is not causal self-attention with equal head sizes, or ""."""
-    calls = module.calls(f"{name}.forward", "attention_interface")
-    if len(calls) != 1 or len(calls[0].args) != 5:
-        return "calls attention in another way than the reviewed forms"
-    unknown = {keyword.arg for keyword in calls[0].keywords} - _ARGUMENTS
-    if unknown:
-        return f"passes {', '.join(sorted(map(str, unknown)))} to attention"
-    init = module.text(f"{name}.__init__")
-    if "self.is_causal = True" not in init:
-        return "is not causal"
-    if "v_head_dim" in init:
-        return "has values of another width than its keys"
-    if {"key_value_states", "encoder_hidden_states"} & set(module.parameters(f"{name}.forward")):
-        return "attends to other states than its own"
-    return ""
-
-
-def _calls_of(module: ModuleView, functions: set[str]) -> Iterator[ast.Call]:
-    for node in module.nodes:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions:
-            yield node
-
-
-def _targets(assigned: Iterator[ast.Assign]) -> set[str]:
-    return {target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)}
-
-
-def _copied(node: ast.AST) -> set[str]:
-    """The names whose `copy()` is called."""
-    calls = (call.func for call in ast.walk(node) if isinstance(call, ast.Call))
-    return set().union(*(names_in(f) for f in calls if isinstance(f, ast.Attribute) and f.attr == "copy"))
-
-
-def _keys(node: ast.AST) -> set[str]:
-    """The keys of a dictionary that is written out; none of anything else."""
-    keys = node.keys if isinstance(node, ast.Dict) else ()
-    return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
-
-
-# Forwards of decoder layers that mix tokens only in `self_attn`: fingerprint, what it is, where it was seen.
-DECODER_LAYERS = {
-    "617e1480c478": ("pre-norm", "llama, qwen2, qwen3, mistral and 66 more"),
-    "a2fa8e7fd2fd": ("norms after attention and MLP", "olmo2, olmo3, exaone4, exaone4_5, olmo_hybrid"),
-    "23e62b388574": ("norms before and after attention and MLP", "gemma2, gemma3, muse_glimmer"),
-    "29fde2c5739a": ("norms before and after, by other names", "glm4"),
-    "a49891701291": ("pre-norm with experts", "mixtral, minimax_m2, minimax_m3_vl, phimoe"),
-    "dde365270b90": ("pre-norm with a residual multiplier", "granite, granite_swa, granite4_vision"),
-    "497dae538611": ("attention and MLP in parallel", "cohere2, cohere2_moe, cohere_compass"),
-    "03aeb224569a": ("pre-norm with dropout", "phi3, phi4_multimodal"),
-    "4845c99793cd": ("pre-norm with experts that return router scores", "gpt_oss"),
-}
+        for name, forward in module.methods():
+            if "ALL_ATTENTION_FUNCTIONS" not in module.text(forward):
+                continue
+            eager = _eager_function(module, forward)
+            variant = _variant(module, name)
+            reason = _unsupported(module, name, eager, variant)
+            if reason:
+                yield Skip(name, OP, reason)
+            else:
+                yield Match(name, OP, variant, _Write(name, Slot(OP, variant), eager, _options(module, forward)))
 
 
 @dataclass(frozen=True)
-class WholeSequences:
-    """Models whose sequences must be neither packed nor sharded: tokens may be mixed elsewhere than in attention."""
+class _Write:
+    """Declares the attention of class `name`; its text stays as it is."""
 
-    def find(self, module: ModuleView) -> Iterator[ClassFact]:
-        reason = self._reason(module)
-        for name in module.classes:
-            if name.endswith("ForConditionalGeneration"):
-                yield ClassFact(name, "_opslot_keeps_sequences", "it is not only a language model")
-            elif reason and name in module.models:
-                yield ClassFact(name, "_opslot_keeps_sequences", reason)
+    name: str
+    slot: Slot
+    eager: str
+    options: dict[str, str]
 
-    @staticmethod
-    def _reason(module: ModuleView) -> str:
-        layers = [name for name, _ in module.methods() if name.endswith("DecoderLayer")]
-        unknown = [name for name in layers if module.fingerprint(f"{name}.forward") not in DECODER_LAYERS]
-        if unknown:
-            return f"{unknown[0]} is not one of the reviewed decoder layers"
-        if not layers:
-            return "it has no decoder layers"
-        return other_masks(module) or masks_without_positions(module)
+    def __call__(self, patch: PatchConfig) -> None:
+        patch.slot_config([self.name], self.slot, depends=[self.eager])
+        patch.set_attribute(self.name, ATTENTION_OPTIONS, (self.slot.variant, self.options))
+
+
+def _eager_function(module: ModuleView, forward: str) -> str:
+    """The function that runs for attn_implementation="eager"."""
+    names = re.findall(r"\b\w*eager\w*forward\b", module.text(forward))
+    return names[0] if len(set(names)) == 1 else "eager_attention_forward"
+
+
+def _variant(module: ModuleView, name: str) -> str:
+    """ "bidirectional" for a class that is never causal; whether another one is causal, its instances say."""
+    calls = module.calls(f"{name}.forward", "attention_interface")
+    given = [_argument(call, "is_causal") for call in calls]
+    if calls and all(_is_false(value) for value in given):
+        return "bidirectional"
+    never = re.search(r"self\.is_causal = False\b", module.text(f"{name}.__init__"))
+    return "bidirectional" if never else "causal"
+
+
+def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str:
+    """Why a class's attention can't be replaced, starting with a verb, or ""."""
+    forward = f"{name}.forward"
+    calls = module.calls(forward, "attention_interface")
+    if not calls:
+        return "does not call attention_interface(self, query, key, value, attention_mask, ...)"
+    given = {keyword.arg for call in calls for keyword in call.keywords}
+    if given & _SPARSE:
+        return "attends to the keys that an indexer selects (sparse attention)"
+    if given - _ARGUMENTS:
+        return f"passes {', '.join(sorted(map(str, given - _ARGUMENTS)))} to attention"
+    row = EAGER.get(module.fingerprint(eager) or "")
+    if row is None:
+        return f"has an eager attention that is not reviewed ({eager})"
+    unread = {"softcap", "s_aux"} & given - set(row.args.split())
+    if unread:
+        return f"passes {', '.join(sorted(unread))}, which its eager attention does not read"
+    if {"key_value_states", "encoder_hidden_states"} & set(module.parameters(forward)):
+        return "attends to other states than its own"
+    if any((text := _mask_of(call)) and not _is_unchanged(module, forward, text) for call in calls):
+        return "changes the attention mask"
+    if variant == "causal" and "self.is_causal" not in module.text(f"{name}.__init__"):
+        return "does not state whether it is causal"
+    return other_masks(module, needed=variant == "causal" or any(_mask_of(call) for call in calls))
+
+
+def _mask_of(call: ast.Call) -> str:
+    """The source text of a call's mask, or "" for none."""
+    value = call.args[4] if len(call.args) > 4 else _argument(call, "attention_mask")
+    return "" if value is None or (isinstance(value, ast.Constant) and value.value is None) else ast.unparse(value)
+
+
+def _is_unchanged(module: ModuleView, forward: str, text: str) -> bool:
+    """Whether an expression is a parameter of the method that the method does not assign."""
+    definition = module.upstream.find(forward)
+    assert definition is not None
+    names = (node for node in ast.walk(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    return text in module.parameters(forward) and all(node.id != text for node in names)
+
+
+def _options(module: ModuleView, forward: str) -> dict[str, str]:
+    """The attribute of the module that each option of its calls is read from."""
+    found: dict[str, str] = {}
+    for call in module.calls(forward, "attention_interface"):
+        for option in _OPTIONS:
+            value = _argument(call, option)
+            if value is not None and not isinstance(value, ast.Constant):
+                attribute = re.search(r"self\.(?:config, ['\"])?(\w+)", ast.unparse(value))
+                found[option] = attribute.group(1) if attribute else option
+    return found
+
+
+def _argument(call: ast.Call, name: str) -> ast.expr | None:
+    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+
+
+def _is_false(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
+
+
+def other_masks(module: ModuleView, needed: bool = True) -> str:
+    """Why the masks of a module can't be read, or ""."""
+    makers = {n.id for n in module.nodes if isinstance(n, ast.Name) and re.fullmatch(r"create_\w*mask\w*", n.id)}
+    own = {name for name in makers if module.text(name) or name not in _MASKS}
+    if makers & _MASKS or not needed:
+        return ""
+    return f"gets masks from {', '.join(sorted(own)) or 'no function of transformers.masking_utils'}"
 
 
 FORMS = (Attention(), WholeSequences())

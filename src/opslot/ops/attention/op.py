@@ -22,6 +22,7 @@ from opslot._base.errors import KernelError
 from opslot.ops._common.model_config import head_sizes
 from opslot.ops.attention.cases import CASES, benchmark_case
 from opslot.slots import Cost, OpSpec, OpVariant, SlotBinding
+from opslot.slots.protocol import attention_options, skip_reason
 
 PREFIX = "opslot_"
 
@@ -138,16 +139,19 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
     return Cost(bytes=(4 * q.numel() + 6 * k.numel()) * q.element_size(), flops=7 * heads * squares * width)
 
 
-def _applies_to(model: Any) -> bool:
-    """Whether `model` has attention modules that use its config's implementation.
+def _applies_to(model: Any) -> str | None:
+    """The variant of the attention modules that use the config of `model`; None where it has none.
 
     A model that only wraps others, such as a vision-language model, has none.
     """
     can_set = getattr(type(model), "_can_set_attn_implementation", None)
     if can_set is None or not hasattr(model, "config") or not can_set():
-        return False
-    # Projectors also have the config.
-    return any("Attention" in type(m).__name__ and m.__dict__.get("config") is model.config for m in model.modules())
+        return None
+    modules = [m for m in model.modules() if m.__dict__.get("config") is model.config]
+    variants = {found[0] for m in modules if (found := attention_options(m)) is not None}
+    if not variants and not any("Attention" in type(m).__name__ for m in modules):
+        return None
+    return "bidirectional" if variants == {"bidirectional"} else "causal"
 
 
 # What Transformers selects by default; anything else was set by the user.
@@ -158,6 +162,10 @@ def _keeps(model: Any, attached: _Attached | None, wanted: str) -> str | None:
     """Why a model keeps its attention: its class is not generated, or under "auto" the user selected one."""
     if type(model).__module__.startswith("transformers."):
         return f"{type(model).__name__} has no generated class, so what its attention computes is unknown"
+    modules = [m for m in model.modules() if m.__dict__.get("config") is model.config]
+    reason = next((f"{type(m).__name__} {why}" for m in modules if (why := skip_reason(m, "attention"))), None)
+    if reason:
+        return reason
     own = _original(model, attached)
     if wanted == "auto" and own not in _DEFAULTS and not str(own).startswith(PREFIX):
         return f"the model was built with Transformers' {own!r}, which auto keeps"
@@ -180,6 +188,8 @@ def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) ->
     """Set the implementation on the model's config, but not on its sub-configs."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    from opslot.ops.attention import masks
+
     previous = model.config._attn_implementation
     if kernel is None:
         # Transformers' code: "eager" if selected, else what the model has, unless no kernel supports it.
@@ -192,10 +202,26 @@ def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) ->
             "that no mask can be made for it",
             hint="set it to the function that makes its masks, e.g. transformers.masking_utils.sdpa_mask",
         )
-    name = PREFIX + "_".join([slot.resolution.chosen, *(re.sub(r"\W+", "_", w.name.lower()) for w in slot.wrappers)])
+    chosen = slot.resolution.chosen
+    falls_back = not slot.resolution.explicit and not masks.applies_any(mask_function)
+    if not slot.wrappers:
+        mask_function = masks.mask_function(mask_function, chosen, falls_back=falls_back)
+        kernel = masks.reads_layout(kernel, _dense if falls_back else None)
+    # Transformers treats a name with "flash" as its own kernel, which it gives padded values and no chunks.
+    shown = chosen if slot.resolution.variant == "bidirectional" else chosen.replace("flash_attention", "fa")
+    wrappers = (re.sub(r"\W+", "_", wrapper.name.lower()) for wrapper in slot.wrappers)
+    name = PREFIX + "_".join([shown, *(["or_dense"] if falls_back else []), *wrappers])
     AttentionInterface.register(name, kernel)
     AttentionMaskInterface.register(name, mask_function)
     return _set(model, name)
+
+
+def _dense(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+    """Attention with a dense mask, for kernels that take none."""
+    from opslot.ops.attention.sdpa import sdpa
+
+    options = any(kwargs.get(option) is not None for option in _OPTIONS)
+    return (reference if options else sdpa)(module, query, key, value, mask, **kwargs)
 
 
 def _set(model: Any, name: str | None) -> _Attached:
@@ -215,23 +241,28 @@ def _runs(model: Any) -> str | None:
     return model.config._attn_implementation
 
 
+def _variant(name: str, description: str) -> OpVariant:
+    return OpVariant(
+        name,
+        reference,
+        CASES[name],
+        ("query", "key", "value"),
+        _cost,
+        # torch's fused CPU attention approximates exp with an error of 20 ULP.
+        tolerance_ulps={"float32": 8},
+        static_shape=head_sizes,
+        benchmark_case=benchmark_case if name == "causal" else None,
+        description=description,
+    )
+
+
 OP = OpSpec(
     name="attention",
     config_field="attn_implementation",
     description="scaled dot-product attention, selected per model and sub-model",
     variants={
-        "causal": OpVariant(
-            "causal",
-            reference,
-            CASES,
-            ("query", "key", "value"),
-            _cost,
-            # torch's fused CPU attention approximates exp with an error of 20 ULP.
-            tolerance_ulps={"float32": 8},
-            static_shape=head_sizes,
-            benchmark_case=benchmark_case,
-            description="causal, grouped heads, packed documents",
-        )
+        "causal": _variant("causal", "causal, grouped heads, packed documents"),
+        "bidirectional": _variant("bidirectional", "of encoders and towers, packed documents"),
     },
     applies_to=_applies_to,
     attach=_attach,

@@ -174,13 +174,16 @@ def _varlen(
     kwargs: dict[str, Any],
 ) -> Tensor:
     """All documents (without `cu_seq_lens_q`: all rows) in one launch of torch's variable-length flash kernel."""
-    if query.shape[-1] != value.shape[-1] or query.shape[-1] > 256:
+    width, value_width = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+    if width > 256:
         raise KernelError(
-            f"attn_implementation={name!r}: packed documents and sliding windows require equal "
-            f"head sizes up to 256, query has {query.shape[-1]} and value {value.shape[-1]}",
+            f"attn_implementation={name!r}: packed documents and sliding windows require "
+            f"head sizes up to 256, query has {query.shape[-1]} and value {value_width}",
             hint="use eager or flex_attention",
         )
-    batch, _, length, width = query.shape
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    batch, _, length, _ = query.shape
     cu_q, cu_k, longest_q, longest_k = _bounds(name, query, key, kwargs)
     q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], width) for x in (query, key, value))
     out = torch.ops.aten._flash_attention_forward(
@@ -198,7 +201,7 @@ def _varlen(
         window_size_left=None if window is None else window - 1,
         window_size_right=None if window is None else 0,
     )[0]
-    return out.view(batch, length, -1, width)
+    return out.view(batch, length, -1, width)[..., :value_width]
 
 
 def _bounds(name: str, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, int, int]:

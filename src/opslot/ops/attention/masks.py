@@ -1,0 +1,286 @@
+"""Masks without a tensor of every query and key: what Transformers' mask functions hide, as documents and chunks.
+
+Transformers asks the attention implementation for each mask and passes a function of (batch, head, query, key). Those
+of its own mask functions are read here: a window reaches the kernel as `sliding_window`, packed documents and padding
+as `cu_seq_lens_q`, computed once a step. Other masks are computed by the kernel's own mask function.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import masking_utils
+
+from opslot._base.errors import KernelError
+
+_MODULE = masking_utils.__name__
+
+
+class Layout(NamedTuple):
+    """An attention mask of documents.
+
+    Attributes:
+        causal: whether it is causal; None leaves it to the module.
+        cu_seqlens: int32 [documents + 1] over B * S tokens; None where each row is one document.
+        longest: tokens of the longest document, with `cu_seqlens`.
+        window: sliding window, in tokens.
+        chunk: keys are visible to queries of the same chunk; chunks are counted from the start of each document.
+    """
+
+    causal: bool | None = None
+    cu_seqlens: Tensor | None = None
+    longest: int | None = None
+    window: int | None = None
+    chunk: int | None = None
+
+    def arguments(self, query: Tensor, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a kernel's call with this mask; documents in `kwargs` come before its own."""
+        batch, _, length, _ = query.shape
+        found = dict(kwargs)
+        if self.causal is not None and kwargs.get("is_causal") is None:
+            found["is_causal"] = self.causal
+        if self.window is not None and kwargs.get("sliding_window") is None:
+            found["sliding_window"] = self.window
+        cu_seqlens, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
+        if cu_seqlens is None:
+            cu_seqlens, longest = self.cu_seqlens, self.longest
+        if self.chunk is not None and (longest or length) > self.chunk:
+            if cu_seqlens is None:
+                cu_seqlens = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
+                cu_seqlens = split_documents(cu_seqlens, batch * length, self.chunk)
+            else:
+                cu_seqlens = _split_once(cu_seqlens, batch * length, self.chunk)
+            longest = self.chunk
+        if cu_seqlens is not None:
+            found |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+            found |= {"max_length_q": longest, "max_length_k": longest}
+        return found
+
+
+def split_documents(cu_seqlens: Tensor, tokens: int, chunk: int) -> Tensor:
+    """cu_seqlens [documents + 1] with a boundary at each multiple of `chunk` tokens in a document.
+
+    The result has [documents + tokens // chunk + 1] elements, whatever the lengths; documents at its end may be empty.
+    """
+    token = torch.arange(tokens, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens[1:].long(), token, right=True)
+    is_start = (token - cu_seqlens.long()[document]) % chunk == 0
+    size = len(cu_seqlens) - 1 + tokens // chunk
+    starts = torch.nonzero_static(is_start, size=size, fill_value=tokens).flatten()
+    return pad(starts, (0, 1), value=tokens).to(cu_seqlens.dtype)
+
+
+# The cu_seqlens that were split last, since a model passes the same to every layer: (tensor, version, chunk, result).
+_splits: list[tuple[weakref.ref[Tensor], int, int, Tensor]] = []
+_REMEMBERED = 4
+
+
+def _split_once(cu_seqlens: Tensor, tokens: int, chunk: int) -> Tensor:
+    if torch.compiler.is_compiling() or type(cu_seqlens) is not Tensor:
+        return split_documents(cu_seqlens, tokens, chunk)
+    for given, version, size, result in _splits:
+        if given() is cu_seqlens and (version, size) == (cu_seqlens._version, chunk):
+            return result
+    result = split_documents(cu_seqlens, tokens, chunk)
+    _splits.append((weakref.ref(cu_seqlens), cu_seqlens._version, chunk, result))
+    del _splits[:-_REMEMBERED]
+    return result
+
+
+class _Pattern(NamedTuple):
+    """What a mask function hides; `documents` int [B, S] are ids of the documents of a row."""
+
+    causal: bool | None = None
+    window: int | None = None
+    chunk: int | None = None
+    documents: Tensor | None = None
+
+
+def _read(function: Any) -> _Pattern | None:
+    """The pattern of one of Transformers' mask functions; None for any other function."""
+    if getattr(function, "__module__", None) != _MODULE:
+        return None
+    name = function.__qualname__
+    if name == "causal_mask_function":
+        return _Pattern(causal=True)
+    if name == "bidirectional_mask_function":
+        return _Pattern(causal=False)
+    cells = dict(
+        zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True)
+    )
+    match name.partition(".")[0]:
+        case "sliding_window_overlay":
+            return _Pattern(window=cells["sliding_window"])
+        case "chunked_overlay":
+            return _Pattern(chunk=cells["chunk_size"])
+        case "packed_sequence_mask_function":
+            return _Pattern(documents=cells["packed_sequence_mask"])
+        case "remap_positions_for_packed_sequence":
+            return _read(cells["mask_function"])
+        case "and_masks":
+            return _merged([_read(part) for part in cells["mask_functions"]])
+    return None
+
+
+def _pattern_of(mask_function: Any) -> _Pattern | None:
+    """The pattern of a whole mask; None where it cannot be read."""
+    pattern = _read(mask_function)
+    return None if pattern is None or pattern.causal is None else pattern
+
+
+def _merged(parts: list[_Pattern | None]) -> _Pattern | None:
+    """Both of two patterns; None where that is no pattern."""
+    found = _Pattern()
+    for part in parts:
+        given = {} if part is None else {name: value for name, value in part._asdict().items() if value is not None}
+        if part is None or any(getattr(found, name) is not None for name in given):
+            return None
+        found = found._replace(**given)
+    return found
+
+
+def _layout(pattern: _Pattern, attention_mask: Tensor | None) -> Layout | str | None:
+    """The layout of whole sequences; None for nothing but causality; a string where padding is inside of documents."""
+    starts = None
+    if pattern.documents is not None:
+        starts = pattern.documents.diff(dim=-1) != 0
+    elif attention_mask is not None and not bool(attention_mask.all()):
+        real = attention_mask.bool()
+        starts = real.diff(dim=-1)
+        if bool(((starts & real[:, 1:]).sum(-1) + real[:, 0] > 1).any()):
+            return "padding between tokens"
+    found = Layout(causal=pattern.causal, window=pattern.window, chunk=pattern.chunk)
+    if starts is None:
+        return None if pattern.window is None and pattern.chunk is None else found
+    first = pad(starts, (1, 0), value=True).flatten()
+    cu_seqlens = pad(first.nonzero().flatten(), (0, 1), value=len(first)).to(torch.int32)
+    return found._replace(cu_seqlens=cu_seqlens, longest=int(cu_seqlens.diff().max()))
+
+
+def applies_any(mask_function: Callable[..., Any]) -> bool:
+    """Whether kernels with this mask function apply any mask; FlashAttention's take padding alone."""
+    return mask_function is not masking_utils.flash_attention_mask
+
+
+def local_mask_function(mask_function: Any, **given: Any) -> Layout | None:
+    """The mask function of a rank that has a part of each sequence: documents and padding come with the kernel's call.
+
+    Raises:
+        KernelError: another mask than Transformers' causal, bidirectional, sliding-window and chunked ones.
+    """
+    if torch.compiler.is_compiling():
+        return _chunked(given)
+    pattern = _pattern_of(mask_function)
+    if pattern is None:
+        raise KernelError(
+            f"sequence parallelism cannot apply this mask ({_shown(mask_function)})",
+            hint="set sp_size to 1",
+        )
+    layout = _layout(pattern._replace(documents=None), None)
+    assert not isinstance(layout, str)
+    return layout
+
+
+def _chunked(given: Mapping[str, Any]) -> Layout | None:
+    """The layout of a chunked mask in a compiled model, where Dynamo can't read closures."""
+    chunk = getattr(given.get("config"), "attention_chunk_size", None)
+    return None if chunk is None or chunk != given.get("local_size") else Layout(chunk=chunk)
+
+
+def _shown(mask_function: Any) -> str:
+    return getattr(mask_function, "__qualname__", str(mask_function)).partition(".")[0]
+
+
+def mask_function(own: Callable[..., Any], name: str, *, falls_back: bool = False) -> Callable[..., Any]:
+    """A mask function that returns None or a `Layout` where it can, else what `own` returns.
+
+    In a compiled model packed documents must come as cu_seq_lens_q.
+
+    Args:
+        own: the kernel's mask function.
+        name: the kernel's, for errors.
+        falls_back: for a mask that the kernel can't apply, return a dense one.
+    """
+    any_mask = applies_any(own)
+
+    def mask(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: Any = 0,
+        kv_offset: Any = 0,
+        mask_function: Any = masking_utils.causal_mask_function,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        given = {
+            "batch_size": batch_size,
+            "q_length": q_length,
+            "kv_length": kv_length,
+            "q_offset": q_offset,
+            "kv_offset": kv_offset,
+            "mask_function": mask_function,
+            "attention_mask": attention_mask,
+            "local_size": local_size,
+            **kwargs,
+        }
+        if torch.compiler.is_compiling():
+            return _chunked(given) or own(**given)
+        pattern = _pattern_of(mask_function)
+        if pattern is not None:
+            whole = q_length == kv_length and all(isinstance(x, int) and x == 0 for x in (q_offset, kv_offset))
+            skips = kwargs.get("allow_is_causal_skip" if pattern.causal else "allow_is_bidirectional_skip", True)
+            if whole and (skips or pattern.documents is not None):
+                layout = _layout(pattern, attention_mask)
+                if not isinstance(layout, str):
+                    return layout
+        chunked = pattern is not None and pattern.chunk is not None and kv_length + kv_offset > pattern.chunk
+        if any_mask or (pattern is not None and not chunked):
+            return own(**given)
+        if falls_back:
+            return masking_utils.sdpa_mask(**{**given, "allow_is_causal_skip": False})
+        raise KernelError(
+            f"attn_implementation={name!r} cannot apply this mask ({_shown(mask_function)}, {q_length} queries, "
+            f"{kv_length} keys)",
+            hint="use sdpa or eager",
+        )
+
+    return mask
+
+
+def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """An attention `kernel` whose mask may be a `Layout`.
+
+    Args:
+        dense: runs instead of the kernel where the mask is a dense one [B, 1, S, S_kv].
+    """
+    if getattr(kernel, "reads_layout", False):
+        return kernel
+
+    @functools.wraps(kernel)
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        function = kernel
+        if isinstance(attention_mask, Layout):
+            kwargs, attention_mask = attention_mask.arguments(query, kwargs), None
+        elif dense is not None and isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
+            function = dense
+        return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+    attend.reads_layout = True  # type: ignore[attr-defined]
+    return attend

@@ -1,0 +1,81 @@
+"""What the attention of a sub-model takes: read from its modules when a kernel is bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from opslot.ops._common.model_config import head_sizes, text_config
+from opslot.slots import KernelRequest
+from opslot.slots.protocol import attention_options
+
+
+class AttentionOptions(NamedTuple):
+    """What a kernel must serve to replace the attention of a sub-model.
+
+    Attributes:
+        widths: head sizes of queries and keys, and of values, in any layer.
+        windows: sliding windows, in tokens.
+        chunk: size of chunked local attention, in tokens.
+        softcap: cap of the scores.
+        sinks: whether any layer has attention sinks.
+        dropout: the highest dropout of any layer in training.
+    """
+
+    widths: frozenset[tuple[int, int]] = frozenset()
+    windows: frozenset[int] = frozenset()
+    chunk: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    dropout: float = 0.0
+
+
+def attention_modules(model: Any) -> Iterator[Any]:
+    """The modules of `model` whose attention is selected through its own config."""
+    config = model.__dict__.get("config")
+    for module in model.modules() if config is not None else ():
+        if module is not model and module.__dict__.get("config") is config and attention_options(module) is not None:
+            yield module
+
+
+def options_of(request: KernelRequest) -> AttentionOptions:
+    """The options of the sub-model of `request`."""
+    modules = [] if request.module is None else list(attention_modules(request.module))
+    config = text_config(request)
+    dropout = getattr(config, "attention_dropout", 0.0)
+    found = AttentionOptions(chunk=getattr(config, "attention_chunk_size", None))
+    for module in modules:
+        window, softcap, sinks = (_option(module, name) for name in ("sliding_window", "softcap", "s_aux"))
+        own = getattr(module, "attention_dropout", dropout)
+        found = found._replace(
+            widths=found.widths | {_widths(module, request)},
+            windows=found.windows | ({window} if window is not None else set()),
+            softcap=softcap if softcap is not None else found.softcap,
+            sinks=found.sinks or sinks is not None,
+            dropout=max(found.dropout, own if isinstance(own, float | int) else 0.0),
+        )
+    if modules:
+        return found
+    sizes = head_sizes(request)
+    widths = {(sizes["head_dim"], sizes["head_dim"])} if sizes else set()
+    return found._replace(widths=frozenset(widths), dropout=dropout or 0.0)
+
+
+def _option(module: Any, name: str) -> Any:
+    """The value that a module passes to attention as option `name`; None if it has none."""
+    _, attributes = attention_options(module) or ("", {})
+    if name not in attributes:
+        return None
+    missing = getattr(module.config, attributes[name], None)
+    return getattr(module, attributes[name], missing)
+
+
+def _widths(module: Any, request: KernelRequest) -> tuple[int, int]:
+    """Head sizes of queries and keys, and of values."""
+    names = ("qk_head_dim", "head_dim", "head_size", "attention_head_size")
+    width = next((getattr(module, name) for name in names if isinstance(getattr(module, name, None), int)), None)
+    if width is None:
+        sizes = head_sizes(request)
+        width = sizes["head_dim"] if sizes else 0
+    values = getattr(module, "v_head_dim", None)
+    return width, values if isinstance(values, int) else width

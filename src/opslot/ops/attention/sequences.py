@@ -1,0 +1,201 @@
+"""Which models must not be packed or sharded along the sequence: tokens may mix elsewhere than in attention.
+
+A decoder layer and what it consists of must act per token, except for its attention and for recurrences with slots that
+take the boundaries of documents. Code is judged by the functions that it calls. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from opslot.patchgen.forms import ClassFact, ModuleView, names_in
+from opslot.slots.protocol import KEEPS_SEQUENCES, MASKS_WITHOUT_POSITIONS
+
+# Transformers' masks of tokens that see earlier tokens of their document.
+_MASKS = {
+    "create_causal_mask",
+    "create_sliding_window_causal_mask",
+    "create_chunked_causal_mask",
+    "create_masks_for_generate",
+}
+# Functions and methods that act per token on [..., tokens, channels], or on none. Sums are those of channels or
+# experts, and indices those of experts.
+_PER_TOKEN = frozenset(
+    """
+    add add_ bool chunk clamp clamp_ clone contiguous copy_ detach dropout exp expand expand_as flatten
+    float full_like gather gelu greater index_add index_add_ int isinstance item len layer_norm linear log log1p
+    masked_fill max maximum mean min mul new_empty new_zeros nonzero numel one_hot ones_like permute pow range repeat
+    repeat_interleave reshape rsqrt scatter scatter_ sigmoid silu size softmax softplus split sqrt squeeze stack sum
+    tanh to topk transpose type type_as unbind unflatten uniform_ exponential_ unsqueeze var view where zeros zeros_like
+    empty empty_like getattr hasattr super forward tensor no_grad maybe_autocast is_autocast_enabled get_autocast_dtype
+    _cast_if_autocast_enabled _cast zip enumerate relu relu2 square abs get tuple list dict finfo argmax sort
+    force_accelerate_hooks bincount histc index_select norm
+    """.split()
+)
+# With parameters they act per token, with other activations they may not.
+_MATMULS = {"matmul", "bmm", "einsum", "mm", "baddbmm"}
+_CONCATENATIONS = {"cat", "concat", "concatenate"}
+# Modules that act per token.
+_MODULES = frozenset(
+    """
+    Linear Dropout LayerNorm RMSNorm Parameter ParameterList ModuleList ModuleDict Identity SiLU GELU ReLU Tanh Sigmoid
+    Embedding Sequential Buffer
+    """.split()
+)
+# In an attention class, what mixes tokens outside of its call of the interface.
+_MIXES = re.compile(r"(?i)\b(\w*conv\w*1d\w*|cumsum|roll|\w*scan\w*|rfft|fft|\w*delta_rule\w*|\w*short_conv\w*)\b")
+
+
+@dataclass(frozen=True)
+class WholeSequences:
+    """Classes that keep a model from being packed and sharded, with the reason."""
+
+    def find(self, module: ModuleView) -> Iterator[ClassFact]:
+        layers = [name for name in module.classes if name.endswith("DecoderLayer")]
+        for name in module.classes:
+            if name.endswith("ForConditionalGeneration"):
+                yield ClassFact(name, KEEPS_SEQUENCES, "it is not only a language model")
+            elif not layers and name in module.models:
+                yield ClassFact(name, KEEPS_SEQUENCES, "it has no decoder layers")
+            elif name in module.models and (reason := masks_without_positions(module)):
+                yield ClassFact(name, MASKS_WITHOUT_POSITIONS, reason)
+        for name in _parts(module, layers):
+            if reason := _mixes(module, name):
+                yield ClassFact(name, KEEPS_SEQUENCES, f"{name} {reason}")
+
+
+def _parts(module: ModuleView, layers: list[str]) -> list[str]:
+    """Classes of the module that the decoder layers consist of."""
+    # Such as {"attention": Attention, "mamba": Mixer}.
+    tables = {
+        target.id: names_in(node.value)
+        for node in module.tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    found: list[str] = []
+    names = list(layers)
+    while names:
+        name = names.pop(0)
+        if name in tables:
+            names += sorted(tables.pop(name))
+        if name in module.classes and name not in found:
+            found.append(name)
+            names += sorted(names_in(module.classes[name]) | set(module.bases(name)))
+    return found
+
+
+def _mixes(module: ModuleView, name: str) -> str:
+    """Why a class may mix tokens, starting with a verb, or ""."""
+    methods = [m for m in module.classes[name].body if isinstance(m, ast.FunctionDef)]
+    if "ALL_ATTENTION_FUNCTIONS" in module.text(name):
+        found = _MIXES.search("".join(module.text(f"{name}.{method.name}") for method in methods))
+        return f"calls {found.group(1)} outside of attention" if found else ""
+    for method in methods:
+        if method.name == "__init__":
+            unknown = _modules(method) - _MODULES - set(module.classes)
+            if unknown:
+                return f"has a {sorted(unknown)[0]}, which may mix tokens"
+        elif not method.name.startswith("_init") and (reason := _mixing_call(module, method, frozenset())):
+            return reason
+    return ""
+
+
+def _modules(method: ast.FunctionDef) -> set[str]:
+    """Names of torch's modules that a constructor makes."""
+    attributes = {
+        node.func.attr: ast.unparse(node.func.value)
+        for node in ast.walk(method)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    return {name for name, owner in attributes.items() if owner in ("nn", "torch.nn") and name[:1].isupper()}
+
+
+def _mixing_call(module: ModuleView, method: ast.FunctionDef, seen: frozenset[str]) -> str:
+    """Why a method or function may mix tokens, or ""."""
+    for node in (node for statement in method.body for node in ast.walk(statement)):
+        if (
+            isinstance(node, ast.BinOp)
+            and isinstance(node.op, ast.MatMult)
+            and not _has_parameter(node.left, node.right)
+        ):
+            return "multiplies activations, which may mix tokens"
+        if isinstance(node, ast.Subscript) and _slices_tokens(node):
+            return f"takes {ast.unparse(node)}, which may mix tokens"
+        if not isinstance(node, ast.Call):
+            continue
+        function = node.func
+        if isinstance(function, ast.Subscript) or (
+            isinstance(function, ast.Attribute) and ast.unparse(function.value) == "self"
+        ):
+            # A child or another method, which is judged by itself.
+            continue
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        own = module.upstream.find(name) if isinstance(function, ast.Name) else None
+        if isinstance(own, ast.FunctionDef) and name not in seen:
+            if reason := _mixing_call(module, own, seen | {name}):
+                return reason
+        elif name in _MATMULS:
+            if not _has_parameter(*node.args):
+                return f"calls {name} of activations, which may mix tokens"
+        elif name in _CONCATENATIONS:
+            if not any(ast.unparse(x) == "-1" for x in (*node.args[1:], *(k.value for k in node.keywords))):
+                return f"calls {name}, which may mix tokens"
+        elif name not in _PER_TOKEN and name not in module.classes and name not in seen:
+            return f"calls {name}, which may mix tokens"
+    return ""
+
+
+def _has_parameter(*nodes: ast.expr) -> bool:
+    return any(ast.unparse(node).startswith("self.") for node in nodes)
+
+
+def _slices_tokens(node: ast.Subscript) -> bool:
+    """Whether an index takes a range of another dim than the last."""
+    if not isinstance(node.slice, ast.Tuple):
+        return False
+    return any(isinstance(x, ast.Slice) and (x.lower or x.upper or x.step) for x in node.slice.elts[:-1])
+
+
+def masks_without_positions(module: ModuleView) -> str:
+    """Why masks can't separate the documents of a packed sequence, or "".
+
+    Documents are separated by position_ids that restart, which gpt-oss does not pass to its masks.
+    """
+    assigned = [node for node in module.nodes if isinstance(node, ast.Assign)]
+    # mask_kwargs = {"position_ids": position_ids, ...}, and functions chosen by a condition before they are called.
+    given = _targets(node for node in assigned if "position_ids" in _keys(node.value))
+    given |= _targets(node for node in assigned if _copied(node.value) & given)
+    chosen = _targets(node for node in assigned if isinstance(node.value, ast.IfExp) and _MASKS & names_in(node))
+    for call in _calls_of(module, _MASKS | chosen):
+        named = {keyword.arg for keyword in call.keywords}
+        unpacked = set().union(*(names_in(keyword.value) for keyword in call.keywords if keyword.arg is None))
+        if "position_ids" not in named and not unpacked & given:
+            return "its masks are made without position_ids, so packed documents would attend to each other"
+    return ""
+
+
+def _calls_of(module: ModuleView, functions: set[str]) -> Iterator[ast.Call]:
+    for node in module.nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions:
+            yield node
+
+
+def _targets(assigned: Iterator[ast.Assign]) -> set[str]:
+    return {target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)}
+
+
+def _copied(node: ast.AST) -> set[str]:
+    """The names whose `copy()` is called."""
+    calls = (call.func for call in ast.walk(node) if isinstance(call, ast.Call))
+    return set().union(*(names_in(f) for f in calls if isinstance(f, ast.Attribute) and f.attr == "copy"))
+
+
+def _keys(node: ast.AST) -> set[str]:
+    """The keys of a dictionary that is written out; none of anything else."""
+    keys = node.keys if isinstance(node, ast.Dict) else ()
+    return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}

@@ -1,0 +1,16 @@
+"""Head sizes that FlashAttention's kernels compute correctly; others are padded with zeros to the next of these."""
+
+from __future__ import annotations
+
+# (queries and keys, values) for FlashAttention 4, measured on an H200: correct outputs and gradients, causal, with
+# window and softcap. Others (40, 48, 72, 80, 112) give wrong gradients or do not compile.
+_FLASH_4 = ((64, 64), (96, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+_LIMIT = 256
+
+
+def padded_widths(version: int, width: int, value_width: int) -> tuple[int, int] | None:
+    """The head sizes that FlashAttention `version` computes with, or None if there are none that wide."""
+    if version == 4:
+        return next(((q, v) for q, v in _FLASH_4 if width <= q and value_width <= v), None)
+    widest = max(width, value_width)
+    return (widest, widest) if widest <= _LIMIT else None
