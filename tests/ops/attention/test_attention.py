@@ -154,7 +154,7 @@ def test_additive_mask_is_applied_once():
     ("options", "message"),
     [
         ({"softcap": 50.0}, "'sdpa' has no softcap\n  hint: use eager"),
-        ({"s_aux": torch.zeros(4)}, "'sdpa' has no s_aux\n  hint: use eager or flash_attention_4"),
+        ({"s_aux": torch.zeros(4)}, "'sdpa' has no s_aux\n  hint: use eager, triton or flash_attention_4"),
         ({"position_bias": torch.zeros(1, 4, 24, 24)}, "'sdpa' has no position_bias"),
     ],
 )

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS
+from opslot.ops._common.specs import CUTLASS, H200, HALF_FLOATS, triton_kernel
 from opslot.ops.attention.op import OP
 from opslot.ops.attention.options import options_of
 from opslot.ops.attention.widths import padded_widths
@@ -71,6 +71,28 @@ def _all_of(*checks: Supports) -> Supports:
 # (6.57 ms; sdpa 7.20, cudnn 7.07) and nearly twice as fast on packed documents (1.64 ms; sdpa 2.93); at 1024 tokens all
 # three take 1.40 ms. torch 2.11's SDPA selects cuDNN there by default, unlike some other releases. FlashAttention 2 and
 # 3 were not measured in that run.
+#
+# Forward and backward in ms at 2 x 8192 tokens, bf16, causal, of triton, FlashAttention 4 and torch's FlashAttention 2,
+# which sdpa and cudnn take for windows and packed documents:
+#   head size 256, 16/8 heads                 10.4  10.9  14.8
+#   head size 256, 16/8 heads, window 1024    3.13  3.23  4.15
+#   head size 64, 64/8 heads, window 128      0.86  1.19  1.76
+#   head size 128, 32/8 heads, 16 documents   1.96  1.64  2.95
+#   head sizes 192 and 128, 16 heads          6.26  4.98  not supported
+# Without windows and documents, cudnn is faster than triton up to head size 128 (6.95 and 9.9 ms).
+
+
+def _triton_priority(request: KernelRequest) -> int:
+    """Above FlashAttention 4 for head size 256, and above cuDNN where that takes FlashAttention 2, for windows.
+
+    On other GPUs, where its tiles are not tuned, below SDPA, which does not serve sinks and softcap.
+    """
+    if request.device.capability != H200:
+        return 30
+    options = options_of(request)
+    if max((max(widths) for widths in options.widths), default=0) > 192:
+        return 85
+    return 75 if options.windows or getattr(request.config, "sliding_window", None) is not None else 60
 
 
 def _flash(
@@ -143,6 +165,14 @@ def _specs(variant: str) -> tuple[KernelSpec, ...]:
             _head_dims_of_flash_4,
             _no_dropout,
             priority=80,
+        ),
+        triton_kernel(
+            "attention",
+            variant,
+            function="attention",
+            supports=_all_of(_head_dim_to(256), _no_dropout),
+            priority={H200: _triton_priority},
+            description="Triton, with windows, sinks, softcap, packed documents and unequal head sizes",
         ),
         KernelSpec(
             "flex_attention",

@@ -114,8 +114,8 @@ def visible(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, 
 
 # Options that change the result, and the kernels that support them. Other kernels must reject them.
 _OPTIONS = {
-    "softcap": "eager, flex_attention or flash_attention_2, 3 or 4",
-    "s_aux": "eager or flash_attention_4",
+    "softcap": "eager, triton, flex_attention or flash_attention_2, 3 or 4",
+    "s_aux": "eager, triton or flash_attention_4",
     "position_bias": "Transformers' own attention",
 }
 

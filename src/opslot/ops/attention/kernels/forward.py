@@ -1,0 +1,261 @@
+"""Forward of attention in Triton.
+
+The query heads of a key/value head are rows of one tile: row r is head r % GROUP at token r // GROUP. A tile of rows
+then spans few tokens, which keeps the masked part of causal and windowed blocks small, and the gradients of keys and
+values sum over the group inside one program.
+
+Logits are in base 2. Head sizes that are not a power of two are two tiles, D and TAIL columns wide.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from opslot._base.jit import dot, downcast
+from opslot.ops._common.triton import KernelLauncher
+
+
+@triton.jit
+def load_tile(
+    base_ptr,
+    offsets,
+    valid,
+    FIRST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Columns FIRST to FIRST + COLUMNS of rows at `offsets`; zeros past WIDTH, and with MASKED in rows not `valid`."""
+    column = FIRST + tl.arange(0, COLUMNS)
+    pointers = base_ptr + offsets[:, None] + column[None, :]
+    if MASKED:
+        mask = valid[:, None]
+        if FIRST + COLUMNS > WIDTH:
+            mask = mask & (column < WIDTH)[None, :]
+        x = tl.load(pointers, mask=mask, other=0.0)
+    elif FIRST + COLUMNS > WIDTH:
+        x = tl.load(pointers, mask=(column < WIDTH)[None, :], other=0.0)
+    else:
+        x = tl.load(pointers)
+    return x
+
+
+@triton.jit
+def store_tile(base_ptr, offsets, valid, x, FIRST: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    column = FIRST + tl.arange(0, COLUMNS)
+    mask = valid[:, None] & (column < WIDTH)[None, :]
+    tl.store(base_ptr + offsets[:, None] + column[None, :], downcast(x, base_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def row_offsets(row, first_token, token_stride, head_stride, GROUP: tl.constexpr):
+    """Offsets of rows from `first_token`."""
+    return (row // GROUP - first_token) * token_stride + (row % GROUP) * head_stride
+
+
+@triton.jit
+def tanh(x):
+    """tanh with an error of few ULP, also near 0; libdevice's is not available in the interpreter."""
+    squared = x * x
+    series = x * (1 + squared * (-1 / 3 + squared * (2 / 15 + squared * (-17 / 315 + squared * (62 / 2835)))))
+    decay = tl.exp2(-2.8853900817779268 * tl.abs(x))
+    exact = (1 - decay) / (1 + decay)
+    return tl.where(squared < 0.09, series, tl.where(x < 0, -exact, exact))
+
+
+@triton.jit
+def block_range(start_ptr, end_ptr, first, last, BLOCK: tl.constexpr):
+    """Start of the interval that tokens `first` to `last` see, its number of blocks, and the blocks that all see."""
+    start = tl.load(start_ptr + first)
+    blocks = tl.cdiv(tl.load(end_ptr + last) - start, BLOCK)
+    full_from = tl.cdiv(tl.load(start_ptr + last) - start, BLOCK)
+    full_to = tl.maximum((tl.load(end_ptr + first) - start) // BLOCK, full_from)
+    return start, blocks, full_from, full_to
+
+
+@triton.jit
+def _attend(
+    acc,
+    total,
+    top,
+    q,
+    q_tail,
+    k_ptr,
+    v_ptr,
+    k_stride,
+    v_stride,
+    row_start,
+    row_end,
+    first_key,
+    left,
+    skip,
+    count,
+    keys,
+    scale,
+    softcap,
+    MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    TAIL: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Accumulate `count` blocks of keys from `first_key`, of which those from `left` on come `skip` blocks later."""
+    column = tl.arange(0, BLOCK_N)
+    k_offsets = column * k_stride
+    v_offsets = column * v_stride
+    for i in tl.range(0, count, num_stages=STAGES):
+        start = first_key + tl.where(i < left, i, i + skip) * BLOCK_N
+        valid = start + column < keys
+        k_block = k_ptr + start.to(tl.int64) * k_stride
+        k = load_tile(k_block, k_offsets, valid, 0, D, HEAD_DIM, MASKED)
+        zeros = tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32)
+        scores = dot(q, tl.trans(k), zeros)
+        if TAIL > 0:
+            k_tail = load_tile(k_block, k_offsets, valid, D, TAIL, HEAD_DIM, MASKED)
+            scores = dot(q_tail, tl.trans(k_tail), scores)
+        if SOFTCAP:
+            scores = softcap * tanh(scores * scale)
+        if MASKED:
+            key = (start + column)[None, :]
+            scores = tl.where((key >= row_start[:, None]) & (key < row_end[:, None]), scores, float("-inf"))
+        if SOFTCAP:
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_top[:, None])
+        else:
+            new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+            weights = tl.exp2(scores * scale - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        v = load_tile(v_ptr + start.to(tl.int64) * v_stride, v_offsets, valid, 0, DV, V_HEAD_DIM, MASKED)
+        acc = dot(downcast(weights, v.dtype), v, acc)
+        top = new_top
+    return acc, total, top
+
+
+@triton.jit(do_not_specialize=["batch", "kv_heads", "queries", "keys"])
+def _forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    sinks_ptr,
+    intervals_ptr,
+    out_ptr,
+    lse_ptr,
+    q_batch_stride,
+    q_token_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_token_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_token_stride,
+    v_head_stride,
+    interval_stride,
+    interval_size,
+    batch,
+    kv_heads,
+    queries,
+    keys,
+    scale,
+    softcap,
+    GROUP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    TAIL: tl.constexpr,
+    DV: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # The last rows first: under causality they take longest.
+    kv_head = tl.program_id(0) % kv_heads
+    b = tl.program_id(0) // kv_heads % batch
+    first_row = (tl.num_programs(0) // (kv_heads * batch) - 1 - tl.program_id(0) // (kv_heads * batch)) * BLOCK_M
+    rows = queries * GROUP
+    row = first_row + tl.arange(0, BLOCK_M)
+    valid = row < rows
+    token = row // GROUP
+    first_token = first_row // GROUP
+    last_token = (tl.minimum(first_row + BLOCK_M, rows) - 1) // GROUP
+    # Known to be multiples of UNIT, which loads of 16 bytes require.
+    q_token_stride = q_token_stride // UNIT * UNIT
+    q_head_stride = q_head_stride // UNIT * UNIT
+    k_token_stride = k_token_stride // UNIT * UNIT
+    v_token_stride = v_token_stride // UNIT * UNIT
+
+    start_ptr = intervals_ptr + b.to(tl.int64) * interval_stride
+    end_ptr = start_ptr + interval_size
+    row_start = tl.load(start_ptr + token, mask=valid, other=0)
+    row_end = tl.load(end_ptr + token, mask=valid, other=0)
+    first_key, blocks, full_from, full_to = block_range(start_ptr, end_ptr, first_token, last_token, BLOCK_N)
+
+    q_ptr += b.to(tl.int64) * (q_batch_stride // UNIT * UNIT) + first_token.to(tl.int64) * q_token_stride
+    q_ptr += (kv_head * GROUP).to(tl.int64) * q_head_stride
+    k_ptr += b.to(tl.int64) * (k_batch_stride // UNIT * UNIT) + kv_head.to(tl.int64) * (k_head_stride // UNIT * UNIT)
+    v_ptr += b.to(tl.int64) * (v_batch_stride // UNIT * UNIT) + kv_head.to(tl.int64) * (v_head_stride // UNIT * UNIT)
+    q_offsets = row_offsets(row, first_token, q_token_stride, q_head_stride, GROUP)
+    q = load_tile(q_ptr, q_offsets, valid, 0, D, HEAD_DIM, True)
+    q_tail = q
+    if TAIL > 0:
+        q_tail = load_tile(q_ptr, q_offsets, valid, D, TAIL, HEAD_DIM, True)
+
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + kv_head * GROUP + row % GROUP).to(tl.float32)
+        top = sink * 1.4426950408889634
+        total = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
+    else:
+        # Finite, so that rows without a visible key stay finite.
+        top = tl.full((BLOCK_M,), -1e30, dtype=tl.float32)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_M, DV), dtype=tl.float32)
+    for MASKED in tl.static_range(2):
+        acc, total, top = _attend(
+            acc,
+            total,
+            top,
+            q,
+            q_tail,
+            k_ptr,
+            v_ptr,
+            k_token_stride,
+            v_token_stride,
+            row_start,
+            row_end,
+            first_key,
+            full_from if MASKED else 0,
+            full_to - full_from if MASKED else full_from,
+            blocks - full_to + full_from if MASKED else full_to - full_from,
+            keys,
+            scale,
+            softcap,
+            MASKED == 1,
+            SOFTCAP,
+            HEAD_DIM,
+            V_HEAD_DIM,
+            D,
+            TAIL,
+            DV,
+            BLOCK_N,
+            STAGES,
+        )
+
+    heads = kv_heads * GROUP
+    out_ptr += ((b.to(tl.int64) * queries + first_token) * heads + kv_head * GROUP) * V_HEAD_DIM
+    out_offsets = row_offsets(row, first_token, heads * V_HEAD_DIM, V_HEAD_DIM, GROUP)
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    store_tile(out_ptr, out_offsets, valid, out, 0, DV, V_HEAD_DIM)
+    lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("inf"))
+    tl.store(lse_ptr + (b * kv_heads + kv_head).to(tl.int64) * rows + row, lse, mask=valid)
+
+
+launch_forward = KernelLauncher(_forward_kernel)

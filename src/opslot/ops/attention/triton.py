@@ -1,0 +1,381 @@
+"""Attention in Triton: windows, sinks, softcap, documents and unequal head sizes, deterministic.
+
+Visible keys are intervals (see kernels/intervals.py), so a program loops only over the keys that its queries see, and
+packed documents cost the sum of their squared lengths. Forward saves its output and the logsumexp.
+
+Shapes: B batch, S tokens, N query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor, nn
+from transformers.masking_utils import flash_attention_mask
+
+from opslot._base.errors import KernelError
+from opslot.ops._common.arguments import reject
+from opslot.ops._common.custom_op import custom_op, once_differentiable
+from opslot.ops._common.specs import FLOATS, H200, unsupported_dtype
+from opslot.ops._common.triton import cdiv
+from opslot.ops.attention.kernels.backward import launch_dk_dv, launch_dq
+from opslot.ops.attention.kernels.forward import launch_forward
+from opslot.ops.attention.kernels.intervals import intervals
+from opslot.ops.attention.op import causal_of, reject_options
+
+NAME = "attn_implementation='triton'"
+_LOG2E = math.log2(math.e)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`op.reference` without dropout; `attention_mask` is a [B, S_kv] padding mask or None.
+
+    A window without causality is that of FlashAttention: it ends `sliding_window - 1` tokens to either side.
+    """
+    _check(query, key, value, attention_mask, dropout, scaling)
+    reject_options("triton", kwargs, served=("softcap", "s_aux"))
+    causal = causal_of(module, kwargs)
+    scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    options = (
+        kwargs.get("s_aux"),
+        scale,
+        causal,
+        kwargs.get("sliding_window"),
+        kwargs.get("softcap"),
+    )
+    if cu_q is None and attention_mask is not None:
+        return _padded(q, k, v, attention_mask, options), None
+    return attend(q, k, v, cu_q, cu_k, *options), None
+
+
+attention.mask_function = flash_attention_mask  # type: ignore[attr-defined]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float = 1.0,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of q [B, S, N, D] over k [B, S_kv, K, D] and v [B, S_kv, K, D_v]: [B, S, N, D_v].
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: document boundaries over B * S and B * S_kv tokens; the second is by default the
+            first. Documents end at the ends of rows, and tokens after the last boundary are another document.
+        sinks: [N], logits without a value in the softmax of every query.
+        window: number of keys that a query sees, its own included.
+    """
+    if cu_seqlens_k is cu_seqlens_q:
+        # Dynamo rejects a tensor that is passed twice.
+        cu_seqlens_k = None
+    return _Attention.apply(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, scale, causal, window, softcap)
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None
+) -> None:
+    if dropout:
+        raise KernelError(f"{NAME} has no dropout", hint="set attention_dropout to 0, or use sdpa or flash_attention_2")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dtype not in FLOATS or x.dtype != query.dtype:
+            found = unsupported_dtype(x.dtype) if x.dtype == query.dtype else f"it is {x.dtype}, query {query.dtype}"
+            reject(NAME, name, found, "load the model in one of these dtypes, or use eager")
+    for name, width in (("query", query.shape[-1]), ("value", value.shape[-1])):
+        if width > 256:
+            reject(NAME, name, f"its head size is {width}, supported are sizes up to 256", "use sdpa or eager")
+    if query.shape[1] % key.shape[1]:
+        reject(NAME, "key", f"{query.shape[1]} query heads are no multiple of its {key.shape[1]}", "repeat its heads")
+    if mask is not None and mask.dim() != 2:
+        found = f"it has {mask.dim()} dimensions, supported is a [B, S] padding mask"
+        reject(NAME, "attention_mask", found, "pass cu_seq_lens_q or sliding_window instead, or use sdpa")
+    if scaling is not None and scaling <= 0:
+        reject(NAME, "scaling", f"it is {scaling}", "pass a positive factor")
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: tuple[Any, ...]) -> Tensor:
+    """Move padding to the end of each row, where it is a document of its own; its outputs are zero."""
+    k_mask = mask[:, -k.shape[1] :].bool()
+    q_mask = k_mask[:, -q.shape[1] :]
+    q_order, cu_q = _order(q_mask)
+    k_order, cu_k = _order(k_mask)
+    q, k, v = (x.take_along_dim(order, 1) for x, order in ((q, q_order), (k, k_order), (v, k_order)))
+    out = attend(q, k, v, cu_q, cu_k, *options)
+    return out.take_along_dim(q_order.argsort(dim=1), 1) * q_mask[..., None, None]
+
+
+def _order(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Order [B, S, 1, 1] that puts the tokens of a mask before the others, and boundaries between them."""
+    batch, length = mask.shape
+    starts = torch.arange(batch, device=mask.device) * length
+    cu_seqlens = torch.stack([starts, starts + mask.sum(1)], 1).flatten().to(torch.int32)
+    return mask.int().argsort(dim=1, descending=True, stable=True)[..., None, None], cu_seqlens
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows (query heads of a group times tokens) and keys of one step of a kernel."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tiles of the kernels; two for dk and dv compute them in two launches, which needs fewer registers."""
+
+    forward: Tile
+    dq: Tile
+    dk_dv: tuple[Tile, ...]
+
+
+# By element size and padded head size. These fit into 99 KiB of shared memory, that of the smallest supported GPUs.
+_PLANS = {
+    (2, 64): Plan(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), (Tile(64, 64, 4, 2),)),
+    (2, 128): Plan(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), (Tile(32, 64, 4, 2),)),
+    (2, 192): Plan(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), (Tile(32, 64, 4, 1),)),
+    (2, 256): Plan(Tile(64, 32, 4, 2), Tile(64, 32, 8, 1), (Tile(32, 64, 8, 1),) * 2),
+    (4, 64): Plan(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), (Tile(32, 32, 4, 2),)),
+    (4, 128): Plan(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), (Tile(32, 32, 4, 1),)),
+    (4, 192): Plan(Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), (Tile(16, 16, 4, 1),)),
+    (4, 256): Plan(Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), (Tile(16, 16, 4, 1),)),
+}
+# The fastest of about 20 tiles for each kernel on an H200; for head size 128 those for packed documents, which take 2%
+# more in full sequences.
+_H200_PLANS = _PLANS | {
+    (2, 64): Plan(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), (Tile(128, 64, 4, 2),)),
+    (2, 128): Plan(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), (Tile(32, 64, 4, 3),)),
+    (2, 192): Plan(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), (Tile(32, 128, 8, 3),)),
+    (2, 256): Plan(Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), (Tile(32, 128, 8, 3), Tile(64, 128, 8, 2))),
+}
+# Windows shorter than a few tiles.
+_NARROW = 256
+_H200_NARROW_PLANS = {(2, 64): Plan(Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), (Tile(128, 64, 4, 2),))}
+
+
+@functools.cache
+def plan(element_bytes: int, width: int, narrow: bool, device: torch.device) -> Plan:
+    key = element_bytes, next(size for size in (64, 128, 192, 256) if width <= size)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != H200:
+        return _PLANS[key]
+    return _H200_NARROW_PLANS.get(key, _H200_PLANS[key]) if narrow else _H200_PLANS[key]
+
+
+@functools.cache
+def head_tiles(width: int) -> tuple[int, int]:
+    """Columns of the two tiles of a head: a power of two, and one for the rest, 0 if that saves nothing."""
+    padded = max(16, triton.next_power_of_2(width))
+    if padded == width or padded <= 32:
+        return padded, 0
+    tail = max(16, triton.next_power_of_2(width - padded // 2))
+    return (padded, 0) if tail == padded // 2 else (padded // 2, tail)
+
+
+class _Call:
+    """What the kernels' launches have in common."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, *strided: Tensor
+    ) -> None:
+        self.batch, self.queries, self.heads, width = q.shape
+        self.keys, self.kv_heads, v_width = k.shape[1], k.shape[2], v.shape[-1]
+        self.group = self.heads // self.kv_heads
+        self.empty = 0 in (self.batch, self.queries, self.heads)
+        strides = [stride for x in (q, k, v, *strided) for stride in x.stride()[:3]]
+        self.strides = tuple(strides)
+        self.sizes = (self.batch, self.kv_heads, self.queries, self.keys)
+        # With a softcap c, a score s is c * tanh(s * scale / c).
+        self.factors = (scale * _LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * _LOG2E)
+        unit = 1 if functools.reduce(lambda a, b: a | b, strides) % 8 else 8
+        columns, tail = head_tiles(width)
+        v_columns = max(16, triton.next_power_of_2(v_width))
+        self.widths = (width, v_width, columns, tail, v_columns, unit)
+        narrow = window is not None and window <= _NARROW
+        self.plan = plan(q.element_size(), max(columns + tail, v_columns), narrow, q.device)
+
+    def blocks(self, size: int) -> tuple[int, int, int]:
+        return size * self.batch * self.kv_heads, 1, 1
+
+
+def _interval_strides(found: Tensor) -> tuple[int, int]:
+    return 0 if found.shape[1] == 1 else found.stride(1), found.stride(0)
+
+
+def _allocate(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    batch, queries, heads, _ = q.shape
+    lse = (batch, k.shape[2], queries * (heads // k.shape[2]))
+    return q.new_empty(batch, queries, heads, v.shape[-1]), q.new_empty(lse, dtype=torch.float32)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """The output [B, S, N, D_v], and the logsumexp in base 2, [B, K, S * N / K] in float32."""
+    out, lse = _allocate(q, k, v)
+    q, k, v = _adjacent(q, k, v)
+    call = _Call(q, k, v, scale, window, softcap)
+    if call.empty:
+        return out, lse
+    visible = intervals(q, k, cu_seqlens_q, cu_seqlens_k, causal, window)
+    tile = call.plan.forward
+    launch_forward(
+        call.blocks(cdiv(call.queries * call.group, tile.rows)),
+        (q, k, v, sinks, visible, out, lse),
+        (*call.strides, *_interval_strides(visible)),
+        (*call.sizes, *call.factors),
+        (
+            call.group,
+            sinks is not None,
+            softcap is not None,
+            *call.widths,
+            tile.rows,
+            tile.keys,
+            tile.stages,
+        ),
+        tile.warps,
+    )
+    return out, lse
+
+
+def _adjacent(*tensors: Tensor) -> list[Tensor]:
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+def _allocate_gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, *options: Any
+) -> tuple[Tensor | None, ...]:
+    needs = options[-4:]
+    return tuple(
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need and x is not None else None
+        for x, need in zip((q, k, v, sinks), needs, strict=True)
+    )
+
+
+def _run_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    *needs: bool,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v and sinks, None for those that are not needed."""
+    gradients = dq, dk, dv, dsinks = _allocate_gradients(dout, q, k, v, out, lse, sinks, *needs)
+    q, k, v, dout = _adjacent(q, k, v, dout)
+    call = _Call(q, k, v, scale, window, softcap, dout)
+    if call.empty:
+        return tuple(x if x is None else x.zero_() for x in gradients)
+    visible = intervals(q, k, cu_seqlens_q, cu_seqlens_k, causal, window)
+    strides = (*call.strides, *_interval_strides(visible))
+    scalars = (*call.sizes, *call.factors, scale)
+    delta = torch.empty_like(lse)
+    tile = call.plan.dq
+    launch_dq(
+        call.blocks(cdiv(call.queries * call.group, tile.rows)),
+        (q, k, v, out, dout, visible, lse, delta, dq),
+        strides,
+        scalars,
+        (call.group, dq is not None, softcap is not None, *call.widths, tile.rows, tile.keys, tile.stages),
+        tile.warps,
+    )
+    tiles = call.plan.dk_dv
+    launches = [(dk, dv)] if len(tiles) == 1 else [(dk, None), (None, dv)]
+    for tile, (dk_out, dv_out) in zip(tiles, launches, strict=True):
+        if call.keys == 0 or (dk_out is None and dv_out is None):
+            continue
+        launch_dk_dv(
+            call.blocks(cdiv(call.keys, tile.keys)),
+            (q, k, v, dout, visible, lse, delta, dk_out, dv_out),
+            strides,
+            scalars,
+            (
+                call.group,
+                dk_out is not None,
+                dv_out is not None,
+                softcap is not None,
+                *call.widths,
+                tile.rows,
+                tile.keys,
+                tile.stages,
+            ),
+            tile.warps,
+        )
+    if dsinks is not None:
+        assert sinks is not None
+        dsinks.copy_(_sinks_gradient(sinks, lse, delta, call))
+    return gradients
+
+
+def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor, call: _Call) -> Tensor:
+    """A sink's weight times -delta, summed over rows and tokens in a fixed order."""
+    shape = (call.batch, call.kv_heads, call.queries, call.group)
+    weight = torch.exp2(sinks.float().view(1, call.kv_heads, 1, call.group) * _LOG2E - lse.view(shape))
+    return -(weight * delta.view(shape)).sum((0, 2)).flatten()
+
+
+_OPTIONS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale, bool causal, SymInt? window, float? softcap"
+_forward = custom_op(
+    f"attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_OPTIONS}) -> (Tensor, Tensor)", _run, _allocate
+)
+_backward = custom_op(
+    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sinks, "
+    f"{_OPTIONS}, bool need_q, bool need_k, bool need_v, bool need_sinks) -> (Tensor, Tensor, Tensor, Tensor)",
+    _run_backward,
+    _allocate_gradients,
+)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+        out, lse = _forward(q, k, v, *options)
+        ctx.save_for_backward(q, k, v, out, lse, *options[:3])
+        ctx.options = options[3:]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[:4]
+        gradients = _backward(dout, *ctx.saved_tensors, *ctx.options, *needs)
+        return *[x if need else None for x, need in zip(gradients, needs, strict=True)], *(None,) * 6
