@@ -328,7 +328,6 @@ def test_head_tiles_cover_the_head_with_the_fewest_columns():
         ((9, 0), {"head_dim": 256}, "triton"),
         ((9, 0), {"head_dim": 64, "sliding_window": 128}, "triton"),
         ((8, 0), {"head_dim": 256}, "sdpa"),
-        ((8, 0), {"head_dim": 256, "attn_logit_softcapping": 50.0}, "triton"),
     ],
 )
 def test_auto_without_flash_attention_4(capability, config, chosen):
