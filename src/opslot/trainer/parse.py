@@ -22,6 +22,7 @@ USAGE = "opslot train [CONFIG.yaml] [--section.field VALUE ...] [--traceback]"
 
 EXAMPLES = """examples:
   opslot train configs/text.yaml
+  opslot train --task sft --model.model_path models/Qwen3-0.6B --data.train_path chats.jsonl
   opslot train run.yaml --train.max_steps 200 --train.lr 1e-3
   opslot train run.yaml --train.resume_from latest
   opslot train run.yaml --model.ops_implementation eager
@@ -63,7 +64,7 @@ def load_config(source: str | Path | Sequence[str]) -> RunConfig:
     namespace = parser.parse_object(kept)
     namespace = parser.parse_args(overrides, namespace=namespace)
     parsed = parser.instantiate_classes(namespace)
-    return RunConfig(model=parsed.model, data=parsed.data, train=parsed.train)
+    return RunConfig(**{section.name: getattr(parsed, section.name) for section in dataclasses.fields(RunConfig)})
 
 
 def build_parser() -> ArgumentParser:
@@ -80,12 +81,18 @@ def build_parser() -> ArgumentParser:
         formatter_class=Formatter,
         prog="opslot train",
         usage=USAGE,
-        description="Train a language model on text files. Fields come from a YAML file, the command line, or both.",
+        description="Train on texts, chats or labels. Fields come from a YAML file, the command line, or both.",
         epilog=EXAMPLES,
         exit_on_error=False,
     )
+    documented = RunConfig.__doc__ or ""
     for section in dataclasses.fields(RunConfig):
-        parser.add_class_arguments(typing.get_type_hints(RunConfig)[section.name], section.name)
+        kind = typing.get_type_hints(RunConfig)[section.name]
+        if dataclasses.is_dataclass(kind):
+            parser.add_class_arguments(kind, section.name)
+        else:
+            about = " ".join(documented.partition(f"{section.name}: ")[2].split())
+            parser.add_argument(f"--{section.name}", type=kind, default=section.default, help=about)
     for action in parser._actions:
         if action.dest != "help" and action.dest not in schema:
             # jsonargparse's options for whole sections, which `_checked_overrides` does not accept.
