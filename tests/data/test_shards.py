@@ -23,7 +23,7 @@ parts = st.lists(st.tuples(st.sampled_from(["", "a", "bÃ¼", "word and word", "ðŸ
 
 def documents_of(files, max_bytes, sample_by="document"):
     problems = []
-    shards = split_into_shards(files, dict.fromkeys(files, ["text"]), max_bytes, problems)
+    shards = split_into_shards(files, {file: ["text"] for file in files}, max_bytes, problems)
     assert all(len(shard) == 1 or sum(part.size for part in shard) <= max_bytes for shard in shards)
     documents = [text for shard in shards for text in read_ranges(shard, "text", sample_by, problems)]
     assert problems == []

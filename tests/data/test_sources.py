@@ -146,9 +146,8 @@ def test_unknown_extensions_are_reported_unless_a_format_is_given(tmp_path, name
     assert find_files(str(file), "data.train_path", problems) == [file]
     (problem,) = problems
     assert problem.startswith(f"data.train_path: {file} has ")
-    assert (
-        "decompress it" if name.endswith(("bz2", "zst")) else "set data.format to text, jsonl or parquet"
-    ) in problem
+    compressed = name.endswith(("bz2", "zst"))
+    assert ("decompress it" if compressed else "set data.format to text, jsonl or parquet") in problem
     problems.clear()
     find_files(str(file), "data.train_path", problems, "text")
     assert problems == []

@@ -7,6 +7,7 @@ import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from opslot._base.device import best_device, has_package
 from opslot._base.errors import ConfigError, count_of, list_problems
@@ -201,12 +202,8 @@ def _sources(data: DataConfig, problems: list[str]) -> list[Source]:
         if unknown or not path:
             what = f"unknown fields {', '.join(map(str, unknown))}" if unknown else "no path"
             problems.append(f"{field}: {what}; each entry is {{path, weight}}")
-        elif not isinstance(path, str | list) or any(
-            path_problem(name) for name in ([path] if isinstance(path, str) else path)
-        ):
-            problems.append(
-                f"{field}: path must be a file, a glob, a saved data set, or a list of them, found {path!r}"
-            )
+        elif not all(isinstance(name, str) and not path_problem(name) for name in _listed(path)):
+            problems.append(f"{field}: path must be a file, a glob, a saved data set or a list of them, found {path!r}")
         elif isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             problems.append(f"{field}: weight must be a number above 0, found {weight!r}")
         else:
@@ -215,6 +212,10 @@ def _sources(data: DataConfig, problems: list[str]) -> list[Source]:
     repeated = {source.name for source in sources if [other.name for other in sources].count(source.name) > 1}
     problems += [f"data.train names {name} twice; add their weights" for name in sorted(repeated)]
     return sources
+
+
+def _listed(path: Any) -> list[Any]:
+    return path if isinstance(path, list) else [path]
 
 
 def _check_task(config: RunConfig, problems: list[str]) -> None:
