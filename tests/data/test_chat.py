@@ -1,5 +1,6 @@
 """Which tokens of conversations are trained, token by token."""
 
+import itertools
 import json
 
 import numpy as np
@@ -287,7 +288,7 @@ def test_packed_labels_equal_padded_ones(chat_tokenizer, tmp_path):
     documents = []
     for batch in packed:
         offsets = batch["cu_seq_lens_q"].tolist()
-        for start, stop in zip(offsets, offsets[1:], strict=False):
+        for start, stop in itertools.pairwise(offsets):
             documents.append((batch["input_ids"][0, start:stop], batch["labels"][0, start:stop]))
             assert batch["position_ids"][0, start:stop].tolist() == list(range(stop - start))
     padded = [

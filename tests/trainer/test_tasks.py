@@ -83,21 +83,20 @@ def test_resumed_chat_run_equals_an_uninterrupted_one(chat_settings, train, tmp_
     assert train()[0] == 0
     straight = [record["loss"] for record in read_metrics(tmp_path / "out")]
     first = tmp_path / "out" / "checkpoints" / "step_00000004"
-    code, out, err = train("--train.resume_from", str(first), "--train.output_dir", str(tmp_path / "again"))
+    code, _, err = train("--train.resume_from", str(first), "--train.output_dir", str(tmp_path / "again"))
     assert (code, err) == (0, "")
     assert [record["loss"] for record in read_metrics(tmp_path / "again")] == straight[4:]
 
 
 def test_packed_loss_equals_unpacked_loss(chat_settings, tmp_path):
-    """One step over all conversations, packed and padded: the same loss and gradients."""
-    chat_settings["data"]["shuffle"] = False
-    chat_settings["train"] |= {"max_steps": 1, "global_batch_size": 24, "micro_batch_size": 6}
+    """All conversations, packed and padded: the same loss and gradients."""
+    chat_settings["data"]["eval_path"] = chat_settings["data"]["train_path"]
+    chat_settings["train"] |= {"max_steps": 1, "eval_steps": 1, "micro_batch_size": 2}
     found = []
     for packing in (True, False):
         trainer = trainer_of(chat_settings, tmp_path, **{"data.packing": packing})
-        torch.manual_seed(0)
-        batches = iter(trainer.batches)
-        micro_batches = trainer.next_micro_batches(batches)
+        micro_batches = [batch for batch, _ in trainer.evaluated_batches()]
+        assert all(("cu_seq_lens_q" in batch) == packing for batch in micro_batches)
         targets = sum(trainer.count_targets(batch) for batch in micro_batches)
         loss, _, _ = trainer._forward_backward(micro_batches, targets)
         found.append((targets, loss, trainer.model.model.layers[0].mlp.down_proj.weight.grad.clone()))
@@ -209,7 +208,7 @@ def test_classification(chat_settings, train, tmp_path, per_token):
     chat_settings["data"]["train_path"] = str(file)
     chat_settings["train"] |= {"max_steps": 30, "eval_steps": 30, "lr": 1e-2}
     chat_settings["evaluation"] = {"best_metric": "f1", "save_best": True}
-    code, out, err = train()
+    code, _, err = train()
     assert (code, err) == (0, "")
     last = read_metrics(tmp_path / "out")[-1]
     assert last["eval_accuracy"] == last["eval_f1"] == 1.0

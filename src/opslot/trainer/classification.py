@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 
 from opslot._base.errors import ConfigError
 from opslot.data import IGNORE_INDEX
-from opslot.data.labels import LabelEncoder, collate_labeled
+from opslot.data.labels import LabelEncoder
 from opslot.distributed import sum_over_ranks
 from opslot.trainer.run_data import padding_token
 from opslot.trainer.text import TextTrainer
@@ -28,10 +27,6 @@ class ClassificationTrainer(TextTrainer):
         encoder = self.data.encoder
         assert isinstance(encoder, LabelEncoder), "the encoder of task classification"
         return encoder
-
-    @property
-    def collate_fn(self) -> Any:
-        return functools.partial(collate_labeled, per_token=bool(self.encoder.per_token))
 
     def model_options(self) -> dict[str, Any]:
         names = self.encoder.names

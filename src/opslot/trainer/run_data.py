@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +15,16 @@ from opslot.data import (
     Documents,
     MixedDataset,
     PackedDataset,
+    SampleLoader,
     TokenCorpus,
+    TokenLoader,
     load_tokenizer,
     open_corpus,
     split_documents,
 )
 from opslot.data.chat import ChatEncoder, load_chat_template
 from opslot.data.encoder import Encoder, TextEncoder
-from opslot.data.labels import LabelEncoder, find_label_names
+from opslot.data.labels import LabelEncoder, collate_labeled, find_label_names
 from opslot.trainer.config import RunConfig
 from opslot.trainer.validate import Inputs, micro_batch_size
 
@@ -118,6 +121,41 @@ class RunData:
         counts: Counter[str] = sum((corpus.sample_counts() for corpus in self.corpora), Counter())
         done = {"truncated": "cut to data.max_seq_len"}
         return "".join(f"; {count:,} samples {done.get(what, f'left out: {what}')}" for what, count in counts.items())
+
+    def loader(
+        self, hidden_size: int = 0, rank: int = 0, world_size: int = 1, **options: Any
+    ) -> SampleLoader | TokenLoader:
+        """The stateful dataloader of the training samples.
+
+        Args:
+            hidden_size: of the model; for load balancing.
+            options: of the loaders.
+        """
+        config = self.config
+        options |= {
+            "rank": rank,
+            "world_size": world_size,
+            "num_workers": config.data.num_workers,
+            "allow_changes": config.data.allow_changes,
+        }
+        if self.max_tokens is None:
+            return SampleLoader(self.train_set, micro_batch_size(config.train), collate_fn=self.collate_fn, **options)
+        # A layer of width h takes about 24 h^2 FLOPs per token, and causal attention 2 h for each previous token.
+        attention_cost = 1 / (12 * hidden_size) if hidden_size else 0.0
+        step_tokens = config.train.global_batch_size * config.data.max_seq_len
+        return TokenLoader(self.train_set, step_tokens, self.max_tokens, attention_cost=attention_cost, **options)
+
+    @property
+    def collate_fn(self) -> Any:
+        """Samples to a micro batch; None for the default of the loaders."""
+        if isinstance(self.encoder, LabelEncoder):
+            return functools.partial(collate_labeled, per_token=bool(self.encoder.per_token))
+        return None
+
+    def micro_batches(self) -> Iterator[dict[str, Any]]:
+        """The training micro batches of one process, without end."""
+        for batch in self.loader():
+            yield from batch if isinstance(batch, list) else [batch]
 
     def start_tokenizing(self) -> None:
         """Tokenize first what the first step and the first evaluation need, and raise what is wrong with it."""

@@ -45,21 +45,12 @@ class TextTrainer(BaseTrainer):
         self.data = RunData(config, self.inputs, self.tokenizer, self.model_config, open_corpus)
         self.train_set = self.data.train_set
         self.data.start_tokenizing()
-        options: dict[str, Any] = {
-            "rank": self.state.dp_rank,
-            "world_size": self.state.dp_size,
-            "num_workers": config.data.num_workers,
-            "pin_memory": self.device.type == "cuda",
-            "allow_changes": config.data.allow_changes,
-        }
-        max_tokens = self.data.max_tokens
-        if max_tokens is None:
-            options["collate_fn"] = self.collate_fn
-            return SampleLoader(self.train_set, micro_batch_size(config.train), **options)
-        # A layer of width h takes about 24 h^2 FLOPs per token, and causal attention 2 h for each previous token.
-        attention_cost = 1 / (12 * self.model_config.get_text_config().hidden_size)
-        step_tokens = config.train.global_batch_size * config.data.max_seq_len
-        return TokenLoader(self.train_set, step_tokens, max_tokens, attention_cost=attention_cost, **options)
+        return self.data.loader(
+            self.model_config.get_text_config().hidden_size,
+            rank=self.state.dp_rank,
+            world_size=self.state.dp_size,
+            pin_memory=self.device.type == "cuda",
+        )
 
     def next_micro_batches(self, batches: Iterator[Any]) -> list[dict[str, Any]]:
         self.data.check_processes()
@@ -116,11 +107,6 @@ class TextTrainer(BaseTrainer):
         assert isinstance(self.batches, SampleLoader | TokenLoader), "these loaders report their progress"
         return self.batches.epoch / self.config.train.num_epochs
 
-    @property
-    def collate_fn(self) -> Any:
-        """Samples to a micro batch; None for the default of the loaders."""
-        return None
-
     def model_options(self) -> dict[str, Any]:
         """Further options of `build_foundation_model`."""
         return {}
@@ -150,7 +136,7 @@ class TextTrainer(BaseTrainer):
             # Evaluated as samples of one size.
             size, max_tokens = max_tokens // data.max_seq_len, None
         batches = itertools.chain.from_iterable(
-            evaluation_batches(eval_set, size, max_tokens, self.collate_fn) for eval_set in self.data.eval_sets
+            evaluation_batches(eval_set, size, max_tokens, self.data.collate_fn) for eval_set in self.data.eval_sets
         )
         while concurrent := list(itertools.islice(batches, self.state.dp_size)):
             own = min(self.state.dp_rank, len(concurrent) - 1)

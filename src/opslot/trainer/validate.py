@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +71,8 @@ def validate(config: RunConfig) -> Inputs:
         ConfigError: all problems found, one per line; or another run writes to the output folder.
     """
     problems: list[str] = []
-    _check_paths(config, problems)
-    if problems:
-        raise _cannot_start(problems)
-    _check_numbers(config, problems)
+    inputs = _check_inputs(config, problems)
     _check_processes(config, problems)
-    config_path, tokenizer_path = _check_model(config.model, problems)
-    data = config.data
-    sources = _sources(data, problems)
-    eval_files = find_files(data.eval_path, "data.eval_path", problems, data.format) if data.eval_path else []
-    _check_task(config, problems)
     checkpoint = _check_output(config.train, problems)
     if config.train.logging.wandb and not has_package("wandb"):
         problems.append("train.logging.wandb is on, but wandb is not installed; pip install wandb, or turn it off")
@@ -88,7 +80,33 @@ def validate(config: RunConfig) -> Inputs:
         raise _cannot_start(problems)
     if launched_rank() == 0:
         OutputLock(Path(config.train.output_dir).expanduser()).require_free()
-    return Inputs(config_path, tokenizer_path, sources, eval_files, checkpoint, _no_effect(config))
+    return replace(inputs, checkpoint=checkpoint, warnings=_no_effect(config))
+
+
+def validate_data(config: RunConfig) -> Inputs:
+    """As `validate`, for commands that only read the data: processes and output folder are not checked.
+
+    Raises:
+        ConfigError: all problems found, one per line.
+    """
+    problems: list[str] = []
+    inputs = _check_inputs(config, problems)
+    if problems:
+        raise _cannot_start(problems)
+    return inputs
+
+
+def _check_inputs(config: RunConfig, problems: list[str]) -> Inputs:
+    _check_paths(config, problems)
+    if problems:
+        raise _cannot_start(problems)
+    _check_numbers(config, problems)
+    config_path, tokenizer_path = _check_model(config.model, problems)
+    data = config.data
+    sources = _sources(data, problems)
+    eval_files = find_files(data.eval_path, "data.eval_path", problems, data.format) if data.eval_path else []
+    _check_task(config, problems)
+    return Inputs(config_path, tokenizer_path, sources, eval_files, None, [])
 
 
 def _cannot_start(problems: list[str]) -> ConfigError:
