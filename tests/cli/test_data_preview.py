@@ -86,12 +86,10 @@ def test_generate_applies_the_chat_template(model, tmp_path, capsys):
     from opslot.models import build_foundation_model
 
     export_hf(build_foundation_model(model), tmp_path / "export", processors=[load_tokenizer(model)])
-    assert (
-        main(["generate", str(tmp_path / "export"), "--prompt", "hi", "--max-new-tokens", "3", "--device", "cpu"]) == 0
-    )
+    options = ["--max-new-tokens", "3", "--device", "cpu"]
+    assert main(["generate", str(tmp_path / "export"), "--prompt", "hi", *options]) == 0
     chat = capsys.readouterr().out
-    raw_prompt = ["--prompt", "u:hi<eos>a:", "--raw", "--max-new-tokens", "3", "--device", "cpu"]
-    assert main(["generate", str(tmp_path / "export"), *raw_prompt]) == 0
+    assert main(["generate", str(tmp_path / "export"), "--prompt", "u:hi<eos>a:", "--raw", *options]) == 0
     assert capsys.readouterr().out == chat
     assert main(["generate", str(model / "none"), "--prompt", "x"]) == 2
     assert main(["generate", str(model), "--prompt", "x"]) == 2

@@ -7,7 +7,7 @@ from opslot.trainer.validate import validate
 
 
 def test_demo_configuration_is_valid(tmp_path):
-    demo._clear_output(tmp_path)
+    demo.clear_output(tmp_path)
     documents = demo.write_sources(tmp_path / "data")
     assert len(documents) > 300
     assert any(hidden for _, hidden in documents)
@@ -24,9 +24,9 @@ def test_demo_configuration_is_valid(tmp_path):
 def test_demo_removes_only_its_own_folder(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ConfigError, match="choose another folder with --output"):
-        demo._clear_output(tmp_path)
+        demo.clear_output(tmp_path)
     assert demo.main(["--output", str(tmp_path)]) == 2
     assert (tmp_path / "thesis.txt").read_text() == "precious"
     (tmp_path / "demo.yaml").write_text("")
-    demo._clear_output(tmp_path)
+    demo.clear_output(tmp_path)
     assert not tmp_path.exists()
