@@ -48,8 +48,8 @@ def test_trained_parts_are_marked(arguments, capsys):
     out = capsys.readouterr().out
     assert out.count("u:hi<eos>a:[[hello<eos>]]") == 2
     assert "trained:" in out
-    assert "(42.9%)" in out
-    assert "micro batch 1: 504 tokens (at most 512) in 36 documents of 14, 14" in out
+    assert "(46.2%)" in out
+    assert "micro batch 1: 507 tokens (at most 512) in 39 documents of 13, 13" in out
 
 
 def test_preview_with_color_and_as_tokens(arguments, capsys):
@@ -69,7 +69,7 @@ def test_preview_of_text_and_labels(arguments, tmp_path, capsys):
     assert "d[[e=0]]" in out
     arguments[1] = "pretrain"
     assert main(["data", "preview", *arguments, "--samples", "1"]) == 0
-    assert "[[bc<eos>]]" in capsys.readouterr().out
+    assert "d[[e<eos>]]" in capsys.readouterr().out
 
 
 def test_preview_reports_what_train_reports(arguments, tmp_path, capsys):

@@ -35,8 +35,8 @@ def cli_train(argv: Sequence[str]) -> int:
         or SIGTERM, with a checkpoint.
     """
     arguments = [argument for argument in argv if argument != "--traceback"]
-    if not arguments or "-h" in arguments or "--help" in arguments:
-        build_parser().print_help(sys.stdout if arguments else sys.stderr)
+    if not arguments or {"-h", "--help", "--help-all"} & set(arguments):
+        build_parser(every_field="--help-all" in arguments).print_help(sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     exit_with_launcher()
     wait_without_spinning()
