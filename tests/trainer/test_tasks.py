@@ -319,3 +319,12 @@ def test_compressed_chat_data(chat_settings, train, tmp_path):
     code, out, err = train()
     assert (code, err) == (0, "")
     assert "tokens in 24 samples" in out
+
+
+def test_settings_of_another_task_are_warned_about(settings, train):
+    settings["data"] |= {"train_on": "last", "label_names": ["a"]}
+    settings["train"]["max_steps"] = 1
+    code, out, _ = train()
+    assert code == 0
+    assert "warning: data.train_on has no effect on task pretrain; it is for task sft" in out
+    assert "warning: data.label_names has no effect on task pretrain; it is for task classification" in out

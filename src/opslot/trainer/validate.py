@@ -148,6 +148,13 @@ def _no_effect(config: RunConfig) -> list[str]:
     """Settings that change nothing in this run."""
     train, data = config.train, config.data
     warnings = []
+    only = {"sft": ("chat_template", "train_on"), "classification": ("label_field", "label_names")}
+    for task, names in only.items():
+        warnings += [
+            f"data.{name} has no effect on task {config.task}; it is for task {task}"
+            for name in names
+            if config.task != task and getattr(data, name) != getattr(DataConfig, name)
+        ]
     if data.eval_path and train.eval_steps is None:
         warnings.append("data.eval_path has no effect without train.eval_steps")
     if train.max_steps is not None and train.warmup_steps > train.max_steps:
