@@ -2,7 +2,9 @@ import pytest
 
 from opslot._base.errors import DataError, list_problems
 from opslot.data import open_corpus
-from opslot.data.sources import no_text, read_ranges, split_into_shards
+from opslot.data.encoder import TextEncoder
+from opslot.data.records import read_ranges, split_into_shards
+from opslot.data.sources import no_text
 
 
 @pytest.fixture
@@ -21,12 +23,15 @@ def corpus_of(tmp_path, tokenizer):
 
 
 @pytest.fixture
-def read_documents():
+def read_documents(tokenizer):
     """Read the documents of files; raises all problems as one DataError."""
 
     def read(files, text_field="text", sample_by="document"):
         problems = []
-        shards = split_into_shards(files, text_field, 4 << 20, problems)
+        encoder = TextEncoder(tokenizer, text_field)
+        for file in files:
+            encoder.inspect(file, "auto", problems)
+        shards = [] if problems else split_into_shards(files, encoder.columns, 4 << 20, problems)
         documents = [text for shard in shards for text in read_ranges(shard, text_field, sample_by, problems)]
         if not problems and not documents:
             problems.append(no_text(files))

@@ -31,7 +31,7 @@ def test_cache_is_used_until_a_file_changes(tmp_path, tokenizer, monkeypatch):
     cache = str(tmp_path / "cache")
     first = open_corpus([file], tokenizer, cache_dir=cache)
     old = first.shard(0).tokens(0)
-    monkeypatch.setattr("opslot.data.corpus.read_ranges", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("opslot.data.encoder.read_ranges", lambda *_: pytest.fail("read again"))
     again = open_corpus([file], tokenizer, cache_dir=cache)
     assert again.is_complete
     assert np.array_equal(again.shard(0).tokens(0), old)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from opslot._base.errors import DataError
 from opslot.data import TokenShard, open_corpus
-from opslot.data.sources import read_ranges, split_into_shards
+from opslot.data.records import read_ranges, split_into_shards
 
 NEWLINES = ("\n", "\r\n", "\n\n", "\r\n\r\n", "\n\n\n")
 parts = st.lists(st.tuples(st.sampled_from(["", "a", "bü", "word and word", "😀" * 5]), st.sampled_from(NEWLINES)))
@@ -23,7 +23,7 @@ parts = st.lists(st.tuples(st.sampled_from(["", "a", "bü", "word and word", "�
 
 def documents_of(files, max_bytes, sample_by="document"):
     problems = []
-    shards = split_into_shards(files, "text", max_bytes, problems)
+    shards = split_into_shards(files, {file: ["text"] for file in files}, max_bytes, problems)
     assert all(len(shard) == 1 or sum(part.size for part in shard) <= max_bytes for shard in shards)
     documents = [text for shard in shards for text in read_ranges(shard, "text", sample_by, problems)]
     assert problems == []
@@ -73,7 +73,7 @@ def test_error_has_the_line_number_in_the_file(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "good"}\n' * 50 + "bad\n" + '{"text": "good"}\n' * 50)
     problems = []
-    shards = split_into_shards([file], "text", 100, problems)
+    shards = split_into_shards([file], {file: ["text"]}, 100, problems)
     found = [len(list(read_ranges(shard, "text", "document", problems))) for shard in shards]
     assert sum(found) == 100
     assert [problem.split(": ")[0] for problem in problems] == [f"{file}, line 51"]
@@ -145,7 +145,7 @@ def hold_first_shard(corpus, flag):
         flag.set()
         signal.pause()
 
-    corpus._tokenize = wait
+    corpus._encode = wait
     corpus.prepare([0])
 
 
@@ -196,7 +196,7 @@ def test_error_of_a_process_is_raised_before_its_shard_is_needed(tmp_path, token
 
 def test_killed_process_raises(corpus, monkeypatch):
     one = corpus()
-    one._tokenize = lambda texts: os.kill(os.getpid(), signal.SIGKILL)
+    one._encode = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     one.start_processes(1, [0])
     wait_for(lambda: one._processes._members[0][0].exitcode is not None)
     with pytest.raises(DataError, match=r"exited \(signal 9; out of memory\?\)\n.*lower data\.num_workers"):
@@ -205,13 +205,13 @@ def test_killed_process_raises(corpus, monkeypatch):
 
 
 def start_and_wait(corpus, pids):
-    tokenize = corpus._tokenize
+    encode = corpus._encode
 
-    def slowly(texts):
+    def slowly(*arguments):
         time.sleep(0.5)
-        return tokenize(texts)
+        return encode(*arguments)
 
-    corpus._tokenize = slowly
+    corpus._encode = slowly
     corpus.start_processes(1, list(range(10)))
     pids.put(corpus._processes._members[0][0].pid)
     signal.pause()

@@ -139,14 +139,15 @@ def test_parquet_without_the_column_raises(tmp_path, read_documents):
         read_documents([file], "n")
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.html", "README", "a.jsonl.gz", "a.txt.zst"])
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.html", "README", "a.jsonl.bz2", "a.txt.zst"])
 def test_unknown_extensions_are_reported_unless_a_format_is_given(tmp_path, name):
     file = write(tmp_path / name, "x")
     problems = []
     assert find_files(str(file), "data.train_path", problems) == [file]
     (problem,) = problems
     assert problem.startswith(f"data.train_path: {file} has ")
-    assert ("decompress it" if name.endswith(("gz", "zst")) else "set data.format to text, jsonl or parquet") in problem
+    compressed = name.endswith(("bz2", "zst"))
+    assert ("decompress it" if compressed else "set data.format to text, jsonl or parquet") in problem
     problems.clear()
     find_files(str(file), "data.train_path", problems, "text")
     assert problems == []

@@ -2,12 +2,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from opslot._base.errors import ConfigError
-from opslot.trainer import demo, load_config
+from opslot.trainer import demo, demo_sft, load_config
 from opslot.trainer.validate import validate
 
 
 def test_demo_configuration_is_valid(tmp_path):
-    demo._clear_output(tmp_path)
+    demo.clear_output(tmp_path)
     documents = demo.write_sources(tmp_path / "data")
     assert len(documents) > 300
     assert any(hidden for _, hidden in documents)
@@ -24,9 +24,30 @@ def test_demo_configuration_is_valid(tmp_path):
 def test_demo_removes_only_its_own_folder(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ConfigError, match="choose another folder with --output"):
-        demo._clear_output(tmp_path)
+        demo.clear_output(tmp_path)
     assert demo.main(["--output", str(tmp_path)]) == 2
     assert (tmp_path / "thesis.txt").read_text() == "precious"
     (tmp_path / "demo.yaml").write_text("")
-    demo._clear_output(tmp_path)
+    demo.clear_output(tmp_path)
     assert not tmp_path.exists()
+
+
+def test_chat_demo_is_valid_and_rates_answers(tmp_path):
+    from pathlib import Path
+
+    held_out = demo_sft.write_inputs(tmp_path)
+    file = Path(__file__).parents[2] / "configs" / "sft_demo.yaml"
+    config = load_config([str(file), *demo_sft._paths(tmp_path)])
+    validate(config)
+    assert config.task == "sft"
+    trained = (tmp_path / "data" / "train.jsonl").read_text()
+    assert len(held_out) == 100
+    assert not any(f'"{question}"' in trained for question, _ in held_out)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert len(tokenizer) <= demo_sft.MODEL["vocab_size"]
+    wrong = demo_sft.answer_to("parity", 3).replace("odd", "even")
+    assert demo_sft.rates(
+        [("q", demo_sft.answer_to("after", 3)), ("q", demo_sft.answer_to("parity", 3))],
+        ["<kind>after</kind><answer>4</answer>", wrong],
+    ) == (1.0, 0.5)
+    assert demo_sft.rates([("q", "a")], ["4"]) == (0.0, 0.0)

@@ -213,6 +213,10 @@ def test_merged_key_can_be_overridden(tmp_path):
         ("train.lr_decay_style", "use train.lr_scheduler"),
         ("train.ulysses_parallel_size", "use train.sp_size"),
         ("model_name_or_path", "use model.model_path"),
+        ("train.assistant_only_loss", "use data.train_on: assistant"),
+        ("train.metric_for_best_model", "use evaluation.best_metric"),
+        ("data.dataset_name", "use data.train_path"),
+        ("model.path", "use model.model_path"),
         ("train.remove_unused_columns", "opslot does not need it, remove it"),
     ],
 )
@@ -226,9 +230,11 @@ def test_hints_name_existing_fields():
     from opslot.trainer.field_hints import _FIELDS
     from opslot.trainer.parse import _leaf_types
 
-    known = {*_leaf_types(RunConfig), "train.optimizer", "train.fsdp", "train.logging"}
+    known = {*_leaf_types(RunConfig), "train.optimizer", "train.fsdp", "train.logging", "evaluation"}
     for hint in _FIELDS.values():
-        for field in re.findall(r"\b(?:train|data|model)\.[a-z0-9_.]*[a-z0-9_]", hint.replace("model.compile()", "")):
+        for field in re.findall(
+            r"\b(?:train|data|model|evaluation)\.[a-z0-9_.]*[a-z0-9_]", hint.replace("model.compile()", "")
+        ):
             assert field in known or field.startswith("model.ops_implementation."), hint
 
 
@@ -252,3 +258,19 @@ def test_help_lists_only_options_that_exist(capsys):
 
     cli_train(["--help"])
     assert "train_path+" not in capsys.readouterr().out
+
+
+def test_help_lists_common_fields_and_help_all_every_field(capsys):
+    from opslot.trainer import cli_train
+    from opslot.trainer.parse import COMMON, _leaf_types
+
+    assert cli_train(["--help"]) == 0
+    common = capsys.readouterr().out
+    assert cli_train(["--help-all"]) == 0
+    every = capsys.readouterr().out
+    fields = _leaf_types(RunConfig)
+    assert fields.keys() >= COMMON
+    assert all(f"--{name}" in every for name in fields)
+    shown = re.findall(r"^  --([a-z_.0-9]+)", common, flags=re.MULTILINE)
+    assert set(shown) == COMMON
+    assert "opslot train --help-all" in common

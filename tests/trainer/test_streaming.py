@@ -48,7 +48,7 @@ def test_uncounted_run_ends_with_its_epochs(streaming, tmp_path, changes):
     streaming["train"] |= {"eval_steps": 1000, "warmup_steps": 3}
     trainer = trainer_of(streaming, tmp_path)
     assert trainer.max_steps is None
-    assert not trainer.corpus.is_complete
+    assert not trainer.data.is_complete
     result = trainer.train()
     samples = trainer.train_set.samples_per_epoch
     steps = trainer.batches.steps(2) if changes else math.ceil(2 * samples / 8)

@@ -15,6 +15,8 @@ _Add = Callable[..., argparse.ArgumentParser]
 
 _EPILOG = """examples:
   opslot train config.yaml --train.lr 3e-4          train a model
+  opslot data preview config.yaml                   samples, with the trained tokens marked
+  opslot generate outputs/run/hf --prompt "Hi"      what a checkpoint answers
   opslot explain config.yaml                        which kernels it would train with, and why
   opslot kernels --op rms_norm                      what can run here
   opslot discover mistral                           the slots of an architecture, and what is skipped
@@ -67,8 +69,10 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[:1] == ["port"]:
         print("opslot: `opslot port` is deprecated, use `opslot discover`", file=sys.stderr)
         arguments = ["discover", *arguments[1:]]
-    options = _parser().parse_args(arguments)
-    options.argv = arguments
+    options, rest = _parser().parse_known_args(arguments)
+    if rest and options.command != "data":
+        _parser().parse_args(arguments)
+    options.argv, options.rest = arguments, rest
     return int(options.run(options))
 
 
@@ -82,9 +86,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"opslot {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add_command in (_add_kernels, _add_explain, _add_discover, _add_verify, _add_bisect, _add_bench, _add_convert):
+    for add_command in (
+        _add_data,
+        _add_generate,
+        _add_kernels,
+        _add_explain,
+        _add_discover,
+        _add_verify,
+        _add_bisect,
+        _add_bench,
+        _add_convert,
+    ):
         add_command(commands.add_parser)
-    commands.add_parser("train", help="train a model on text files (opslot train --help)", add_help=False)
+    commands.add_parser("train", help="train a model on texts, chats or labels (opslot train --help)", add_help=False)
     commands.add_parser("patchgen", help="generate and check patched modeling files", add_help=False)
     return parser
 
@@ -100,6 +114,73 @@ def _seed(text: str) -> int:
     if abs(number) >= 2**32:
         raise argparse.ArgumentTypeError(f"{text} is not a valid seed; take a number below 2**32")
     return number
+
+
+def _add_data(add: _Add) -> None:
+    data = add("data", help="show what a training configuration trains on", formatter_class=_FORM)
+    preview = data.add_subparsers(dest="action", required=True, metavar="ACTION").add_parser(
+        "preview",
+        help="print samples with their trained parts marked",
+        usage="opslot data preview [CONFIG.yaml] [--section.field VALUE ...] [--samples N] [--tokens]",
+        epilog=(
+            "examples:\n  opslot data preview run.yaml\n  opslot data preview run.yaml --samples 5 --tokens\n"
+            "  opslot data preview --task sft --model.model_path models/Qwen3-0.6B --data.train_path chats.jsonl"
+        ),
+        formatter_class=_FORM,
+    )
+    preview.add_argument("--samples", type=int, default=3, metavar="N", help="documents to print; default 3")
+    preview.add_argument("--tokens", action="store_true", help="print tokens instead of text")
+    preview.add_argument(
+        "--color", choices=("auto", "always", "never"), default="auto", help="mark with a color or with [[ ]]"
+    )
+    preview.set_defaults(run=_data_preview)
+
+
+def _add_generate(add: _Add) -> None:
+    generate = add(
+        "generate",
+        help="generate from a checkpoint, with its chat template",
+        epilog=(
+            'examples:\n  opslot generate outputs/run/hf --prompt "What is 2+2?"\n'
+            "  opslot generate outputs/run/hf --prompt 'def f(' --raw --temperature 0.7"
+        ),
+        formatter_class=_FORM,
+    )
+    generate.add_argument("model", help="a Hugging Face folder with weights and tokenizer")
+    generate.add_argument("--prompt", action="append", required=True, help="may be repeated")
+    generate.add_argument("--system", default=None, help="system message")
+    generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default 256")
+    generate.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="of sampling; default 0, the most likely tokens"
+    )
+    generate.add_argument("--seed", type=_seed, default=0, help="of sampling")
+    generate.add_argument("--device", type=_device, default=None, help="cpu or cuda; default a GPU where there is one")
+    generate.add_argument("--trust-remote-code", action="store_true", help="run code that ships with the checkpoint")
+    generate.set_defaults(run=_generate)
+
+
+def _data_preview(options: argparse.Namespace) -> int:
+    from opslot.cli.data import preview
+
+    color = {"auto": None, "always": True, "never": False}[options.color]
+    return preview(options.rest, samples=options.samples, tokens=options.tokens, color=color)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from opslot.cli.generate import run
+
+    return run(
+        options.model,
+        options.prompt,
+        system=options.system,
+        raw=options.raw,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        device=options.device,
+        trust_remote_code=options.trust_remote_code,
+    )
 
 
 def _add_kernels(add: _Add) -> None:

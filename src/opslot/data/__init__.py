@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from opslot.data.config import DataConfig
     from opslot.data.corpus import TokenCorpus, TokenShard, open_corpus
     from opslot.data.loader import SampleLoader, TokenLoader, evaluation_batches
+    from opslot.data.mixture import MixedDataset
     from opslot.data.packing import IGNORE_INDEX, Documents, PackedDataset, collate, collate_padded, count_targets
     from opslot.data.sources import find_files
     from opslot.data.split import split_documents
@@ -19,6 +20,7 @@ _MODULES = {
     "IGNORE_INDEX": "packing",
     "DataConfig": "config",
     "Documents": "packing",
+    "MixedDataset": "mixture",
     "PackedDataset": "packing",
     "SampleLoader": "loader",
     "TokenCorpus": "corpus",
@@ -39,6 +41,7 @@ __all__ = [
     "IGNORE_INDEX",
     "DataConfig",
     "Documents",
+    "MixedDataset",
     "PackedDataset",
     "SampleLoader",
     "TokenCorpus",

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass
 class DataConfig:
-    """The training text, and how it becomes samples.
+    """The training data, and how it becomes samples.
 
     Args:
-        train_path: files or globs, one or a list. Known extensions are .jsonl, .ndjson, .jsonlines, .jl and .json (one
-            JSON object per line), .parquet, .txt and .md.
-        eval_path: the same for evaluation; default `eval_fraction` of the training documents is held out.
+        train_path: files, globs or folders that `datasets` saved, one or a list. Known extensions are .jsonl, .ndjson,
+            .jsonlines, .jl and .json (one JSON object per line; .json also an array of objects), these with .gz or
+            .zst, .parquet, .arrow, .txt and .md. Of a saved DatasetDict, the split "train" is read.
+        train: instead of `train_path`, a mixture: a list of {path, weight}; each sample comes from a data set that is
+            drawn with a probability proportional to its weight (default 1).
+        eval_path: as `train_path`, for evaluation; default `eval_fraction` of the training documents is held out. Of a
+            saved DatasetDict, the split "validation", else "test", is read.
         eval_fraction: fraction of the documents held out if `train.eval_steps` is set and `eval_path` is not; above
             256 MiB of text, the fraction of a random 256 MiB of it.
         format: format of all files; auto decides by extension and rejects unknown ones.
         text_field: field (jsonl) or column (parquet) that holds the text.
+        chat_template: file with the chat template for task sft, which is also saved with the model; default the
+            tokenizer's. "none" joins prompt and completion without a template.
+        train_on: what task sft trains: all turns of the assistant (or the completion), its last turn only, or all
+            tokens.
+        long_samples: what task sft and classification do with a sample of more than `max_seq_len` tokens: an error, cut
+            its end, or leave it out. Both are counted.
+        bad_samples: what they do with a malformed sample, or one that the template rejects: an error, or leave it out
+            and count it.
+        label_field: field of the labels for task classification: a label, or a list of one for each word in `tokens`;
+            default the first that exists of label, labels, ner_tags and tags.
+        label_names: names of the labels in the order of their numbers; default those of the data set or the
+            checkpoint, else the sorted values in the training data.
         sample_by: what a document is in a plain text file: the file (above 4 MiB it is split at ends of lines), a line,
             or a paragraph (up to a blank line).
         max_seq_len: tokens per sample.
@@ -25,10 +41,12 @@ class DataConfig:
             max_seq_len tokens each, without padding; a step has at most `train.global_batch_size` times max_seq_len
             tokens, balanced across ranks by estimated FLOPs.
         packing: pack several documents into each sample; they do not attend to each other. Off: one document per
-            sample, padded.
+            sample, padded. Task sft packs whole conversations, as with max_tokens_per_batch; task
+            classification never packs.
         shuffle: visit documents in a random order that depends on `train.seed` and the epoch only: shards of 4 MiB in
             random order, with a shuffle buffer of up to 64 shards.
-        append_eos: append the tokenizer's end-of-sequence token to each document.
+        append_eos: append the tokenizer's end-of-sequence token to each document; for task sft, to completions without
+            a chat template, which ends turns itself.
         split_special_tokens: tokenize special tokens that occur in the text, such as <|endoftext|>, as plain text. Off:
             they become the special token, as in Transformers.
         num_workers: processes that prepare batches ahead of training, and as many that tokenize ahead of it; 0 does
@@ -39,10 +57,17 @@ class DataConfig:
     """
 
     train_path: str | list[str] = ""
+    train: list[dict[str, Any]] | None = None
     eval_path: str | list[str] | None = None
     eval_fraction: float = 0.02
-    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow"] = "auto"
     text_field: str = "text"
+    chat_template: str | None = None
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    long_samples: Literal["error", "truncate", "skip"] = "error"
+    bad_samples: Literal["error", "skip"] = "error"
+    label_field: str | None = None
+    label_names: list[str] | None = None
     sample_by: Literal["document", "line", "paragraph"] = "document"
     max_seq_len: int = 2048
     max_tokens_per_batch: int | None = None

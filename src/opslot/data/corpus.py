@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,10 @@ import numpy as np
 
 from opslot._base.errors import DataError, list_problems
 from opslot._base.logging import get_logger
-from opslot.data.sources import ByteRange, no_text, read_ranges, split_into_shards
+from opslot.data.encoder import Encoder, TextEncoder
+from opslot.data.packing import LABELED
+from opslot.data.records import ByteRange, split_into_shards
+from opslot.data.sources import no_text
 from opslot.data.tokenizing import TokenizingProcesses
 
 if TYPE_CHECKING:
@@ -25,10 +30,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 # Part of every cache key: increase it when the same text must be tokenized differently or is stored differently.
-_FORMAT = 3
+_FORMAT = 4
 # Text of a shard: a few seconds of tokenizing on one core.
 SHARD_BYTES = 4 << 20
-_BATCH_CHARACTERS = 1 << 20
 _POLL_SECONDS = 0.05
 # Waits longer than this are logged.
 _LONG_SECONDS = 10.0
@@ -42,6 +46,7 @@ class TokenShard:
 
     Attributes:
         lengths: tokens in each document, int64 [documents].
+        sample_counts: number of samples that the encoder changed or left out, by what was done.
 
     Raises:
         ValueError: the file is not what was written.
@@ -54,17 +59,27 @@ class TokenShard:
         column = file.get_batch(0).column(0)
         self._starts = column.offsets.to_numpy()
         self._tokens = column.values.to_numpy()
-        if (file.schema.metadata or {}).get(b"crc32") != _checksum(self._starts, self._tokens):
+        metadata = file.schema.metadata or {}
+        if metadata.get(b"crc32") != _checksum(self._starts, self._tokens):
             raise ValueError("its checksum differs from the one that was written")
+        if self._tokens.dtype == np.uint64:
+            self._tokens = self._tokens.view(LABELED)
+        self.sample_counts: Counter[str] = Counter(json.loads(metadata[b"sample_counts"]))
         self.lengths: np.ndarray = np.diff(self._starts)
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Tokens [start, stop) of a document, unsigned integers, without a copy."""
+        """Tokens [start, stop) of a document, unsigned integers or `LABELED`, without a copy."""
         return self._tokens[self._starts[document] : self._starts[document + 1]][start:stop]
 
     def counts(self, vocab_size: int) -> np.ndarray:
         """Number of occurrences of each token, int64 [vocab_size]."""
-        return np.bincount(self._tokens, minlength=vocab_size)
+        tokens = self._tokens["token"] if self._tokens.dtype == LABELED else self._tokens
+        return np.bincount(tokens, minlength=vocab_size)
+
+    @property
+    def trained(self) -> int:
+        """Number of tokens with a label."""
+        return int((self._tokens["label"] != -100).sum()) if self._tokens.dtype == LABELED else len(self._tokens)
 
 
 class TokenCorpus:
@@ -76,11 +91,10 @@ class TokenCorpus:
     Args:
         shards: the text of each, from `split_into_shards`.
         stamps: size in bytes and modification time (ns) of each file, which must not change during the run.
-        tokenize: texts to token ids.
+        encoder: records to tokens.
         folder: cache folder of these files, this tokenizer and these settings.
         identity: names the texts, the tokenizer and the settings in a checkpoint, for `PackedDataset.identity`.
-        text_field, sample_by: as in `DataConfig`.
-        dtype: of the cached tokens.
+        sample_by: as in `DataConfig`.
 
     Attributes:
         sizes: bytes of text in each shard, int64 [shards].
@@ -90,22 +104,18 @@ class TokenCorpus:
         self,
         shards: Sequence[Sequence[ByteRange]],
         stamps: Mapping[Path, tuple[int, int]],
-        tokenize: Callable[[list[str]], Iterable[list[int]]],
+        encoder: Encoder,
         folder: Path,
         identity: dict[str, Any],
         *,
-        text_field: str = "text",
         sample_by: str = "document",
-        dtype: type[np.unsignedinteger] = np.uint32,
     ) -> None:
         self.identity = identity
         self.sizes = np.array([sum(part.size for part in shard) for shard in shards], dtype=np.int64)
         self._shards = shards
-        self._tokenize = tokenize
+        self._encoder = encoder
         self._folder = folder
-        self._text_field = text_field
         self._sample_by = sample_by
-        self._dtype = dtype
         self._stamps = stamps
         self._cached: set[int] = set()
         self._processes: TokenizingProcesses | None = None
@@ -192,6 +202,15 @@ class TokenCorpus:
             total += shard.counts(vocab_size)
         return total
 
+    def sample_counts(self) -> Counter[str]:
+        """`TokenShard.sample_counts` of all shards that are tokenized so far."""
+        cached = (number for number in range(len(self.sizes)) if self._is_cached(number))
+        return sum((self.shard(number).sample_counts for number in cached), Counter())
+
+    def num_trained(self) -> int:
+        """Tokens with a label; tokenizes what is missing."""
+        return sum(shard.trained for shard in self._all_shards())
+
     def _all_shards(self) -> Iterator[TokenShard]:
         self.prepare(range(len(self.sizes)))
         return (self.shard(number) for number in range(len(self.sizes)))
@@ -220,11 +239,15 @@ class TokenCorpus:
     def _write(self, number: int, check: Callable[[], None]) -> None:
         import pyarrow as pa
 
-        documents = self._token_lists(number, check)
+        counts: Counter[str] = Counter()
+        documents = self._encode(number, check, counts)
         offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
-        values = np.concatenate([np.empty(0, self._dtype), *documents])
+        values = np.concatenate([np.empty(0, self._encoder.dtype), *documents])
+        if values.dtype == LABELED:
+            values = values.view(np.uint64)
         column = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
-        schema = pa.schema({"input_ids": column.type}, metadata={"crc32": _checksum(offsets, values)})
+        metadata = {"crc32": _checksum(offsets, values), "sample_counts": json.dumps(counts)}
+        schema = pa.schema({"input_ids": column.type}, metadata=metadata)
         unfinished = self._path(number).with_suffix(".unfinished")
         try:
             with unfinished.open("wb") as file:
@@ -237,18 +260,18 @@ class TokenCorpus:
             unfinished.unlink(missing_ok=True)
             raise
 
-    def _token_lists(self, number: int, check: Callable[[], None]) -> list[np.ndarray]:
+    def _encode(self, number: int, check: Callable[[], None], counts: Counter[str]) -> list[np.ndarray]:
         ranges = self._shards[number]
         problems: list[str] = []
         self._require_unchanged(ranges)
         documents: list[np.ndarray] = []
-        for texts in _batches(read_ranges(ranges, self._text_field, self._sample_by, problems)):
+        for batch in self._encoder.encode(ranges, self._sample_by, problems, counts):
             check()
-            documents += [np.array(ids, dtype=self._dtype) for ids in self._tokenize(texts) if ids]
+            documents += batch
         # A file that changes while it is read looks malformed; report the change instead.
         self._require_unchanged(ranges)
         if not problems and not documents and len(self.sizes) == 1:
-            problems.append(no_text(list(self._stamps)))
+            problems.append(f"{no_text(list(self._stamps))}{_described(counts)}")
         if problems:
             raise _unreadable(problems)
         return documents
@@ -266,6 +289,10 @@ class TokenCorpus:
                         "restore it and continue with train.resume_from: latest, or start a new run on the changed file"
                     ),
                 )
+
+
+def _described(counts: Counter[str]) -> str:
+    return "".join(f"; {count} samples {what}" for what, count in counts.items())
 
 
 def _unreadable(problems: Sequence[str]) -> DataError:
@@ -288,6 +315,7 @@ def open_corpus(
     sample_by: str = "document",
     append_eos: bool = True,
     split_special_tokens: bool = False,
+    encoder: Encoder | None = None,
     format: str = "auto",
     cache_dir: str | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -296,42 +324,39 @@ def open_corpus(
 
     Args:
         text_field, sample_by, append_eos, split_special_tokens, format, cache_dir: as in `DataConfig`.
+        encoder: records to tokens; default a `TextEncoder` with these settings.
         shard_bytes: text that is tokenized at a time. A longer plain text file is split into documents of this size, at
             ends of lines.
 
     Raises:
-        DataError: a missing file, parquet files without the text column, or `append_eos` with a tokenizer that has no
-            end-of-sequence token.
+        DataError: a missing file, files without the columns of the encoder, or `append_eos` with a tokenizer that has
+            no end-of-sequence token.
     """
-    if append_eos and tokenizer.eos_token_id is None:
-        raise DataError(
-            "data.append_eos is on, but the tokenizer has no end-of-sequence token",
-            hint="set eos_token in its tokenizer_config.json, or data.append_eos: false",
-        )
+    encoder = encoder or TextEncoder(tokenizer, text_field, append_eos, split_special_tokens)
     _tokenize_with_threads()
     problems: list[str] = []
     try:
         stamps = {file: _stamp(file) for file in files}
-        shards = split_into_shards(files, text_field, shard_bytes, problems, format)
-        identity = _identity(stamps, tokenizer, text_field, sample_by, append_eos, split_special_tokens)
+        for file in files:
+            encoder.inspect(file, format, problems)
+        shards = [] if problems else split_into_shards(files, encoder.columns, shard_bytes, problems, format)
+        identity = _identity(stamps, encoder, sample_by)
     except OSError as error:
         raise _unreadable([f"{error.filename}: {error.strerror}"]) from error
     if not problems and not shards:
         problems.append(no_text(files))
     if problems:
         raise _unreadable(problems)
-    key = _digest(repr((_FORMAT, format, shard_bytes, identity)))
+    key = hashlib.sha256(repr((_FORMAT, format, shard_bytes, identity)).encode())
     for file, (size, changed) in stamps.items():
         key.update(f"{file.resolve()}\0{size}\0{changed}\n".encode())
     return TokenCorpus(
         shards,
         stamps,
-        _Tokenize(tokenizer, tokenizer.eos_token_id if append_eos else None, split_special_tokens),
+        encoder,
         (Path(cache_dir).expanduser() if cache_dir else _default_cache()) / f"opslot-{key.hexdigest()[:32]}",
         identity,
-        text_field=text_field,
         sample_by=sample_by,
-        dtype=np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32,
     )
 
 
@@ -341,19 +366,6 @@ def _tokenize_with_threads() -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "true"
         # A forked process would wait for threads that only exist in its parent.
         os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))
-
-
-class _Tokenize:
-    """Texts to token ids, with an end-of-sequence token; a class, so that it can be pickled."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos: int | None, split_special_tokens: bool) -> None:
-        self.tokenizer = tokenizer
-        self.end = [] if eos is None else [eos]
-        self.options = {"split_special_tokens": True} if split_special_tokens else {}
-
-    def __call__(self, texts: list[str]) -> list[list[int]]:
-        lists = self.tokenizer(texts, return_attention_mask=False, verbose=False, **self.options)["input_ids"]
-        return [ids if ids[-1:] == self.end else ids + self.end for ids in lists]
 
 
 @contextlib.contextmanager
@@ -375,19 +387,6 @@ def _locked(path: Path, number: int) -> Iterator[bool]:
         os.close(handle)
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in documents:
-        batch.append(text)
-        size += len(text)
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
 def _stamp(file: Path) -> tuple[int, int]:
     facts = file.stat()
     return facts.st_size, facts.st_mtime_ns
@@ -400,25 +399,13 @@ def _default_cache() -> Path:
     return Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME) / "datasets").expanduser()
 
 
-def _identity(
-    stamps: Mapping[Path, tuple[int, int]],
-    tokenizer: PreTrainedTokenizerBase,
-    text_field: str,
-    sample_by: str,
-    append_eos: bool,
-    split_special_tokens: bool,
-) -> dict[str, Any]:
+def _identity(stamps: Mapping[Path, tuple[int, int]], encoder: Encoder, sample_by: str) -> dict[str, Any]:
     """What determines the tokens, by configuration field; independent of paths and modification times."""
-    rust = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = rust.to_str() if rust is not None else repr((type(tokenizer), sorted(tokenizer.get_vocab().items())))
     total = sum(size for size, _ in stamps.values())
     return {
         "data.train_path": f"{len(stamps):,} files, {total:,} bytes, content {_content_digest(stamps)}",
-        "model.tokenizer_path": f"content {_digest(repr((vocabulary, tokenizer.eos_token_id))).hexdigest()[:16]}",
-        "data.text_field": text_field,
         "data.sample_by": sample_by,
-        "data.append_eos": append_eos,
-        "data.split_special_tokens": split_special_tokens,
+        **encoder.identity(),
     }
 
 
@@ -438,7 +425,3 @@ def _content_digest(stamps: Mapping[Path, tuple[int, int]]) -> str:
                 file.seek((size - _DIGEST_PART) * number // (parts - 1))
                 digest.update(file.read(_DIGEST_PART))
     return digest.hexdigest()[:16]
-
-
-def _digest(text: str) -> Any:
-    return hashlib.sha256(text.encode())

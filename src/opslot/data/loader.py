@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from opslot._base.errors import DataError, list_problems
 from opslot._base.logging import get_logger
 from opslot.data.balance import balance_micro_batches
+from opslot.data.mixture import MixedDataset
 from opslot.data.packing import PackedDataset, collate, collate_padded, make_sample
 
 logger = get_logger(__name__)
@@ -27,7 +28,7 @@ class _Loader:
 
     def __init__(
         self,
-        dataset: PackedDataset,
+        dataset: PackedDataset | MixedDataset,
         rank: int,
         world_size: int,
         num_workers: int,
@@ -110,11 +111,12 @@ class SampleLoader(_Loader):
         num_workers: processes that assemble batches; 0 assembles them in this process.
         pin_memory: allocate batches in page-locked memory, for copies to a GPU.
         allow_changes: accept the state of other data, see `DataConfig`.
+        collate_fn: samples to a batch; default `collate`, or `collate_padded` without packing.
     """
 
     def __init__(
         self,
-        dataset: PackedDataset,
+        dataset: PackedDataset | MixedDataset,
         micro_batch_size: int,
         *,
         rank: int = 0,
@@ -122,15 +124,17 @@ class SampleLoader(_Loader):
         num_workers: int = 0,
         pin_memory: bool = False,
         allow_changes: bool = False,
+        collate_fn: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
     ) -> None:
         super().__init__(dataset, rank, world_size, num_workers, pin_memory, allow_changes)
         self.micro_batch_size = micro_batch_size
+        self.collate_fn = collate_fn or _collate_of(dataset)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         loader = DataLoader(
             self.dataset,
             batch_sampler=_SampleNumbers(self),
-            collate_fn=_collate_of(self.dataset),
+            collate_fn=self.collate_fn,
             **self._options(),
         )
         for batch in loader:
@@ -138,7 +142,7 @@ class SampleLoader(_Loader):
             yield batch
 
 
-def _collate_of(dataset: PackedDataset) -> Any:
+def _collate_of(dataset: PackedDataset | MixedDataset) -> Any:
     return collate if dataset.packing else collate_padded
 
 
@@ -188,7 +192,7 @@ class TokenLoader(_Loader):
 
     def __init__(
         self,
-        dataset: PackedDataset,
+        dataset: PackedDataset | MixedDataset,
         step_tokens: int,
         max_tokens: int,
         *,
@@ -264,7 +268,7 @@ class _MicroBatches(Dataset):
     # A rank without a document runs a batch without targets, since FSDP needs every rank for its collectives.
     _IDLE_TOKENS = 8
 
-    def __init__(self, dataset: PackedDataset) -> None:
+    def __init__(self, dataset: PackedDataset | MixedDataset) -> None:
         self.dataset = dataset
 
     def __getitem__(self, step: tuple[int, int, list[list[int]]]) -> tuple[int, int, list[dict[str, Any]]]:
@@ -281,9 +285,33 @@ def _identity(value: Any) -> Any:
     return value
 
 
-def evaluation_batches(dataset: PackedDataset, micro_batch_size: int) -> Iterator[dict[str, Any]]:
-    """Every sample of one epoch once, in batches of at most `micro_batch_size`."""
-    collate_fn = _collate_of(dataset)
+def evaluation_batches(
+    dataset: PackedDataset,
+    micro_batch_size: int,
+    max_tokens: int | None = None,
+    collate_fn: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Every sample of one epoch once, in batches of at most `micro_batch_size`.
+
+    With `max_tokens`, whole documents are packed into batches [1, at most max_tokens], without padding.
+    """
+    if max_tokens is not None:
+        yield from _packed_batches(dataset, max_tokens)
+        return
+    collate_fn = collate_fn or _collate_of(dataset)
     for first in range(0, dataset.samples_per_epoch, micro_batch_size):
         last = min(first + micro_batch_size, dataset.samples_per_epoch)
         yield collate_fn([dataset[number] for number in range(first, last)])
+
+
+def _packed_batches(dataset: PackedDataset, max_tokens: int) -> Iterator[dict[str, Any]]:
+    documents: list[np.ndarray] = []
+    size = 0
+    for number in range(dataset.samples_per_epoch):
+        for tokens in dataset.tokens(number):
+            if size + len(tokens) > max_tokens:
+                yield collate([make_sample(documents, size, dataset.pad_token_id)])
+                documents, size = [], 0
+            documents.append(tokens)
+            size += len(tokens)
+    yield collate([make_sample(documents, size, dataset.pad_token_id)])

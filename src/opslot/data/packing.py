@@ -22,6 +22,8 @@ from torch.utils.data import Dataset
 from opslot._base.errors import DataError
 
 IGNORE_INDEX = -100
+# A token with its label, where that is not the token itself; documents are arrays of these, or of unsigned integers.
+LABELED = np.dtype([("token", "<u4"), ("label", "<i4")])
 
 # Shards in the largest shuffle buffer: 256 MiB of text.
 _LARGEST_BUFFER = 64
@@ -188,7 +190,7 @@ class PackedDataset(Dataset):
         self._locate(number)
 
     def tokens(self, number: int) -> list[np.ndarray]:
-        """Tokens of each document of sample `number`, unsigned, without padding."""
+        """Tokens of each document of sample `number`, unsigned or `LABELED`, without padding."""
         epoch, buffer_number, index = self._locate(number)
         buffer = self._buffer(epoch, buffer_number)
         return self._documents_of(buffer, int(buffer.samples[index - _before(epoch.samples, buffer_number)]))
@@ -375,25 +377,36 @@ def _keep_newest(kept: dict[Any, Any], key: Any, value: Any) -> dict[Any, Any]:
 
 
 def make_sample(documents: list[np.ndarray], size: int, pad_token_id: int) -> dict[str, Any]:
-    """A sample of `size` tokens from documents of at most as many; see `PackedDataset.__getitem__`."""
+    """A sample of `size` tokens from documents of at most as many; see `PackedDataset.__getitem__`.
+
+    Documents of `LABELED` tokens also give "labels", int64 [size].
+    """
     lengths = [len(tokens) for tokens in documents]
     padding = size - sum(lengths)
     if padding:
-        documents = [*documents, np.full(padding, pad_token_id, dtype=np.int64)]
         lengths.append(padding)
-    return {
-        "input_ids": torch.from_numpy(np.concatenate(documents).astype(np.int64)),
+
+    def joined(parts: list[np.ndarray], fill: int) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([*parts, np.full(padding, fill)]).astype(np.int64))
+
+    labeled = bool(documents) and documents[0].dtype == LABELED
+    sample: dict[str, Any] = {
+        "input_ids": joined([tokens["token"] if labeled else tokens for tokens in documents], pad_token_id),
         "lengths": lengths,
         "padding": padding,
     }
+    if labeled:
+        sample["labels"] = joined([tokens["label"] for tokens in documents], IGNORE_INDEX)
+    return sample
 
 
 def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """A micro batch of packed samples [B, S] as keyword arguments of a Transformers causal model.
 
     Returns:
-        input_ids, labels, position_ids: int64 [B, S]. Positions restart with each document. The first token of each
-            document and all padding have label -100, so nothing is predicted across documents.
+        input_ids, labels, position_ids: int64 [B, S]. Positions restart with each document. Labels are those of the
+            samples, else the tokens themselves; the model shifts them. The first token of each document and all
+            padding have label -100, so nothing is predicted across documents.
         cu_seq_lens_q, cu_seq_lens_k: int32 [documents + 1], offsets of the documents in the flattened B * S tokens;
             sample boundaries are document boundaries.
         max_length_q, max_length_k: tokens of the longest document, int.
@@ -405,7 +418,7 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
     lengths = torch.tensor([length for sample in samples for length in sample["lengths"]])
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     starts = torch.repeat_interleave(offsets[:-1], lengths)
-    labels = input_ids.flatten().clone()
+    labels = _labels(samples).flatten()
     labels[offsets[:-1]] = IGNORE_INDEX
     cu_seqlens = offsets.to(torch.int32)
     longest = int(lengths.max())
@@ -430,7 +443,7 @@ def collate_padded(samples: list[dict[str, Any]]) -> dict[str, Any]:
         attention_mask: int64 [B, S], 1 for tokens; absent without padding.
     """
     input_ids = torch.stack([sample["input_ids"] for sample in samples])
-    labels = input_ids.clone()
+    labels = _labels(samples)
     labels[:, 0] = IGNORE_INDEX
     batch = {
         "input_ids": input_ids,
@@ -443,6 +456,11 @@ def collate_padded(samples: list[dict[str, Any]]) -> dict[str, Any]:
             tokens[len(tokens) - sample["padding"] :] = 0
         batch["attention_mask"] = mask
     return batch
+
+
+def _labels(samples: list[dict[str, Any]]) -> torch.Tensor:
+    """A copy of the labels of `samples`, int64 [B, S]."""
+    return torch.stack([sample.get("labels", sample["input_ids"]) for sample in samples])
 
 
 def _ignore_padding(labels: torch.Tensor, samples: list[dict[str, Any]]) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 from opslot._base.errors import ConfigError
@@ -52,8 +53,21 @@ def write_sources(folder: Path) -> list[tuple[str, bool]]:
     return documents
 
 
-def train_tokenizer(texts: list[str], folder: Path) -> None:
-    """Train a byte-level BPE tokenizer of `VOCABULARY` tokens and save it as Transformers reads it."""
+def train_tokenizer(
+    texts: list[str],
+    folder: Path,
+    vocabulary: int = VOCABULARY,
+    special_tokens: Sequence[str] = (),
+    end: str = END_OF_TEXT,
+    chat_template: str | None = None,
+) -> None:
+    """Train a byte-level BPE tokenizer and save it as Transformers reads it.
+
+    Args:
+        vocabulary: number of tokens.
+        special_tokens: besides END_OF_TEXT, which also pads.
+        end: the end-of-sequence token.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -61,12 +75,14 @@ def train_tokenizer(texts: list[str], folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[END_OF_TEXT],
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT, *special_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer, length=len(texts))
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
-    ).save_pretrained(folder)
+    saved = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=end, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+    saved.chat_template = chat_template
+    saved.save_pretrained(folder)

@@ -284,6 +284,6 @@ def load_foundation_weights(
         folder,
         converters=converters_of(model),
         device=device,
-        allow_missing=["score.weight"] if classifier else (),
+        allow_missing=["score.*"] if classifier else (),
         allow_extra=["lm_head.weight"] if classifier else (),
     )

@@ -30,6 +30,7 @@ from opslot.models import load_foundation_weights
 from opslot.models.parallelize import parallelize
 from opslot.slots import explain
 from opslot.trainer import checkpointing
+from opslot.trainer.best import BestEvaluation
 from opslot.trainer.callbacks import (
     Callback,
     CheckpointCallback,
@@ -130,6 +131,7 @@ class BaseTrainer(ABC):
         self.expected_steps: float | None = self.max_steps
         self._random_states: dict[str, Any] | None = None
         self._steps_without_targets = 0
+        self.best = BestEvaluation(config.evaluation.best_metric)
         self._restore()
         self._first_step = self.step
         self.saver = CheckpointSaver(
@@ -162,8 +164,16 @@ class BaseTrainer(ABC):
         raise NotImplementedError(f"{type(self).__name__}.count_steps() returned None, so it needs progress()")
 
     @abstractmethod
-    def evaluate(self) -> float:
-        """Mean cross entropy of the held-out data in nats per token."""
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of the held-out data: "eval_loss", in nats per target, and others that start with "eval_"."""
+
+    def generate(self, prompts: list[str], max_new_tokens: int) -> list[str]:
+        """The model's answer to each prompt; every rank calls it."""
+        raise NotImplementedError(f"{type(self).__name__} generates nothing")
+
+    def count_targets(self, batch: dict[str, Any]) -> int:
+        """Number of labels that the loss of a micro batch averages over."""
+        return count_targets(batch["labels"])
 
     @abstractmethod
     def export(self, folder: Path) -> None:
@@ -286,10 +296,15 @@ class BaseTrainer(ABC):
                     "data": self.batches.state_dict(),
                     "config": asdict(self.config),
                     "loss_scale": self.loss_scaler.state_dict(),
+                    "best": self.best.state_dict(),
                 },
                 kernel_record(self.model),
             )
         )
+
+    def stop_early(self) -> None:
+        """End the run, as complete, after the current step."""
+        self.max_steps = self.step
 
     def say(self, text: str) -> None:
         """A line for the user."""
@@ -299,7 +314,7 @@ class BaseTrainer(ABC):
         started = time.perf_counter()
         train = self.config.train
         micro_batches = self.next_micro_batches(batches)
-        (counted,) = sum_over_ranks(sum(count_targets(batch["labels"]) for batch in micro_batches))
+        (counted,) = sum_over_ranks(sum(self.count_targets(batch) for batch in micro_batches))
         # The ranks of one sequence have the same labels.
         targets = round(counted) // self.state.sp
         lr = learning_rate(train, self.step + 1, self._expect_steps(self.step + 1))
@@ -470,8 +485,12 @@ class BaseTrainer(ABC):
         self.tokens_seen = state["tokens_seen"]
         if "loss_scale" in state:
             self.loss_scaler.load_state_dict(state["loss_scale"])
+        if "best" in state:
+            self.best.load_state_dict(state["best"])
         if self.step:
             self._expect_steps(self.step)
+        if self.best.is_over(self.config.evaluation.early_stopping_patience):
+            self.stop_early()
         self.say(f"resumed from {checkpoint} (step {self.step})")
         for change in config_changes(state.get("config"), asdict(self.config)):
             self.say(f"changed since that checkpoint: {change}")

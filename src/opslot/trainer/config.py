@@ -156,6 +156,27 @@ class TrainConfig:
 
 
 @dataclass
+class EvaluationConfig:
+    """What an evaluation (every `train.eval_steps` steps) does besides the loss.
+
+    Args:
+        prompts: prompts to generate from; the answers are printed and written to samples.jsonl. For task sft each is a
+            user's turn.
+        max_new_tokens: tokens to generate for each prompt.
+        best_metric: metric that decides which evaluation is the best; loss is minimized, accuracy and f1 are maximized.
+        save_best: export the model of the best evaluation to <output_dir>/hf_best; default if
+            `early_stopping_patience` is set.
+        early_stopping_patience: end the run after this many evaluations in a row without an improvement.
+    """
+
+    prompts: list[str] | None = None
+    max_new_tokens: int = 64
+    best_metric: Literal["loss", "accuracy", "f1"] = "loss"
+    save_best: bool | None = None
+    early_stopping_patience: int | None = None
+
+
+@dataclass
 class RunConfig:
     """The whole configuration of a run; `opslot.trainer.load_config` reads it from YAML and command line.
 
@@ -163,8 +184,13 @@ class RunConfig:
         model: the model and its kernels.
         data: the training text.
         train: the training.
+        evaluation: the evaluation.
+        task: pretrain predicts every token of texts; sft the assistant's turns of conversations; classification labels
+            texts, or their words.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    task: Literal["pretrain", "sft", "classification"] = "pretrain"

@@ -88,7 +88,7 @@ def _demo(output: Path, steps: int | None, console: Console) -> int:
     from opslot.trainer.parse import load_config
 
     started = time.monotonic()
-    _clear_output(output)
+    clear_output(output)
     console.rule("[bold]1. text and tokenizer")
     documents = write_sources(output / "data")
     train_tokenizer([text for text, _ in documents], output / "model")
@@ -209,7 +209,7 @@ def sample(folder: Path, tokens: int = 120, seed: int = 0) -> str:
     return str(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
-def _clear_output(output: Path) -> None:
+def clear_output(output: Path) -> None:
     """Remove the output of an earlier demo; any other folder is an error."""
     if not output.exists():
         return

@@ -35,8 +35,8 @@ def cli_train(argv: Sequence[str]) -> int:
         or SIGTERM, with a checkpoint.
     """
     arguments = [argument for argument in argv if argument != "--traceback"]
-    if not arguments or "-h" in arguments or "--help" in arguments:
-        build_parser().print_help(sys.stdout if arguments else sys.stderr)
+    if not arguments or {"-h", "--help", "--help-all"} & set(arguments):
+        build_parser(every_field="--help-all" in arguments).print_help(sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     exit_with_launcher()
     wait_without_spinning()
@@ -85,11 +85,10 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
 
 def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]:
     from opslot.slots import explain
-    from opslot.trainer.callbacks import HF_FOLDER
+    from opslot.trainer.callbacks import BEST_FOLDER, HF_FOLDER
     from opslot.trainer.display import kernel_table
-    from opslot.trainer.text import TextTrainer
 
-    trainer = TextTrainer(config, console=console)
+    trainer = _trainer_class(config.task)(config, console=console)
     kernels = explain(trainer.model)
     if len(kernels):
         trainer.console.print(kernel_table(kernels))
@@ -110,15 +109,30 @@ def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]
         # The other ranks get here while rank 0 still writes it.
         if trainer.state.rank == 0 and exported.is_file():
             trainer.say(f"load it with: {_load_command(exported)}")
+        best = trainer.output_dir / BEST_FOLDER
+        if trainer.best.step is not None and best.is_dir():
+            trainer.say(f"the best model (step {trainer.best.step}) is in {best}")
     else:
         trainer.say(f"stopped after step {result.step}; checkpoint saved, continue with --train.resume_from latest")
     return trainer, result
 
 
+def _trainer_class(task: str) -> type[TextTrainer]:
+    if task == "classification":
+        from opslot.trainer.classification import ClassificationTrainer
+
+        return ClassificationTrainer
+    from opslot.trainer.text import TextTrainer
+
+    return TextTrainer
+
+
 def _load_command(config_file: Path) -> str:
     """The Transformers call that loads the exported model."""
     name = json.loads(config_file.read_text())["architectures"][0]
-    return f'{"AutoModelForCausalLM" if name.endswith("ForCausalLM") else name}.from_pretrained("{config_file.parent}")'
+    auto = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
+    kind = next((f"AutoModel{kind}" for kind in auto if name.endswith(kind)), name)
+    return f'{kind}.from_pretrained("{config_file.parent}")'
 
 
 @contextlib.contextmanager

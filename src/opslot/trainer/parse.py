@@ -22,6 +22,7 @@ USAGE = "opslot train [CONFIG.yaml] [--section.field VALUE ...] [--traceback]"
 
 EXAMPLES = """examples:
   opslot train configs/text.yaml
+  opslot train --task sft --model.model_path models/Qwen3-0.6B --data.train_path chats.jsonl
   opslot train run.yaml --train.max_steps 200 --train.lr 1e-3
   opslot train run.yaml --train.resume_from latest
   opslot train run.yaml --model.ops_implementation eager
@@ -63,11 +64,44 @@ def load_config(source: str | Path | Sequence[str]) -> RunConfig:
     namespace = parser.parse_object(kept)
     namespace = parser.parse_args(overrides, namespace=namespace)
     parsed = parser.instantiate_classes(namespace)
-    return RunConfig(model=parsed.model, data=parsed.data, train=parsed.train)
+    return RunConfig(**{section.name: getattr(parsed, section.name) for section in dataclasses.fields(RunConfig)})
 
 
-def build_parser() -> ArgumentParser:
-    """The parser of `opslot train`; its help lists every field."""
+# What a first run sets; `opslot train --help-all` lists the others.
+COMMON = {
+    "task",
+    "model.config_path",
+    "model.model_path",
+    "model.tokenizer_path",
+    "model.torch_dtype",
+    "model.ops_implementation",
+    "data.train_path",
+    "data.eval_path",
+    "data.text_field",
+    "data.chat_template",
+    "data.train_on",
+    "data.label_field",
+    "data.max_seq_len",
+    "data.packing",
+    "train.output_dir",
+    "train.max_steps",
+    "train.num_epochs",
+    "train.global_batch_size",
+    "train.micro_batch_size",
+    "train.lr",
+    "train.lr_scheduler",
+    "train.warmup_steps",
+    "train.save_steps",
+    "train.eval_steps",
+    "train.resume_from",
+    "train.fsdp.compute_dtype",
+    "evaluation.prompts",
+    "evaluation.early_stopping_patience",
+}
+
+
+def build_parser(*, every_field: bool = True) -> ArgumentParser:
+    """The parser of `opslot train`; its help lists every field, or the common ones."""
     from argparse import SUPPRESS, RawDescriptionHelpFormatter
 
     from jsonargparse import ArgumentParser, DefaultHelpFormatter
@@ -80,13 +114,23 @@ def build_parser() -> ArgumentParser:
         formatter_class=Formatter,
         prog="opslot train",
         usage=USAGE,
-        description="Train a language model on text files. Fields come from a YAML file, the command line, or both.",
-        epilog=EXAMPLES,
+        description="Train on texts, chats or labels. Fields come from a YAML file, the command line, or both.",
+        epilog=EXAMPLES
+        if every_field
+        else f"{EXAMPLES}\nThese are the common fields; `opslot train --help-all` lists all.",
         exit_on_error=False,
     )
+    documented = RunConfig.__doc__ or ""
     for section in dataclasses.fields(RunConfig):
-        parser.add_class_arguments(typing.get_type_hints(RunConfig)[section.name], section.name)
+        kind = typing.get_type_hints(RunConfig)[section.name]
+        if dataclasses.is_dataclass(kind):
+            parser.add_class_arguments(kind, section.name)
+        else:
+            about = " ".join(documented.partition(f"{section.name}: ")[2].split())
+            parser.add_argument(f"--{section.name}", type=kind, default=section.default, help=about)
     for action in parser._actions:
+        if action.dest in schema and not every_field and action.dest not in COMMON:
+            action.help = SUPPRESS
         if action.dest != "help" and action.dest not in schema:
             # jsonargparse's options for whole sections, which `_checked_overrides` does not accept.
             action.help = SUPPRESS
@@ -265,7 +309,7 @@ def _unknown(name: str, schema: dict[str, Any]) -> str:
     near = difflib.get_close_matches(name, schema, 1, cutoff=0.75)
     if not near:
         near = same or difflib.get_close_matches(name, schema, 1, cutoff=0.5)
-    hint = f"; did you mean {near[0]}?" if near else "; `opslot train --help` lists the fields"
+    hint = f"; did you mean {near[0]}?" if near else "; `opslot train --help-all` lists the fields"
     return f"{name} is not a field{hint}"
 
 

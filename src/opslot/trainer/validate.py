@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from opslot._base.device import best_device, has_package
 from opslot._base.errors import ConfigError, count_of, list_problems
 from opslot._base.files import path_problem
 from opslot._base.launcher import launched_rank, launched_world_size
-from opslot.data import find_files
+from opslot.data import DataConfig, find_files
 from opslot.trainer.checkpointing import (
     CHECKPOINTS,
     STATE_FILE,
@@ -30,19 +31,34 @@ _SEEDS = 2**31
 
 
 @dataclass(frozen=True)
+class Source:
+    """One data set of the training data.
+
+    Attributes:
+        name: its path as configured.
+        weight: of the mixture; 1 without one.
+    """
+
+    name: str
+    files: list[Path]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
 class Inputs:
     """Files and folders that a valid configuration refers to.
 
     Attributes:
         config_path, tokenizer_path: with defaults resolved.
-        train_files, eval_files: existing files; without `data.eval_path`, `eval_files` is empty.
+        sources: the training data; more than one for a mixture.
+        eval_files: existing files; empty without `data.eval_path`.
         checkpoint: folder to resume from, or None to start at step 1.
         warnings: settings that have no effect.
     """
 
     config_path: Path
     tokenizer_path: Path
-    train_files: list[Path]
+    sources: list[Source]
     eval_files: list[Path]
     checkpoint: Path | None
     warnings: list[str]
@@ -55,15 +71,8 @@ def validate(config: RunConfig) -> Inputs:
         ConfigError: all problems found, one per line; or another run writes to the output folder.
     """
     problems: list[str] = []
-    _check_paths(config, problems)
-    if problems:
-        raise _cannot_start(problems)
-    _check_numbers(config, problems)
+    inputs = _check_inputs(config, problems)
     _check_processes(config, problems)
-    config_path, tokenizer_path = _check_model(config.model, problems)
-    data = config.data
-    train_files = find_files(data.train_path, "data.train_path", problems, data.format)
-    eval_files = find_files(data.eval_path, "data.eval_path", problems, data.format) if data.eval_path else []
     checkpoint = _check_output(config.train, problems)
     if config.train.logging.wandb and not has_package("wandb"):
         problems.append("train.logging.wandb is on, but wandb is not installed; pip install wandb, or turn it off")
@@ -71,7 +80,33 @@ def validate(config: RunConfig) -> Inputs:
         raise _cannot_start(problems)
     if launched_rank() == 0:
         OutputLock(Path(config.train.output_dir).expanduser()).require_free()
-    return Inputs(config_path, tokenizer_path, train_files, eval_files, checkpoint, _no_effect(config))
+    return replace(inputs, checkpoint=checkpoint, warnings=_no_effect(config))
+
+
+def validate_data(config: RunConfig) -> Inputs:
+    """As `validate`, for commands that only read the data: processes and output folder are not checked.
+
+    Raises:
+        ConfigError: all problems found, one per line.
+    """
+    problems: list[str] = []
+    inputs = _check_inputs(config, problems)
+    if problems:
+        raise _cannot_start(problems)
+    return inputs
+
+
+def _check_inputs(config: RunConfig, problems: list[str]) -> Inputs:
+    _check_paths(config, problems)
+    if problems:
+        raise _cannot_start(problems)
+    _check_numbers(config, problems)
+    config_path, tokenizer_path = _check_model(config.model, problems)
+    data = config.data
+    sources = _sources(data, problems)
+    eval_files = find_files(data.eval_path, "data.eval_path", problems, data.format) if data.eval_path else []
+    _check_task(config, problems)
+    return Inputs(config_path, tokenizer_path, sources, eval_files, None, [])
 
 
 def _cannot_start(problems: list[str]) -> ConfigError:
@@ -98,6 +133,7 @@ def _check_paths(config: RunConfig, problems: list[str]) -> None:
         "data.train_path": data.train_path,
         "data.eval_path": data.eval_path,
         "data.cache_dir": data.cache_dir,
+        "data.chat_template": data.chat_template,
         "train.output_dir": train.output_dir,
         "train.resume_from": train.resume_from,
     }
@@ -112,6 +148,13 @@ def _no_effect(config: RunConfig) -> list[str]:
     """Settings that change nothing in this run."""
     train, data = config.train, config.data
     warnings = []
+    only = {"sft": ("chat_template", "train_on"), "classification": ("label_field", "label_names")}
+    for task, names in only.items():
+        warnings += [
+            f"data.{name} has no effect on task {config.task}; it is for task {task}"
+            for name in names
+            if config.task != task and getattr(data, name) != getattr(DataConfig, name)
+        ]
     if data.eval_path and train.eval_steps is None:
         warnings.append("data.eval_path has no effect without train.eval_steps")
     if train.max_steps is not None and train.warmup_steps > train.max_steps:
@@ -146,6 +189,8 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
         "train.fsdp.prefetch": (train.fsdp.prefetch, 0),
         "data.max_seq_len": (data.max_seq_len, 2),
         "data.num_workers": (data.num_workers, 0),
+        "evaluation.max_new_tokens": (config.evaluation.max_new_tokens, 1),
+        "evaluation.early_stopping_patience": (config.evaluation.early_stopping_patience, 1),
     }
     for name, (value, least) in at_least.items():
         if value is not None and not value >= least:
@@ -164,6 +209,66 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
         "data.eval_fraction": data.eval_fraction,
     }
     problems += [f"{name}={value} must be in [0, 1)" for name, value in shares.items() if not 0 <= value < 1]
+
+
+def _sources(data: DataConfig, problems: list[str]) -> list[Source]:
+    if data.train is None:
+        files = find_files(data.train_path, "data.train_path", problems, data.format)
+        return [Source("data.train_path", files)]
+    if data.train_path:
+        problems.append("data.train_path and data.train are both set; remove one of them")
+    if not data.train:
+        problems.append("data.train is empty; list {path, weight} for each data set")
+    sources = []
+    for number, entry in enumerate(data.train):
+        field = f"data.train[{number}]"
+        unknown = entry.keys() - {"path", "weight"}
+        path, weight = entry.get("path"), entry.get("weight", 1.0)
+        if unknown or not path:
+            what = f"unknown fields {', '.join(map(str, unknown))}" if unknown else "no path"
+            problems.append(f"{field}: {what}; each entry is {{path, weight}}")
+        elif not all(isinstance(name, str) and not path_problem(name) for name in _listed(path)):
+            problems.append(f"{field}: path must be a file, a glob, a saved data set or a list of them, found {path!r}")
+        elif isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            problems.append(f"{field}: weight must be a number above 0, found {weight!r}")
+        else:
+            files = find_files(path, field, problems, data.format)
+            sources.append(Source(path if isinstance(path, str) else ", ".join(path), files, float(weight)))
+    repeated = {source.name for source in sources if [other.name for other in sources].count(source.name) > 1}
+    problems += [f"data.train names {name} twice; add their weights" for name in sorted(repeated)]
+    return sources
+
+
+def _listed(path: Any) -> list[Any]:
+    return path if isinstance(path, list) else [path]
+
+
+def _check_task(config: RunConfig, problems: list[str]) -> None:
+    """Settings that the task cannot use."""
+    data, evaluation, train = config.data, config.evaluation, config.train
+    if config.task != "pretrain" and data.split_special_tokens:
+        problems.append(f"data.split_special_tokens is for task pretrain, and task is {config.task}; remove it")
+    if config.task == "classification":
+        if train.sp_size > 1:
+            problems.append("task classification cannot share sequences; set train.sp_size: 1")
+        if data.max_tokens_per_batch is not None:
+            problems.append("task classification does not pack; remove data.max_tokens_per_batch")
+        if evaluation.prompts:
+            problems.append("task classification generates nothing; remove evaluation.prompts")
+    elif evaluation.best_metric != "loss":
+        problems.append(f"evaluation.best_metric={evaluation.best_metric} is for task classification; set it to loss")
+    if evaluation.prompts and train.sp_size > 1:
+        problems.append("evaluation.prompts needs whole sequences; set train.sp_size: 1, or remove it")
+    if train.eval_steps is None:
+        for name in ("prompts", "save_best", "early_stopping_patience"):
+            if getattr(evaluation, name):
+                problems.append(f"evaluation.{name} needs train.eval_steps")
+    template = data.chat_template
+    if template not in (None, "none"):
+        if config.task != "sft":
+            problems.append(f"data.chat_template is for task sft, and task is {config.task}; remove it")
+        elif not Path(str(template)).expanduser().is_file():
+            problems.append(f"data.chat_template: no such file: {template}; set it to a Jinja template file, or none")
 
 
 def _check_processes(config: RunConfig, problems: list[str]) -> None:

@@ -3,8 +3,10 @@
 from opslot.trainer.callbacks.base import Callback, StepRecord, Trainer
 from opslot.trainer.callbacks.progress import ProgressCallback
 from opslot.trainer.callbacks.writers import (
+    BEST_FOLDER,
     HF_FOLDER,
     METRICS_FILE,
+    SAMPLES_FILE,
     CheckpointCallback,
     EvaluationCallback,
     ExportCallback,
@@ -16,8 +18,10 @@ from opslot.trainer.callbacks.writers import (
 )
 
 __all__ = [
+    "BEST_FOLDER",
     "HF_FOLDER",
     "METRICS_FILE",
+    "SAMPLES_FILE",
     "Callback",
     "CheckpointCallback",
     "EvaluationCallback",

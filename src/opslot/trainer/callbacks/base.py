@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from opslot.trainer.best import BestEvaluation
 from opslot.trainer.config import RunConfig
 from opslot.trainer.saver import CheckpointSaver
 
@@ -19,6 +20,7 @@ class Trainer(Protocol):
     step: int
     max_steps: int | None
     expected_steps: float | None
+    best: BestEvaluation
 
     @property
     def title(self) -> str: ...
@@ -26,7 +28,13 @@ class Trainer(Protocol):
     @property
     def reference_loss(self) -> float | None: ...
 
-    def evaluate(self) -> float: ...
+    def evaluate(self) -> dict[str, float]: ...
+
+    def generate(self, prompts: list[str], max_new_tokens: int) -> list[str]: ...
+
+    def stop_early(self) -> None: ...
+
+    def say(self, text: str) -> None: ...
 
     def export(self, folder: Path) -> None: ...
 

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from opslot._base.files import write_text
+from opslot.distributed import is_first_rank
 from opslot.trainer.callbacks.base import Callback, StepRecord, Trainer
 
 METRICS_FILE = "metrics.jsonl"
 HF_FOLDER = "hf"
+BEST_FOLDER = "hf_best"
+SAMPLES_FILE = "samples.jsonl"
 
 
 def read_metrics(output_dir: Path, last_step: int | None = None) -> list[dict[str, Any]]:
@@ -34,12 +37,57 @@ def _is_record(value: Any) -> bool:
 
 
 class EvaluationCallback(Callback):
-    """Adds `eval_loss` (nats per token) to the record every `train.eval_steps` steps and at the last step."""
+    """Every `train.eval_steps` steps and at the last one: metrics, samples, the best model, early stopping.
+
+    Every rank runs it.
+    """
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        if is_first_rank():
+            _drop_samples(trainer.output_dir / SAMPLES_FILE, trainer.step)
 
     def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         every = trainer.config.train.eval_steps
-        if every and (record.step % every == 0 or record.step == trainer.max_steps):
-            record.extra["eval_loss"] = trainer.evaluate()
+        if not every or (record.step % every and record.step != trainer.max_steps):
+            return
+        options = trainer.config.evaluation
+        metrics = trainer.evaluate()
+        record.extra |= metrics
+        if options.prompts:
+            self._write_samples(trainer, record.step, options.prompts)
+        patience = options.early_stopping_patience
+        best = trainer.best.update(record.step, metrics)
+        if best and (options.save_best if options.save_best is not None else patience is not None):
+            _export(trainer, BEST_FOLDER)
+        if trainer.best.is_over(patience) and record.step != trainer.max_steps:
+            trainer.say(
+                f"stopping early: eval_{trainer.best.metric} has not improved in {trainer.best.since} evaluations; the "
+                f"best was {trainer.best.value:.4f} at step {trainer.best.step}"
+            )
+            trainer.stop_early()
+
+    def _write_samples(self, trainer: Trainer, step: int, prompts: list[str]) -> None:
+        answers = trainer.generate(prompts, trainer.config.evaluation.max_new_tokens)
+        if not is_first_rank():
+            return
+        with (trainer.output_dir / SAMPLES_FILE).open("a", encoding="utf-8") as file:
+            for prompt, answer in zip(prompts, answers, strict=True):
+                file.write(json.dumps({"step": step, "prompt": prompt, "answer": answer}, ensure_ascii=False) + "\n")
+                trainer.say(f"  {prompt!r} -> {answer!r}")
+
+
+def _drop_samples(path: Path, last_step: int) -> None:
+    """Remove the samples after a resumed step, as from metrics.jsonl."""
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        write_text(path, "".join(line for line in lines if _step_of(line) <= last_step))
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, LookupError, TypeError):
+        return float("inf")
 
 
 class MetricsCallback(Callback):
@@ -168,17 +216,20 @@ class ExportCallback(Callback):
         self._started_at = trainer.step
 
     def on_train_end(self, trainer: Trainer, completed: bool) -> None:
-        from opslot.distributed import is_first_rank
-
         final = trainer.output_dir / HF_FOLDER
         if not completed or (trainer.step == self._started_at and final.is_dir()):
             return
-        unfinished = trainer.output_dir / f".unfinished-{HF_FOLDER}"
-        if is_first_rank():
-            shutil.rmtree(unfinished, ignore_errors=True)
-        trainer.export(unfinished)
-        if is_first_rank():
-            _replace_export(final, unfinished)
+        _export(trainer, HF_FOLDER)
+
+
+def _export(trainer: Trainer, name: str) -> None:
+    """Write the model to a folder of the run; every rank calls it."""
+    unfinished = trainer.output_dir / f".unfinished-{name}"
+    if is_first_rank():
+        shutil.rmtree(unfinished, ignore_errors=True)
+    trainer.export(unfinished)
+    if is_first_rank():
+        _replace_export(trainer.output_dir / name, unfinished)
 
 
 def _replace_export(final: Path, new: Path) -> None:

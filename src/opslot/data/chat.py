@@ -1,0 +1,424 @@
+"""Chat data: conversations rendered by a chat template, with labels for the tokens that are trained.
+
+Which tokens are trained:
+
+- A template with `{% generation %}` marks them itself.
+- Otherwise an assistant turn is trained from the end of the generation prompt (what the model sees at inference) to
+  the end of the turn. Both are found by rendering the conversation up to the turn, with the generation prompt, and up
+  to and including it. White space after the token that ends the turn is not trained.
+- A token is trained if its first character is in a trained part.
+
+A template may render earlier turns differently when others follow: Qwen3's removes the reasoning of turns before the
+last question. Such a conversation becomes several samples: a sample grows turn by turn as long as each rendering is a
+prefix of the next, and the first turn that changes it starts a new sample. So each turn is trained exactly once, in the
+context that the model sees at inference.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from opslot._base.errors import DataError
+from opslot.data.encoder import digest, tokenizer_digest
+from opslot.data.packing import IGNORE_INDEX, LABELED
+from opslot.data.records import ByteRange, FileColumns, Location, columns_in, lone_surrogate, read_records
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FORMS = (("messages",), ("conversations",), ("prompt", "completion"))
+_KNOWN = "messages, conversations, or prompt and completion"
+# Read where a file has them.
+_OPTIONAL = ("system", "tools")
+# Roles of ShareGPT.
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
+}
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_BATCH_CHARACTERS = 1 << 20
+
+Message = dict[str, Any]
+
+
+class SampleError(ValueError):
+    """A sample that cannot be trained on, without its location."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text.
+
+    Attributes:
+        spans: start and end of the trained parts, in characters; None if everything is trained.
+    """
+
+    text: str
+    spans: list[tuple[int, int]] | None
+
+
+class ChatEncoder:
+    """Encodes conversations as tokens with labels (-100 for tokens that are not trained).
+
+    Args:
+        tokenizer: a fast tokenizer, with the chat template.
+        max_seq_len, train_on, long_samples, bad_samples, append_eos: as in `DataConfig`.
+        plain: join prompt and completion as they are, without a template.
+
+    Raises:
+        DataError: a tokenizer without character offsets, or without a chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_seq_len: int,
+        *,
+        train_on: str = "assistant",
+        long_samples: str = "error",
+        bad_samples: str = "error",
+        append_eos: bool = True,
+        plain: bool = False,
+    ) -> None:
+        if not tokenizer.is_fast:
+            raise DataError(
+                "task sft needs the character offsets of a fast tokenizer",
+                found=type(tokenizer).__name__,
+                hint="use a folder with tokenizer.json",
+            )
+        self.tokenizer = tokenizer
+        self.max_seq_len = max_seq_len
+        self.train_on = train_on
+        self.long_samples = long_samples
+        self.bad_samples = bad_samples
+        self.end = (tokenizer.eos_token or "") if append_eos else ""
+        self.plain = plain or not tokenizer.chat_template
+        self.columns: dict[Path, list[str]] = {}
+        self.dtype: Any = LABELED
+        added = tokenizer.added_tokens_decoder.values()
+        self._special = tuple(sorted({str(token) for token in added} | set(tokenizer.all_special_tokens)))
+
+    def inspect(self, file: Path, format: str, problems: list[str]) -> None:
+        found = columns_in(file, format, problems)
+        if found is None:
+            return
+        form = next((form for form in _FORMS if set(form) <= set(found.names)), None)
+        if form is None:
+            has = ", ".join(found.names) or "no columns (a text file?)"
+            problems.append(f"{file}: no chat data; it has {has}, and task sft needs {_KNOWN}")
+        elif self.plain and (len(form) == 1 or _holds_messages(found)):
+            problems.append(
+                f"{file}: {form[0]} needs a chat template, and the tokenizer has none (or data.chat_template is none); "
+                "set data.chat_template to a file with one"
+            )
+        else:
+            self.columns[file] = [*form, *(name for name in _OPTIONAL if name in found.names)]
+
+    def identity(self) -> dict[str, Any]:
+        template = "none" if self.plain else f"content {digest(repr(self.tokenizer.chat_template))}"
+        return {
+            "model.tokenizer_path": f"content {tokenizer_digest(self.tokenizer)}",
+            "task": "sft",
+            "data.chat_template": template,
+            "data.train_on": self.train_on,
+            "data.long_samples": self.long_samples,
+            "data.bad_samples": self.bad_samples,
+            "data.append_eos": bool(self.end),
+            "data.max_seq_len": self.max_seq_len,
+        }
+
+    def encode(
+        self, ranges: Sequence[ByteRange], sample_by: str, problems: list[str], counts: Counter[str]
+    ) -> Iterator[list[np.ndarray]]:
+        batch: list[tuple[Location, Rendered]] = []
+        for where, record in read_records(ranges, self.columns, sample_by, problems):
+            try:
+                batch += [(where, sample) for sample in self.render(record, self.columns[where.file])]
+            except SampleError as error:
+                if self.bad_samples == "skip":
+                    counts["malformed"] += 1
+                else:
+                    problems.append(f"{where}: {error}")
+            if sum(len(sample.text) for _, sample in batch[-256:]) >= _BATCH_CHARACTERS or len(batch) >= 256:
+                yield self._labeled(batch, problems, counts)
+                batch = []
+        if batch:
+            yield self._labeled(batch, problems, counts)
+
+    def render(self, record: Mapping[str, Any], columns: Sequence[str]) -> list[Rendered]:
+        """The samples of a record; usually one.
+
+        Raises:
+            SampleError: a malformed conversation, or one that the template rejects.
+        """
+        form = next(form for form in _FORMS if form[0] == columns[0])
+        missing = [name for name in form if record.get(name) is None]
+        if missing:
+            has = ", ".join(name for name, value in record.items() if value is not None) or "nothing"
+            raise SampleError(f"no {' and no '.join(missing)}, which the file's first record has; it has {has}")
+        tools = _parsed(record["tools"], "tools") if record.get("tools") else None
+        if form[0] == "prompt":
+            samples = self._completion(record["prompt"], record["completion"], tools)
+        else:
+            messages = _messages(record[form[0]], form[0])
+            if isinstance(record.get("system"), str) and record["system"] and messages[0]["role"] != "system":
+                messages.insert(0, {"role": "system", "content": record["system"]})
+            samples = self._conversation(messages, tools, 0)
+        for sample in samples:
+            if problem := lone_surrogate(sample.text):
+                raise SampleError(f"holds {problem}")
+        return samples
+
+    def _completion(self, prompt: Any, completion: Any, tools: Any) -> list[Rendered]:
+        if isinstance(prompt, str) and isinstance(completion, str):
+            if not completion.strip():
+                raise SampleError("completion is empty")
+            if self.plain:
+                text = f"{prompt}{completion}{'' if completion.endswith(self.end) else self.end}"
+                return [Rendered(text, None if self.train_on == "all" else [(len(prompt), len(text))])]
+            prompt = [{"role": "user", "content": prompt}]
+            completion = [{"role": "assistant", "content": completion}]
+        before, after = _messages(prompt, "prompt"), _messages(completion, "completion")
+        return self._conversation(before + after, tools, len(before))
+
+    def _conversation(self, messages: list[Message], tools: Any, first: int) -> list[Rendered]:
+        """Samples of a conversation in which the assistant's turns from `first` on are trained."""
+        full, marked = self._render(messages, tools)
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+        if self.train_on == "all":
+            return [Rendered(full, None)]
+        if self.train_on == "last":
+            turns = turns[-1:]
+        if not turns:
+            return [Rendered(full, [])]
+        if marked is not None:
+            if turns[0]:
+                begin = _common(full, self._render(messages[: turns[0]], tools, prompt=True)[0])
+                marked = [span for span in marked if span[0] >= begin]
+            return [Rendered(full, marked)]
+        samples: list[Rendered] = []
+        for turn in turns:
+            text = full if turn == len(messages) - 1 else self._render(messages[: turn + 1], tools)[0]
+            spans = [(self._start_of_turn(messages[:turn], tools, text), self._end_of_turn(text))]
+            if samples and text.startswith(samples[-1].text):
+                spans = [*(samples.pop().spans or ()), *spans]
+            samples.append(Rendered(text, spans))
+        if full.startswith(samples[-1].text):
+            samples[-1] = Rendered(full, samples[-1].spans)
+        return samples
+
+    def _start_of_turn(self, before: list[Message], tools: Any, text: str) -> int:
+        """Where the model begins to write in `text`, which renders `before` and an assistant's turn."""
+        try:
+            prompt = self._render(before, tools, prompt=True)[0]
+        except SampleError as error:
+            if before:
+                raise
+            raise SampleError(f"the first turn is the assistant's, and nothing can precede it: {error}") from error
+        start = _common(text, prompt)
+        # A generation prompt may open the reasoning, which a turn without reasoning does not have.
+        if start < len(prompt) and not text[:start].startswith(self._render(before, tools)[0] if before else ""):
+            raise SampleError(
+                "the chat template renders the turns before an assistant's turn differently with and without it, so "
+                "the trained part is unknown; mark it with {% generation %} in a template file (data.chat_template)"
+            )
+        return start
+
+    def _end_of_turn(self, text: str) -> int:
+        stripped = text.rstrip()
+        return len(stripped) if stripped.endswith(self._special) else len(text)
+
+    def _render(
+        self, messages: list[Message], tools: Any, *, prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """The text of `messages`, and the parts that the template marks with `{% generation %}`, if it does."""
+        import jinja2
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            template = self.tokenizer.get_chat_template(None, tools)
+            marks = _GENERATION.search(template) is not None
+            special: dict[str, Any] = self.tokenizer.special_tokens_map
+            rendered: Any = render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=template,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompt,
+                **special,
+            )
+        except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise SampleError(f"the chat template rejects it: {error} (roles: {roles})") from error
+        (text,), spans = rendered
+        return text, list(spans[0]) if marks else None
+
+    def _labeled(
+        self, batch: list[tuple[Location, Rendered]], problems: list[str], counts: Counter[str]
+    ) -> list[np.ndarray]:
+        """Tokens and labels of each sample that is kept."""
+        encoded = self.tokenizer(
+            [sample.text for _, sample in batch],
+            add_special_tokens=self.plain,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        kept = []
+        for (where, sample), ids, offsets in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            tokens = np.empty(len(ids), LABELED)
+            tokens["token"] = ids
+            tokens["label"] = np.where(_trained(sample.spans, offsets), ids, IGNORE_INDEX)
+            if len(tokens) > self.max_seq_len:
+                if self.long_samples == "error":
+                    problems.append(
+                        f"{where}: {len(tokens)} tokens, more than data.max_seq_len={self.max_seq_len}; increase it, "
+                        "or set data.long_samples to truncate or skip"
+                    )
+                    continue
+                counts["truncated" if self.long_samples == "truncate" else "too long"] += 1
+                if self.long_samples == "skip":
+                    continue
+                tokens = tokens[: self.max_seq_len]
+            # The first token of a sample is never predicted.
+            if (tokens["label"][1:] == IGNORE_INDEX).all():
+                counts["without a trained token"] += 1
+                continue
+            kept.append(tokens)
+        return kept
+
+
+def load_chat_template(tokenizer: PreTrainedTokenizerBase, source: str | None) -> None:
+    """Give the tokenizer the template in the file `source`; None and "none" leave it as it is.
+
+    Raises:
+        DataError: the file cannot be read, or is not a Jinja template.
+    """
+    if source in (None, "none"):
+        return
+    import jinja2
+
+    try:
+        text = Path(str(source)).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"data.chat_template: {source} cannot be read", found=str(error), hint="set it to a Jinja template file"
+        ) from error
+    try:
+        # Block tags that Jinja itself does not know are checked when the first conversation is rendered.
+        jinja2.Environment().parse(re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text))
+    except jinja2.TemplateSyntaxError as error:
+        if "unknown tag" not in str(error):
+            raise DataError(
+                f"data.chat_template: {source} is not a Jinja template", found=f"line {error.lineno}: {error}"
+            ) from error
+    tokenizer.chat_template = text
+
+
+def _messages(value: Any, column: str) -> list[Message]:
+    """Messages with role and content, from any of the known forms.
+
+    Raises:
+        SampleError: says which message is malformed.
+    """
+    if isinstance(value, str):
+        value = _parsed(value, column)
+    if isinstance(value, Mapping):
+        # An old form of `datasets`: one list per field.
+        value = [dict(zip(value, row, strict=False)) for row in zip(*value.values(), strict=False)]
+    if not isinstance(value, list) or not value:
+        raise SampleError(f"{column} must be a list of messages, found {_shown(value)}")
+    return [_message(message, f"{column}[{number}]") for number, message in enumerate(value)]
+
+
+def _message(value: Any, name: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise SampleError(f"{name} must be an object with role and content, found {_shown(value)}")
+    message = {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if "from" in message and "role" not in message:
+        role = _ROLES.get(str(message.pop("from")).lower())
+        if role is None:
+            raise SampleError(f"{name}: unknown speaker {value['from']!r}; expected one of {', '.join(_ROLES)}")
+        message["role"] = role
+        if "value" in message:
+            message["content"] = message.pop("value")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise SampleError(f"{name} has no role; it has {', '.join(map(str, message)) or 'nothing'}")
+    if not isinstance(content, str | list | None):
+        raise SampleError(f"{name}: content must be a string, found {_shown(content)}")
+    calls = message.get("tool_calls")
+    if calls is not None:
+        message["tool_calls"] = [_tool_call(call, f"{name}.tool_calls") for call in _parsed(calls, name)]
+    elif content is None or (role == "assistant" and not (content.strip() if isinstance(content, str) else content)):
+        raise SampleError(f"{name}: the {role}'s turn is empty")
+    return message
+
+
+def _tool_call(value: Any, name: str) -> Any:
+    """A tool call whose arguments are an object, as templates expect them, not JSON text as in OpenAI's API."""
+    if not isinstance(value, Mapping):
+        raise SampleError(f"{name} must hold objects, found {_shown(value)}")
+    call = dict(value)
+    if isinstance(call.get("function"), Mapping):
+        call["function"] = _tool_call(call["function"], name)
+    if isinstance(call.get("arguments"), str):
+        call["arguments"] = _parsed(call["arguments"], f"{name}: arguments")
+    return call
+
+
+def _parsed(value: Any, name: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise SampleError(f"{name} is not JSON: {error}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow adds the missing fields of structures as nulls."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _holds_messages(found: FileColumns) -> bool:
+    """Whether the prompts of a file are lists of messages."""
+    if found.schema is None:
+        return not isinstance((found.first or {}).get("prompt"), str)
+    return "string" not in str(found.schema.field("prompt").type)[:12]
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return f"a {type(value).__name__} ({text[:40]}{'...' if len(text) > 40 else ''})"
+
+
+def _common(first: str, second: str) -> int:
+    """Length of the common prefix."""
+    if first.startswith(second):
+        return len(second)
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def _trained(spans: list[tuple[int, int]] | None, offsets: list[tuple[int, int]]) -> np.ndarray:
+    """Whether each token's first character is in one of `spans`."""
+    starts = np.array([start for start, _ in offsets], dtype=np.int64)
+    if spans is None:
+        return np.ones(len(starts), dtype=bool)
+    trained = np.zeros(len(starts), dtype=bool)
+    for begin, end in spans:
+        trained |= (starts >= begin) & (starts < end)
+    return trained

@@ -1,0 +1,241 @@
+"""Labelled texts for classification: one label per text, or one per word."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from opslot._base.errors import DataError, list_problems
+from opslot.data.encoder import digest, tokenizer_digest
+from opslot.data.packing import IGNORE_INDEX, LABELED
+from opslot.data.records import ByteRange, FileColumns, columns_in, read_records, split_into_shards
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_LABELS = ("label", "labels", "ner_tags", "tags")
+_WORDS = ("tokens", "words")
+_BATCH = 256
+_MOST_LABELS = 10_000
+
+
+class LabelEncoder:
+    """Encodes labelled texts: the label of a text is on its last token, the label of a word on its first token.
+
+    Texts are tokenized as the tokenizer does by default.
+
+    Args:
+        text_field, label_field, max_seq_len, long_samples, bad_samples: as in `DataConfig`.
+
+    Attributes:
+        per_token: whether each word has a label; known once a file is inspected.
+        names: names of the labels in the order of their numbers; set it before encoding.
+        class_names: names that a data set's own description gives.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_seq_len: int,
+        *,
+        text_field: str = "text",
+        label_field: str | None = None,
+        long_samples: str = "error",
+        bad_samples: str = "error",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_seq_len = max_seq_len
+        self.text_field = text_field
+        self.label_field = label_field
+        self.long_samples = long_samples
+        self.bad_samples = bad_samples
+        self.per_token: bool | None = None
+        self.names: list[str] = []
+        self.class_names: list[str] = []
+        self.columns: dict[Path, list[str]] = {}
+        self.dtype: Any = LABELED
+
+    def inspect(self, file: Path, format: str, problems: list[str]) -> None:
+        found = columns_in(file, format, problems)
+        if found is None:
+            return
+        wanted = (self.label_field,) if self.label_field else _LABELS
+        label = next((name for name in wanted if name in found.names), None)
+        has = ", ".join(found.names) or "no columns (a text file?)"
+        if label is None:
+            hint = "" if self.label_field else "; set data.label_field to the column that holds the labels"
+            problems.append(f"{file}: no column {' or '.join(wanted)}; it has {has}{hint}")
+            return
+        per_token = _is_list(found, label)
+        texts = _WORDS if per_token else (self.text_field,)
+        text = next((name for name in texts if name in found.names), None)
+        if text is None:
+            problems.append(f"{file}: no column {' or '.join(texts)} beside {label}; it has {has}; set data.text_field")
+        elif self.per_token not in (None, per_token):
+            problems.append(f"{file}: {label} holds {'lists' if per_token else 'single labels'}, unlike other files")
+        else:
+            self.per_token = per_token
+            self.class_names = self.class_names or _class_names(found.schema, label)
+            self.columns[file] = [text, label]
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "model.tokenizer_path": f"content {tokenizer_digest(self.tokenizer)}",
+            "task": "classification",
+            "data.label_field": f"{self.label_field}, {len(self.names)} labels, {digest(repr(self.names))}",
+            "data.text_field": self.text_field,
+            "data.long_samples": self.long_samples,
+            "data.bad_samples": self.bad_samples,
+            "data.max_seq_len": self.max_seq_len,
+        }
+
+    def encode(
+        self, ranges: Sequence[ByteRange], sample_by: str, problems: list[str], counts: Counter[str]
+    ) -> Iterator[list[np.ndarray]]:
+        batch: list[tuple[Any, Any, list[int]]] = []
+        for where, record in read_records(ranges, self.columns, sample_by, problems):
+            text, label = self.columns[where.file]
+            try:
+                batch.append((where, *self._sample(record, text, label)))
+            except ValueError as error:
+                if self.bad_samples == "skip":
+                    counts["malformed"] += 1
+                else:
+                    problems.append(f"{where}: {error}")
+            if len(batch) == _BATCH:
+                yield self._labeled(batch, problems, counts)
+                batch = []
+        if batch:
+            yield self._labeled(batch, problems, counts)
+
+    def _sample(self, record: Mapping[str, Any], text_field: str, label_field: str) -> tuple[Any, list[int]]:
+        """The text or words of a record, and its labels' numbers."""
+        missing = [name for name in (text_field, label_field) if record.get(name) is None]
+        if missing:
+            has = ", ".join(map(str, record)) or "nothing"
+            raise ValueError(f"no {' and no '.join(missing)}; it has {has}")
+        text, label = record[text_field], record[label_field]
+        if not self.per_token:
+            if not isinstance(text, str) or not text.strip():
+                raise ValueError(f"{text_field} is empty" if text == "" else f"{text_field} is not a text")
+            return text, [self._number(label, label_field)]
+        if not isinstance(text, list) or not isinstance(label, list) or len(text) != len(label) or not text:
+            raise ValueError(f"{text_field} and {label_field} must be lists of the same length, not empty")
+        return text, [IGNORE_INDEX if name == IGNORE_INDEX else self._number(name, label_field) for name in label]
+
+    def _number(self, label: Any, field: str) -> int:
+        if isinstance(label, str) and label in self.names:
+            return self.names.index(label)
+        if isinstance(label, int) and 0 <= label < len(self.names):
+            return int(label)
+        shown = ", ".join(self.names[:8]) + (", ..." if len(self.names) > 8 else "")
+        raise ValueError(f"{field} is {label!r}, which is not one of the {len(self.names)} labels ({shown})")
+
+    def _labeled(
+        self, batch: list[tuple[Any, Any, list[int]]], problems: list[str], counts: Counter[str]
+    ) -> list[np.ndarray]:
+        encoded = self.tokenizer(
+            [text for _, text, _ in batch],
+            is_split_into_words=bool(self.per_token),
+            return_attention_mask=False,
+            verbose=False,
+        )
+        kept = []
+        for number, (where, _, labels) in enumerate(batch):
+            ids = encoded["input_ids"][number]
+            if len(ids) > self.max_seq_len:
+                if self.long_samples == "error":
+                    problems.append(
+                        f"{where}: {len(ids)} tokens, more than data.max_seq_len={self.max_seq_len}; increase it, or "
+                        "set data.long_samples to truncate or skip"
+                    )
+                    continue
+                counts["truncated" if self.long_samples == "truncate" else "too long"] += 1
+                if self.long_samples == "skip":
+                    continue
+                ids = ids[: self.max_seq_len]
+            if not ids:
+                counts["without a token"] += 1
+                continue
+            tokens = np.empty(len(ids), LABELED)
+            tokens["token"] = ids
+            tokens["label"] = IGNORE_INDEX
+            if self.per_token:
+                words = encoded.word_ids(number)[: len(ids)]
+                firsts = [i for i, word in enumerate(words) if word is not None and (i == 0 or word != words[i - 1])]
+                tokens["label"][firsts] = [labels[words[i]] for i in firsts]
+            else:
+                tokens["label"][-1] = labels[0]
+            kept.append(tokens)
+        return kept
+
+
+def find_label_names(encoder: LabelEncoder, files: Sequence[Path], format: str) -> list[str]:
+    """Names of the labels in `files`, which are read once: sorted strings, or LABEL_0 to the largest number.
+
+    Raises:
+        DataError: labels that are neither strings nor numbers from 0, or a file that cannot be read.
+    """
+    problems: list[str] = []
+    columns = {file: encoder.columns[file][1:] for file in files}
+    names: set[str] = set()
+    largest = -1
+    for shard in split_into_shards(files, columns, 64 << 20, problems, format):
+        for where, record in read_records(shard, columns, "document", problems):
+            value = record.get(columns[where.file][0])
+            for label in value if isinstance(value, list) else [value]:
+                if isinstance(label, str):
+                    names.add(label)
+                elif isinstance(label, int):
+                    largest = max(largest, int(label))
+        if problems:
+            raise DataError(list_problems("the data cannot be read", problems))
+    found = sorted(names) if names else [f"LABEL_{number}" for number in range(largest + 1)]
+    if not found or len(found) > _MOST_LABELS or (names and largest >= 0):
+        mixed = "strings and numbers" if names and largest >= 0 else f"{len(found):,} different labels"
+        raise DataError("the labels cannot be classes", found=mixed, hint="set data.label_field to a column of labels")
+    return found
+
+
+def collate_labeled(samples: list[dict[str, Any]], per_token: bool) -> dict[str, Any]:
+    """A micro batch of labelled texts, padded on the right to the longest one.
+
+    Returns:
+        input_ids, position_ids, attention_mask: int64 [B, S].
+        labels: int64 [B, S] with -100 where there is none; without `per_token`, int64 [B].
+    """
+    longest = max(len(sample["input_ids"]) - sample["padding"] for sample in samples)
+    input_ids = torch.stack([sample["input_ids"][:longest] for sample in samples])
+    labels = torch.stack([sample["labels"][:longest] for sample in samples])
+    lengths = torch.tensor([len(sample["input_ids"]) - sample["padding"] for sample in samples])
+    positions = torch.arange(longest).expand_as(input_ids).contiguous()
+    return {
+        "input_ids": input_ids,
+        "labels": labels if per_token else labels.gather(1, lengths[:, None] - 1)[:, 0],
+        "position_ids": positions,
+        "attention_mask": (positions < lengths[:, None]).long(),
+    }
+
+
+def _is_list(found: FileColumns, name: str) -> bool:
+    if found.schema is None:
+        return isinstance((found.first or {}).get(name), list)
+    return "list" in str(found.schema.field(name).type)[:12]
+
+
+def _class_names(schema: Any, label: str) -> list[str]:
+    """Names from the description that `datasets` stores in a table's schema."""
+    try:
+        description = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]
+    except (AttributeError, LookupError, ValueError, TypeError):
+        return []
+    while isinstance(description, Mapping) and "names" not in description:
+        description = description.get("feature")
+    names = description.get("names") if isinstance(description, Mapping) else None
+    return [str(name) for name in names] if isinstance(names, list) else []

@@ -1,0 +1,457 @@
+"""Records of text, JSON Lines, JSON, parquet and Arrow files, with file and line of every error."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import io
+import itertools
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from opslot.data.sources import COMPRESSIONS, format_of
+
+_NEWLINE = re.compile(rb"\n")
+_BLANK_LINE = re.compile(rb"\r?\n\r?\n")
+_LONGEST_SEPARATOR = 4
+_SEARCHED_BYTES = 1 << 20
+_PARTS_OF_ROW_GROUP = 32
+_BATCH_ROWS = 1024
+# Text is about this many times larger than its compressed file.
+_COMPRESSION_RATIO = 4
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+Columns = Mapping[Path, Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """A part of a file that can be read on its own.
+
+    Attributes:
+        start, stop: byte offsets, each moved forward to the start of the next document; in a table, row numbers.
+            Compressed files and JSON arrays are one range.
+        size: bytes of text, estimated for tables and compressed files.
+        format: "text", "jsonl", "json_array", "parquet" or "arrow".
+    """
+
+    file: Path
+    start: int
+    stop: int
+    size: int
+    format: str
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a record is, for errors; the line number is counted when the location is printed.
+
+    Attributes:
+        number: of the line after byte `start`, of the item, or of the row; from 1.
+    """
+
+    file: Path
+    unit: str
+    number: int
+    start: int = 0
+
+    def __str__(self) -> str:
+        before = _count_newlines(self.file, self.start) if self.start else 0
+        return f"{self.file}, {self.unit} {before + self.number}"
+
+
+@dataclass(frozen=True)
+class FileColumns:
+    """What a file's records consist of.
+
+    Attributes:
+        names: columns of a table, or fields of the first JSON record.
+        schema: the Arrow schema of a table; None for JSON.
+        first: the first JSON record; None for a table.
+    """
+
+    names: list[str]
+    schema: Any = None
+    first: dict[str, Any] | None = None
+
+
+def split_into_shards(
+    files: Sequence[Path], columns: Columns, max_bytes: int, problems: list[str], format: str = "auto"
+) -> list[tuple[ByteRange, ...]]:
+    """Split `files`, in order, into shards of about `max_bytes` of text; errors are appended to `problems`.
+
+    Shards depend on the sizes of the files alone (and on the row groups of tables), so they are known before any
+    text is read.
+
+    Args:
+        columns: the columns that are read of each table.
+    """
+    shards: list[list[ByteRange]] = [[]]
+    size = 0
+    for file in files:
+        for part in _byte_ranges(file, columns.get(file, ()), max_bytes, problems, format):
+            if shards[-1] and size + part.size > max_bytes:
+                shards.append([])
+                size = 0
+            shards[-1].append(part)
+            size += part.size
+    return [tuple(shard) for shard in shards if shard]
+
+
+def read_ranges(ranges: Sequence[ByteRange], text_field: str, sample_by: str, problems: list[str]) -> Iterator[str]:
+    """Texts of `ranges` in order, without blank ones; errors are appended to `problems`."""
+    columns = {part.file: [text_field] for part in ranges}
+    for where, record in read_records(ranges, columns, sample_by, problems):
+        text, problem = text_of(record, text_field)
+        if problem:
+            problems.append(f"{where}: {problem}")
+        elif text and not text.isspace():
+            yield text
+
+
+def read_records(
+    ranges: Sequence[ByteRange], columns: Columns, sample_by: str, problems: list[str]
+) -> Iterator[tuple[Location, dict[str, Any]]]:
+    """Records of `ranges` in order, without those whose columns are all null; errors are appended to `problems`.
+
+    A document of a plain text file is a record of one field, the first of `columns`.
+    """
+    for part in ranges:
+        try:
+            yield from _READERS[part.format](part, columns.get(part.file, ()), sample_by, problems)
+        except OSError as error:
+            problems.append(f"{part.file}: {error.strerror or error}")
+
+
+def columns_in(file: Path, format: str, problems: list[str]) -> FileColumns | None:
+    """Columns of a table, or of the first record of a JSON file; None without one, with the error in `problems`."""
+    kind = _kind(file, format)
+    if kind in _TABLES:
+        schema = _reading_table(file, kind, problems, lambda: _schema(file, kind))
+        return None if schema is None else FileColumns(schema.names, schema)
+    if kind == "text":
+        return FileColumns([])
+    found: list[str] = []
+    part = ByteRange(file, 0, file.stat().st_size, 1, kind)
+    for _, record in read_records([part], {}, "document", found):
+        return FileColumns([str(name) for name in record], first=record)
+    problems += found[:1]
+    return None
+
+
+def text_of(record: Mapping[str, Any], text_field: str) -> tuple[str, str | None]:
+    """The text of a record, and what is wrong with it."""
+    if text_field not in record:
+        fields = ", ".join(map(str, record)) or "none"
+        return "", f"no field {text_field!r}; it has {fields}. Set data.text_field to the field that holds the text"
+    text = record[text_field]
+    if not isinstance(text, str):
+        return "", f"field {text_field!r} holds a {type(text).__name__}, not a string"
+    lone = lone_surrogate(text)
+    return ("", f"field {text_field!r} holds {lone}") if lone else (text, None)
+
+
+def lone_surrogate(text: str) -> str | None:
+    """A description of the first half surrogate pair in `text`, which no tokenizer takes."""
+    lone = _LONE_SURROGATE.search(text)
+    return f"\\u{ord(lone[0]):04x}, half of a surrogate pair, which is not text" if lone else None
+
+
+def _kind(file: Path, format: str) -> str:
+    kind = format_of(file, format) or "text"
+    if kind == "jsonl" and ".json" in [suffix.lower() for suffix in file.suffixes[-2:]]:
+        with _open(file) as stream:
+            start = b" "
+            while start and start.isspace():
+                start = stream.read(1)
+        return "json_array" if start == b"[" else kind
+    return kind
+
+
+def _open(file: Path) -> Any:
+    """A binary stream of a file's content, decompressed."""
+    compression = COMPRESSIONS.get(file.suffix.lower())
+    if compression == "gzip":
+        return gzip.open(file)
+    if compression == "zstd":
+        import pyarrow as pa
+
+        return io.BufferedReader(pa.input_stream(str(file), compression="zstd"))
+    return file.open("rb")
+
+
+def _byte_ranges(
+    file: Path, columns: Sequence[str], max_bytes: int, problems: list[str], format: str
+) -> Iterator[ByteRange]:
+    size = file.stat().st_size
+    try:
+        kind = _kind(file, format)
+    except _DAMAGED as error:
+        problems.append(f"{file}: cannot be decompressed ({error})")
+        return
+    if kind in _TABLES:
+        ranges = _row_ranges if kind == "parquet" else _batch_ranges
+        yield from _reading_table(file, kind, problems, lambda: ranges(file, columns, max_bytes)) or ()
+    elif file.suffix.lower() in COMPRESSIONS:
+        yield ByteRange(file, 0, size, _COMPRESSION_RATIO * size, kind)
+    elif kind == "json_array":
+        yield ByteRange(file, 0, size, size, kind)
+    else:
+        for start in range(0, size, max_bytes):
+            stop = min(start + max_bytes, size)
+            yield ByteRange(file, start, stop, stop - start, kind)
+
+
+def _bounds(file: BinaryIO, part: ByteRange, separator: re.Pattern[bytes]) -> tuple[int, int]:
+    """Start and end of the documents that begin inside `part`."""
+    size = os.fstat(file.fileno()).st_size
+    return _next_start(file, part.start, size, separator), _next_start(file, part.stop, size, separator)
+
+
+def _next_start(file: BinaryIO, offset: int, size: int, separator: re.Pattern[bytes]) -> int:
+    """The first offset from `offset` on that follows a separator; the ends of the file count as separators."""
+    if offset == 0 or offset >= size:
+        return min(offset, size)
+    begin = max(0, offset - _LONGEST_SEPARATOR)
+    file.seek(begin)
+    buffer = b""
+    while chunk := file.read(_SEARCHED_BYTES):
+        buffer += chunk
+        found = separator.search(buffer)
+        while found and begin + found.end() < offset:
+            found = separator.search(buffer, found.start() + 1)
+        if found:
+            return begin + found.end()
+        begin += max(0, len(buffer) - _LONGEST_SEPARATOR)
+        buffer = buffer[-_LONGEST_SEPARATOR:]
+    return size
+
+
+def _read_text(
+    part: ByteRange, columns: Sequence[str], sample_by: str, problems: list[str]
+) -> Iterator[tuple[Location, dict[str, Any]]]:
+    with part.file.open("rb") as file:
+        start, stop = _bounds(file, part, _BLANK_LINE if sample_by == "paragraph" else _NEWLINE)
+        file.seek(start)
+        data = file.read(stop - start)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        problems.append(f"{part.file}: not UTF-8 text (byte {start + error.start}); convert it, or remove it")
+        return
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    texts = [text] if sample_by == "document" else text.split("\n" if sample_by == "line" else "\n\n")
+    field = columns[0] if columns else "text"
+    for number, document in enumerate(texts, 1):
+        yield Location(part.file, "document", number), {field: document}
+
+
+def _read_json_lines(
+    part: ByteRange, _columns: Sequence[str], _sample_by: str, problems: list[str]
+) -> Iterator[tuple[Location, dict[str, Any]]]:
+    whole = part.file.suffix.lower() in COMPRESSIONS
+    try:
+        with _open(part.file) as lines:
+            start, stop = (0, None) if whole else _bounds(lines, part, _NEWLINE)
+            if not whole:
+                lines.seek(start)
+            offset = start
+            for number, line in enumerate(lines, 1):
+                if stop is not None and offset >= stop:
+                    break
+                offset += len(line)
+                if not line.strip():
+                    continue
+                where = Location(part.file, "line", number, start)
+                record, problem = _record_of_line(line)
+                if problem:
+                    problems.append(f"{where}: {problem}")
+                else:
+                    yield where, record
+    except _DAMAGED as error:
+        if not whole:
+            raise
+        problems.append(f"{part.file}: cannot be decompressed ({error})")
+
+
+def _read_json_array(
+    part: ByteRange, _columns: Sequence[str], _sample_by: str, problems: list[str]
+) -> Iterator[tuple[Location, dict[str, Any]]]:
+    """Items of an array, one at a time, without reading the whole file into memory."""
+    decoder = json.JSONDecoder()
+    try:
+        with io.TextIOWrapper(_open(part.file), encoding="utf-8") as stream:
+            buffer = stream.read(_SEARCHED_BYTES).lstrip()[1:]
+            for number in itertools.count(1):
+                buffer = buffer.lstrip().removeprefix(",").lstrip()
+                while not buffer and (more := stream.read(_SEARCHED_BYTES)):
+                    buffer = more.lstrip().removeprefix(",").lstrip()
+                if buffer.startswith("]"):
+                    return
+                while True:
+                    try:
+                        item, end = decoder.raw_decode(buffer)
+                        break
+                    except ValueError:
+                        more = stream.read(max(_SEARCHED_BYTES, len(buffer)))
+                        if not more:
+                            raise
+                        buffer += more
+                where = Location(part.file, "item", number)
+                buffer = buffer[end:]
+                if isinstance(item, dict):
+                    yield where, item
+                else:
+                    problems.append(f"{where}: holds a {type(item).__name__}; the array must hold objects")
+    except (ValueError, RecursionError) as error:
+        problems.append(f"{part.file}: not a JSON array ({error})")
+    except _DAMAGED as error:
+        problems.append(f"{part.file}: cannot be decompressed ({error})")
+
+
+@functools.lru_cache(maxsize=8)
+def _count_newlines(path: Path, stop: int) -> int:
+    """Newlines in the first `stop` bytes."""
+    count = 0
+    with path.open("rb") as file:
+        while stop > 0 and (chunk := file.read(min(_SEARCHED_BYTES, stop))):
+            count += chunk.count(b"\n")
+            stop -= len(chunk)
+    return count
+
+
+def _record_of_line(line: bytes) -> tuple[dict[str, Any], str | None]:
+    try:
+        record = json.loads(line.strip())
+    # Also for numbers with more digits, and brackets nested more deeply, than Python parses.
+    except (ValueError, RecursionError) as error:
+        return {}, f"not JSON ({error}); the file must hold one object a line"
+    if not isinstance(record, dict):
+        return {}, f"holds a {type(record).__name__}; the file must hold one object a line"
+    return record, None
+
+
+def _reading_table(file: Path, kind: str, problems: list[str], read: Callable[[], Any]) -> Any:
+    """The result of `read`; None if the file is damaged, with the error in `problems`."""
+    import pyarrow as pa
+
+    try:
+        return read()
+    except (pa.ArrowInvalid, OSError) as error:
+        problems.append(f"{file}: not a readable {kind} file: {error}")
+        return None
+
+
+def _schema(file: Path, kind: str) -> Any:
+    import pyarrow.parquet as pq
+
+    if kind == "parquet":
+        with pq.ParquetFile(file) as table:
+            return table.schema_arrow
+    return _arrow_reader(file)[0]
+
+
+def _arrow_reader(file: Path) -> tuple[Any, Iterator[Any]]:
+    """Schema and record batches of an Arrow file, of the stream format (as `datasets` writes) or the file format."""
+    import pyarrow as pa
+
+    source = pa.memory_map(str(file))
+    try:
+        stream = pa.ipc.open_stream(source)
+    except pa.ArrowInvalid:
+        table = pa.ipc.open_file(source)
+        return table.schema, (table.get_batch(number) for number in range(table.num_record_batches))
+    return stream.schema, iter(stream)
+
+
+def _row_ranges(file: Path, columns: Sequence[str], max_bytes: int) -> list[ByteRange]:
+    import pyarrow.parquet as pq
+
+    ranges = []
+    first = 0
+    with pq.ParquetFile(file) as table:
+        for number in range(table.metadata.num_row_groups):
+            group = table.metadata.row_group(number)
+            chunks = (group.column(i) for i in range(group.num_columns))
+            size = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns)
+            # A row group is decoded from its start, so a huge one is split into fewer, larger parts.
+            parts = min(_PARTS_OF_ROW_GROUP, max(1, -(-size // max_bytes)), group.num_rows)
+            offsets = [first + group.num_rows * i // parts for i in range(parts + 1)] if parts else []
+            ranges += [
+                ByteRange(file, start, stop, max(1, size // parts), "parquet")
+                for start, stop in itertools.pairwise(offsets)
+            ]
+            first += group.num_rows
+    return ranges
+
+
+def _batch_ranges(file: Path, columns: Sequence[str], max_bytes: int) -> list[ByteRange]:
+    ranges: list[ByteRange] = []
+    first = start = size = 0
+    for batch in _arrow_reader(file)[1]:
+        size += batch.select(list(columns)).nbytes
+        first += len(batch)
+        if size >= max_bytes:
+            ranges.append(ByteRange(file, start, first, size, "arrow"))
+            start, size = first, 0
+    if first > start:
+        ranges.append(ByteRange(file, start, first, max(1, size), "arrow"))
+    return ranges
+
+
+def _parquet_batches(part: ByteRange, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    """Number of the first row, and the rows, of each batch around the part."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(part.file) as table:
+        number, first = 0, 0
+        while first + (rows := table.metadata.row_group(number).num_rows) <= part.start:
+            number, first = number + 1, first + rows
+        for batch in table.iter_batches(row_groups=[number], columns=list(columns), batch_size=_BATCH_ROWS):
+            yield first, batch
+            first += len(batch)
+
+
+def _arrow_batches(part: ByteRange, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    first = 0
+    for batch in _arrow_reader(part.file)[1]:
+        if first + len(batch) > part.start:
+            yield first, batch.select(list(columns))
+        first += len(batch)
+
+
+def _read_table(
+    part: ByteRange, columns: Sequence[str], _sample_by: str, problems: list[str]
+) -> Iterator[tuple[Location, dict[str, Any]]]:
+    import pyarrow as pa
+
+    batches = _parquet_batches if part.format == "parquet" else _arrow_batches
+    try:
+        for first, batch in batches(part, columns):
+            if first >= part.stop:
+                break
+            skipped = max(0, part.start - first)
+            for number, row in enumerate(batch[skipped : part.stop - first].to_pylist(), first + skipped + 1):
+                record = {name: value for name, value in row.items() if value is not None}
+                if record:
+                    yield Location(part.file, "row", number), record
+    except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
+        problems.append(f"{part.file}: not a readable {part.format} file: {error}")
+
+
+_TABLES = ("parquet", "arrow")
+# What decompressing a damaged file raises.
+_DAMAGED = (EOFError, OSError, zlib.error)
+_READERS: dict[str, Callable[..., Iterator[tuple[Location, dict[str, Any]]]]] = {
+    "text": _read_text,
+    "jsonl": _read_json_lines,
+    "json_array": _read_json_array,
+    "parquet": _read_table,
+    "arrow": _read_table,
+}

@@ -1,0 +1,268 @@
+"""`RunData`: the data sets of a run, from its configuration and a tokenizer; needs no model."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from opslot._base.errors import DataError, list_problems
+from opslot.data import (
+    Documents,
+    MixedDataset,
+    PackedDataset,
+    SampleLoader,
+    TokenCorpus,
+    TokenLoader,
+    load_tokenizer,
+    open_corpus,
+    split_documents,
+)
+from opslot.data.chat import ChatEncoder, load_chat_template
+from opslot.data.encoder import Encoder, TextEncoder
+from opslot.data.labels import LabelEncoder, collate_labeled, find_label_names
+from opslot.trainer.config import RunConfig
+from opslot.trainer.validate import Inputs, micro_batch_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+# Up to this many bytes of text are tokenized before the first step (seconds), so that the steps can be counted.
+TOKENIZED_AT_START = 16 << 20
+
+
+class RunData:
+    """Corpora, training set and evaluation sets.
+
+    Args:
+        open_corpus: for tests.
+
+    Attributes:
+        train_set: the training samples; whole documents where `max_tokens` is set.
+        eval_sets: one for each evaluated data set; empty without evaluation.
+        max_tokens: maximum tokens in a micro batch of whole documents; None for samples of one size.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        inputs: Inputs,
+        tokenizer: PreTrainedTokenizerBase,
+        model_config: PreTrainedConfig | None = None,
+        open_corpus: Any = open_corpus,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.max_tokens = config.data.max_tokens_per_batch
+        if config.task == "sft" and config.data.packing and self.max_tokens is None:
+            self.max_tokens = micro_batch_size(config.train) * config.data.max_seq_len
+        self.encoder = make_encoder(config, inputs, tokenizer, model_config)
+        self._open = functools.partial(
+            open_corpus,
+            tokenizer=tokenizer,
+            encoder=self.encoder,
+            sample_by=config.data.sample_by,
+            format=config.data.format,
+            cache_dir=config.data.cache_dir,
+        )
+        self.corpora: list[TokenCorpus] = [self._open(source.files) for source in inputs.sources]
+        self.eval_sets: list[PackedDataset] = []
+        selections: list[Documents | None] = [None] * len(self.corpora)
+        if inputs.eval_files:
+            self.eval_sets = [self._dataset(self._open(inputs.eval_files), None, shuffle=False)]
+        elif config.train.eval_steps:
+            for number, corpus in enumerate(self.corpora):
+                selections[number], held_out = split_documents(corpus, config.data.eval_fraction, config.train.seed)
+                self.eval_sets.append(self._dataset(corpus, held_out, shuffle=False))
+        train_sets = [
+            self._dataset(corpus, selection, shuffle=config.data.shuffle, train=True)
+            for corpus, selection in zip(self.corpora, selections, strict=True)
+        ]
+        self._train_sets = train_sets
+        self.train_set: PackedDataset | MixedDataset = train_sets[0]
+        if config.data.train is not None:
+            weights, names = zip(*((source.weight, source.name) for source in inputs.sources), strict=True)
+            self.train_set = MixedDataset(train_sets, weights, names, config.train.seed)
+
+    @property
+    def size(self) -> int:
+        """Bytes of training text."""
+        return int(sum(corpus.sizes.sum() for corpus in self.corpora))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all training text is tokenized."""
+        return all(corpus.is_complete for corpus in self.corpora)
+
+    def counts(self) -> np.ndarray:
+        """Number of occurrences of each token in the training text; tokenizes what is missing."""
+        return np.sum([corpus.counts(len(self.tokenizer)) for corpus in self.corpora], axis=0)
+
+    def describe(self) -> str:
+        """Size of the training data."""
+        if self.size > TOKENIZED_AT_START:
+            ahead = "" if self.is_complete else ", tokenized during training"
+            return f"{self.size / 1e6:,.0f} MB of text{ahead}"
+        tokens = sum(corpus.num_tokens() for corpus in self.corpora)
+        documents = sum(corpus.num_documents() for corpus in self.corpora)
+        if self.config.task == "pretrain":
+            return f"{tokens:,} tokens in {documents:,} documents"
+        text = f"{tokens:,} tokens in {documents:,} samples"
+        if self.config.task == "sft":
+            text += f", {sum(corpus.num_trained() for corpus in self.corpora) / max(1, tokens):.1%} of them trained"
+        return text + self.describe_changes()
+
+    def describe_changes(self) -> str:
+        """The samples that were cut or left out so far, e.g. "; 3 samples truncated"."""
+        counts: Counter[str] = sum((corpus.sample_counts() for corpus in self.corpora), Counter())
+        done = {"truncated": "cut to data.max_seq_len"}
+        return "".join(f"; {count:,} samples {done.get(what, f'left out: {what}')}" for what, count in counts.items())
+
+    def loader(
+        self, hidden_size: int = 0, rank: int = 0, world_size: int = 1, **options: Any
+    ) -> SampleLoader | TokenLoader:
+        """The stateful dataloader of the training samples.
+
+        Args:
+            hidden_size: of the model; for load balancing.
+            options: of the loaders.
+        """
+        config = self.config
+        options |= {
+            "rank": rank,
+            "world_size": world_size,
+            "num_workers": config.data.num_workers,
+            "allow_changes": config.data.allow_changes,
+        }
+        if self.max_tokens is None:
+            return SampleLoader(self.train_set, micro_batch_size(config.train), collate_fn=self.collate_fn, **options)
+        # A layer of width h takes about 24 h^2 FLOPs per token, and causal attention 2 h for each previous token.
+        attention_cost = 1 / (12 * hidden_size) if hidden_size else 0.0
+        step_tokens = config.train.global_batch_size * config.data.max_seq_len
+        return TokenLoader(self.train_set, step_tokens, self.max_tokens, attention_cost=attention_cost, **options)
+
+    @property
+    def collate_fn(self) -> Any:
+        """Samples to a micro batch; None for the default of the loaders."""
+        if isinstance(self.encoder, LabelEncoder):
+            return functools.partial(collate_labeled, per_token=bool(self.encoder.per_token))
+        return None
+
+    def micro_batches(self) -> Iterator[dict[str, Any]]:
+        """The training micro batches of one process, without end."""
+        for batch in self.loader():
+            yield from batch if isinstance(batch, list) else [batch]
+
+    def start_tokenizing(self) -> None:
+        """Tokenize first what the first step and the first evaluation need, and raise what is wrong with it."""
+        for corpus, dataset in zip(self.corpora, self._train_sets, strict=True):
+            order = dataset.shards_in_order()
+            for eval_set in self.eval_sets:
+                if eval_set.corpus is corpus:
+                    # An evaluation waits for all of its shards, training only for the next ones.
+                    held_out = eval_set.documents.shards
+                    order = np.concatenate([order[:1], held_out, order[~np.isin(order, held_out)]])
+            # This process tokenizes the first shard itself, with all threads.
+            corpus.start_processes(self.config.data.num_workers, np.roll(order, -1).tolist())
+        try:
+            for dataset in [*self._train_sets, *self.eval_sets]:
+                if dataset.corpus.sizes.sum() <= TOKENIZED_AT_START:
+                    dataset.corpus.prepare(dataset.documents.shards)
+                dataset.prepare(0)
+        except BaseException:
+            self.close()
+            raise
+
+    def check_processes(self) -> None:
+        """Raise the error of a tokenizing process."""
+        for corpus in self.corpora:
+            corpus.check_processes()
+
+    def close(self) -> None:
+        """Stop the tokenizing processes."""
+        for corpus in self.corpora:
+            corpus.close()
+
+    def _dataset(
+        self, corpus: TokenCorpus, documents: Documents | None, *, shuffle: bool, train: bool = False
+    ) -> PackedDataset:
+        data, task = self.config.data, self.config.task
+        whole = task != "pretrain" or (train and self.max_tokens is not None)
+        return PackedDataset(
+            corpus,
+            data.max_seq_len,
+            packing=data.packing and not whole,
+            shuffle=shuffle,
+            seed=self.config.train.seed,
+            documents=documents,
+            pad_token_id=padding_token(self.tokenizer),
+        )
+
+
+def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that pads samples."""
+    pad = tokenizer.pad_token_id
+    return pad if pad is not None else tokenizer.eos_token_id or 0
+
+
+def open_tokenizer(config: RunConfig, inputs: Inputs, model_config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+    """The run's tokenizer, with the model config's end-of-sequence token where it has none (a bare tokenizer.json)."""
+    tokenizer = load_tokenizer(inputs.tokenizer_path, trust_remote_code=config.model.trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        eos = getattr(model_config, "eos_token_id", None)
+        eos = eos[0] if isinstance(eos, list) and eos else eos
+        if isinstance(eos, int) and 0 <= eos < len(tokenizer):
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(eos)
+    return tokenizer
+
+
+def make_encoder(
+    config: RunConfig, inputs: Inputs, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig | None = None
+) -> Encoder:
+    """The encoder of the run's task.
+
+    Raises:
+        DataError: a tokenizer or files that do not fit the task.
+    """
+    data = config.data
+    if config.task == "pretrain":
+        return TextEncoder(tokenizer, data.text_field, data.append_eos, data.split_special_tokens)
+    common: dict[str, Any] = {"long_samples": data.long_samples, "bad_samples": data.bad_samples}
+    if config.task == "sft":
+        load_chat_template(tokenizer, data.chat_template)
+        return ChatEncoder(
+            tokenizer,
+            data.max_seq_len,
+            train_on=data.train_on,
+            append_eos=data.append_eos,
+            plain=data.chat_template == "none",
+            **common,
+        )
+    encoder = LabelEncoder(
+        tokenizer, data.max_seq_len, text_field=data.text_field, label_field=data.label_field, **common
+    )
+    files = [file for source in inputs.sources for file in source.files]
+    _inspect(encoder, [*files, *inputs.eval_files], data.format)
+    known = dict(getattr(model_config, "id2label", None) or {})
+    checkpoint = [] if _is_default(known) else [str(known[number]) for number in sorted(known)]
+    encoder.names = (
+        data.label_names or encoder.class_names or checkpoint or find_label_names(encoder, files, data.format)
+    )
+    return encoder
+
+
+def _inspect(encoder: LabelEncoder, files: list[Path], format: str) -> None:
+    problems: list[str] = []
+    for file in files:
+        encoder.inspect(file, format, problems)
+    if problems:
+        raise DataError(list_problems("the data cannot be read", problems))
+
+
+def _is_default(names: dict[Any, Any]) -> bool:
+    """Whether these are the two labels of every config that was never given any."""
+    return names == {0: "LABEL_0", 1: "LABEL_1"} or not names

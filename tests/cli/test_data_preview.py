@@ -1,0 +1,96 @@
+"""`opslot data preview` and `opslot generate`."""
+
+import json
+
+import pytest
+
+from opslot.cli import main
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 260,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 16,
+    "max_position_embeddings": 128,
+    "eos_token_id": 0,
+}
+
+
+@pytest.fixture
+def model(tmp_path, tokenizer):
+    folder = tmp_path / "model"
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(QWEN3))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.fixture
+def arguments(model, tmp_path):
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 6)
+    paths = ["--model.config_path", str(model), "--data.train_path", str(tmp_path / "chat.jsonl")]
+    return ["--task", "sft", *paths, "--data.max_seq_len", "64", "--data.cache_dir", str(tmp_path / "cache")]
+
+
+def test_trained_parts_are_marked(arguments, capsys):
+    assert main(["data", "preview", *arguments, "--samples", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("u:hi<eos>a:[[hello<eos>]]") == 2
+    assert "trained:" in out
+    assert "(46.2%)" in out
+    assert "micro batch 1: 507 tokens (at most 512) in 39 documents of 13, 13" in out
+
+
+def test_preview_with_color_and_as_tokens(arguments, capsys):
+    assert main(["data", "preview", *arguments, "--samples", "1", "--color", "always"]) == 0
+    assert "u:hi<eos>a:\033[1;32mhello<eos>\033[0m" in capsys.readouterr().out
+    assert main(["data", "preview", *arguments, "--samples", "1", "--tokens"]) == 0
+    assert "u : h i <eos> a : [[h e l l o <eos>]]" in capsys.readouterr().out
+
+
+def test_preview_of_text_and_labels(arguments, tmp_path, capsys):
+    (tmp_path / "labels.jsonl").write_text('{"text": "abc", "label": 1}\n{"text": "de", "label": 0}\n')
+    arguments[arguments.index(str(tmp_path / "chat.jsonl"))] = str(tmp_path / "labels.jsonl")
+    arguments[1] = "classification"
+    assert main(["data", "preview", *arguments, "--samples", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "ab[[c=1]]" in out
+    assert "d[[e=0]]" in out
+    arguments[1] = "pretrain"
+    assert main(["data", "preview", *arguments, "--samples", "1"]) == 0
+    assert "d[[e<eos>]]" in capsys.readouterr().out
+
+
+def test_preview_reports_what_train_reports(arguments, tmp_path, capsys):
+    (tmp_path / "chat.jsonl").write_text('{"question": "x"}\n')
+    assert main(["data", "preview", *arguments]) == 2
+    assert "it has question, and task sft needs messages" in capsys.readouterr().err
+    assert main(["data", "preview", *arguments, "--data.max_seq_length", "3"]) == 2
+    assert "use data.max_seq_len" in capsys.readouterr().err
+
+
+def test_generate_applies_the_chat_template(model, tmp_path, capsys):
+    from opslot.checkpoint import export_hf
+    from opslot.data import load_tokenizer
+    from opslot.models import build_foundation_model
+
+    export_hf(build_foundation_model(model), tmp_path / "export", processors=[load_tokenizer(model)])
+    options = ["--max-new-tokens", "3", "--device", "cpu"]
+    assert main(["generate", str(tmp_path / "export"), "--prompt", "hi", *options]) == 0
+    chat = capsys.readouterr().out
+    assert main(["generate", str(tmp_path / "export"), "--prompt", "u:hi<eos>a:", "--raw", *options]) == 0
+    assert capsys.readouterr().out == chat
+    assert main(["generate", str(model / "none"), "--prompt", "x"]) == 2
+    assert main(["generate", str(model), "--prompt", "x"]) == 2
+    assert "is not a checkpoint that can generate" in capsys.readouterr().err

@@ -1,0 +1,310 @@
+"""Which tokens of conversations are trained, token by token."""
+
+import itertools
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from opslot._base.errors import DataError
+from opslot.data import IGNORE_INDEX, PackedDataset, collate, evaluation_batches, open_corpus
+from opslot.data.chat import ChatEncoder, load_chat_template
+from opslot.data.packing import make_sample
+
+CHATML = (
+    "{% if tools %}<|im_start|>tools {{ tools | map(attribute='name') | join(',') }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Removes the reasoning of every turn but the last, as Qwen3's template does.
+REASONING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{% endfor %}"
+)
+
+TALK = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello ü"},
+    {"role": "user", "content": "2+2"},
+    {"role": "assistant", "content": "4"},
+]
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer():
+    """A byte-level BPE with merges, so that tokens could cross the boundaries of turns."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    core.train_from_iterator(["assistant\nhello hello\n user\nhi there 2+2 is 4\n\n"] * 20, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+
+
+def encoder_of(tokenizer, template, max_seq_len=512, **options):
+    tokenizer.chat_template = template
+    return ChatEncoder(tokenizer, max_seq_len, **options)
+
+
+def encode(encoder, tmp_path, records, name="a.jsonl"):
+    """Documents, problems and counts of records, in a file each time."""
+    file = tmp_path / name
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    corpus = open_corpus([file], encoder.tokenizer, encoder=encoder, cache_dir=str(tmp_path / "cache"))
+    shard = corpus.shard(0)
+    return [shard.tokens(number) for number in range(len(shard.lengths))], corpus.sample_counts()
+
+
+def trained_parts(tokenizer, tokens):
+    """Texts of the runs of trained tokens."""
+    parts, run = [], []
+    for token, label in zip(tokens["token"].tolist(), tokens["label"].tolist(), strict=True):
+        assert label in (token, IGNORE_INDEX)
+        if label == IGNORE_INDEX:
+            parts, run = [*parts, *([run] if run else [])], []
+        else:
+            run = [*run, token]
+    return [tokenizer.decode(ids) for ids in [*parts, *([run] if run else [])]]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prefixes", "generation"])
+@pytest.mark.parametrize(
+    ("train_on", "expected"),
+    [("assistant", ["hello ü<|im_end|>", "4<|im_end|>"]), ("last", ["4<|im_end|>"])],
+)
+def test_assistant_turns_are_trained(chat_tokenizer, tmp_path, template, train_on, expected):
+    encoder = encoder_of(chat_tokenizer, template, train_on=train_on)
+    (tokens,), counts = encode(encoder, tmp_path, [{"messages": TALK}])
+    assert tokens["token"].tolist() == chat_tokenizer.apply_chat_template(TALK, return_dict=False)
+    assert trained_parts(chat_tokenizer, tokens) == expected
+    assert not counts
+
+
+def test_all_tokens_are_trained(chat_tokenizer, tmp_path):
+    (tokens,), _ = encode(encoder_of(chat_tokenizer, CHATML, train_on="all"), tmp_path, [{"messages": TALK}])
+    assert (tokens["token"] == tokens["label"]).all()
+
+
+def test_generation_marks_give_the_mask_of_transformers(chat_tokenizer, tmp_path):
+    (tokens,), _ = encode(encoder_of(chat_tokenizer, MARKED), tmp_path, [{"messages": TALK}])
+    theirs = chat_tokenizer.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
+    assert tokens["token"].tolist() == theirs["input_ids"]
+    assert (tokens["label"] != IGNORE_INDEX).astype(int).tolist() == theirs["assistant_masks"]
+
+
+def test_both_ways_to_find_the_trained_tokens_agree(chat_tokenizer, tmp_path):
+    (first,), _ = encode(encoder_of(chat_tokenizer, CHATML), tmp_path, [{"messages": TALK}])
+    (second,), _ = encode(encoder_of(chat_tokenizer, MARKED), tmp_path, [{"messages": TALK}])
+    assert np.array_equal(first, second)
+
+
+def test_prompt_and_trained_tokens_are_those_of_inference(chat_tokenizer, tmp_path):
+    """The untrained tokens before a turn are what generate() receives."""
+    (tokens,), _ = encode(encoder_of(chat_tokenizer, CHATML), tmp_path, [{"messages": TALK}])
+    for turn in (2, 4):
+        prompt = chat_tokenizer.apply_chat_template(TALK[:turn], add_generation_prompt=True, return_dict=False)
+        assert tokens["token"][: len(prompt)].tolist() == prompt
+        assert tokens["label"][len(prompt) - 1] == IGNORE_INDEX
+        assert tokens["label"][len(prompt)] == tokens["token"][len(prompt)]
+
+
+def test_template_that_rewrites_earlier_turns_gives_several_samples(chat_tokenizer, tmp_path):
+    talk = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "<think>greet</think>hello"},
+        {"role": "user", "content": "2+2"},
+        {"role": "assistant", "content": "<think>add</think>4"},
+    ]
+    samples, _ = encode(encoder_of(chat_tokenizer, REASONING), tmp_path, [{"messages": talk}])
+    assert [trained_parts(chat_tokenizer, tokens) for tokens in samples] == [
+        ["<think>greet</think>hello<|im_end|>"],
+        ["<think>add</think>4<|im_end|>"],
+    ]
+    context = chat_tokenizer.decode(samples[1]["token"])
+    assert "greet" not in context
+    assert "assistant\nhello<|im_end|>" in context
+
+
+def test_tools_and_tool_turns(chat_tokenizer, tmp_path):
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}
+    talk = [
+        {"role": "user", "content": "2+2"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "4"},
+    ]
+    tools = [{"type": "function", "name": "add"}]
+    for written in (tools, json.dumps(tools)):
+        record = {"messages": talk, "tools": written}
+        (tokens,), _ = encode(encoder_of(chat_tokenizer, CHATML), tmp_path, [record])
+        assert chat_tokenizer.decode(tokens["token"]).startswith("<|im_start|>tools add<|im_end|>")
+        assert trained_parts(chat_tokenizer, tokens) == [
+            '<call>add {"a": 2, "b": 2}</call><|im_end|>',
+            "4<|im_end|>",
+        ]
+
+
+def test_forms_of_chat_data_are_equal(chat_tokenizer, tmp_path):
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    sharegpt = [{"from": names[m["role"]], "value": m["content"]} for m in TALK]
+    records = [
+        {"messages": TALK},
+        {"conversations": sharegpt},
+        {"conversations": TALK},
+        {"conversations": sharegpt[1:], "system": "be brief"},
+    ]
+    encoder = encoder_of(chat_tokenizer, CHATML)
+    found = [encode(encoder, tmp_path, [record])[0][0] for record in records]
+    assert all(np.array_equal(tokens, found[0]) for tokens in found)
+
+
+def test_prompt_and_completion(chat_tokenizer, tmp_path):
+    encoder = encoder_of(chat_tokenizer, CHATML)
+    (texts,), _ = encode(encoder, tmp_path, [{"prompt": "hi", "completion": "hello"}])
+    assert trained_parts(chat_tokenizer, texts) == ["hello<|im_end|>"]
+    (messages,), _ = encode(encoder, tmp_path, [{"prompt": TALK[:4], "completion": TALK[4:]}])
+    assert trained_parts(chat_tokenizer, messages) == ["4<|im_end|>"]
+    plain = encoder_of(chat_tokenizer, None)
+    (joined,), _ = encode(plain, tmp_path, [{"prompt": "hi", "completion": " there"}])
+    assert chat_tokenizer.decode(joined["token"]) == "hi there<|im_end|>"
+    assert trained_parts(chat_tokenizer, joined) == [" there<|im_end|>"]
+
+
+def test_arrow_structures_with_missing_fields(chat_tokenizer, tmp_path):
+    """Parquet gives every message all fields of the column, as nulls."""
+    rows = [[{**m, "tool_calls": None} for m in TALK]]
+    kind = pa.list_(pa.struct({"role": pa.string(), "content": pa.string(), "tool_calls": pa.list_(pa.string())}))
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"messages": pa.array(rows, kind), "id": ["x"]}), file)
+    encoder = encoder_of(chat_tokenizer, CHATML)
+    corpus = open_corpus([file], chat_tokenizer, encoder=encoder, cache_dir=str(tmp_path / "cache"))
+    assert np.array_equal(corpus.shard(0).tokens(0), encode(encoder, tmp_path, [{"messages": TALK}])[0][0])
+
+
+GOOD = {"messages": TALK}
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "message"),
+    [
+        (
+            CHATML,
+            {"messages": [TALK[1], {"role": "assistant", "content": " "}]},
+            "messages[1]: the assistant's turn is empty",
+        ),
+        (CHATML, {"messages": []}, "messages must be a list of messages, found a list"),
+        (CHATML, {"messages": [{"content": "x"}]}, "messages[0] has no role"),
+        (CHATML, {"messages": [3]}, "messages[0] must be an object with role and content"),
+        (CHATML, {"conversations": TALK}, "no messages, which the file's first record has; it has conversations"),
+        (CHATML, {"messages": [{"from": "robot", "value": "x"}]}, "unknown speaker 'robot'"),
+        (CHATML, {"messages": [TALK[1], {**TALK[2], "content": "x" * 600}]}, "more than data.max_seq_len=512"),
+        (CHATML, {"messages": [TALK[1], {**TALK[2], "content": "\ud83d"}]}, "half of a surrogate pair"),
+        (STRICT, {"messages": TALK}, "the chat template rejects it: no system role (roles: system, user"),
+    ],
+)
+def test_bad_samples(chat_tokenizer, tmp_path, template, record, message):
+    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    if template == STRICT:
+        template += CHATML
+    with pytest.raises(DataError) as caught:
+        encode(encoder_of(chat_tokenizer, template), tmp_path, [good, record])
+    assert f"{tmp_path / 'a.jsonl'}, line 2: " in str(caught.value)
+    assert message in str(caught.value)
+    skipping = encoder_of(chat_tokenizer, template, bad_samples="skip", long_samples="skip")
+    kept, counts = encode(skipping, tmp_path, [good, record])
+    assert len(kept) == 1
+    assert sum(counts.values()) == 1
+
+
+def test_long_samples_are_truncated_at_the_end(chat_tokenizer, tmp_path):
+    whole = encode(encoder_of(chat_tokenizer, CHATML), tmp_path, [GOOD])[0][0]
+    encoder = encoder_of(chat_tokenizer, CHATML, max_seq_len=len(whole) - 3, long_samples="truncate")
+    (tokens,), counts = encode(encoder, tmp_path, [GOOD])
+    assert np.array_equal(tokens, whole[:-3])
+    assert counts == {"truncated": 1}
+
+
+def test_samples_without_a_trained_token_are_counted(chat_tokenizer, tmp_path):
+    samples, counts = encode(encoder_of(chat_tokenizer, CHATML), tmp_path, [{"messages": TALK[:2]}, GOOD])
+    assert len(samples) == 1
+    assert counts == {"without a trained token": 1}
+    with pytest.raises(DataError, match="1 samples without a trained token"):
+        encode(encoder_of(chat_tokenizer, CHATML), tmp_path, [{"messages": TALK[:2]}])
+
+
+def test_unknown_columns_are_named(chat_tokenizer, tmp_path):
+    with pytest.raises(
+        DataError, match="it has question, answer, and task sft needs messages, conversations, or prompt"
+    ):
+        encode(encoder_of(chat_tokenizer, CHATML), tmp_path, [{"question": "x", "answer": "y"}])
+
+
+def test_missing_chat_template_raises(chat_tokenizer, tmp_path):
+    with pytest.raises(DataError, match="messages needs a chat template"):
+        encode(encoder_of(chat_tokenizer, None), tmp_path, [GOOD])
+
+
+def test_chat_template_file(chat_tokenizer, tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text(MARKED)
+    load_chat_template(chat_tokenizer, str(file))
+    assert chat_tokenizer.chat_template == MARKED
+    file.write_text("{% for %}")
+    with pytest.raises(DataError, match="is not a Jinja template"):
+        load_chat_template(chat_tokenizer, str(file))
+
+
+def test_packed_labels_equal_padded_ones(chat_tokenizer, tmp_path):
+    """The same documents, labels and positions, with every document's first token untrained."""
+    records = [{"messages": [*TALK[:4], {"role": "assistant", "content": "x" * n}]} for n in range(1, 8)]
+    encoder = encoder_of(chat_tokenizer, CHATML, max_seq_len=128)
+    encode(encoder, tmp_path, records)
+    corpus = open_corpus([tmp_path / "a.jsonl"], chat_tokenizer, encoder=encoder, cache_dir=str(tmp_path / "cache"))
+    dataset = PackedDataset(corpus, 128, packing=False, shuffle=False)
+    packed = list(evaluation_batches(dataset, 1, 256))
+    assert 1 < len(packed) < len(records)
+    documents = []
+    for batch in packed:
+        offsets = batch["cu_seq_lens_q"].tolist()
+        for start, stop in itertools.pairwise(offsets):
+            documents.append((batch["input_ids"][0, start:stop], batch["labels"][0, start:stop]))
+            assert batch["position_ids"][0, start:stop].tolist() == list(range(stop - start))
+    padded = [
+        sample
+        for batch in evaluation_batches(dataset, 2)
+        for sample in zip(batch["input_ids"], batch["labels"], strict=True)
+    ]
+    assert len(documents) == len(padded) == len(records)
+    for (tokens, labels), (padded_tokens, padded_labels) in zip(documents, padded, strict=True):
+        assert tokens.tolist() == padded_tokens[: len(tokens)].tolist()
+        assert labels.tolist() == padded_labels[: len(tokens)].tolist()
+        assert (padded_labels[len(tokens) :] == IGNORE_INDEX).all()
+
+
+def test_labels_are_ignored_at_document_starts(chat_tokenizer, tmp_path):
+    (tokens,), _ = encode(encoder_of(chat_tokenizer, CHATML, train_on="all"), tmp_path, [GOOD])
+    batch = collate([make_sample([tokens, tokens], 2 * len(tokens) + 1, 0)])
+    ignored = [0, len(tokens), 2 * len(tokens)]
+    assert (batch["labels"][0] == IGNORE_INDEX).nonzero().flatten().tolist() == ignored

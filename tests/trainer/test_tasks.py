@@ -1,0 +1,330 @@
+"""Tasks other than pretraining, mixtures, and what evaluations do, in full runs of `opslot train`."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from opslot.trainer import load_config
+from opslot.trainer.callbacks import read_metrics
+from opslot.trainer.main import _trainer_class
+from opslot.trainer.parse import to_yaml
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+    "eos_token_id": 0,
+}
+
+
+@pytest.fixture
+def chat_settings(settings, tmp_path, tokenizer):
+    """Settings of task sft on 24 short conversations; the tokenizer has a chat template."""
+    model = tmp_path / "chat_model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(QWEN3))
+    tokenizer.save_pretrained(model)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    file = tmp_path / "chat.jsonl"
+    with file.open("w") as lines:
+        for i in range(24):
+            talk = [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"<{i}>" + "!" * (i % 5)}]
+            lines.write(json.dumps({"messages": talk}) + "\n")
+    settings["task"] = "sft"
+    settings["model"] = {"config_path": str(model)}
+    settings["data"] |= {"train_path": str(file), "max_seq_len": 64}
+    return settings
+
+
+def trainer_of(settings, tmp_path, **overrides):
+    import yaml
+
+    file = tmp_path / "trainer.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    arguments = [text for name, value in overrides.items() for text in (f"--{name}", json.dumps(value))]
+    config = load_config([str(file), "--train.logging.progress", "off", *arguments])
+    return _trainer_class(config.task)(config)
+
+
+def test_chat_run_and_its_export(chat_settings, train, tmp_path):
+    chat_settings["train"] |= {"max_steps": 12, "eval_steps": 6, "save_steps": 6}
+    chat_settings["evaluation"] = {"prompts": ["3?"], "max_new_tokens": 4}
+    code, out, err = train()
+    assert (code, err) == (0, "")
+    assert "tokens in 24 samples" in out
+    assert "of them trained" in out
+    records = read_metrics(tmp_path / "out")
+    assert records[-1]["eval_perplexity"] == pytest.approx(torch.tensor(records[-1]["eval_loss"]).exp().item())
+    samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert [(sample["step"], sample["prompt"]) for sample in samples] == [(6, "3?"), (12, "3?")]
+    assert AutoTokenizer.from_pretrained(tmp_path / "out" / "hf").chat_template == TEMPLATE
+    assert f'AutoModelForCausalLM.from_pretrained("{tmp_path}/out/hf")' in out
+
+
+def test_resumed_chat_run_equals_an_uninterrupted_one(chat_settings, train, tmp_path):
+    chat_settings["train"] |= {"max_steps": 8, "save_steps": 4, "save_total_limit": None}
+    assert train()[0] == 0
+    straight = [record["loss"] for record in read_metrics(tmp_path / "out")]
+    first = tmp_path / "out" / "checkpoints" / "step_00000004"
+    code, _, err = train("--train.resume_from", str(first), "--train.output_dir", str(tmp_path / "again"))
+    assert (code, err) == (0, "")
+    assert [record["loss"] for record in read_metrics(tmp_path / "again")] == straight[4:]
+
+
+def test_packed_loss_equals_unpacked_loss(chat_settings, tmp_path):
+    """All conversations, packed and padded: the same loss and gradients."""
+    chat_settings["data"]["eval_path"] = chat_settings["data"]["train_path"]
+    chat_settings["train"] |= {"max_steps": 1, "eval_steps": 1, "micro_batch_size": 2}
+    found = []
+    for packing in (True, False):
+        trainer = trainer_of(chat_settings, tmp_path, **{"data.packing": packing})
+        micro_batches = [batch for batch, _ in trainer.evaluated_batches()]
+        assert all(("cu_seq_lens_q" in batch) == packing for batch in micro_batches)
+        targets = sum(trainer.count_targets(batch) for batch in micro_batches)
+        loss, _, _ = trainer._forward_backward(micro_batches, targets)
+        found.append((targets, loss, trainer.model.model.layers[0].mlp.down_proj.weight.grad.clone()))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)
+    torch.testing.assert_close(found[0][2], found[1][2], rtol=1e-4, atol=1e-6)
+
+
+def test_loss_is_that_of_transformers(chat_settings, tmp_path):
+    """The evaluation's loss from the masks of this test's own template arithmetic."""
+    chat_settings["train"] |= {"max_steps": 1, "eval_steps": 1}
+    chat_settings["data"]["eval_path"] = chat_settings["data"]["train_path"]
+    trainer = trainer_of(chat_settings, tmp_path)
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.export(tmp_path / "export")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    tokenizer = trainer.tokenizer
+    total = count = 0
+    for line in Path(chat_settings["data"]["train_path"]).read_text().splitlines():
+        user, assistant = json.loads(line)["messages"]
+        prompt = tokenizer(f"u:{user['content']}<eos>a:")["input_ids"]
+        answer = tokenizer(f"{assistant['content']}<eos>")["input_ids"]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+        total -= sum(logits[len(prompt) - 1 + i, token].item() for i, token in enumerate(answer))
+        count += len(answer)
+    assert loss == pytest.approx(total / count, rel=1e-5)
+
+
+def test_early_stopping_keeps_the_best_model(chat_settings, train, tmp_path, monkeypatch):
+    from opslot.trainer.text import TextTrainer
+
+    losses = iter([3.0, 2.0, 2.5, 2.2, 1.0])
+    monkeypatch.setattr(TextTrainer, "evaluate", lambda self: {"eval_loss": next(losses)})
+    chat_settings["train"] |= {"max_steps": 10, "eval_steps": 1}
+    chat_settings["evaluation"] = {"early_stopping_patience": 2}
+    code, out, err = train()
+    assert (code, err) == (0, "")
+    assert "stopping early: eval_loss has not improved in 2 evaluations; the best was 2.0000 at step 2" in out
+    assert [record["step"] for record in read_metrics(tmp_path / "out")] == [1, 2, 3, 4]
+    assert f"the best model (step 2) is in {tmp_path}/out/hf_best" in out
+    best, last = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out" / name).state_dict() for name in ("hf_best", "hf")
+    )
+    assert not torch.equal(best["model.norm.weight"], last["model.norm.weight"])
+    code, out, _ = train("--train.resume_from", "latest")
+    assert code == 0
+    assert "nothing left to train" in out
+
+
+def test_mixture_is_drawn_by_weight_and_resumes_exactly(settings, train, tmp_path):
+    for name, letter in (("a", "a"), ("b", "b")):
+        lines = [json.dumps({"text": letter * 31}) for _ in range(50)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    settings["data"].pop("train_path")
+    settings["data"]["train"] = [
+        {"path": str(tmp_path / "a.jsonl"), "weight": 3},
+        {"path": str(tmp_path / "b.jsonl"), "weight": 1},
+    ]
+    settings["train"] |= {"max_steps": 6, "save_steps": 3, "save_total_limit": None}
+    trainer = trainer_of(settings, tmp_path)
+    letters = [int(trainer.train_set[number]["input_ids"][0]) for number in range(400)]
+    share = letters.count(max(set(letters), key=letters.count)) / len(letters)
+    assert 0.68 < share < 0.82
+    assert train()[0] == 0
+    straight = [record["loss"] for record in read_metrics(tmp_path / "out")]
+    checkpoint = str(tmp_path / "out" / "checkpoints" / "step_00000003")
+    assert train("--train.resume_from", checkpoint, "--train.output_dir", str(tmp_path / "again"))[0] == 0
+    assert [record["loss"] for record in read_metrics(tmp_path / "again")] == straight[3:]
+    settings["data"]["train"][0]["weight"] = 2
+    code, _, err = train("--train.resume_from", checkpoint, "--train.output_dir", str(tmp_path / "other"))
+    assert code == 2
+    assert "weight 0.75 -> " in err
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([], "data.train is empty"),
+        ([{"weight": 1}], "data.train[0]: no path"),
+        ([{"path": "a.txt", "wieght": 1}], "data.train[0]: unknown fields wieght"),
+        ([{"path": "{here}", "weight": 0}], "data.train[0]: weight must be a number above 0, found 0"),
+        ([{"path": "{here}", "weight": 1}] * 2, "twice; add their weights"),
+    ],
+)
+def test_bad_mixtures(settings, train, tmp_path, entries, message):
+    (tmp_path / "a.txt").write_text("text")
+    here = str(tmp_path / "a.txt")
+    settings["data"].pop("train_path")
+    settings["data"]["train"] = [
+        {**entry, **({"path": here} if "{" in entry.get("path", "") else {})} for entry in entries
+    ]
+    code, _, err = train()
+    assert code == 2
+    assert message in err
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["texts", "words"])
+def test_classification(chat_settings, train, tmp_path, per_token):
+    file = tmp_path / "labels.jsonl"
+    with file.open("w") as lines:
+        for i in range(40):
+            word, label = [("aaa", "first"), ("bbb", "second")][i % 2]
+            record = (
+                {"tokens": [word, "x"], "labels": [label, "other"]} if per_token else {"text": word, "label": label}
+            )
+            lines.write(json.dumps(record) + "\n")
+    chat_settings["task"] = "classification"
+    chat_settings["data"]["train_path"] = str(file)
+    chat_settings["train"] |= {"max_steps": 30, "eval_steps": 30, "lr": 1e-2}
+    chat_settings["evaluation"] = {"best_metric": "f1", "save_best": True}
+    code, _, err = train()
+    assert (code, err) == (0, "")
+    last = read_metrics(tmp_path / "out")[-1]
+    assert last["eval_accuracy"] == last["eval_f1"] == 1.0
+    config = json.loads((tmp_path / "out" / "hf" / "config.json").read_text())
+    names = ["first", "other", "second"] if per_token else ["first", "second"]
+    assert config["id2label"] == {str(i): name for i, name in enumerate(names)}
+    assert config["architectures"] == [f"Qwen3For{'Token' if per_token else 'Sequence'}Classification"]
+    assert (tmp_path / "out" / "hf_best" / "model.safetensors").is_file()
+    if not per_token:
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "hf").eval()
+        inputs = AutoTokenizer.from_pretrained(tmp_path / "out" / "hf")("bbb", return_tensors="pt")
+        predicted = model(input_ids=inputs["input_ids"]).logits.argmax(-1).item()
+        assert model.config.id2label[predicted] == "second"
+
+
+def test_classifier_from_a_language_model(chat_settings, train, tmp_path):
+    chat_settings["train"]["max_steps"] = 1
+    assert train()[0] == 0
+    (tmp_path / "labels.jsonl").write_text('{"text": "a", "label": 0}\n{"text": "b", "label": 2}\n')
+    chat_settings["task"] = "classification"
+    chat_settings["model"] = {"model_path": str(tmp_path / "out" / "hf")}
+    chat_settings["data"]["train_path"] = str(tmp_path / "labels.jsonl")
+    chat_settings["train"]["output_dir"] = str(tmp_path / "classifier")
+    code, _, err = train()
+    assert (code, err) == (0, "")
+    config = json.loads((tmp_path / "classifier" / "hf" / "config.json").read_text())
+    assert list(config["id2label"].values()) == ["LABEL_0", "LABEL_1", "LABEL_2"]
+
+
+def test_bad_labels_are_located(chat_settings, train, tmp_path):
+    file = tmp_path / "labels.jsonl"
+    file.write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n{"text": "c"}\n')
+    chat_settings["task"] = "classification"
+    chat_settings["data"] |= {"train_path": str(file), "label_names": ["x", "z"]}
+    code, _, err = train()
+    assert code == 2
+    assert f"{file}, line 2: label is 'y', which is not one of the 2 labels (x, z)" in err
+    assert f"{file}, line 3: no label; it has text" in err
+
+
+def save_to_disk(folder, rows, features=None):
+    """Write what `datasets.Dataset.save_to_disk` writes."""
+    folder.mkdir(parents=True)
+    table = pa.table(rows)
+    if features:
+        info = {"info": {"features": features}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps(info)})
+    half = len(table) // 2
+    for number, part in enumerate((table[:half], table[half:])):
+        with pa.ipc.new_stream(str(folder / f"data-{number:05d}-of-00002.arrow"), table.schema) as stream:
+            stream.write_table(part, max_chunksize=3)
+    files = [{"filename": f"data-{number:05d}-of-00002.arrow"} for number in range(2)]
+    (folder / "state.json").write_text(json.dumps({"_data_files": files, "_split": None}))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def test_saved_datasets_and_their_splits(chat_settings, train, tmp_path):
+    features = {"text": {"_type": "Value"}, "label": {"names": ["bad", "good"], "_type": "ClassLabel"}}
+    for split, count in (("train", 20), ("validation", 6)):
+        rows = {"text": ["abc"[i % 2] * 3 for i in range(count)], "label": [i % 2 for i in range(count)]}
+        save_to_disk(tmp_path / "saved" / split, rows, features)
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
+    chat_settings["task"] = "classification"
+    chat_settings["data"] |= {"train_path": str(tmp_path / "saved"), "eval_path": str(tmp_path / "saved")}
+    chat_settings["train"] |= {"max_steps": 2, "eval_steps": 2}
+    code, out, err = train()
+    assert (code, err) == (0, "")
+    assert "20 samples" in out
+    config = json.loads((tmp_path / "out" / "hf" / "config.json").read_text())
+    assert config["id2label"] == {"0": "bad", "1": "good"}
+
+
+def test_settings_that_the_task_cannot_use(chat_settings, train):
+    chat_settings["data"] |= {"split_special_tokens": True, "chat_template": "missing.jinja"}
+    chat_settings["evaluation"] = {"best_metric": "f1", "prompts": ["x"], "early_stopping_patience": 0}
+    code, _, err = train()
+    assert code == 2
+    for line in (
+        "data.split_special_tokens is for task pretrain, and task is sft",
+        "data.chat_template: no such file: missing.jinja",
+        "evaluation.best_metric=f1 is for task classification",
+        "evaluation.prompts needs train.eval_steps",
+        "evaluation.early_stopping_patience=0 must be at least 1",
+    ):
+        assert line in err
+
+
+def test_run_without_a_yaml(chat_settings, tmp_path, capsys):
+    from opslot.trainer import cli_train
+
+    arguments = ["--task", "sft", "--train.logging.tensorboard", "false", "--train.max_steps", "1"]
+    arguments += ["--model.config_path", chat_settings["model"]["config_path"], "--data.max_seq_len", "64"]
+    arguments += ["--data.train_path", chat_settings["data"]["train_path"], "--train.output_dir", str(tmp_path / "cli")]
+    assert cli_train([*arguments, "--data.cache_dir", str(tmp_path / "cache")]) == 0
+    assert "load it with: AutoModelForCausalLM" in capsys.readouterr().out
+    config = load_config(tmp_path / "cli" / "config.yaml")
+    assert config.task == "sft"
+    assert load_config(["--task", "sft"]).task == "sft"
+    assert "task: sft" in to_yaml(config)
+
+
+def test_compressed_chat_data(chat_settings, train, tmp_path):
+    text = Path(chat_settings["data"]["train_path"]).read_bytes()
+    packed = tmp_path / "chat.jsonl.gz"
+    packed.write_bytes(gzip.compress(text))
+    chat_settings["data"]["train_path"] = str(packed)
+    chat_settings["train"]["max_steps"] = 1
+    code, out, err = train()
+    assert (code, err) == (0, "")
+    assert "tokens in 24 samples" in out
+
+
+def test_settings_of_another_task_are_warned_about(settings, train):
+    settings["data"] |= {"train_on": "last", "label_names": ["a"]}
+    settings["train"]["max_steps"] = 1
+    code, out, _ = train()
+    assert code == 0
+    assert "warning: data.train_on has no effect on task pretrain; it is for task sft" in out
+    assert "warning: data.label_names has no effect on task pretrain; it is for task classification" in out
