@@ -67,7 +67,7 @@ def _forward(
             final.copy_(initial_state) if initial_state is not None else final.zero_()
         return
     call = prepare(query, key, value, g, beta, cu_seqlens, normalize)
-    write_output(call, recur(call, initial_state, final), out)
+    write_output(call, initial_state, out, final)
 
 
 def _allocate_gradients(dout: Tensor | None, dfinal: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
@@ -106,7 +106,7 @@ def _backward(
         return
     dout = torch.zeros_like(value) if dout is None else dout
     call = prepare(query, key, value, g, beta, cu_seqlens, normalize)
-    write_gradients(call, recur(call, initial_state), dout, dfinal, tuple(grads), dinitial, normalize)  # type: ignore[arg-type]
+    write_gradients(call, recur(call, initial_state), dout, dfinal, tuple(grads), dinitial)  # type: ignore[arg-type]
 
 
 _gated_delta_rule = differentiable_op(

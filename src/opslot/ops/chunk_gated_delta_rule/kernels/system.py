@@ -1,12 +1,14 @@
-"""Each chunk's triangular system, before any state arrives.
+"""What each chunk needs before any state arrives: its triangular system and its scores.
 
 Per chunk of 64 tokens and value head, with G the cumulated log decay of the chunk's tokens, L_ij = exp(G_i - G_j) for
-i >= j and b the writing rates (the WY form of arXiv 2406.06484):
+i >= j, b the writing rates, and q, k normalized if requested:
 
-    A_ij = b_i (k_i . k_j) L_ij below the diagonal,  M = (I + A)^-1
-    reads = M (b exp(G) k),  writes = M (b v)
+    A_ij = (k_i . k_j) L_ij b_j below the diagonal,  N = (I + A)^-1
+    W_ij = scale (q_i . k_j) L_ij b_j
 
-No exponent is positive, since log decays are <= 0.
+and per token, with r its norm's reciprocal (1 without normalization), the scales of the rows of k and q, which the
+other kernels read as they are: exp(G) r of a key that is read with, b exp(G_last - G) r of one that is written with,
+scale exp(G) r of a query. No exponent is positive, since log decays are <= 0.
 """
 
 from __future__ import annotations
@@ -22,52 +24,98 @@ from opslot._base.jit import dot, downcast
 from opslot.ops._common.triton import KernelLauncher
 from opslot.ops.chunk_gated_delta_rule.kernels.call import Call, strides
 from opslot.ops.chunk_gated_delta_rule.kernels.chunks import CHUNK
-from opslot.ops.chunk_gated_delta_rule.kernels.tiles import (
-    COLUMN_STAGES,
-    load_plane,
-    load_scalars,
-    load_tokens,
-    store_plane,
-)
+from opslot.ops.chunk_gated_delta_rule.kernels.tiles import dot_fp32, load_scalars, load_tokens
+
+# Rows of the scales of a chunk, [SCALES, CHUNK].
+CUMULATED, READ, WRITE, QUERY = (tl.constexpr(n) for n in range(4))
+SCALES = tl.constexpr(4)
 
 
 @triton.jit
-def _unit_inverses(b0, b1, b2, b3, SIZE: tl.constexpr):
-    """(I + b)^-1 of four strictly lower [SIZE, SIZE] blocks, by forward substitution."""
-    i = tl.arange(0, SIZE)
-    below = tl.join(tl.join(b0, b1), tl.join(b2, b3))
-    rows = i[:, None, None, None]
-    columns = i[None, :, None, None]
-    inverse = tl.where(rows == columns, 1.0, tl.zeros_like(below))
-    for j in range(SIZE - 1):
-        column = tl.sum(tl.where(columns == j, below, 0.0), 1, keep_dims=True)
-        row = tl.sum(tl.where(rows == j, inverse, 0.0), 0, keep_dims=True)
-        inverse -= column * row
-    first, second = tl.split(inverse)
-    i0, i1 = tl.split(first)
-    i2, i3 = tl.split(second)
-    return i0, i1, i2, i3
+def unit_inverse(below, SIZE: tl.constexpr):
+    """(I + below)^-1 of a strictly lower [SIZE, SIZE] block: inverses of diagonal blocks, twice as large each time."""
+    i = tl.arange(0, SIZE)[:, None]
+    j = tl.arange(0, SIZE)[None, :]
+    inverse = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -below, 0.0))
+    zeros = tl.zeros((SIZE, SIZE), dtype=tl.float32)
+    for level in tl.static_range(1, 4):
+        half: tl.constexpr = 2**level
+        if half < SIZE:
+            corner = tl.where((i // (2 * half) == j // (2 * half)) & (i // half != j // half), below, 0.0)
+            inverse -= dot_fp32(inverse, dot_fp32(corner, inverse, zeros), zeros)
+    return inverse
 
 
 @triton.jit
 @no_type_check  # Tuples grow in its unrolled loops.
-def solve_kernel(
+def row_blocks(ptr, start, length, head, token_stride, head_stride, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A chunk's rows in four blocks."""
+    blocks = ()
+    for r in tl.static_range(4):
+        x = load_tokens(ptr, start + r * BLOCK, length - r * BLOCK, head, token_stride, head_stride, column, WIDTH, BLOCK)
+        blocks = blocks + (x,)  # noqa: RUF005
+    return blocks
+
+
+@triton.jit
+@no_type_check
+def lower_dots(a, b, acc):
+    """acc + a b^T for the blocks (r, c) of the lower triangle, at r (r + 1) / 2 + c."""
+    dots = ()
+    for r in tl.static_range(4):
+        for c in tl.static_range(r + 1):
+            dots = dots + (dot(a[r], tl.trans(b[c]), acc[r * (r + 1) // 2 + c]),)  # noqa: RUF005
+    return dots
+
+
+@triton.jit
+@no_type_check
+def add_squares(sums, blocks):
+    added = ()
+    for r in tl.static_range(4):
+        x = blocks[r].to(tl.float32)
+        added = added + (sums[r] + tl.sum(x * x, 1),)  # noqa: RUF005
+    return added
+
+
+@triton.jit
+def store_blocks(ptr, blocks, program, BLOCK: tl.constexpr):
+    """The lower triangle's blocks, and zeros above, into a plane of [planes, 4 BLOCK, 4 BLOCK]."""
+    i = tl.arange(0, BLOCK)
+    base = ptr + program.to(tl.int64) * (16 * BLOCK * BLOCK) + i[:, None] * (4 * BLOCK) + i[None, :]
+    for r in tl.static_range(4):
+        for c in tl.static_range(4):
+            block = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+            if c <= r:
+                block = blocks[r * (r + 1) // 2 + c]
+            tl.store(base + r * BLOCK * 4 * BLOCK + c * BLOCK, downcast(block, ptr.dtype.element_ty))
+
+
+@triton.jit
+@no_type_check
+def system_kernel(
+    q_ptr,
     k_ptr,
     g_ptr,
     beta_ptr,
     start_ptr,
     length_ptr,
-    cumulated_ptr,
+    scales_ptr,
     inverse_ptr,
+    within_ptr,
+    q_token,
+    q_head,
     k_token,
     k_head,
+    scale,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
+    NORM: tl.constexpr,
     BK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """G [chunks * V_heads, CHUNK] and M [chunks * V_heads, CHUNK, CHUNK], in four by four blocks."""
+    """Scales [chunks * V_heads, SCALES, CHUNK], N and W [chunks * V_heads, CHUNK, CHUNK], in four by four blocks."""
     BLOCK: tl.constexpr = CHUNK // 4
     program = tl.program_id(0)
     start = tl.load(start_ptr + program // HEADS)
@@ -75,130 +123,82 @@ def solve_kernel(
     if length > 0:
         head = program % HEADS
         i = tl.arange(0, BLOCK)
-        cumulated = ()
-        passed = tl.sum(tl.zeros((BLOCK,), dtype=tl.float32))
-        for r in tl.static_range(4):
-            g = load_scalars(g_ptr, start + r * BLOCK, length - r * BLOCK, head, HEADS, BLOCK)
-            total = passed + tl.cumsum(g, 0)
-            passed += tl.sum(g)
-            tl.store(cumulated_ptr + program.to(tl.int64) * CHUNK + r * BLOCK + i, total)
-            cumulated = cumulated + (total,)  # noqa: RUF005
-        # Blocks of the lower triangle, row after row: (r, c) at r (r + 1) / 2 + c.
         zeros = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+        none = tl.zeros((BLOCK,), dtype=tl.float32)
         dots = (zeros,) * 10
+        k_squares = (none,) * 4
         for first in tl.static_range(0, K, BK):
             column = first + tl.arange(0, BK)
-            keys = ()
-            for r in tl.static_range(4):
-                k = load_tokens(
-                    k_ptr, start + r * BLOCK, length - r * BLOCK, head // GROUP, k_token, k_head, column, K, BLOCK
-                )
-                keys = keys + (k,)  # noqa: RUF005
-            added = ()
-            for r in tl.static_range(4):
-                for c in tl.static_range(r + 1):
-                    added = added + (dot(keys[r], tl.trans(keys[c]), dots[r * (r + 1) // 2 + c]),)  # noqa: RUF005
-            dots = added
+            keys = row_blocks(k_ptr, start, length, head // GROUP, k_token, k_head, column, K, BLOCK)
+            dots = lower_dots(keys, keys, dots)
+            k_squares = add_squares(k_squares, keys)
+        cumulated, rates, k_scales = (), (), ()
+        last = tl.sum(none)
+        for r in tl.static_range(4):
+            g = load_scalars(g_ptr, start + r * BLOCK, length - r * BLOCK, head, HEADS, BLOCK)
+            rate = load_scalars(beta_ptr, start + r * BLOCK, length - r * BLOCK, head, HEADS, BLOCK)
+            k_scale = tl.rsqrt(k_squares[r] + 1e-6) if NORM else none + 1.0
+            cumulated = cumulated + (last + tl.cumsum(g, 0),)  # noqa: RUF005
+            rates = rates + (rate * k_scale,)  # noqa: RUF005
+            k_scales = k_scales + (k_scale,)  # noqa: RUF005
+            last += tl.sum(g)
         below = ()
         for r in tl.static_range(4):
-            rate = load_scalars(beta_ptr, start + r * BLOCK, length - r * BLOCK, head, HEADS, BLOCK)
             for c in tl.static_range(r + 1):
                 between = cumulated[r][:, None] - cumulated[c][None, :]
                 if r == c:
                     between = tl.where(i[:, None] > i[None, :], between, float("-inf"))
-                block = rate[:, None] * dots[r * (r + 1) // 2 + c] * tl.exp(between)
+                block = k_scales[r][:, None] * dots[r * (r + 1) // 2 + c] * rates[c][None, :] * tl.exp(between)
                 below = below + (block,)  # noqa: RUF005
-        own = _unit_inverses(below[0], below[2], below[5], below[9], BLOCK)
         solved = ()
         for r in tl.static_range(4):
+            own = unit_inverse(below[r * (r + 1) // 2 + r], BLOCK)
             for c in tl.static_range(r):
                 known = zeros
                 for s in tl.static_range(c, r):
-                    known = dot(below[r * (r + 1) // 2 + s], solved[s * (s + 1) // 2 + c], known)
-                solved = solved + (dot(-own[r], known, zeros),)  # noqa: RUF005
-            solved = solved + (own[r],)  # noqa: RUF005
-        base = inverse_ptr + program.to(tl.int64) * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
-        for r in tl.static_range(4):
-            for c in tl.static_range(4):
-                block = zeros
-                if c <= r:
-                    block = solved[r * (r + 1) // 2 + c]
-                tl.store(base + r * BLOCK * CHUNK + c * BLOCK, downcast(block, inverse_ptr.dtype.element_ty))
+                    known = dot_fp32(below[r * (r + 1) // 2 + s], solved[s * (s + 1) // 2 + c], known)
+                solved = solved + (dot_fp32(-own, known, zeros),)  # noqa: RUF005
+            solved = solved + (own,)  # noqa: RUF005
+        store_blocks(inverse_ptr, solved, program, BLOCK)
 
-
-@triton.jit
-def reads_writes_kernel(
-    k_ptr,
-    v_ptr,
-    beta_ptr,
-    start_ptr,
-    length_ptr,
-    cumulated_ptr,
-    inverse_ptr,
-    reads_ptr,
-    writes_ptr,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """reads [chunks * V_heads, CHUNK, K] and writes [chunks * V_heads, CHUNK, V]."""
-    program = tl.program_id(0)
-    start = tl.load(start_ptr + program // HEADS)
-    length = tl.load(length_ptr + program // HEADS)
-    if length > 0:
-        head = program % HEADS
-        dtype: tl.constexpr = k_ptr.dtype.element_ty
-        i = tl.arange(0, CHUNK)
-        rate = load_scalars(beta_ptr, start, length, head, HEADS, CHUNK)
-        cumulated = tl.load(cumulated_ptr + program.to(tl.int64) * CHUNK + i)
-        inverse = load_plane(inverse_ptr, program, i, CHUNK, CHUNK).to(tl.float32)
-        # The rates scale columns of M instead of rows of k and v.
-        of_v = downcast(inverse * rate[None, :], dtype)
-        of_k = downcast(inverse * (rate * tl.exp(cumulated))[None, :], dtype)
-        for first in tl.range(0, V, BV, num_stages=COLUMN_STAGES):
-            column = first + tl.arange(0, BV)
-            v = load_tokens(v_ptr, start, length, head, v_token, v_head, column, V, CHUNK)
-            writes = dot(of_v, v, tl.zeros((CHUNK, BV), dtype=tl.float32))
-            store_plane(writes_ptr, writes, program, column, V, CHUNK)
-        for first in tl.range(0, K, BK, num_stages=COLUMN_STAGES):
+        dots = (zeros,) * 10
+        q_squares = (none,) * 4
+        for first in tl.static_range(0, K, BK):
             column = first + tl.arange(0, BK)
-            k = load_tokens(k_ptr, start, length, head // GROUP, k_token, k_head, column, K, CHUNK)
-            reads = dot(of_k, k, tl.zeros((CHUNK, BK), dtype=tl.float32))
-            store_plane(reads_ptr, reads, program, column, K, CHUNK)
+            queries = row_blocks(q_ptr, start, length, head // GROUP, q_token, q_head, column, K, BLOCK)
+            keys = row_blocks(k_ptr, start, length, head // GROUP, k_token, k_head, column, K, BLOCK)
+            dots = lower_dots(queries, keys, dots)
+            q_squares = add_squares(q_squares, queries)
+        within = ()
+        for r in tl.static_range(4):
+            q_scale = scale * tl.rsqrt(q_squares[r] + 1e-6) if NORM else none + scale
+            for c in tl.static_range(r + 1):
+                between = cumulated[r][:, None] - cumulated[c][None, :]
+                if r == c:
+                    between = tl.where(i[:, None] >= i[None, :], between, float("-inf"))
+                block = q_scale[:, None] * dots[r * (r + 1) // 2 + c] * rates[c][None, :] * tl.exp(between)
+                within = within + (block,)  # noqa: RUF005
+            offset = program.to(tl.int64) * (SCALES * CHUNK) + r * BLOCK + i
+            tl.store(scales_ptr + offset + CUMULATED * CHUNK, cumulated[r])
+            tl.store(scales_ptr + offset + READ * CHUNK, k_scales[r] * tl.exp(cumulated[r]))
+            tl.store(scales_ptr + offset + WRITE * CHUNK, rates[r] * tl.exp(last - cumulated[r]))
+            tl.store(scales_ptr + offset + QUERY * CHUNK, q_scale * tl.exp(cumulated[r]))
+        store_blocks(within_ptr, within, program, BLOCK)
 
 
-_launch_solve = KernelLauncher(solve_kernel)
-_launch_reads_writes = KernelLauncher(reads_writes_kernel)
+_launch_system = KernelLauncher(system_kernel)
 
 
-def solve(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """G, M, reads and writes of every chunk and value head; G in float32."""
-    plan, table = call.plan, (call.chunks.start, call.chunks.length)
-    cumulated = call.by_chunk(CHUNK, dtype=torch.float32)
-    inverse = call.by_chunk(CHUNK, CHUNK)
-    reads, writes = call.by_chunk(CHUNK, call.key), call.by_chunk(CHUNK, call.value)
-    _launch_solve(
+def solve(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """The scales, N and W of every chunk and value head; the scales in float32."""
+    scales = call.by_chunk(SCALES.value, CHUNK, dtype=torch.float32)
+    inverse, within = (call.by_chunk(CHUNK, CHUNK) for _ in range(2))
+    _launch_system(
         (call.per_chunk, 1, 1),
-        (call.k, call.log_decay, call.rate, *table, cumulated, inverse),
-        strides(call.k),
-        (),
-        (call.heads, call.group, call.key, plan.key_block, CHUNK),
+        (call.q, call.k, call.log_decay, call.rate, call.chunks.start, call.chunks.length, scales, inverse, within),
+        strides(call.q, call.k),
+        (call.scale,),
+        (call.heads, call.group, call.key, call.normalize, call.plan.key_block, CHUNK),
         1,
     )
-    _launch_reads_writes(
-        (call.per_chunk, 1, 1),
-        (call.k, call.v, call.rate, *table, cumulated, inverse, reads, writes),
-        strides(call.k, call.v),
-        (),
-        (*call.sizes, *call.blocks(plan.value_block)),
-        4,
-    )
-    return cumulated, inverse, reads, writes
+    return scales, inverse, within
