@@ -135,6 +135,8 @@ def gradients_kernel(
     residual_ptr,
     dstates_ptr,
     dv_ptr,
+    dwithin_ptr,
+    dsystem_ptr,
     dq_ptr,
     dk_ptr,
     dbeta_ptr,
@@ -185,9 +187,21 @@ def gradients_kernel(
             cumulated = tl.load(scales + CUMULATED * CHUNK + i)
             last = tl.load(scales + CUMULATED * CHUNK + CHUNK - 1)
             rate = load_scalars(beta_ptr, start, length, head, HEADS, CHUNK)
+            dwithin = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+            dsystem = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+            for first in tl.range(0, V, BV, num_stages=STAGES):
+                column = first + tl.arange(0, BV)
+                dout = load_tokens(dout_ptr, start, length, head, dout_token, dout_head, column, V, CHUNK)
+                dv = load_tokens(dv_ptr, start, length, head, HEADS * V, V, column, V, CHUNK)
+                residual = load_plane(residual_ptr, index, column, i, V, CHUNK)
+                dwithin = dot(dout, residual, dwithin)
+                dsystem = dot(dv, residual, dsystem)
+            before = decay(cumulated, cumulated, i[:, None] >= i[None, :])
+            store_plane(dwithin_ptr, dwithin * before * scale, index, i, i, CHUNK, CHUNK)
+            before = tl.where(i[:, None] > i[None, :], before, 0.0)
+            store_plane(dsystem_ptr, -dsystem * before, index, i, i, CHUNK, CHUNK)
             grown = tl.exp(cumulated)
-            zeros = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-            dwithin, dwithin_t, dsystem, dsystem_t = zeros, zeros, zeros, zeros
+            fading = tl.exp(last - cumulated)
             written = tl.zeros((CHUNK, BK), dtype=tl.float32)
             # Decay of the state over the chunk, one block of columns at a time.
             faded = tl.zeros((BV,), dtype=tl.float32)
@@ -198,31 +212,29 @@ def gradients_kernel(
                 residual = load_plane(residual_ptr, index, column, i, V, CHUNK)
                 state = load_plane(states_ptr, index, column, row, V, K)
                 dstate = load_plane(dstates_ptr, index, column, row, V, K)
-                dwithin = dot(dout, residual, dwithin)
-                dwithin_t = dot(tl.trans(residual), tl.trans(dout), dwithin_t)
-                dsystem = dot(dv, residual, dsystem)
-                dsystem_t = dot(tl.trans(residual), tl.trans(dv), dsystem_t)
                 dq = dot(downcast(dout.to(tl.float32) * (scale * grown)[:, None], dtype), state, dq)
                 dk = dot(downcast(-dv.to(tl.float32) * grown[:, None], dtype), state, dk)
                 written = dot(tl.trans(residual), dstate, written)
                 faded += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
-            before = decay(cumulated, cumulated, i[:, None] >= i[None, :])
-            dwithin *= before * (rate * k_scale * scale)[None, :]
-            dq = dot(downcast(dwithin, dtype), k, dq)
+            written *= fading[:, None]
+            of_state = tl.sum(tl.sum(k.to(tl.float32) * written, 1) * k_scale * rate) + tl.exp(last) * tl.sum(faded)
+            # Other threads read the two matrices than wrote them. A matmul must not use the result of another here:
+            # Triton would compute the first in all warps.
+            tl.debug_barrier()
+            k_rate = (k_scale * rate)[None, :]
+            dwithin = load_plane(dwithin_ptr, index, i, i, CHUNK, CHUNK).to(tl.float32)
+            dq = dot(downcast(dwithin * k_rate, dtype), k, dq)
+            dsystem = load_plane(dsystem_ptr, index, i, i, CHUNK, CHUNK).to(tl.float32)
+            dk = dot(downcast(dsystem * k_rate, dtype), k, dk)
+            dwithin = load_plane_transposed(dwithin_ptr, index, i, i, CHUNK, CHUNK).to(tl.float32)
+            written = dot(downcast(dwithin * q_scale[None, :], dtype), q, written)
+            dsystem = load_plane_transposed(dsystem_ptr, index, i, i, CHUNK, CHUNK).to(tl.float32)
+            written += dot(downcast(dsystem * k_scale[None, :], dtype), k, tl.zeros((CHUNK, BK), dtype=tl.float32))
             q_added = tl.sum(q.to(tl.float32) * dq, 1) * q_scale - q_dots
             q_dots += q_added
             # What a key reads decays until its token.
-            dsystem *= tl.where(i[:, None] > i[None, :], before, 0.0) * (-rate * k_scale)[None, :]
-            dk = dot(downcast(dsystem, dtype), k, dk)
             k_added = tl.sum(k.to(tl.float32) * dk, 1) * k_scale - k_dots
             # What it writes decays after its token: state, outputs and residuals of later tokens.
-            written *= tl.exp(last - cumulated)[:, None]
-            of_state = tl.sum(tl.sum(k.to(tl.float32) * written, 1) * k_scale * rate) + tl.exp(last) * tl.sum(faded)
-            after = decay(-cumulated, -cumulated, i[:, None] <= i[None, :])
-            dwithin_t *= after * (q_scale * scale)[None, :]
-            written = dot(downcast(dwithin_t, dtype), q, written)
-            dsystem_t *= tl.where(i[:, None] < i[None, :], after, 0.0) * -k_scale[None, :]
-            written = dot(downcast(dsystem_t, dtype), k, written)
             drate = tl.sum(k.to(tl.float32) * written, 1) * k_scale
             dk += written * rate[:, None]
             k_dots += k_added + rate * drate
@@ -257,11 +269,12 @@ def write_gradients(
     plan = call.plan
     dstates = call.by_chunk(call.value, call.key)
     _run_back(call, found, dout, dfinal, (dstates, dv), dinitial)
+    dwithin, dsystem = (call.by_chunk(CHUNK, CHUNK) for _ in range(2))
     table = (call.chunks.start, call.chunks.length)
-    of_chunks = (found.scales, found.states, found.residual, dstates)
+    of_chunks = (found.scales, found.states, found.residual, dstates, dv, dwithin, dsystem)
     _launch_gradients(
         (call.per_chunk // call.group, 1, 1),
-        (call.q, call.k, call.rate, dout, *table, *of_chunks, dv, dq, dk, dbeta, dg),
+        (call.q, call.k, call.rate, dout, *table, *of_chunks, dq, dk, dbeta, dg),
         strides(call.q, call.k, dout),
         (call.scale,),
         (*call.sizes, call.normalize, plan.key, plan.grad_block, CHUNK, plan.stages),

@@ -36,12 +36,11 @@ def unit_inverse(below, SIZE: tl.constexpr):
     """(I + below)^-1 of a strictly lower [SIZE, SIZE] block: inverses of diagonal blocks, twice as large each time."""
     i = tl.arange(0, SIZE)[:, None]
     j = tl.arange(0, SIZE)[None, :]
-    inverse = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -below, 0.0))
+    inverse = tl.where(i == j, 1.0, tl.where(i >> 1 == j >> 1, -below, 0.0))
     zeros = tl.zeros((SIZE, SIZE), dtype=tl.float32)
     for level in tl.static_range(1, 4):
-        half: tl.constexpr = 2**level
-        if half < SIZE:
-            corner = tl.where((i // (2 * half) == j // (2 * half)) & (i // half != j // half), below, 0.0)
+        if 2**level < SIZE:
+            corner = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level), below, 0.0)
             inverse -= dot_fp32(inverse, dot_fp32(corner, inverse, zeros), zeros)
     return inverse
 
