@@ -229,14 +229,16 @@ def gradients_kernel(
             dwithin = load_plane_transposed(dwithin_ptr, index, i, i, CHUNK, CHUNK).to(tl.float32)
             written = dot(downcast(dwithin * q_scale[None, :], dtype), q, written)
             dsystem = load_plane_transposed(dsystem_ptr, index, i, i, CHUNK, CHUNK).to(tl.float32)
-            written += dot(downcast(dsystem * k_scale[None, :], dtype), k, tl.zeros((CHUNK, BK), dtype=tl.float32))
+            written_within = dot(downcast(dsystem * k_scale[None, :], dtype), k, tl.zeros((CHUNK, BK), dtype=tl.float32))
             q_added = tl.sum(q.to(tl.float32) * dq, 1) * q_scale - q_dots
             q_dots += q_added
             # What a key reads decays until its token.
             k_added = tl.sum(k.to(tl.float32) * dk, 1) * k_scale - k_dots
             # What it writes decays after its token: state, outputs and residuals of later tokens.
-            drate = tl.sum(k.to(tl.float32) * written, 1) * k_scale
+            drate = tl.sum(k.to(tl.float32) * written, 1) + tl.sum(k.to(tl.float32) * written_within, 1)
+            drate *= k_scale
             dk += written * rate[:, None]
+            dk += written_within * rate[:, None]
             k_dots += k_added + rate * drate
             dcumulated = q_added + k_added - rate * drate + tl.where(i == CHUNK - 1, of_state, 0.0)
             # A token's own log decay is part of its own and all later sums of the chunk.

@@ -18,13 +18,13 @@ import triton.language as tl
 from opslot._base.jit import downcast
 
 # fp32 accuracy on tensor cores; Triton has it for NVIDIA GPUs.
-_FP32_DOT = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
+FP32_DOT = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
 
 
 @triton.jit
 def dot_fp32(a, b, acc):
     """acc + a b of fp32 operands, for small tiles."""
-    return tl.dot(a, b, acc, input_precision=_FP32_DOT)
+    return tl.dot(a, b, acc, input_precision=FP32_DOT)
 
 
 @triton.jit
