@@ -168,13 +168,6 @@ def gradients_kernel(
         dtype: tl.constexpr = k_ptr.dtype.element_ty
         i = tl.arange(0, CHUNK)
         row = tl.arange(0, BK)
-        q = load_tokens(q_ptr, start, length, key_head, q_token, q_head, row, K, CHUNK)
-        k = load_tokens(k_ptr, start, length, key_head, k_token, k_head, row, K, CHUNK)
-        q_scale = tl.zeros((CHUNK,), dtype=tl.float32) + 1.0
-        k_scale = q_scale
-        if NORM:
-            q_scale = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + 1e-6)
-            k_scale = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + 1e-6)
         dq = tl.zeros((CHUNK, BK), dtype=tl.float32)
         dk = tl.zeros((CHUNK, BK), dtype=tl.float32)
         # Row dots of q with dq and of k with dk so far; what a head adds to them is the gradient of its decays.
@@ -187,24 +180,12 @@ def gradients_kernel(
             cumulated = tl.load(scales + CUMULATED * CHUNK + i)
             last = tl.load(scales + CUMULATED * CHUNK + CHUNK - 1)
             rate = load_scalars(beta_ptr, start, length, head, HEADS, CHUNK)
+            grown = tl.exp(cumulated)
             dwithin = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
             dsystem = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-            for first in tl.range(0, V, BV, num_stages=STAGES):
-                column = first + tl.arange(0, BV)
-                dout = load_tokens(dout_ptr, start, length, head, dout_token, dout_head, column, V, CHUNK)
-                dv = load_tokens(dv_ptr, start, length, head, HEADS * V, V, column, V, CHUNK)
-                residual = load_plane(residual_ptr, index, column, i, V, CHUNK)
-                dwithin = dot(dout, residual, dwithin)
-                dsystem = dot(dv, residual, dsystem)
-            before = decay(cumulated, cumulated, i[:, None] >= i[None, :])
-            store_plane(dwithin_ptr, dwithin * before * scale, index, i, i, CHUNK, CHUNK)
-            before = tl.where(i[:, None] > i[None, :], before, 0.0)
-            store_plane(dsystem_ptr, -dsystem * before, index, i, i, CHUNK, CHUNK)
-            grown = tl.exp(cumulated)
-            fading = tl.exp(last - cumulated)
             written = tl.zeros((CHUNK, BK), dtype=tl.float32)
-            # Decay of the state over the chunk, one block of columns at a time.
-            faded = tl.zeros((BV,), dtype=tl.float32)
+            # Decay of the state over the chunk.
+            faded = tl.zeros((BV, BK), dtype=tl.float32)
             for first in tl.range(0, V, BV, num_stages=STAGES):
                 column = first + tl.arange(0, BV)
                 dout = load_tokens(dout_ptr, start, length, head, dout_token, dout_head, column, V, CHUNK)
@@ -212,11 +193,24 @@ def gradients_kernel(
                 residual = load_plane(residual_ptr, index, column, i, V, CHUNK)
                 state = load_plane(states_ptr, index, column, row, V, K)
                 dstate = load_plane(dstates_ptr, index, column, row, V, K)
+                dwithin = dot(dout, residual, dwithin)
+                dsystem = dot(dv, residual, dsystem)
                 dq = dot(downcast(dout.to(tl.float32) * (scale * grown)[:, None], dtype), state, dq)
                 dk = dot(downcast(-dv.to(tl.float32) * grown[:, None], dtype), state, dk)
                 written = dot(tl.trans(residual), dstate, written)
-                faded += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
-            written *= fading[:, None]
+                faded += state.to(tl.float32) * dstate.to(tl.float32)
+            before = decay(cumulated, cumulated, i[:, None] >= i[None, :])
+            store_plane(dwithin_ptr, dwithin * before * scale, index, i, i, CHUNK, CHUNK)
+            before = tl.where(i[:, None] > i[None, :], before, 0.0)
+            store_plane(dsystem_ptr, -dsystem * before, index, i, i, CHUNK, CHUNK)
+            written *= tl.exp(last - cumulated)[:, None]
+            q = load_tokens(q_ptr, start, length, key_head, q_token, q_head, row, K, CHUNK)
+            k = load_tokens(k_ptr, start, length, key_head, k_token, k_head, row, K, CHUNK)
+            q_scale = tl.zeros((CHUNK,), dtype=tl.float32) + 1.0
+            k_scale = q_scale
+            if NORM:
+                q_scale = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + 1e-6)
+                k_scale = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + 1e-6)
             of_state = tl.sum(tl.sum(k.to(tl.float32) * written, 1) * k_scale * rate) + tl.exp(last) * tl.sum(faded)
             # Other threads read the two matrices than wrote them. A matmul must not use the result of another here:
             # Triton would compute the first in all warps.
@@ -246,6 +240,13 @@ def gradients_kernel(
             offset = (start + i).to(tl.int64) * HEADS + head
             tl.store(dg_ptr + offset, downcast(dg, dg_ptr.dtype.element_ty), mask=i < length)
             tl.store(dbeta_ptr + offset, downcast(drate, dbeta_ptr.dtype.element_ty), mask=i < length)
+        q = load_tokens(q_ptr, start, length, key_head, q_token, q_head, row, K, CHUNK)
+        k = load_tokens(k_ptr, start, length, key_head, k_token, k_head, row, K, CHUNK)
+        q_scale = tl.zeros((CHUNK,), dtype=tl.float32) + 1.0
+        k_scale = q_scale
+        if NORM:
+            q_scale = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + 1e-6)
+            k_scale = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + 1e-6)
         if NORM:
             dq = (dq - q.to(tl.float32) * (q_scale * q_dots)[:, None]) * q_scale[:, None]
             dk = (dk - k.to(tl.float32) * (k_scale * k_dots)[:, None]) * k_scale[:, None]

@@ -44,7 +44,7 @@ def plan_for(key: int, value: int, element_bytes: int) -> ChunkTiling:
         key_block=min(64 if half else 32, key_full),
         state_block=min(64 if half else 16, value_full),
         grad_block=min(32 if half else 16, value_full),
-        stages=2 if half else 1,
+        stages=3 if half else 1,
         state_warps=8 if key_full > 128 else 4,
         grad_warps=16 if key_full > 128 else 8,
     )

@@ -30,43 +30,17 @@ SCALES = tl.constexpr(4)
 
 
 @triton.jit
-def diagonal_blocks(x, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """[COUNT, SIZE, SIZE] of [COUNT SIZE, COUNT SIZE]."""
-    p = tl.arange(0, COUNT)
-    kept = p[:, None, None, None] == p[None, None, :, None]
-    return tl.sum(tl.where(kept, tl.reshape(x, (COUNT, SIZE, COUNT, SIZE)), 0.0), 2)
-
-
-@triton.jit
-def unit_inverses(below, COUNT: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + below)^-1 of strictly lower blocks [COUNT, SIZE, SIZE], SIZE 16, by doubling the blocks that are known."""
-    i = tl.arange(0, SIZE)[None, :, None]
-    j = tl.arange(0, SIZE)[None, None, :]
+def unit_inverse(below, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + below)^-1 of a strictly lower [SIZE, SIZE] matrix: inverses of diagonal blocks, twice as large each time."""
+    i = tl.arange(0, SIZE)[:, None]
+    j = tl.arange(0, SIZE)[None, :]
     inverse = tl.where(i == j, 1.0, tl.where(i >> 1 == j >> 1, -below, 0.0))
-    for level in tl.static_range(1, 4):
-        corner = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level), below, 0.0)
-        inverse -= tl.dot(inverse, tl.dot(corner, inverse, input_precision=PRECISION), input_precision=PRECISION)
+    for level in tl.static_range(1, 6):
+        # The lower left quarter of each block of the next size.
+        corner = tl.where((i ^ j) >> level == 1, -below, 0.0)
+        added = tl.dot(corner, inverse, input_precision=PRECISION)
+        inverse = tl.dot(inverse, added, inverse, input_precision=PRECISION)
     return inverse
-
-
-@triton.jit
-def merged_inverses(inverse, x, COUNT: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverses of x's diagonal blocks of size 2 SIZE, [COUNT / 2, 2 SIZE, 2 SIZE], from those of size SIZE."""
-    PAIRS: tl.constexpr = COUNT // 2
-    both = diagonal_blocks(x, PAIRS, 2 * SIZE)
-    blocks = tl.reshape(both, (PAIRS, 2, SIZE, 2, SIZE))
-    a = tl.arange(0, 2)
-    later = a[None, :, None, None, None] == 1
-    first = a[None, None, None, :, None] == 0
-    corner = tl.sum(tl.sum(tl.where(later & first, blocks, 0.0), 3), 1)
-    halves = tl.reshape(inverse, (PAIRS, 2, SIZE, SIZE))
-    upper = tl.sum(tl.where(a[None, :, None, None] == 0, halves, 0.0), 1)
-    lower = tl.sum(tl.where(a[None, :, None, None] == 1, halves, 0.0), 1)
-    solved = -tl.dot(lower, tl.dot(corner, upper, input_precision=PRECISION), input_precision=PRECISION)
-    same = a[None, :, None, None, None] == a[None, None, None, :, None]
-    solved = tl.where(later & first, tl.reshape(solved, (PAIRS, 1, SIZE, 1, SIZE)), 0.0)
-    merged = tl.where(same, tl.reshape(inverse, (PAIRS, 2, SIZE, 1, SIZE)), solved)
-    return tl.reshape(merged, (PAIRS, 2 * SIZE, 2 * SIZE))
 
 
 @triton.jit
@@ -131,10 +105,7 @@ def system_kernel(
         between = decay(cumulated, cumulated, i[:, None] >= i[None, :]) * rate[None, :]
         store_plane(within_ptr, within * between * q_scale[:, None], program, i, i, CHUNK, CHUNK)
         system *= tl.where(i[:, None] > i[None, :], between, 0.0) * k_scale[:, None]
-        SIZE: tl.constexpr = 16
-        inverse = unit_inverses(diagonal_blocks(system, 4, SIZE), 4, SIZE, PRECISION)
-        inverse = merged_inverses(inverse, system, 4, SIZE, PRECISION)
-        inverse = tl.reshape(merged_inverses(inverse, system, 2, 2 * SIZE, PRECISION), (CHUNK, CHUNK))
+        inverse = unit_inverse(system, CHUNK, PRECISION)
         store_plane(inverse_ptr, inverse, program, i, i, CHUNK, CHUNK)
 
 
