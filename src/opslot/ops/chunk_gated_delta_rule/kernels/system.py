@@ -109,7 +109,7 @@ def system_kernel(
         store_plane(inverse_ptr, inverse, program, i, i, CHUNK, CHUNK)
 
 
-_launch_system = KernelLauncher(system_kernel)
+_launch_system = KernelLauncher(system_kernel, max_registers=168)
 
 
 def solve(call: Call) -> tuple[Tensor, Tensor, Tensor]:
