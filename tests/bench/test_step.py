@@ -47,17 +47,36 @@ def test_implementation_that_fails_has_a_row_and_others_run(moe_config_folder, m
     broken = StepTask("tiny", {**model, "hidden_size": "wide"}, 1, 8, 1, "float32", "cpu")
     monkeypatch.setattr("opslot.bench.step.implementations", lambda baselines, compiled: ["opslot", "Transformers"])
     lines = []
-    *_, rows = compare_steps(broken, [], lines.append)
+    *_, rows = compare_steps([broken], [], lines.append)
     assert [(r.model, r.implementation) for r in rows] == [("tiny", "opslot"), ("tiny", "Transformers")]
     assert all("hidden_size" in r.error or "wide" in r.error for r in rows)
     assert not any(r.valid for r in rows)
-    assert lines == ["training step: opslot", "training step: Transformers"]
+    assert lines == ["training step: opslot, tiny", "training step: Transformers, tiny"]
+
+
+def test_models_after_one_that_fails_are_measured(moe_config_folder, monkeypatch):
+    """The process of an implementation ends at a failure; another one measures the models after it."""
+    model = json.loads((moe_config_folder / "config.json").read_text())
+    tasks = [
+        StepTask(name, {**model, **changes}, 1, 8, 1, "float32", "cpu")
+        for name, changes in {"first": {}, "broken": {"hidden_size": "wide"}, "third": {}, "fourth": {}}.items()
+    ]
+    monkeypatch.setattr("opslot.bench.step.implementations", lambda baselines, compiled: ["opslot"])
+    *_, rows = compare_steps(tasks, [], [].append)
+    assert [(row.model, bool(row.error)) for row in rows] == [
+        ("first", False),
+        ("broken", True),
+        ("third", False),
+        ("fourth", False),
+    ]
+    assert rows[0].first_loss == rows[2].first_loss == rows[3].first_loss
 
 
 def test_implementations_include_every_model_of_a_baseline():
     assert implementations([]) == ["opslot", "opslot eager"]
     assert implementations([], compiled=True) == ["opslot", "opslot + torch.compile", "opslot eager"]
-    assert implementations(["hf", "veomni"]) == ["opslot", "Transformers", "Transformers + torch.compile", "VeOmni"]
+    assert implementations(["hf", "veomni"]) == ["opslot", "Transformers", "Transformers + FlashAttention 4", "VeOmni"]
+    assert "Transformers + torch.compile" in implementations(["hf"], compiled=True)
     assert implementations(["quack"]) == implementations([]), "quack-kernels has no training model"
 
 

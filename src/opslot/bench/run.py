@@ -46,8 +46,8 @@ class BenchOptions:
 
     Attributes:
         ops: only these ops, in this order, and no training step; empty for all.
-        model: shapes and training steps of this model: a config.json, its folder, or a model type.
-        layers: another number of layers for `model`.
+        models: training steps of these models, and shapes of the first: a config.json, its folder, or a model type.
+        layers: another number of layers for `models`.
         tokens: number of tokens that ops are timed with; None for each case's own on a GPU.
         tune: add the times to this machine's profile, which `auto` reads.
         baselines: hf, liger, quack, veomni.
@@ -55,7 +55,7 @@ class BenchOptions:
         batch, length: of a training step.
         steps: training steps to time; 0 for none.
         steps_only: no ops.
-        compile: also time opslot's training step with `model.compile()`.
+        compile: also time training steps with torch.compile.
         curve: number of steps of a loss curve.
         ops_implementation: opslot's, in training steps.
         timeout: seconds that one implementation of a training step may take.
@@ -66,7 +66,7 @@ class BenchOptions:
     """
 
     ops: tuple[str, ...] = ()
-    model: str | None = None
+    models: tuple[str, ...] = ()
     layers: int | None = None
     tokens: int | None = None
     tune: bool = False
@@ -119,7 +119,7 @@ def run_bench(
     finally:
         measured.write()
         signal.signal(signal.SIGTERM, before)
-    if not measured.ops and not options.model and not options.baselines_only:
+    if not measured.ops and not options.models and not options.baselines_only:
         names = ", ".join(map(repr, options.ops))
         raise ConfigError(f"op {names} has no cases to time", hint="run `opslot kernels` for the ops that exist")
     if options.tune:
@@ -127,7 +127,7 @@ def run_bench(
     for measured.steps in setting.step_rows():
         measured.write()
     if options.curve:
-        measured.curve = loss_curve(setting.step_task(), setting.text, report)
+        measured.curve = loss_curve(setting.step_tasks()[0], setting.text, report)
         measured.write()
     return measured.result()
 
@@ -191,7 +191,8 @@ class _Setting:
             KERNEL_REGISTRY.op(name)
         self._check_baselines()
         OpsImplementationConfig.make(dict(options.ops_implementation))
-        self.model = read_model(options.model, options.layers) if options.model else None
+        self.models = [read_model(model, options.layers) for model in options.models]
+        self.model = self.models[0] if self.models else None
         self._check_steps()
         batch, length = _SIZES.get(self.device.type, _SIZES["cuda"])
         self.batch, self.length = options.batch or batch, options.length or length
@@ -221,6 +222,8 @@ class _Setting:
             for name in ("layers", "curve", "steps_only", "compile"):
                 if getattr(options, name):
                     raise ConfigError(f"--{name.replace('_', '-')} requires --model")
+        if len(self.models) > 1 and (options.curve or not options.steps_only):
+            raise ConfigError("several models require --steps-only without --curve", found=f"{len(self.models)} models")
         if options.steps_only and not options.steps and not options.curve:
             raise ConfigError("--steps-only --steps 0 measures nothing", hint="set --steps or --curve")
         if options.curve and options.curve < 4:
@@ -263,7 +266,8 @@ class _Setting:
         options = self.options
         command = [sys.executable, "-m", "opslot", "bench", "--baselines-only", "--json", "--baselines", baseline]
         command += ["--device", str(self.device), "--dtype", self.dtype_name, "--steps", "0"]
-        for name, value in (("op", ",".join(options.ops)), ("model", options.model), ("layers", options.layers)):
+        model = options.models[0] if options.models else None
+        for name, value in (("op", ",".join(options.ops)), ("model", model), ("layers", options.layers)):
             command += [f"--{name}", str(value)] if value else []
         command += ["--tokens", str(self.tokens)] if self.tokens else []
         environment = process_environment(options.baseline_paths[baseline])
@@ -276,33 +280,32 @@ class _Setting:
         data = json.JSONDecoder().raw_decode(done.stdout, begin)[0]
         return from_json(json.dumps(data)).ops
 
-    def step_task(self) -> StepTask:
-        assert self.model is not None
-        assert self.options.model is not None
-        options, path = self.options, Path(self.options.model)
-        name = path.stem if path.suffix == ".json" else path.name
-        if options.layers:
-            name += f", {options.layers} layer{'s' if options.layers > 1 else ''}"
-        return StepTask(
-            name,
-            self.model,
-            self.batch,
-            self.length,
-            options.steps,
-            self.dtype_name,
-            str(self.device),
-            ops=options.ops_implementation,
-            compiled=options.compile,
-            baseline_paths=options.baseline_paths,
-            trace=options.trace,
-            timeout=options.timeout,
-        )
+    def step_tasks(self) -> list[StepTask]:
+        options = self.options
+        layers = f", {options.layers} layer{'s' if options.layers > 1 else ''}" if options.layers else ""
+        return [
+            StepTask(
+                (path.stem if path.suffix == ".json" else path.name) + layers,
+                model,
+                self.batch,
+                self.length,
+                options.steps,
+                self.dtype_name,
+                str(self.device),
+                ops=options.ops_implementation,
+                compiled=options.compile,
+                baseline_paths=options.baseline_paths,
+                trace=options.trace,
+                timeout=options.timeout,
+            )
+            for path, model in zip(map(Path, options.models), self.models, strict=True)
+        ]
 
     def step_rows(self) -> Iterator[list[Any]]:
         """The training steps' rows so far, after each implementation."""
         options = self.options
-        if self.model is not None and options.steps > 0 and not options.tune and not options.ops:
-            yield from compare_steps(self.step_task(), options.baselines, self.report)
+        if self.models and options.steps > 0 and not options.tune and not options.ops:
+            yield from compare_steps(self.step_tasks(), options.baselines, self.report)
 
 
 def read_model(source: str, layers: int | None = None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,32 +62,37 @@ class StepTask:
 
 
 def implementations(baselines: Sequence[str], compiled: bool = False) -> list[str]:
-    """opslot, with torch.compile where asked for, and the models of `baselines`.
+    """opslot and the models of `baselines`; with torch.compile only where asked for.
 
     Without Transformers among them, opslot with everything eager is what losses are compared with.
     """
+    names = [*OWN_IMPLEMENTATIONS, *(name for baseline in baselines for name, _ in BASELINES[baseline].models)]
     left_out = {"opslot eager"} if "hf" in baselines else set()
-    left_out |= set() if compiled else {"opslot + torch.compile"}
-    own = [name for name in OWN_IMPLEMENTATIONS if name not in left_out]
-    return [*own, *(name for baseline in baselines for name, _ in BASELINES[baseline].models)]
+    return [name for name in names if name not in left_out and (compiled or not name.endswith("torch.compile"))]
 
 
-def compare_steps(task: StepTask, baselines: Sequence[str], report: Callable[[str], None]) -> Iterator[list[StepRow]]:
-    """Time the training step of every implementation; one that fails has an error instead of a time.
+def compare_steps(
+    tasks: Sequence[StepTask], baselines: Sequence[str], report: Callable[[str], None]
+) -> Iterator[list[StepRow]]:
+    """Time the training steps of every implementation; one that fails has an error instead of a time.
+
+    Args:
+        tasks: models to train. An implementation trains them one after another in one process, and the rest in a new
+            one after a failure.
 
     Yields:
-        All rows so far, after each implementation.
+        All rows so far, ordered by model, after each of them.
     """
-    rows: list[StepRow] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name in implementations(baselines, task.compiled):
-            report(f"training step: {name}")
-            found = _run(task, name, Path(folder), lr=_LR)
-            losses = found.pop("losses", None)
-            if losses:
-                found |= {"first_loss": losses[0], "last_loss": losses[-1]}
-            rows.append(StepRow(task.name, name, task.batch, task.length, **found))
-            yield check_losses(rows)
+    rows: dict[str, list[StepRow]] = {task.name: [] for task in tasks}
+    compiled = any(task.compiled for task in tasks)
+    for name in implementations(baselines, compiled):
+        with tempfile.TemporaryDirectory() as folder:
+            for task, found in _run(tasks, name, Path(folder), lr=_LR, report=report):
+                losses = found.pop("losses", None)
+                if losses:
+                    found |= {"first_loss": losses[0], "last_loss": losses[-1]}
+                rows[task.name].append(StepRow(task.name, name, task.batch, task.length, **found))
+                yield [row for of_model in rows.values() for row in check_losses(of_model)]
 
 
 def check_losses(rows: Sequence[StepRow]) -> list[StepRow]:
@@ -120,7 +126,7 @@ def loss_curve(task: StepTask, tokens: Any, report: Callable[[str], None]) -> Lo
     """
     import numpy
 
-    runs = {
+    orders = {
         "Transformers": ("Transformers", tokens),
         "opslot": ("opslot", tokens),
         "rounding": ("Transformers", tokens[:, ::-1]),
@@ -128,11 +134,12 @@ def loss_curve(task: StepTask, tokens: Any, report: Callable[[str], None]) -> Lo
     losses = {}
     task = replace(task, steps=len(tokens) - WARM_UP, trace=False)
     with tempfile.TemporaryDirectory() as folder:
-        for label, (implementation, batches) in runs.items():
+        for label, (implementation, batches) in orders.items():
             report(f"loss curve: {label}")
             text = Path(folder) / f"{label}.npy"
             numpy.save(text, batches)
-            found = _run(task, implementation, Path(folder), lr=_CURVE_LR, text=str(text))
+            runs = _run([task], implementation, Path(folder), lr=_CURVE_LR, report=report, text=str(text))
+            found = next(found for _, found in runs)
             if "error" in found:
                 raise ConfigError(f"the loss curve of {label} failed", found=found["error"])
             losses[label] = found["losses"]
@@ -153,22 +160,60 @@ def compare_curves(reference: Sequence[float], other: Sequence[float]) -> Distan
     return Distance(max(differences), statistics.fmean(differences), differences[-1])
 
 
-def _run(task: StepTask, implementation: str, folder: Path, *, lr: float, text: str = "") -> dict[str, Any]:
-    """The fields of a `StepRow` that one implementation's process measured, and its losses; or its error."""
-    request = folder / "task.json"
-    answer = request.with_suffix(".result")
-    answer.unlink(missing_ok=True)
-    given = {k: v for k, v in vars(task).items() if k not in ("baseline_paths", "compiled")}
-    request.write_text(json.dumps({**given, "implementation": implementation, "lr": lr, "text": text}))
-    command = [sys.executable, "-m", "opslot.bench.step_process", str(request)]
-    environment = process_environment(task.baseline_paths.get(_baseline_of(implementation)))
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=task.timeout)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done after {task.timeout} s"}
-    if not answer.exists():
-        return {"error": reason(done.stderr) or _exit_status(done.returncode)}
-    return json.loads(answer.read_text())
+def _run(
+    tasks: Sequence[StepTask],
+    implementation: str,
+    folder: Path,
+    *,
+    lr: float,
+    report: Callable[[str], None],
+    text: str = "",
+) -> Iterator[tuple[StepTask, dict[str, Any]]]:
+    """Each task with the fields of a `StepRow` that one implementation measured, and its losses; or its error."""
+    environment = process_environment(tasks[0].baseline_paths.get(_baseline_of(implementation)))
+    requests = [folder / f"{i}.json" for i in range(len(tasks))]
+    for task, request in zip(tasks, requests, strict=True):
+        given = {k: v for k, v in vars(task).items() if k not in ("baseline_paths", "compiled")}
+        request.write_text(json.dumps({**given, "implementation": implementation, "lr": lr, "text": text}))
+    process: _Process | None = None
+    for i, (task, request) in enumerate(zip(tasks, requests, strict=True)):
+        report(f"training step: {implementation}, {task.name}")
+        if process is None or process.poll() is not None:
+            left = requests[i:]
+            process = _Process(
+                [sys.executable, "-m", "opslot.bench.step_process", *map(str, left)], environment, folder / "errors"
+            )
+        yield task, process.result(request.with_suffix(".result"), task.timeout)
+    assert process is not None
+    process.wait()
+
+
+class _Process:
+    """A process that writes its results to files, in order, and ends at the first failure."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], errors: Path) -> None:
+        self._errors = errors
+        with errors.open("w") as file:
+            self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, env=environment)
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def wait(self) -> None:
+        self._process.wait()
+
+    def result(self, file: Path, timeout: float) -> dict[str, Any]:
+        """The content of `file` once it is written, or why it is not."""
+        deadline = time.monotonic() + timeout
+        while not file.exists() and self.poll() is None:
+            if time.monotonic() > deadline:
+                self._process.kill()
+                self._process.wait()
+                return {"error": f"not done after {timeout} s"}
+            time.sleep(0.05)
+        if file.exists():
+            return json.loads(file.read_text())
+        return {"error": reason(self._errors.read_text()) or _exit_status(self._process.returncode)}
 
 
 def _exit_status(code: int) -> str:

@@ -1,12 +1,13 @@
-"""One implementation of a comparison of training steps: `python -m opslot.bench.step_process FILE`.
+"""One implementation of a comparison of training steps: `python -m opslot.bench.step_process FILE...`.
 
-The file holds what to build and how long to train, as JSON; the result is written beside it. A process of its own keeps
-one implementation's patches, allocator and compiled code from another.
+Each file holds what to build and how long to train, as JSON; the result is written beside it. A process of its own
+keeps one implementation's patches, allocator and compiled code from another.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import json
 import statistics
@@ -25,9 +26,20 @@ from opslot.bench.step import OWN_IMPLEMENTATIONS, WARM_UP
 
 
 def main(argv: list[str]) -> int:
-    """Measure what the file asks for; the exit code is 0 unless the implementation raised."""
-    path = Path(argv[0])
-    task = json.loads(path.read_text())
+    """Measure what each file asks for; ends at the first one whose implementation raises."""
+    for path in map(Path, argv):
+        result = _measure(json.loads(path.read_text()))
+        # Complete once it exists: the parent waits for it.
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(result))
+        partial.rename(path.with_suffix(".result"))
+        gc.collect()
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+    return 0
+
+
+def _measure(task: dict[str, Any]) -> dict[str, Any]:
     device = torch.device(task["device"])
     dtype = getattr(torch, task["dtype"])
     model, optimizer_class, kernels = _build(task, dtype)
@@ -37,8 +49,7 @@ def main(argv: list[str]) -> int:
     result = measure_steps(model, optimizer, batch_at, task["steps"], device)
     if task["trace"]:
         result["trace"] = _trace(model, optimizer, batch_at(0))
-    path.with_suffix(".result").write_text(json.dumps({**result, "kernels": kernels}))
-    return 0
+    return {**result, "kernels": kernels}
 
 
 def _build(task: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Callable[..., torch.optim.Optimizer], str]:

@@ -28,8 +28,11 @@ def add_parser(add: Callable[..., argparse.ArgumentParser], device: Callable[[st
     )
     bench.add_argument(
         "--model",
+        nargs="+",
+        default=[],
         metavar="CONFIG",
-        help="shapes and training steps of this model: a config.json, its folder, or a model type",
+        help="shapes and training steps of this model: a config.json, its folder, or a model type; several with "
+        "--steps-only",
     )
     bench.add_argument("--layers", type=int, metavar="N", help="with --model: another number of layers")
     bench.add_argument(
@@ -54,7 +57,7 @@ def add_parser(add: Callable[..., argparse.ArgumentParser], device: Callable[[st
         "--steps", type=int, default=8, metavar="N", help="training steps to time; 0 for none; default 8"
     )
     bench.add_argument("--steps-only", action="store_true", help="no ops, only training steps (and the loss curve)")
-    bench.add_argument("--compile", action="store_true", help="also time opslot's training step with model.compile()")
+    bench.add_argument("--compile", action="store_true", help="also time training steps with torch.compile")
     bench.add_argument(
         "--curve",
         type=int,
@@ -102,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         asked = BenchOptions(
             ops=tuple(name.strip() for name in options.op.split(",")) if options.op is not None else (),
-            model=options.model,
+            models=tuple(options.model),
             layers=options.layers,
             tokens=options.tokens,
             tune=options.tune,

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -343,6 +344,23 @@ def test_chunk_size_fits_the_memory_budget():
     backend = chunked.Backend("x", *[None] * 4, rows=lambda *_: 2048)
     for total, expected in ((8192, 2048), (8190, 2048), (2049, 1152), (100, 128), (0, 128)):
         assert chunked._chunk_rows(backend, torch.empty(total, 1), 9) == expected
+
+
+@pytest.mark.parametrize(
+    ("total", "width", "itemsize", "expected"),
+    [
+        (8192, 3840, 2, 1024),  # 8 chunks within the budget
+        (16384, 3840, 2, 2048),  # 8 larger ones instead of 15
+        (16000, 3840, 2, 2048),
+        (131072, 3840, 2, 1152),  # 8 would take more memory than a float32 gradient of the weight
+        (16384, 64, 2, 1152),
+        (16384, 3840, 4, 1152),  # float32 needs no other dtype
+    ],
+)
+def test_large_vocabulary_takes_fewer_chunks_than_a_float32_gradient_needs(total, width, itemsize, expected):
+    hidden = SimpleNamespace(shape=(total, width), is_cuda=True, element_size=lambda: itemsize, dtype=None, device=None)
+    backend = chunked.Backend("x", *[None] * 4, rows=lambda *_: 1152)
+    assert chunked._chunk_rows(backend, hidden, 9) == expected
 
 
 @pytest.mark.gpu

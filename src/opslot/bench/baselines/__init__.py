@@ -45,7 +45,11 @@ BASELINES = {
             "hf",
             "transformers",
             "transformers",
-            (("Transformers", ()), ("Transformers + torch.compile", (("compiled", True),))),
+            (
+                ("Transformers", ()),
+                ("Transformers + FlashAttention 4", (("attention", "flash_attention_4"),)),
+                ("Transformers + torch.compile", (("compiled", True),)),
+            ),
         ),
         Baseline("liger", "liger_kernel", "liger-kernel", (("Liger-Kernel", ()),)),
         Baseline("quack", "quack", "quack-kernels"),

@@ -93,13 +93,15 @@ KERNELS = {
 }
 
 
-def build(config: dict[str, Any], dtype: torch.dtype, device: str, compiled: bool = False) -> nn.Module:
+def build(
+    config: dict[str, Any], dtype: torch.dtype, device: str, attention: str = "sdpa", compiled: bool = False
+) -> nn.Module:
     """A causal language model of Transformers' own class in training mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**config), dtype=dtype, attn_implementation="sdpa"
+            AutoConfig.for_model(**config), dtype=dtype, attn_implementation=attention
         )
     model.train()
     if compiled:

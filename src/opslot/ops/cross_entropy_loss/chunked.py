@@ -160,8 +160,14 @@ def _rows_that_count(labels: Tensor, ignore_index: int) -> Tensor | None:
 
 def _chunk_rows(backend: Backend, hidden: Tensor, vocab: int) -> int:
     """Rows of each chunk but the last: within the budget, and balanced, so that the last one is not small."""
-    total = hidden.shape[0]
+    total, width = hidden.shape
     most = max(1, backend.rows(vocab, hidden.dtype, hidden.device))
+    if hidden.is_cuda and hidden.element_size() == 2 and total > _MAX_16_BIT_SUMS * most:
+        # Fewer chunks need no float32 gradient of the weight, which would take 4 more bytes per element at its peak and
+        # be read and written for every chunk.
+        larger = -(-total // (_MAX_16_BIT_SUMS * _ROW_TILE)) * _ROW_TILE
+        if (larger - most) * hidden.element_size() <= 4 * width:
+            most = larger
     chunks = max(1, -(-total // most))
     even = -(-total // chunks)
     return min(most, max(1, -(-even // _ROW_TILE)) * _ROW_TILE)

@@ -1,0 +1,181 @@
+"""Multimodal forward passes without host-device synchronization.
+
+Transformers' vision-language models read image grids, token ids and masks as Python integers (`tolist`, `item`) and as
+boolean indices (`nonzero`). On a GPU each of them waits for the device. With `keep_inputs_on_host`, integer and boolean
+inputs stay on the host, where reading them costs nothing, and are copied to the device, asynchronously, by the first
+operation that also needs a tensor of the device. It needs no change of the model's code, so it holds for every release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+_FACTORIES = (torch.tensor, torch.as_tensor)
+
+
+def keep_inputs_on_host(model: nn.Module) -> nn.Module:
+    """Let `model` take integer and boolean inputs on the CPU, whatever device its parameters are on.
+
+    Layers (the modules in a `ModuleList`) get all their inputs on the device. Returns `model`.
+    """
+    mode = _HostInputs()
+    model.register_forward_pre_hook(mode.begin, with_kwargs=True)
+    model.register_forward_hook(mode.end, always_call=True)
+    for layer in _layers(model):
+        layer.register_forward_pre_hook(mode.suspend, with_kwargs=True, prepend=True)
+        layer.register_forward_hook(mode.resume, always_call=True)
+    return model
+
+
+def host_values(tensor: Tensor) -> Tensor:
+    """The values of an integer tensor without a synchronization, if they came from the host; else `tensor`."""
+    return _sources.get(tensor, tensor)
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules in the outermost `ModuleList`s."""
+    for child in model.children():
+        yield from child.children() if isinstance(child, nn.ModuleList) else _layers(child)
+
+
+# The host tensor that each device tensor was copied from, and the copies: a model passes the same to every layer.
+_sources: Any = WeakIdKeyDictionary()
+_copies: Any = WeakIdKeyDictionary()
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy that later work on the device waits for, and the host does not."""
+    known = _copies.get(tensor)
+    if known is not None and known[0] == (device, tensor._version):
+        return known[1]
+    source = tensor.pin_memory() if device.type == "cuda" else tensor
+    copy = source.to(device, non_blocking=True)
+    _copies[tensor], _sources[copy] = ((device, tensor._version), copy), tensor
+    return copy
+
+
+class _HostInputs(TorchFunctionMode):
+    """Moves host tensors to the device when an operation mixes both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._device: torch.device | None = None
+        self._suspended: list[bool] = []
+
+    def begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        device = next(p.device for p in model.parameters())
+        if device.type != "cpu" and self._device is None:
+            self._device = device
+            self.__enter__()
+
+    def end(self, *_: Any) -> None:
+        if self._device is not None:
+            self._device = None
+            self.__exit__(None, None, None)
+
+    def suspend(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        # Not active when a layer is computed again in backward.
+        active = self._device is not None and not (self._suspended and self._suspended[-1])
+        self._suspended.append(active)
+        device = next((p.device for p in layer.parameters()), None)
+        if active:
+            self.__exit__(None, None, None)
+        if device is None or device.type == "cpu":
+            return None
+        return _mapped(args, device), _mapped(kwargs, device)
+
+    def resume(self, *_: Any) -> None:
+        if self._suspended.pop():
+            self.__enter__()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is Tensor.to and _on_host(args[0]):
+            # Stays on the host until an operation needs it on the device.
+            args = [args[0], *(a for a in args[1:] if not isinstance(a, torch.device | str))]
+            kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "non_blocking")}
+            if len(args) > 1 and isinstance(args[1], Tensor):
+                args[1] = args[1].dtype
+            return function(*args, **kwargs) if len(args) > 1 or kwargs else args[0]
+        if function in _FACTORIES and kwargs.get("device") is not None:
+            return function(*args, **{**kwargs, "device": "cpu"})
+        if function is Tensor.masked_scatter and _on_host(args[1]) and not _on_host(args[0]):
+            return _masked_scatter(*args)
+        if function in (Tensor.__getitem__, Tensor.__setitem__) and not _on_host(args[0]):
+            args = (args[0], _integer_index(args[0], args[1]), *args[2:])
+            if isinstance(args[1], _Rows):
+                return function(args[0], args[1].rows).flatten()
+        device = next((t.device for t in _tensors((args, kwargs)) if t.device.type != "cpu"), None)
+        if device is not None:
+            args, kwargs = _mapped(args, device), _mapped(kwargs, device)
+        return function(*args, **kwargs)
+
+
+class _Rows:
+    """The index of a mask that is the same for all channels."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+
+def _on_host(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cpu"
+
+
+def _rows_of(mask: Tensor) -> Tensor | None:
+    """A mask [..., H] that was expanded over H, without H; None for another."""
+    return mask[..., 0] if mask.ndim > 1 and mask.stride(-1) == 0 else None
+
+
+def _nonzero(mask: Tensor) -> tuple[Tensor, ...]:
+    return mask.nonzero(as_tuple=True)
+
+
+def _integer_index(tensor: Tensor, index: Any) -> Any:
+    """`index` with the boolean masks of the host as integers, which need no synchronization."""
+    if _on_host(index) and index.dtype == torch.bool:
+        rows = _rows_of(index) if index.ndim == tensor.ndim else None
+        return _nonzero(index) if rows is None else _Rows(_nonzero(rows))
+    if isinstance(index, tuple) and index and _on_host(index[0]) and index[0].dtype == torch.bool:
+        return (*_nonzero(index[0]), *index[1:])
+    return index
+
+
+def _masked_scatter(tensor: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """`tensor.masked_scatter(mask, source)`, whose gradient needs no synchronization either."""
+    rows = _rows_of(mask)
+    if rows is None or mask.shape != tensor.shape:
+        index = _nonzero(mask.expand_as(tensor))
+        values = source.reshape(-1)[: index[0].numel()]
+    else:
+        index = _nonzero(rows)
+        values = source.reshape(-1, tensor.shape[-1])[: index[0].numel()]
+    index = tuple(_to_device(i, tensor.device) for i in index)
+    return tensor.index_put(index, values.to(tensor.dtype))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+
+
+def _mapped(value: Any, device: torch.device) -> Any:
+    """`value` with the tensors of the host on `device`; numbers (without dimensions) may stay."""
+    if isinstance(value, Tensor):
+        return _to_device(value, device) if value.device.type == "cpu" and value.ndim else value
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, device) for item in value)
+    if type(value) is dict:
+        return {name: _mapped(item, device) for name, item in value.items()}
+    return value

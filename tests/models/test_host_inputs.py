@@ -1,0 +1,169 @@
+"""Multimodal models read integer inputs on the host: on the meta device, every synchronization is an error."""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForImageTextToText
+
+from opslot.models._host_inputs import host_values, keep_inputs_on_host
+
+TEXT = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "eos_token_id": 1,
+}
+TOWER = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
+LEARNED = {**TOWER, "num_position_embeddings": 16}
+TOWERS = {
+    "qwen2_vl": {"depth": 3, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2},
+    "qwen2_5_vl": {**TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {**LEARNED, "deepstack_visual_indexes": [0, 1]},
+    "qwen3_5": LEARNED,
+}
+SECTIONS = {"qwen2_vl": [2, 3, 3], "qwen2_5_vl": [2, 3, 3], "qwen3_vl": [4, 2, 2], "qwen3_5": [1, 1, 0]}
+IMAGE, VIDEO, START, END = 100, 101, 102, 103
+
+
+def build(name):
+    rope = {"rope_type": "default", "mrope_section": SECTIONS[name], "rope_theta": 1e4}
+    if name == "qwen3_5":
+        rope["partial_rotary_factor"] = 0.25
+    config = AutoConfig.for_model(
+        name,
+        text_config={**TEXT, "rope_parameters": rope},
+        vision_config=TOWERS[name],
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+    )
+    model = AutoModelForImageTextToText.from_config(config)
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "_attn_implementation_internal"):
+            module.config._attn_implementation_internal = "test_flash"
+    return model
+
+
+def batch_of(name):
+    """Two images, a video and text in one sequence."""
+    images, videos = torch.tensor([[1, 4, 4], [1, 4, 8]]), torch.tensor([[2, 4, 4]])
+    frames = [[VIDEO] * 4] * 2 if name in ("qwen3_vl", "qwen3_5") else [[VIDEO] * 8]
+    ids = [5, START, *[IMAGE] * 4, END, 7, START, *[IMAGE] * 8, END]
+    ids += [token for frame in frames for token in (START, *frame, END)]
+    ids = torch.tensor([[*ids, 9, 10]])
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.randn(int(images.prod(-1).sum()), 3 * 2 * 16),
+        "image_grid_thw": images,
+        "pixel_values_videos": torch.randn(int(videos.prod(-1).sum()), 3 * 2 * 16),
+        "video_grid_thw": videos,
+        "mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def flash_attention():
+    """Attention over cu_seqlens that computes nothing: towers split their inputs for any other."""
+
+    def attend(module, query, key, value, attention_mask=None, **kwargs):
+        assert "cu_seq_lens_q" in kwargs or module.is_causal
+        key_and_value = (key + value).repeat_interleave(query.shape[1] // key.shape[1], 1)
+        return (query + key_and_value).transpose(1, 2), None
+
+    AttentionInterface.register("test_flash", attend)
+    AttentionMaskInterface.register("test_flash", lambda *args, **kwargs: None)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_forward_and_backward_without_synchronization(name):
+    model, batch = build(name), batch_of(name)
+    positions = {k: v for k, v in batch.items() if k not in ("pixel_values", "pixel_values_videos")}
+    position_ids, _ = model.model.get_rope_index(**positions)
+    model.to("meta")
+    on_device = {k: v.to("meta") if v.is_floating_point() else v for k, v in batch.items()}
+    call = {**on_device, "position_ids": position_ids.to("meta"), "labels": batch["input_ids"].to("meta")}
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        model(**call)
+    keep_inputs_on_host(model)
+    model(**call).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+class Reads(nn.Module):
+    """What the models do with masks, without layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 6)
+
+    def forward(self, ids, features):
+        x = self.embedding(ids)
+        mask = (ids == 3).unsqueeze(-1).expand_as(x).to(x.device)
+        selected = x[mask]
+        assert selected.numel() == features.numel()
+        x = x.masked_scatter(mask, features)
+        x = x.clone()
+        x[ids == 3, :] = x[ids == 3, :] + 1
+        return x, selected, x[ids != 3]
+
+
+def test_masks_select_the_same_elements(monkeypatch):
+    """On the meta device only shapes exist, so the replaced operations are also compared on the CPU."""
+    import opslot.models._host_inputs as host_inputs
+
+    ids, features = torch.tensor([[1, 3, 3], [3, 0, 2]]), torch.randn(3, 6, requires_grad=True)
+    model = Reads()
+    expected = model(ids, features)
+    expected_grad = torch.autograd.grad(sum(x.sum() for x in expected), features)[0]
+    monkeypatch.setattr(host_inputs, "_on_host", lambda x: isinstance(x, torch.Tensor) and not x.is_floating_point())
+    with host_inputs._HostInputs():
+        found = model(ids, features)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(torch.autograd.grad(sum(x.sum() for x in found), features)[0], expected_grad)
+
+
+def test_layers_get_device_tensors_with_host_values():
+    seen = []
+
+    class Layer(nn.Linear):
+        def forward(self, x, bounds):
+            seen.append((bounds.device.type, host_values(bounds).tolist()))
+            return super().forward(x)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Layer(4, 4), Layer(4, 4)])
+
+        def forward(self, x, lengths):
+            bounds = nn.functional.pad(lengths.cumsum(0), (1, 0))
+            for layer in self.layers:
+                x = layer(x, bounds=bounds)
+            return x
+
+    model = keep_inputs_on_host(Model().to("meta"))
+    model(torch.empty(5, 4, device="meta"), torch.tensor([2, 3]))
+    assert seen == [("meta", [0, 2, 5])] * 2
+
+
+def test_mode_ends_when_the_model_raises():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+        def forward(self, x):
+            return self.layers[0](x)
+
+    model = keep_inputs_on_host(Model().to("meta"))
+    with pytest.raises(RuntimeError):
+        model(torch.empty(2, 3, device="meta"))
+    assert not torch.overrides._get_current_function_mode_stack()
