@@ -106,7 +106,9 @@ class KernelLauncher:
         form = tuple(key)
         compiled = self._compiled.get(form)
         if compiled is None:
-            self._compiled[form] = self._kernel[grid](*tensors, *strides, *scalars, *constants, num_warps=warps, **self._options)
+            self._compiled[form] = self._kernel[grid](
+                *tensors, *strides, *scalars, *constants, num_warps=warps, **self._options
+            )
         else:
             # Pass addresses: for each tensor, Triton would query the CUDA driver about its memory.
             compiled[grid](*addresses, *strides, *scalars, *constants)

@@ -223,7 +223,9 @@ def gradients_kernel(
             dwithin = load_plane_transposed(dwithin_ptr, index, i, i, CHUNK, CHUNK).to(tl.float32)
             written = dot(downcast(dwithin * q_scale[None, :], dtype), q, written)
             dsystem = load_plane_transposed(dsystem_ptr, index, i, i, CHUNK, CHUNK).to(tl.float32)
-            written_within = dot(downcast(dsystem * k_scale[None, :], dtype), k, tl.zeros((CHUNK, BK), dtype=tl.float32))
+            written_within = dot(
+                downcast(dsystem * k_scale[None, :], dtype), k, tl.zeros((CHUNK, BK), dtype=tl.float32)
+            )
             q_added = tl.sum(q.to(tl.float32) * dq, 1) * q_scale - q_dots
             q_dots += q_added
             # What a key reads decays until its token.

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from opslot.ops._common.triton import cdiv, sm_count
-from opslot.ops.chunk_gated_delta_rule.kernels.chunks import CHUNK, Chunks, chunk_table
+from opslot.ops.chunk_gated_delta_rule.kernels.chunks import Chunks, chunk_table
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot._base.jit import dot, downcast
+from opslot._base.jit import dot
 from opslot.ops._common.triton import KernelLauncher
 from opslot.ops.chunk_gated_delta_rule.kernels.call import Call, strides
 from opslot.ops.chunk_gated_delta_rule.kernels.chunks import CHUNK
