@@ -18,15 +18,13 @@ DEVICE = torch.device("cuda")
 OP = "chunk_gated_delta_rule"
 CHANGES: list[dict[str, int]] = [
     {},
-    {"state_block": 16},
-    {"state_block": 64},
+    {"state_block": 32},
+    {"state_block": 128},
     {"stages": 1},
     {"stages": 3},
-    {"key_block": 128},
-    {"value_block": 128},
-    {"key_block": 128, "value_block": 128},
     {"grad_block": 64},
-    {"key_block": 32},
+    {"key_block": 128},
+    {"grad_warps": 4},
 ]
 
 

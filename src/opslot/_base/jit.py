@@ -23,8 +23,8 @@ def dot(a, b, acc):
 
 @triton.jit
 def downcast(x, dtype: tl.constexpr):
-    """float32 `x` rounded to `dtype`."""
-    if _INTERPRETED and dtype == tl.bfloat16:
+    """`x`, of float32 or `dtype`, rounded to `dtype`."""
+    if _INTERPRETED and dtype == tl.bfloat16 and x.dtype == tl.float32:
         bits = x.to(tl.uint32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return x.to(dtype)

@@ -270,6 +270,34 @@ def test_triton_reads_strided_heads_without_copying():
     assert torch.equal(load_triton()(**turned)[0], expected)
 
 
+@pytest.mark.parametrize("documents", [None, [129, 0, 1, 65]])
+def test_triton_split_documents(monkeypatch, documents):
+    """Parts of a document in parallel, with more parts than some documents have chunks."""
+    from opslot.ops.chunk_gated_delta_rule.kernels import call
+
+    counts = []
+    monkeypatch.setattr(call, "segments_for", lambda *args: counts.append(args) or 3)
+    given = inputs(sum(documents or [195]), k_heads=1, heads=2, dtype=torch.float32)
+    rows = len(documents or [195])
+    states = torch.randn(rows, 2, 16, 24, generator=torch.Generator().manual_seed(2), dtype=torch.float32)
+    given["initial_state"] = states.requires_grad_()
+    if documents:
+        given["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(documents)])
+    assert_like_fp64(given | {"output_final_state": True, "use_qk_l2norm_in_kernel": True})
+    assert counts
+
+
+def test_documents_are_split_where_programs_do_not_fill_the_gpu():
+    from opslot.ops.chunk_gated_delta_rule.kernels.call import segments_for
+
+    assert segments_for(programs=16, chunks=512, key=128, sms=132) == 8
+    assert segments_for(programs=64, chunks=512, key=128, sms=132) == 1
+    assert segments_for(programs=16, chunks=16, key=128, sms=132) == 1
+    assert segments_for(programs=200, chunks=512, key=128, sms=132) == 1
+    # A transition of wider keys does not fit into registers.
+    assert segments_for(programs=16, chunks=512, key=256, sms=132) == 1
+
+
 @pytest.mark.parametrize("documents", [[64], [1] * 300, [0, 65, 0, 0, 128, 1, 63], [5] * 129 + [1000]])
 def test_chunk_table(documents):
     from opslot.ops.chunk_gated_delta_rule.kernels.chunks import chunk_table

@@ -36,8 +36,10 @@ class KernelLauncher:
     The kernel's parameters are in this order: pointers, strides, scalars that are not specialized on, constants.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, *, max_registers: int | None = None) -> None:
+        """`max_registers`: of a thread, on NVIDIA GPUs; fewer let more CTAs run on an SM."""
         self._kernel = kernel
+        self._options = {} if max_registers is None or torch.version.hip else {"maxnreg": max_registers}
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._direct = not triton_interpreted()
 
@@ -62,7 +64,7 @@ class KernelLauncher:
         if not self._direct:
             if not _on_one_cpu_or_gpu(tensors):
                 self._reject_devices(tensors)
-            self._kernel[grid](*tensors, *strides, *scalars, *constants, num_warps=warps)
+            self._kernel[grid](*tensors, *strides, *scalars, *constants, num_warps=warps, **self._options)
             return
         first = tensors[0]
         index = (first[0] if isinstance(first, tuple) else first).get_device()  # type: ignore[union-attr]
@@ -99,12 +101,14 @@ class KernelLauncher:
                 sizes |= scalar
         # Triton specializes on divisibility by 16, and passes integers of 2^31 and above as 64 bits.
         if bits & 15 or sizes >> 31:
-            self._kernel[grid](*tensors, *strides, *scalars, *constants, num_warps=warps)
+            self._kernel[grid](*tensors, *strides, *scalars, *constants, num_warps=warps, **self._options)
             return
         form = tuple(key)
         compiled = self._compiled.get(form)
         if compiled is None:
-            self._compiled[form] = self._kernel[grid](*tensors, *strides, *scalars, *constants, num_warps=warps)
+            self._compiled[form] = self._kernel[grid](
+                *tensors, *strides, *scalars, *constants, num_warps=warps, **self._options
+            )
         else:
             # Pass addresses: for each tensor, Triton would query the CUDA driver about its memory.
             compiled[grid](*addresses, *strides, *scalars, *constants)

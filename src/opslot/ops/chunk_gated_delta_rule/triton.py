@@ -1,17 +1,17 @@
 """The gated delta rule in Triton: chunks of 64 tokens, forward and backward, deterministic.
 
-Forward: divide queries and keys by their norms; solve every chunk's triangular system for its inverse, in float32, and
-multiply keys and values by it; walk along each document's chunks with the state in registers, writing down the state
-that each chunk finds and its correction; then all outputs at once. Backward computes all of this again from the
-arguments, which are all that is saved, walks back with the state's gradient, and ends in two kernels over all chunks.
+Forward: invert every chunk's triangular system in one kernel, and walk along each document's chunks with the state in
+registers, writing the outputs. Backward computes this again from the arguments, which are all that is saved, but
+writes the state that each chunk finds and its residuals; walks back with the state's gradient; and computes all other
+gradients in one kernel over chunks and key heads. Queries and keys are normalized by scaling rows of results. Long
+documents in few heads are split, since the state that leaves a part is linear in the state that finds it.
 No chunk has tokens of two documents: a table of chunks is computed on the device, with the maximum length that the
 documents could need, so that the host never waits for `cu_seqlens`. The modules of `kernels` give the formulas.
 
-Roofline on an H200 (4.3 TB/s, 790 TFLOP/s) in bf16 at 16384 tokens, 16 key and 32 value heads of 128: forward reads
-q, k and v and writes the output, 403 MB or 0.09 ms; backward reads these, writes three gradients, 671 MB or 0.16 ms.
-The recurrence alone is 52 GFLOP forward and 103 backward, 0.07 and 0.13 ms. This form does 100 and 239 GFLOP and moves
-its intermediates through memory, 2.3 and 6.0 GB in all or 0.55 and 1.4 ms, of which the L2 cache may spare some.
-Counted, not timed.
+Roofline on an H200 (4.3 TB/s, 790 TFLOP/s) in bf16 at 8192 tokens, 16 key and 32 value heads of 128: forward reads
+q, k and v and writes the output, 201 MB or 0.05 ms; backward reads these, writes three gradients, 336 MB or 0.08 ms.
+With the intermediates that pass through memory these are 0.4 and 1.6 GB, 0.09 and 0.37 ms, of which the L2 cache may
+spare some, and 36 and 121 GFLOP, 0.05 and 0.15 ms.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _forward(
             final.copy_(initial_state) if initial_state is not None else final.zero_()
         return
     call = prepare(query, key, value, g, beta, cu_seqlens, normalize)
-    write_output(call, recur(call, initial_state, final), out)
+    write_output(call, initial_state, out, final)
 
 
 def _allocate_gradients(dout: Tensor | None, dfinal: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
@@ -107,7 +107,7 @@ def _backward(
         return
     dout = torch.zeros_like(value) if dout is None else dout
     call = prepare(query, key, value, g, beta, cu_seqlens, normalize)
-    write_gradients(call, recur(call, initial_state), dout, dfinal, tuple(grads), dinitial, normalize)  # type: ignore[arg-type]
+    write_gradients(call, recur(call, initial_state), dout, dfinal, tuple(grads), dinitial)  # type: ignore[arg-type]
 
 
 _gated_delta_rule = differentiable_op(

@@ -1,19 +1,18 @@
 """The gradients of all arguments.
 
-With the symbols of `system.py` and `forward.py`, from dout and the gradient dS' of the state that leaves a chunk; x is
-the gradient of the system's right side b (v - exp(G) k S):
+With the symbols of `system.py` and `forward.py`, from dout and the gradient dS' of the state that leaves a chunk; du is
+the gradient of the residual, and dv also that of exp(G) k S, negated:
 
-    P = scale tril(q k^T) L,  dd = P^T dout + exp(G_last - G) k dS',  x = M^T dd
-    dS = exp(G_last) dS' + scale (exp(G) q)^T dout - reads^T dd
-    dP = tril(dout d^T),  dA = -strictly_lower(x d^T)
+    du = W^T dout + b exp(G_last - G) k dS',  dv = N^T du
+    dS = exp(G_last) dS' + scale (exp(G) q)^T dout - (exp(G) k)^T dv
+    dW = tril(dout u^T),  dA = -strictly_lower(dv u^T)
 
-and the product rule gives the rest. Wherever G_i occurs it scales a row of q, k or S, so that its gradient is made
-of row dots of q with dq and of k with the parts of dk.
+and the product rule gives the rest. Wherever b_j occurs it scales what token j writes, and wherever G_i occurs it
+scales a row of q, k or S, so that their gradients are row dots of q and k with dq and parts of dk.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,210 +22,121 @@ from opslot.ops._common.triton import KernelLauncher, cdiv
 from opslot.ops.chunk_gated_delta_rule.kernels.call import Call, as_tokens, strides
 from opslot.ops.chunk_gated_delta_rule.kernels.chunks import CHUNK
 from opslot.ops.chunk_gated_delta_rule.kernels.forward import Recurrence
-from opslot.ops.chunk_gated_delta_rule.kernels.norm import fold
+from opslot.ops.chunk_gated_delta_rule.kernels.segments import chain
+from opslot.ops.chunk_gated_delta_rule.kernels.system import CUMULATED, QUERY, READ, SCALES, WRITE
 from opslot.ops.chunk_gated_delta_rule.kernels.tiles import (
-    COLUMN_STAGES,
     decay,
     load_plane,
+    load_plane_transposed,
     load_scalars,
-    load_state,
+    load_segment,
     load_tokens,
+    load_tokens_transposed,
     store_plane,
-    store_state,
+    store_plane_transposed,
     store_tokens,
 )
 
 
-@triton.jit
-def local_kernel(
-    q_ptr,
-    k_ptr,
-    dout_ptr,
-    start_ptr,
-    length_ptr,
-    cumulated_ptr,
-    local_ptr,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    dout_token,
-    dout_head,
-    scale,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """P^T dout [chunks * V_heads, CHUNK, V]: the gradient of a correction within its chunk."""
-    program = tl.program_id(0)
-    start = tl.load(start_ptr + program // HEADS)
-    length = tl.load(length_ptr + program // HEADS)
-    if length > 0:
-        head = program % HEADS
-        i = tl.arange(0, CHUNK)
-        cumulated = tl.load(cumulated_ptr + program.to(tl.int64) * CHUNK + i)
-        within = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-        for first in tl.range(0, K, BK, num_stages=COLUMN_STAGES):
-            row = first + tl.arange(0, BK)
-            q = load_tokens(q_ptr, start, length, head // GROUP, q_token, q_head, row, K, CHUNK)
-            k = load_tokens(k_ptr, start, length, head // GROUP, k_token, k_head, row, K, CHUNK)
-            within = dot(k, tl.trans(q), within)
-        # Rows are keys here: the decay from a key to a later query.
-        within *= decay(-cumulated, -cumulated, i[:, None] <= i[None, :]) * scale
-        for first in tl.range(0, V, BV, num_stages=COLUMN_STAGES):
-            column = first + tl.arange(0, BV)
-            dout = load_tokens(dout_ptr, start, length, head, dout_token, dout_head, column, V, CHUNK)
-            local = dot(downcast(within, q_ptr.dtype.element_ty), dout, tl.zeros((CHUNK, BV), dtype=tl.float32))
-            store_plane(local_ptr, local, program, column, V, CHUNK)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["segments"])
 def dstates_kernel(
     q_ptr,
     k_ptr,
     dout_ptr,
-    reads_ptr,
-    local_ptr,
-    cumulated_ptr,
+    scales_ptr,
+    inverse_ptr,
+    within_ptr,
     cu_seqlens_ptr,
     first_chunk_ptr,
     dfinal_ptr,
     dstates_ptr,
-    dcorrection_ptr,
+    dv_ptr,
     dinitial_ptr,
+    added_ptr,
     q_token,
     q_head,
     k_token,
     k_head,
     dout_token,
     dout_head,
-    scale,
+    segments,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    SPLIT: tl.constexpr,
     HAS_DFINAL: tl.constexpr,
     WANT_DINITIAL: tl.constexpr,
+    WANT_ADDED: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A document's chunks from the last to the first: dS' of the state that leaves each, and its correction's dd."""
-    document = tl.program_id(0) // HEADS
+    """The chunks of a document, or of a part of one, from the last to the first: dS' of the state that leaves each, dv.
+
+    With WANT_ADDED, only what is added to the gradient of a state over the part.
+    """
+    sequence = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     dtype: tl.constexpr = k_ptr.dtype.element_ty
+    i = tl.arange(0, CHUNK)
     row = tl.arange(0, BK)
     column = tl.program_id(1) * BV + tl.arange(0, BV)
-    i = tl.arange(0, CHUNK)
-    begin = tl.load(cu_seqlens_ptr + document).to(tl.int32)
-    end = tl.load(cu_seqlens_ptr + document + 1).to(tl.int32)
-    first = tl.load(first_chunk_ptr + document)
-    count = tl.load(first_chunk_ptr + document + 1) - first
-    dstate = tl.zeros((BK, BV), dtype=tl.float32)
+    begin, end, first, count = load_segment(
+        cu_seqlens_ptr, first_chunk_ptr, sequence // segments, sequence % segments, segments, CHUNK
+    )
+    dstate = tl.zeros((BV, BK), dtype=tl.float32)
     if HAS_DFINAL:
-        dstate += load_state(dfinal_ptr, tl.program_id(0), row, column, K, V).to(tl.float32)
+        if SPLIT:
+            dstate += load_plane(dfinal_ptr, tl.program_id(0), column, row, V, K)
+        else:
+            dstate += load_plane_transposed(dfinal_ptr, tl.program_id(0), row, column, K, V).to(tl.float32)
     for step in tl.range(0, count, num_stages=STAGES):
         start = begin + (count - 1 - step) * CHUNK
         index = (first + count - 1 - step) * HEADS + head
+        scales = scales_ptr + index.to(tl.int64) * (SCALES * CHUNK) + i
         held = downcast(dstate, dtype)
-        store_state(dstates_ptr, dstate, index, row, column, K, V)
         q = load_tokens(q_ptr, start, end - start, head // GROUP, q_token, q_head, row, K, CHUNK)
         k = load_tokens(k_ptr, start, end - start, head // GROUP, k_token, k_head, row, K, CHUNK)
-        dout = load_tokens(dout_ptr, start, end - start, head, dout_token, dout_head, column, V, CHUNK)
-        reads = load_plane(reads_ptr, index, row, K, CHUNK)
-        local = load_plane(local_ptr, index, column, V, CHUNK).to(tl.float32)
-        cumulated = tl.load(cumulated_ptr + index.to(tl.int64) * CHUNK + i)
-        last = tl.load(cumulated_ptr + index.to(tl.int64) * CHUNK + CHUNK - 1)
-        later = dot(k, held, tl.zeros((CHUNK, BV), dtype=tl.float32))
-        dcorrection = local + later * tl.exp(last - cumulated)[:, None]
-        store_plane(dcorrection_ptr, dcorrection, index, column, V, CHUNK)
-        asked = downcast(dout.to(tl.float32) * (tl.exp(cumulated) * scale)[:, None], dtype)
-        dstate = dot(tl.trans(q), asked, dstate * tl.exp(last))
-        dstate = dot(tl.trans(reads), downcast(-dcorrection, dtype), dstate)
+        dout = load_tokens_transposed(dout_ptr, start, end - start, head, dout_token, dout_head, column, V, CHUNK)
+        inverse = load_plane(inverse_ptr, index, i, i, CHUNK, CHUNK)
+        within = load_plane(within_ptr, index, i, i, CHUNK, CHUNK)
+        reading = tl.load(scales + READ * CHUNK)
+        writing = tl.load(scales + WRITE * CHUNK)
+        asking = tl.load(scales + QUERY * CHUNK)
+        last = tl.load(scales_ptr + index.to(tl.int64) * (SCALES * CHUNK) + CUMULATED * CHUNK + CHUNK - 1)
+        zeros = tl.zeros((BV, CHUNK), dtype=tl.float32)
+        dresidual = dot(held, tl.trans(k), zeros) * writing[None, :]
+        dresidual = dot(dout, within, dresidual)
+        dv = dot(downcast(dresidual, dtype), inverse, zeros)
+        if not WANT_ADDED:
+            store_plane(dstates_ptr, held, index, column, row, V, K)
+            store_tokens(dv_ptr, tl.trans(downcast(dv, dtype)), start, end - start, head, column, HEADS, V, CHUNK)
+        asked = downcast(dout.to(tl.float32) * asking[None, :], dtype)
+        dstate = dot(asked, q, dstate * tl.exp(last))
+        dstate = dot(downcast(-dv * reading[None, :], dtype), k, dstate)
     if WANT_DINITIAL:
-        store_state(dinitial_ptr, dstate, tl.program_id(0), row, column, K, V)
+        store_plane_transposed(dinitial_ptr, dstate, tl.program_id(0), row, column, K, V)
+    if WANT_ADDED:
+        store_plane(added_ptr, dstate, tl.program_id(0), column, row, V, K)
 
 
 @triton.jit
-def dvalue_kernel(
-    v_ptr,
-    beta_ptr,
-    dout_ptr,
-    start_ptr,
-    length_ptr,
-    cumulated_ptr,
-    inverse_ptr,
-    correction_ptr,
-    dcorrection_ptr,
-    x_ptr,
-    dwithin_ptr,
-    dsystem_ptr,
-    dv_ptr,
-    drate_ptr,
-    v_token,
-    v_head,
-    dout_token,
-    dout_head,
-    scale,
-    HEADS: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """x, dv, v's part of the rates' gradient, and scale dP L and dA L [chunks * V_heads, CHUNK, CHUNK]."""
-    program = tl.program_id(0)
-    start = tl.load(start_ptr + program // HEADS)
-    length = tl.load(length_ptr + program // HEADS)
-    if length > 0:
-        head = program % HEADS
-        dtype: tl.constexpr = v_ptr.dtype.element_ty
-        i = tl.arange(0, CHUNK)
-        rate = load_scalars(beta_ptr, start, length, head, HEADS, CHUNK)
-        cumulated = tl.load(cumulated_ptr + program.to(tl.int64) * CHUNK + i)
-        inverse = load_plane(inverse_ptr, program, i, CHUNK, CHUNK)
-        dwithin = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-        dsystem = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-        drate = tl.zeros((CHUNK,), dtype=tl.float32)
-        for first in tl.range(0, V, BV, num_stages=COLUMN_STAGES):
-            column = first + tl.arange(0, BV)
-            v = load_tokens(v_ptr, start, length, head, v_token, v_head, column, V, CHUNK).to(tl.float32)
-            dout = load_tokens(dout_ptr, start, length, head, dout_token, dout_head, column, V, CHUNK)
-            correction = load_plane(correction_ptr, program, column, V, CHUNK)
-            dcorrection = load_plane(dcorrection_ptr, program, column, V, CHUNK)
-            x = dot(tl.trans(inverse), dcorrection, tl.zeros((CHUNK, BV), dtype=tl.float32))
-            store_plane(x_ptr, x, program, column, V, CHUNK)
-            store_tokens(dv_ptr, x * rate[:, None], start, length, head, column, HEADS, V, CHUNK)
-            drate += tl.sum(x * v, 1)
-            dwithin = dot(dout, tl.trans(correction), dwithin)
-            dsystem = dot(downcast(-x, dtype), tl.trans(correction), dsystem)
-        dwithin *= decay(cumulated, cumulated, i[:, None] >= i[None, :]) * scale
-        dsystem *= decay(cumulated, cumulated, i[:, None] > i[None, :])
-        store_plane(dwithin_ptr, dwithin, program, i, CHUNK, CHUNK)
-        store_plane(dsystem_ptr, dsystem, program, i, CHUNK, CHUNK)
-        tl.store(drate_ptr + program.to(tl.int64) * CHUNK + i, drate)
-
-
-@triton.jit
-def dkey_kernel(
+def gradients_kernel(
     q_ptr,
     k_ptr,
     beta_ptr,
     dout_ptr,
     start_ptr,
     length_ptr,
-    cumulated_ptr,
+    scales_ptr,
     states_ptr,
+    residual_ptr,
     dstates_ptr,
-    correction_ptr,
-    x_ptr,
+    dv_ptr,
     dwithin_ptr,
     dsystem_ptr,
-    drate_ptr,
     dq_ptr,
     dk_ptr,
     dbeta_ptr,
@@ -242,73 +152,112 @@ def dkey_kernel(
     GROUP: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    NORM: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """dq and dk of each value head [T, V_heads, K], dbeta and dg [T, V_heads]."""
-    program = tl.program_id(0)
-    start = tl.load(start_ptr + program // HEADS)
-    length = tl.load(length_ptr + program // HEADS)
+    """dq and dk [T, K_heads, K], dbeta and dg [T, V_heads]: one program per chunk and key head."""
+    KEY_HEADS: tl.constexpr = HEADS // GROUP
+    key_head = tl.program_id(0) % KEY_HEADS
+    chunk = tl.program_id(0) // KEY_HEADS
+    start = tl.load(start_ptr + chunk)
+    length = tl.load(length_ptr + chunk)
     if length > 0:
-        head = program % HEADS
         dtype: tl.constexpr = k_ptr.dtype.element_ty
         i = tl.arange(0, CHUNK)
-        rate = load_scalars(beta_ptr, start, length, head, HEADS, CHUNK)
-        offset = program.to(tl.int64) * CHUNK + i
-        cumulated = tl.load(cumulated_ptr + offset)
-        last = tl.load(cumulated_ptr + program.to(tl.int64) * CHUNK + CHUNK - 1)
-        dwithin = load_plane(dwithin_ptr, program, i, CHUNK, CHUNK)
-        dsystem = load_plane(dsystem_ptr, program, i, CHUNK, CHUNK)
-        drate = tl.load(drate_ptr + offset)
-        dcumulated = tl.zeros((CHUNK,), dtype=tl.float32)
-        # Decay of the state over the chunk, one block of columns at a time.
-        faded = tl.zeros((BV,), dtype=tl.float32)
-        for first_row in tl.range(0, K, BK, num_stages=COLUMN_STAGES):
-            row = first_row + tl.arange(0, BK)
-            dq = tl.zeros((CHUNK, BK), dtype=tl.float32)
+        row = tl.arange(0, BK)
+        dq = tl.zeros((CHUNK, BK), dtype=tl.float32)
+        dk = tl.zeros((CHUNK, BK), dtype=tl.float32)
+        # Row dots of q with dq and of k with dk so far; what a head adds to them is the gradient of its decays.
+        q_dots = tl.zeros((CHUNK,), dtype=tl.float32)
+        k_dots = tl.zeros((CHUNK,), dtype=tl.float32)
+        for member in tl.range(0, GROUP, num_stages=1):
+            head = key_head * GROUP + member
+            index = chunk * HEADS + head
+            scales = scales_ptr + index.to(tl.int64) * (SCALES * CHUNK)
+            cumulated = tl.load(scales + CUMULATED * CHUNK + i)
+            last = tl.load(scales + CUMULATED * CHUNK + CHUNK - 1)
+            rate = load_scalars(beta_ptr, start, length, head, HEADS, CHUNK)
+            grown = tl.exp(cumulated)
+            dwithin = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+            dsystem = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
             written = tl.zeros((CHUNK, BK), dtype=tl.float32)
-            read = tl.zeros((CHUNK, BK), dtype=tl.float32)
-            for first_column in tl.range(0, V, BV, num_stages=COLUMN_STAGES):
-                column = first_column + tl.arange(0, BV)
+            # Decay of the state over the chunk.
+            faded = tl.zeros((BV, BK), dtype=tl.float32)
+            for first in tl.range(0, V, BV, num_stages=STAGES):
+                column = first + tl.arange(0, BV)
                 dout = load_tokens(dout_ptr, start, length, head, dout_token, dout_head, column, V, CHUNK)
-                correction = load_plane(correction_ptr, program, column, V, CHUNK)
-                x = load_plane(x_ptr, program, column, V, CHUNK)
-                state = load_state(states_ptr, program, row, column, K, V)
-                dstate = load_state(dstates_ptr, program, row, column, K, V)
-                dq = dot(dout, tl.trans(state), dq)
-                written = dot(correction, tl.trans(dstate), written)
-                read = dot(x, tl.trans(state), read)
-                faded += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
-            q = load_tokens(q_ptr, start, length, head // GROUP, q_token, q_head, row, K, CHUNK)
-            k = load_tokens(k_ptr, start, length, head // GROUP, k_token, k_head, row, K, CHUNK)
-            k_fp32 = k.to(tl.float32)
-            dq = dot(dwithin, k, dq * (scale * tl.exp(cumulated))[:, None])
-            store_tokens(dq_ptr, dq, start, length, head, row, HEADS, K, CHUNK)
-            dcumulated += tl.sum(q.to(tl.float32) * dq, 1)
-            # Writes of a key decay after its token: state, output and corrections of later tokens.
+                dv = load_tokens(dv_ptr, start, length, head, HEADS * V, V, column, V, CHUNK)
+                residual = load_plane(residual_ptr, index, column, i, V, CHUNK)
+                state = load_plane(states_ptr, index, column, row, V, K)
+                dstate = load_plane(dstates_ptr, index, column, row, V, K)
+                dwithin = dot(dout, residual, dwithin)
+                dsystem = dot(dv, residual, dsystem)
+                dq = dot(downcast(dout.to(tl.float32) * (scale * grown)[:, None], dtype), state, dq)
+                dk = dot(downcast(-dv.to(tl.float32) * grown[:, None], dtype), state, dk)
+                written = dot(tl.trans(residual), dstate, written)
+                faded += state.to(tl.float32) * dstate.to(tl.float32)
+            before = decay(cumulated, cumulated, i[:, None] >= i[None, :])
+            store_plane(dwithin_ptr, dwithin * before * scale, index, i, i, CHUNK, CHUNK)
+            before = tl.where(i[:, None] > i[None, :], before, 0.0)
+            store_plane(dsystem_ptr, -dsystem * before, index, i, i, CHUNK, CHUNK)
             written *= tl.exp(last - cumulated)[:, None]
-            dcumulated += tl.where(i == CHUNK - 1, tl.sum(k_fp32 * written), 0.0)
-            written = dot(tl.trans(dwithin), q, written)
-            written = dot(tl.trans(dsystem), downcast(k_fp32 * rate[:, None], dtype), written)
-            # Its reads decay until its token.
-            read = dot(dsystem, k, -read * tl.exp(cumulated)[:, None])
-            drate += tl.sum(k_fp32 * read, 1)
-            read *= rate[:, None]
-            dcumulated += tl.sum(k_fp32 * (read - written), 1)
-            store_tokens(dk_ptr, read + written, start, length, head, row, HEADS, K, CHUNK)
-        dcumulated += tl.where(i == CHUNK - 1, tl.exp(last) * tl.sum(faded), 0.0)
-        # A token's own log decay is part of its own and all later sums of the chunk.
-        dg = tl.sum(tl.where(i[:, None] >= i[None, :], dcumulated[:, None], 0.0), 0)
-        offset = (start + i).to(tl.int64) * HEADS + head
-        tl.store(dg_ptr + offset, downcast(dg, dg_ptr.dtype.element_ty), mask=i < length)
-        tl.store(dbeta_ptr + offset, downcast(drate, dbeta_ptr.dtype.element_ty), mask=i < length)
+            q = load_tokens(q_ptr, start, length, key_head, q_token, q_head, row, K, CHUNK)
+            k = load_tokens(k_ptr, start, length, key_head, k_token, k_head, row, K, CHUNK)
+            q_scale = tl.zeros((CHUNK,), dtype=tl.float32) + 1.0
+            k_scale = q_scale
+            if NORM:
+                q_scale = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + 1e-6)
+                k_scale = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + 1e-6)
+            of_state = tl.sum(tl.sum(k.to(tl.float32) * written, 1) * k_scale * rate) + tl.exp(last) * tl.sum(faded)
+            # Other threads read the two matrices than wrote them. A matmul must not use the result of another here:
+            # Triton would compute the first in all warps.
+            tl.debug_barrier()
+            k_rate = (k_scale * rate)[None, :]
+            dwithin = load_plane(dwithin_ptr, index, i, i, CHUNK, CHUNK).to(tl.float32)
+            dq = dot(downcast(dwithin * k_rate, dtype), k, dq)
+            dsystem = load_plane(dsystem_ptr, index, i, i, CHUNK, CHUNK).to(tl.float32)
+            dk = dot(downcast(dsystem * k_rate, dtype), k, dk)
+            dwithin = load_plane_transposed(dwithin_ptr, index, i, i, CHUNK, CHUNK).to(tl.float32)
+            written = dot(downcast(dwithin * q_scale[None, :], dtype), q, written)
+            dsystem = load_plane_transposed(dsystem_ptr, index, i, i, CHUNK, CHUNK).to(tl.float32)
+            written_within = dot(
+                downcast(dsystem * k_scale[None, :], dtype), k, tl.zeros((CHUNK, BK), dtype=tl.float32)
+            )
+            q_added = tl.sum(q.to(tl.float32) * dq, 1) * q_scale - q_dots
+            q_dots += q_added
+            # What a key reads decays until its token.
+            k_added = tl.sum(k.to(tl.float32) * dk, 1) * k_scale - k_dots
+            # What it writes decays after its token: state, outputs and residuals of later tokens.
+            drate = tl.sum(k.to(tl.float32) * written, 1) + tl.sum(k.to(tl.float32) * written_within, 1)
+            drate *= k_scale
+            dk += written * rate[:, None]
+            dk += written_within * rate[:, None]
+            k_dots += k_added + rate * drate
+            dcumulated = q_added + k_added - rate * drate + tl.where(i == CHUNK - 1, of_state, 0.0)
+            # A token's own log decay is part of its own and all later sums of the chunk.
+            dg = tl.sum(tl.where(i[:, None] >= i[None, :], dcumulated[:, None], 0.0), 0)
+            offset = (start + i).to(tl.int64) * HEADS + head
+            tl.store(dg_ptr + offset, downcast(dg, dg_ptr.dtype.element_ty), mask=i < length)
+            tl.store(dbeta_ptr + offset, downcast(drate, dbeta_ptr.dtype.element_ty), mask=i < length)
+        q = load_tokens(q_ptr, start, length, key_head, q_token, q_head, row, K, CHUNK)
+        k = load_tokens(k_ptr, start, length, key_head, k_token, k_head, row, K, CHUNK)
+        q_scale = tl.zeros((CHUNK,), dtype=tl.float32) + 1.0
+        k_scale = q_scale
+        if NORM:
+            q_scale = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + 1e-6)
+            k_scale = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + 1e-6)
+        if NORM:
+            dq = (dq - q.to(tl.float32) * (q_scale * q_dots)[:, None]) * q_scale[:, None]
+            dk = (dk - k.to(tl.float32) * (k_scale * k_dots)[:, None]) * k_scale[:, None]
+        store_tokens(dq_ptr, dq, start, length, key_head, row, KEY_HEADS, K, CHUNK)
+        store_tokens(dk_ptr, dk, start, length, key_head, row, KEY_HEADS, K, CHUNK)
 
 
-_launch_local = KernelLauncher(local_kernel)
 _launch_dstates = KernelLauncher(dstates_kernel)
-_launch_dvalue = KernelLauncher(dvalue_kernel)
-_launch_dkey = KernelLauncher(dkey_kernel)
+_launch_gradients = KernelLauncher(gradients_kernel)
 
 
 def write_gradients(
@@ -318,64 +267,62 @@ def write_gradients(
     dfinal: Tensor | None,
     grads: tuple[Tensor, ...],
     dinitial: Tensor | None,
-    normalize: bool,
 ) -> None:
     """Fill `grads` of query, key, value, g and beta, and `dinitial` if it is wanted."""
     dq, dk, dv, dg, dbeta = grads
     dout = as_tokens(dout)
-    plan, table = call.plan, (call.chunks.start, call.chunks.length)
-    dstates, dcorrection = _walk_back(call, found, dout, dfinal, dinitial)
-    x = call.by_chunk(CHUNK, call.value)
+    plan = call.plan
+    dstates = call.by_chunk(call.value, call.key)
+    _run_back(call, found, dout, dfinal, (dstates, dv), dinitial)
     dwithin, dsystem = (call.by_chunk(CHUNK, CHUNK) for _ in range(2))
-    drate = call.by_chunk(CHUNK, dtype=torch.float32)
-    for_values = (call.v, call.rate, dout, *table, found.cumulated, found.inverse, found.correction, dcorrection)
-    _launch_dvalue(
-        (call.per_chunk, 1, 1),
-        (*for_values, x, dwithin, dsystem, dv, drate),
-        strides(call.v, dout),
-        (call.scale,),
-        (call.heads, call.value, plan.grad_block, CHUNK),
-        4,
-    )
-    folds = normalize or call.group > 1
-    of_heads = [dx.new_empty(dout.shape[0], call.heads, call.key) if folds else dx for dx in (dq, dk)]
-    for_keys = (call.q, call.k, call.rate, dout, *table, found.cumulated, found.states, dstates, found.correction)
-    _launch_dkey(
-        (call.per_chunk, 1, 1),
-        (*for_keys, x, dwithin, dsystem, drate, *of_heads, dbeta, dg),
+    table = (call.chunks.start, call.chunks.length)
+    of_chunks = (found.scales, found.states, found.residual, dstates, dv, dwithin, dsystem)
+    _launch_gradients(
+        (call.per_chunk // call.group, 1, 1),
+        (call.q, call.k, call.rate, dout, *table, *of_chunks, dq, dk, dbeta, dg),
         strides(call.q, call.k, dout),
         (call.scale,),
-        (*call.sizes, *call.blocks(plan.grad_block)),
-        4,
+        (*call.sizes, call.normalize, plan.key, plan.grad_block, CHUNK, plan.stages),
+        plan.grad_warps,
     )
-    if folds:
-        fold(call.raw_q, of_heads[0], dq, call.group, normalize)
-        fold(call.raw_k, of_heads[1], dk, call.group, normalize)
 
 
-def _walk_back(
-    call: Call, found: Recurrence, dout: Tensor, dfinal: Tensor | None, dinitial: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """dS' [chunks * V_heads, K, V] and dd [chunks * V_heads, 64, V] of every chunk; fills `dinitial`."""
-    plan, chunks = call.plan, call.chunks
-    local, dcorrection = (call.by_chunk(CHUNK, call.value) for _ in range(2))
-    dstates = call.by_chunk(call.key, call.value)
-    _launch_local(
-        (call.per_chunk, 1, 1),
-        (call.q, call.k, dout, chunks.start, chunks.length, found.cumulated, local),
-        strides(call.q, call.k, dout),
-        (call.scale,),
-        (*call.sizes, *call.blocks(plan.value_block)),
-        4,
-    )
+def _run_back(
+    call: Call,
+    found: Recurrence,
+    dout: Tensor,
+    dfinal: Tensor | None,
+    by_chunk: tuple[Tensor | None, Tensor | None],
+    dinitial: Tensor | None,
+) -> None:
+    """Fill `by_chunk`, dS' [chunks * V_heads, V, K] and dv, and `dinitial`."""
     last = None if dfinal is None else dfinal.contiguous()
-    given = (call.q, call.k, dout, found.reads, local, found.cumulated, chunks.cu_seqlens, chunks.first, last)
+    if found.transition is None:
+        _launch(call, found, dout, last, by_chunk, dinitial)
+        return
+    added = call.by_segment(call.value, call.key)
+    _launch(call, found, dout, None, (None, None), None, added)
+    starts = chain(call, found.transition, added, last, dinitial, backward=True)
+    _launch(call, found, dout, starts, by_chunk, None)
+
+
+def _launch(
+    call: Call,
+    found: Recurrence,
+    dout: Tensor,
+    dfinal: Tensor | None,
+    by_chunk: tuple[Tensor | None, Tensor | None],
+    dinitial: Tensor | None,
+    added: Tensor | None = None,
+) -> None:
+    plan = call.plan
+    wanted = (dfinal is not None, dinitial is not None, added is not None)
+    system = (found.scales, found.inverse, found.within)
     _launch_dstates(
-        (chunks.documents * call.heads, cdiv(call.value, plan.state_block), 1),
-        (*given, dstates, dcorrection, dinitial),
+        (call.chunks.documents * call.segments * call.heads, cdiv(call.value, plan.state_block), 1),
+        (call.q, call.k, dout, *system, *call.bounds, dfinal, *by_chunk, dinitial, added),
         strides(call.q, call.k, dout),
-        (call.scale,),
-        (*call.sizes, last is not None, dinitial is not None, plan.key, plan.state_block, CHUNK, plan.stages),
-        4,
+        (call.segments,),
+        (*call.sizes, call.segments > 1, *wanted, plan.key, plan.state_block, CHUNK, plan.stages),
+        plan.state_warps,
     )
-    return dstates, dcorrection

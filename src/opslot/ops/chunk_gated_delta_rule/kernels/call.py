@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from opslot.ops.chunk_gated_delta_rule.kernels.chunks import CHUNK, Chunks, chunk_table
-from opslot.ops.chunk_gated_delta_rule.kernels.norm import normalized
+from opslot.ops._common.triton import cdiv, sm_count
+from opslot.ops.chunk_gated_delta_rule.kernels.chunks import Chunks, chunk_table
 
 
 @dataclass(frozen=True)
@@ -19,38 +19,57 @@ class ChunkTiling:
 
     Attributes:
         key: key size rounded up to a power of two.
-        key_block, value_block: block of columns of the kernels over all chunks.
-        grad_block: block of value columns of the last two kernels of backward.
-        state_block: columns of a state per program of the recurrence.
-        stages: pipeline stages of the recurrence.
+        key_block: block of key columns of the triangular system.
+        state_block: value columns of a state per program of the recurrence.
+        grad_block: block of value columns of the last kernel of backward.
+        stages: pipeline stages of the recurrence and of the last kernel of backward.
+        state_warps, grad_warps: warps of these.
     """
 
     key: int
     key_block: int
-    value_block: int
-    grad_block: int
     state_block: int
+    grad_block: int
     stages: int
+    state_warps: int
+    grad_warps: int
 
 
 @functools.cache
 def plan_for(key: int, value: int, element_bytes: int) -> ChunkTiling:
-    """Chosen from ptxas' registers and shared memory on Hopper, not measured.
+    """Measured on an H200 for bf16 and keys of 128 (benchmarks/tune_delta.py); others fit into shared memory.
 
-    The recurrence is bound by its chain of small matmuls, so blocks are small: values of size 128 have four programs
-    per head. The last kernels of backward have three accumulators; 64 value columns would double the register spills.
+    In the recurrence, two stages take 1.4 times as long as three, and 32 columns as long as 64.
     """
     key_full, value_full = (max(16, triton.next_power_of_2(n)) for n in (key, value))
-    most = 64 if element_bytes == 2 else 32
-    narrow_state = element_bytes > 2 or key_full > 128
+    half = element_bytes == 2
+    large = key_full > 128
     return ChunkTiling(
         key=key_full,
-        key_block=min(most, key_full),
-        value_block=min(most, value_full),
-        grad_block=min(32, value_full),
-        state_block=min(16 if narrow_state else 32, value_full),
-        stages=1 if element_bytes > 2 else 2,
+        key_block=min(64 if half else 32, key_full),
+        state_block=min((32 if large else 64) if half else 16, value_full),
+        grad_block=min(16, value_full),
+        stages=(2 if large else 3) if half else 1,
+        state_warps=4,
+        grad_warps=16 if large else 8,
     )
+
+
+# Splitting computes the states of all parts twice and each part's transition, so few parts are slower than none.
+_LEAST_SEGMENTS = 4
+_CHUNKS_PER_SEGMENT = 8
+_WIDEST_SPLIT_KEY = 128
+
+
+def segments_for(programs: int, chunks: int, key: int, sms: int) -> int:
+    """In how many parts to split each document.
+
+    Args:
+        programs: of the recurrence without splitting.
+        chunks: of a document, on average.
+    """
+    segments = min(sms // programs, chunks // _CHUNKS_PER_SEGMENT)
+    return segments if segments >= _LEAST_SEGMENTS and key <= _WIDEST_SPLIT_KEY else 1
 
 
 @dataclass(frozen=True)
@@ -58,20 +77,21 @@ class Call:
     """Inputs of forward and backward.
 
     Attributes:
-        raw_q, raw_k, v: tokens [T, heads, width], T over all rows of the batch.
-        q, k: raw_q and raw_k, normalized if requested.
+        q, k, v: tokens [T, heads, width], T over all rows of the batch.
         log_decay, rate: [T, V_heads].
+        normalize: divide q and k by their norms.
+        segments: parts of a document whose recurrences run in parallel.
     """
 
-    raw_q: Tensor
-    raw_k: Tensor
     q: Tensor
     k: Tensor
     v: Tensor
     log_decay: Tensor
     rate: Tensor
+    normalize: bool
     chunks: Chunks
     plan: ChunkTiling
+    segments: int
 
     @property
     def heads(self) -> int:
@@ -107,31 +127,37 @@ class Call:
         """The first constants of most kernels."""
         return self.heads, self.group, self.key, self.value
 
-    def blocks(self, value_block: int) -> tuple[int, int, int]:
-        """The last constants of a kernel over all chunks."""
-        return self.plan.key_block, value_block, CHUNK
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """What gives each document's chunks."""
+        return self.chunks.cu_seqlens, self.chunks.first
 
     def by_chunk(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialized [chunks * V_heads, *shape], in the arguments' dtype unless another is named."""
         return self.k.new_empty((self.per_chunk, *shape), dtype=dtype)
 
+    def by_segment(self, *shape: int) -> Tensor:
+        """Uninitialized float32 [documents * segments * V_heads, *shape]."""
+        return self.k.new_empty((self.chunks.documents * self.segments * self.heads, *shape), dtype=torch.float32)
+
 
 def prepare(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, normalize: bool
 ) -> Call:
-    raw_q, raw_k = as_tokens(query), as_tokens(key)
     batch, length = value.shape[:2]
-    q, k = (normalized(x) if normalize else x for x in (raw_q, raw_k))
+    plan = plan_for(key.shape[3], value.shape[3], key.element_size())
+    chunks = chunk_table(cu_seqlens, batch, length, value.device)
+    programs = chunks.documents * value.shape[2] * cdiv(value.shape[3], plan.state_block)
     return Call(
-        raw_q=raw_q,
-        raw_k=raw_k,
-        q=q,
-        k=k,
+        q=as_tokens(query),
+        k=as_tokens(key),
         v=as_tokens(value),
         log_decay=_scalars(g),
         rate=_scalars(beta),
-        chunks=chunk_table(cu_seqlens, batch, length, value.device),
-        plan=plan_for(key.shape[3], value.shape[3], key.element_size()),
+        normalize=normalize,
+        chunks=chunks,
+        plan=plan,
+        segments=segments_for(programs, chunks.count // chunks.documents, key.shape[3], sm_count(value.device)),
     )
 
 

@@ -1,9 +1,13 @@
 """The states along each document, and the outputs.
 
-With the symbols of `system.py` and S [K, V] the state that arrives at a chunk (Yang et al. 2024, section 3.3):
+With the symbols of `system.py` and S [K, V] the state that arrives at a chunk (Yang et al. 2024, section 3.3, with the
+writing rates in the system's columns instead of its rows):
 
-    correction d = writes - reads S
-    S' = exp(G_last) S + (exp(G_last - G) k)^T d,  out = scale (exp(G) q S + (tril(q k^T) L) d)
+    residual u = N (v - exp(G) k S)
+    S' = exp(G_last) S + (b exp(G_last - G) k)^T u,  out = scale exp(G) q S + W u
+
+The kernel holds S transposed: the results of its matmuls are the left operands of the next ones as they lie in
+registers.
 """
 
 from __future__ import annotations
@@ -18,167 +22,201 @@ from opslot._base.jit import dot, downcast
 from opslot.ops._common.triton import KernelLauncher, cdiv
 from opslot.ops.chunk_gated_delta_rule.kernels.call import Call, strides
 from opslot.ops.chunk_gated_delta_rule.kernels.chunks import CHUNK
-from opslot.ops.chunk_gated_delta_rule.kernels.system import solve
+from opslot.ops.chunk_gated_delta_rule.kernels.segments import chain
+from opslot.ops.chunk_gated_delta_rule.kernels.system import CUMULATED, QUERY, READ, SCALES, WRITE, solve
 from opslot.ops.chunk_gated_delta_rule.kernels.tiles import (
-    COLUMN_STAGES,
-    decay,
     load_plane,
-    load_state,
+    load_plane_transposed,
+    load_segment,
     load_tokens,
+    load_tokens_transposed,
     store_plane,
-    store_state,
+    store_plane_transposed,
     store_tokens,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments"])
 def states_kernel(
+    q_ptr,
     k_ptr,
-    reads_ptr,
-    writes_ptr,
-    cumulated_ptr,
+    v_ptr,
+    scales_ptr,
+    inverse_ptr,
+    within_ptr,
     cu_seqlens_ptr,
     first_chunk_ptr,
     initial_ptr,
     states_ptr,
-    correction_ptr,
+    residual_ptr,
+    out_ptr,
     final_ptr,
+    transition_ptr,
+    added_ptr,
+    q_token,
+    q_head,
     k_token,
     k_head,
+    v_token,
+    v_head,
+    segments,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    SPLIT: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
+    WANT_STATES: tl.constexpr,
+    WANT_OUT: tl.constexpr,
     WANT_FINAL: tl.constexpr,
+    WANT_LINEAR: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A document's chunks one after the other: the state that each finds, its correction, and the last state."""
-    document = tl.program_id(0) // HEADS
+    """The chunks of a document, or of a part of one, one after the other.
+
+    Writes the state that finds each chunk and its residual, or its output; and the last state. With WANT_LINEAR, only
+    the linear map of states over the part: what is added to a state, and in further programs the transition.
+    """
+    sequence = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     dtype: tl.constexpr = k_ptr.dtype.element_ty
+    i = tl.arange(0, CHUNK)
     row = tl.arange(0, BK)
     column = tl.program_id(1) * BV + tl.arange(0, BV)
-    i = tl.arange(0, CHUNK)
-    begin = tl.load(cu_seqlens_ptr + document).to(tl.int32)
-    end = tl.load(cu_seqlens_ptr + document + 1).to(tl.int32)
-    first = tl.load(first_chunk_ptr + document)
-    count = tl.load(first_chunk_ptr + document + 1) - first
-    state = tl.zeros((BK, BV), dtype=tl.float32)
+    begin, end, first, count = load_segment(
+        cu_seqlens_ptr, first_chunk_ptr, sequence // segments, sequence % segments, segments, CHUNK
+    )
+    state = tl.zeros((BV, BK), dtype=tl.float32)
+    v_end = end
+    if WANT_LINEAR:
+        VALUE_BLOCKS: tl.constexpr = (V + BV - 1) // BV
+        if tl.program_id(1) >= VALUE_BLOCKS:
+            column -= VALUE_BLOCKS * BV
+            state += tl.where(column[:, None] == row[None, :], 1.0, 0.0)
+            v_end = begin
     if HAS_INITIAL:
-        state += load_state(initial_ptr, tl.program_id(0), row, column, K, V).to(tl.float32)
+        if SPLIT:
+            state += load_plane(initial_ptr, tl.program_id(0), column, row, V, K)
+        else:
+            state += load_plane_transposed(initial_ptr, tl.program_id(0), row, column, K, V).to(tl.float32)
     for step in tl.range(0, count, num_stages=STAGES):
         start = begin + step * CHUNK
         index = (first + step) * HEADS + head
+        scales = scales_ptr + index.to(tl.int64) * (SCALES * CHUNK) + i
         held = downcast(state, dtype)
-        store_state(states_ptr, state, index, row, column, K, V)
         k = load_tokens(k_ptr, start, end - start, head // GROUP, k_token, k_head, row, K, CHUNK)
-        reads = load_plane(reads_ptr, index, row, K, CHUNK)
-        writes = load_plane(writes_ptr, index, column, V, CHUNK).to(tl.float32)
-        cumulated = tl.load(cumulated_ptr + index.to(tl.int64) * CHUNK + i)
-        last = tl.load(cumulated_ptr + index.to(tl.int64) * CHUNK + CHUNK - 1)
-        correction = writes - dot(reads, held, tl.zeros((CHUNK, BV), dtype=tl.float32))
-        store_plane(correction_ptr, correction, index, column, V, CHUNK)
-        kept = downcast(correction * tl.exp(last - cumulated)[:, None], dtype)
-        state = dot(tl.trans(k), kept, state * tl.exp(last))
+        v = load_tokens_transposed(v_ptr, start, v_end - start, head, v_token, v_head, column, V, CHUNK)
+        inverse = load_plane_transposed(inverse_ptr, index, i, i, CHUNK, CHUNK)
+        reading = tl.load(scales + READ * CHUNK)
+        writing = tl.load(scales + WRITE * CHUNK)
+        last = tl.load(scales_ptr + index.to(tl.int64) * (SCALES * CHUNK) + CUMULATED * CHUNK + CHUNK - 1)
+        zeros = tl.zeros((BV, CHUNK), dtype=tl.float32)
+        predicted = dot(held, tl.trans(k), zeros)
+        residual = dot(v, inverse, zeros)
+        residual = dot(downcast(-predicted * reading[None, :], dtype), inverse, residual)
+        if WANT_STATES:
+            store_plane(states_ptr, held, index, column, row, V, K)
+            store_plane(residual_ptr, residual, index, column, i, V, CHUNK)
+        if WANT_OUT:
+            q = load_tokens(q_ptr, start, end - start, head // GROUP, q_token, q_head, row, K, CHUNK)
+            within = load_plane_transposed(within_ptr, index, i, i, CHUNK, CHUNK)
+            asking = tl.load(scales + QUERY * CHUNK)
+            out = dot(held, tl.trans(q), zeros) * asking[None, :]
+            out = dot(downcast(residual, dtype), within, out)
+            store_tokens(out_ptr, tl.trans(downcast(out, dtype)), start, end - start, head, column, HEADS, V, CHUNK)
+        written = downcast(residual * writing[None, :], dtype)
+        state = dot(written, k, state * tl.exp(last))
     if WANT_FINAL:
-        store_state(final_ptr, state, tl.program_id(0), row, column, K, V)
-
-
-@triton.jit
-def output_kernel(
-    q_ptr,
-    k_ptr,
-    start_ptr,
-    length_ptr,
-    cumulated_ptr,
-    states_ptr,
-    correction_ptr,
-    out_ptr,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    scale,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """out [T, V_heads, V]."""
-    program = tl.program_id(0)
-    start = tl.load(start_ptr + program // HEADS)
-    length = tl.load(length_ptr + program // HEADS)
-    if length > 0:
-        head = program % HEADS
-        column = tl.program_id(1) * BV + tl.arange(0, BV)
-        i = tl.arange(0, CHUNK)
-        cumulated = tl.load(cumulated_ptr + program.to(tl.int64) * CHUNK + i)
-        within = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-        out = tl.zeros((CHUNK, BV), dtype=tl.float32)
-        for first in tl.range(0, K, BK, num_stages=COLUMN_STAGES):
-            row = first + tl.arange(0, BK)
-            q = load_tokens(q_ptr, start, length, head // GROUP, q_token, q_head, row, K, CHUNK)
-            k = load_tokens(k_ptr, start, length, head // GROUP, k_token, k_head, row, K, CHUNK)
-            state = load_state(states_ptr, program, row, column, K, V)
-            within = dot(q, tl.trans(k), within)
-            out = dot(q, state, out)
-        within *= decay(cumulated, cumulated, i[:, None] >= i[None, :])
-        correction = load_plane(correction_ptr, program, column, V, CHUNK)
-        out = dot(downcast(within, q_ptr.dtype.element_ty), correction, out * tl.exp(cumulated)[:, None])
-        store_tokens(out_ptr, out * scale, start, length, head, column, HEADS, V, CHUNK)
+        store_plane_transposed(final_ptr, state, tl.program_id(0), row, column, K, V)
+    if WANT_LINEAR:
+        if tl.program_id(1) < VALUE_BLOCKS:
+            store_plane(added_ptr, state, tl.program_id(0), column, row, V, K)
+        else:
+            store_plane(transition_ptr, state, tl.program_id(0), column, row, K, K)
 
 
 _launch_states = KernelLauncher(states_kernel)
-_launch_output = KernelLauncher(output_kernel)
 
 
 @dataclass(frozen=True)
 class Recurrence:
-    """What the outputs and all gradients are made of.
+    """What all gradients are made of.
 
     Attributes:
-        cumulated, inverse, reads, correction: G, M, reads and d, by chunk.
-        states: [chunks * V_heads, K, V], the state that each chunk finds.
+        scales, inverse, within: per chunk and value head, from `system.py`.
+        transition: of each part of a document, if documents are split.
+        states: [chunks * V_heads, V, K], the state that each chunk finds.
+        residual: u, [chunks * V_heads, V, 64].
     """
 
-    cumulated: Tensor
+    scales: Tensor
     inverse: Tensor
-    reads: Tensor
+    within: Tensor
+    transition: Tensor | None
     states: Tensor
-    correction: Tensor
+    residual: Tensor
 
 
-def recur(call: Call, initial_state: Tensor | None, final: Tensor | None = None) -> Recurrence:
-    """Walk along the chunks of each document; the last states go to `final`, float32 [documents, V_heads, K, V]."""
-    plan, chunks = call.plan, call.chunks
-    cumulated, inverse, reads, writes = solve(call)
-    states, correction = call.by_chunk(call.key, call.value), call.by_chunk(CHUNK, call.value)
+def write_output(call: Call, initial_state: Tensor | None, out: Tensor, final: Tensor | None) -> None:
+    """Fill `out` [B, S, V_heads, V] and, if it is wanted, `final` with the last states, [documents, V_heads, K, V]."""
+    _run(call, solve(call), initial_state, (None, None, out), final)
+
+
+def recur(call: Call, initial_state: Tensor | None) -> Recurrence:
+    system = solve(call)
+    states, residual = call.by_chunk(call.value, call.key), call.by_chunk(call.value, CHUNK)
+    transition = _run(call, system, initial_state, (states, residual, None), None)
+    return Recurrence(*system, transition, states, residual)
+
+
+def _run(
+    call: Call,
+    system: tuple[Tensor, Tensor, Tensor],
+    initial_state: Tensor | None,
+    by_chunk: tuple[Tensor | None, Tensor | None, Tensor | None],
+    final: Tensor | None,
+) -> Tensor | None:
+    """Run the recurrence, in parts if documents are split; returns the parts' transitions."""
     initial = None if initial_state is None else initial_state.contiguous()
+    if call.segments == 1:
+        _launch(call, system, initial, by_chunk, final)
+        return None
+    transition, added = call.by_segment(call.key, call.key), call.by_segment(call.value, call.key)
+    _launch(call, system, None, (None, None, None), None, (transition, added))
+    _launch(call, system, chain(call, transition, added, initial, final, backward=False), by_chunk, None)
+    return transition
+
+
+def _launch(
+    call: Call,
+    system: tuple[Tensor, Tensor, Tensor],
+    initial: Tensor | None,
+    by_chunk: tuple[Tensor | None, Tensor | None, Tensor | None],
+    final: Tensor | None,
+    linear: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> None:
+    plan = call.plan
+    columns = cdiv(call.value, plan.state_block)
+    if linear[0] is not None:
+        columns += cdiv(call.key, plan.state_block)
+    wanted = (by_chunk[0] is not None, by_chunk[2] is not None, final is not None, linear[0] is not None)
     _launch_states(
-        (chunks.documents * call.heads, cdiv(call.value, plan.state_block), 1),
-        (call.k, reads, writes, cumulated, chunks.cu_seqlens, chunks.first, initial, states, correction, final),
-        strides(call.k),
-        (),
-        (*call.sizes, initial is not None, final is not None, plan.key, plan.state_block, CHUNK, plan.stages),
-        4,
-    )
-    return Recurrence(cumulated, inverse, reads, states, correction)
-
-
-def write_output(call: Call, found: Recurrence, out: Tensor) -> None:
-    chunks, block = call.chunks, call.plan.value_block
-    _launch_output(
-        (call.per_chunk, cdiv(call.value, block), 1),
-        (call.q, call.k, chunks.start, chunks.length, found.cumulated, found.states, found.correction, out),
-        strides(call.q, call.k),
-        (call.scale,),
-        (*call.sizes, *call.blocks(block)),
-        4,
+        (call.chunks.documents * call.segments * call.heads, columns, 1),
+        (call.q, call.k, call.v, *system, *call.bounds, initial, *by_chunk, final, *linear),
+        strides(call.q, call.k, call.v),
+        (call.segments,),
+        (
+            *call.sizes,
+            call.segments > 1,
+            initial is not None,
+            *wanted,
+            plan.key,
+            plan.state_block,
+            CHUNK,
+            plan.stages,
+        ),
+        plan.state_warps,
     )

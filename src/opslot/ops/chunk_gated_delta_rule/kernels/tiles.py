@@ -1,8 +1,8 @@
 """Loads and stores of tokens, chunks and states.
 
-Tokens are [T, heads, width] with strides, T over all rows. Intermediates are stored by chunk,
-[chunks * V_heads, 64, width], zero after a chunk's last token (reads, writes and values computed from them). The
-table of chunks may have chunks of length 0 at its end; nothing is read or written for those.
+Tokens are [T, heads, width] with strides, T over all rows. Intermediates are stored by chunk and value head: planes
+[chunks * V_heads, rows, columns], of which those with 64 columns are zero after a chunk's last token. The table of
+chunks may have chunks of length 0 at its end; nothing is read or written for those.
 
 In all kernels, no operand of a matmul is the transpose of a computed tile; it is computed transposed or stored and
 loaded. Triton 3.4 and later compute wrong matmuls from such operands on Hopper
@@ -11,13 +11,20 @@ loaded. Triton 3.4 and later compute wrong matmuls from such operands on Hopper
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from opslot._base.jit import downcast
 
-# Loops have few iterations; more stages would use more shared memory, for fewer CTAs per SM.
-COLUMN_STAGES = tl.constexpr(2)
+# fp32 accuracy on tensor cores; Triton has it for NVIDIA GPUs.
+FP32_DOT = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
+
+
+@triton.jit
+def dot_fp32(a, b, acc):
+    """acc + a b of fp32 operands, for small tiles."""
+    return tl.dot(a, b, acc, input_precision=FP32_DOT)
 
 
 @triton.jit
@@ -26,6 +33,16 @@ def load_tokens(ptr, start, length, head, token_stride, head_stride, column, WID
     i = tl.arange(0, CHUNK)
     offset = (start + i).to(tl.int64)[:, None] * token_stride + head * head_stride + column[None, :]
     return tl.load(ptr + offset, mask=(i < length)[:, None] & (column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def load_tokens_transposed(
+    ptr, start, length, head, token_stride, head_stride, column, WIDTH: tl.constexpr, CHUNK: tl.constexpr
+):
+    """`load_tokens` as [columns, CHUNK]."""
+    i = tl.arange(0, CHUNK)
+    offset = (start + i).to(tl.int64)[None, :] * token_stride + head * head_stride + column[:, None]
+    return tl.load(ptr + offset, mask=(i < length)[None, :] & (column < WIDTH)[:, None], other=0.0)
 
 
 @triton.jit
@@ -38,29 +55,31 @@ def store_tokens(ptr, tile, start, length, head, column, HEADS: tl.constexpr, WI
 
 
 @triton.jit
-def load_plane(ptr, index, column, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """[ROWS, columns] of plane `index` of [planes, ROWS, WIDTH]."""
-    offset = (index.to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None] * WIDTH + column[None, :]
-    return tl.load(ptr + offset, mask=(column < WIDTH)[None, :], other=0.0)
+def load_plane(ptr, index, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows and columns of plane `index` of [planes, ROWS, COLUMNS]."""
+    offset = (index.to(tl.int64) * ROWS + row)[:, None] * COLUMNS + column[None, :]
+    return tl.load(ptr + offset, mask=(row < ROWS)[:, None] & (column < COLUMNS)[None, :], other=0.0)
 
 
 @triton.jit
-def store_plane(ptr, tile, index, column, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    offset = (index.to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None] * WIDTH + column[None, :]
-    tl.store(ptr + offset, downcast(tile, ptr.dtype.element_ty), mask=(column < WIDTH)[None, :])
+def store_plane(ptr, tile, index, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    offset = (index.to(tl.int64) * ROWS + row)[:, None] * COLUMNS + column[None, :]
+    mask = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
+    tl.store(ptr + offset, downcast(tile, ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def load_state(ptr, index, row, column, K: tl.constexpr, V: tl.constexpr):
-    """Rows and columns of state `index` of [states, K, V]."""
-    offset = (index.to(tl.int64) * K + row)[:, None] * V + column[None, :]
-    return tl.load(ptr + offset, mask=(row < K)[:, None] & (column < V)[None, :], other=0.0)
+def load_plane_transposed(ptr, index, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """`load_plane` as [columns, rows]."""
+    offset = (index.to(tl.int64) * ROWS + row)[None, :] * COLUMNS + column[:, None]
+    return tl.load(ptr + offset, mask=(row < ROWS)[None, :] & (column < COLUMNS)[:, None], other=0.0)
 
 
 @triton.jit
-def store_state(ptr, tile, index, row, column, K: tl.constexpr, V: tl.constexpr):
-    offset = (index.to(tl.int64) * K + row)[:, None] * V + column[None, :]
-    mask = (row < K)[:, None] & (column < V)[None, :]
+def store_plane_transposed(ptr, tile, index, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store a tile [columns, rows]."""
+    offset = (index.to(tl.int64) * ROWS + row)[None, :] * COLUMNS + column[:, None]
+    mask = (row < ROWS)[None, :] & (column < COLUMNS)[:, None]
     tl.store(ptr + offset, downcast(tile, ptr.dtype.element_ty), mask=mask)
 
 
@@ -70,6 +89,18 @@ def load_scalars(ptr, start, length, head, HEADS: tl.constexpr, ROWS: tl.constex
     i = tl.arange(0, ROWS)
     offset = (start + i).to(tl.int64) * HEADS + head
     return tl.load(ptr + offset, mask=i < length, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_segment(cu_seqlens_ptr, first_chunk_ptr, document, segment, segments, CHUNK: tl.constexpr):
+    """First token, document's end, first chunk and number of chunks of one of `segments` equal parts of a document."""
+    begin = tl.load(cu_seqlens_ptr + document).to(tl.int32)
+    end = tl.load(cu_seqlens_ptr + document + 1).to(tl.int32)
+    first = tl.load(first_chunk_ptr + document)
+    count = tl.load(first_chunk_ptr + document + 1) - first
+    each = (count + segments - 1) // segments
+    skipped = tl.minimum(segment * each, count)
+    return begin + skipped * CHUNK, end, first + skipped, tl.minimum(each, count - skipped)
 
 
 @triton.jit
