@@ -6,6 +6,7 @@ import copy
 import importlib
 import io
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -110,6 +111,7 @@ def test_generated_slots_equal_qwen3(arch):
 
     def lines_with_slots(arch):
         text = generate(find_patch(arch), installed_release()).text
+        text = re.sub(r"\b(Llama|Qwen2|Qwen3|SeedOss)([A-Z])", r"\2", text)
         return sorted(line.strip() for line in text.splitlines() if "_opslot" in line)
 
     assert lines_with_slots(arch) == lines_with_slots("qwen3")
