@@ -253,15 +253,17 @@ def gradients_kernel(
             store_plane(dsystem_ptr, -dsystem * before * k_scale[:, None], index, i, i, CHUNK, CHUNK)
             written *= (k_rate * tl.exp(last - cumulated))[:, None]
             q = load_scaled(q_ptr, start, length, key_head, q_token, q_head, row, q_power, NORM, K, CHUNK)
-            k = load_scaled(k_ptr, start, length, key_head, k_token, k_head, row, k_power, NORM, K, CHUNK)
-            written_k = downcast(k.to(tl.float32) * rate_power[:, None], dtype)
-            of_state = tl.sum(tl.sum(k.to(tl.float32) * written, 1) * rate_power) + tl.exp(last) * tl.sum(faded)
+            written_k = load_scaled(
+                k_ptr, start, length, key_head, k_token, k_head, row, k_power * rate_power, True, K, CHUNK
+            )
+            of_state = tl.sum(written_k.to(tl.float32) * written) + tl.exp(last) * tl.sum(faded)
             # Other threads read the two matrices than wrote them. A matmul must not use the result of another here:
             # Triton would compute the first in all warps.
             tl.debug_barrier()
             dq = dot(load_plane(dwithin_ptr, index, i, i, CHUNK, CHUNK), written_k, dq)
             dk = dot(load_plane(dsystem_ptr, index, i, i, CHUNK, CHUNK), written_k, dk)
             written = dot(load_plane_transposed(dwithin_ptr, index, i, i, CHUNK, CHUNK), q, written)
+            k = load_scaled(k_ptr, start, length, key_head, k_token, k_head, row, k_power, NORM, K, CHUNK)
             written_within = dot(
                 load_plane_transposed(dsystem_ptr, index, i, i, CHUNK, CHUNK),
                 k,
