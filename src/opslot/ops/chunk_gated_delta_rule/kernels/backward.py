@@ -215,19 +215,22 @@ def gradients_kernel(
         # Row dots of q with dq and of k with dk so far; what a head adds to them is the gradient of its decays.
         q_dots = tl.zeros((CHUNK,), dtype=tl.float32)
         k_dots = tl.zeros((CHUNK,), dtype=tl.float32)
-        q_power, q_scale = norm_reciprocal(q_ptr, start, length, key_head, q_token, q_head, row, NORM, K, CHUNK)
-        k_power, k_scale = norm_reciprocal(k_ptr, start, length, key_head, k_token, k_head, row, NORM, K, CHUNK)
+        # dg sums differences of terms that are nearly equal, one per row and one per column of dW and dA: rounded to the
+        # inputs' dtype once, with all factors, both are multiplied by q and k, which powers of two scale exactly.
+        # dq and dk are gradients of q and k scaled by these; those of row j have the factor of its norm's reciprocal.
+        q_power, q_factor = norm_reciprocal(q_ptr, start, length, key_head, q_token, q_head, row, NORM, K, CHUNK)
+        k_power, k_factor = norm_reciprocal(k_ptr, start, length, key_head, k_token, k_head, row, NORM, K, CHUNK)
         for member in tl.range(0, GROUP, num_stages=1):
             head = key_head * GROUP + member
             index = chunk * HEADS + head
             scales = scales_ptr + index.to(tl.int64) * (SCALES * CHUNK)
             cumulated = tl.load(scales + CUMULATED * CHUNK + i)
             last = tl.load(scales + CUMULATED * CHUNK + CHUNK - 1)
-            rate_power, rate = split_exponent(load_scalars(beta_ptr, start, length, head, HEADS, CHUNK))
-            k_rate = k_scale * rate
+            rate_power, rate_factor = split_exponent(load_scalars(beta_ptr, start, length, head, HEADS, CHUNK))
+            k_rate = k_factor * rate_factor
             grown = tl.exp(cumulated)
-            asking = q_scale * grown * scale
-            reading = k_scale * grown
+            asking = q_factor * grown * scale
+            reading = k_factor * grown
             dwithin = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
             dsystem = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
             written = tl.zeros((CHUNK, BK), dtype=tl.float32)
@@ -248,9 +251,9 @@ def gradients_kernel(
                 faded += state.to(tl.float32) * dstate.to(tl.float32)
             before = decay(cumulated, cumulated, i[:, None] >= i[None, :])
             before *= k_rate[None, :]
-            store_plane(dwithin_ptr, dwithin * before * (q_scale * scale)[:, None], index, i, i, CHUNK, CHUNK)
+            store_plane(dwithin_ptr, dwithin * before * (q_factor * scale)[:, None], index, i, i, CHUNK, CHUNK)
             before = tl.where(i[:, None] > i[None, :], before, 0.0)
-            store_plane(dsystem_ptr, -dsystem * before * k_scale[:, None], index, i, i, CHUNK, CHUNK)
+            store_plane(dsystem_ptr, -dsystem * before * k_factor[:, None], index, i, i, CHUNK, CHUNK)
             written *= (k_rate * tl.exp(last - cumulated))[:, None]
             q = load_scaled(q_ptr, start, length, key_head, q_token, q_head, row, q_power, NORM, K, CHUNK)
             written_k = load_scaled(
@@ -274,13 +277,13 @@ def gradients_kernel(
             # What a key reads decays until its token.
             k_added = tl.sum(k.to(tl.float32) * dk, 1) - k_dots
             # What it writes decays after its token: state, outputs and residuals of later tokens.
-            w_added = tl.sum(k.to(tl.float32) * written, 1) + tl.sum(k.to(tl.float32) * written_within, 1)
-            drate = w_added / rate
-            w_added *= rate_power
+            written_added = tl.sum(k.to(tl.float32) * written, 1) + tl.sum(k.to(tl.float32) * written_within, 1)
+            drate = written_added / rate_factor
+            written_added *= rate_power
             dk += written * rate_power[:, None]
             dk += written_within * rate_power[:, None]
-            k_dots += k_added + w_added
-            dcumulated = q_added + k_added - w_added + tl.where(i == CHUNK - 1, of_state, 0.0)
+            k_dots += k_added + written_added
+            dcumulated = q_added + k_added - written_added + tl.where(i == CHUNK - 1, of_state, 0.0)
             # A token's own log decay is part of its own and all later sums of the chunk.
             dg = tl.sum(tl.where(i[:, None] >= i[None, :], dcumulated[:, None], 0.0), 0)
             offset = (start + i).to(tl.int64) * HEADS + head
@@ -289,8 +292,8 @@ def gradients_kernel(
         if NORM:
             q = load_scaled(q_ptr, start, length, key_head, q_token, q_head, row, q_power, NORM, K, CHUNK)
             k = load_scaled(k_ptr, start, length, key_head, k_token, k_head, row, k_power, NORM, K, CHUNK)
-            dq = (dq - q.to(tl.float32) * (q_scale * q_scale * q_dots)[:, None]) * q_power[:, None]
-            dk = (dk - k.to(tl.float32) * (k_scale * k_scale * k_dots)[:, None]) * k_power[:, None]
+            dq = (dq - q.to(tl.float32) * (q_factor * q_factor * q_dots)[:, None]) * q_power[:, None]
+            dk = (dk - k.to(tl.float32) * (k_factor * k_factor * k_dots)[:, None]) * k_power[:, None]
         store_tokens(dq_ptr, dq, start, length, key_head, row, KEY_HEADS, K, CHUNK)
         store_tokens(dk_ptr, dk, start, length, key_head, row, KEY_HEADS, K, CHUNK)
 
