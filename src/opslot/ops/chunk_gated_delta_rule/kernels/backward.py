@@ -9,6 +9,11 @@ the gradient of the residual, and dv also that of exp(G) k S, negated:
 
 and the product rule gives the rest. Wherever b_j occurs it scales what token j writes, and wherever G_i occurs it
 scales a row of q, k or S, so that their gradients are row dots of q and k with dq and parts of dk.
+
+In g's gradient, the row dots of dW's and dA's rows nearly cancel those of their columns, so both must use the same
+rounded values. Each matrix is therefore rounded to the inputs' dtype once, after it is scaled. Reciprocal norms and b
+are split into a power of two and a factor: the matrices are scaled by the factors, q and k by the powers, which is
+exact.
 """
 
 from __future__ import annotations
@@ -215,9 +220,7 @@ def gradients_kernel(
         # Row dots of q with dq and of k with dk so far; what a head adds to them is the gradient of its decays.
         q_dots = tl.zeros((CHUNK,), dtype=tl.float32)
         k_dots = tl.zeros((CHUNK,), dtype=tl.float32)
-        # dg sums differences of terms that are nearly equal, one per row and one per column of dW and dA: rounded to the
-        # inputs' dtype once, with all factors, both are multiplied by q and k, which powers of two scale exactly.
-        # dq and dk are gradients of q and k scaled by these; those of row j have the factor of its norm's reciprocal.
+        # From here q and k are scaled by their powers, and dq and dk are gradients of these; see the module's docstring.
         q_power, q_factor = norm_reciprocal(q_ptr, start, length, key_head, q_token, q_head, row, NORM, K, CHUNK)
         k_power, k_factor = norm_reciprocal(k_ptr, start, length, key_head, k_token, k_head, row, NORM, K, CHUNK)
         for member in tl.range(0, GROUP, num_stages=1):
