@@ -67,8 +67,9 @@ def _multiplies(cls: Any) -> bool:
 def _applies_to(module: nn.Module) -> str | None:
     if _is_plain(module):
         return "standard"
+    cls: Any = type(module)
     has_matrix = any(p.dim() > 1 and p.is_floating_point() for p in module.parameters(recurse=False))
-    return "standard" if has_matrix and _multiplies(type(module)) else None
+    return "standard" if has_matrix and _multiplies(cls) else None
 
 
 class _Matmuls(TorchFunctionMode):
