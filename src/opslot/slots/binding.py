@@ -155,7 +155,7 @@ def resolve(
     configs = {path: module.__dict__.get("config") for path, module in model.named_modules()}
     problems: list[str] = []
     slots: list[SlotBinding] = []
-    for at in (*walk_slots(model), *_per_model(model)):
+    for at in (*walk_slots(model), *_without_attribute(model, config)):
         op_name, variant = at.op_name, at.variant
         around = _nearest(at.path, configs)
         request = KernelRequest(
@@ -186,15 +186,24 @@ def class_name(module: Any) -> str:
     return next(cls.__name__ for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))
 
 
-def _per_model(model: Any) -> Iterator[ModuleSlot]:
-    """Ops selected per model, such as attention: once for each sub-model with a config of its own."""
+def _without_attribute(model: Any, chosen: OpsImplementationConfig) -> Iterator[ModuleSlot]:
+    """Ops that no slot is declared for.
+
+    Those selected per model, such as attention, once for each sub-model with a config of its own; those selected per
+    module, such as linear, where a kernel is named.
+    """
     for op in KERNEL_REGISTRY.ops.values():
         if op.applies_to is None:
             continue
         seen: list[Any] = []
         for path, module in model.named_modules():
             variant = op.applies_to(module)
-            if variant is not None and all(module.config is not config for config in seen):
+            if variant is None:
+                continue
+            if op.per_module:
+                if chosen.choice(op.name, variant, path) not in ("auto", "eager"):
+                    yield ModuleSlot(path, module, "", op.name, variant)
+            elif all(module.config is not config for config in seen):
                 seen.append(module.config)
                 yield ModuleSlot(path, module, "", op.name, variant)
 

@@ -23,6 +23,16 @@ PRESETS: dict[str, dict[str, str]] = {
         "moe_implementation": "fused_triton",
     },
     "eager": {},
+    # A token's result does not depend, bit for bit, on what else is in the batch. Ops that are not listed compute each
+    # token, or each element, on its own with every kernel.
+    "batch_invariant": {
+        "attn_implementation": "batch_invariant",
+        "cross_entropy_loss_implementation": "batch_invariant",
+        "linear_implementation": "batch_invariant",
+        "moe_implementation": "fused_triton",
+        "rms_norm_implementation": "batch_invariant",
+        "rms_norm_gated_implementation": "batch_invariant",
+    },
 }
 
 
@@ -44,8 +54,9 @@ class OpsImplementationConfig:
     a kernel.
 
     Args:
-        preset: "veomni" for that system's GPU defaults, "eager" for Transformers' own code everywhere; single
-            fields override it.
+        preset: "veomni" for that system's GPU defaults, "eager" for Transformers' own code everywhere,
+            "batch_invariant" for results of a token that do not depend on what else is in the batch; single fields
+            override it.
         overrides: by module-path glob, fields that hold there only, e.g.
             `{"model.layers.0.*": {"rms_norm_implementation": "eager"}}`.
         **fields: implementation by field.

@@ -582,3 +582,29 @@ def test_flash_attention_4_compiles_with_fullgraph(sinks):
     compiled = forward_backward(torch.compile(kernel, fullgraph=True), leaves, options, torch.bfloat16)
     for got, want in zip(compiled, plain, strict=True):
         torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-9)
+
+
+def test_flex_block_mask_is_made_once_a_step(monkeypatch):
+    from opslot.ops.attention import flex
+
+    made = []
+    create = flex.create_block_mask
+    monkeypatch.setattr(flex, "create_block_mask", lambda *args, **kwargs: made.append(args) or create(*args, **kwargs))
+    q, k = torch.zeros(1, 2, 10, 16), torch.zeros(1, 2, 10, 16)
+    masks = flex._Masks()
+    cu_seqlens = torch.tensor([0, 4, 10], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": cu_seqlens}
+    first = masks.of(q, k, True, packed)
+    assert masks.of(q, k, True, packed) is first
+    assert masks.of(q, k, True, {}) is masks.of(q, k, True, {})
+    assert len(made) == 2
+    assert masks.of(q, k, True, {**packed, "sliding_window": 3}) is not first
+    # Changed in place, and another tensor with equal values.
+    cu_seqlens[1] = 5
+    changed = masks.of(q, k, True, packed)
+    assert changed is not first
+    assert masks.of(q, k, True, {"cu_seq_lens_q": cu_seqlens.clone()}) is not changed
+    assert len(made) == 5
+    for length in range(11, 11 + 2 * masks.most):
+        masks.of(torch.zeros(1, 2, length, 16), torch.zeros(1, 2, length, 16), True, {})
+    assert len(masks._known) == masks.most

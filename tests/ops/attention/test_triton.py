@@ -336,3 +336,28 @@ def test_auto_without_flash_attention_4(capability, config, chosen):
     config = PreTrainedConfig(hidden_size=512, num_attention_heads=2, num_key_value_heads=2, **config)
     request = KernelRequest("attention", "causal", DeviceFacts("gpu", capability), torch.bfloat16, config=config)
     assert KERNEL_REGISTRY.resolve(request).chosen == chosen
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 20}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_batch_invariant_does_not_depend_on_other_documents(options, causal):
+    kernel = KERNEL_REGISTRY.load("attention", "causal", "batch_invariant")
+    generator = torch.Generator().manual_seed(0)
+    lengths = [9, 130, 5, 40]
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(DEVICE)
+    inputs = [
+        torch.randn(1, heads, sum(lengths), 16, generator=generator).to(DEVICE).requires_grad_() for heads in (6, 2, 2)
+    ]
+    dout = torch.randn(1, sum(lengths), 6, 16, generator=generator).to(DEVICE)
+
+    def forward_backward(tokens, cu_seqlens):
+        parts = [x.detach()[:, :, tokens].requires_grad_() for x in inputs]
+        out, _ = kernel(Attention(causal), *parts, None, cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, **options)
+        return out.detach(), torch.autograd.grad(out, parts, dout[:, tokens])
+
+    out, gradients = forward_backward(slice(None), cu)
+    for first, last in itertools.pairwise(cu.tolist()):
+        alone, alone_gradients = forward_backward(slice(first, last), None)
+        assert torch.equal(alone, out[:, first:last])
+        for found, expected in zip(alone_gradients, gradients, strict=True):
+            torch.testing.assert_close(found, expected[:, :, first:last], rtol=1e-5, atol=1e-5)

@@ -295,7 +295,7 @@ def test_compiles_with_fullgraph(name, variant):
 def test_opcheck(name, biased):
     load(name)
     tensors = inputs(tokens=5, variant="biased" if biased else "standard")
-    gating = (None, *tensors[5:], 1.0) if biased else (None, None, None, None, 1.0, 0.0)
+    gating = (None, *tensors[5:], 1.0, "silu") if biased else (None, None, None, None, 1.0, 0.0, "silu")
     operator = getattr(torch.ops.opslot, f"moe_{name}").default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(operator, (*tensors[:5], *gating), test_utils=checks)
@@ -473,16 +473,34 @@ def test_auto_never_selects_the_loop():
     model = Model(Config())
     bind(model, "auto")
     assert {row.op: row.chosen for row in explain(model).rows}["moe_experts"] == "grouped_mm"
-    other = Model(Config(), act_fn=nn.GELU())
+    other = Model(Config(), act_fn=nn.ELU())
     bind(other, "auto")
     assert {row.op: row.chosen for row in explain(other).rows}["moe_experts"] == "eager"
     assert other.experts.config._experts_implementation == "grouped_mm"
 
 
+def test_kernels_are_bound_for_other_activations():
+    model = Model(Config(), act_fn=nn.GELU("tanh"))
+    bind(model, "auto")
+    assert explain(model).chosen("moe_experts") == ("grouped_mm",)
+    assert (
+        KERNEL_REGISTRY.get("moe_experts", "standard", "fused_quack").supports(
+            KernelRequest("moe_experts", "standard", facts_of("cpu"), module=model.experts)
+        )
+        == "supports SiLU, the experts' activation is GELU"
+    )
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_unknown_activation_raises(name):
+    with pytest.raises(KernelError, match="its activation is ELU"):
+        load(name)(*inputs(), nn.ELU())
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"act_fn": nn.GELU()}, "activation is GELU"),
+        ({"act_fn": nn.ELU()}, "activation is ELU"),
         ({"is_transposed": True}, r"must be \[E, 2I, H\]"),
         ({"has_bias": True}, "have biases"),
         ({"is_concatenated": False}, "interleaved"),

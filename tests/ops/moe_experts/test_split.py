@@ -141,7 +141,7 @@ def test_opcheck(name):
     x, gate, up, down, index, weights = inputs(tokens=5).values()
     operator = getattr(torch.ops.opslot, f"moe_{name}").default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    arguments = (x, gate, down, index, weights, up, None, None, None, 1.0, 0.0)
+    arguments = (x, gate, down, index, weights, up, None, None, None, 1.0, 0.0, "silu")
     torch.library.opcheck(operator, arguments, test_utils=checks)
 
 
@@ -234,7 +234,7 @@ def test_custom_module_is_bound_explained_and_compiled():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"act_fn": nn.GELU()}, "activation is GELU"),
+        ({"act_fn": nn.ELU()}, "activation is ELU"),
         ({"is_transposed": True}, r"must be \[E, I, H\], \[E, I, H\] and \[E, H, I\]"),
         ({"up_proj": None}, r"gate_proj \(3, 24, 40\), up_proj None"),
         ({"gate_proj": nn.Parameter(torch.zeros(3, 48, 40))}, r"gate_proj \(3, 48, 40\)"),

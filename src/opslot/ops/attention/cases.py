@@ -26,24 +26,28 @@ def _case(
     documents: list[int] | None = None,
     role: str = "check",
     causal: bool = True,
+    value_width: int | None = None,
+    sinks: bool = False,
     **options: Any,
 ) -> InputCase:
     batch, heads, kv_heads, length, width = shape
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         # [B, S, heads, D] in memory, as projections return it.
-        def projected(count: int) -> Tensor:
-            return randn((batch, length, count, width), dtype, device, generator).transpose(1, 2)
+        def projected(count: int, size: int = width) -> Tensor:
+            return randn((batch, length, count, size), dtype, device, generator).transpose(1, 2)
 
         arguments: dict[str, Any] = {
             "module": _Module(causal),
             "query": projected(heads),
             "key": projected(kv_heads),
-            "value": projected(kv_heads),
+            "value": projected(kv_heads, value_width or width),
             "attention_mask": None,
             "scaling": width**-0.5,
             **options,
         }
+        if sinks:
+            arguments["s_aux"] = randn((heads,), dtype, device, generator)
         if documents is not None:
             cu_seqlens = torch.tensor([0, *documents], device=device).cumsum(0).to(torch.int32)
             longest = max(documents)
@@ -70,6 +74,13 @@ CASES = {
         _case("packed documents, two rows", (2, 4, 2, 20, 32), documents=[12, 8, 5, 15]),
         _case("sliding window", (2, 4, 2, 50, 32), sliding_window=9),
         _case("packed documents, sliding window", (1, 4, 2, 50, 32), documents=[7, 1, 30, 12], sliding_window=9),
+        _case("softcap", (1, 4, 2, 40, 32), softcap=2.0),
+        _case("sinks", (1, 4, 2, 40, 32), sinks=True),
+        _case(
+            "packed documents, sinks, sliding window", (1, 4, 2, 50, 32), [7, 1, 30, 12], sinks=True, sliding_window=9
+        ),
+        _case("unequal head sizes (MLA)", (1, 4, 4, 40, 48), value_width=32),
+        _case("padded head size", (1, 4, 2, 40, 40)),
         _case("2 x 8192, 32/8 heads, D=128", (2, 32, 8, 8192, 128), role="bench"),
         _case("16 x 1024, 32/8 heads, D=128", (16, 32, 8, 1024, 128), role="bench"),
         _case("16384 in 16 documents, 32/8 heads, D=128", (1, 32, 8, 16384, 128), _DOCUMENTS, role="bench"),

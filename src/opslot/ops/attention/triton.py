@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,21 @@ def attention(
 
     A window without causality is that of FlashAttention: it ends `sliding_window - 1` tokens to either side.
     """
+    return run(attend, module, query, key, value, attention_mask, dropout, scaling, **kwargs), None
+
+
+def run(
+    attend: Callable[..., Tensor],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> Tensor:
+    """Check the arguments and call `attend`, which takes those of the function of that name here."""
     _check(query, key, value, attention_mask, dropout, scaling)
     reject_options("triton", kwargs, served=("softcap", "s_aux"))
     causal = causal_of(module, kwargs)
@@ -60,8 +76,8 @@ def attention(
         kwargs.get("softcap"),
     )
     if cu_q is None and attention_mask is not None:
-        return _padded(q, k, v, attention_mask, options), None
-    return attend(q, k, v, cu_q, cu_k, *options), None
+        return _padded(attend, q, k, v, attention_mask, options)
+    return attend(q, k, v, cu_q, cu_k, *options)
 
 
 attention.mask_function = flash_attention_mask  # type: ignore[attr-defined]
@@ -114,7 +130,9 @@ def _check(
         reject(NAME, "scaling", f"it is {scaling}", "pass a positive factor")
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: tuple[Any, ...]) -> Tensor:
+def _padded(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: tuple[Any, ...]
+) -> Tensor:
     """Move padding to the end of each row, where it is a document of its own; its outputs are zero."""
     k_mask = mask[:, -k.shape[1] :].bool()
     q_mask = k_mask[:, -q.shape[1] :]

@@ -40,6 +40,16 @@ for _variant in OP.variants:
             description="cuBLAS matmuls and one in-place softmax-gradient kernel per chunk",
         )
     )
+    # Slower, so `auto` never selects it.
+    KERNEL_REGISTRY.register(
+        triton_kernel(
+            OP.name,
+            _variant,
+            name="batch_invariant",
+            function=f"batch_invariant_{_variant}",
+            description="triton with logits that do not depend on the batch",
+        )
+    )
     # Measured on a CPU against eager, H=256: 1.3 to 1.5 times as fast at V=4096 to 32000, 0.95 at 1024 and less. On
     # an H200 it takes 82 ms where eager takes 57 (in 4 GiB instead of 14), so `auto` does not select it there.
     KERNEL_REGISTRY.register(

@@ -42,6 +42,13 @@ class Shaping:
     scale: float
 
 
+def _torch_linear_into(out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if bias is None:
+        torch.mm(hidden, weight.t(), out=out)
+    else:
+        torch.addmm(bias, hidden, weight.t(), out=out)
+
+
 @dataclass(frozen=True)
 class Backend:
     """The steps between the matmuls, on one chunk: logits [R, V], everything else [R].
@@ -57,6 +64,7 @@ class Backend:
         rows: (vocabulary, dtype, device) -> rows whose logits fit the budget.
         unsupported: (hidden_states) -> why a tensor of this dtype or device is not supported, or None.
         factor_last: apply the factor to the summed gradients, which is cheaper if they are smaller than the logits.
+        linear_into: (out, hidden, weight, bias) writes the logits.
     """
 
     name: str
@@ -67,6 +75,7 @@ class Backend:
     rows: Callable[[int, torch.dtype, torch.device], int]
     unsupported: Callable[[Tensor], str | None] = lambda _: None
     factor_last: bool = False
+    linear_into: Callable[[Tensor, Tensor, Tensor, Tensor | None], None] = _torch_linear_into
 
 
 def loss_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -191,10 +200,7 @@ def _logit_chunks(
     for start in range(0, total, rows):
         chunk = slice(start, min(start + rows, total))
         logits = buffer[: chunk.stop - start]
-        if bias is None:
-            torch.mm(hidden[chunk], weight.t(), out=logits)
-        else:
-            torch.addmm(bias, hidden[chunk], weight.t(), out=logits)
+        backend.linear_into(logits, hidden[chunk], weight, bias)
         yield chunk, logits
 
 

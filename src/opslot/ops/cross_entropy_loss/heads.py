@@ -24,7 +24,7 @@ def can_serve(kernel: BoundKernel, model: Any, head: Any) -> bool:
     """
     if not (model.training or torch.is_grad_enabled() or protocol.loss_only(model)):
         return False
-    problem = _head_problem(model, head)
+    problem = _head_problem(kernel, model, head)
     if problem is not None and kernel.explicit:
         raise KernelError(
             f"cross_entropy_loss_implementation={kernel.name!r} cannot be used here: {problem}",
@@ -33,8 +33,11 @@ def can_serve(kernel: BoundKernel, model: Any, head: Any) -> bool:
     return problem is None
 
 
-def _head_problem(model: Any, head: Any) -> str | None:
-    if type(head).forward is not nn.Linear.forward or "forward" in head.__dict__:
+def _head_problem(kernel: BoundKernel, model: Any, head: Any) -> str | None:
+    if "linear" in protocol.attached(head):
+        if kernel.name != "batch_invariant":
+            return "the output head is bound by linear_implementation, which only batch_invariant computes too"
+    elif type(head).forward is not nn.Linear.forward or "forward" in head.__dict__:
         return f"the output head is a {type(head).__name__}, whose forward is more than a linear layer's"
     if head._forward_hooks or head._forward_pre_hooks:
         return "the output head has forward hooks, which need its output"

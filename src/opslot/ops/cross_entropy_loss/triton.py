@@ -7,12 +7,15 @@ Milakov and Gimelshein 2018), and again to write the gradient. The label is excl
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from opslot._base.device import triton_interpreted
+from opslot.ops._common.batch_invariant import linear_into
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops._common.triton import cdiv
 from opslot.ops.cross_entropy_loss.chunked import Backend, Shaping
@@ -323,7 +326,13 @@ def unsupported(hidden: Tensor) -> str | None:
     return None
 
 
-_KERNELS = make_kernels(Backend("triton", loss_step, token_step, token_grad_step, rescale, rows, unsupported))
+_BACKEND = Backend("triton", loss_step, token_step, token_grad_step, rescale, rows, unsupported)
+_KERNELS = make_kernels(_BACKEND)
 causal = _KERNELS.causal
 sequence_classification = _KERNELS.sequence_classification
 token_log_probs = _KERNELS.token_log_probs
+
+_BATCH_INVARIANT = make_kernels(replace(_BACKEND, name="batch_invariant", linear_into=linear_into))
+batch_invariant_causal = _BATCH_INVARIANT.causal
+batch_invariant_sequence_classification = _BATCH_INVARIANT.sequence_classification
+batch_invariant_token_log_probs = _BATCH_INVARIANT.token_log_probs

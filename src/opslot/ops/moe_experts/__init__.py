@@ -2,6 +2,7 @@
 
 import torch
 
+from opslot.ops._common.activations import activation_name
 from opslot.ops._common.specs import CUTLASS, FLOATS, H200, HALF_FLOATS, QUACK, TRITON
 from opslot.ops.moe_experts.op import OP
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec
@@ -33,6 +34,13 @@ def _multiples_of_8(request: KernelRequest) -> str | None:
         if any(w % 8 for w in widths)
         else None
     )
+
+
+def _silu(request: KernelRequest) -> str | None:
+    activation = getattr(request.module, "act_fn", None)
+    if activation is None or activation_name(activation) == "silu":
+        return None
+    return f"supports SiLU, the experts' activation is {type(activation).__name__}"
 
 
 def _grouped_mm(variant: str) -> KernelSpec:
@@ -95,7 +103,7 @@ for _spec in (
         HardwareRequirement("gpu", min_compute_capability=(9, 0)),
         requires=(QUACK, CUTLASS, TRITON),
         dtypes=HALF_FLOATS,
-        supports=_multiples_of_8,
+        supports=lambda request: _silu(request) or _multiples_of_8(request),
         priority={H200: 90},
         description="quack-kernels' grouped CuTe GEMMs with gather and SwiGLU inside",
     ),

@@ -23,6 +23,7 @@ class Experts(NamedTuple):
         up_proj: [E, I, H], or None if `gate_up_proj` has both.
         gate_up_bias, down_bias: [E, 2I] and [E, H], or None.
         limit, alpha, up_offset: as in `op.clamped`; without `limit` nothing is clamped.
+        activation: a name in `ACTIVATIONS`; with the options above it is "silu".
     """
 
     gate_up_proj: Tensor
@@ -33,6 +34,7 @@ class Experts(NamedTuple):
     limit: float | None = None
     alpha: float = 1.0
     up_offset: float = 0.0
+    activation: str = "silu"
 
     @property
     def biased(self) -> bool:
@@ -52,7 +54,8 @@ class Experts(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether the gating is silu(gate) * up."""
-        return self.limit is None and self.alpha == 1.0 and self.up_offset == 0.0
+        gating = self.limit, self.alpha, self.up_offset, self.activation
+        return gating == (None, 1.0, 0.0, "silu")
 
 
 class Wanted(NamedTuple):
@@ -81,7 +84,7 @@ Forward = Callable[[Tensor, Experts, Tensor, Tensor], tuple[Tensor, ...]]
 Backward = Callable[[Tensor, Tensor, Experts, Tensor, Sequence[Tensor], Wanted], Grads]
 
 _EXPERTS = "Tensor? up_proj, Tensor? gate_up_bias, Tensor? down_bias"
-_GATING = "float? limit, float alpha, float up_offset"
+_GATING = "float? limit, float alpha, float up_offset, str activation"
 _INPUTS = "Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj"
 
 
@@ -109,7 +112,7 @@ def differentiable(
         grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *rest: Any
     ) -> tuple[Tensor | None, ...]:
         *optional, saved = rest[:4]
-        experts, wanted = Experts(gate_up, down, *optional, *rest[4:7]), Wanted(*rest[7:])
+        experts, wanted = Experts(gate_up, down, *optional, *rest[4:8]), Wanted(*rest[8:])
         grads = _on_its_device(backward, grad, x, experts, weights, saved, wanted)
         # An op must not return a tensor that was not requested: another gradient may share its memory.
         return tuple([g if w else None for g, w in zip(grads, _each(wanted), strict=True)])
@@ -142,7 +145,7 @@ def differentiable(
         wanted = Wanted(needs[0], needs[1] or needs[2] or needs[5], needs[6] or needs[7])
         grads = backward_op(grad, *inputs, up, gate_up_bias, down_bias, saved[7:], *ctx.gating, *wanted)
         kept = [g if needed else None for g, needed in zip(grads, (*needs[:3], *needs[4:8]), strict=True)]
-        return *kept[:3], None, *kept[3:], None, None, None
+        return *kept[:3], None, *kept[3:], None, None, None, None
 
     function = autograd_function(name, apply_forward, apply_backward, forward.__module__)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from opslot._base.dtypes import dtype_name
 from opslot._base.errors import KernelError
+from opslot.ops._common.activations import Activation, activation_name, activation_problem
 from opslot.ops.moe_experts._autograd import Experts
 
 Problem = tuple[str, str] | None
@@ -23,9 +24,15 @@ def variants(run: Run) -> tuple[Contract, Contract, Contract, Contract]:
     """`run` with the signatures of `op.standard`, `op.clamped`, `op.biased` and `op.split`."""
 
     def standard(
-        hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+        hidden_states: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        activation: Activation = "silu",
     ) -> Tensor:
-        return run(hidden_states, Experts(gate_up_proj, down_proj), top_k_index, top_k_weights)
+        experts = Experts(gate_up_proj, down_proj, activation=known_activation(activation))
+        return run(hidden_states, experts, top_k_index, top_k_weights)
 
     def clamped(
         hidden_states: Tensor,
@@ -61,10 +68,28 @@ def variants(run: Run) -> tuple[Contract, Contract, Contract, Contract]:
         down_proj: Tensor,
         top_k_index: Tensor,
         top_k_weights: Tensor,
+        activation: Activation = "silu",
     ) -> Tensor:
-        return run(hidden_states, Experts(gate_proj, down_proj, up_proj), top_k_index, top_k_weights)
+        experts = Experts(gate_proj, down_proj, up_proj, activation=known_activation(activation))
+        return run(hidden_states, experts, top_k_index, top_k_weights)
 
     return standard, clamped, biased, split
+
+
+def known_activation(activation: Activation) -> str:
+    """Its name in `ACTIVATIONS`.
+
+    Raises:
+        KernelError: the kernels do not compute it.
+    """
+    name = activation_name(activation)
+    if name is None:
+        raise KernelError(
+            "moe_experts: unsupported activation",
+            found=activation_problem(activation) or "",
+            hint="set moe_implementation to eager",
+        )
+    return name
 
 
 def prepare(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from opslot.ops._common.activations import ACTIVATIONS
 from opslot.slots import InputCase
 from opslot.slots.random_inputs import randn
 
@@ -138,7 +139,12 @@ def _qwen3(tokens: int, form: Form | None = None) -> InputCase:
     return _case(name, tokens, 128, 8, 2048, 768, float32_weights=True, form=form, role="bench")
 
 
+def _with(name: str, dtype: torch.dtype, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {**arguments, "activation": name}
+
+
 CASES = [
+    *(_case(name, 23, 4, 2, 40, 24, form=partial(_with, name)) for name in ACTIVATIONS if name != "silu"),
     *_unbounded_checks(),
     _qwen3(16384),
     _case("DeepSeek-V3 slice E=32, T=8192", 8192, 32, 8, 7168, 2048, float32_weights=True, role="bench"),

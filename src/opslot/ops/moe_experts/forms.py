@@ -10,6 +10,7 @@ from opslot.patchgen.forms import MethodForms, Reviewed
 _SUM = "the sum over the selected experts of weight * down(act(gate) * up)"
 _BY_GATE = "the same with its gate in `_apply_gate`"
 _ARGS = "{0}, self.gate_up_proj, self.down_proj, {1}, {2}"
+_WITH_ACTIVATION = f"{_ARGS}, self.act_fn"
 _UNTIL_517 = "before 5.18"
 
 # `_apply_gate` on concatenated gate and up: (fingerprint, what it computes, further arguments, architectures)
@@ -29,13 +30,19 @@ FORMS = (
         op="moe_experts",
         helper="_apply_gate",
         rows=(
-            Reviewed("d81e6d7d92e0", "standard", _SUM, f"qwen3_moe, mixtral, deepseek_v3, {_UNTIL_517}", args=_ARGS),
+            Reviewed(
+                "d81e6d7d92e0",
+                "standard",
+                _SUM,
+                f"qwen3_moe, mixtral, deepseek_v3, {_UNTIL_517}",
+                args=_WITH_ACTIVATION,
+            ),
             Reviewed(
                 "eb94b9fca4df",
                 "standard",
                 f"{_SUM}; an index equal to num_experts adds nothing",
                 "qwen3_moe, mixtral, deepseek_v3 and 50 more, from 5.18",
-                args=_ARGS,
+                args=_WITH_ACTIVATION,
             ),
             *(
                 Reviewed(forward, "clamped", f"{_BY_GATE}: {gate}", f"{seen}, {releases}", hash_of_gate, _ARGS + args)

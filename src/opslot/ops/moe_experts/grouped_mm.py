@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from opslot.ops._common.activations import ACTIVATIONS
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare, variants
 
@@ -220,7 +221,10 @@ def _bounded(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Ten
 
 def _gate(gate: Tensor, up: Tensor, experts: Experts) -> Tensor:
     gate, up = _bounded(gate, up, experts.limit)
-    activated = F.silu(gate) if experts.alpha == 1.0 else torch.sigmoid(gate * experts.alpha).mul_(gate)
+    if experts.alpha != 1.0:
+        activated = torch.sigmoid(gate * experts.alpha).mul_(gate)
+    else:
+        activated = ACTIVATIONS[experts.activation](gate)
     return activated.mul_(up + experts.up_offset if experts.up_offset else up)
 
 
@@ -232,12 +236,12 @@ def _gate_grad(
         return _swiglu_grad(given_gate, given_up, act_grad, scales, experts)
     dtype = torch.promote_types(act_grad.dtype, torch.float32)
     gate, up = _bounded(given_gate.to(dtype), given_up.to(dtype), experts.limit)
-    sigmoid = torch.sigmoid(gate * experts.alpha)
-    glu, lifted = gate * sigmoid, up + experts.up_offset
+    glu, slope = _activation_and_slope(gate, experts)
+    lifted = up + experts.up_offset
     act, grad = glu * lifted, act_grad.to(dtype)
     dots = (act * grad).sum(-1)
     grad = grad * scales
-    gate_grad = lifted.mul_(grad) * (glu * (1 - sigmoid)).mul_(experts.alpha).add_(sigmoid)
+    gate_grad = lifted.mul_(grad) * slope
     up_grad = glu.mul_(grad)
     parts_grad = _empty_parts(act_grad, experts, *act_grad.shape)
     gate_part, up_part = _halves(parts_grad, experts)
@@ -247,6 +251,17 @@ def _gate_grad(
     gate_part.copy_(gate_grad)
     up_part.copy_(up_grad)
     return parts_grad, act.mul_(scales).to(act_grad.dtype), dots
+
+
+def _activation_and_slope(gate: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    if experts.activation != "silu":
+        with torch.enable_grad():
+            leaf = gate.detach().requires_grad_()
+            activated = ACTIVATIONS[experts.activation](leaf)
+            return activated.detach(), torch.autograd.grad(activated.sum(), leaf)[0]
+    sigmoid = torch.sigmoid(gate * experts.alpha)
+    activated = gate * sigmoid
+    return activated, (activated * (1 - sigmoid)).mul_(experts.alpha).add_(sigmoid)
 
 
 def _swiglu_grad(

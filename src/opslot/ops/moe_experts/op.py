@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
+from opslot.ops._common.activations import Activation, activate, activation_name, activation_problem
 from opslot.ops._common.model_config import text_config
 from opslot.ops.moe_experts.cases import (
     BIASED_CASES,
@@ -33,9 +34,14 @@ _IMPLEMENTATION = "_experts_implementation"
 
 
 def standard(
-    hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    activation: Activation = "silu",
 ) -> Tensor:
-    """SwiGLU experts (Shazeer 2020, section 2): sum over a token's experts of weight * down(silu(gate x) * up x).
+    """Gated experts (Shazeer 2020, section 2): sum over a token's experts of weight * down(activation(gate x) * up x).
 
     Returns [T, H] in the dtype of `hidden_states`.
     """
@@ -43,7 +49,7 @@ def standard(
         hidden_states,
         top_k_index,
         top_k_weights,
-        lambda x, e: linear(_gated_halves(linear(x, gate_up_proj[e])), down_proj[e]),
+        lambda x, e: linear(_gated_halves(linear(x, gate_up_proj[e]), activation=activation), down_proj[e]),
         gate_up_proj.shape[0],
     )
 
@@ -104,26 +110,36 @@ def split(
     down_proj: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
+    activation: Activation = "silu",
 ) -> Tensor:
     """`standard` with separate tensors for gate and up, `gate_proj` and `up_proj` [E, I, H]."""
     return _sum_over_experts(
         hidden_states,
         top_k_index,
         top_k_weights,
-        lambda x, e: linear(_gated(linear(x, gate_proj[e]), linear(x, up_proj[e])), down_proj[e]),
+        lambda x, e: linear(
+            _gated(linear(x, gate_proj[e]), linear(x, up_proj[e]), activation=activation), down_proj[e]
+        ),
         gate_proj.shape[0],
     )
 
 
-def _gated_halves(gate_up: Tensor, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0) -> Tensor:
+def _gated_halves(gate_up: Tensor, *gating: Any, **options: Any) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return _gated(gate, up, limit, alpha, up_offset)
+    return _gated(gate, up, *gating, **options)
 
 
-def _gated(gate: Tensor, up: Tensor, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0) -> Tensor:
+def _gated(
+    gate: Tensor,
+    up: Tensor,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    activation: Activation = "silu",
+) -> Tensor:
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-    activated = nn.functional.silu(gate) if alpha == 1.0 else gate * torch.sigmoid(gate * alpha)
+    activated = activate(activation, gate) if alpha == 1.0 else gate * torch.sigmoid(gate * alpha)
     return activated * (up + up_offset if up_offset else up)
 
 
@@ -173,7 +189,7 @@ def check_standard(module: Any) -> str | None:
     """Why `module` does not compute the standard variant, or None."""
     if module is None:
         return None
-    problem = _activation_problem(module) or _layout_problem(module)
+    problem = activation_problem(getattr(module, "act_fn", None)) or _layout_problem(module)
     return problem or _gating_problem(module)
 
 
@@ -191,15 +207,18 @@ def check_split(module: Any) -> str | None:
     if shapes[:2] != [wanted, wanted] or getattr(module, "is_transposed", False):
         found = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
         return f"weights must be [E, I, H], [E, I, H] and [E, H, I], found {found}"
-    return _activation_problem(module) or _extras_problem(module, names) or _gating_problem(module)
+    return (
+        activation_problem(getattr(module, "act_fn", None)) or _extras_problem(module, names) or _gating_problem(module)
+    )
 
 
 def check_clamped(module: Any) -> str | None:
     """Why `module` does not hold what the clamped variant requires, or None. The patch guarantees the gating."""
     if module is None:
         return None
-    if getattr(module, "act_fn", None) is not None and (problem := _activation_problem(module)):
-        return problem
+    activation = getattr(module, "act_fn", None)
+    if activation is not None and activation_name(activation) != "silu":
+        return f"the experts' activation is {type(activation).__name__}, the kernels clamp SiLU's input only"
     if not any(_is_number(module, name) for name in ("limit", "swiglu_limit")):
         return f"{type(module).__name__} has no limit of its gating"
     return _layout_problem(module)
@@ -228,13 +247,6 @@ def check_biased(module: Any) -> str | None:
 def _shape_of(module: Any, name: str) -> tuple[int, ...] | None:
     tensor = getattr(module, name, None)
     return tuple(tensor.shape) if isinstance(tensor, Tensor) else None
-
-
-def _activation_problem(module: Any) -> str | None:
-    activation = type(getattr(module, "act_fn", None)).__name__
-    if activation in ("SiLU", "SiLUActivation"):
-        return None
-    return f"the experts' activation is {activation}, the kernels compute SiLU"
 
 
 def _gating_problem(module: Any) -> str | None:
@@ -323,7 +335,7 @@ _VARIANTS = (
         compiles=False,
         static_shape=_static_shape,
         benchmark_case=benchmark_case,
-        description="merged gate_up [E, 2I, H], SiLU, no bias",
+        description="merged gate_up [E, 2I, H], no bias",
     ),
     OpVariant(
         "clamped",
@@ -362,13 +374,13 @@ _VARIANTS = (
         compiles=False,
         static_shape=_static_shape,
         benchmark_case=split_benchmark_case,
-        description="separate gate and up, [E, I, H] each, SiLU, no bias",
+        description="separate gate and up, [E, I, H] each, no bias",
     ),
 )
 
 OP = OpSpec(
     name="moe_experts",
-    description="the experts of a mixture of experts: routed SwiGLU MLPs and their weighted sum",
+    description="the experts of a mixture of experts: routed gated MLPs and their weighted sum",
     config_field="moe_implementation",
     aliases=("moe_experts_implementation",),
     attach=attach,

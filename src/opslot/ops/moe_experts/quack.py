@@ -15,6 +15,8 @@ from quack.gemm_config import GemmConfig
 from quack.gemm_interface import gemm_dgated_tuned, gemm_gated_tuned, gemm_tuned
 from torch import Tensor
 
+from opslot._base.errors import KernelError
+from opslot.ops._common.activations import Activation, activation_name
 from opslot.ops._common.specs import HALF_FLOATS
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare
@@ -38,13 +40,24 @@ CUTS = dict.fromkeys(
 
 
 def fused_quack(
-    hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    activation: Activation = "silu",
 ) -> Tensor:
-    """The contract of `op.standard` for bf16 and fp16 with H and I multiples of 8. Deterministic.
+    """The contract of `op.standard` with SiLU, for bf16 and fp16 with H and I multiples of 8. Deterministic.
 
     Raises:
-        KernelError: unsupported shapes or dtypes, or weights that are not contiguous.
+        KernelError: another activation, unsupported shapes or dtypes, or weights that are not contiguous.
     """
+    if activation_name(activation) != "silu":
+        raise KernelError(
+            "moe_implementation='fused_quack' cannot run this call",
+            found=f"the activation {activation!r}, not SiLU",
+            hint="use moe_implementation=fused_triton or grouped_mm",
+        )
     x, experts = prepare(
         "fused_quack",
         hidden_states,

@@ -322,8 +322,9 @@ def gate_up_grads(
     return weight_grad_gemm(plan, plan.gate_up_grad, *operands, routing).view_as(experts.gate_up_proj), None
 
 
-def _gating(experts: Experts) -> dict[str, float | bool | None]:
+def _gating(experts: Experts) -> dict[str, str | float | bool | None]:
     return {
+        "ACTIVATION": experts.activation,
         "LIMIT": experts.limit,
         "ALPHA": experts.alpha,
         "UP_OFFSET": experts.up_offset,

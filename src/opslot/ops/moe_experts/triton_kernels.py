@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from opslot._base.jit import dot, downcast
+from opslot.ops._common.triton_activations import activation, activation_and_slope
 
 
 @triton.jit
@@ -96,6 +97,7 @@ def gate_up_kernel(
     rows,
     hidden,
     intermediate,
+    ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     UP_OFFSET: tl.constexpr,
@@ -111,7 +113,7 @@ def gate_up_kernel(
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    """projected = gate and up of x (plus bias), and act = (up + UP_OFFSET) * gate * sigmoid(ALPHA * gate), clamped.
+    """projected = gate and up of x (plus bias), and act = (up + UP_OFFSET) * activation(gate), clamped.
 
     x: [T, H] if GATHER, else [1, R, H]. SPLIT: `gate_up` is gate_proj [E, I, H] and `up_weight` is up_proj [E, I, H].
     """
@@ -153,7 +155,7 @@ def gate_up_kernel(
         _store_tile(projected, 0, row, col, gate, rows, intermediate, BM, BN, TMA)
         _store_tile(projected, 1, row, col, up, rows, intermediate, BM, BN, TMA)
         gate, up = _bounded(gate, up, LIMIT)
-        h = gate * tl.sigmoid(ALPHA * gate) * (up + UP_OFFSET)
+        h = activation(gate, ACTIVATION, ALPHA) * (up + UP_OFFSET)
         _store_tile(act, 0, row, col, h, rows, intermediate, BM, BN, TMA)
 
 
@@ -242,6 +244,7 @@ def gate_grad_kernel(
     rows,
     hidden,
     intermediate,
+    ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     UP_OFFSET: tl.constexpr,
@@ -271,13 +274,12 @@ def gate_grad_kernel(
             given_up = tl.load(projected + other, mask=live, other=0.0).to(tl.float32)
             gate, up = _bounded(given_gate, given_up, LIMIT)
             grad = tl.load(act_grad + offset, mask=live, other=0.0).to(tl.float32)
-            sigmoid = tl.sigmoid(ALPHA * gate)
-            glu = gate * sigmoid
+            glu, slope = activation_and_slope(gate, ACTIVATION, ALPHA)
             lifted = up + UP_OFFSET
             act = glu * lifted
             dots += tl.sum(act * grad, 1)
             grad = grad * weight
-            gate_grad = grad * lifted * (sigmoid + ALPHA * glu * (1.0 - sigmoid))
+            gate_grad = grad * lifted * slope
             up_grad = grad * glu
             if LIMIT is not None:
                 gate_grad = tl.where(given_gate <= LIMIT, gate_grad, 0.0)

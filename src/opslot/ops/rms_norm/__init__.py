@@ -34,8 +34,6 @@ for _variant in OP.variants:
     KERNEL_REGISTRY.register(
         triton_kernel(OP.name, _variant, priority={H200: 80}, description="one pass each way, deterministic")
     )
-_FUSED_ADD = ("fused_add", "fused_add_cast_after_weight", "fused_add_weight_offset")
-for _variant in ("standard", "weight_offset", "cast_after_weight", *_FUSED_ADD):
     # A separate name that guarantees the property; `triton` also has it.
     KERNEL_REGISTRY.register(
         triton_kernel(

@@ -1,0 +1,51 @@
+"""Input cases of linear."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from opslot.slots import InputCase
+from opslot.slots.random_inputs import randn
+
+
+def _case(
+    name: str,
+    rows: tuple[int, ...],
+    width: int,
+    outputs: int,
+    *,
+    bias: bool = False,
+    view: str = "",
+    role: str = "check",
+) -> InputCase:
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        if view == "columns":
+            x = randn((*rows, width + 8), dtype, device, generator)[..., 8:]
+        else:
+            x = randn((*rows, width), dtype, device, generator)
+        if view == "transposed weight":
+            weight = randn((width, outputs), dtype, device, generator, width**-0.5).t()
+        else:
+            weight = randn((outputs, width), dtype, device, generator, width**-0.5)
+        return {"input": x, "weight": weight, "bias": randn((outputs,), dtype, device, generator) if bias else None}
+
+    return InputCase(name, make, role, {"width": width, "outputs": outputs})
+
+
+CASES = [
+    _case("several tiles", (2, 70), 96, 80),
+    _case("bias, odd sizes", (3, 7), 45, 37, bias=True),
+    _case("one token", (1,), 64, 33),
+    _case("no tokens", (0,), 16, 24, bias=True),
+    _case("column slice", (4, 9), 40, 16, view="columns"),
+    _case("transposed weight", (11,), 40, 48, view="transposed weight"),
+    _case("16384 tokens, 4096 to 4096", (16384,), 4096, 4096, role="bench"),
+]
+
+
+def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
+    width, outputs = shape["width"], shape["outputs"]
+    return _case(f"{tokens} tokens, {width} to {outputs}", (tokens,), width, outputs, role="bench")
