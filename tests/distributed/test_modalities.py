@@ -22,21 +22,11 @@ TEXT = {
     "eos_token_id": 1,
 }
 PATCHES = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
-IMAGES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
 IMAGE, VIDEO, START = 100, 101, 102
 
 
 def config_of(name):
-    if name == "llava":
-        vision = {"model_type": "siglip_vision_model", **IMAGES, "image_size": 16, "patch_size": 8}
-        return AutoConfig.for_model(
-            "llava",
-            vision_config=vision,
-            text_config={"model_type": "llama", **TEXT},
-            image_token_index=IMAGE,
-            vision_feature_select_strategy="full",
-        )
     vision = {**PATCHES, "patch_size": 4}
     if name == "qwen3_vl":
         vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
@@ -48,37 +38,25 @@ def config_of(name):
 
 def build(name):
     torch.manual_seed(0)
-    config = config_of(name)
-    if name == "llava":
-        return opslot.build_foundation_model(config, architecture="LlavaForConditionalGeneration")
-    return opslot.build_foundation_model(config)
+    return opslot.build_foundation_model(config_of(name))
 
 
-def batches_of(name):
-    """Text, an image, and a video (for Llava two images)."""
+def batches():
+    """Text, an image, and a video."""
     torch.manual_seed(1)
-    tokens = 4 if name == "llava" else 1
-    text, image = [5, 6, 7, 8], [START, *[IMAGE] * tokens, 9]
-    if name == "llava":
-        return [
-            batch(text),
-            batch(image, pixel_values=torch.randn(1, 3, 16, 16)),
-            batch(image + image, pixel_values=torch.randn(2, 3, 16, 16)),
-        ]
     grid, pixels = torch.tensor([[1, 2, 2]]), torch.randn(4, 96)
     return [
-        batch(text),
-        batch(image, pixel_values=pixels, image_grid_thw=grid),
+        batch([5, 6, 7, 8]),
+        batch([START, IMAGE, 9], pixel_values=pixels, image_grid_thw=grid),
         batch([START, VIDEO, 9, 7], pixel_values_videos=-pixels, video_grid_thw=grid),
     ]
 
 
 def batch(ids, **inputs):
     ids = torch.tensor([ids])
-    types = {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
-    return {"input_ids": ids, "labels": ids, **inputs, **({} if "image_grid_thw" not in inputs else types)} | (
-        types if "video_grid_thw" in inputs else {}
-    )
+    if inputs:
+        inputs["mm_token_type_ids"] = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    return {"input_ids": ids, "labels": ids, **inputs}
 
 
 def step(model, batch):
@@ -106,7 +84,7 @@ def on_ranks(name, frozen, first):
     model = build(name)
     freeze(model, frozen)
     opslot.parallelize(model, state)
-    step(model, batches_of(name)[first + state.rank])
+    step(model, batches()[first + state.rank])
     return gradients(model)
 
 
@@ -117,14 +95,13 @@ def on_ranks(name, frozen, first):
         ("qwen3_vl", False, 1),
         ("qwen3_vl", True, 0),
         ("qwen2_5_vl", False, 0),
-        ("llava", False, 0),
     ],
 )
 def test_ranks_with_different_modalities(ranks, name, frozen, first):
     """`first` 0: text and an image; 1: an image and a video."""
     model = build(name)
     freeze(model, frozen)
-    for inputs in batches_of(name)[first : first + 2]:
+    for inputs in batches()[first : first + 2]:
         step(model, inputs)
     expected = gradients(model)
     for found in ranks.run(on_ranks, name, frozen, first):
@@ -141,3 +118,31 @@ def test_unknown_smallest_input_is_logged(monkeypatch, caplog):
     with caplog.at_level("WARNING"):
         _modalities.run_towers_on_every_rank(model)
     assert "get_image_features" in caplog.text
+
+
+def test_audio_and_visual_towers_run_without_input():
+    from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration
+
+    from opslot.models._modalities import run_towers_on_every_rank
+
+    audio = {"d_model": 16, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "encoder_layers": 1, "output_dim": 32}
+    config = Qwen2_5OmniThinkerConfig(
+        text_config={**TEXT, "rope_parameters": ROPE},
+        vision_config={**PATCHES, "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]},
+        audio_config={**audio, "num_mel_bins": 8, "n_window": 4},
+    )
+    torch.manual_seed(0)
+    model = Qwen2_5OmniThinkerForConditionalGeneration(config)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    expected = model(input_ids=ids, use_cache=False).logits
+    assert all(p.grad is None for p in model.parameters())
+    run_towers_on_every_rank(model)
+    logits = model(input_ids=ids, use_cache=False).logits
+    assert torch.equal(logits, expected)
+    logits.sum().backward()
+    towers = [(name, p) for name, p in model.named_parameters() if "layers." in name or "blocks." in name]
+    for part in ("audio_tower", "visual"):
+        assert any(part in name for name, _ in towers)
+    for name, parameter in towers:
+        assert parameter.grad is not None, name
+        assert bool(parameter.grad.any()) == ("audio_tower" not in name and "visual" not in name), name

@@ -7,7 +7,7 @@ others. Each modality that a model can take is run once in each forward pass, in
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,9 @@ _METHODS = {
     "get_video_features": "pixel_values_videos",
     "get_audio_features": "input_features",
 }
+
+
+_INTERNAL = ("last_hidden_state", "hidden_states", "attentions")
 
 
 def run_towers_on_every_rank(model: nn.Module) -> None:
@@ -53,7 +56,8 @@ def run_towers_on_every_rank(model: nn.Module) -> None:
         for name in dummies:
             setattr(holder, name, partial(towers.run, name))
         holder.register_forward_pre_hook(towers.begin, with_kwargs=True)
-        holder.get_decoder().register_forward_pre_hook(towers.end, with_kwargs=True)
+        # Before FSDP gathers the parameters of the language model, as after real inputs.
+        holder.get_decoder().register_forward_pre_hook(towers.end, with_kwargs=True, prepend=True)
 
 
 def _holder(model: nn.Module) -> Any:
@@ -104,7 +108,7 @@ class _Towers:
     def _run_pending(self, names: list[str]) -> None:
         self.pending = [name for name in self.pending if name not in names]
         for name in names:
-            self.zeros.append(dummy_forward(_Call(partial(self._call, name)), **self.dummies[name]()))
+            self.zeros.append(dummy_forward(_Features(partial(self._call, name)), **self.dummies[name]()))
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         # A method may call another one: that of videos often calls that of images.
@@ -115,15 +119,22 @@ class _Towers:
             self.computing = before
 
 
-class _Call(nn.Module):
-    """A function as the module that `dummy_forward` takes."""
+class _Features(nn.Module):
+    """A method that computes features, as the module that `dummy_forward` takes: what the language model reads.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    The backward of anything else, such as the layers of a tower after the one whose states are used, would run on this
+    rank alone.
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
         super().__init__()
-        self.function = function
+        self.method = method
 
     def forward(self, **kwargs: Any) -> Any:
-        return self.function(**kwargs)
+        outputs = self.method(**kwargs)
+        if not isinstance(outputs, Mapping):
+            return outputs
+        return {name: value for name, value in outputs.items() if name not in _INTERNAL}
 
 
 def _smallest_input(holder: Any, name: str) -> Callable[[], dict[str, Any]] | None:
@@ -141,16 +152,7 @@ def _smallest_input(holder: Any, name: str) -> Callable[[], dict[str, Any]] | No
     channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
     if grid is not None and hasattr(vision, "spatial_merge_size"):
         return partial(_patches, holder, vision, channels, pixels, grid)
-    size = getattr(vision, "image_size", None)
-    required = [n for n, p in taken.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if name != "get_image_features" or size is None or not {*required} <= {"self", pixels, "image_sizes"}:
-        return None
-    if isinstance(size, int):
-        size = (size, size)
-    if "image_sizes" in taken and "image_sizes" in required:
-        merge = vision.patch_size * getattr(holder.config, "spatial_merge_size", 1)
-        size = (merge, merge)
-    return partial(_image, holder, channels, tuple(size), pixels, "image_sizes" in required)
+    return None
 
 
 def _place(holder: Any) -> dict[str, Any]:
@@ -166,12 +168,6 @@ def _patches(holder: Any, vision: Any, channels: int, pixels: str, grid: str) ->
         pixels: torch.zeros(merge**2, width, **_place(holder)),
         grid: torch.tensor([[1, merge, merge]], device=_place(holder)["device"]),
     }
-
-
-def _image(holder: Any, channels: int, size: tuple[int, ...], pixels: str, with_size: bool) -> dict[str, Any]:
-    place = _place(holder)
-    image = {pixels: torch.zeros(1, channels, *size, **place)}
-    return {**image, "image_sizes": torch.tensor([size], device=place["device"])} if with_size else image
 
 
 def _audio(holder: Any, mels: int, frames: int) -> dict[str, Any]:
