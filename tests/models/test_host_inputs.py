@@ -1,5 +1,8 @@
 """Multimodal models read integer inputs on the host: on the meta device, every synchronization is an error."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +11,9 @@ pytest.importorskip("transformers")
 
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForImageTextToText
 
-from opslot.models._host_inputs import host_values, keep_inputs_on_host
+import opslot
+from opslot._base.host_values import host_values
+from opslot.models._host_inputs import keep_inputs_from_fsdp, keep_inputs_on_host, stop_keeping_inputs_on_host
 
 TEXT = {
     "vocab_size": 128,
@@ -97,6 +102,11 @@ def test_forward_and_backward_without_synchronization(name):
     assert all(p.grad is not None for p in model.parameters())
 
 
+class WithImages(nn.Module):
+    def get_image_features(self):
+        """A method by which models with images are known."""
+
+
 class Reads(nn.Module):
     """What the models do with masks, without layers."""
 
@@ -138,7 +148,7 @@ def test_layers_get_device_tensors_with_host_values():
             seen.append((bounds.device.type, host_values(bounds).tolist()))
             return super().forward(x)
 
-    class Model(nn.Module):
+    class Model(WithImages):
         def __init__(self):
             super().__init__()
             self.layers = nn.ModuleList([Layer(4, 4), Layer(4, 4)])
@@ -155,15 +165,70 @@ def test_layers_get_device_tensors_with_host_values():
 
 
 def test_mode_ends_when_the_model_raises():
-    class Model(nn.Module):
+    class Model(WithImages):
         def __init__(self):
             super().__init__()
             self.layers = nn.ModuleList([nn.Linear(4, 4)])
 
-        def forward(self, x):
+        def forward(self, x, ids):
             return self.layers[0](x)
 
     model = keep_inputs_on_host(Model().to("meta"))
     with pytest.raises(RuntimeError):
-        model(torch.empty(2, 3, device="meta"))
+        model(torch.empty(2, 3, device="meta"), torch.tensor([1]))
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+class Seen(WithImages):
+    """Records where its ids were."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.seen = []
+
+    def forward(self, ids, x):
+        self.seen.append((ids.device.type, ids.to(x.device).device.type))
+        return x * self.weight
+
+
+def test_inputs_on_device_are_not_changed():
+    model = keep_inputs_on_host(Seen().to("meta"))
+    model(ids=torch.empty(2, dtype=torch.int64, device="meta"), x=torch.empty(2, device="meta"))
+    assert model.seen == [("meta", "meta")]
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_inputs_that_a_later_hook_moved_stay_on_host():
+    """FSDP's hook of the root moves all inputs to the device."""
+
+    def move(module, args, kwargs):
+        return args, {name: value.to("meta") for name, value in kwargs.items()}
+
+    model = keep_inputs_on_host(Seen().to("meta"))
+    model.register_forward_pre_hook(move, with_kwargs=True, prepend=True)
+    keep_inputs_from_fsdp(model)
+    model(ids=torch.tensor([1, 2]), x=torch.empty(2, device="meta"))
+    assert model.seen == [("cpu", "cpu")]
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_keep_their_inputs_on_host(clone):
+    model = keep_inputs_on_host(Seen().to("meta"))
+    copied = clone(model)
+    copied(ids=torch.tensor([1, 2]), x=torch.empty(2, device="meta"))
+    assert copied.seen == [("cpu", "cpu")]
+    assert model.seen == []
+    stop_keeping_inputs_on_host(copied)
+    copied(ids=torch.tensor([1, 2]), x=torch.empty(2, device="meta"))
+    assert copied.seen[-1] == ("cpu", "meta")
+
+
+def test_apply_keeps_inputs_on_host_until_restore():
+    model = build("qwen3_vl")
+    hooks = len(model._forward_pre_hooks), len(model.model.language_model.layers[0]._forward_pre_hooks)
+    opslot.apply(model, "eager")
+    opslot.apply(model, "eager")
+    assert len(model._forward_pre_hooks) == hooks[0] + 2
+    opslot.restore(model)
+    assert (len(model._forward_pre_hooks), len(model.model.language_model.layers[0]._forward_pre_hooks)) == hooks

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
+from opslot.models._host_inputs import keep_inputs_on_host, stop_keeping_inputs_on_host
 from opslot.models._registry import architecture_of
 from opslot.slots import BindingReport, OpsImplementationConfig, bind, unbind, walk_slots
 from opslot.slots.bind import require_module
@@ -61,10 +62,12 @@ def apply(
                 module, "forward was replaced on this instance before opslot.apply (a hook of accelerate, a hub kernel)"
             )
     try:
-        return bind(model, config, device=device, dtype=dtype)
+        report = bind(model, config, device=device, dtype=dtype)
     except Exception:
         _undo(moves)
         raise
+    keep_inputs_on_host(model)
+    return report
 
 
 def restore(model: Any) -> Any:
@@ -75,6 +78,7 @@ def restore(model: Any) -> Any:
     """
     require_module(model, "opslot.restore")
     unbind(model)
+    stop_keeping_inputs_on_host(model)
     for module in model.modules():
         architecture = architecture_of(type(module), generated=True)
         original = architecture.upstream_class(type(module).__name__) if architecture is not None else None

@@ -14,28 +14,56 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from opslot._base.host_values import remember_source
+
+_FEATURES = ("get_image_features", "get_video_features", "get_audio_features")
 _FACTORIES = (torch.tensor, torch.as_tensor)
 
 
 def keep_inputs_on_host(model: nn.Module) -> nn.Module:
     """Let `model` take integer and boolean inputs on the CPU, whatever device its parameters are on.
 
-    Layers (the modules in a `ModuleList`) get all their inputs on the device. Returns `model`.
+    Layers (the modules in a `ModuleList`) get all their inputs on the device. Does nothing for a model without images,
+    videos or audio, for one that does so already, and in calls with all inputs on the device. Returns `model`.
     """
+    if not reads_host_inputs(model) or _mode_of(model) is not None:
+        return model
     mode = _HostInputs()
-    model.register_forward_pre_hook(mode.begin, with_kwargs=True)
-    model.register_forward_hook(mode.end, always_call=True)
+    mode.hooks = [
+        model.register_forward_pre_hook(mode.begin, with_kwargs=True),
+        model.register_forward_hook(mode.end, always_call=True),
+    ]
     for layer in _layers(model):
-        layer.register_forward_pre_hook(mode.suspend, with_kwargs=True, prepend=True)
-        layer.register_forward_hook(mode.resume, always_call=True)
+        mode.hooks.append(layer.register_forward_pre_hook(mode.suspend, with_kwargs=True, prepend=True))
+        mode.hooks.append(layer.register_forward_hook(mode.resume, always_call=True))
     return model
 
 
-def host_values(tensor: Tensor) -> Tensor:
-    """The values of an integer tensor without a synchronization, if they came from the host; else `tensor`."""
-    return _sources.get(tensor, tensor)
+def stop_keeping_inputs_on_host(model: nn.Module) -> None:
+    """Undo `keep_inputs_on_host`."""
+    mode = _mode_of(model)
+    for hook in mode.hooks if mode is not None else ():
+        hook.remove()
+
+
+def keep_inputs_from_fsdp(model: nn.Module) -> None:
+    """Keep inputs on the host although FSDP moves the inputs of its root to the device; called after `fully_shard`."""
+    mode = next((mode for module in model.modules() if (mode := _mode_of(module)) is not None), None)
+    if mode is not None:
+        mode.hooks.append(model.register_forward_pre_hook(mode.remember, with_kwargs=True, prepend=True))
+
+
+def reads_host_inputs(model: nn.Module) -> bool:
+    """Whether a model, which may be in a wrapper, reads image grids, token ids or masks to place features of images."""
+    return any(hasattr(type(module), name) for module in model.modules() for name in _FEATURES)
+
+
+def _mode_of(model: nn.Module) -> _HostInputs | None:
+    owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, _HostInputs)), None)
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -44,8 +72,7 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
         yield from child.children() if isinstance(child, nn.ModuleList) else _layers(child)
 
 
-# The host tensor that each device tensor was copied from, and the copies: a model passes the same to every layer.
-_sources: Any = WeakIdKeyDictionary()
+# The copies: a model passes the same to every layer.
 _copies: Any = WeakIdKeyDictionary()
 
 
@@ -56,7 +83,8 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
         return known[1]
     source = tensor.pin_memory() if device.type == "cuda" else tensor
     copy = source.to(device, non_blocking=True)
-    _copies[tensor], _sources[copy] = ((device, tensor._version), copy), tensor
+    _copies[tensor] = ((device, tensor._version), copy)
+    remember_source(copy, tensor)
     return copy
 
 
@@ -67,12 +95,22 @@ class _HostInputs(TorchFunctionMode):
         super().__init__()
         self._device: torch.device | None = None
         self._suspended: list[bool] = []
+        self._given: Any = None
+        self.hooks: list[RemovableHandle] = []
 
-    def begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def remember(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        self._given = (args, kwargs)
+
+    def begin(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward pre-hook: with integer inputs on the host, those that FSDP moved to the device too."""
         device = next(p.device for p in model.parameters())
-        if device.type != "cpu" and self._device is None:
-            self._device = device
-            self.__enter__()
+        given, self._given = self._given or (args, kwargs), None
+        on_host = any(map(_is_host_integer, _tensors(given)))
+        if not on_host or device.type == "cpu" or self._device is not None or torch.compiler.is_compiling():
+            return None
+        self._device = device
+        self.__enter__()
+        return args, kwargs | {name: x for name, x in given[1].items() if name in kwargs and _is_host_integer(x)}
 
     def end(self, *_: Any) -> None:
         if self._device is not None:
@@ -126,6 +164,10 @@ class _Rows:
 
 def _on_host(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "cpu"
+
+
+def _is_host_integer(value: Any) -> bool:
+    return _on_host(value) and not value.is_floating_point()
 
 
 def _rows_of(mask: Tensor) -> Tensor | None:

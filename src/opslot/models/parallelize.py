@@ -16,6 +16,8 @@ from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state
+from opslot.models._host_inputs import keep_inputs_from_fsdp
+from opslot.models._modalities import run_towers_on_every_rank
 from opslot.models._registry import architecture_of
 from opslot.models._sequence import prepare_ulysses, with_ulysses
 from opslot.slots import KERNEL_REGISTRY, Binding, binding_of, resolve, walk_slots, write
@@ -94,9 +96,13 @@ def parallelize(
         )
     if state.sp == 1 and state.world_size > 1:
         model.register_forward_pre_hook(_warn_of_local_means, with_kwargs=True)
-    return distributed.parallelize(
+    model = distributed.parallelize(
         model, state, plan=plan, head=head, add=_triton_sum("sum_parts", state.device), **options
     )
+    keep_inputs_from_fsdp(model)
+    if state.world_size > 1:
+        run_towers_on_every_rank(model)
+    return model
 
 
 def parallel_plan(model: Any) -> ParallelPlan | None:

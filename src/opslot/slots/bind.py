@@ -164,18 +164,19 @@ def _follow(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: bind again where a model has moved to another kind of device since it was bound.
 
     Without this, a model that was built on a CPU and moved to a GPU would train there with a CPU's kernels. Only
-    parameters and inputs that agree count: offloaded parameters are stored elsewhere than they compute.
+    the device of both parameters and inputs counts: offloaded parameters are stored elsewhere than they compute, and
+    integer inputs may be on the host.
     """
     import torch
 
     bound = binding_state(model).binding.device.torch_type
     parameter = next(iter(model.parameters()), None)
-    given = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
-    if parameter is None or given is None or parameter.device.type != given.device.type:
+    given = [x.device.type for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    if parameter is None or not given:
         return
-    now = given.device.type
-    if now not in (bound, "meta"):
-        torch.compiler.disable(_bind_again)(model, bound, given.device)
+    now = parameter.device.type
+    if (now in given or now != "cpu") and now not in (bound, "meta"):
+        torch.compiler.disable(_bind_again)(model, bound, parameter.device)
 
 
 def _bind_again(model: Any, bound: str, device: torch.device) -> None:

@@ -5,6 +5,7 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 - `_opslot_slots`: slot name -> (op, variant); `_opslot_<slot>` is None, so that an unbound slot reads as None.
 - `_opslot_skipped`: (op, symbol, reason) of each part that an op might compute and that got no slot.
 - `_opslot_attention_options`: of an attention class, its variant, and option -> the attribute that holds it.
+- `_opslot_cu_seqlens_for_flash`: whether the class gives cu_seqlens to implementations named "flash" alone.
 - `_opslot_keeps_sequences`: why tokens may see each other elsewhere than in causal attention.
 - `_opslot_masks_without_positions`: why Transformers' own attention would let packed documents see each other.
 
@@ -25,6 +26,7 @@ SKIPPED = PREFIX + "skipped"
 KEEPS_SEQUENCES = PREFIX + "keeps_sequences"
 MASKS_WITHOUT_POSITIONS = PREFIX + "masks_without_positions"
 ATTENTION_OPTIONS = PREFIX + "attention_options"
+CU_SEQLENS_FOR_FLASH = PREFIX + "cu_seqlens_for_flash"
 LOST_SLOTS = PREFIX + "lost_slots"
 _BINDING = PREFIX + "binding"
 _WRAPPERS = PREFIX + "wrappers"
@@ -97,6 +99,14 @@ def skip_reason(module: Any, op_name: str) -> str | None:
 def attention_options(module: Any) -> tuple[str, dict[str, str]] | None:
     """The variant of an attention class, and option -> the module's attribute that holds it; None for other classes."""
     return getattr(type(module), ATTENTION_OPTIONS, None)
+
+
+def cu_seqlens_for_flash(module: Any) -> bool:
+    """Whether a module passes cu_seqlens only to an attention implementation with "flash" in its name.
+
+    For any other it makes a mask, or one call for each sequence.
+    """
+    return getattr(type(module), CU_SEQLENS_FOR_FLASH, False)
 
 
 def lost_slots(module: Any) -> str:

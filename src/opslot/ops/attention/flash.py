@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import flash_attention_mask
 
 from opslot._base.errors import KernelError
-from opslot.ops._common.documents import check_cu_seqlens
+from opslot.ops._common.documents import check_cu_seqlens, longest_document
 from opslot.ops.attention.reference import causal_of, reject_options
 from opslot.ops.attention.widths import padded_widths
 
@@ -130,8 +130,10 @@ def _packed(name: str, run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tens
     longest = {}
     for side, cu, x in (("q", cu_q, q), ("k", cu_k, k)):
         longest_given = kwargs.get(f"max_length_{side}")
+        if longest_given is not None:
+            longest_given = longest_document(cu, longest_given)
         check_cu_seqlens(name, f"cu_seq_lens_{side}", cu, x.shape[0], x.shape[1], longest_given)
-        longest[f"max_seqlen_{side}"] = int(cu.diff().max() if longest_given is None else longest_given)
+        longest[f"max_seqlen_{side}"] = longest_document(cu, longest_given)
     flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
     out = run(*flat, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **longest)
     return out.view(*q.shape[:2], *out.shape[1:])

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
-from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
-from opslot.slots.protocol import ATTENTION_OPTIONS
+from opslot.patchgen.forms import ClassFact, Match, ModuleView, Reviewed, Skip
+from opslot.slots.protocol import ATTENTION_OPTIONS, CU_SEQLENS_FOR_FLASH
 
 OP = "attention"
 _PLAIN = "softmax(scale q k + mask) v"
@@ -112,6 +112,26 @@ class _Write:
         patch.set_attribute(self.name, ATTENTION_OPTIONS, (self.slot.variant, self.options))
 
 
+@dataclass(frozen=True)
+class CuSeqlensForFlash:
+    """Classes that separate sequences by cu_seqlens where a FlashAttention of Transformers runs, as towers do."""
+
+    def find(self, module: ModuleView) -> Iterator[ClassFact]:
+        for name, forward in module.methods():
+            definition = module.upstream.find(forward)
+            branches = (node for node in ast.walk(definition) if isinstance(node, ast.If)) if definition else ()
+            if any(_asks_for_flash(node.test) and "cu_seq_lens_q" in _texts(node.body) for node in branches):
+                yield ClassFact(name, CU_SEQLENS_FOR_FLASH, True)
+
+
+def _asks_for_flash(test: ast.expr) -> bool:
+    return isinstance(test, ast.Call) and ast.unparse(test) == "is_flash_attention_requested(self.config)"
+
+
+def _texts(statements: list[ast.stmt]) -> str:
+    return "\n".join(map(ast.unparse, statements))
+
+
 def _eager_function(module: ModuleView, forward: str) -> str:
     """The function that runs for attn_implementation="eager"."""
     names = re.findall(r"\b\w*eager\w*forward\b", module.text(forward))
@@ -197,4 +217,4 @@ def other_masks(module: ModuleView, needed: bool = True) -> str:
     return f"gets masks from {', '.join(sorted(own)) or 'no function of transformers.masking_utils'}"
 
 
-FORMS = (Attention(),)
+FORMS = (Attention(), CuSeqlensForFlash())

@@ -22,7 +22,7 @@ from opslot.ops._common.model_config import head_sizes
 from opslot.ops.attention.cases import CASES, benchmark_case
 from opslot.ops.attention.reference import OPTIONS, reference
 from opslot.slots import Cost, OpSpec, OpVariant, SlotBinding
-from opslot.slots.protocol import attention_options, skip_reason
+from opslot.slots.protocol import attention_options, cu_seqlens_for_flash, skip_reason
 
 PREFIX = "opslot_"
 
@@ -104,13 +104,19 @@ def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) ->
     if not slot.wrappers:
         mask_function = masks.mask_function(mask_function, chosen, falls_back=falls_back)
         kernel = masks.reads_layout(kernel, _dense if falls_back else None)
-    # Transformers treats a name with "flash" as its own kernel, which it gives padded values and no chunks.
-    shown = chosen if slot.resolution.variant == "bidirectional" else chosen.replace("flash", "fa")
+    # Transformers treats a name with "flash" as its own kernel, which it gives padded values and no chunks, and towers
+    # cu_seqlens.
+    shown = chosen.replace("flash", "fa") + ("_flash" if _needs_cu_seqlens(model, slot) else "")
     wrappers = (re.sub(r"\W+", "_", wrapper.name.lower()) for wrapper in slot.wrappers)
     name = PREFIX + "_".join([shown, *(["or_dense"] if falls_back else []), *wrappers])
     AttentionInterface.register(name, kernel)
     AttentionMaskInterface.register(name, mask_function)
     return _set(model, name)
+
+
+def _needs_cu_seqlens(model: Any, slot: SlotBinding) -> bool:
+    modules = (m for m in model.modules() if m.__dict__.get("config") is model.config)
+    return slot.resolution.variant == "bidirectional" and any(map(cu_seqlens_for_flash, modules))
 
 
 def _dense(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.masking_utils import sdpa_mask
 
 from opslot._base.errors import KernelError
-from opslot.ops._common.documents import check_cu_seqlens
+from opslot._base.host_values import host_values
+from opslot.ops._common.documents import check_cu_seqlens, longest_document
 from opslot.ops.attention.reference import causal_of, reject_options, visible, window_of
 
 # Without math, which computes the full score matrix and is an order of magnitude slower at training lengths.
@@ -214,8 +215,10 @@ def _bounds(name: str, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> tu
     longest = []
     for side, cu, x in (("q", cu_q, query), ("k", cu_k, key)):
         given = kwargs.get(f"max_length_{side}")
+        if given is not None:
+            given = longest_document(cu, given)
         check_cu_seqlens(f"attn_implementation={name!r}", f"cu_seq_lens_{side}", cu, x.shape[0], x.shape[2], given)
-        longest.append(int(cu.diff().max()) if given is None else int(given))
+        longest.append(longest_document(cu, given))
     return cu_q.to(torch.int32), cu_k.to(torch.int32), longest[0], longest[1]
 
 
@@ -242,7 +245,7 @@ def _documents_loop(
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     q, k, v = (x.transpose(0, 1).reshape(1, x.shape[1], batch * length, -1) for x in (query, key, value))
     # No document crosses rows; any tokens after the last boundary are also a document.
-    bounds = sorted({*cu_seqlens.tolist(), *range(length, batch * length + 1, length or 1)})
+    bounds = sorted({*host_values(cu_seqlens).tolist(), *range(length, batch * length + 1, length or 1)})
     parts = [
         _fused(name, backends, q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], None, dropout, causal, scaling)
         for a, b in itertools.pairwise(bounds)

@@ -1,0 +1,178 @@
+"""Towers that run on every rank: a rank without images, videos or audio runs them on the smallest legal input.
+
+FSDP's collectives for the parameters of a tower need all ranks, so that a rank whose batch has no image would hang the
+others. Each modality that a model can take is run once in each forward pass, in the order of Transformers' code.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opslot._base.logging import get_logger
+from opslot.distributed.dummy import dummy_forward
+
+logger = get_logger(__name__)
+
+# Method that computes features of a modality, and the argument of the model's forward that it computes them from.
+_METHODS = {
+    "get_image_features": "pixel_values",
+    "get_video_features": "pixel_values_videos",
+    "get_audio_features": "input_features",
+}
+
+
+_INTERNAL = ("last_hidden_state", "hidden_states", "attentions")
+
+
+def run_towers_on_every_rank(model: nn.Module) -> None:
+    """Let each forward pass of `model` run all its towers, and add zero times what no input was given for.
+
+    Does nothing for a model without towers. A modality whose smallest input is unknown is logged.
+    """
+    holder = _holder(model)
+    if holder is None:
+        return
+    source = inspect.getsource(type(holder).forward)
+    called = sorted((source.index(f"self.{name}("), name) for name in _METHODS if f"self.{name}(" in source)
+    dummies: dict[str, Callable[[], dict[str, Any]]] = {}
+    for _, name in called:
+        make = _smallest_input(holder, name)
+        if make is None:
+            logger.warning(
+                "the smallest input of %s.%s is unknown: a rank without such inputs makes the others wait forever",
+                type(holder).__name__,
+                name,
+            )
+        else:
+            dummies[name] = make
+    if dummies:
+        towers = _Towers(holder, dummies)
+        for name in dummies:
+            setattr(holder, name, partial(towers.run, name))
+        holder.register_forward_pre_hook(towers.begin, with_kwargs=True)
+        # Before FSDP gathers the parameters of the language model, as after real inputs.
+        holder.get_decoder().register_forward_pre_hook(towers.end, with_kwargs=True, prepend=True)
+
+
+def _holder(model: nn.Module) -> Any:
+    """The innermost module whose forward computes features, or None."""
+    found = None
+    for module in model.modules():
+        if any(f"self.{name}(" in _source(type(module)) for name in _METHODS if hasattr(type(module), name)):
+            found = module
+    return found
+
+
+def _source(cls: type) -> str:
+    return inspect.getsource(cls.forward)  # type: ignore[attr-defined]
+
+
+class _Towers:
+    """The dummy inputs of a model's towers that one forward pass has not run yet."""
+
+    def __init__(self, holder: Any, dummies: dict[str, Callable[[], dict[str, Any]]]) -> None:
+        self.holder = holder
+        self.dummies = dummies
+        self.pending: list[str] = []
+        self.zeros: list[Tensor] = []
+        self.computing = False
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Forward pre-hook of the model: which modalities the batch does not have."""
+        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+        self.pending = [name for name in self.dummies if given.get(_METHODS[name]) is None]
+        self.zeros = []
+
+    def run(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """In place of the method `name`: before it, the dummy inputs of modalities that come earlier."""
+        if not self.computing:
+            order = list(self.dummies)
+            self._run_pending([other for other in self.pending if order.index(other) < order.index(name)])
+        return self._call(name, *args, **kwargs)
+
+    def end(self, decoder: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward pre-hook of the language model: the others, and the zeros in its inputs."""
+        self._run_pending(self.pending)
+        zeros, self.zeros = self.zeros, []
+        embeds = kwargs.get("inputs_embeds")
+        if not zeros or embeds is None:
+            return None
+        return args, {**kwargs, "inputs_embeds": embeds + torch.stack(zeros).sum().to(embeds.dtype)}
+
+    def _run_pending(self, names: list[str]) -> None:
+        self.pending = [name for name in self.pending if name not in names]
+        for name in names:
+            self.zeros.append(dummy_forward(_Features(partial(self._call, name)), **self.dummies[name]()))
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        # A method may call another one: that of videos often calls that of images.
+        before, self.computing = self.computing, True
+        try:
+            return getattr(type(self.holder), name)(self.holder, *args, **kwargs)
+        finally:
+            self.computing = before
+
+
+class _Features(nn.Module):
+    """A method that computes features, as the module that `dummy_forward` takes: what the language model reads.
+
+    The backward of anything else, such as the layers of a tower after the one whose states are used, would run on this
+    rank alone.
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        super().__init__()
+        self.method = method
+
+    def forward(self, **kwargs: Any) -> Any:
+        outputs = self.method(**kwargs)
+        if not isinstance(outputs, Mapping):
+            return outputs
+        return {name: value for name, value in outputs.items() if name not in _INTERNAL}
+
+
+def _smallest_input(holder: Any, name: str) -> Callable[[], dict[str, Any]] | None:
+    """A function that makes the arguments of method `name`, or None where they are unknown."""
+    taken = inspect.signature(getattr(type(holder), name)).parameters
+    pixels = _METHODS[name]
+    grid = next((grid for grid in ("image_grid_thw", "video_grid_thw") if grid in taken), None)
+    if name == "get_audio_features":
+        audio = getattr(holder.config, "audio_config", None)
+        frames = 2 * getattr(audio, "n_window", 0)
+        if not {"feature_attention_mask", "audio_feature_lengths"} <= taken.keys() or not frames:
+            return None
+        return partial(_audio, holder, audio.num_mel_bins, frames)
+    vision = getattr(holder.config, "vision_config", None)
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    if grid is not None and hasattr(vision, "spatial_merge_size"):
+        return partial(_patches, holder, vision, channels, pixels, grid)
+    return None
+
+
+def _place(holder: Any) -> dict[str, Any]:
+    parameter = next(holder.parameters())
+    return {"device": parameter.device, "dtype": parameter.dtype}
+
+
+def _patches(holder: Any, vision: Any, channels: int, pixels: str, grid: str) -> dict[str, Any]:
+    """The patches that are merged into one token."""
+    merge = vision.spatial_merge_size
+    width = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
+    return {
+        pixels: torch.zeros(merge**2, width, **_place(holder)),
+        grid: torch.tensor([[1, merge, merge]], device=_place(holder)["device"]),
+    }
+
+
+def _audio(holder: Any, mels: int, frames: int) -> dict[str, Any]:
+    place = _place(holder)
+    return {
+        "input_features": torch.zeros(1, mels, frames, **place),
+        "feature_attention_mask": torch.ones(1, frames, dtype=torch.int64, device=place["device"]),
+    }

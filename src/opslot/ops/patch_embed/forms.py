@@ -1,0 +1,89 @@
+"""Transformers code that patch_embed replaces: calls of convolutions whose stride is their kernel size.
+
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from opslot.patchgen import PatchConfig, Slot
+from opslot.patchgen.forms import Match, ModuleView
+
+_SLOT = Slot("patch_embed", "standard")
+_ARGUMENTS = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "bias")
+_ALLOWED = {"in_channels", "out_channels", "kernel_size", "stride", "padding", "bias"}
+
+
+@dataclass(frozen=True)
+class PatchConvolutions:
+    """Calls of an attribute that the constructor sets to nn.Conv1d, 2d or 3d, with the same kernel size and stride."""
+
+    def find(self, module: ModuleView) -> Iterator[Match]:
+        for name in module.classes:
+            if f"{name}.__init__" not in module.calls_by_method:
+                continue
+            embeds = _patch_convolutions(module.upstream.find(f"{name}.__init__"))
+            calls = {
+                (method, attribute): len(found)
+                for method in module.own_methods(name)
+                for attribute in embeds
+                if (found := module.calls(f"{name}.{method}", f"self.{attribute}"))
+                and all(len(call.args) == 1 and not call.keywords for call in found)
+            }
+            if calls:
+                yield Match(name, _SLOT.op, _SLOT.variant, _Write(name, calls))
+
+
+@dataclass(frozen=True)
+class _Write:
+    """Routes calls of class `name` through the slot; `calls` counts them by method and attribute."""
+
+    name: str
+    calls: dict[tuple[str, str], int]
+
+    def __call__(self, patch: PatchConfig) -> None:
+        kernel = f"self.{_SLOT.attribute}"
+        for (method, attribute), count in self.calls.items():
+            conv = f"self.{attribute}"
+            patch.replace(
+                f"{self.name}.{method}",
+                f"{conv}($x)",
+                f"({kernel}($x, {conv}.weight, {conv}.bias)"
+                f" if {kernel} is not None and {kernel}.can_serve({conv}) else $match)",
+                count=count,
+                slot=_SLOT,
+            )
+
+
+def _patch_convolutions(init: ast.AST | None) -> list[str]:
+    """Attributes that a constructor sets to a convolution with stride = kernel size, without padding."""
+    assert init is not None
+    found = []
+    for node in ast.walk(init):
+        match node:
+            case ast.Assign(
+                targets=[ast.Attribute(ast.Name(id="self"), attribute)],
+                value=ast.Call(ast.Attribute(ast.Name(id="nn"), "Conv1d" | "Conv2d" | "Conv3d")) as call,
+            ) if _embeds_patches(call):
+                found.append(attribute)
+    return found
+
+
+def _embeds_patches(call: ast.Call) -> bool:
+    if len(call.args) > len(_ARGUMENTS) or any(keyword.arg is None for keyword in call.keywords):
+        return False
+    given = {name: ast.unparse(value) for name, value in zip(_ARGUMENTS, call.args, strict=False)}
+    given |= {str(keyword.arg): ast.unparse(keyword.value) for keyword in call.keywords}
+    size, padding = given.get("kernel_size"), given.get("padding", "0")
+    return (
+        size not in (None, "1")
+        and size == given.get("stride")
+        and padding in ("0", "'valid'")
+        and given.keys() <= _ALLOWED
+    )
+
+
+FORMS = (PatchConvolutions(),)

@@ -1,0 +1,18 @@
+"""Patch embedding as a matmul: cuDNN has no fast kernel for convolutions with stride = kernel size."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`op.standard` as one matmul with the weight as a matrix [D, C * patch], a view."""
+    patch, dims = weight.shape[2:], weight.dim() - 2
+    counts = [size // length for size, length in zip(x.shape[2:], patch, strict=True)]
+    # [N, C, counts and patch lengths alternating], of which `reshape` copies nothing if patches were cut before.
+    for dim in reversed(range(dims)):
+        x = x.narrow(2 + dim, 0, counts[dim] * patch[dim]).unflatten(2 + dim, (counts[dim], patch[dim]))
+    x = x.permute(0, *range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2))
+    out = F.linear(x.flatten(1 + dims), weight.flatten(1), bias)
+    return out.movedim(-1, 1)
