@@ -16,6 +16,7 @@ PATCH_FINDERS.append("opslot.models.discovery")
 
 if TYPE_CHECKING:
     from opslot.models import apply, build_foundation_model, restore
+    from opslot.models.flops import count_flops
     from opslot.models.parallelize import parallelize
     from opslot.ops.cross_entropy_loss import loss_only
     from opslot.slots import (
@@ -45,6 +46,7 @@ _HOMES = {
     "loss_only": "opslot.ops.cross_entropy_loss",
     "apply": "opslot.models",
     "build_foundation_model": "opslot.models",
+    "count_flops": "opslot.models.flops",
     "parallelize": "opslot.models.parallelize",
     "restore": "opslot.models",
     "bisect": "opslot.verify",
@@ -63,6 +65,7 @@ __all__ = [
     "bind",
     "bisect",
     "build_foundation_model",
+    "count_flops",
     "explain",
     "loss_only",
     "parallelize",

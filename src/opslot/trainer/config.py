@@ -84,6 +84,9 @@ class LoggingConfig:
         tensorboard: write event files to <output_dir>/tensorboard.
         wandb: log to Weights & Biases; requires the wandb package.
         wandb_project: name of the project on Weights & Biases.
+        wandb_entity: user or team on Weights & Biases; default your own.
+        trackio: log to Trackio; requires the trackio package.
+        run_name: name of the run on Weights & Biases and Trackio; default the name of `output_dir`.
         progress: auto shows a progress bar on a terminal and plain lines elsewhere.
     """
 
@@ -91,6 +94,9 @@ class LoggingConfig:
     tensorboard: bool = True
     wandb: bool = False
     wandb_project: str = "opslot"
+    wandb_entity: str | None = None
+    trackio: bool = False
+    run_name: str | None = None
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
 
 
@@ -124,6 +130,10 @@ class TrainConfig:
             none; or the folder of a checkpoint.
         sp_size: processes that share one sequence (Ulysses sequence parallelism).
         ep_size: processes that share the experts (expert parallelism).
+        peak_tflops: peak TFLOP/s of one GPU, which `mfu` refers to; default the data sheet's dense bf16 peak for known
+            GPUs that compute in bf16 or fp16.
+        profile: first and last step to profile, e.g. [10, 12]: a Chrome trace and, on a GPU, a memory snapshot of each
+            rank are written to <output_dir>/profile.
         ulysses_overlap: with `sp_size`, overlap the all-to-alls of query, key and value with their projections.
         fsdp: sharding of the parameters.
         optimizer: further settings of AdamW.
@@ -150,6 +160,8 @@ class TrainConfig:
     sp_size: int = 1
     ep_size: int = 1
     ulysses_overlap: bool = False
+    peak_tflops: float | None = None
+    profile: list[int] | None = None
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
