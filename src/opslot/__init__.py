@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 PATCH_FINDERS.append("opslot.models.discovery")
 
 if TYPE_CHECKING:
+    from opslot.bench.trace import trace
     from opslot.models import apply, build_foundation_model, restore
     from opslot.models.flops import count_flops
     from opslot.models.parallelize import parallelize
@@ -49,6 +50,7 @@ _HOMES = {
     "count_flops": "opslot.models.flops",
     "parallelize": "opslot.models.parallelize",
     "restore": "opslot.models",
+    "trace": "opslot.bench.trace",
     "bisect": "opslot.verify",
     "verify_kernels": "opslot.verify",
 }
@@ -70,6 +72,7 @@ __all__ = [
     "loss_only",
     "parallelize",
     "restore",
+    "trace",
     "verify_kernels",
 ]
 

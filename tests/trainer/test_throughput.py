@@ -8,7 +8,7 @@ import torch
 from opslot._base.device import peak_bf16_tflops
 from opslot.trainer.callbacks import PROFILE_FOLDER, StepRecord, read_metrics
 from opslot.trainer.callbacks.progress import _speed, _waiting
-from opslot.trainer.config import TrainConfig
+from opslot.trainer.config import LoggingConfig, TrainConfig
 from opslot.trainer.throughput import StepMeter
 
 
@@ -34,7 +34,9 @@ def test_peak_of_device_name(name, peak):
 def test_meter_divides_by_processes_and_peak(monkeypatch):
     clock = [10.0]
     monkeypatch.setattr("opslot.trainer.throughput.time.perf_counter", lambda: clock[0])
-    meter = StepMeter(torch.nn.Linear(4, 8), TrainConfig(peak_tflops=2.0), torch.device("cpu"), world_size=4)
+    meter = StepMeter(
+        torch.nn.Linear(4, 8), TrainConfig(logging=LoggingConfig(peak_tflops=2.0)), torch.device("cpu"), world_size=4
+    )
     meter.start()
     with meter.waiting_for_data():
         clock[0] += 0.5
@@ -61,7 +63,7 @@ def test_float32_has_no_default_peak(monkeypatch):
 
 
 def test_metrics_and_progress_have_mfu(train, tmp_path):
-    code, output, _ = train("--train.peak_tflops", "0.001")
+    code, output, _ = train("--train.logging.peak_tflops", "0.001")
     assert code == 0
     records = read_metrics(tmp_path / "out")
     assert all(record["mfu"] == pytest.approx(1e3 * record["tflops_per_gpu"]) for record in records)

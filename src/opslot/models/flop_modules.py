@@ -99,6 +99,8 @@ class _Reader:
         self.differentiable: dict[str, bool] = {}
 
     def read(self) -> None:
+        if getattr(getattr(self.modules[""], "config", None), "is_encoder_decoder", False):
+            self.uncounted.append(Uncounted("", "of an encoder-decoder model, each part is counted for every token"))
         skipped: tuple[str, ...] = ()
         for path, module in self.modules.items():
             stream = self.streams[path]
@@ -133,7 +135,7 @@ class _Reader:
             self._add_matmul(path, stream, module.in_features * module.out_features, own)
         elif isinstance(module, nn.modules.conv._ConvNd):
             self._add_matmul(path, stream, own["weight"].numel(), own, part="convolution")
-        elif any(p.ndim == 3 and p.shape[0] > 1 for p in own.values()):
+        elif "expert" in f"{path} {type(module).__name__}".lower() and any(p.ndim == 3 for p in own.values()):
             self._read_experts(path, module, stream, own)
         elif {n for n, p in own.items() if p.ndim == 2} == {"weight"} and "linear" in _names_used(module):
             self._add_matmul(path, stream, own["weight"].numel(), own)
@@ -262,7 +264,7 @@ class _Reader:
 
     def _report(self, path: str, module: nn.Module, own: dict[str, Any]) -> None:
         kind = type(module).__name__
-        matrices = [name for name, p in own.items() if p.ndim == 2 and 1 not in p.shape]
+        matrices = [name for name, p in own.items() if p.ndim > 1 and 1 not in p.shape]
         direct = any(isinstance(child, nn.Linear) for child in module.children())
         if matrices:
             self.uncounted.append(Uncounted(path, f"what {kind} computes with {', '.join(matrices)} is unknown"))

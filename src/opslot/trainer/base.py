@@ -448,7 +448,7 @@ class BaseTrainer(ABC):
                 self.say(line)
         options: dict[str, Any] = {
             "activation_checkpointing": train.activation_checkpointing,
-            "ulysses_overlap": train.ulysses_overlap,
+            "ulysses_overlap": fsdp.ulysses_overlap,
         }
         if any(parameter.is_meta for parameter in model.parameters()):
             options["load"] = self._fill

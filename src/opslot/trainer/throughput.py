@@ -27,7 +27,7 @@ class StepMeter:
     def __init__(self, model: Any, train: TrainConfig, device: torch.device, world_size: int) -> None:
         self.flops = FlopCounter(model)
         self.world_size = world_size
-        self.peak_tflops = train.peak_tflops
+        self.peak_tflops = train.logging.peak_tflops
         if self.peak_tflops is None and (_compute_dtype(model, train) in _HALF):
             self.peak_tflops = peak_bf16_tflops(facts_of(device).name)
         self._started = time.perf_counter()

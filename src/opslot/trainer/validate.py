@@ -167,8 +167,8 @@ def _no_effect(config: RunConfig) -> list[str]:
         )
     if train.fsdp.copy_engine and (config.model.device == "cpu" or best_device().type == "cpu"):
         warnings.append("train.fsdp.copy_engine has no effect on a CPU")
-    if train.ulysses_overlap and train.sp_size == 1:
-        warnings.append("train.ulysses_overlap has no effect with train.sp_size=1")
+    if train.fsdp.ulysses_overlap and train.sp_size == 1:
+        warnings.append("train.fsdp.ulysses_overlap has no effect with train.sp_size=1")
     return warnings
 
 
@@ -200,8 +200,8 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
             problems.append(f"{name}={value} must be at least {least}")
     optimizer = train.optimizer
     above_zero = {"train.lr": train.lr, "train.num_epochs": train.num_epochs, "train.optimizer.eps": optimizer.eps}
-    if train.peak_tflops is not None:
-        above_zero["train.peak_tflops"] = train.peak_tflops
+    if train.logging.peak_tflops is not None:
+        above_zero["train.logging.peak_tflops"] = train.logging.peak_tflops
     problems += [f"{name}={value} must be above 0" for name, value in above_zero.items() if not value > 0]
     finite = {**above_zero, "train.weight_decay": train.weight_decay}
     problems += [f"{name} must be finite" for name, value in finite.items() if value == math.inf]
