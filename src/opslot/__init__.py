@@ -15,7 +15,9 @@ __version__ = "0.1.0"
 PATCH_FINDERS.append("opslot.models.discovery")
 
 if TYPE_CHECKING:
+    from opslot.bench.trace import trace
     from opslot.models import apply, build_foundation_model, restore
+    from opslot.models.flops import count_flops
     from opslot.models.parallelize import parallelize
     from opslot.ops.cross_entropy_loss import loss_only
     from opslot.slots import (
@@ -45,8 +47,10 @@ _HOMES = {
     "loss_only": "opslot.ops.cross_entropy_loss",
     "apply": "opslot.models",
     "build_foundation_model": "opslot.models",
+    "count_flops": "opslot.models.flops",
     "parallelize": "opslot.models.parallelize",
     "restore": "opslot.models",
+    "trace": "opslot.bench.trace",
     "bisect": "opslot.verify",
     "verify_kernels": "opslot.verify",
 }
@@ -63,10 +67,12 @@ __all__ = [
     "bind",
     "bisect",
     "build_foundation_model",
+    "count_flops",
     "explain",
     "loss_only",
     "parallelize",
     "restore",
+    "trace",
     "verify_kernels",
 ]
 

@@ -110,7 +110,7 @@ def test_special_tokens_in_the_text(tmp_path, tokenizer):
 
 def test_settings_without_effect_are_reported(train, settings):
     settings["data"]["eval_path"] = settings["data"]["train_path"]
-    settings["train"] |= {"warmup_steps": 9, "fsdp": {"copy_engine": True}, "ulysses_overlap": True}
+    settings["train"] |= {"warmup_steps": 9, "fsdp": {"copy_engine": True, "ulysses_overlap": True}}
     settings["model"]["device"] = "cpu"
     file = settings["train"]["output_dir"] + ".yaml"
     with open(file, "w") as stream:
@@ -120,5 +120,5 @@ def test_settings_without_effect_are_reported(train, settings):
         "data.eval_path has no effect without train.eval_steps",
         "train.warmup_steps=9 exceeds train.max_steps=4, so the learning rate never reaches train.lr",
         "train.fsdp.copy_engine has no effect on a CPU",
-        "train.ulysses_overlap has no effect with train.sp_size=1",
+        "train.fsdp.ulysses_overlap has no effect with train.sp_size=1",
     ]

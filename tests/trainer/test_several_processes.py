@@ -17,7 +17,7 @@ from opslot.trainer.callbacks import read_metrics
 
 SIZES = {
     "fsdp": {},
-    "sp": {"sp_size": 2, "ulysses_overlap": True},
+    "sp": {"sp_size": 2, "fsdp": {"ulysses_overlap": True}},
     "ep": {"ep_size": 2},
     "sp and ep": {"sp_size": 2, "ep_size": 2},
 }

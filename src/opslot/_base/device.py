@@ -137,3 +137,52 @@ def package_version(distribution: str) -> str | None:
 def triton_interpreted() -> bool:
     """Whether Triton kernels run on the CPU through its interpreter (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+# Dense bf16 TFLOP/s of GPUs with accumulation in fp32, from the vendors' data sheets. The first name that the device's
+# name contains counts.
+_PEAK_BF16_TFLOPS = (
+    ("GB300", 2500),
+    ("GB200", 2500),
+    ("B300", 2250),
+    ("B200", 2250),
+    ("B100", 1750),
+    ("H100 NVL", 835),
+    ("H100 PCIe", 756),
+    ("H100", 989),
+    ("H200 NVL", 835),
+    ("H200", 989),
+    ("GH200", 989),
+    ("H800 PCIe", 756),
+    ("H800", 989),
+    ("H20", 148),
+    ("A100", 312),
+    ("A800", 312),
+    ("A10G", 70),
+    ("A10", 125),
+    ("A30", 165),
+    ("A40", 150),
+    ("L40S", 362),
+    ("L40", 181),
+    ("L4", 121),
+    ("RTX PRO 6000", 503),
+    ("RTX 6000 Ada", 364),
+    ("RTX 5090", 210),
+    ("RTX 5080", 113),
+    ("RTX 4090", 165),
+    ("RTX 4080", 97),
+    ("RTX 3090", 71),
+    ("RTX A6000", 155),
+    ("MI355X", 2500),
+    ("MI350X", 2300),
+    ("MI325X", 1307),
+    ("MI300X", 1307),
+    ("MI250X", 192),
+    ("MI210", 181),
+)
+
+
+def peak_bf16_tflops(name: str) -> float | None:
+    """Peak dense bf16 TFLOP/s of a device by its name, e.g. "NVIDIA H200"; None for an unknown one."""
+    words = f" {name.lower().replace('-', ' ')} "
+    return next((float(peak) for part, peak in _PEAK_BF16_TFLOPS if f" {part.lower()} " in words), None)

@@ -6,6 +6,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from opslot import __version__
 from opslot._base.errors import OpslotError
@@ -17,6 +18,7 @@ _EPILOG = """examples:
   opslot train config.yaml --train.lr 3e-4          train a model
   opslot data preview config.yaml                   samples, with the trained tokens marked
   opslot generate outputs/run/hf --prompt "Hi"      what a checkpoint answers
+  opslot report outputs/run                         one HTML page about a run
   opslot explain config.yaml                        which kernels it would train with, and why
   opslot kernels --op rms_norm                      what can run here
   opslot discover mistral                           the slots of an architecture, and what is skipped
@@ -89,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     for add_command in (
         _add_data,
         _add_generate,
+        _add_report,
         _add_kernels,
         _add_explain,
         _add_discover,
@@ -158,6 +161,26 @@ def _add_generate(add: _Add) -> None:
     generate.add_argument("--device", type=_device, default=None, help="cpu or cuda; default a GPU where there is one")
     generate.add_argument("--trust-remote-code", action="store_true", help="run code that ships with the checkpoint")
     generate.set_defaults(run=_generate)
+
+
+def _add_report(add: _Add) -> None:
+    report = add(
+        "report",
+        help="write one HTML page about a training run",
+        epilog="examples:\n  opslot report outputs/run\n  opslot report outputs/run -o run.html",
+        formatter_class=_FORM,
+    )
+    report.add_argument("folder", metavar="RUN", help="train.output_dir of the run")
+    report.add_argument("-o", "--output", metavar="FILE", help="default RUN/report.html")
+    report.set_defaults(run=_report)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from opslot.trainer.report import write_report
+
+    output = Path(options.output).expanduser() if options.output else None
+    print(f"wrote {write_report(Path(options.folder).expanduser(), output)}")
+    return 0
 
 
 def _data_preview(options: argparse.Namespace) -> int:

@@ -107,7 +107,9 @@ def _place(model: Any, slot: SlotBinding) -> _Placed:
     if selected.chosen != "eager":
         kernel = KERNEL_REGISTRY.load(selected.op_name, selected.variant, selected.chosen)
         if slot.slot:
-            kernel = BoundKernel(selected.op_name, selected.variant, selected.chosen, selected.explicit, kernel)
+            kernel = BoundKernel(
+                selected.op_name, selected.variant, selected.chosen, selected.explicit, kernel, slot.path
+            )
     reference = KERNEL_REGISTRY.op(selected.op_name).variant(selected.variant).reference
     for wrapper in slot.wrappers:
         kernel = wrapper.wrap(module, kernel, reference)

@@ -23,14 +23,18 @@ class BoundKernel:
         op_name, variant, name: which kernel.
         explicit: the user named it, so what it cannot serve is an error and never a fallback.
         kernel: the callable, with the signature of the op's contract.
+        path: FQN of the slot's module in the model that was bound.
     """
 
-    def __init__(self, op_name: str, variant: str, name: str, explicit: bool, kernel: Callable[..., Any]) -> None:
+    def __init__(
+        self, op_name: str, variant: str, name: str, explicit: bool, kernel: Callable[..., Any], path: str = ""
+    ) -> None:
         self.op_name = op_name
         self.variant = variant
         self.name = name
         self.explicit = explicit
         self.kernel = kernel
+        self.path = path
         self._can_serve = KERNEL_REGISTRY.op(op_name).can_serve
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +56,7 @@ class BoundKernel:
                 f"{self.op_name}_implementation={self.name!r} has no {variant}",
                 hint=f"set {self.op_name}_implementation to auto, eager or one of {', '.join(usable)}",
             )
-        return _load(self.op_name, variant, self.name, self.explicit)
+        return _load(self.op_name, variant, self.name, self.explicit, self.path)
 
     def __repr__(self) -> str:
         return f"<{self.op_name}/{self.variant}: {self.name}>"
@@ -64,11 +68,11 @@ class BoundKernel:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _load, (self.op_name, self.variant, self.name, self.explicit)
+        return _load, (self.op_name, self.variant, self.name, self.explicit, self.path)
 
 
-def _load(op_name: str, variant: str, name: str, explicit: bool) -> BoundKernel:
-    return BoundKernel(op_name, variant, name, explicit, KERNEL_REGISTRY.load(op_name, variant, name))
+def _load(op_name: str, variant: str, name: str, explicit: bool, path: str = "") -> BoundKernel:
+    return BoundKernel(op_name, variant, name, explicit, KERNEL_REGISTRY.load(op_name, variant, name), path)
 
 
 class OpSlot:

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import math
 import signal
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -38,9 +37,11 @@ from opslot.trainer.callbacks import (
     ExportCallback,
     LossCurveCallback,
     MetricsCallback,
+    ProfileCallback,
     ProgressCallback,
     StepRecord,
     TensorBoardCallback,
+    TrackioCallback,
     WandbCallback,
 )
 from opslot.trainer.config import RunConfig
@@ -54,6 +55,7 @@ from opslot.trainer.random_states import restore_random_states, seed_everything
 from opslot.trainer.saver import CheckpointSaver
 from opslot.trainer.setup import disk_errors, dtype_of, peak_memory, require_trainable_dtype, start_processes
 from opslot.trainer.stopping import StopRequest
+from opslot.trainer.throughput import StepMeter
 from opslot.trainer.validate import Inputs, micro_batch_size, validate
 
 if TYPE_CHECKING:
@@ -126,6 +128,7 @@ class BaseTrainer(ABC):
         self.model: PreTrainedModel = self._parallelize(require_trainable_dtype(self.build_model()))
         # All ranks seed alike until the weights exist; dropout differs by rank.
         seed_everything(config.train.seed + self.state.rank)
+        self.meter = StepMeter(self.model, config.train, self.device, self.state.world_size)
         self.optimizer = build_optimizer(self.model, config.train)
         self.max_steps = self.count_steps()
         self.expected_steps: float | None = self.max_steps
@@ -209,14 +212,17 @@ class BaseTrainer(ABC):
 
         Ranks other than 0 only get the callbacks that all ranks take part in.
         """
+        profile: list[Callback] = [ProfileCallback(self.state.rank)] if self.config.train.profile else []
         if self.state.rank:
-            return [EvaluationCallback(), CheckpointCallback(), ExportCallback()]
+            return [*profile, EvaluationCallback(), CheckpointCallback(), ExportCallback()]
         logging = self.config.train.logging
-        chosen: list[Callback] = [EvaluationCallback(), MetricsCallback()]
+        chosen: list[Callback] = [*profile, EvaluationCallback(), MetricsCallback()]
         if logging.tensorboard:
             chosen.append(TensorBoardCallback())
         if logging.wandb:
             chosen.append(WandbCallback())
+        if logging.trackio:
+            chosen.append(TrackioCallback())
         if logging.progress != "off":
             chosen.append(ProgressCallback(self.console))
         return [*chosen, CheckpointCallback(), LossCurveCallback(), ExportCallback()]
@@ -311,12 +317,15 @@ class BaseTrainer(ABC):
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _train_step(self, batches: Iterator[dict[str, Any]]) -> StepRecord:
-        started = time.perf_counter()
+        self.meter.start()
         train = self.config.train
-        micro_batches = self.next_micro_batches(batches)
-        (counted,) = sum_over_ranks(sum(self.count_targets(batch) for batch in micro_batches))
+        with self.meter.waiting_for_data():
+            micro_batches = self.next_micro_batches(batches)
+        counted, flops = sum_over_ranks(
+            sum(self.count_targets(batch) for batch in micro_batches), self.meter.count(micro_batches)
+        )
         # The ranks of one sequence have the same labels.
-        targets = round(counted) // self.state.sp
+        targets, flops = round(counted) // self.state.sp, flops / self.state.sp
         lr = learning_rate(train, self.step + 1, self._expect_steps(self.step + 1))
         self._check_targets(targets)
         for group in self.optimizer.param_groups:
@@ -339,10 +348,10 @@ class BaseTrainer(ABC):
             loss=step_loss,
             grad_norm=grad_norm,
             lr=lr,
-            tokens_per_s=tokens / (time.perf_counter() - started),
             epoch=getattr(self.batches, "epoch", float("nan")),
             tokens=self.tokens_seen,
             memory_gib=peak_memory(self.device),
+            **self.meter.measurements(tokens, flops),
             extra={} if step_aux is None else {"aux_loss": step_aux},
         )
 
@@ -439,7 +448,7 @@ class BaseTrainer(ABC):
                 self.say(line)
         options: dict[str, Any] = {
             "activation_checkpointing": train.activation_checkpointing,
-            "ulysses_overlap": train.ulysses_overlap,
+            "ulysses_overlap": fsdp.ulysses_overlap,
         }
         if any(parameter.is_meta for parameter in model.parameters()):
             options["load"] = self._fill

@@ -51,7 +51,7 @@ class OptimizerConfig:
 
 @dataclass
 class FSDPConfig:
-    """Sharding of the parameters with FSDP2, and its mixed precision.
+    """Sharding of the parameters with FSDP2, its mixed precision, and the overlap of communication.
 
     Args:
         replicas: number of replicas (dp_replicate of HSDP); 1 shards over all processes.
@@ -64,6 +64,7 @@ class FSDPConfig:
         prefetch: number of layers whose parameters are gathered ahead of the current one.
         copy_engine: all-gather and reduce-scatter with copies between the GPUs of one host instead of NCCL kernels;
             default wherever it is supported.
+        ulysses_overlap: with `train.sp_size`, overlap the all-to-alls of query, key and value with their projections.
     """
 
     replicas: int = 1
@@ -73,6 +74,7 @@ class FSDPConfig:
     reshard_after_forward: bool = True
     prefetch: int = 1
     copy_engine: bool | None = None
+    ulysses_overlap: bool = False
 
 
 @dataclass
@@ -84,6 +86,11 @@ class LoggingConfig:
         tensorboard: write event files to <output_dir>/tensorboard.
         wandb: log to Weights & Biases; requires the wandb package.
         wandb_project: name of the project on Weights & Biases.
+        wandb_entity: user or team on Weights & Biases; default your own.
+        trackio: log to Trackio; requires the trackio package.
+        run_name: name of the run on Weights & Biases and Trackio; default the name of `output_dir`.
+        peak_tflops: peak TFLOP/s of one GPU, which `mfu` refers to; default the data sheet's dense bf16 peak for known
+            GPUs that compute in bf16 or fp16.
         progress: auto shows a progress bar on a terminal and plain lines elsewhere.
     """
 
@@ -91,6 +98,10 @@ class LoggingConfig:
     tensorboard: bool = True
     wandb: bool = False
     wandb_project: str = "opslot"
+    wandb_entity: str | None = None
+    trackio: bool = False
+    run_name: str | None = None
+    peak_tflops: float | None = None
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
 
 
@@ -124,7 +135,8 @@ class TrainConfig:
             none; or the folder of a checkpoint.
         sp_size: processes that share one sequence (Ulysses sequence parallelism).
         ep_size: processes that share the experts (expert parallelism).
-        ulysses_overlap: with `sp_size`, overlap the all-to-alls of query, key and value with their projections.
+        profile: first and last step to profile, e.g. [10, 12]: a Chrome trace and, on a GPU, a memory snapshot of each
+            rank are written to <output_dir>/profile.
         fsdp: sharding of the parameters.
         optimizer: further settings of AdamW.
         logging: what is logged.
@@ -149,7 +161,7 @@ class TrainConfig:
     resume_from: str | None = None
     sp_size: int = 1
     ep_size: int = 1
-    ulysses_overlap: bool = False
+    profile: list[int] | None = None
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

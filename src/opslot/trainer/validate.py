@@ -74,8 +74,11 @@ def validate(config: RunConfig) -> Inputs:
     inputs = _check_inputs(config, problems)
     _check_processes(config, problems)
     checkpoint = _check_output(config.train, problems)
-    if config.train.logging.wandb and not has_package("wandb"):
-        problems.append("train.logging.wandb is on, but wandb is not installed; pip install wandb, or turn it off")
+    for package in ("wandb", "trackio"):
+        if getattr(config.train.logging, package) and not has_package(package):
+            problems.append(
+                f"train.logging.{package} is on, but {package} is not installed; pip install {package}, or turn it off"
+            )
     if problems:
         raise _cannot_start(problems)
     if launched_rank() == 0:
@@ -164,8 +167,8 @@ def _no_effect(config: RunConfig) -> list[str]:
         )
     if train.fsdp.copy_engine and (config.model.device == "cpu" or best_device().type == "cpu"):
         warnings.append("train.fsdp.copy_engine has no effect on a CPU")
-    if train.ulysses_overlap and train.sp_size == 1:
-        warnings.append("train.ulysses_overlap has no effect with train.sp_size=1")
+    if train.fsdp.ulysses_overlap and train.sp_size == 1:
+        warnings.append("train.fsdp.ulysses_overlap has no effect with train.sp_size=1")
     return warnings
 
 
@@ -197,9 +200,12 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
             problems.append(f"{name}={value} must be at least {least}")
     optimizer = train.optimizer
     above_zero = {"train.lr": train.lr, "train.num_epochs": train.num_epochs, "train.optimizer.eps": optimizer.eps}
+    if train.logging.peak_tflops is not None:
+        above_zero["train.logging.peak_tflops"] = train.logging.peak_tflops
     problems += [f"{name}={value} must be above 0" for name, value in above_zero.items() if not value > 0]
     finite = {**above_zero, "train.weight_decay": train.weight_decay}
     problems += [f"{name} must be finite" for name, value in finite.items() if value == math.inf]
+    problems += _profile_problems(train)
     if train.seed >= _SEEDS:
         problems.append(f"train.seed={train.seed} must be below {_SEEDS}")
     shares = {
@@ -209,6 +215,20 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
         "data.eval_fraction": data.eval_fraction,
     }
     problems += [f"{name}={value} must be in [0, 1)" for name, value in shares.items() if not 0 <= value < 1]
+
+
+def _profile_problems(train: TrainConfig) -> list[str]:
+    steps = train.profile
+    if steps is None:
+        return []
+    found = f"train.profile={steps}"
+    if len(steps) != 2:
+        return [f"{found} must be two steps, the first and the last one, e.g. [10, 12]"]
+    if not 1 <= steps[0] <= steps[1]:
+        return [f"{found}: the first step must be at least 1 and at most the last one"]
+    if train.max_steps is not None and steps[1] > train.max_steps:
+        return [f"{found}: the last step exceeds train.max_steps={train.max_steps}"]
+    return []
 
 
 def _sources(data: DataConfig, problems: list[str]) -> list[Source]:

@@ -15,7 +15,11 @@ def text_config(request: KernelRequest) -> Any:
 
 def head_sizes(request: KernelRequest) -> dict[str, int] | None:
     """Query heads, key/value heads and channels of a head; None if the config does not have them."""
-    config = text_config(request)
+    return config_head_sizes(text_config(request))
+
+
+def config_head_sizes(config: Any) -> dict[str, int] | None:
+    """As `head_sizes`, of a config."""
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from opslot.ops._common.model_config import head_sizes, text_config
+from opslot.ops._common.model_config import config_head_sizes, head_sizes, text_config
 from opslot.slots import KernelRequest
 from opslot.slots.protocol import attention_options
 
@@ -45,10 +45,10 @@ def options_of(request: KernelRequest) -> AttentionOptions:
     dropout = getattr(config, "attention_dropout", 0.0)
     found = AttentionOptions(chunk=getattr(config, "attention_chunk_size", None))
     for module in modules:
-        window, softcap, sinks = (_option(module, name) for name in ("sliding_window", "softcap", "s_aux"))
+        window, softcap, sinks = (option_value(module, name) for name in ("sliding_window", "softcap", "s_aux"))
         own = getattr(module, "attention_dropout", dropout)
         found = found._replace(
-            widths=found.widths | {_widths(module, request)},
+            widths=found.widths | {head_widths(module, text_config(request))},
             windows=found.windows | ({window} if window is not None else set()),
             softcap=softcap if softcap is not None else found.softcap,
             sinks=found.sinks or sinks is not None,
@@ -61,7 +61,7 @@ def options_of(request: KernelRequest) -> AttentionOptions:
     return found._replace(widths=frozenset(widths), dropout=dropout or 0.0)
 
 
-def _option(module: Any, name: str) -> Any:
+def option_value(module: Any, name: str) -> Any:
     """The value that a module passes to attention as option `name`; None if it has none."""
     _, attributes = attention_options(module) or ("", {})
     if name not in attributes:
@@ -70,12 +70,12 @@ def _option(module: Any, name: str) -> Any:
     return getattr(module, attributes[name], missing)
 
 
-def _widths(module: Any, request: KernelRequest) -> tuple[int, int]:
-    """Head sizes of queries and keys, and of values."""
+def head_widths(module: Any, config: Any) -> tuple[int, int]:
+    """Head sizes of queries and keys, and of values; 0 where neither the module nor its `config` has them."""
     names = ("qk_head_dim", "head_dim", "head_size", "attention_head_size")
     width = next((getattr(module, name) for name in names if isinstance(getattr(module, name, None), int)), None)
     if width is None:
-        sizes = head_sizes(request)
+        sizes = config_head_sizes(config)
         width = sizes["head_dim"] if sizes else 0
     values = getattr(module, "v_head_dim", None)
     return width, values if isinstance(values, int) else width

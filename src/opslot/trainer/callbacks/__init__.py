@@ -1,6 +1,7 @@
 """Callbacks: evaluation, metrics, progress, checkpoints and the final export."""
 
 from opslot.trainer.callbacks.base import Callback, StepRecord, Trainer
+from opslot.trainer.callbacks.profile import PROFILE_FOLDER, ProfileCallback
 from opslot.trainer.callbacks.progress import ProgressCallback
 from opslot.trainer.callbacks.writers import (
     BEST_FOLDER,
@@ -13,6 +14,7 @@ from opslot.trainer.callbacks.writers import (
     LossCurveCallback,
     MetricsCallback,
     TensorBoardCallback,
+    TrackioCallback,
     WandbCallback,
     read_metrics,
 )
@@ -21,6 +23,7 @@ __all__ = [
     "BEST_FOLDER",
     "HF_FOLDER",
     "METRICS_FILE",
+    "PROFILE_FOLDER",
     "SAMPLES_FILE",
     "Callback",
     "CheckpointCallback",
@@ -28,9 +31,11 @@ __all__ = [
     "ExportCallback",
     "LossCurveCallback",
     "MetricsCallback",
+    "ProfileCallback",
     "ProgressCallback",
     "StepRecord",
     "TensorBoardCallback",
+    "TrackioCallback",
     "Trainer",
     "WandbCallback",
     "read_metrics",

@@ -54,6 +54,10 @@ class StepRecord:
         epoch: passes over the data after the step.
         tokens: tokens seen since the run's first step.
         memory_gib: peak memory of the GPU, or of this process on a CPU.
+        tokens_per_s_per_gpu: `tokens_per_s` over the number of processes.
+        tflops_per_gpu: model TFLOP/s of one process, from `opslot.count_flops`; recomputation is not counted.
+        mfu: `tflops_per_gpu` over the peak of the GPU; None where the peak is unknown.
+        data_wait: share of the step that rank 0 waited for its data.
         extra: further measurements, such as aux_loss and eval_loss.
     """
 
@@ -65,12 +69,16 @@ class StepRecord:
     epoch: float
     tokens: int
     memory_gib: float
+    tokens_per_s_per_gpu: float
+    tflops_per_gpu: float
+    mfu: float | None
+    data_wait: float
     extra: dict[str, float] = field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
         """All measurements in one mapping."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "extra"}
-        return {**values, **self.extra}
+        return {name: value for name, value in {**values, **self.extra}.items() if value is not None}
 
 
 class Callback:

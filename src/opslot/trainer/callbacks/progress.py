@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 
 _SECONDS_BETWEEN_LINES = 5.0
+# Share of a step that it waited for data.
+_SHOWN_WAIT = 0.01
 
 
 class ProgressCallback(Callback):
@@ -46,11 +48,12 @@ class ProgressCallback(Callback):
                 total=_rounded(trainer.expected_steps),
                 completed=record.step,
                 loss=record.loss,
-                speed=f"{record.tokens_per_s:,.0f} tokens/s",
-                memory=f"{record.memory_gib:.1f} GiB",
+                speed=_speed(record),
+                memory=f"{record.memory_gib:.1f} GiB{_waiting(record)}",
             )
             if "eval_loss" in record.extra:
-                self._bar.console.print(f"step: {record.step}  eval_loss: {record.extra['eval_loss']:.4f}")
+                evaluated = "".join(f"  {n}: {v:.4f}" for n, v in record.extra.items() if n.startswith("eval_"))
+                self._bar.console.print(f"step: {record.step}{evaluated}", highlight=False)
             return
         now = time.monotonic()
         if self._clock_from is None:
@@ -74,7 +77,7 @@ class ProgressCallback(Callback):
         line = (
             f"step: {record.step}/{about}{expected}  loss: {record.loss:.4f}{extra}  "
             f"grad_norm: {record.grad_norm:.4f}  "
-            f"lr: {record.lr:.2e}  tokens/s: {record.tokens_per_s:,.0f}  memory: {record.memory_gib:.2f}GiB"
+            f"lr: {record.lr:.2e}  {_speed(record)}  {record.memory_gib:.2f} GiB{_waiting(record)}"
         )
         return f"{line}  eta: {_clock(spent / done * (expected - record.step))}" if done and expected else line
 
@@ -102,6 +105,21 @@ def _make_bar(console: Console) -> Progress:
         console=console,
         refresh_per_second=4,
     )
+
+
+def _speed(record: StepRecord) -> str:
+    """Throughput, per GPU where there are several, with the MFU where the peak is known."""
+    several = record.tokens_per_s_per_gpu < record.tokens_per_s
+    speed = f"{record.tokens_per_s:,.0f} tokens/s"
+    if several:
+        speed += f" ({record.tokens_per_s_per_gpu:,.0f} per GPU)"
+    if record.mfu is not None:
+        speed += f"  {record.tflops_per_gpu:,.0f} TFLOP/s  MFU: {record.mfu:.1%}"
+    return speed
+
+
+def _waiting(record: StepRecord) -> str:
+    return f"  data wait: {record.data_wait:.0%}" if record.data_wait >= _SHOWN_WAIT else ""
 
 
 def _rounded(steps: float | None) -> int | None:

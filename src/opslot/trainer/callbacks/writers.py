@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
+import uuid
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +18,7 @@ METRICS_FILE = "metrics.jsonl"
 HF_FOLDER = "hf"
 BEST_FOLDER = "hf_best"
 SAMPLES_FILE = "samples.jsonl"
+RUN_ID_FILE = "wandb_run_id"
 
 
 def read_metrics(output_dir: Path, last_step: int | None = None) -> list[dict[str, Any]]:
@@ -136,19 +139,33 @@ class TensorBoardCallback(Callback):
 
 
 class WandbCallback(Callback):
-    """The metrics on Weights & Biases."""
+    """The metrics on Weights & Biases; a resumed run continues the same one there."""
+
+    package = "wandb"
 
     def __init__(self) -> None:
         self._run: Any = None
 
     def on_train_start(self, trainer: Trainer) -> None:
-        import wandb
-
-        self._run = wandb.init(
-            project=trainer.config.train.logging.wandb_project,
-            dir=str(trainer.output_dir),
-            config=asdict(trainer.config),
+        client = importlib.import_module(self.package)
+        logging = trainer.config.train.logging
+        name = logging.run_name or trainer.output_dir.resolve().name
+        self._run = client.init(
+            project=logging.wandb_project, name=name, config=asdict(trainer.config), **self.options(trainer)
         )
+
+    def options(self, trainer: Trainer) -> dict[str, Any]:
+        """Further arguments of the package's `init`."""
+        path = trainer.output_dir / RUN_ID_FILE
+        if not trainer.step or not path.is_file():
+            # Another run in this folder has another id.
+            write_text(path, uuid.uuid4().hex[:12])
+        return {
+            "entity": trainer.config.train.logging.wandb_entity,
+            "dir": str(trainer.output_dir),
+            "id": path.read_text().strip(),
+            "resume": "allow",
+        }
 
     def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
         self._run.log(record.flat(), step=record.step)
@@ -156,6 +173,15 @@ class WandbCallback(Callback):
     def close(self, trainer: Trainer) -> None:
         if self._run is not None:
             self._run.finish()
+
+
+class TrackioCallback(WandbCallback):
+    """The metrics on Trackio, whose functions are those of wandb."""
+
+    package = "trackio"
+
+    def options(self, trainer: Trainer) -> dict[str, Any]:
+        return {"resume": "allow"}
 
 
 class CheckpointCallback(Callback):

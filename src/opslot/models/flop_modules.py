@@ -1,0 +1,419 @@
+"""Which matmuls and attentions the modules of a model compute, for `opslot.count_flops`."""
+
+from __future__ import annotations
+
+import ast
+import enum
+import functools
+import inspect
+import math
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from opslot.ops.attention.options import head_widths, option_value
+from opslot.slots.protocol import attention_options
+
+TOKENS, PATCHES = "", "image"
+_HEADS = ("num_attention_heads", "num_heads", "n_heads", "num_q_heads")
+_TOP_K = ("top_k", "num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
+
+
+class Direction(enum.Enum):
+    """A matmul of the backward pass: the gradient of the input, or of the weight."""
+
+    INPUT = "input"
+    WEIGHT = "weight"
+
+
+class Matmul(NamedTuple):
+    """A matmul with a weight: `flops` of the forward pass, per token or patch."""
+
+    stream: str
+    part: str
+    flops: float
+    gradients: frozenset[Direction]
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Which keys a query sees."""
+
+    causal: bool = True
+    window: int | None = None
+    chunk: int | None = None
+
+
+class Attention(NamedTuple):
+    """An attention module: `flops` of the forward pass, per pair of query and key."""
+
+    stream: str
+    shape: AttentionShape
+    flops: float
+    backward: bool
+
+
+class Uncounted(NamedTuple):
+    """A module whose FLOPs are not counted."""
+
+    path: str
+    reason: str
+
+
+class Modules(NamedTuple):
+    """What `read_modules` finds."""
+
+    matmuls: tuple[Matmul, ...]
+    attention: tuple[Attention, ...]
+    uncounted: tuple[Uncounted, ...]
+
+
+def read_modules(model: nn.Module) -> Modules:
+    """The matmuls and attentions of a model."""
+    reader = _Reader(model)
+    reader.read()
+    return Modules(tuple(reader.matmuls), tuple(reader.attention), tuple(reader.uncounted))
+
+
+class _Reader:
+    """One walk over the modules, in the order in which they are registered, which is that of execution.
+
+    `trained` becomes True for a stream at its first parameter with a gradient: what follows has input gradients.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules())
+        self.matmuls: list[Matmul] = []
+        self.attention: list[Attention] = []
+        self.uncounted: list[Uncounted] = []
+        output = getattr(model, "get_output_embeddings", lambda: None)()
+        self.streams = dict(_streams(self.modules, output))
+        self.head = next((path for path, module in self.modules.items() if module is output), None)
+        in_towers = (module for path, module in self.modules.items() if self.streams[path] != TOKENS)
+        tower_trained = any(p.requires_grad for module in in_towers for p in module.parameters(recurse=False))
+        self.trained: dict[str | None, bool] = {TOKENS: tower_trained}
+        # Whether the input of a module has a gradient.
+        self.differentiable: dict[str, bool] = {}
+
+    def read(self) -> None:
+        if getattr(getattr(self.modules[""], "config", None), "is_encoder_decoder", False):
+            self.uncounted.append(Uncounted("", "of an encoder-decoder model, each part is counted for every token"))
+        skipped: tuple[str, ...] = ()
+        for path, module in self.modules.items():
+            stream = self.streams[path]
+            self.differentiable[path] = self._input_differentiable(path)
+            if path.startswith(skipped) and skipped:
+                continue
+            if stream is None:
+                if self.streams.get(_parent(path), TOKENS) is not None:
+                    self.uncounted.append(Uncounted(path, "neither text nor images"))
+                    skipped += (f"{path}.",)
+                continue
+            if _is_inactive(path, self.modules):
+                skipped += (f"{path}.",)
+                continue
+            self._read(path, module, stream)
+            if any(p.requires_grad for p in module.parameters(recurse=False)):
+                self.trained[stream] = True
+
+    def _input_differentiable(self, path: str) -> bool:
+        parent, name = _parent(path), path.rpartition(".")[2]
+        if path and (name == "base_layer" or name in _reads_input(self.modules[parent].__class__)):
+            return self.differentiable[parent]
+        if _adapter_of(path) == "lora_A":
+            return self.differentiable[path.rsplit(".", 2)[0]]
+        return self.trained.get(self.streams[path], False)
+
+    def _read(self, path: str, module: nn.Module, stream: str) -> None:
+        own = dict(module.named_parameters(recurse=False))
+        if isinstance(module, nn.Embedding):
+            return
+        if isinstance(module, nn.Linear):
+            self._add_matmul(path, stream, module.in_features * module.out_features, own)
+        elif isinstance(module, nn.modules.conv._ConvNd):
+            self._add_matmul(path, stream, own["weight"].numel(), own, part="convolution")
+        elif "expert" in f"{path} {type(module).__name__}".lower() and any(p.ndim == 3 for p in own.values()):
+            self._read_experts(path, module, stream, own)
+        elif {n for n, p in own.items() if p.ndim == 2} == {"weight"} and "linear" in _names_used(module):
+            self._add_matmul(path, stream, own["weight"].numel(), own)
+        elif "gated_delta_rule" in " ".join(_names_used(module)):
+            self._read_delta_rule(path, module, stream)
+        elif attention_options(module) is not None or "ALL_ATTENTION_FUNCTIONS" in _names_used(module):
+            self._read_attention(path, module, stream)
+        else:
+            self._report(path, module, own)
+
+    def _add_matmul(
+        self, path: str, stream: str, size: float, own: dict[str, Any], part: str = "", scale: float = 1.0
+    ) -> None:
+        gradients = set()
+        if self.differentiable[path]:
+            gradients.add(Direction.INPUT)
+        if own["weight"].requires_grad:
+            gradients.add(Direction.WEIGHT)
+        scale *= self._rows(path, stream)
+        if scale:
+            part = part or self._part(path)
+            self.matmuls.append(Matmul(stream, part, 2 * size * scale, frozenset(gradients)))
+
+    def _rows(self, path: str, stream: str) -> float:
+        """Rows per token or patch: fewer in experts kept as a list of modules, and where patches were merged."""
+        if _adapter_of(path):
+            # PEFT adapts stacked experts with one low-rank pair per expert.
+            base = f"{path.rsplit('.', 2)[0]}.base_layer"
+            stacked = [p for p in self.modules[base].parameters(recurse=False) if p.ndim == 3]
+            return (_top_k(self.modules, base) or 0) / len(stacked[0]) if stacked else 1.0
+        found = self._expert_list(path)
+        if found is not None:
+            top_k = _top_k(self.modules, found)
+            if top_k is None:
+                self.uncounted.append(Uncounted(path, "no number of experts per token"))
+                return 0.0
+            return top_k / len(self.modules[found])
+        return self._merged(path) if stream == PATCHES else 1.0
+
+    def _expert_list(self, path: str) -> str | None:
+        """The ModuleList of experts that a module is in."""
+        parents = list(_parents(path))
+        return next(
+            (p for p in parents if p.endswith("experts") and isinstance(self.modules[p], nn.ModuleList)),
+            None,
+        )
+
+    def _merged(self, path: str) -> float:
+        """1 / (patches that one row holds): outside of the tower's blocks, where features are concatenated."""
+        if any(p.rpartition(".")[2].isdigit() and self._has_attention(p) for p in _parents(path)):
+            return 1.0
+        features = _first_features(self.modules[_outermost(path, self.modules)])
+        width = self._tower_width
+        return width / features if width and features > width and features % width == 0 else 1.0
+
+    def _has_attention(self, path: str) -> bool:
+        return any(_is_attention(module) for module in self.modules[path].modules())
+
+    @functools.cached_property
+    def _tower_width(self) -> int:
+        """Channels of a patch: what the tower's first attention projects."""
+        in_tower = (m for p, m in self.modules.items() if self.streams[p] == PATCHES and _is_attention(m))
+        return _first_features(next(in_tower, nn.Identity()))
+
+    def _part(self, path: str) -> str:
+        if path == self.head:
+            return "head"
+        if _adapter_of(path):
+            return "adapters"
+        names = path.split(".")
+        if any(name.startswith("shared_expert") and not name.endswith("gate") for name in names):
+            return "shared experts"
+        if self._expert_list(path) is not None:
+            return "experts"
+        parent = self.modules[_parent(path)]
+        return "router" if path and "experts" in dict(parent.named_children()) else "linear"
+
+    def _read_experts(self, path: str, module: nn.Module, stream: str, own: dict[str, Any]) -> None:
+        top_k = _top_k(self.modules, path)
+        if top_k is None:
+            self.uncounted.append(Uncounted(path, f"{type(module).__name__} has no number of experts per token"))
+            return
+        for parameter in own.values():
+            if parameter.ndim == 3:
+                size = math.prod(parameter.shape[1:])
+                self._add_matmul(path, stream, size, {"weight": parameter}, "experts", top_k)
+
+    def _read_delta_rule(self, path: str, module: nn.Module, stream: str) -> None:
+        sizes = [getattr(module, name, None) for name in ("num_v_heads", "head_k_dim", "head_v_dim")]
+        if not all(isinstance(size, int) for size in sizes):
+            self.uncounted.append(Uncounted(path, f"{type(module).__name__} has no sizes of its heads"))
+            return
+        # 2 * dk * dv each: the value that the key reads, the update of the state, and the output.
+        flops = 6 * math.prod(sizes)  # type: ignore[arg-type]
+        backward = frozenset(Direction) if self._backward(path, module) else frozenset()
+        self.matmuls.append(Matmul(stream, "delta rule", flops, backward))
+
+    def _read_attention(self, path: str, module: nn.Module, stream: str) -> None:
+        config = getattr(module, "config", None)
+        heads = next((n for o in (module, config) for k in _HEADS if isinstance(n := getattr(o, k, None), int)), None)
+        problem = None
+        if heads is None:
+            problem = "no number of heads"
+        elif getattr(module, "is_cross_attention", False):
+            problem = "cross attention, whose keys are not in the text"
+        elif any("indexer" in name.lower() for name, _ in module.named_children()):
+            problem = "sparse attention, whose keys an indexer selects"
+        elif stream == PATCHES and getattr(config, "fullatt_block_indexes", None) is not None:
+            problem = "attention within windows of an image"
+        widths = head_widths(module, config) if problem is None else (0, 0)
+        if problem is None and not all(widths):
+            problem = "no head size"
+        if problem is not None or heads is None:
+            self.uncounted.append(Uncounted(path, f"{type(module).__name__}: {problem}"))
+            return
+        flops = 2 * heads * sum(widths)
+        self.attention.append(Attention(stream, _shape(module, config), flops, self._backward(path, module)))
+
+    def _backward(self, path: str, module: nn.Module) -> bool:
+        """Whether what a mixer computes between its projections has a gradient; its last projection comes after."""
+        projections = [child for child in module.children() if any(True for _ in child.parameters())]
+        own = any(p.requires_grad for p in module.parameters(recurse=False))
+        return (
+            self.differentiable[path] or own or any(p.requires_grad for c in projections[:-1] for p in c.parameters())
+        )
+
+    def _report(self, path: str, module: nn.Module, own: dict[str, Any]) -> None:
+        kind = type(module).__name__
+        matrices = [name for name, p in own.items() if p.ndim > 1 and 1 not in p.shape]
+        direct = any(isinstance(child, nn.Linear) for child in module.children())
+        if matrices:
+            self.uncounted.append(Uncounted(path, f"what {kind} computes with {', '.join(matrices)} is unknown"))
+        elif direct and own.keys() - {"weight", "bias"} and not _is_attention(module):
+            self.uncounted.append(Uncounted(path, f"what {kind} computes between its projections is unknown"))
+        elif direct and kind.endswith("Attention") and not any(_is_attention(m) for m in module.modules()):
+            self.uncounted.append(Uncounted(path, f"{kind} does not use Transformers' attention interface"))
+
+
+def _streams(modules: dict[str, Any], output: Any) -> Iterator[tuple[str, str | None]]:
+    """By module: TOKENS, PATCHES, or None for a tower of another kind, such as audio.
+
+    A tower is a model inside another whose config is of another class than the text's. What a model with a tower holds
+    besides its models and the output layer is a projector, and belongs to the patches.
+    """
+    models = {path: module for path, module in modules.items() if _is_model(module)}
+    towers = {path: kind for path, module in models.items() if (kind := _tower(path, module, models)) != TOKENS}
+    for path, module in modules.items():
+        around = [path, *_parents(path)]
+        tower = next((towers[p] for p in around if p in towers), TOKENS)
+        owner = next((p for p in around if p in models), None)
+        projects = (
+            tower == TOKENS
+            and owner not in (None, path)
+            and module is not output
+            and any(t.startswith(f"{owner}." if owner else "") and t != owner for t in towers)
+            and not any(isinstance(child, nn.Embedding) for child in models[owner].children())
+        )
+        yield path, PATCHES if projects else tower
+
+
+def _is_model(module: Any) -> bool:
+    return hasattr(module, "get_input_embeddings") and hasattr(module.__dict__.get("config"), "get_text_config")
+
+
+def _tower(path: str, module: Any, models: dict[str, Any]) -> str | None:
+    root = next((models[p] for p in [*_parents(path)][::-1] if p in models), module)
+    text = {type(root.config.get_text_config()), type(root.config)}
+    inside = (models[p] for p in models if p.startswith(f"{path}." if path else "") and p != path)
+    if type(module.config) in text or any(type(m.config) in text for m in inside):
+        return TOKENS
+    modalities = (
+        module.input_modalities if isinstance(module.input_modalities, str) else " ".join(module.input_modalities)
+    )
+    audio = "audio" in f"{modalities if 'text' not in modalities else ''} {type(module.config).__name__}".lower()
+    return None if audio else PATCHES
+
+
+def _is_attention(module: Any) -> bool:
+    return attention_options(module) is not None or "ALL_ATTENTION_FUNCTIONS" in _names_used(module)
+
+
+def _shape(module: Any, config: Any) -> AttentionShape:
+    found = attention_options(module)
+    bidirectional = found[0] == "bidirectional" if found else not getattr(module, "is_causal", True)
+    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    kind = kinds[index] if kinds and isinstance(index, int) and index < len(kinds) else None
+    window = option_value(module, "sliding_window") if found else getattr(module, "sliding_window", None)
+    if window is None and not hasattr(module, "sliding_window"):
+        slides = kind == "sliding_attention" or (kind is None and getattr(config, "use_sliding_window", True))
+        window = getattr(config, "sliding_window", None) if slides else None
+    chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
+    return AttentionShape(not bidirectional, window if isinstance(window, int) else None, chunk)
+
+
+def _top_k(modules: dict[str, Any], path: str) -> int | None:
+    """Experts per token, from the experts, the modules around them, or the config."""
+    parents = [modules[parent] for parent in _parents(path)]
+    near = [modules[path], *parents[:2], *(child for parent in parents[:2] for child in parent.children())]
+    configs = [config for parent in parents if (config := getattr(parent, "config", None)) is not None]
+    text = [config.get_text_config() for config in configs if hasattr(config, "get_text_config")]
+    values = (getattr(holder, name, None) for holder in (*near, *text) for name in _TOP_K)
+    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
+
+
+def _outermost(path: str, modules: dict[str, Any]) -> str:
+    """The outermost module around `path` that is neither a model nor a list: the whole of a merger or projector."""
+    found = path
+    for parent in _parents(path):
+        if isinstance(modules[parent], nn.ModuleList) or hasattr(modules[parent], "get_input_embeddings"):
+            break
+        found = parent
+    return found
+
+
+def _first_features(module: nn.Module) -> int:
+    return next((m.in_features for m in module.modules() if isinstance(m, nn.Linear)), 0)
+
+
+def _adapter_of(path: str) -> str:
+    """ "lora_A" or "lora_B" for the Linear of a PEFT adapter."""
+    parts = path.rsplit(".", 2)
+    return parts[1] if len(parts) == 3 and parts[1] in ("lora_A", "lora_B") else ""
+
+
+def _is_inactive(path: str, modules: dict[str, Any]) -> bool:
+    """Whether PEFT does not run a module: an adapter that is not active, or the original of a trained copy."""
+    parent, name = _parent(path), path.rpartition(".")[2]
+    if name == "original_module" and "modules_to_save" in dict(modules[parent].named_children()):
+        return True
+    for holder in (parent, _parent(parent)):
+        active = getattr(modules[holder], "active_adapters", None)
+        if isinstance(active, list) and _parent(path) != holder and holder and parent.startswith(f"{holder}."):
+            return isinstance(modules[parent], nn.ModuleDict) and name not in active
+    return False
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _parents(path: str) -> Iterator[str]:
+    """The modules around a module, the innermost first."""
+    while path:
+        path = _parent(path)
+        yield path
+
+
+def _names_used(module: Any) -> frozenset[str]:
+    """Global names and attributes in the code of a module's forward."""
+    return _names_in(module.__class__)
+
+
+@functools.cache
+def _names_in(cls: Any) -> frozenset[str]:
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    return frozenset(code.co_names) if code is not None else frozenset()
+
+
+@functools.cache
+def _reads_input(cls: Any) -> frozenset[str]:
+    """Children that a class's forward calls with one of its own arguments, e.g. q_proj, k_proj and v_proj."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
+    except (OSError, TypeError, SyntaxError):
+        return frozenset()
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef):
+        return frozenset()
+    stored = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    given = {argument.arg for argument in function.args.args[1:]} - stored
+    return frozenset(
+        call.func.attr
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and isinstance(call.func.value, ast.Name)
+        and call.func.value.id == "self"
+        and call.args
+        and isinstance(call.args[0], ast.Name)
+        and call.args[0].id in given
+    )

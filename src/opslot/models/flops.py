@@ -1,0 +1,216 @@
+"""FLOPs of a training step, counted from a model's modules and the lengths of its documents.
+
+A matmul of [m, k] and [k, n] is 2 * m * k * n FLOPs; elementwise operations, norms, softmax and embeddings are not
+counted. Recomputation (activation checkpointing, attention scores in backward) is not counted either, so that FLOPs per
+second over the peak are the model FLOPs utilization (MFU).
+
+What a module computes is read from its type, its parameters and the code of its forward; no architecture is named here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from opslot._base.errors import ConfigError
+from opslot.models.flop_modules import (
+    TOKENS,
+    AttentionShape,
+    Direction,
+    Matmul,
+    Uncounted,
+    read_modules,
+)
+from opslot.slots.bind import require_module
+
+
+class Flops(NamedTuple):
+    """FLOPs of the forward and the backward pass."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """FLOPs of one training step.
+
+    Attributes:
+        parts: by part of the model: "linear", "adapters", "router", "experts", "shared experts", "attention", "delta
+            rule", "convolution", "head", and the same after "image " for a vision tower.
+        uncounted: modules whose FLOPs are missing, each with the reason.
+        tokens: tokens of the text.
+    """
+
+    parts: dict[str, Flops]
+    uncounted: tuple[Uncounted, ...]
+    tokens: int
+
+    @property
+    def forward(self) -> float:
+        return sum(part.forward for part in self.parts.values())
+
+    @property
+    def backward(self) -> float:
+        return sum(part.backward for part in self.parts.values())
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def __str__(self) -> str:
+        width = max([len(name) for name in self.parts] + [5])
+        rows = [*self.parts.items(), ("total", Flops(self.forward, self.backward))]
+        lines = [f"{'part':{width}}  {'forward':>10}  {'backward':>10}  share"]
+        for name, part in rows:
+            share = part.total / self.total if self.total else 0.0
+            lines.append(f"{name:{width}}  {_short(part.forward):>10}  {_short(part.backward):>10}  {share:5.1%}")
+        lines += [f"not counted: {part.path}: {part.reason}" for part in self.uncounted]
+        return "\n".join(lines)
+
+
+def count_flops(
+    model: nn.Module,
+    lengths: Sequence[int] | torch.Tensor | int,
+    *,
+    patches: Sequence[int] | torch.Tensor | int = (),
+) -> FlopCount:
+    """FLOPs of one forward and backward pass of `model`, by part.
+
+    Weight gradients are counted for parameters that require one, and input gradients for modules after the first such
+    parameter. A token passes through `top_k` experts. Attention is counted over the pairs of query and key that its
+    mask lets see each other: causal, window, chunk, and only within a document.
+
+    Args:
+        model: on any device, also meta; bound by opslot or not; inside PEFT or not.
+        lengths: tokens of each document of the step.
+        patches: patches of each image or video frame; towers without any are not run.
+
+    Returns:
+        The FLOPs, and the modules that could not be counted.
+
+    Raises:
+        ConfigError: `model` is not a module; a length is negative.
+
+    Example:
+        count = opslot.count_flops(model, [4096] * 8)
+        print(count)                                   # a table by part
+        mfu = count.total / seconds / 989e12
+    """
+    require_module(model, "opslot.count_flops")
+    return FlopCounter(model).count(lengths, patches=patches)
+
+
+class FlopCounter:
+    """Counts steps of one model: reads its modules once, then each step takes microseconds.
+
+    Attributes:
+        uncounted: modules whose FLOPs are missing.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = read_modules(model)
+        self.uncounted = modules.uncounted
+        self._per_token: dict[tuple[str, str], Flops] = _by_part(modules.matmuls)
+        self._per_pair: dict[tuple[str, AttentionShape], Flops] = {}
+        for attention in modules.attention:
+            key = attention.stream, attention.shape
+            known = self._per_pair.get(key, Flops(0, 0))
+            backward = 2 * attention.flops if attention.backward else 0
+            self._per_pair[key] = Flops(known.forward + attention.flops, known.backward + backward)
+
+    def count(
+        self, lengths: Sequence[int] | torch.Tensor | int, *, patches: Sequence[int] | torch.Tensor | int = ()
+    ) -> FlopCount:
+        """See `count_flops`."""
+        sequences = {"": _lengths(lengths, "lengths"), "image": _lengths(patches, "patches")}
+        parts: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for (stream, part), flops in self._per_token.items():
+            rows = sum(sequences[stream])
+            _add(parts[_named(stream, part)], flops, rows)
+        for (stream, shape), flops in self._per_pair.items():
+            _add(parts[_named(stream, "attention")], flops, visible_pairs(sequences[stream], shape))
+        return FlopCount(
+            {name: Flops(*values) for name, values in parts.items() if any(values)}, self.uncounted, sum(sequences[""])
+        )
+
+
+def visible_pairs(lengths: Iterable[int], shape: AttentionShape) -> int:
+    """Pairs of query and key that see each other in documents of `lengths` tokens."""
+    return sum(_document_pairs(length, shape) for length in lengths)
+
+
+def _document_pairs(length: int, shape: AttentionShape) -> int:
+    if shape.chunk is not None and length > shape.chunk:
+        chunks, rest = divmod(length, shape.chunk)
+        whole = dataclasses.replace(shape, chunk=None)
+        return chunks * _document_pairs(shape.chunk, whole) + _document_pairs(rest, whole)
+    window = min(length, shape.window or length)
+    causal = window * (window + 1) // 2 + (length - window) * window
+    # Without causality the window extends as far to the right; each token is in both halves.
+    return causal if shape.causal else 2 * causal - length
+
+
+def _by_part(matmuls: Iterable[Matmul]) -> dict[tuple[str, str], Flops]:
+    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for matmul in matmuls:
+        gradients = (Direction.INPUT in matmul.gradients) + (Direction.WEIGHT in matmul.gradients)
+        _add(found[matmul.stream, matmul.part], Flops(matmul.flops, gradients * matmul.flops), 1)
+    return {key: Flops(*values) for key, values in found.items()}
+
+
+def _add(into: list[float], flops: Flops, times: float) -> None:
+    into[0] += flops.forward * times
+    into[1] += flops.backward * times
+
+
+def _named(stream: str, part: str) -> str:
+    return part if stream == TOKENS else f"{stream} {part}"
+
+
+def _lengths(given: Sequence[int] | torch.Tensor | int, name: str) -> list[int]:
+    values = given.tolist() if isinstance(given, torch.Tensor) else given
+    found = [values] if isinstance(values, int) else list(values)
+    wrong = next((value for value in found if not isinstance(value, int) or isinstance(value, bool) or value < 0), None)
+    if wrong is not None:
+        raise ConfigError(f"{name} takes the tokens of each document", found=repr(wrong), hint="e.g. [4096, 4096]")
+    return found
+
+
+def document_lengths(batch: dict[str, Any]) -> list[int]:
+    """Tokens of each document of a micro batch, without padding."""
+    cu_seqlens, mask = batch.get("cu_seq_lens_q"), batch.get("attention_mask")
+    if cu_seqlens is not None:
+        return cu_seqlens.diff().tolist()
+    if mask is not None and mask.ndim == 2:
+        return mask.sum(-1).tolist()
+    rows, length = batch["input_ids"].shape
+    return [length] * rows
+
+
+def image_lengths(batch: dict[str, Any]) -> list[int]:
+    """Patches of each image and video frame of a micro batch, from its grids [N, (t, h, w)]."""
+    return list(_frames(batch))
+
+
+def _frames(batch: dict[str, Any]) -> Iterator[int]:
+    for name in ("image_grid_thw", "video_grid_thw"):
+        for frames, height, width in batch[name].tolist() if batch.get(name) is not None else ():
+            yield from [height * width] * frames
+
+
+def _short(flops: float) -> str:
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if flops >= size:
+            return f"{flops / size:.2f} {unit}"
+    return f"{flops:.0f}"

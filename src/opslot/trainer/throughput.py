@@ -1,0 +1,70 @@
+"""Throughput of a step: tokens/s, TFLOP/s, MFU and the time spent waiting for data."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from opslot._base.device import facts_of, peak_bf16_tflops
+from opslot.models.flops import FlopCounter, document_lengths, image_lengths
+from opslot.trainer.config import TrainConfig
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class StepMeter:
+    """Measures the steps of one rank.
+
+    Attributes:
+        flops: counts the FLOPs of a step.
+        peak_tflops: of one device; None where it is unknown.
+    """
+
+    def __init__(self, model: Any, train: TrainConfig, device: torch.device, world_size: int) -> None:
+        self.flops = FlopCounter(model)
+        self.world_size = world_size
+        self.peak_tflops = train.logging.peak_tflops
+        if self.peak_tflops is None and (_compute_dtype(model, train) in _HALF):
+            self.peak_tflops = peak_bf16_tflops(facts_of(device).name)
+        self._started = time.perf_counter()
+        self._waited = 0.0
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._started, self._waited = time.perf_counter(), 0.0
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Count the time inside as time that the step waits for its data."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited += time.perf_counter() - began
+
+    def count(self, micro_batches: Sequence[dict[str, Any]]) -> float:
+        """FLOPs of micro batches, before they are divided over the ranks of one sequence."""
+        lengths = [length for batch in micro_batches for length in document_lengths(batch)]
+        patches = [length for batch in micro_batches for length in image_lengths(batch)]
+        return self.flops.count(lengths, patches=patches).total
+
+    def measurements(self, tokens: int, flops: float) -> dict[str, Any]:
+        """Fields of `StepRecord` for the step that ends now, from its tokens and FLOPs over all ranks."""
+        seconds = time.perf_counter() - self._started
+        tflops = flops / seconds / self.world_size / 1e12
+        return {
+            "tokens_per_s": tokens / seconds,
+            "tokens_per_s_per_gpu": tokens / seconds / self.world_size,
+            "tflops_per_gpu": tflops,
+            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
+            "data_wait": self._waited / seconds,
+        }
+
+
+def _compute_dtype(model: Any, train: TrainConfig) -> torch.dtype:
+    name = train.fsdp.compute_dtype
+    return getattr(torch, name) if name else next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)

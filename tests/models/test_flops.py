@@ -1,0 +1,227 @@
+"""FLOPs of a training step, against counts by hand and torch's own counter."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+import opslot
+from opslot._base.errors import ConfigError
+from opslot.models.flop_modules import AttentionShape
+from opslot.models.flops import document_lengths, image_lengths, visible_pairs
+from opslot.verify.tiny import tiny_config
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCABULARY, LAYERS = 32, 4, 2, 8, 48, 64, 4
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def make(model_type, device="cpu", **fields):
+    sizes = {
+        "hidden_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "intermediate_size": MLP,
+        "vocab_size": VOCABULARY,
+        "num_hidden_layers": LAYERS,
+    }
+    config = AutoConfig.for_model(model_type, **sizes | fields)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def measured(model, length):
+    """FLOPs of a step as torch counts them: eager attention computes every pair of tokens."""
+    tokens = torch.randint(0, VOCABULARY, (1, length))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    return counter.get_total_flops()
+
+
+def with_every_pair(count, length):
+    """The total of a causal model if no pair of query and key were masked."""
+    return count.total + count.parts["attention"].total * (2 * length / (length + 1) - 1)
+
+
+def attention_linears(kv_heads=KV_HEADS, query_factor=1):
+    return HIDDEN * HEAD_DIM * (HEADS * query_factor + 2 * kv_heads + HEADS)
+
+
+def test_dense_model_equals_hand_count():
+    count = opslot.count_flops(make("qwen3", "meta"), [10, 6])
+    tokens, pairs = 16, 10 * 11 // 2 + 6 * 7 // 2
+    linear = 2 * tokens * LAYERS * (attention_linears() + 3 * HIDDEN * MLP)
+    assert count.parts["linear"] == (linear, 2 * linear)
+    head = 2 * tokens * HIDDEN * VOCABULARY
+    assert count.parts["head"] == (head, 2 * head)
+    attention = 2 * 2 * pairs * LAYERS * HEADS * HEAD_DIM
+    assert count.parts["attention"] == (attention, 2 * attention)
+    assert count.total == 3 * (linear + head + attention)
+    assert count.tokens == tokens
+    assert count.uncounted == ()
+
+
+def test_moe_model_equals_hand_count():
+    count = opslot.count_flops(make("qwen3_moe", "meta", num_experts=8, **MOE), 16)
+    experts = 2 * 16 * LAYERS * 2 * 3 * HIDDEN * 16
+    router = 2 * 16 * LAYERS * HIDDEN * 8
+    assert count.parts["experts"] == (experts, 2 * experts)
+    assert count.parts["router"] == (router, 2 * router)
+    assert count.parts["linear"].forward == 2 * 16 * LAYERS * attention_linears()
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_hybrid_model_equals_hand_count(applied):
+    model = make(
+        "qwen3_next",
+        num_experts=8,
+        shared_expert_intermediate_size=16,
+        linear_key_head_dim=8,
+        linear_value_head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        **MOE,
+    )
+    if applied:
+        opslot.apply(model)
+    count = opslot.count_flops(model, [16])
+    # Three of the four layers have the gated delta rule.
+    assert count.parts["delta rule"].forward == 16 * 3 * 4 * 6 * 8 * 16
+    conv_channels = 2 * 2 * 8 + 4 * 16
+    assert count.parts["convolution"].forward == 2 * 16 * 3 * conv_channels * 4
+    assert count.parts["shared experts"].forward == 2 * 16 * LAYERS * 3 * HIDDEN * 16
+    projections = 3 * (HIDDEN * (2 * 2 * 8 + 2 * 4 * 16) + HIDDEN * 2 * 4 + 4 * 16 * HIDDEN)
+    assert count.parts["linear"].forward == 2 * 16 * (projections + attention_linears(query_factor=2))
+    assert count.parts["attention"].forward == 4 * (16 * 17 // 2) * HEADS * HEAD_DIM
+    assert count.uncounted == ()
+
+
+def test_dense_model_equals_torch_counter():
+    model = make("qwen3")
+    assert with_every_pair(opslot.count_flops(model, [16]), 16) == measured(model, 16)
+
+
+def test_moe_model_equals_torch_counter():
+    model = make("qwen3_moe", num_experts=8, **MOE)
+    count = opslot.count_flops(model, [16])
+    # torch does not count grouped GEMMs.
+    assert with_every_pair(count, 16) - count.parts["experts"].total == measured(model, 16)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["down_proj"]])
+def test_lora_equals_torch_counter(targets):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(make("qwen3"), config)
+    model.add_adapter("unused", config)
+    count = opslot.count_flops(model, [16])
+    # Without a gradient in its input, the attention of the first layer has none.
+    layers = LAYERS if targets == "all-linear" else LAYERS - 1
+    attention = count.parts["attention"].forward
+    assert count.parts["attention"].backward == 2 * attention * layers / LAYERS
+    assert with_every_pair(count, 16) == measured(model, 16)
+    assert count.parts["head"].backward == count.parts["head"].forward
+
+
+def test_lora_of_experts_counts_pairs():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])
+    model = peft.get_peft_model(make("qwen3_moe", num_experts=8, **MOE), config)
+    adapters = 2 * 16 * LAYERS * 2 * 4 * (HIDDEN + 2 * 16)
+    assert opslot.count_flops(model, [16]).parts["adapters"].forward == adapters
+
+
+def test_frozen_model_has_no_backward():
+    model = make("qwen3", "meta").requires_grad_(False)
+    assert opslot.count_flops(model, [16]).backward == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "visible"),
+    [
+        (AttentionShape(), lambda q, k: k <= q),
+        (AttentionShape(window=3), lambda q, k: q - 3 < k <= q),
+        (AttentionShape(chunk=4), lambda q, k: k <= q and q // 4 == k // 4),
+        (AttentionShape(causal=False), lambda q, k: True),
+        (AttentionShape(causal=False, window=3), lambda q, k: abs(q - k) < 3),
+    ],
+)
+def test_visible_pairs_equal_mask(shape, visible):
+    lengths = [1, 3, 4, 10]
+    assert visible_pairs(lengths, shape) == sum(visible(q, k) for n in lengths for q in range(n) for k in range(n))
+
+
+def test_window_and_full_layers():
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = make("gemma3_text", "meta", sliding_window=4, layer_types=kinds)
+    pairs = 2 * (16 * 17 // 2) + 2 * visible_pairs([16], AttentionShape(window=4))
+    assert opslot.count_flops(model, [16]).parts["attention"].forward == 4 * pairs * HEADS * HEAD_DIM
+
+
+def test_latent_attention_has_two_widths():
+    model = make(
+        "deepseek_v3",
+        "meta",
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=8,
+        **MOE,
+    )
+    attention = opslot.count_flops(model, [16]).parts["attention"]
+    assert attention.forward == 2 * (16 * 17 // 2) * LAYERS * HEADS * (12 + 16)
+
+
+def test_vision_tower_equals_torch_counter():
+    config = tiny_config("qwen2_vl")
+    config.vision_config.depth, config.vision_config.embed_dim, config.vision_config.num_heads = 2, 32, 4
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    tower = model.model.visual
+    with FlopCounterMode(display=False) as counter:
+        tower(torch.randn(64, tower.patch_embed.proj.weight[0].numel()), torch.tensor([[1, 8, 8]]))
+    assert opslot.count_flops(model, [], patches=[64]).forward == counter.get_total_flops()
+    assert not any(name.startswith("image") for name in opslot.count_flops(model, [16]).parts)
+
+
+def test_unknown_module_is_reported():
+    class Mixer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.in_proj = nn.Linear(8, 8)
+            self.A_log = nn.Parameter(torch.zeros(4))
+            self.table = Table()
+
+        def forward(self, x):
+            return self.in_proj(x) * self.A_log.sum() @ self.table.mixing
+
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mixing = nn.Parameter(torch.zeros(8, 8))
+
+    count = opslot.count_flops(nn.Sequential(Mixer()), [4])
+    assert [part.path for part in count.uncounted] == ["0", "0.table"]
+    assert "not counted: 0.table" in str(count)
+    assert count.parts["linear"].forward == 2 * 4 * 64
+
+
+def test_state_space_model_is_reported():
+    model = make("mamba2", "meta", num_heads=8, head_dim=8, n_groups=1, state_size=8)
+    assert {part.path.rpartition(".")[2] for part in opslot.count_flops(model, [16]).uncounted} == {"mixer"}
+
+
+@pytest.mark.parametrize("lengths", [[-1], [2.5], ["a"], [True]])
+def test_wrong_lengths_raise(lengths):
+    with pytest.raises(ConfigError, match="lengths"):
+        opslot.count_flops(nn.Linear(2, 2), lengths)
+
+
+def test_lengths_of_batches():
+    tokens = torch.zeros(2, 6)
+    assert document_lengths({"input_ids": tokens}) == [6, 6]
+    assert document_lengths({"input_ids": tokens, "attention_mask": torch.ones(2, 6).long().triu()}) == [6, 5]
+    assert document_lengths({"input_ids": tokens, "cu_seq_lens_q": torch.tensor([0, 4, 12])}) == [4, 8]
+    assert image_lengths({"image_grid_thw": torch.tensor([[2, 4, 6]])}) == [24, 24]
