@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from opslot.checkpoint.adapters import save_adapter
     from opslot.checkpoint.convert import convert_folder
     from opslot.checkpoint.converter import CheckpointTensorConverter, SlicingConverter
     from opslot.checkpoint.experts import LAYOUTS, ExpertTensorConverter
@@ -31,6 +32,7 @@ _MODULES = {
     "load_weights": "load",
     "local_ranges": "tensor_slice",
     "read_folder": "folder",
+    "save_adapter": "adapters",
     "save_weights": "save",
 }
 
@@ -47,6 +49,7 @@ __all__ = [
     "load_weights",
     "local_ranges",
     "read_folder",
+    "save_adapter",
     "save_weights",
 ]
 
