@@ -15,6 +15,8 @@ __version__ = "0.1.0"
 PATCH_FINDERS.append("opslot.models.discovery")
 
 if TYPE_CHECKING:
+    from opslot.checkpoint import named_weights
+    from opslot.distributed import offload, reload
     from opslot.models import apply, build_foundation_model, restore
     from opslot.models.parallelize import parallelize
     from opslot.ops.cross_entropy_loss import loss_only
@@ -42,6 +44,9 @@ _HOMES = {
     "Requirement": "opslot.slots",
     "bind": "opslot.slots",
     "explain": "opslot.slots",
+    "named_weights": "opslot.checkpoint",
+    "offload": "opslot.distributed",
+    "reload": "opslot.distributed",
     "loss_only": "opslot.ops.cross_entropy_loss",
     "apply": "opslot.models",
     "build_foundation_model": "opslot.models",
@@ -65,7 +70,10 @@ __all__ = [
     "build_foundation_model",
     "explain",
     "loss_only",
+    "named_weights",
+    "offload",
     "parallelize",
+    "reload",
     "restore",
     "verify_kernels",
 ]

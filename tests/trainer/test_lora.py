@@ -115,11 +115,11 @@ def test_exports_load_in_peft_and_transformers(trainer, tmp_path):
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf" / "merged")
         torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-4, atol=1e-5)
     assert main(["merge", str(tmp_path / "run" / "hf"), str(tmp_path / "merged")]) == 0
-    found, expected = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", run.output_dir / "hf/merged")
+    written, exported = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", run.output_dir / "hf" / "merged")
     )
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert written.keys() == exported.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in exported.items())
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
     assert not torch.allclose(before, expected, atol=1e-3)
     assert not (tmp_path / "run" / "hf" / "model.safetensors").exists()
@@ -210,7 +210,7 @@ def test_merge_without_a_base_raises(tmp_path, capsys):
     assert "the base model of" in capsys.readouterr().err
 
 
-def test_classifier_heads_are_trained_whole(settings, write, tmp_path):
+def test_classifier_heads_are_trained_whole(settings, write, tmp_path, capsys):
     settings["task"] = "classification"
     file = tmp_path / "labelled.jsonl"
     file.write_text("".join(json.dumps({"text": f"{'ab'[i % 2]} {i}", "label": "ab"[i % 2]}) + "\n" for i in range(20)))
@@ -219,3 +219,6 @@ def test_classifier_heads_are_trained_whole(settings, write, tmp_path):
     written = load_file(tmp_path / "run" / "hf" / "adapter_model.safetensors")
     assert "base_model.model.score.weight" in written
     assert json.loads((tmp_path / "run/hf/adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
+    capsys.readouterr()
+    assert main(["merge", str(tmp_path / "run" / "hf"), str(tmp_path / "merged")]) == 2
+    assert "set lora.merge: true" in capsys.readouterr().err

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from opslot.checkpoint.folder import read_folder
     from opslot.checkpoint.initialize import initialize_weights
     from opslot.checkpoint.load import LoadReport, load_weights
-    from opslot.checkpoint.save import export_hf, save_weights
+    from opslot.checkpoint.save import export_hf, named_weights, save_weights
     from opslot.checkpoint.tensor_slice import TensorSlice, local_ranges
 
 _MODULES = {
@@ -31,6 +31,7 @@ _MODULES = {
     "initialize_weights": "initialize",
     "load_weights": "load",
     "local_ranges": "tensor_slice",
+    "named_weights": "save",
     "read_folder": "folder",
     "save_adapter": "adapters",
     "save_weights": "save",
@@ -48,6 +49,7 @@ __all__ = [
     "initialize_weights",
     "load_weights",
     "local_ranges",
+    "named_weights",
     "read_folder",
     "save_adapter",
     "save_weights",

@@ -94,11 +94,15 @@ def initialize_adapters(model: Any, seed: int | None = None, device: torch.devic
     devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
     with torch.no_grad(), torch.random.fork_rng(devices):
         for path, layer in adapter_layers(model):
-            draws.run(clean_fqn(path), layer, lambda layer: layer.reset_lora_parameters(ADAPTER, init))
+            draws.run(clean_fqn(path), layer, lambda layer: _reset(layer, init))
         for _, wrapper in trained_copies(model):
             tensors = wrapper.original_module.state_dict()
             for name, tensor in wrapper.modules_to_save[ADAPTER].state_dict().items():
                 local_tensor(tensor).copy_(local_tensor(tensors[name]))
+
+
+def _reset(layer: Any, init: bool | str) -> None:
+    layer.reset_lora_parameters(ADAPTER, init)
 
 
 def merged_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
@@ -148,7 +152,7 @@ def load_adapter(model: Any, folder: str | Path) -> None:
     try:
         model.add_adapter(PeftConfig.from_pretrained(str(folder)), ADAPTER)
         tensors = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(file).items()}
-        result = set_peft_model_state_dict(model, tensors, ADAPTER)
+        result: Any = set_peft_model_state_dict(model, tensors, ADAPTER)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         raise CheckpointError(f"the adapters in {str(folder)!r} do not fit the model", found=str(error)) from error
     if result.unexpected_keys:
@@ -189,12 +193,10 @@ def save_adapter(model: Any, folder: str | Path) -> Path:
     return folder
 
 
-def base_of(folder: str | Path) -> str | None:
-    """The base model that an adapter's folder names; None if it is not such a folder or names none."""
+def read_adapter_config(folder: str | Path) -> dict[str, Any]:
+    """adapter_config.json of a folder; empty if there is none."""
     file = Path(folder) / ADAPTER_CONFIG
-    if not file.is_file():
-        return None
-    return json.loads(file.read_text()).get("base_model_name_or_path") or None
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -215,6 +215,34 @@ def _save(
     return folder
 
 
+def named_weights(model: nn.Module, *, merge_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The model's weights by the names that its checkpoints on the hub have, one after another, e.g. for the
+    `load_weights` of an inference engine.
+
+    Stacked experts come under the names of single experts where the hub has those. With sharded parameters (DTensor)
+    every rank must take all weights: each is gathered, and yielded whole on every rank. Unsharded weights that are only
+    renamed share memory with the model's; copy them if training continues before they are used.
+
+    Args:
+        merge_adapters: with the LoRA adapters added; the model stays as it is.
+
+    Raises:
+        CheckpointError: a tensor has no memory (meta), or the model has adapters and `merge_adapters` is off.
+    """
+    model = without_wrapper(model)
+    if not merge_adapters:
+        _require_no_adapters(model)
+    deltas = merged_weights(model) if has_adapters(model) else {}
+    with base_model(model, trained=True):
+        tensors = _untied(tensors_of(model))
+        described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        hub = hub_format(model)
+        outputs = hub_outputs(described, hub) if hub is not None else _outputs_in(described, "stacked")
+    gather = _Gatherer(tensors, hub, deltas)
+    for output in outputs:
+        yield output.spec.name, gather(output.source)
+
+
 def export_hf(
     model: nn.Module,
     folder: str | Path,
