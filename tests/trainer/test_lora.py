@@ -88,7 +88,7 @@ def peft_losses(base, adapter, steps, config):
 
 
 @pytest.mark.parametrize(
-    "lora", [{}, {"use_rslora": True, "init": "gaussian", "alpha": 3, "modules_to_save": ["norm"]}]
+    "lora", [{}, {"experts": True}, {"use_rslora": True, "init": "gaussian", "alpha": 3, "modules_to_save": ["norm"]}]
 )
 def test_losses_equal_those_of_peft(trainer, tmp_path, lora):
     run = trainer("run", lora, lr_scheduler="constant", micro_batch_size=None)
@@ -103,7 +103,7 @@ def test_losses_equal_those_of_peft(trainer, tmp_path, lora):
 
 
 def test_exports_load_in_peft_and_transformers(trainer, tmp_path):
-    run = trainer("run", {"merge": True, "modules_to_save": ["norm"]})
+    run = trainer("run", {"merge": True, "modules_to_save": ["norm"], "experts": True})
     run.train()
     ids = torch.arange(1, 20)[None]
     with torch.no_grad():
@@ -156,8 +156,9 @@ def test_resume_continues_the_loss_curve(ranks, write, tmp_path, before, after):
 
 @pytest.mark.parametrize("axis", list(SIZES))
 def test_two_processes_have_the_losses_of_one(ranks, write, tmp_path, axis):
-    assert run_config(write("one", {"merge": True})) == 0
-    assert ranks.run(run_config, write("two", {"merge": True}, **SIZES[axis])) == [0, 0]
+    lora = {"merge": True, "experts": axis != "sp"}
+    assert run_config(write("one", lora)) == 0
+    assert ranks.run(run_config, write("two", lora, **SIZES[axis])) == [0, 0]
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     for file in ("adapter_model.safetensors", "merged/model.safetensors"):
         expected, found = (load_file(tmp_path / name / "hf" / file) for name in ("one", "two"))
@@ -181,6 +182,7 @@ def test_unmatched_targets_are_one_error(write, capsys):
     [
         ({"r": 0}, "lora.r=0 must be at least 1"),
         ({"r": None}, "lora.target_modules needs lora.r"),
+        ({"experts": True, "dropout": 0.1}, "weights, which have no dropout"),
         ({"dropout": 1.0}, "lora.dropout=1.0 must be in [0, 1)"),
         ({"target_modules": []}, "lora.target_modules is empty"),
         ({"target_modules": "q_proj("}, "is not a valid regular expression"),

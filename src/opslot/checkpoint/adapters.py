@@ -62,7 +62,10 @@ def base_model(model: Any, *, trained: bool = False) -> Iterator[None]:
     Args:
         trained: with the trained copies of `modules_to_save` instead of the originals.
     """
-    inner = {path: layer.base_layer for path, layer in adapter_layers(model)}
+    inner: dict[str, Any] = {}
+    for path, layer in adapter_layers(model):
+        if _outermost(path, model) == path:
+            inner[path] = layer.get_base_layer()
     for path, wrapper in trained_copies(model):
         inner[path] = wrapper.modules_to_save[ADAPTER] if trained else wrapper.original_module
     wrappers: list[tuple[nn.Module, str, nn.Module]] = []
@@ -110,7 +113,17 @@ def merged_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
 
     Every rank calls each function, in one order: sharded adapters are gathered.
     """
-    return {clean_fqn(f"{path}.weight"): _Delta(layer) for path, layer in adapter_layers(model)}
+    return {
+        clean_fqn(f"{_outermost(path, model)}.{getattr(layer, 'parameter_name', 'weight')}"): _Delta(layer)
+        for path, layer in adapter_layers(model)
+    }
+
+
+def _outermost(path: str, model: nn.Module) -> str:
+    """The path of the adapters around the one at `path`: those on several weights of a module are nested."""
+    owner, _, key = path.rpartition(".")
+    is_nested = key == "base_layer" and hasattr(model.get_submodule(owner), "get_delta_weight")
+    return _outermost(owner, model) if is_nested else path
 
 
 class _Delta:

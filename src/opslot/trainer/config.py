@@ -166,6 +166,8 @@ class LoraConfig:
         target_modules: names of the modules that get an adapter, e.g. [q_proj, v_proj], a regular expression for their
             full names, or all-linear: every linear layer but the output head.
         modules_to_save: names of modules that are trained and saved whole; a classifier's head always is.
+        experts: also add adapters to the stacked weights of experts. Each kernel of experts serves; a layer's weights
+            with the adapters added take memory, which `train.activation_checkpointing` limits to one layer.
         use_rslora: scale by alpha / sqrt(r) instead.
         init: kaiming is PEFT's default, gaussian has standard deviation 1 / r; either way the adapters start as zero.
         merge: also export the base model with the adapters added, to <output_dir>/hf/merged.
@@ -176,6 +178,7 @@ class LoraConfig:
     dropout: float = 0.0
     target_modules: str | list[str] = "all-linear"
     modules_to_save: list[str] | None = None
+    experts: bool = False
     use_rslora: bool = False
     init: Literal["kaiming", "gaussian"] = "kaiming"
     merge: bool = False

@@ -11,6 +11,7 @@ from torch import nn
 from opslot._base.errors import ConfigError, list_problems
 from opslot._base.logging import get_logger
 from opslot.checkpoint.adapters import ADAPTER, adapter_layers
+from opslot.slots import walk_slots
 from opslot.trainer.config import LoraConfig
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, base: str | None) -> 
         lora_alpha=alpha,
         lora_dropout=lora.dropout,
         target_modules=_linear_layers(model, whole) if lora.target_modules == ALL_LINEAR else lora.target_modules,
+        target_parameters=_expert_weights(model) if lora.experts else None,
         modules_to_save=list(dict.fromkeys(whole)) or None,
         use_rslora=lora.use_rslora,
         init_lora_weights=True if lora.init == "kaiming" else lora.init,
@@ -57,13 +59,29 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, base: str | None) -> 
             found=str(error),
             hint=f"modules that can have one: {', '.join(_candidates(model))}",
         ) from error
-    if any(hasattr(layer, "parameter_name") for _, layer in adapter_layers(model)):
+    if not lora.experts and any(hasattr(layer, "parameter_name") for _, layer in adapter_layers(model)):
         raise ConfigError(
-            f"adapters on the stacked expert weights of {type(model).__name__} are not supported",
-            found=f"PEFT adapts the experts for lora.target_modules={lora.target_modules}",
-            hint="leave out the names of the experts' projections",
+            f"PEFT takes lora.target_modules={lora.target_modules} for the experts of {type(model).__name__}",
+            hint="set lora.experts: true, or leave out the names of the experts' projections",
         )
     config.base_model_name_or_path = base
+
+
+def _expert_weights(model: PreTrainedModel) -> list[str]:
+    """Names of the stacked weights of experts, for PEFT's target_parameters."""
+    slots = [slot for slot in walk_slots(model) if slot.op_name == "moe_experts"]
+    names = {
+        f"{slot.path.rsplit('.', 1)[-1]}.{name}": None
+        for slot in slots
+        for name, parameter in slot.module.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    }
+    if not names:
+        raise ConfigError(
+            f"lora.experts is set, but opslot finds no experts in {type(model).__name__}",
+            hint="set lora.experts: false",
+        )
+    return list(names)
 
 
 def _linear_layers(model: PreTrainedModel, whole: Iterable[str]) -> list[str]:

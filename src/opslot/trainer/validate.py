@@ -284,6 +284,8 @@ def _check_lora(config: RunConfig, problems: list[str]) -> None:
         problems.append(f"lora.alpha={lora.alpha} must be above 0 and finite")
     if not 0 <= lora.dropout < 1:
         problems.append(f"lora.dropout={lora.dropout} must be in [0, 1)")
+    if lora.experts and lora.dropout:
+        problems.append("lora.experts adds to the weights, which have no dropout; set lora.dropout: 0")
     if not lora.target_modules:
         problems.append("lora.target_modules is empty; name modules such as q_proj, or set it to all-linear")
     if not config.model.model_path:
