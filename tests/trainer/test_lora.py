@@ -17,7 +17,7 @@ from opslot.cli import main
 from opslot.trainer.callbacks import read_metrics
 
 LORA = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-SIZES = {"fsdp": {}, "sp": {"sp_size": 2}, "ep": {"ep_size": 2}}
+SIZES = {"fsdp": {}, "sp": {"sp_size": 2, "ulysses_overlap": True}, "ep": {"ep_size": 2}}
 
 
 def run_config(file):
@@ -125,6 +125,17 @@ def test_exports_load_in_peft_and_transformers(trainer, tmp_path):
     assert not (tmp_path / "run" / "hf" / "model.safetensors").exists()
     config = json.loads((tmp_path / "run" / "hf" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
+
+
+def test_generate_takes_adapters(write, tmp_path, capsys):
+    assert run_config(write("run", {"merge": True}, lr=0.1)) == 0
+    answers = []
+    for folder in ("hf", "hf/merged"):
+        capsys.readouterr()
+        model = str(tmp_path / "run" / folder)
+        assert main(["generate", model, "--prompt", "1 and", "--max-new-tokens", "4", "--device", "cpu"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
 
 
 def test_only_adapters_are_trained_and_saved(trainer, tmp_path):
