@@ -16,6 +16,8 @@ PATCH_FINDERS.append("opslot.models.discovery")
 
 if TYPE_CHECKING:
     from opslot.bench.trace import trace
+    from opslot.checkpoint import named_weights
+    from opslot.distributed import offload, reload
     from opslot.models import apply, build_foundation_model, restore
     from opslot.models.flops import count_flops
     from opslot.models.parallelize import parallelize
@@ -44,6 +46,9 @@ _HOMES = {
     "Requirement": "opslot.slots",
     "bind": "opslot.slots",
     "explain": "opslot.slots",
+    "named_weights": "opslot.checkpoint",
+    "offload": "opslot.distributed",
+    "reload": "opslot.distributed",
     "loss_only": "opslot.ops.cross_entropy_loss",
     "apply": "opslot.models",
     "build_foundation_model": "opslot.models",
@@ -70,7 +75,10 @@ __all__ = [
     "count_flops",
     "explain",
     "loss_only",
+    "named_weights",
+    "offload",
     "parallelize",
+    "reload",
     "restore",
     "trace",
     "verify_kernels",

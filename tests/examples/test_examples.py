@@ -45,8 +45,17 @@ def test_grpo_trains(run, tmp_path):
     assert (tmp_path / "model.safetensors").is_file()
 
 
+def test_rl_loop_equals_transformers_own_code(run, tmp_path):
+    expected = run("rl_loop", "--kernels", "eager")
+    found = run("rl_loop", "--output", str(tmp_path))
+    assert len(found) == 3
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert found[-1] != pytest.approx(found[0], rel=1e-3)
+    assert (tmp_path / "model.safetensors").is_file()
+
+
 def test_every_example_is_listed_and_tested():
     files = {path.stem for path in EXAMPLES.glob("*.py")} - {"common"}
     readme = (EXAMPLES / "README.md").read_text()
     assert all(f"`{name}.py`" in readme for name in files)
-    assert files == {name for name, _ in CASES} | {"trl_grpo"}
+    assert files == {name for name, _ in CASES} | {"trl_grpo", "rl_loop"}

@@ -9,13 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from opslot.checkpoint.adapters import save_adapter
     from opslot.checkpoint.convert import convert_folder
     from opslot.checkpoint.converter import CheckpointTensorConverter, SlicingConverter
     from opslot.checkpoint.experts import LAYOUTS, ExpertTensorConverter
     from opslot.checkpoint.folder import read_folder
     from opslot.checkpoint.initialize import initialize_weights
     from opslot.checkpoint.load import LoadReport, load_weights
-    from opslot.checkpoint.save import export_hf, save_weights
+    from opslot.checkpoint.save import export_hf, named_weights, save_weights
     from opslot.checkpoint.tensor_slice import TensorSlice, local_ranges
 
 _MODULES = {
@@ -30,7 +31,9 @@ _MODULES = {
     "initialize_weights": "initialize",
     "load_weights": "load",
     "local_ranges": "tensor_slice",
+    "named_weights": "save",
     "read_folder": "folder",
+    "save_adapter": "adapters",
     "save_weights": "save",
 }
 
@@ -46,7 +49,9 @@ __all__ = [
     "initialize_weights",
     "load_weights",
     "local_ranges",
+    "named_weights",
     "read_folder",
+    "save_adapter",
     "save_weights",
 ]
 

@@ -88,7 +88,7 @@ def initialize(
         return
     owners = [(module, init, own) for _, module, init, own in _modules(model) if wanted.intersection(own)]
     devices = {tensor.device for *_, own in owners for tensor in own.values() if tensor.device.type == "cuda"}
-    draws = _MeshFreeDraws(torch.initial_seed() if seed is None else seed)
+    draws = MeshFreeDraws(torch.initial_seed() if seed is None else seed)
     with torch.no_grad(), torch.random.fork_rng(sorted(devices, key=str)):
         for *_, own in owners:
             for name in wanted.intersection(own):
@@ -111,7 +111,7 @@ class _NeedsWhole(Exception):
     """Initialization does something to a DTensor that its parts cannot do alone."""
 
 
-class _MeshFreeDraws(TorchDispatchMode):
+class MeshFreeDraws(TorchDispatchMode):
     """Inside, a random fill of a tensor draws block by block, each from a seed of its own, and only the blocks that
     the tensor's local part touches; other randomness starts from a seed of its own too."""
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from opslot._base.errors import CheckpointError, ConfigError
 from opslot._base.logging import get_logger
+from opslot.checkpoint.adapters import base_model, has_adapters, merged_weights, without_wrapper
 from opslot.checkpoint.experts import check_layout, expert_targets, split_target
 from opslot.checkpoint.folder import INDEX, WEIGHTS, staged_folder
 from opslot.checkpoint.hub_format import Described, HubFormat, HubGroup, hub_format
@@ -140,6 +141,7 @@ def save_weights(
     layout: str | None = None,
     max_shard_size: int | str = "5GB",
     config: Any = None,
+    merge_adapters: bool = False,
 ) -> Path:
     """Save a model as a Hugging Face checkpoint: safetensors, an index if sharded, config.json,
     generation_config.json.
@@ -155,6 +157,7 @@ def save_weights(
             write the model's own names with the experts in that layout.
         max_shard_size: bytes of a file, or e.g. "5GB".
         config: Transformers config to save; None takes the model's.
+        merge_adapters: add a model's LoRA adapters to the weights that are written; the model stays as it is.
 
     Returns:
         The folder.
@@ -164,10 +167,27 @@ def save_weights(
             has adapters, which plain Transformers would leave out.
         ConfigError: unknown layout or size.
     """
+    if merge_adapters and isinstance(model_or_state_dict, nn.Module) and has_adapters(model_or_state_dict):
+        model = without_wrapper(model_or_state_dict)
+        deltas = merged_weights(model)
+        with base_model(model, trained=True):
+            return _save(model, folder, layout, max_shard_size, config, deltas)
+    if isinstance(model_or_state_dict, nn.Module):
+        _require_no_adapters(model_or_state_dict)
+    return _save(model_or_state_dict, folder, layout, max_shard_size, config, {})
+
+
+def _save(
+    model_or_state_dict: nn.Module | Mapping[str, Tensor],
+    folder: str | Path,
+    layout: str | None,
+    max_shard_size: int | str,
+    config: Any,
+    deltas: Mapping[str, Callable[[], Tensor]],
+) -> Path:
     check_layout(layout)
     max_bytes, folder = parse_size(max_shard_size), Path(folder)
     if isinstance(model_or_state_dict, nn.Module):
-        _require_no_adapters(model_or_state_dict)
         _require_no_quantization(config if config is not None else getattr(model_or_state_dict, "config", None))
         model, tensors = model_or_state_dict, tensors_of(model_or_state_dict)
     else:
@@ -177,7 +197,7 @@ def save_weights(
     hub = hub_format(model) if layout is None else None
     outputs = hub_outputs(described, hub) if hub is not None else _outputs_in(described, layout or "stacked")
     shards = shard_outputs(outputs, max_bytes)
-    gather = _Gatherer(tensors, hub)
+    gather = _Gatherer(tensors, hub, deltas)
     error: Exception | None = None
     if is_first_rank():
         try:
@@ -195,6 +215,34 @@ def save_weights(
     return folder
 
 
+def named_weights(model: nn.Module, *, merge_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The model's weights by the names that its checkpoints on the hub have, one after another, e.g. for the
+    `load_weights` of an inference engine.
+
+    Stacked experts come under the names of single experts where the hub has those. With sharded parameters (DTensor)
+    every rank must take all weights: each is gathered, and yielded whole on every rank. Unsharded weights that are only
+    renamed share memory with the model's; copy them if training continues before they are used.
+
+    Args:
+        merge_adapters: with the LoRA adapters added; the model stays as it is.
+
+    Raises:
+        CheckpointError: a tensor has no memory (meta), or the model has adapters and `merge_adapters` is off.
+    """
+    model = without_wrapper(model)
+    if not merge_adapters:
+        _require_no_adapters(model)
+    deltas = merged_weights(model) if has_adapters(model) else {}
+    with base_model(model, trained=True):
+        tensors = _untied(tensors_of(model))
+        described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        hub = hub_format(model)
+        outputs = hub_outputs(described, hub) if hub is not None else _outputs_in(described, "stacked")
+    gather = _Gatherer(tensors, hub, deltas)
+    for output in outputs:
+        yield output.spec.name, gather(output.source)
+
+
 def export_hf(
     model: nn.Module,
     folder: str | Path,
@@ -202,22 +250,27 @@ def export_hf(
     layout: str | None = None,
     max_shard_size: int | str = "5GB",
     processors: Iterable[Any] = (),
+    merge_adapters: bool = False,
 ) -> Path:
     """`save_weights`, and beside the weights what else the model's users load: tokenizer, processor.
 
     Args:
         processors: objects with `save_pretrained(folder)`, saved by rank 0; None among them is skipped.
-        model, folder, layout, max_shard_size: as in `save_weights`, which also lists the errors.
+        model, folder, layout, max_shard_size, merge_adapters: as in `save_weights`, which also lists the errors.
 
     Raises:
         CheckpointError: a processor cannot be saved; on rank 0 alone, where the weights are saved by then.
     """
-    saved = save_weights(model, folder, layout=layout, max_shard_size=max_shard_size)
-    if is_first_rank():
-        for processor in processors:
-            if processor is not None:
-                _save_processor(processor, saved)
+    saved = save_weights(model, folder, layout=layout, max_shard_size=max_shard_size, merge_adapters=merge_adapters)
+    save_processors(processors, saved)
     return saved
+
+
+def save_processors(processors: Iterable[Any], folder: Path) -> None:
+    """Save tokenizers and the like beside weights; rank 0 does, and skips None."""
+    for processor in processors if is_first_rank() else ():
+        if processor is not None:
+            _save_processor(processor, folder)
 
 
 def _save_processor(processor: Any, folder: Path) -> None:
@@ -235,7 +288,8 @@ def _require_no_adapters(model: nn.Module) -> None:
     if adapters:
         raise CheckpointError(
             f"{type(model).__name__} has adapters ({', '.join(adapters)}), whose names Transformers does not know",
-            hint="save model.merge_and_unload(), or the adapters alone with model.save_pretrained(folder)",
+            hint="save model.merge_and_unload(), pass merge_adapters=True, or save the adapters alone with "
+            "opslot.checkpoint.save_adapter",
         )
 
 
@@ -273,10 +327,16 @@ class _Gatherer:
     """Gives the checkpoint tensors of sources, holding what one of them needs at a time.
 
     Every rank must ask for the sources in the same order, since gathering a DTensor is collective.
+
+    Args:
+        deltas: what is added to a tensor, by name.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], hub: HubFormat | None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], hub: HubFormat | None, deltas: Mapping[str, Callable[[], Tensor]]
+    ) -> None:
         self._tensors = tensors
+        self._deltas = deltas
         self._hub = hub
         self._gathered: tuple[tuple[str, ...], dict[str, Tensor]] = (), {}
         self._converted: dict[str, Tensor] = {}
@@ -289,8 +349,14 @@ class _Gatherer:
         names = source.group.sources if isinstance(source, Converted) else (source.target,)
         if self._gathered[0] != names:
             self._gathered, self._converted = ((), {}), {}
-            self._gathered = names, {name: _whole(self._tensors[name].detach()) for name in names}
+            self._gathered = names, {name: self._whole(name) for name in names}
         return self._gathered[1]
+
+    def _whole(self, name: str) -> Tensor:
+        whole = _whole(self._tensors[name].detach())
+        if name not in self._deltas:
+            return whole
+        return (whole.float() + self._deltas[name]()).to(whole.dtype)
 
     def __call__(self, source: TensorSlice | Converted) -> Tensor:
         gathered = self.gather(source)

@@ -66,10 +66,11 @@ def take_snapshot(
     state: dict[str, Any],
     kernels: dict[str, Any],
 ) -> Snapshot:
-    """The current state, for `write_snapshot`. Every rank calls it. The tensors are not copied."""
-    from torch.distributed.checkpoint.state_dict import get_state_dict
+    """The current state, for `write_snapshot`. Every rank calls it. The tensors are not copied.
 
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    Of a model with adapters, these alone: the base model's weights do not change.
+    """
+    model_state, optimizer_state = _state_dicts(model, optimizer)
     return Snapshot(step, {"model": model_state, "optimizer": optimizer_state}, state, kernels)
 
 
@@ -134,13 +135,13 @@ def load_snapshot(folder: Path, model: torch.nn.Module, optimizer: torch.optim.O
         CheckpointError: on every rank, if the checkpoint is damaged, holds code, or is of another model.
     """
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
     from opslot.checkpoint.dcp_reader import LoadPlanner, MetadataReader
     from opslot.distributed.consensus import on_all_ranks, root_cause
 
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = _state_dicts(model, optimizer)
     tensors = {"model": model_state, "optimizer": optimizer_state}
     try:
         changes = [change for of_rank in on_all_ranks(lambda: _changed_files(folder)) for change in of_rank]
@@ -153,9 +154,30 @@ def load_snapshot(folder: Path, model: torch.nn.Module, optimizer: torch.optim.O
         raise
     except (Exception, dcp.api.CheckpointException) as error:
         raise damaged(folder, root_cause(error)) from error
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=model_state,
+        optim_state_dict=optimizer_state,
+        options=StateDictOptions(strict=False),  # `_check_model` compared the names
+    )
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
+
+
+def _state_dicts(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint has of model and optimizer."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    from opslot.checkpoint.adapters import has_adapters
+    from opslot.checkpoint.model_tensors import clean_fqn
+
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    if has_adapters(model):
+        named = model.named_parameters(remove_duplicate=False)
+        frozen = {clean_fqn(name) for name, parameter in named if not parameter.requires_grad}
+        model_state = {name: value for name, value in model_state.items() if name not in frozen}
+    return model_state, optimizer_state
 
 
 def discard(folder: Path) -> None:

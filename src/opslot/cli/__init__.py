@@ -26,6 +26,7 @@ _EPILOG = """examples:
   opslot bisect path/to/model                       name the slot that breaks parity
   opslot bench --op moe_experts                     time its kernels beside the roofline
   opslot convert SRC DST --layout stacked           rewrite an MoE checkpoint's experts
+  opslot merge outputs/run/hf merged/               a checkpoint with the run's LoRA adapters added
   opslot patchgen --list                            the architectures and their patches
 
 exit codes: 0 done, 1 a check or a run failed, 2 wrong usage or bad input, 130 SIGINT, 143 SIGTERM
@@ -99,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_bisect,
         _add_bench,
         _add_convert,
+        _add_merge,
     ):
         add_command(commands.add_parser)
     commands.add_parser("train", help="train a model on texts, chats or labels (opslot train --help)", add_help=False)
@@ -349,6 +351,21 @@ def _add_convert(add: _Add) -> None:
     convert.add_argument("--layout", required=True, help="per_expert, stacked or transposed")
     convert.add_argument("--max-shard-size", default="5GB", help="of a file; default 5GB")
     convert.set_defaults(run=_convert)
+
+
+def _add_merge(add: _Add) -> None:
+    merge = add("merge", help="write a checkpoint that has LoRA adapters added to its weights")
+    merge.add_argument("adapter", help="a folder with adapter_config.json and adapter_model.safetensors")
+    merge.add_argument("destination", help="folder of the merged checkpoint")
+    merge.add_argument("--base", help="folder of the base model; default what the adapter's config names")
+    merge.add_argument("--max-shard-size", default="5GB", help="of a file; default 5GB")
+    merge.set_defaults(run=_merge)
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from opslot.cli.merge import run
+
+    return run(options.adapter, options.destination, options.base, options.max_shard_size)
 
 
 def _kernels(options: argparse.Namespace) -> int:

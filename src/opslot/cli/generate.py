@@ -29,11 +29,13 @@ def run(
     from transformers.utils import logging
 
     from opslot._base.device import best_device
+    from opslot.checkpoint.adapters import read_adapter_config
     from opslot.data import load_tokenizer
     from opslot.models import load_config
     from opslot.trainer.generating import generate_answers
 
-    load_config(model, trust_remote_code=trust_remote_code)
+    # Of a folder with adapters, Transformers loads the base model that they name, and adds them.
+    load_config(read_adapter_config(model).get("base_model_name_or_path") or model, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     if system is not None and (raw or not tokenizer.chat_template):
         why = "--raw is given" if raw else f"the tokenizer in {model} has none"

@@ -14,6 +14,7 @@ from opslot.distributed.consensus import (
 from opslot.distributed.dummy import dummy_forward
 from opslot.distributed.expert_parallel import ExpertParallel
 from opslot.distributed.fsdp import clip_grad_norm, gradient_sync, parallelize
+from opslot.distributed.offload import offload, reload
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import (
     ParallelState,
@@ -56,9 +57,11 @@ __all__ = [
     "has_process_group",
     "init_parallel_state",
     "is_first_rank",
+    "offload",
     "on_all_ranks",
     "on_first_rank",
     "parallelize",
+    "reload",
     "shard_sequence",
     "slice_input_tensor",
     "sp_pad_and_slice",

@@ -15,7 +15,9 @@ from opslot import distributed
 from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
+from opslot.checkpoint.adapters import has_adapters
 from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state
+from opslot.models._adapters import with_expert_adapters
 from opslot.models._host_inputs import keep_inputs_from_fsdp
 from opslot.models._modalities import run_towers_on_every_rank
 from opslot.models._registry import architecture_of
@@ -86,6 +88,8 @@ def parallelize(
         if state.sp > 1:
             prepare_ulysses(root, binding, state, ulysses_overlap)
             binding = with_ulysses(binding, ulysses_pipeline, ulysses_overlap)
+        if has_adapters(model):
+            binding = with_expert_adapters(binding, root)
         if state.mesh is not None:
             binding = with_fsdp(binding)
         write(root, binding)
@@ -125,7 +129,8 @@ def _warn_of_local_means(model: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     """Forward pre-hook: gradients are summed over ranks, so each rank's loss must be its share of the global one."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
-    if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
+    has_loss = kwargs.get("labels") is not None and not kwargs.get("return_log_probs")
+    if has_loss and kwargs.get("num_items_in_batch") is None:
         _warn_once(type(model).__name__.removeprefix("FSDP"))
 
 

@@ -17,6 +17,7 @@ import torch
 from opslot._base.errors import ConfigError, DataError, TrainingError
 from opslot._base.files import remove_temporary_files, write_json, write_text
 from opslot.checkpoint import initialize_weights
+from opslot.checkpoint.adapters import base_model, has_adapters, initialize_adapters
 from opslot.data import count_targets
 from opslot.distributed import (
     clip_grad_norm,
@@ -47,6 +48,7 @@ from opslot.trainer.callbacks import (
 from opslot.trainer.config import RunConfig
 from opslot.trainer.display import make_console
 from opslot.trainer.kernels import kernel_record, pin_kernels, require_same_kernels
+from opslot.trainer.lora import add_adapters
 from opslot.trainer.loss_scaling import LossScaler
 from opslot.trainer.optimizer import build_optimizer, learning_rate
 from opslot.trainer.output_lock import OutputLock
@@ -125,7 +127,7 @@ class BaseTrainer(ABC):
         self.batches: BatchSource = self.build_data()
         seed_everything(config.train.seed)
         self.loss_scaler = LossScaler(dtype_of(config.train.fsdp.compute_dtype))
-        self.model: PreTrainedModel = self._parallelize(require_trainable_dtype(self.build_model()))
+        self.model: PreTrainedModel = self._parallelize(self._with_adapters(self.build_model()))
         # All ranks seed alike until the weights exist; dropout differs by rank.
         seed_everything(config.train.seed + self.state.rank)
         self.meter = StepMeter(self.model, config.train, self.device, self.state.world_size)
@@ -185,8 +187,10 @@ class BaseTrainer(ABC):
     @property
     def title(self) -> str:
         """One line that names the run, e.g. above the loss curve."""
-        millions = sum(p.numel() for p in self.model.parameters()) / 1e6
-        return f"{self.model.config.model_type}, {millions:,.1f}M parameters"
+        sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
+        text = f"{self.model.config.model_type}, {sum(size for size, _ in sizes) / 1e6:,.1f}M parameters"
+        trained = sum(size for size, is_trained in sizes if is_trained)
+        return text if self.config.lora.r is None else f"{text}, {trained / 1e6:,.2f}M of them trained (LoRA)"
 
     @property
     def reference_loss(self) -> float | None:
@@ -438,6 +442,12 @@ class BaseTrainer(ABC):
             ),
         )
 
+    def _with_adapters(self, model: PreTrainedModel) -> PreTrainedModel:
+        if self.config.lora.r is not None:
+            base = self.config.model.model_path
+            add_adapters(model, self.config.lora, base and str(Path(base).expanduser().resolve()))
+        return require_trainable_dtype(model)
+
     def _parallelize(self, model: PreTrainedModel) -> PreTrainedModel:
         """Shard the model over all ranks; a resumed run gets the kernels recorded in its checkpoint."""
         train, fsdp = self.config.train, self.config.train.fsdp
@@ -450,7 +460,7 @@ class BaseTrainer(ABC):
             "activation_checkpointing": train.activation_checkpointing,
             "ulysses_overlap": fsdp.ulysses_overlap,
         }
-        if any(parameter.is_meta for parameter in model.parameters()):
+        if self.config.lora.r is not None or any(parameter.is_meta for parameter in model.parameters()):
             options["load"] = self._fill
         if self.state.mesh is not None:
             options |= {
@@ -471,13 +481,16 @@ class BaseTrainer(ABC):
         return model
 
     def _fill(self, model: PreTrainedModel) -> None:
-        """Initialize a model on meta; each rank only its shards."""
+        """Initialize adapters, and before them a model on meta; each rank only its shards."""
         device = "cpu" if self.config.train.fsdp.cpu_offload else self.device
-        folder = self.config.model.model_path
-        if folder:
-            load_foundation_weights(model, folder, device)
-        else:
-            initialize_weights(model, self.config.train.seed, device=device)
+        folder, seed = self.config.model.model_path, self.config.train.seed
+        with base_model(model):
+            if folder and any(parameter.is_meta for parameter in model.parameters()):
+                load_foundation_weights(model, folder, device)
+            elif not folder:
+                initialize_weights(model, seed, device=device)
+        if has_adapters(model):
+            initialize_adapters(model, seed, device)
 
     def _restore(self) -> None:
         checkpoint = self.inputs.checkpoint

@@ -168,6 +168,35 @@ class TrainConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters (LoRA) through PEFT; without `r` all parameters are trained.
+
+    Args:
+        r: rank of the adapters.
+        alpha: the adapters' output is scaled by alpha / r; default 2 * r.
+        dropout: dropout probability of the adapters' input.
+        target_modules: names of the modules that get an adapter, e.g. [q_proj, v_proj], a regular expression for their
+            full names, or all-linear: every linear layer but the output head.
+        modules_to_save: names of modules that are trained and saved whole; a classifier's head always is.
+        experts: also add adapters to the stacked weights of experts. Each kernel of experts serves; a layer's weights
+            with the adapters added take memory, which `train.activation_checkpointing` limits to one layer.
+        use_rslora: scale by alpha / sqrt(r) instead.
+        init: kaiming is PEFT's default, gaussian has standard deviation 1 / r; either way the adapters start as zero.
+        merge: also export the base model with the adapters added, to <output_dir>/hf/merged.
+    """
+
+    r: int | None = None
+    alpha: float | None = None
+    dropout: float = 0.0
+    target_modules: str | list[str] = "all-linear"
+    modules_to_save: list[str] | None = None
+    experts: bool = False
+    use_rslora: bool = False
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    merge: bool = False
+
+
+@dataclass
 class EvaluationConfig:
     """What an evaluation (every `train.eval_steps` steps) does besides the loss.
 
@@ -197,6 +226,7 @@ class RunConfig:
         data: the training text.
         train: the training.
         evaluation: the evaluation.
+        lora: adapters to train instead of the model's own parameters.
         task: pretrain predicts every token of texts; sft the assistant's turns of conversations; classification labels
             texts, or their words.
     """
@@ -205,4 +235,5 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     task: Literal["pretrain", "sft", "classification"] = "pretrain"

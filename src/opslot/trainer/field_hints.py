@@ -50,7 +50,15 @@ _FIELDS = {
     "use_liger_kernel": "model.ops_implementation",
     "deepspeed": "train.fsdp",
     "fsdp_config": "train.fsdp",
-    # TRL
+    # TRL and PEFT
+    "use_peft": "lora.r",
+    "lora_r": "lora.r",
+    "lora_rank": "lora.r",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora_target_modules": "lora.target_modules",
+    "lora_modules_to_save": "lora.modules_to_save",
+    "init_lora_weights": "lora.init",
     "max_length": "data.max_seq_len",
     "max_seq_length": "data.max_seq_len",
     "dataset_text_field": "data.text_field",

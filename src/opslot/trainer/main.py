@@ -105,10 +105,9 @@ def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]
     result = trainer.train()
     if result.completed:
         trainer.say(f"done: {result.step:,} steps; model, checkpoints and metrics are in {trainer.output_dir}")
-        exported = trainer.output_dir / HF_FOLDER / "config.json"
         # The other ranks get here while rank 0 still writes it.
-        if trainer.state.rank == 0 and exported.is_file():
-            trainer.say(f"load it with: {_load_command(exported)}")
+        if trainer.state.rank == 0 and (command := _load_command(trainer.output_dir / HF_FOLDER)):
+            trainer.say(f"load it with: {command}")
         best = trainer.output_dir / BEST_FOLDER
         if trainer.best.step is not None and best.is_dir():
             trainer.say(f"the best model (step {trainer.best.step}) is in {best}")
@@ -127,12 +126,22 @@ def _trainer_class(task: str) -> type[TextTrainer]:
     return TextTrainer
 
 
-def _load_command(config_file: Path) -> str:
-    """The Transformers call that loads the exported model."""
-    name = json.loads(config_file.read_text())["architectures"][0]
-    auto = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
-    kind = next((f"AutoModel{kind}" for kind in auto if name.endswith(kind)), name)
-    return f'{kind}.from_pretrained("{config_file.parent}")'
+def _load_command(folder: Path) -> str | None:
+    """The call of Transformers or PEFT that loads the exported model; None if there is none."""
+    kinds = {
+        "ForCausalLM": "CAUSAL_LM",
+        "ForSequenceClassification": "SEQ_CLS",
+        "ForTokenClassification": "TOKEN_CLS",
+    }
+    if (file := folder / "adapter_config.json").is_file():
+        task = json.loads(file.read_text())["task_type"]
+        kind = next(f"peft.AutoPeftModel{name}" for name, task_type in kinds.items() if task_type == task)
+    elif (file := folder / "config.json").is_file():
+        architecture = json.loads(file.read_text())["architectures"][0]
+        kind = next((f"AutoModel{name}" for name in kinds if architecture.endswith(name)), architecture)
+    else:
+        return None
+    return f'{kind}.from_pretrained("{folder}")'
 
 
 @contextlib.contextmanager

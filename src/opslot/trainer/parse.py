@@ -96,6 +96,8 @@ COMMON = {
     "train.resume_from",
     "train.fsdp.compute_dtype",
     "evaluation.prompts",
+    "lora.r",
+    "lora.target_modules",
     "evaluation.early_stopping_patience",
 }
 

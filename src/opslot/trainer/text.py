@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from opslot._base.errors import ConfigError
-from opslot.checkpoint import export_hf
+from opslot.checkpoint import export_hf, save_adapter
+from opslot.checkpoint.save import save_processors
 from opslot.data import SampleLoader, TokenLoader, count_targets, evaluation_batches, open_corpus
 from opslot.distributed import sum_over_ranks
 from opslot.models import build_foundation_model, load_config
@@ -159,8 +160,14 @@ class TextTrainer(BaseTrainer):
             self.model.train()
 
     def export(self, folder: Path) -> None:
-        """Write weights, config and tokenizer so that plain Transformers loads them."""
-        export_hf(self.model, folder, processors=[self.tokenizer])
+        """Write weights, config and tokenizer so that plain Transformers loads them; of adapters, what PEFT loads."""
+        if self.config.lora.r is None:
+            export_hf(self.model, folder, processors=[self.tokenizer])
+            return
+        save_adapter(self.model, folder)
+        save_processors([self.tokenizer], folder)
+        if self.config.lora.merge:
+            export_hf(self.model, folder / "merged", processors=[self.tokenizer], merge_adapters=True)
 
     @functools.cached_property
     def unigram_entropy(self) -> float:

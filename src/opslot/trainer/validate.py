@@ -23,7 +23,7 @@ from opslot.trainer.checkpointing import (
     newer_checkpoints,
     step_of,
 )
-from opslot.trainer.config import ModelConfig, RunConfig, TrainConfig
+from opslot.trainer.config import LoraConfig, ModelConfig, RunConfig, TrainConfig
 from opslot.trainer.output_lock import OutputLock
 
 # NumPy seeds have 32 bits, and each rank adds its number.
@@ -109,6 +109,7 @@ def _check_inputs(config: RunConfig, problems: list[str]) -> Inputs:
     sources = _sources(data, problems)
     eval_files = find_files(data.eval_path, "data.eval_path", problems, data.format) if data.eval_path else []
     _check_task(config, problems)
+    _check_lora(config, problems)
     return Inputs(config_path, tokenizer_path, sources, eval_files, None, [])
 
 
@@ -289,6 +290,28 @@ def _check_task(config: RunConfig, problems: list[str]) -> None:
             problems.append(f"data.chat_template is for task sft, and task is {config.task}; remove it")
         elif not Path(str(template)).expanduser().is_file():
             problems.append(f"data.chat_template: no such file: {template}; set it to a Jinja template file, or none")
+
+
+def _check_lora(config: RunConfig, problems: list[str]) -> None:
+    lora = config.lora
+    if lora.r is None:
+        changed = [name for name, value in vars(lora).items() if value != getattr(LoraConfig, name)]
+        problems += [f"lora.{name} needs lora.r, the rank of the adapters" for name in changed]
+        return
+    if lora.r < 1:
+        problems.append(f"lora.r={lora.r} must be at least 1")
+    if lora.alpha is not None and not 0 < lora.alpha < math.inf:
+        problems.append(f"lora.alpha={lora.alpha} must be above 0 and finite")
+    if not 0 <= lora.dropout < 1:
+        problems.append(f"lora.dropout={lora.dropout} must be in [0, 1)")
+    if lora.experts and lora.dropout:
+        problems.append("lora.experts adds to the weights, which have no dropout; set lora.dropout: 0")
+    if not lora.target_modules:
+        problems.append("lora.target_modules is empty; name modules such as q_proj, or set it to all-linear")
+    if not config.model.model_path:
+        problems.append("lora needs model.model_path, the checkpoint whose weights the adapters are added to")
+    if not has_package("peft"):
+        problems.append("lora needs the peft package; pip install peft")
 
 
 def _check_processes(config: RunConfig, problems: list[str]) -> None:

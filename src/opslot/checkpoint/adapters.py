@@ -1,0 +1,216 @@
+"""LoRA adapters of PEFT in a model: the base model below them, initial values, saving them alone or merged.
+
+The model stays a Transformers model; PEFT's layers are in the places of the modules that they wrap. PEFT is imported
+only for models that have adapters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from opslot._base.errors import CheckpointError
+from opslot.checkpoint.folder import staged_folder
+from opslot.checkpoint.initialize import MeshFreeDraws
+from opslot.checkpoint.materialize import materialize
+from opslot.checkpoint.model_tensors import clean_fqn
+from opslot.checkpoint.safetensors_file import TensorSpec, write_safetensors
+from opslot.checkpoint.tensor_slice import local_tensor
+from opslot.distributed import is_first_rank, on_all_ranks
+
+ADAPTER = "default"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether `model` has adapters of PEFT."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def without_wrapper(model: Any) -> Any:
+    """The Transformers model in a PeftModel; another model as it is."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The LoRA layers of `model` by their paths."""
+    for path, module in model.named_modules():
+        if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer"):
+            yield path, module
+
+
+def trained_copies(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules of `modules_to_save`, by their paths: the original and its trained copy."""
+    for path, module in model.named_modules():
+        if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
+            yield path, module
+
+
+@contextlib.contextmanager
+def base_model(model: Any, *, trained: bool = False) -> Iterator[None]:
+    """Inside, `model` has the modules and the names that it had without adapters.
+
+    Args:
+        trained: with the trained copies of `modules_to_save` instead of the originals.
+    """
+    inner: dict[str, Any] = {}
+    for path, layer in adapter_layers(model):
+        if _outermost(path, model) == path:
+            inner[path] = layer.get_base_layer()
+    for path, wrapper in trained_copies(model):
+        inner[path] = wrapper.modules_to_save[ADAPTER] if trained else wrapper.original_module
+    wrappers: list[tuple[nn.Module, str, nn.Module]] = []
+    for path, module in inner.items():
+        owner, _, key = path.rpartition(".")
+        parent = model.get_submodule(owner)
+        wrappers.append((parent, key, parent.get_submodule(key)))
+        parent._modules[key] = module
+    try:
+        yield
+    finally:
+        for parent, key, wrapper in wrappers:
+            parent._modules[key] = wrapper
+
+
+def initialize_adapters(model: Any, seed: int | None = None, device: torch.device | str | None = None) -> None:
+    """Initialize the adapters as PEFT does, and copy the base weights to the trained copies of `modules_to_save`.
+
+    The values depend on the seed and on names, not on how the model is sharded. Call it when the base weights are set.
+
+    Args:
+        seed: default torch's initial seed.
+        device: where meta tensors get memory; None is the CPU, or a DTensor's mesh device.
+    """
+    materialize(model, device, None)
+    draws = MeshFreeDraws(torch.initial_seed() if seed is None else seed)
+    model = without_wrapper(model)
+    init = model.peft_config[ADAPTER].init_lora_weights
+    devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        for path, layer in adapter_layers(model):
+            draws.run(clean_fqn(path), layer, lambda layer: _reset(layer, init))
+        for _, wrapper in trained_copies(model):
+            tensors = wrapper.original_module.state_dict()
+            for name, tensor in wrapper.modules_to_save[ADAPTER].state_dict().items():
+                local_tensor(tensor).copy_(local_tensor(tensors[name]))
+
+
+def _reset(layer: Any, init: bool | str) -> None:
+    layer.reset_lora_parameters(ADAPTER, init)
+
+
+def merged_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """What to add to the weights of the base model, by FQN, so that they include the adapters.
+
+    Every rank calls each function, in one order: sharded adapters are gathered.
+    """
+    return {
+        clean_fqn(f"{_outermost(path, model)}.{getattr(layer, 'parameter_name', 'weight')}"): _Delta(layer)
+        for path, layer in adapter_layers(model)
+    }
+
+
+def _outermost(path: str, model: nn.Module) -> str:
+    """The path of the adapters around the one at `path`: those on several weights of a module are nested."""
+    owner, _, key = path.rpartition(".")
+    is_nested = key == "base_layer" and hasattr(model.get_submodule(owner), "get_delta_weight")
+    return _outermost(owner, model) if is_nested else path
+
+
+class _Delta:
+    """The product of an adapter's matrices, gathered over the ranks, in float32."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __call__(self) -> Tensor:
+        own = [(m, key, p) for m in _adapter_modules(self._layer) for key, p in m._parameters.items() if p is not None]
+        try:
+            for module, key, parameter in own:
+                module._parameters[key] = nn.Parameter(_whole(parameter.detach()).float(), requires_grad=False)
+            return self._layer.get_delta_weight(ADAPTER).detach()
+        finally:
+            for module, key, parameter in own:
+                module._parameters[key] = parameter
+
+
+def _adapter_modules(layer: Any) -> Iterator[nn.Module]:
+    for name in layer.adapter_layer_names:
+        yield from getattr(layer, name).modules()
+
+
+def load_adapter(model: Any, folder: str | Path) -> None:
+    """Add the adapters in `folder` to `model`, which has its base weights.
+
+    Raises:
+        CheckpointError: no adapter of PEFT in the folder, or one of another model.
+    """
+    file = Path(folder) / ADAPTER_WEIGHTS
+    if not (Path(folder) / ADAPTER_CONFIG).is_file() or not file.is_file():
+        raise CheckpointError(
+            f"{str(folder)!r} is not a folder of adapters", hint=f"it needs {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
+        )
+    from peft import PeftConfig, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    try:
+        model.add_adapter(PeftConfig.from_pretrained(str(folder)), ADAPTER)
+        tensors = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(file).items()}
+        result: Any = set_peft_model_state_dict(model, tensors, ADAPTER)
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"the adapters in {str(folder)!r} do not fit the model", found=str(error)) from error
+    if result.unexpected_keys:
+        raise CheckpointError(
+            f"the adapters in {str(folder)!r} do not fit the model",
+            found=f"no module for {result.unexpected_keys[0]} and {len(result.unexpected_keys) - 1} others",
+        )
+
+
+def save_adapter(model: Any, folder: str | Path) -> Path:
+    """Save the adapters of `model` in PEFT's format, for `PeftModel.from_pretrained(base, folder)`.
+
+    The folder appears whole or not at all. Every rank calls it; sharded tensors are gathered and rank 0 writes.
+
+    Raises:
+        CheckpointError: the folder cannot be written or the disk is full.
+    """
+    from peft import get_peft_model_state_dict
+
+    model, folder = without_wrapper(model), Path(folder)
+    config = copy.deepcopy(model.peft_config[ADAPTER])
+    own = {
+        clean_fqn(name): tensor.detach() for name, tensor in model.state_dict().items() if ADAPTER in name.split(".")
+    }
+    named = get_peft_model_state_dict(model, own, ADAPTER, save_embedding_layers=False)
+    whole = {f"base_model.model.{name}": _whole(tensor).cpu().contiguous() for name, tensor in sorted(named.items())}
+    config.inference_mode = True
+
+    def write() -> None:
+        if not is_first_rank():
+            return
+        specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()]
+        with staged_folder(folder, sum(spec.nbytes for spec in specs)) as stage:
+            write_safetensors(stage / ADAPTER_WEIGHTS, specs, lambda spec: whole[spec.name])
+            config.save_pretrained(str(stage))
+
+    on_all_ranks(write) if any(isinstance(tensor, DTensor) for tensor in own.values()) else write()
+    return folder
+
+
+def read_adapter_config(folder: str | Path) -> dict[str, Any]:
+    """adapter_config.json of a folder; empty if there is none."""
+    file = Path(folder) / ADAPTER_CONFIG
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

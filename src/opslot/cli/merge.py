@@ -1,0 +1,44 @@
+"""`opslot merge`: a checkpoint with LoRA adapters added to its weights."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from opslot._base.errors import ConfigError
+
+# What a checkpoint has beside weights and model config.
+_COPIED = ("tokenizer*", "special_tokens_map.json", "chat_template*", "*processor_config.json", "vocab*", "merges.txt")
+
+
+def run(adapter: str, destination: str, base: str | None, max_shard_size: str) -> int:
+    """Write `base` with the adapters added to `destination`, in the hub's layout and the base's dtype.
+
+    Raises:
+        ConfigError: no base model, or adapters of a classifier.
+        CheckpointError: an adapter or a base that cannot be read, or that do not fit each other.
+    """
+    from opslot.checkpoint import save_weights
+    from opslot.checkpoint.adapters import load_adapter, read_adapter_config
+    from opslot.models import build_foundation_model
+
+    config = read_adapter_config(adapter)
+    folder = base or config.get("base_model_name_or_path")
+    if folder is None or not Path(folder).is_dir():
+        raise ConfigError(
+            f"the base model of {adapter} is not a folder", found=str(folder), hint="give its folder with --base"
+        )
+    if config.get("task_type") not in (None, "CAUSAL_LM"):
+        raise ConfigError(
+            f"{adapter} has the adapters of a classifier, whose labels are not in it",
+            hint="set lora.merge: true in the run that trains it, which also exports the merged model",
+        )
+    model = build_foundation_model(folder, weights_path=folder, ops_implementation="eager", init_device="cpu")
+    load_adapter(model, adapter)
+    saved = save_weights(model, destination, max_shard_size=max_shard_size, merge_adapters=True)
+    for source in (Path(folder), Path(adapter)):
+        for pattern in _COPIED:
+            for file in source.glob(pattern):
+                shutil.copy2(file, saved / file.name)
+    print(f"wrote {saved}")
+    return 0

@@ -1,0 +1,166 @@
+"""LoRA adapters of a run, made by PEFT from the section `lora`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from opslot._base.errors import ConfigError, list_problems
+from opslot._base.logging import get_logger
+from opslot.checkpoint.adapters import ADAPTER, adapter_layers
+from opslot.slots import walk_slots
+from opslot.trainer.config import LoraConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = get_logger(__name__)
+
+ALL_LINEAR = "all-linear"
+_TASK_TYPES = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
+
+
+def add_adapters(model: PreTrainedModel, lora: LoraConfig, base: str | None) -> None:
+    """Freeze `model` and add the adapters of `lora`, which have no values yet where the model is on meta.
+
+    Args:
+        base: folder of the checkpoint with the model's weights, which the saved adapters name.
+
+    Raises:
+        ConfigError: a target that matches no module of the model, or that PEFT does not support.
+    """
+    import peft
+
+    assert lora.r is not None, "adapters are made if there is a rank"
+    alpha: Any = 2 * lora.r if lora.alpha is None else lora.alpha  # PEFT also takes a float
+    whole = [*(lora.modules_to_save or ()), *(["score"] if hasattr(model, "score") else ())]
+    _check_targets(model, lora, whole)
+    config = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=alpha,
+        lora_dropout=lora.dropout,
+        target_modules=_linear_layers(model, whole) if lora.target_modules == ALL_LINEAR else lora.target_modules,
+        target_parameters=_expert_weights(model) if lora.experts else None,
+        modules_to_save=list(dict.fromkeys(whole)) or None,
+        use_rslora=lora.use_rslora,
+        init_lora_weights=True if lora.init == "kaiming" else lora.init,
+        task_type=next(
+            (kind for name, kind in _TASK_TYPES.items() if type(model).__name__.endswith(name)), "CAUSAL_LM"
+        ),
+    )
+    try:
+        model.add_adapter(config, ADAPTER)
+    except ValueError as error:
+        raise ConfigError(
+            f"PEFT cannot add adapters for lora.target_modules={lora.target_modules}",
+            found=str(error),
+            hint=f"modules that can have one: {', '.join(_candidates(model))}",
+        ) from error
+    if not lora.experts and any(hasattr(layer, "parameter_name") for _, layer in adapter_layers(model)):
+        raise ConfigError(
+            f"PEFT takes lora.target_modules={lora.target_modules} for the experts of {type(model).__name__}",
+            hint="set lora.experts: true, or leave out the names of the experts' projections",
+        )
+    config.base_model_name_or_path = base
+
+
+def _expert_weights(model: PreTrainedModel) -> list[str]:
+    """Names of the stacked weights of experts, for PEFT's target_parameters."""
+    slots = [slot for slot in walk_slots(model) if slot.op_name == "moe_experts"]
+    names = {
+        f"{slot.path.rsplit('.', 1)[-1]}.{name}": None
+        for slot in slots
+        for name, parameter in slot.module.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    }
+    if not names:
+        raise ConfigError(
+            f"lora.experts is set, but opslot finds no experts in {type(model).__name__}",
+            hint="set lora.experts: false",
+        )
+    return list(names)
+
+
+def _linear_layers(model: PreTrainedModel, whole: Iterable[str]) -> list[str]:
+    """Paths of the linear layers but the output head and what is trained whole; experts are not among them."""
+    head = model.get_output_embeddings()
+    paths = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and not any(_matches(path, n, False) for n in whole)
+    ]
+    left = {name for name in {path.rsplit(".", 1)[-1] for path in paths} if _means_experts(model, name)}
+    if left:
+        logger.warning("no adapters on %s, which PEFT takes for the stacked experts", ", ".join(sorted(left)))
+    return [path for path in paths if path.rsplit(".", 1)[-1] not in left]
+
+
+def _means_experts(model: PreTrainedModel, name: str) -> bool:
+    """Whether PEFT, for checkpoints of Transformers 4, takes `name` for a projection of stacked experts."""
+    import peft
+    from peft.utils import transformers_weight_conversion
+
+    config = peft.LoraConfig(target_modules=[name])
+    try:
+        transformers_weight_conversion.convert_peft_config_for_transformers(config, model, None)
+    except ValueError:  # such projections must be named together
+        return True
+    return bool(config.target_parameters)
+
+
+def _check_targets(model: nn.Module, lora: LoraConfig, whole: Iterable[str]) -> None:
+    """Check that each target matches; PEFT only raises if none does, and only warns of tied weights."""
+    named = {"lora.modules_to_save": {name: name for name in whole}}
+    targets = lora.target_modules
+    if isinstance(targets, list):
+        named["lora.target_modules"] = {name: name for name in targets}
+    elif targets != ALL_LINEAR:
+        named["lora.target_modules"] = {targets: targets}
+    shared = _tied(model)
+    problems = []
+    for field, names in named.items():
+        for name in names:
+            is_pattern = field == "lora.target_modules" and isinstance(targets, str)
+            found = [path for path, _ in model.named_modules() if path and _matches(path, name, is_pattern)]
+            if not found:
+                problems.append(f"{field}: {name} matches no module")
+            problems += [f"{field}: {path} shares its weight with another module" for path in found if path in shared]
+    if problems:
+        raise ConfigError(
+            list_problems(f"adapters cannot be added to {type(model).__name__}", problems),
+            hint=f"modules that can have one: {', '.join(_candidates(model))}",
+        )
+
+
+def _matches(path: str, name: str, is_pattern: bool) -> bool:
+    if is_pattern:
+        try:
+            return re.fullmatch(name, path) is not None
+        except re.error as error:
+            raise ConfigError(f"lora.target_modules={name!r} is not a valid regular expression: {error}") from error
+    return path == name or path.endswith(f".{name}")
+
+
+def _candidates(model: nn.Module) -> list[str]:
+    """Last names of the modules that PEFT adapts, in the model's order."""
+    from transformers.pytorch_utils import Conv1D
+
+    kinds = (nn.Linear, nn.Embedding, Conv1D)
+    tied = _tied(model)
+    found: dict[str, Any] = {
+        path.rsplit(".", 1)[-1]: None for path, m in model.named_modules() if isinstance(m, kinds) and path not in tied
+    }
+    return list(found)
+
+
+def _tied(model: nn.Module) -> set[str]:
+    """Paths of modules whose weight is another module's too."""
+    by_weight: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            by_weight.setdefault(id(weight), []).append(path)
+    return {path for paths in by_weight.values() if len(paths) > 1 for path in paths}

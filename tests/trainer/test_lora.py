@@ -1,0 +1,237 @@
+"""`lora:` in full runs of `opslot train`: equal to PEFT alone, on any mesh, resumed, and exported."""
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from opslot.checkpoint import save_adapter
+from opslot.checkpoint.adapters import adapter_layers
+from opslot.cli import main
+from opslot.trainer.callbacks import read_metrics
+
+LORA = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+SIZES = {"fsdp": {}, "sp": {"sp_size": 2, "ulysses_overlap": True}, "ep": {"ep_size": 2}}
+
+
+def run_config(file):
+    from opslot.trainer import cli_train
+
+    return cli_train([file])
+
+
+@pytest.fixture
+def write(settings, tmp_path, model_folder):
+    """Write `settings` with `lora`, for an output folder of that name; the base is a random Qwen3-MoE."""
+    torch.manual_seed(0)
+    config = json.loads((model_folder / "config.json").read_text())
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(base)
+    for file in model_folder.glob("tokenizer*"):
+        (base / file.name).write_bytes(file.read_bytes())
+    settings["model"] = {"model_path": str(base)}
+    settings["train"] |= {"micro_batch_size": 1, "save_steps": 2}
+
+    def make(name, lora=None, **changes):
+        file = tmp_path / f"{name}.yaml"
+        whole = {**settings, "lora": LORA | (lora or {})}
+        whole["train"] = settings["train"] | {"output_dir": str(tmp_path / name)} | changes
+        file.write_text(yaml.safe_dump(whole))
+        return str(file)
+
+    return make
+
+
+def losses(folder):
+    return [row["loss"] for row in read_metrics(Path(folder))]
+
+
+@pytest.fixture
+def trainer(write):
+    """A trainer of `settings` with `lora`, without the command line."""
+    from opslot.trainer.main import _trainer_class
+    from opslot.trainer.parse import load_config
+
+    def make(name, lora=None, **changes):
+        config = load_config(write(name, lora, **changes))
+        return _trainer_class(config.task)(config)
+
+    return make
+
+
+def peft_losses(base, adapter, steps, config):
+    """The losses of PEFT without opslot from the same adapters and batches."""
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    betas = (config.optimizer.beta1, config.optimizer.beta2)
+    decays = [0.0 if p.ndim < 2 else config.weight_decay for p in trained]
+    groups = [{"params": [p], "weight_decay": decay} for p, decay in zip(trained, decays, strict=True)]
+    optimizer = torch.optim.AdamW(groups, betas=betas, lr=config.lr)
+    losses = []
+    for batches in steps:
+        total = 0.0
+        for batch, count in batches:
+            loss = model(**batch, use_cache=False, num_items_in_batch=torch.tensor(count)).loss
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+@pytest.mark.parametrize(
+    "lora", [{}, {"experts": True}, {"use_rslora": True, "init": "gaussian", "alpha": 3, "modules_to_save": ["norm"]}]
+)
+def test_losses_equal_those_of_peft(trainer, tmp_path, lora):
+    run = trainer("run", lora, lr_scheduler="constant", micro_batch_size=None)
+    start = save_adapter(run.model, tmp_path / "start")
+    steps, forward = [], run.forward
+    run.forward = lambda batch, count: steps.append([(batch, count)]) or forward(batch, count)
+    run.train()
+    expected = peft_losses(tmp_path / "base", start, steps, run.config.train)
+    found = losses(tmp_path / "run")
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert found[-1] != pytest.approx(found[0], rel=1e-4)
+
+
+def test_exports_load_in_peft_and_transformers(trainer, tmp_path):
+    run = trainer("run", {"merge": True, "modules_to_save": ["norm"], "experts": True})
+    run.train()
+    ids = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        expected = run.model.eval()(ids).logits
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        before = base(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "hf")
+        torch.testing.assert_close(adapted(ids).logits, expected, rtol=1e-4, atol=1e-5)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf" / "merged")
+        torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    assert main(["merge", str(tmp_path / "run" / "hf"), str(tmp_path / "merged")]) == 0
+    written, exported = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", run.output_dir / "hf" / "merged")
+    )
+    assert written.keys() == exported.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in exported.items())
+    assert (tmp_path / "merged" / "tokenizer.json").is_file()
+    assert not torch.allclose(before, expected, atol=1e-3)
+    assert not (tmp_path / "run" / "hf" / "model.safetensors").exists()
+    config = json.loads((tmp_path / "run" / "hf" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+
+
+def test_generate_takes_adapters(write, tmp_path, capsys):
+    assert run_config(write("run", {"merge": True}, lr=0.1)) == 0
+    answers = []
+    for folder in ("hf", "hf/merged"):
+        capsys.readouterr()
+        model = str(tmp_path / "run" / folder)
+        assert main(["generate", model, "--prompt", "1 and", "--max-new-tokens", "4", "--device", "cpu"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+
+
+def test_only_adapters_are_trained_and_saved(trainer, tmp_path):
+    run = trainer("run", max_steps=2)
+    names = {name for name, p in run.model.named_parameters() if p.requires_grad}
+    assert names
+    assert all(".lora_A." in name or ".lora_B." in name for name in names)
+    held = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in run.model.parameters() if p.requires_grad}
+    assert "of them trained (LoRA)" in run.title
+    run.train()
+    saved = FileSystemReader(tmp_path / "run" / "checkpoints" / "step_00000002").read_metadata().state_dict_metadata
+    assert {name.removeprefix("model.") for name in saved if name.startswith("model.")} == names
+    written = load_file(tmp_path / "run" / "hf" / "adapter_model.safetensors")
+    assert {f"base_model.model.{name.replace('.default', '')}" for name in names} == written.keys()
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, None), ("ep", None), (None, "fsdp")])
+def test_resume_continues_the_loss_curve(ranks, write, tmp_path, before, after):
+    def run(name, axis, **changes):
+        file = write(name, {"modules_to_save": ["norm"]}, lr_scheduler="constant", **changes, **SIZES.get(axis, {}))
+        assert (ranks.run(run_config, file) == [0, 0]) if axis else (run_config(file) == 0)
+
+    run("straight", None)
+    run("split", before, max_steps=2)
+    run("split", after, resume_from="latest")
+    assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
+
+
+@pytest.mark.parametrize("axis", list(SIZES))
+def test_two_processes_have_the_losses_of_one(ranks, write, tmp_path, axis):
+    lora = {"merge": True, "experts": axis != "sp"}
+    assert run_config(write("one", lora)) == 0
+    assert ranks.run(run_config, write("two", lora, **SIZES[axis])) == [0, 0]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    for file in ("adapter_model.safetensors", "merged/model.safetensors"):
+        expected, found = (load_file(tmp_path / name / "hf" / file) for name in ("one", "two"))
+        assert expected.keys() == found.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_unmatched_targets_are_one_error(write, capsys):
+    targets = ["q_proj", "qproj", "w1"]
+    assert run_config(write("bad", {"target_modules": targets, "modules_to_save": ["embed_tokens", "head"]})) == 2
+    error = capsys.readouterr().err
+    assert error.count("opslot: error: ") == 1
+    for line in ("qproj matches no module", "w1 matches no module", "head matches no module", "shares its weight"):
+        assert line in error
+    assert "hint: modules that can have one: q_proj, k_proj, v_proj, o_proj" in error
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"r": 0}, "lora.r=0 must be at least 1"),
+        ({"r": None}, "lora.target_modules needs lora.r"),
+        ({"experts": True, "dropout": 0.1}, "weights, which have no dropout"),
+        ({"dropout": 1.0}, "lora.dropout=1.0 must be in [0, 1)"),
+        ({"target_modules": []}, "lora.target_modules is empty"),
+        ({"target_modules": "q_proj("}, "is not a valid regular expression"),
+        ({"target_modules": "q_proj"}, "q_proj matches no module"),
+    ],
+)
+def test_invalid_settings_raise(write, capsys, change, message):
+    assert run_config(write("bad", change)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_all_linear_leaves_head_and_experts(trainer):
+    run = trainer("run", {"target_modules": "all-linear"})
+    adapted = {path.rsplit(".", 1)[-1] for path, _ in adapter_layers(run.model)}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_targets_that_mean_stacked_experts_raise(write, capsys):
+    assert run_config(write("bad", {"target_modules": ["gate_proj"]})) == 2
+    assert "gate_proj matches no module" in capsys.readouterr().err
+    assert run_config(write("bad", {"target_modules": ["q_proj", "experts"]})) == 2
+    assert "PEFT cannot add adapters" in capsys.readouterr().err
+
+
+def test_merge_without_a_base_raises(tmp_path, capsys):
+    assert main(["merge", str(tmp_path), str(tmp_path / "merged")]) == 2
+    assert "the base model of" in capsys.readouterr().err
+
+
+def test_classifier_heads_are_trained_whole(settings, write, tmp_path, capsys):
+    settings["task"] = "classification"
+    file = tmp_path / "labelled.jsonl"
+    file.write_text("".join(json.dumps({"text": f"{'ab'[i % 2]} {i}", "label": "ab"[i % 2]}) + "\n" for i in range(20)))
+    settings["data"] |= {"train_path": str(file)}
+    assert run_config(write("run", max_steps=2)) == 0
+    written = load_file(tmp_path / "run" / "hf" / "adapter_model.safetensors")
+    assert "base_model.model.score.weight" in written
+    assert json.loads((tmp_path / "run/hf/adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
+    capsys.readouterr()
+    assert main(["merge", str(tmp_path / "run" / "hf"), str(tmp_path / "merged")]) == 2
+    assert "set lora.merge: true" in capsys.readouterr().err
