@@ -122,6 +122,10 @@ def _trainer_class(task: str) -> type[TextTrainer]:
         from opslot.trainer.classification import ClassificationTrainer
 
         return ClassificationTrainer
+    if task == "vlm":
+        from opslot.trainer.vlm import VLMTrainer
+
+        return VLMTrainer
     from opslot.trainer.text import TextTrainer
 
     return TextTrainer
@@ -130,6 +134,8 @@ def _trainer_class(task: str) -> type[TextTrainer]:
 def _load_command(config_file: Path) -> str:
     """The Transformers call that loads the exported model."""
     name = json.loads(config_file.read_text())["architectures"][0]
+    if name.endswith("ForConditionalGeneration"):
+        return f'AutoModelForImageTextToText.from_pretrained("{config_file.parent}")'
     auto = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
     kind = next((f"AutoModel{kind}" for kind in auto if name.endswith(kind)), name)
     return f'{kind}.from_pretrained("{config_file.parent}")'
