@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from opslot.ops.attention.sequences import WholeSequences
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
 from opslot.slots.protocol import ATTENTION_OPTIONS
@@ -198,4 +197,4 @@ def other_masks(module: ModuleView, needed: bool = True) -> str:
     return f"gets masks from {', '.join(sorted(own)) or 'no function of transformers.masking_utils'}"
 
 
-FORMS = (Attention(), WholeSequences())
+FORMS = (Attention(),)
