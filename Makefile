@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo demo-sft test test-all test-architectures lint constraints bench-cpu clean
+.PHONY: demo demo-sft demo-vlm test test-all test-architectures lint constraints bench-cpu clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m opslot.trainer.demo
 
 demo-sft: $(VENV)/ready
 	$(BIN)/python -m opslot.trainer.demo_sft
+
+demo-vlm: $(VENV)/ready
+	$(BIN)/python -m opslot.trainer.demo_vlm
 
 # One worker more than cores, since many tests wait for other processes; at most four because of memory.
 # PYTEST_ARGS="-n 0" runs one test after another.

@@ -232,7 +232,7 @@ def test_bad_samples(chat_tokenizer, tmp_path, template, record, message):
         encode(encoder_of(chat_tokenizer, template), tmp_path, [good, record])
     assert f"{tmp_path / 'a.jsonl'}, line 2: " in str(caught.value)
     assert message in str(caught.value)
-    skipping = encoder_of(chat_tokenizer, template, bad_samples="skip", long_samples="skip")
+    skipping = encoder_of(chat_tokenizer, template, on_bad_sample="skip", long_samples="skip")
     kept, counts = encode(skipping, tmp_path, [good, record])
     assert len(kept) == 1
     assert sum(counts.values()) == 1

@@ -9,7 +9,11 @@ import numpy as np
 
 
 def balance_micro_batches(
-    lengths: Sequence[int] | np.ndarray, ranks: int, max_tokens: int, attention_cost: float = 0.0
+    lengths: Sequence[int] | np.ndarray,
+    ranks: int,
+    max_tokens: int,
+    attention_cost: float = 0.0,
+    other_costs: Sequence[float] | np.ndarray | None = None,
 ) -> list[list[list[int]]]:
     """Assign documents to ranks and micro batches; a function of the arguments alone.
 
@@ -22,13 +26,15 @@ def balance_micro_batches(
         ranks: number of ranks.
         max_tokens: maximum tokens in a micro batch.
         attention_cost: a document of n tokens costs n + attention_cost * n**2.
+        other_costs: added to the cost of each document, in tokens.
 
     Returns:
         [rank][micro batch] -> indices into `lengths`, ascending; the same number of micro batches for each rank.
     """
     sizes = [int(length) for length in lengths]
     assert max(sizes, default=0) <= max_tokens, f"a document of {max(sizes)} tokens, micro batches of {max_tokens}"
-    costs = [size + attention_cost * size**2 for size in sizes]
+    others = [0.0] * len(sizes) if other_costs is None else [float(cost) for cost in other_costs]
+    costs = [size + attention_cost * size**2 + other for size, other in zip(sizes, others, strict=True)]
     rounds = max(1, -(-sum(sizes) // (ranks * max_tokens)))
     while (bins := _fill(sizes, costs, ranks * rounds, max_tokens)) is None:
         rounds += 1

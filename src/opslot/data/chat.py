@@ -61,10 +61,12 @@ class Rendered:
 
     Attributes:
         spans: start and end of the trained parts, in characters; None if everything is trained.
+        messages: those that the text renders; none without a template.
     """
 
     text: str
     spans: list[tuple[int, int]] | None
+    messages: Sequence[Message] = ()
 
 
 class ChatEncoder:
@@ -72,12 +74,14 @@ class ChatEncoder:
 
     Args:
         tokenizer: a fast tokenizer, with the chat template.
-        max_seq_len, train_on, long_samples, bad_samples, append_eos: as in `DataConfig`.
+        max_seq_len, train_on, long_samples, on_bad_sample, append_eos: as in `DataConfig`.
         plain: join prompt and completion as they are, without a template.
 
     Raises:
         DataError: a tokenizer without character offsets, or without a chat template.
     """
+
+    optional: tuple[str, ...] = _OPTIONAL
 
     def __init__(
         self,
@@ -86,7 +90,7 @@ class ChatEncoder:
         *,
         train_on: str = "assistant",
         long_samples: str = "error",
-        bad_samples: str = "error",
+        on_bad_sample: str = "error",
         append_eos: bool = True,
         plain: bool = False,
     ) -> None:
@@ -100,7 +104,7 @@ class ChatEncoder:
         self.max_seq_len = max_seq_len
         self.train_on = train_on
         self.long_samples = long_samples
-        self.bad_samples = bad_samples
+        self.on_bad_sample = on_bad_sample
         self.end = (tokenizer.eos_token or "") if append_eos else ""
         self.plain = plain or not tokenizer.chat_template
         self.columns: dict[Path, list[str]] = {}
@@ -122,7 +126,7 @@ class ChatEncoder:
                 "set data.chat_template to a file with one"
             )
         else:
-            self.columns[file] = [*form, *(name for name in _OPTIONAL if name in found.names)]
+            self.columns[file] = [*form, *(name for name in self.optional if name in found.names)]
 
     def identity(self) -> dict[str, Any]:
         template = "none" if self.plain else f"content {digest(repr(self.tokenizer.chat_template))}"
@@ -132,20 +136,20 @@ class ChatEncoder:
             "data.chat_template": template,
             "data.train_on": self.train_on,
             "data.long_samples": self.long_samples,
-            "data.bad_samples": self.bad_samples,
+            "data.on_bad_sample": self.on_bad_sample,
             "data.append_eos": bool(self.end),
             "data.max_seq_len": self.max_seq_len,
         }
 
     def encode(
         self, ranges: Sequence[ByteRange], sample_by: str, problems: list[str], counts: Counter[str]
-    ) -> Iterator[list[np.ndarray]]:
+    ) -> Iterator[Any]:
         batch: list[tuple[Location, Rendered]] = []
         for where, record in read_records(ranges, self.columns, sample_by, problems):
             try:
                 batch += [(where, sample) for sample in self.render(record, self.columns[where.file])]
             except SampleError as error:
-                if self.bad_samples == "skip":
+                if self.on_bad_sample == "skip":
                     counts["malformed"] += 1
                 else:
                     problems.append(f"{where}: {error}")
@@ -196,25 +200,25 @@ class ChatEncoder:
         full, marked = self._render(messages, tools)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
         if self.train_on == "all":
-            return [Rendered(full, None)]
+            return [Rendered(full, None, messages)]
         if self.train_on == "last":
             turns = turns[-1:]
         if not turns:
-            return [Rendered(full, [])]
+            return [Rendered(full, [], messages)]
         if marked is not None:
             if turns[0]:
                 begin = _common(full, self._render(messages[: turns[0]], tools, prompt=True)[0])
                 marked = [span for span in marked if span[0] >= begin]
-            return [Rendered(full, marked)]
+            return [Rendered(full, marked, messages)]
         samples: list[Rendered] = []
         for turn in turns:
             text = full if turn == len(messages) - 1 else self._render(messages[: turn + 1], tools)[0]
             spans = [(self._start_of_turn(messages[:turn], tools, text), self._end_of_turn(text))]
             if samples and text.startswith(samples[-1].text):
                 spans = [*(samples.pop().spans or ()), *spans]
-            samples.append(Rendered(text, spans))
+            samples.append(Rendered(text, spans, messages[: turn + 1]))
         if full.startswith(samples[-1].text):
-            samples[-1] = Rendered(full, samples[-1].spans)
+            samples[-1] = Rendered(full, samples[-1].spans, messages)
         return samples
 
     def _start_of_turn(self, before: list[Message], tools: Any, text: str) -> int:
@@ -278,7 +282,7 @@ class ChatEncoder:
         for (where, sample), ids, offsets in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             tokens = np.empty(len(ids), LABELED)
             tokens["token"] = ids
-            tokens["label"] = np.where(_trained(sample.spans, offsets), ids, IGNORE_INDEX)
+            tokens["label"] = np.where(trained_tokens(sample.spans, offsets), ids, IGNORE_INDEX)
             if len(tokens) > self.max_seq_len:
                 if self.long_samples == "error":
                     problems.append(
@@ -413,7 +417,7 @@ def _common(first: str, second: str) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-def _trained(spans: list[tuple[int, int]] | None, offsets: list[tuple[int, int]]) -> np.ndarray:
+def trained_tokens(spans: list[tuple[int, int]] | None, offsets: list[tuple[int, int]]) -> np.ndarray:
     """Whether each token's first character is in one of `spans`."""
     starts = np.array([start for start, _ in offsets], dtype=np.int64)
     if spans is None:

@@ -22,18 +22,22 @@ class DataConfig:
             256 MiB of text, the fraction of a random 256 MiB of it.
         format: format of all files; auto decides by extension and rejects unknown ones.
         text_field: field (jsonl) or column (parquet) that holds the text.
-        chat_template: file with the chat template for task sft, which is also saved with the model; default the
-            tokenizer's. "none" joins prompt and completion without a template.
-        train_on: what task sft trains: all turns of the assistant (or the completion), its last turn only, or all
-            tokens.
-        long_samples: what task sft and classification do with a sample of more than `max_seq_len` tokens: an error, cut
-            its end, or leave it out. Both are counted.
-        bad_samples: what they do with a malformed sample, or one that the template rejects: an error, or leave it out
-            and count it.
+        chat_template: file with the chat template for tasks sft and vlm, which is also saved with the model; default
+            the tokenizer's. "none" joins prompt and completion without a template.
+        train_on: what tasks sft and vlm train: all turns of the assistant (or the completion), its last turn only, or
+            all tokens.
+        long_samples: what tasks sft, vlm and classification do with a sample of more than `max_seq_len` tokens: an
+            error, cut its end, or leave it out. Both are counted. A sample whose images, video or audio would be cut is
+            left out.
+        on_bad_sample: what they do with a malformed sample, such as one that the template rejects or whose image does
+            not decode: an error, or leave it out and count it.
         label_field: field of the labels for task classification: a label, or a list of one for each word in `tokens`;
             default the first that exists of label, labels, ner_tags and tags.
         label_names: names of the labels in the order of their numbers; default those of the data set or the
             checkpoint, else the sorted values in the training data.
+        max_pixels: task vlm scales larger images and video frames down to at most this many pixels before the
+            processor, which has its own limits; default no further limit.
+        max_frames: frames that task vlm samples uniformly from a longer video.
         sample_by: what a document is in a plain text file: the file (above 4 MiB it is split at ends of lines), a line,
             or a paragraph (up to a blank line).
         max_seq_len: tokens per sample.
@@ -41,7 +45,7 @@ class DataConfig:
             max_seq_len tokens each, without padding; a step has at most `train.global_batch_size` times max_seq_len
             tokens, balanced across ranks by estimated FLOPs.
         packing: pack several documents into each sample; they do not attend to each other. Off: one document per
-            sample, padded. Task sft packs whole conversations, as with max_tokens_per_batch; task
+            sample, padded. Tasks sft and vlm pack whole conversations, as with max_tokens_per_batch; task
             classification never packs.
         shuffle: visit documents in a random order that depends on `train.seed` and the epoch only: shards of 4 MiB in
             random order, with a shuffle buffer of up to 64 shards.
@@ -65,9 +69,11 @@ class DataConfig:
     chat_template: str | None = None
     train_on: Literal["assistant", "last", "all"] = "assistant"
     long_samples: Literal["error", "truncate", "skip"] = "error"
-    bad_samples: Literal["error", "skip"] = "error"
+    on_bad_sample: Literal["error", "skip"] = "error"
     label_field: str | None = None
     label_names: list[str] | None = None
+    max_pixels: int | None = None
+    max_frames: int = 64
     sample_by: Literal["document", "line", "paragraph"] = "document"
     max_seq_len: int = 2048
     max_tokens_per_batch: int | None = None

@@ -19,7 +19,7 @@ import numpy as np
 from opslot._base.errors import DataError, list_problems
 from opslot._base.logging import get_logger
 from opslot.data.encoder import Encoder, TextEncoder
-from opslot.data.packing import LABELED
+from opslot.data.packing import LABELED, MediaDocument
 from opslot.data.records import ByteRange, split_into_shards
 from opslot.data.sources import no_text
 from opslot.data.tokenizing import TokenizingProcesses
@@ -56,11 +56,16 @@ class TokenShard:
         import pyarrow as pa
 
         file = pa.ipc.open_file(pa.memory_map(str(path)))
-        column = file.get_batch(0).column(0)
+        batch = file.get_batch(0)
+        column = batch.column(0)
         self._starts = column.offsets.to_numpy()
         self._tokens = column.values.to_numpy()
         metadata = file.schema.metadata or {}
-        if metadata.get(b"crc32") != _checksum(self._starts, self._tokens):
+        self._extras: Any = None
+        self._costs: Any = None
+        if batch.num_columns > 1:
+            self._extras, self._costs = batch.column(1), batch.column(2)
+        if metadata.get(b"crc32") != _checksum(self._starts, self._tokens, self._extras):
             raise ValueError("its checksum differs from the one that was written")
         if self._tokens.dtype == np.uint64:
             self._tokens = self._tokens.view(LABELED)
@@ -70,6 +75,14 @@ class TokenShard:
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Tokens [start, stop) of a document, unsigned integers or `LABELED`, without a copy."""
         return self._tokens[self._starts[document] : self._starts[document + 1]][start:stop]
+
+    def extra(self, document: int) -> bytes | None:
+        """`MediaDocument.extra` of a document; None without."""
+        return None if self._extras is None else self._extras[document].as_py()
+
+    def cost(self, document: int) -> float:
+        """`MediaDocument.cost` of a document; 0 without."""
+        return 0.0 if self._costs is None else float(self._costs[document].as_py())
 
     def counts(self, vocab_size: int) -> np.ndarray:
         """Number of occurrences of each token, int64 [vocab_size]."""
@@ -240,19 +253,28 @@ class TokenCorpus:
         import pyarrow as pa
 
         counts: Counter[str] = Counter()
-        documents = self._encode(number, check, counts)
+        encoded = self._encode(number, check, counts)
+        media = [document for document in encoded if isinstance(document, MediaDocument)]
+        documents = [document.tokens if isinstance(document, MediaDocument) else document for document in encoded]
         offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
         values = np.concatenate([np.empty(0, self._encoder.dtype), *documents])
         if values.dtype == LABELED:
             values = values.view(np.uint64)
         column = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
-        metadata = {"crc32": _checksum(offsets, values), "sample_counts": json.dumps(counts)}
-        schema = pa.schema({"input_ids": column.type}, metadata=metadata)
+        columns = {"input_ids": column}
+        if media:
+            columns["extra"] = pa.array([document.extra for document in media], pa.large_binary())
+            columns["cost"] = pa.array([document.cost for document in media], pa.float64())
+        metadata = {
+            "crc32": _checksum(offsets, values, columns.get("extra")),
+            "sample_counts": json.dumps(counts),
+        }
+        schema = pa.schema({name: array.type for name, array in columns.items()}, metadata=metadata)
         unfinished = self._path(number).with_suffix(".unfinished")
         try:
             with unfinished.open("wb") as file:
                 with pa.ipc.new_file(file, schema) as table:
-                    table.write_batch(pa.record_batch([column], schema=schema))
+                    table.write_batch(pa.record_batch(list(columns.values()), schema=schema))
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(self._path(number))
@@ -260,11 +282,11 @@ class TokenCorpus:
             unfinished.unlink(missing_ok=True)
             raise
 
-    def _encode(self, number: int, check: Callable[[], None], counts: Counter[str]) -> list[np.ndarray]:
+    def _encode(self, number: int, check: Callable[[], None], counts: Counter[str]) -> list[Any]:
         ranges = self._shards[number]
         problems: list[str] = []
         self._require_unchanged(ranges)
-        documents: list[np.ndarray] = []
+        documents: list[np.ndarray | MediaDocument] = []
         for batch in self._encoder.encode(ranges, self._sample_by, problems, counts):
             check()
             documents += batch
@@ -299,8 +321,10 @@ def _unreadable(problems: Sequence[str]) -> DataError:
     return DataError(list_problems("the data cannot be read", problems))
 
 
-def _checksum(starts: np.ndarray, tokens: np.ndarray) -> bytes:
+def _checksum(starts: np.ndarray, tokens: np.ndarray, extras: Any = None) -> bytes:
     value = zlib.crc32(np.ascontiguousarray(tokens).data, zlib.crc32(np.ascontiguousarray(starts).data))
+    for buffer in extras.buffers()[1:] if extras is not None else ():
+        value = zlib.crc32(buffer, value)
     return f"{value:08x}".encode()
 
 

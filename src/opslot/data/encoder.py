@@ -40,8 +40,11 @@ class Encoder(Protocol):
 
     def encode(
         self, ranges: Sequence[ByteRange], sample_by: str, problems: list[str], counts: Counter[str]
-    ) -> Iterator[list[np.ndarray]]:
-        """Documents of `ranges`, in batches; `counts` receives the number of samples that were changed or left out."""
+    ) -> Iterator[Any]:
+        """Documents of `ranges` (arrays, or each a `MediaDocument`), in batches.
+
+        `counts` receives the number of samples that were changed or left out.
+        """
 
 
 class TextEncoder:

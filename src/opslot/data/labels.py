@@ -31,7 +31,7 @@ class LabelEncoder:
     Texts are tokenized as the tokenizer does by default.
 
     Args:
-        text_field, label_field, max_seq_len, long_samples, bad_samples: as in `DataConfig`.
+        text_field, label_field, max_seq_len, long_samples, on_bad_sample: as in `DataConfig`.
 
     Attributes:
         per_token: whether each word has a label; known once a file is inspected.
@@ -47,14 +47,14 @@ class LabelEncoder:
         text_field: str = "text",
         label_field: str | None = None,
         long_samples: str = "error",
-        bad_samples: str = "error",
+        on_bad_sample: str = "error",
     ) -> None:
         self.tokenizer = tokenizer
         self.max_seq_len = max_seq_len
         self.text_field = text_field
         self.label_field = label_field
         self.long_samples = long_samples
-        self.bad_samples = bad_samples
+        self.on_bad_sample = on_bad_sample
         self.per_token: bool | None = None
         self.names: list[str] = []
         self.class_names: list[str] = []
@@ -91,7 +91,7 @@ class LabelEncoder:
             "data.label_field": f"{self.label_field}, {len(self.names)} labels, {digest(repr(self.names))}",
             "data.text_field": self.text_field,
             "data.long_samples": self.long_samples,
-            "data.bad_samples": self.bad_samples,
+            "data.on_bad_sample": self.on_bad_sample,
             "data.max_seq_len": self.max_seq_len,
         }
 
@@ -104,7 +104,7 @@ class LabelEncoder:
             try:
                 batch.append((where, *self._sample(record, text, label)))
             except ValueError as error:
-                if self.bad_samples == "skip":
+                if self.on_bad_sample == "skip":
                     counts["malformed"] += 1
                 else:
                     problems.append(f"{where}: {error}")

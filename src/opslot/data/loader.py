@@ -185,6 +185,7 @@ class TokenLoader(_Loader):
         max_tokens: maximum tokens in a micro batch of this rank, at least `dataset.max_seq_len`.
         attention_cost: see `balance_micro_batches`.
         rank, world_size, num_workers, pin_memory, allow_changes: as in `SampleLoader`.
+        collate_fn: a packed sample to a batch; default `collate`.
 
     Attributes:
         step_size: tokens of the last step, over all ranks.
@@ -202,16 +203,18 @@ class TokenLoader(_Loader):
         num_workers: int = 0,
         pin_memory: bool = False,
         allow_changes: bool = False,
+        collate_fn: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
     ) -> None:
         super().__init__(dataset, rank, world_size, num_workers, pin_memory, allow_changes)
         self.step_tokens = step_tokens
         self.max_tokens = max_tokens
         self.attention_cost = attention_cost
+        self.collate_fn = collate_fn or collate
         self.step_size = 0
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         loader = DataLoader(
-            _MicroBatches(self.dataset),
+            _MicroBatches(self.dataset, self.collate_fn),
             batch_size=None,
             sampler=_StepSharding(self),
             collate_fn=_identity,
@@ -256,7 +259,8 @@ class _StepSharding:
         loader, first = self.loader, self.loader.consumed
         while True:
             lengths = loader.step_lengths(first)
-            by_rank = balance_micro_batches(lengths, loader.world_size, loader.max_tokens, loader.attention_cost)
+            costs = loader.dataset.costs(first, first + len(lengths))
+            by_rank = balance_micro_batches(lengths, loader.world_size, loader.max_tokens, loader.attention_cost, costs)
             own = [[first + index for index in indices] for indices in by_rank[loader.rank]]
             yield len(lengths), int(lengths.sum()), own
             first += len(lengths)
@@ -268,8 +272,13 @@ class _MicroBatches(Dataset):
     # A rank without a document runs a batch without targets, since FSDP needs every rank for its collectives.
     _IDLE_TOKENS = 8
 
-    def __init__(self, dataset: PackedDataset | MixedDataset) -> None:
+    def __init__(
+        self,
+        dataset: PackedDataset | MixedDataset,
+        collate_fn: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    ) -> None:
         self.dataset = dataset
+        self.collate_fn = collate_fn
 
     def __getitem__(self, step: tuple[int, int, list[list[int]]]) -> tuple[int, int, list[dict[str, Any]]]:
         count, tokens, own = step
@@ -278,7 +287,8 @@ class _MicroBatches(Dataset):
     def _collate(self, numbers: list[int]) -> dict[str, Any]:
         documents = [tokens for number in numbers for tokens in self.dataset.tokens(number)]
         size = sum(map(len, documents)) or self._IDLE_TOKENS
-        return collate([make_sample(documents, size, self.dataset.pad_token_id)])
+        extras = [extra for number in numbers for extra in self.dataset.extras(number)]
+        return self.collate_fn([make_sample(documents, size, self.dataset.pad_token_id, extras)])
 
 
 def _identity(value: Any) -> Any:
@@ -296,7 +306,7 @@ def evaluation_batches(
     With `max_tokens`, whole documents are packed into batches [1, at most max_tokens], without padding.
     """
     if max_tokens is not None:
-        yield from _packed_batches(dataset, max_tokens)
+        yield from _packed_batches(dataset, max_tokens, collate_fn or collate)
         return
     collate_fn = collate_fn or _collate_of(dataset)
     for first in range(0, dataset.samples_per_epoch, micro_batch_size):
@@ -304,14 +314,18 @@ def evaluation_batches(
         yield collate_fn([dataset[number] for number in range(first, last)])
 
 
-def _packed_batches(dataset: PackedDataset, max_tokens: int) -> Iterator[dict[str, Any]]:
+def _packed_batches(
+    dataset: PackedDataset, max_tokens: int, collate_fn: Callable[[list[dict[str, Any]]], dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
     documents: list[np.ndarray] = []
+    extras: list[bytes] = []
     size = 0
     for number in range(dataset.samples_per_epoch):
         for tokens in dataset.tokens(number):
             if size + len(tokens) > max_tokens:
-                yield collate([make_sample(documents, size, dataset.pad_token_id)])
-                documents, size = [], 0
+                yield collate_fn([make_sample(documents, size, dataset.pad_token_id, extras)])
+                documents, extras, size = [], [], 0
             documents.append(tokens)
             size += len(tokens)
-    yield collate([make_sample(documents, size, dataset.pad_token_id)])
+        extras += dataset.extras(number)
+    yield collate_fn([make_sample(documents, size, dataset.pad_token_id, extras)])

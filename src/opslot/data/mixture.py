@@ -74,6 +74,16 @@ class MixedDataset(Dataset):
         source, index = self.locate(number)
         return self.datasets[source].tokens(index)
 
+    def extras(self, number: int) -> list[bytes]:
+        """See `PackedDataset.extras`."""
+        source, index = self.locate(number)
+        return self.datasets[source].extras(index)
+
+    def costs(self, first: int, stop: int) -> np.ndarray:
+        """See `PackedDataset.costs`."""
+        located = [self.locate(number) for number in range(first, stop)]
+        return np.array([float(self.datasets[source].costs(index, index + 1)[0]) for source, index in located])
+
     def token_counts(self, first: int, stop: int) -> np.ndarray:
         """Tokens of the samples [first, stop), int64; only without packing."""
         located = [self.locate(number) for number in range(first, stop)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,6 +24,21 @@ from opslot._base.errors import DataError
 IGNORE_INDEX = -100
 # A token with its label, where that is not the token itself; documents are arrays of these, or of unsigned integers.
 LABELED = np.dtype([("token", "<u4"), ("label", "<i4")])
+
+
+class MediaDocument(NamedTuple):
+    """A document with images, video or audio.
+
+    Attributes:
+        tokens: `LABELED`, with the placeholders of the media.
+        extra: what its features are computed from when it is in a batch.
+        cost: estimated FLOPs of the encoders of its media, in tokens of the language model.
+    """
+
+    tokens: np.ndarray
+    extra: bytes
+    cost: float
+
 
 # Shards in the largest shuffle buffer: 256 MiB of text.
 _LARGEST_BUFFER = 64
@@ -37,6 +52,15 @@ class Shard(Protocol):
     lengths: np.ndarray
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray: ...
+
+
+@runtime_checkable
+class MediaShard(Protocol):
+    """A shard whose documents may have media."""
+
+    def extra(self, document: int) -> bytes | None: ...
+
+    def cost(self, document: int) -> float: ...
 
 
 class Corpus(Protocol):
@@ -183,7 +207,7 @@ class PackedDataset(Dataset):
 
         "padding" is the number of padding tokens at the end, which are also the last entry of "lengths".
         """
-        return make_sample(self.tokens(number), self.max_seq_len, self.pad_token_id)
+        return make_sample(self.tokens(number), self.max_seq_len, self.pad_token_id, self.extras(number))
 
     def prepare(self, number: int) -> None:
         """Tokenize what the samples up to `number` need."""
@@ -194,6 +218,27 @@ class PackedDataset(Dataset):
         epoch, buffer_number, index = self._locate(number)
         buffer = self._buffer(epoch, buffer_number)
         return self._documents_of(buffer, int(buffer.samples[index - _before(epoch.samples, buffer_number)]))
+
+    def extras(self, number: int) -> list[bytes]:
+        """`MediaDocument.extra` of each document of sample `number`; empty where documents have none."""
+        if self.packing:
+            return []
+        shard, document = self._document_of(number)
+        extra = shard.extra(document) if isinstance(shard, MediaShard) else None
+        return [] if extra is None else [extra]
+
+    def costs(self, first: int, stop: int) -> np.ndarray:
+        """`MediaDocument.cost` of the samples [first, stop), float64; zero where documents have none."""
+        located = [self._document_of(number) for number in range(first, stop)]
+        return np.array([shard.cost(d) if isinstance(shard, MediaShard) else 0.0 for shard, d in located])
+
+    def _document_of(self, number: int) -> tuple[Shard, int]:
+        """The shard of a sample that is one document, and the document's number there."""
+        epoch, buffer_number, index = self._locate(number)
+        buffer = self._buffer(epoch, buffer_number)
+        sample = int(buffer.samples[index - _before(epoch.samples, buffer_number)])
+        position = int(np.searchsorted(buffer.starts, sample, side="right")) - 1
+        return buffer.shards[buffer.shard_indices[position]], int(buffer.documents[position])
 
     def token_counts(self, first: int, stop: int) -> np.ndarray:
         """Tokens of the samples [first, stop), int64; only without packing, where each is one document."""
@@ -376,10 +421,12 @@ def _keep_newest(kept: dict[Any, Any], key: Any, value: Any) -> dict[Any, Any]:
     return {**dict(list(kept.items())[-1:]), key: value}
 
 
-def make_sample(documents: list[np.ndarray], size: int, pad_token_id: int) -> dict[str, Any]:
+def make_sample(
+    documents: list[np.ndarray], size: int, pad_token_id: int, extras: Sequence[bytes] = ()
+) -> dict[str, Any]:
     """A sample of `size` tokens from documents of at most as many; see `PackedDataset.__getitem__`.
 
-    Documents of `LABELED` tokens also give "labels", int64 [size].
+    Documents of `LABELED` tokens also give "labels", int64 [size], and `extras` is kept as "extras".
     """
     lengths = [len(tokens) for tokens in documents]
     padding = size - sum(lengths)
@@ -395,6 +442,8 @@ def make_sample(documents: list[np.ndarray], size: int, pad_token_id: int) -> di
         "lengths": lengths,
         "padding": padding,
     }
+    if extras:
+        sample["extras"] = list(extras)
     if labeled:
         sample["labels"] = joined([tokens["label"] for tokens in documents], IGNORE_INDEX)
     return sample

@@ -8,6 +8,7 @@ from opslot.models._build import build_foundation_model, load_config, load_found
 from opslot.models._registry import (
     ARCHITECTURES,
     MODEL_CONFIG_REGISTRY,
+    MODEL_PROCESSOR_REGISTRY,
     MODELING_REGISTRY,
     Architecture,
     register_architecture,
@@ -18,6 +19,7 @@ __all__ = [
     "ARCHITECTURES",
     "MODELING_REGISTRY",
     "MODEL_CONFIG_REGISTRY",
+    "MODEL_PROCESSOR_REGISTRY",
     "Architecture",
     "apply",
     "build_foundation_model",

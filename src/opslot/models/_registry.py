@@ -79,6 +79,7 @@ class Registry:
 
 MODELING_REGISTRY = Registry("model_type")
 MODEL_CONFIG_REGISTRY = Registry("model_type")
+MODEL_PROCESSOR_REGISTRY = Registry("processor class")
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,10 @@ def _serve(architecture: Architecture, model_type: str) -> None:
             raise ConfigError(f"{architecture.generated} has no class {class_name!r}", found=", ".join(names))
         return found
 
-    @MODEL_CONFIG_REGISTRY.register(model_type, replace=True)
+    if model_type in MODEL_CONFIG_REGISTRY:
+        return
+
+    @MODEL_CONFIG_REGISTRY.register(model_type)
     def config() -> type:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

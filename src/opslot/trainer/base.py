@@ -131,7 +131,7 @@ class BaseTrainer(ABC):
         # All ranks seed alike until the weights exist; dropout differs by rank.
         seed_everything(config.train.seed + self.state.rank)
         self.meter = StepMeter(self.model, config.train, self.device, self.state.world_size)
-        self.optimizer = build_optimizer(self.model, config.train)
+        self.optimizer = build_optimizer(self.model, config.train, self.learning_rates())
         self.max_steps = self.count_steps()
         self.expected_steps: float | None = self.max_steps
         self._random_states: dict[str, Any] | None = None
@@ -175,6 +175,10 @@ class BaseTrainer(ABC):
     def generate(self, prompts: list[str], max_new_tokens: int) -> list[str]:
         """The model's answer to each prompt; every rank calls it."""
         raise NotImplementedError(f"{type(self).__name__} generates nothing")
+
+    def learning_rates(self) -> dict[str, float]:
+        """Peak learning rates of parameters, by name, where they differ from `train.lr`."""
+        return {}
 
     def count_targets(self, batch: dict[str, Any]) -> int:
         """Number of labels that the loss of a micro batch averages over."""
@@ -333,7 +337,7 @@ class BaseTrainer(ABC):
         lr = learning_rate(train, self.step + 1, self._expect_steps(self.step + 1))
         self._check_targets(targets)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         while True:
             step_loss, step_aux, grad_norm = self._forward_backward(micro_batches, targets)
             overflow = math.isfinite(step_loss) and not math.isfinite(grad_norm)

@@ -15,7 +15,8 @@ class ModelConfig:
     Args:
         config_path: folder with config.json, or that file; default `model_path`.
         model_path: folder of the Hugging Face checkpoint to start from; default random weights.
-        tokenizer_path: folder of the tokenizer, or its tokenizer.json; default `model_path`, then `config_path`.
+        tokenizer_path: folder of the tokenizer (for task vlm, of the processor), or its tokenizer.json; default
+            `model_path`, then `config_path`.
         torch_dtype: dtype of the parameters and of the optimizer state; see also `train.fsdp.compute_dtype`.
         device: where to train; auto selects a GPU if there is one.
         trust_remote_code: allow Python code that ships with the checkpoint to run.
@@ -133,6 +134,10 @@ class TrainConfig:
         eval_steps: number of steps between two evaluations; the last step is always evaluated. null: no evaluation.
         resume_from: "latest" continues from the newest checkpoint in `output_dir`, or starts at step 1 if there is
             none; or the folder of a checkpoint.
+        freeze: parts that are not trained: vision, audio, merger, language_model (with its output layer), or globs of
+            fully qualified parameter names such as model.language_model.layers.0.*.
+        lr_of: peak learning rate of parts, named as in `freeze`, where it differs from `lr`; for a parameter that
+            several match, the last one counts.
         sp_size: processes that share one sequence (Ulysses sequence parallelism).
         ep_size: processes that share the experts (expert parallelism).
         profile: first and last step to profile, e.g. [10, 12]: a Chrome trace and, on a GPU, a memory snapshot of each
@@ -159,6 +164,8 @@ class TrainConfig:
     save_total_limit: int | None = 3
     eval_steps: int | None = None
     resume_from: str | None = None
+    freeze: list[str] | None = None
+    lr_of: dict[str, float] | None = None
     sp_size: int = 1
     ep_size: int = 1
     profile: list[int] | None = None
@@ -227,7 +234,8 @@ class RunConfig:
         train: the training.
         evaluation: the evaluation.
         lora: adapters to train instead of the model's own parameters.
-        task: pretrain predicts every token of texts; sft the assistant's turns of conversations; classification labels
+        task: pretrain predicts every token of texts; sft the assistant's turns of conversations; vlm the same of
+            conversations with images, video and audio; classification labels
             texts, or their words.
     """
 
@@ -236,4 +244,4 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    task: Literal["pretrain", "sft", "classification"] = "pretrain"
+    task: Literal["pretrain", "sft", "vlm", "classification"] = "pretrain"

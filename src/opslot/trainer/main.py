@@ -121,6 +121,10 @@ def _trainer_class(task: str) -> type[TextTrainer]:
         from opslot.trainer.classification import ClassificationTrainer
 
         return ClassificationTrainer
+    if task == "vlm":
+        from opslot.trainer.vlm import VLMTrainer
+
+        return VLMTrainer
     from opslot.trainer.text import TextTrainer
 
     return TextTrainer
@@ -138,6 +142,8 @@ def _load_command(folder: Path) -> str | None:
         kind = next(f"peft.AutoPeftModel{name}" for name, task_type in kinds.items() if task_type == task)
     elif (file := folder / "config.json").is_file():
         architecture = json.loads(file.read_text())["architectures"][0]
+        if architecture.endswith("ForConditionalGeneration"):
+            return f'AutoModelForImageTextToText.from_pretrained("{folder}")'
         kind = next((f"AutoModel{name}" for name in kinds if architecture.endswith(name)), architecture)
     else:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -14,17 +15,27 @@ from opslot.trainer.config import TrainConfig
 logger = get_logger(__name__)
 
 
-def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; weight decay on matrices that are not embeddings."""
+def build_optimizer(
+    model: nn.Module, train: TrainConfig, lr_of: Mapping[str, float] | None = None
+) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; weight decay on matrices that are not embeddings.
+
+    Args:
+        lr_of: peak learning rate of parameters, by name, where it differs from `train.lr`. Each group has its
+            "lr_scale", the ratio of both.
+    """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    decayed: list[nn.Parameter] = []
-    undecayed: list[nn.Parameter] = []
-    for parameter in model.parameters():
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (decayed if parameter.ndim >= 2 and id(parameter) not in embeddings else undecayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
+            decayed = parameter.ndim >= 2 and id(parameter) not in embeddings
+            scale = (lr_of or {}).get(name, train.lr) / train.lr
+            groups.setdefault((scale, decayed), []).append(parameter)
     return adamw_of(model)(
-        [group for group in groups if group["params"]],
+        [
+            {"params": members, "weight_decay": train.weight_decay if decayed else 0.0, "lr_scale": scale}
+            for (scale, decayed), members in sorted(groups.items(), key=lambda item: (-item[0][0], not item[0][1]))
+        ],
         lr=train.lr,
         betas=(train.optimizer.beta1, train.optimizer.beta2),
         eps=train.optimizer.eps,

@@ -25,14 +25,23 @@ from opslot.data import (
 from opslot.data.chat import ChatEncoder, load_chat_template
 from opslot.data.encoder import Encoder, TextEncoder
 from opslot.data.labels import LabelEncoder, collate_labeled, find_label_names
+from opslot.data.media import Limits
+from opslot.data.multimodal import MultimodalCollator, MultimodalEncoder
+from opslot.data.rope_positions import RopePositions
 from opslot.trainer.config import RunConfig
+from opslot.trainer.processors import load_processor, multimodal_class
 from opslot.trainer.validate import Inputs, micro_batch_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+CHAT_TASKS = ("sft", "vlm")
 # Up to this many bytes of text are tokenized before the first step (seconds), so that the steps can be counted.
-TOKENIZED_AT_START = 16 << 20
+_TOKENIZED_AT_START = 16 << 20
+# The same for samples with media, which are decoded then, and the size of their shards. A path counts as text, an image
+# in the record as its bytes.
+_MEDIA_AT_START = 1 << 20
+_MEDIA_SHARD_BYTES = 128 << 10
 
 
 class RunData:
@@ -58,7 +67,7 @@ class RunData:
         self.config = config
         self.tokenizer = tokenizer
         self.max_tokens = config.data.max_tokens_per_batch
-        if config.task == "sft" and config.data.packing and self.max_tokens is None:
+        if config.task in CHAT_TASKS and config.data.packing and self.max_tokens is None:
             self.max_tokens = micro_batch_size(config.train) * config.data.max_seq_len
         self.encoder = make_encoder(config, inputs, tokenizer, model_config)
         self._open = functools.partial(
@@ -68,6 +77,7 @@ class RunData:
             sample_by=config.data.sample_by,
             format=config.data.format,
             cache_dir=config.data.cache_dir,
+            **({"shard_bytes": _MEDIA_SHARD_BYTES} if config.task == "vlm" else {}),
         )
         self.corpora: list[TokenCorpus] = [self._open(source.files) for source in inputs.sources]
         self.eval_sets: list[PackedDataset] = []
@@ -94,6 +104,15 @@ class RunData:
         return int(sum(corpus.sizes.sum() for corpus in self.corpora))
 
     @property
+    def tokenized_at_start(self) -> bool:
+        """Whether all training text is tokenized before the first step, so that the steps can be counted."""
+        return self.size <= self._at_start
+
+    @property
+    def _at_start(self) -> int:
+        return _MEDIA_AT_START if self.config.task == "vlm" else _TOKENIZED_AT_START
+
+    @property
     def is_complete(self) -> bool:
         """Whether all training text is tokenized."""
         return all(corpus.is_complete for corpus in self.corpora)
@@ -104,7 +123,7 @@ class RunData:
 
     def describe(self) -> str:
         """Size of the training data."""
-        if self.size > TOKENIZED_AT_START:
+        if not self.tokenized_at_start:
             ahead = "" if self.is_complete else ", tokenized during training"
             return f"{self.size / 1e6:,.0f} MB of text{ahead}"
         tokens = sum(corpus.num_tokens() for corpus in self.corpora)
@@ -112,7 +131,7 @@ class RunData:
         if self.config.task == "pretrain":
             return f"{tokens:,} tokens in {documents:,} documents"
         text = f"{tokens:,} tokens in {documents:,} samples"
-        if self.config.task == "sft":
+        if self.config.task in CHAT_TASKS:
             text += f", {sum(corpus.num_trained() for corpus in self.corpora) / max(1, tokens):.1%} of them trained"
         return text + self.describe_changes()
 
@@ -143,13 +162,22 @@ class RunData:
         # A layer of width h takes about 24 h^2 FLOPs per token, and causal attention 2 h for each previous token.
         attention_cost = 1 / (12 * hidden_size) if hidden_size else 0.0
         step_tokens = config.train.global_batch_size * config.data.max_seq_len
-        return TokenLoader(self.train_set, step_tokens, self.max_tokens, attention_cost=attention_cost, **options)
+        return TokenLoader(
+            self.train_set,
+            step_tokens,
+            self.max_tokens,
+            attention_cost=attention_cost,
+            collate_fn=self.collate_fn,
+            **options,
+        )
 
     @property
     def collate_fn(self) -> Any:
         """Samples to a micro batch; None for the default of the loaders."""
         if isinstance(self.encoder, LabelEncoder):
             return functools.partial(collate_labeled, per_token=bool(self.encoder.per_token))
+        if isinstance(self.encoder, MultimodalEncoder):
+            return MultimodalCollator(self.encoder, packing=self.max_tokens is not None)
         return None
 
     def micro_batches(self) -> Iterator[dict[str, Any]]:
@@ -170,7 +198,7 @@ class RunData:
             corpus.start_processes(self.config.data.num_workers, np.roll(order, -1).tolist())
         try:
             for dataset in [*self._train_sets, *self.eval_sets]:
-                if dataset.corpus.sizes.sum() <= TOKENIZED_AT_START:
+                if dataset.corpus.sizes.sum() <= self._at_start:
                     dataset.corpus.prepare(dataset.documents.shards)
                 dataset.prepare(0)
         except BaseException:
@@ -231,7 +259,9 @@ def make_encoder(
     data = config.data
     if config.task == "pretrain":
         return TextEncoder(tokenizer, data.text_field, data.append_eos, data.split_special_tokens)
-    common: dict[str, Any] = {"long_samples": data.long_samples, "bad_samples": data.bad_samples}
+    common: dict[str, Any] = {"long_samples": data.long_samples, "on_bad_sample": data.on_bad_sample}
+    if config.task == "vlm":
+        return _multimodal_encoder(config, inputs, tokenizer, model_config, common)
     if config.task == "sft":
         load_chat_template(tokenizer, data.chat_template)
         return ChatEncoder(
@@ -253,6 +283,33 @@ def make_encoder(
         data.label_names or encoder.class_names or checkpoint or find_label_names(encoder, files, data.format)
     )
     return encoder
+
+
+def _multimodal_encoder(
+    config: RunConfig,
+    inputs: Inputs,
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PreTrainedConfig | None,
+    common: dict[str, Any],
+) -> MultimodalEncoder:
+    assert model_config is not None, "task vlm reads the model's config"
+    data = config.data
+    processor: Any = load_processor(inputs.tokenizer_path, trust_remote_code=config.model.trust_remote_code)
+    if data.chat_template is None and getattr(processor, "chat_template", None):
+        tokenizer.chat_template = processor.chat_template
+    load_chat_template(tokenizer, data.chat_template)
+    processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
+    return MultimodalEncoder(
+        processor,
+        model_config,
+        RopePositions(model_config, multimodal_class(model_config)),
+        data.max_seq_len,
+        Limits(data.max_pixels, data.max_frames),
+        train_on=data.train_on,
+        append_eos=data.append_eos,
+        plain=data.chat_template == "none",
+        **common,
+    )
 
 
 def _inspect(encoder: LabelEncoder, files: list[Path], format: str) -> None:

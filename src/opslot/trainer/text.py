@@ -23,7 +23,7 @@ from opslot.ops.cross_entropy_loss import loss_only
 from opslot.slots.protocol import keeps_sequences
 from opslot.trainer.base import BaseTrainer, TrainResult
 from opslot.trainer.generating import generate_answers
-from opslot.trainer.run_data import TOKENIZED_AT_START, RunData, open_tokenizer
+from opslot.trainer.run_data import CHAT_TASKS, RunData, open_tokenizer
 from opslot.trainer.validate import micro_batch_size
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class TextTrainer(BaseTrainer):
             **self.model_options(),
         )
         data = self.config.data
-        if data.packing and self.config.task != "classification" and (reason := keeps_sequences(built)):
+        if data.packing and self.config.task != "classification" and (reason := self.packing_problem(built)):
             also = "" if data.max_tokens_per_batch is None else " and remove data.max_tokens_per_batch"
             raise ConfigError(
                 f"{type(built).__name__} cannot train on packed documents, which would see each other",
@@ -97,7 +97,7 @@ class TextTrainer(BaseTrainer):
         train = self.config.train
         if train.max_steps is not None:
             return train.max_steps
-        if self.data.size > TOKENIZED_AT_START:
+        if not self.data.tokenized_at_start:
             return None
         if isinstance(self.batches, TokenLoader):
             return self.batches.steps(train.num_epochs)
@@ -107,6 +107,10 @@ class TextTrainer(BaseTrainer):
     def progress(self) -> float:
         assert isinstance(self.batches, SampleLoader | TokenLoader), "these loaders report their progress"
         return self.batches.epoch / self.config.train.num_epochs
+
+    def packing_problem(self, model: PreTrainedModel) -> str | None:
+        """Why packed documents would see each other in `model`; None where they don't."""
+        return keeps_sequences(model)
 
     def model_options(self) -> dict[str, Any]:
         """Further options of `build_foundation_model`."""
@@ -148,7 +152,12 @@ class TextTrainer(BaseTrainer):
         """The model's answer to each prompt, without sampling; every rank calls it."""
         with self._evaluating():
             return generate_answers(
-                self.model, self.tokenizer, prompts, max_new_tokens, chat=self.config.task == "sft", device=self.device
+                self.model,
+                self.tokenizer,
+                prompts,
+                max_new_tokens,
+                chat=self.config.task in CHAT_TASKS,
+                device=self.device,
             )
 
     @contextlib.contextmanager

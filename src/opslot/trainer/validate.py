@@ -152,12 +152,16 @@ def _no_effect(config: RunConfig) -> list[str]:
     """Settings that change nothing in this run."""
     train, data = config.train, config.data
     warnings = []
-    only = {"sft": ("chat_template", "train_on"), "classification": ("label_field", "label_names")}
-    for task, names in only.items():
+    only = {
+        ("sft", "vlm"): ("chat_template", "train_on"),
+        ("classification",): ("label_field", "label_names"),
+        ("vlm",): ("max_pixels", "max_frames"),
+    }
+    for tasks, names in only.items():
         warnings += [
-            f"data.{name} has no effect on task {config.task}; it is for task {task}"
+            f"data.{name} has no effect on task {config.task}; it is for task {' and '.join(tasks)}"
             for name in names
-            if config.task != task and getattr(data, name) != getattr(DataConfig, name)
+            if config.task not in tasks and getattr(data, name) != getattr(DataConfig, name)
         ]
     if data.eval_path and train.eval_steps is None:
         warnings.append("data.eval_path has no effect without train.eval_steps")
@@ -193,6 +197,8 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
         "train.fsdp.prefetch": (train.fsdp.prefetch, 0),
         "data.max_seq_len": (data.max_seq_len, 2),
         "data.num_workers": (data.num_workers, 0),
+        "data.max_pixels": (data.max_pixels, 1),
+        "data.max_frames": (data.max_frames, 1),
         "evaluation.max_new_tokens": (config.evaluation.max_new_tokens, 1),
         "evaluation.early_stopping_patience": (config.evaluation.early_stopping_patience, 1),
     }
@@ -203,6 +209,7 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
     above_zero = {"train.lr": train.lr, "train.num_epochs": train.num_epochs, "train.optimizer.eps": optimizer.eps}
     if train.logging.peak_tflops is not None:
         above_zero["train.logging.peak_tflops"] = train.logging.peak_tflops
+    above_zero |= {f"train.lr_of.{name}": value for name, value in (train.lr_of or {}).items()}
     problems += [f"{name}={value} must be above 0" for name, value in above_zero.items() if not value > 0]
     finite = {**above_zero, "train.weight_decay": train.weight_decay}
     problems += [f"{name} must be finite" for name, value in finite.items() if value == math.inf]
@@ -284,10 +291,13 @@ def _check_task(config: RunConfig, problems: list[str]) -> None:
         for name in ("prompts", "save_best", "early_stopping_patience"):
             if getattr(evaluation, name):
                 problems.append(f"evaluation.{name} needs train.eval_steps")
+    if config.task != "vlm":
+        names = [name for name in ("freeze", "lr_of") if getattr(train, name)]
+        problems += [f"train.{name} is for task vlm, and task is {config.task}; remove it" for name in names]
     template = data.chat_template
     if template not in (None, "none"):
-        if config.task != "sft":
-            problems.append(f"data.chat_template is for task sft, and task is {config.task}; remove it")
+        if config.task not in ("sft", "vlm"):
+            problems.append(f"data.chat_template is for tasks sft and vlm, and task is {config.task}; remove it")
         elif not Path(str(template)).expanduser().is_file():
             problems.append(f"data.chat_template: no such file: {template}; set it to a Jinja template file, or none")
 

@@ -1,0 +1,334 @@
+"""Images, videos and audio of a sample: from a path, bytes, base64, a PIL image or an array to what processors take."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import itertools
+import json
+import math
+import wave
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+KINDS = ("image", "video", "audio")
+# Keys of a source, in the order in which they are looked for.
+_KEYS = ("bytes", "base64", "array", "frames", "path", "url", "file")
+
+
+class MediaError(ValueError):
+    """An image, video or audio that cannot be read; says what is wrong, without the location of the sample."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of the memory that decoding takes.
+
+    Attributes:
+        max_pixels: larger images and frames are scaled down to at most this many pixels; None keeps their size.
+        max_frames: longer videos are sampled uniformly to this many frames.
+    """
+
+    max_pixels: int | None = None
+    max_frames: int = 64
+
+
+@dataclass(frozen=True)
+class Video:
+    """Decoded frames, uint8 [frames, height, width, 3], and what timestamps are computed from.
+
+    Attributes:
+        indices: number of each frame in the original video, which has `total` frames at `fps` frames per second.
+    """
+
+    frames: np.ndarray
+    indices: list[int]
+    total: int
+    fps: float
+
+
+def load_image(source: Any, folder: Path, limits: Limits) -> Image:
+    """An RGB image.
+
+    Raises:
+        MediaError: a missing file, or one that does not decode.
+    """
+    from PIL import Image
+
+    value = _value(source)
+    if isinstance(value, Image.Image):
+        image = value
+    elif isinstance(value, np.ndarray | list):
+        image = Image.fromarray(_pixels(value, (2, 3), "an image"))
+    else:
+        try:
+            image = Image.open(io.BytesIO(_read(value, folder)))
+            if limits.max_pixels is not None and image.width * image.height > limits.max_pixels:
+                # JPEG decodes at a reduced size, which bounds the memory of huge images.
+                image.draft("RGB", _scaled(image.size, limits.max_pixels))
+            image.load()
+        except MediaError:
+            raise
+        # PIL raises many types for damaged files.
+        except Exception as error:
+            raise MediaError(f"the image {describe(source)} does not decode ({error})") from error
+    image = image if image.mode == "RGB" else image.convert("RGB")
+    if limits.max_pixels is not None and image.width * image.height > limits.max_pixels:
+        image = image.resize(_scaled(image.size, limits.max_pixels), Image.Resampling.BICUBIC)
+    return image
+
+
+def load_video(source: Any, folder: Path, limits: Limits) -> Video:
+    """Uniformly sampled frames of a video file, an animated image, an array or a list of images.
+
+    Raises:
+        MediaError: no frames, a file that does not decode, or no installed package that decodes it.
+    """
+    value = _value(source)
+    fps = float(source.get("fps") or 0) if isinstance(source, Mapping) else 0.0
+    listed = isinstance(value, list) and bool(value) and not isinstance(value[0], list)
+    if isinstance(value, np.ndarray) or (isinstance(value, list) and value and not listed):
+        pixels = _pixels(value, (4,), "a video")
+        indices = _sampled(len(pixels), limits.max_frames, source)
+        frames = [load_image(pixels[index], folder, limits) for index in indices]
+        return _video(frames, indices, len(pixels), fps)
+    if isinstance(value, list):
+        indices = _sampled(len(value), limits.max_frames, source)
+        frames = [load_image(value[index], folder, limits) for index in indices]
+        return _video(frames, indices, len(value), fps)
+    data = _read(value, folder)
+    return _decode_animation(data, source, limits) or _decode_video(data, source, folder, limits)
+
+
+def load_audio(source: Any, folder: Path, sampling_rate: int) -> np.ndarray:
+    """Mono float32 samples [n] at `sampling_rate`.
+
+    An array is taken as it is, at the `sampling_rate` that its source gives.
+
+    Raises:
+        MediaError: no samples, or a file that does not decode.
+    """
+    value = _value(source)
+    if isinstance(value, np.ndarray | list):
+        samples = np.asarray(value, dtype=np.float32)
+        rate = int((source.get("sampling_rate") if isinstance(source, Mapping) else None) or sampling_rate)
+    else:
+        samples, rate = _decode_audio(_read(value, folder), source)
+    if not samples.size:
+        raise MediaError(f"the audio {describe(source)} has length zero")
+    samples = samples if samples.ndim == 1 else samples.mean(axis=int(np.argmin(samples.shape)))
+    return samples if rate == sampling_rate else _resampled(samples, rate, sampling_rate)
+
+
+def describe(source: Any) -> str:
+    """A short name of a source, for errors."""
+    if isinstance(source, Mapping) and isinstance(source.get("path"), str) and source.get("bytes") is not None:
+        return f"{source['path']} (in the record)"
+    value = _value(source)
+    if isinstance(value, str) and not value.startswith("data:") and len(value) < 400:
+        return value
+    return f"in the record (a {type(value).__name__})"
+
+
+def pack(value: Any, blobs: list[bytes]) -> Any:
+    """`value` as JSON, with its bytes, arrays and PIL images appended to `blobs`."""
+    if isinstance(value, Mapping):
+        return {str(key): pack(item, blobs) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [pack(item, blobs) for item in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    stream = io.BytesIO()
+    if isinstance(value, np.ndarray):
+        np.save(stream, value, allow_pickle=False)
+        kind, data = "npy", stream.getvalue()
+    elif isinstance(value, bytes | bytearray | memoryview):
+        kind, data = "bytes", bytes(value)
+    elif hasattr(value, "save"):
+        value.convert("RGB").save(stream, "PNG")
+        kind, data = "bytes", stream.getvalue()
+    else:
+        raise MediaError(f"a {type(value).__name__} is not an image, video or audio")
+    blobs.append(data)
+    return {"__blob__": [kind, len(blobs) - 1]}
+
+
+def unpack(value: Any, blobs: list[bytes]) -> Any:
+    """The inverse of `pack`."""
+    if isinstance(value, list):
+        return [unpack(item, blobs) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "__blob__" in value:
+        kind, number = value["__blob__"]
+        return blobs[number] if kind == "bytes" else np.load(io.BytesIO(blobs[number]), allow_pickle=False)
+    return {key: unpack(item, blobs) for key, item in value.items()}
+
+
+def to_bytes(value: Any) -> bytes:
+    """JSON and its binary parts as one byte string."""
+    blobs: list[bytes] = []
+    packed = pack(value, blobs)
+    header = json.dumps([packed, [len(blob) for blob in blobs]]).encode()
+    return b"".join([len(header).to_bytes(8, "little"), header, *blobs])
+
+
+def from_bytes(data: bytes) -> Any:
+    """The inverse of `to_bytes`."""
+    size = 8 + int.from_bytes(data[:8], "little")
+    packed, lengths = json.loads(data[8:size])
+    ends = np.cumsum([size, *lengths]).tolist()
+    return unpack(packed, [data[a:b] for a, b in itertools.pairwise(ends)])
+
+
+def _value(source: Any) -> Any:
+    """What a source consists of: a mapping's first known key that is set."""
+    if isinstance(source, Mapping):
+        key = next((key for key in _KEYS if source.get(key) is not None), None)
+        if key is None:
+            raise MediaError(
+                f"a source has none of {', '.join(_KEYS)}; it has {', '.join(map(str, source)) or 'nothing'}"
+            )
+        return f"data:;base64,{source[key]}" if key == "base64" else source[key]
+    return source
+
+
+def _read(value: Any, folder: Path) -> bytes:
+    """The bytes of a file, a data URI, or `value` itself."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if not isinstance(value, str):
+        raise MediaError(f"a {type(value).__name__} is not a path, bytes or base64")
+    if value.startswith("data:"):
+        try:
+            return base64.b64decode(value.partition(",")[2], validate=True)
+        except binascii.Error as error:
+            raise MediaError(f"not base64: {error}") from error
+    if value.startswith(("http://", "https://")):
+        raise MediaError(f"{value} is not downloaded; store the file and give its path")
+    path = folder / Path(value.removeprefix("file://")).expanduser()
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise MediaError(f"{value} cannot be read ({error.strerror}); relative paths start at {folder}") from error
+
+
+def _pixels(value: Any, dimensions: tuple[int, ...], what: str) -> np.ndarray:
+    """uint8 pixels; floats are in [0, 1]."""
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise MediaError(f"the array of {what} is not rectangular ({error})") from error
+    if array.ndim not in dimensions or 0 in array.shape[1:] or array.dtype.kind not in "uif":
+        raise MediaError(f"an array of shape {list(array.shape)} and dtype {array.dtype} is not {what}")
+    if array.ndim > 2 and array.shape[-1] not in (1, 3, 4) and array.shape[-3] in (1, 3, 4):
+        array = np.moveaxis(array, -3, -1)
+    if array.dtype.kind == "f":
+        array = array * 255.0
+    array = array.clip(0, 255).astype(np.uint8)
+    return array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array
+
+
+def _scaled(size: tuple[int, int], max_pixels: int) -> tuple[int, int]:
+    scale = math.sqrt(max_pixels / (size[0] * size[1]))
+    return max(1, int(size[0] * scale)), max(1, int(size[1] * scale))
+
+
+def _sampled(count: int, most: int, source: Any) -> list[int]:
+    """Numbers of at most `most` of `count` frames, evenly spaced."""
+    if count == 0:
+        raise MediaError(f"the video {describe(source)} has no frames")
+    return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))
+
+
+def _video(frames: list[Image], indices: list[int], total: int, fps: float) -> Video:
+    if len({frame.size for frame in frames}) > 1:
+        frames = [frame.resize(frames[0].size) for frame in frames]
+    return Video(np.stack([np.asarray(frame) for frame in frames]), indices, total, fps or 24.0)
+
+
+def _decode_animation(data: bytes, source: Any, limits: Limits) -> Video | None:
+    """The frames of a GIF, WebP or APNG; None for another file."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        image = Image.open(io.BytesIO(data))
+    except UnidentifiedImageError:
+        return None
+    try:
+        total = getattr(image, "n_frames", 1)
+        indices = _sampled(total, limits.max_frames, source)
+        frames = []
+        for index in indices:
+            image.seek(index)
+            frames.append(load_image(image.copy(), Path(), limits))
+    except Exception as error:
+        raise MediaError(f"the video {describe(source)} does not decode ({error})") from error
+    return _video(frames, indices, total, 1000 / (image.info.get("duration") or 42))
+
+
+def _decode_video(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
+    try:
+        import av
+    except ImportError as error:
+        raise MediaError(
+            f"the video {describe(source)} needs PyAV to decode it; pip install av, or give its frames as images"
+        ) from error
+    try:
+        with av.open(io.BytesIO(data)) as container:
+            stream = container.streams.video[0]
+            total = sum(1 for _ in container.decode(stream))
+            fps = float(stream.average_rate or 0)
+            indices = _sampled(total, limits.max_frames, source)
+            container.seek(0)
+            wanted, frames = set(indices), []
+            for number, frame in enumerate(container.decode(stream)):
+                if number in wanted:
+                    frames.append(load_image(frame.to_image(), folder, limits))
+    except MediaError:
+        raise
+    except Exception as error:
+        raise MediaError(f"the video {describe(source)} does not decode ({error})") from error
+    return _video(frames, indices, total, fps)
+
+
+def _decode_audio(data: bytes, source: Any) -> tuple[np.ndarray, int]:
+    """Samples [n, channels] and their rate: PCM WAV by Python itself, other formats by soundfile."""
+    try:
+        with wave.open(io.BytesIO(data)) as file:
+            width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
+            raw = file.readframes(file.getnframes())
+        if width == 2:
+            return np.frombuffer(raw, "<i2").reshape(-1, channels) / np.float32(2**15), rate
+    except (wave.Error, EOFError):
+        pass
+    try:
+        import soundfile
+    except ImportError as error:
+        raise MediaError(
+            f"the audio {describe(source)} is not a 16-bit PCM WAV file, and soundfile is not installed; "
+            "pip install soundfile"
+        ) from error
+    try:
+        samples, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
+    except Exception as error:
+        raise MediaError(f"the audio {describe(source)} does not decode ({error})") from error
+    return samples, int(rate)
+
+
+def _resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
+    """Band-limited resampling with the FFT."""
+    count = max(1, round(len(samples) * wanted / rate))
+    spectrum = np.fft.rfft(samples)
+    kept = min(len(spectrum), count // 2 + 1)
+    resized = np.zeros(count // 2 + 1, dtype=spectrum.dtype)
+    resized[:kept] = spectrum[:kept]
+    return (np.fft.irfft(resized, count) * (count / len(samples))).astype(np.float32)

@@ -1,0 +1,146 @@
+"""Images, videos and audio of a conversation, given in content parts or in columns beside the messages."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from opslot.data.media import KINDS, MediaError
+
+# Columns that hold the media of all messages in their order, as LLaMA-Factory, ms-swift and TRL read them.
+COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
+_TAG = re.compile(r"<(image|video|audio)>")
+_SOURCES = ("path", "url", "bytes", "base64", "array", "frames", "file")
+
+
+def separate_media(record: Mapping[str, Any], form: str) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
+    """The record with parts {"type": "image"} for media, and (kind, source) of each in order.
+
+    A part is {"type": "image", "image": SOURCE}, {"type": "image", "path": ...} (or bytes, base64, array), {"type":
+    "image_url", "image_url": {"url": ...}}, or {"type": "image"} for the next of the column `images`. In a string,
+    <image>, <video> and <audio> also stand for the next of a column, if the record has one.
+
+    Args:
+        form: the first column of the conversation.
+
+    Raises:
+        MediaError: a part without a source, or a column with more media than the messages use.
+    """
+    queues = {kind: _column(record, kind) for kind in KINDS}
+    media: list[tuple[str, Any]] = []
+    columns = ("prompt", "completion") if form == "prompt" else (form,)
+    changed = dict(record)
+    for column in columns:
+        value = record.get(column)
+        if isinstance(value, str) and form != "prompt":
+            try:
+                value = json.loads(value)
+            except ValueError:
+                continue
+        if isinstance(value, str):
+            parts = _of_text(value, queues, media)
+            if parts != value:
+                role = "user" if column == "prompt" else "assistant"
+                changed[column] = [{"role": role, "content": parts}]
+        elif isinstance(value, list):
+            changed[column] = [_of_message(message, queues, media) for message in value]
+    if form == "prompt" and isinstance(changed.get("prompt"), list) and isinstance(changed.get("completion"), str):
+        changed["completion"] = [{"role": "assistant", "content": changed["completion"]}]
+    left = [f"{len(queue)} more of {kind}" for kind, queue in queues.items() if queue]
+    if left:
+        raise MediaError(
+            f"the columns of media have {' and '.join(left)} than the messages use; add <image>, <video> or <audio> "
+            'to the text, or parts {"type": "image"}'
+        )
+    return changed, media
+
+
+def _column(record: Mapping[str, Any], kind: str) -> list[Any]:
+    for name in (f"{kind}s", kind):
+        value = record.get(name)
+        if value is not None:
+            return list(value) if isinstance(value, list) and name == f"{kind}s" else [value]
+    return []
+
+
+def _of_message(message: Any, queues: dict[str, list[Any]], media: list[tuple[str, Any]]) -> Any:
+    if not isinstance(message, Mapping):
+        return message
+    key = "content" if message.get("content") is not None else "value"
+    content = message.get(key)
+    if isinstance(content, str):
+        return {**message, key: _of_text(content, queues, media)}
+    if not isinstance(content, list):
+        return dict(message)
+    return {**message, key: [_of_part(part, queues, media) for part in content]}
+
+
+def _of_text(text: str, queues: dict[str, list[Any]], media: list[tuple[str, Any]]) -> Any:
+    """The text itself, or its parts where tags stand for the media of columns."""
+    if not any(queues.values()):
+        return text
+    parts: list[dict[str, Any]] = []
+    start = 0
+    for tag in _TAG.finditer(text):
+        kind = tag[1]
+        if not queues[kind]:
+            continue
+        if tag.start() > start:
+            parts.append({"type": "text", "text": text[start : tag.start()]})
+        parts.append({"type": kind})
+        media.append((kind, queues[kind].pop(0)))
+        start = tag.end()
+    if not parts:
+        return text
+    return [*parts, {"type": "text", "text": text[start:]}] if start < len(text) else parts
+
+
+def _of_part(part: Any, queues: dict[str, list[Any]], media: list[tuple[str, Any]]) -> Any:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, Mapping):
+        raise MediaError(f"a part of a message must be an object with type, found {part!r}"[:200])
+    known = {key: value for key, value in part.items() if value is not None}
+    kind = _kind(known)
+    if kind == "text":
+        return {"type": "text", "text": known.get("text", "")}
+    source = _source(known, kind)
+    if source is None:
+        if not queues[kind]:
+            raise MediaError(
+                f'a part of type {kind} has no source; it has {", ".join(known)}. Give it as "{kind}", path, bytes or '
+                f"base64, or in a column {kind}s"
+            )
+        source = queues[kind].pop(0)
+    media.append((kind, source))
+    return {"type": kind}
+
+
+def _kind(part: Mapping[str, Any]) -> str:
+    given = str(part.get("type") or next((key for key in part if key.split("_")[0] in (*KINDS, "text")), ""))
+    kind = given.removeprefix("input_").removesuffix("_url")
+    if kind not in (*KINDS, "text"):
+        raise MediaError(f"unknown part type {given!r}; expected text, {', '.join(KINDS)}")
+    return kind
+
+
+def _source(part: Mapping[str, Any], kind: str) -> Any:
+    for key in (kind, f"{kind}_url", f"input_{kind}"):
+        value = part.get(key)
+        if isinstance(value, Mapping) and "data" in value:
+            return {"base64": value["data"]}
+        if value is not None:
+            # Settings beside the source, such as fps.
+            extra = {name: part[name] for name in ("fps", "sampling_rate") if name in part}
+            if not extra:
+                return value
+            return {**value, **extra} if isinstance(value, Mapping) else {_key_of(value): value, **extra}
+    return dict(part) if any(part.get(name) is not None for name in _SOURCES) else None
+
+
+def _key_of(value: Any) -> str:
+    if isinstance(value, str):
+        return "path"
+    return "bytes" if isinstance(value, bytes) else "array"

@@ -1,0 +1,446 @@
+"""Conversations with images, video and audio, encoded by a checkpoint's own processor.
+
+A sample is tokenized once, as text is: its tokens with the placeholders of its media, its labels and the estimated
+FLOPs of its encoders go to the token cache, with what the features are computed from (paths, or the bytes that the
+record holds). The features, such as pixel values, are computed again when the sample is in a batch, in the dataloader's
+processes. So order, packing and resuming work as for text, and no decoded image is stored.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from opslot._base.errors import DataError
+from opslot.data.chat import ChatEncoder, Rendered, SampleError, trained_tokens
+from opslot.data.encoder import digest
+from opslot.data.media import KINDS, Limits, MediaError, Video, from_bytes, load_audio, load_image, load_video, to_bytes
+from opslot.data.media_parts import COLUMNS, separate_media
+from opslot.data.packing import IGNORE_INDEX, LABELED, MediaDocument, collate, collate_padded
+from opslot.data.records import ByteRange, Location, read_records
+from opslot.data.rope_positions import RopePositions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, ProcessorMixin
+
+# What processors raise for input that they do not take.
+_REJECTED = (ValueError, TypeError, LookupError, RuntimeError, AttributeError, ArithmeticError, OSError)
+# The part of a processor that each kind of media needs; some have another name in some releases.
+_COMPONENTS = {
+    "image": ("image_processor",),
+    "video": ("video_processor",),
+    "audio": ("feature_extractor", "audio_processor"),
+}
+# Inputs that are not passed on: they are made for the packed sequence.
+_OWN = ("input_ids", "attention_mask")
+_PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
+
+
+class MultimodalEncoder(ChatEncoder):
+    """Encodes conversations with media as tokens with labels, and computes their features.
+
+    Args:
+        processor: of the checkpoint; its tokenizer must be a fast one.
+        config: of the model.
+        positions: position ids of the model.
+        limits: bounds for decoding.
+        options: as in `ChatEncoder`.
+    """
+
+    optional = (*ChatEncoder.optional, *COLUMNS)
+
+    def __init__(
+        self,
+        processor: ProcessorMixin,
+        config: PreTrainedConfig,
+        positions: RopePositions,
+        max_seq_len: int,
+        limits: Limits | None = None,
+        **options: Any,
+    ) -> None:
+        self.processor: Any = processor
+        super().__init__(self.processor.tokenizer, max_seq_len, **options)
+        self.config = config
+        self.positions = positions
+        self.limits = limits or Limits()
+        self._media: list[tuple[str, Any]] = []
+
+    def identity(self) -> dict[str, Any]:
+        known = self.processor.to_dict()
+        # The tokenizer has its own entry, and where the processor was read from does not matter.
+        settings = {name: value for name, value in known.items() if name != "tokenizer"}
+        return {
+            **super().identity(),
+            "task": "vlm",
+            "processor": f"content {digest(repr(sorted(map(repr, _flat(settings)))))}",
+            "data.max_pixels": self.limits.max_pixels,
+            "data.max_frames": self.limits.max_frames,
+        }
+
+    def render(self, record: Mapping[str, Any], columns: Sequence[str]) -> list[Rendered]:
+        try:
+            record, self._media = separate_media(record, columns[0])
+        except MediaError as error:
+            raise SampleError(str(error)) from error
+        return super().render(record, columns)
+
+    def encode(
+        self, ranges: Sequence[ByteRange], sample_by: str, problems: list[str], counts: Counter[str]
+    ) -> Iterator[list[MediaDocument]]:
+        for where, record in read_records(ranges, self.columns, sample_by, problems):
+            try:
+                samples = self.render(record, self.columns[where.file])
+                media = self._media
+                found = [self._document(where, sample, media, counts) for sample in samples]
+                yield [document for document in found if document is not None]
+            except SampleError as error:
+                if self.on_bad_sample == "skip":
+                    counts["malformed"] += 1
+                else:
+                    problems.append(f"{where}: {error}; set data.on_bad_sample: skip to leave such samples out")
+
+    def _document(
+        self, where: Location, sample: Rendered, media: list[tuple[str, Any]], counts: Counter[str]
+    ) -> MediaDocument | None:
+        """A sample's tokens, labels and media; None if it is left out, which is counted."""
+        used = _used(sample, media)
+        description = {
+            "where": str(where),
+            "folder": str(where.file.absolute().parent),
+            "text": sample.text,
+            "media": [list(item) for item in used],
+        }
+        inputs, expanded = self._process(description)
+        ids = inputs["input_ids"][0]
+        encoded = self.tokenizer(expanded, add_special_tokens=self.plain, return_offsets_mapping=True, verbose=False)
+        if encoded["input_ids"] != ids.tolist():
+            raise SampleError(f"{type(self.processor).__name__} returns other tokens than its text has")
+        spans = sample.spans
+        if spans is not None:
+            spans = _moved(sample.text, expanded, spans, self._placeholders(sample.text))
+        tokens = np.empty(len(ids), LABELED)
+        tokens["token"] = ids
+        tokens["label"] = np.where(trained_tokens(spans, encoded["offset_mapping"]), ids, IGNORE_INDEX)
+        self._check_placeholders(ids, inputs, used)
+        placeholder = torch.isin(ids, torch.tensor(self._media_tokens))
+        tokens["label"][placeholder.numpy()] = IGNORE_INDEX
+        kept = self._shortened(where, tokens, placeholder, counts)
+        if kept is None:
+            return None
+        return MediaDocument(kept, to_bytes(description), encoder_cost(self.config, inputs))
+
+    def _shortened(
+        self, where: Location, tokens: np.ndarray, placeholder: torch.Tensor, counts: Counter[str]
+    ) -> np.ndarray | None:
+        """At most `max_seq_len` tokens with a trained one among them; None without. Media are never cut."""
+        if len(tokens) > self.max_seq_len:
+            if self.long_samples == "error":
+                raise SampleError(
+                    f"{len(tokens)} tokens, more than data.max_seq_len={self.max_seq_len}; increase it, lower "
+                    "data.max_pixels, or set data.long_samples to truncate or skip"
+                )
+            cut = self.long_samples == "skip" or bool(placeholder[self.max_seq_len :].any())
+            counts["too long" if cut else "truncated"] += 1
+            if cut:
+                return None
+            tokens = tokens[: self.max_seq_len]
+        if (tokens["label"][1:] == IGNORE_INDEX).all():
+            counts["without a trained token"] += 1
+            return None
+        return tokens
+
+    def features(self, extra: bytes, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Features, and "position_ids" [axes, S], of a document with tokens [S].
+
+        Raises:
+            DataError: a file has changed or is gone since the document was tokenized.
+        """
+        description = from_bytes(extra)
+        where = description["where"]
+        try:
+            inputs, _ = self._process(description)
+        except SampleError as error:
+            raise DataError(
+                f"{where}: {error}",
+                found="it could be read when it was tokenized",
+                hint="restore the file and continue with train.resume_from: latest",
+            ) from error
+        ids = inputs["input_ids"][0]
+        if not torch.equal(ids[: len(tokens)], tokens):
+            raise DataError(
+                f"{where}: its images, video or audio have changed since it was tokenized",
+                hint="restore the files, or delete the token cache (data.cache_dir) and start a new run",
+            )
+        found = {name: value for name, value in inputs.items() if name not in _OWN}
+        positions = self.positions(ids, found)
+        used = ("mm_token_type_ids",) if self.positions.axes > 1 else ()
+        found = {
+            name: value[0, : len(tokens)] if name in _PER_TOKEN else value
+            for name, value in found.items()
+            if name not in used
+        }
+        return {**found, "position_ids": positions[:, : len(tokens)]}
+
+    def _process(self, description: dict[str, Any]) -> tuple[dict[str, torch.Tensor], str]:
+        """The processor's outputs for a sample, and its text with all placeholders."""
+        folder = Path(description["folder"])
+        media: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+        for kind, source in description["media"]:
+            parts = (getattr(self.processor, name, None) for name in _COMPONENTS[kind])
+            component = next((part for part in parts if part is not None), None)
+            if component is None:
+                raise SampleError(f"has {kind}, which {type(self.processor).__name__} cannot process{_missing(kind)}")
+            try:
+                if kind == "image":
+                    media[kind].append(load_image(source, folder, self.limits))
+                elif kind == "video":
+                    media[kind].append(load_video(source, folder, self.limits))
+                else:
+                    media[kind].append(load_audio(source, folder, component.sampling_rate))
+            except MediaError as error:
+                raise SampleError(str(error)) from error
+        recorder = _Recorder(self.tokenizer)
+        self.processor.tokenizer = recorder
+        try:
+            outputs = self.processor(
+                text=[description["text"]],
+                return_tensors="pt",
+                add_special_tokens=self.plain,
+                **_arguments(media),
+            )
+        except _REJECTED as error:
+            raise SampleError(f"{type(self.processor).__name__} rejects it: {error}") from error
+        finally:
+            self.processor.tokenizer = self.tokenizer
+        return {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}, recorder.text
+
+    @property
+    def _media_tokens(self) -> list[int]:
+        """Tokens that the model replaces with features."""
+        found = []
+        for kind in KINDS:
+            for holder in (self.config, getattr(self.config, "thinker_config", None)):
+                for name in (f"{kind}_token_id", f"{kind}_token_index"):
+                    value = getattr(holder, name, None)
+                    if isinstance(value, int):
+                        found.append(value)
+        return found
+
+    def _placeholders(self, text: str) -> list[str]:
+        """Strings in `text` that the processor may replace."""
+        names = [name for name in dir(self.processor) if name.endswith("_token")]
+        values = {getattr(self.processor, name, None) for name in names}
+        return sorted((v for v in values if isinstance(v, str) and v and v in text), key=len, reverse=True)
+
+    def _check_placeholders(self, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor], used: list[Any]) -> None:
+        """Compare the placeholders of images and videos with the features that the model will compute."""
+        if not used and bool(torch.isin(ids, torch.tensor(self._media_tokens)).any()):
+            raise SampleError("its text holds a placeholder of an image, video or audio, but it has none")
+        for kind in ("image", "video"):
+            grid, token = inputs.get(f"{kind}_grid_thw"), getattr(self.config, f"{kind}_token_id", None)
+            part = getattr(self.processor, f"{kind}_processor", None)
+            merge = getattr(part, "merge_size", None)
+            if grid is None or token is None or merge is None:
+                continue
+            placeholders, features = int((ids == token).sum()), int(grid.prod(-1).sum()) // merge**2
+            if placeholders != features:
+                raise SampleError(
+                    f"{placeholders} {kind} placeholders in the text, but {features} features; remove the placeholder "
+                    "from the text, or use the processor that ships with the checkpoint"
+                )
+
+
+class MultimodalCollator:
+    """A micro batch with features, from samples with extras.
+
+    Args:
+        encoder: computes features.
+        packing: samples are packed documents; else each is one document, padded.
+
+    Returns (of a call):
+        What `collate` or `collate_padded` return, and the features of all documents in their order. position_ids have
+        the axes of the model's rotary embedding, int64 [axes, B, S], preceded by the position in the document where
+        the model takes it; [B, S] for a model with one axis.
+    """
+
+    def __init__(self, encoder: MultimodalEncoder, packing: bool) -> None:
+        self.encoder = encoder
+        self.packing = packing
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = collate(samples) if self.packing else collate_padded(samples)
+        positions = self.encoder.positions
+        axes = positions.axes
+        text = batch["position_ids"]
+        rotary = text.expand(axes, *text.shape).clone()
+        per_token: dict[str, torch.Tensor] = {}
+        features: dict[str, list[torch.Tensor]] = {}
+        for row, sample in enumerate(samples):
+            start = 0
+            for length, extra in zip(sample["lengths"], sample.get("extras", ()), strict=False):
+                stop = start + length
+                found = self.encoder.features(extra, sample["input_ids"][start:stop])
+                rotary[:, row, start:stop] = found.pop("position_ids")
+                for name, value in found.items():
+                    if name in _PER_TOKEN:
+                        per_token.setdefault(name, torch.zeros_like(text))[row, start:stop] = value
+                    else:
+                        features.setdefault(name, []).append(value)
+                start = stop
+        if axes > 1:
+            batch["position_ids"] = torch.cat([text[None], rotary]) if positions.takes_text_axis else rotary
+        return {**batch, **per_token, **{name: _joined(values) for name, values in features.items()}}
+
+
+def encoder_cost(config: Any, inputs: Mapping[str, torch.Tensor]) -> float:
+    """Estimated FLOPs of a sample's encoders, in tokens of the language model (without its attention).
+
+    A layer of width h takes 24 h^2 FLOPs per token, and bidirectional attention 4 h for each token of the same image:
+    n patches cost n * (layers * h * (h + s / 6)) / (layers * h^2 of the language model), with s patches an image.
+    """
+    config = getattr(config, "thinker_config", config)
+    text = config.get_text_config()
+    decoder = _number(text, "num_hidden_layers") * _number(text, "hidden_size") ** 2
+    total = 0.0
+    for kind, names in {"vision": ("image_grid_thw", "video_grid_thw"), "audio": ()}.items():
+        tower = getattr(config, f"{kind}_config", None)
+        if tower is None:
+            continue
+        width = _number(tower, "embed_dim", "hidden_size", "d_model")
+        layers = _number(tower, "depth", "num_hidden_layers", "encoder_layers", "num_layers")
+        counts: list[tuple[int, int]] = []
+        for name in names:
+            for t, h, w in inputs[name].tolist() if name in inputs else ():
+                counts.append((t * h * w, h * w))
+        if kind == "vision" and not counts and "pixel_values" in inputs and inputs["pixel_values"].ndim >= 4:
+            patch = _number(tower, "patch_size")
+            pixels = inputs["pixel_values"]
+            own = pixels.shape[-1] * pixels.shape[-2] // patch**2
+            counts = [(own, own)] * (pixels.numel() // (pixels.shape[-1] * pixels.shape[-2] * pixels.shape[-3]))
+        if kind == "audio" and "input_features" in inputs:
+            own = inputs["input_features"].shape[-1] // 2
+            counts = [(own, own)] * len(inputs["input_features"])
+        total += sum(n * layers * width * (width + s / 6) for n, s in counts)
+    return total / decoder
+
+
+def _number(config: Any, *names: str) -> int:
+    found = next((getattr(config, name) for name in names if getattr(config, name, None)), 1)
+    return int(found[0] if isinstance(found, list | tuple) else found)
+
+
+class _Recorder:
+    """A tokenizer that keeps the text it was called with."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.text = ""
+
+    def __call__(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+        self.text = text if isinstance(text, str) else text[0]
+        return self._tokenizer(text, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def _used(sample: Rendered, media: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """The media of the messages that a sample renders, in their order."""
+    contents = [message.get("content") for message in sample.messages]
+    count = sum(
+        part.get("type") in KINDS
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+        if isinstance(part, Mapping)
+    )
+    return media[:count]
+
+
+def _arguments(media: dict[str, list[Any]]) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    if media["image"]:
+        arguments["images"] = media["image"]
+    if media["audio"]:
+        arguments["audio"] = media["audio"]
+    videos: list[Video] = media["video"]
+    if videos:
+        arguments["videos"] = [torch.from_numpy(video.frames).permute(0, 3, 1, 2) for video in videos]
+        arguments["do_sample_frames"] = False
+        arguments["video_metadata"] = [
+            {"total_num_frames": video.total, "fps": video.fps, "frames_indices": video.indices} for video in videos
+        ]
+    return arguments
+
+
+def _missing(kind: str) -> str:
+    import importlib.util
+
+    if kind == "video" and importlib.util.find_spec("torchvision") is None:
+        return " without torchvision; pip install torchvision"
+    return ""
+
+
+def _moved(text: str, expanded: str, spans: list[tuple[int, int]], placeholders: list[str]) -> list[tuple[int, int]]:
+    """`spans` of `text` in `expanded`, where each run of placeholders is replaced.
+
+    Raises:
+        SampleError: the texts differ elsewhere.
+    """
+    kept = [(0, len(text))]
+    for value in placeholders:
+        kept = [piece for start, stop in kept for piece in _split(text, start, stop, value)]
+    moved: list[tuple[int, int, int]] = []
+    position = 0
+    for number, (start, stop) in enumerate(kept):
+        piece = text[start:stop]
+        last = number == len(kept) - 1 and stop == len(text)
+        at = len(expanded) - len(piece) if last else expanded.find(piece, position)
+        if at < position or not expanded.startswith(piece, at) or (start == 0 and at):
+            raise SampleError("the processor changes the text besides placeholders, so its labels are unknown")
+        moved.append((start, stop, at))
+        position = at + len(piece)
+    found = []
+    for begin, end in spans:
+        for start, stop, at in moved:
+            low, high = max(begin, start), min(end, stop)
+            if low < high:
+                found.append((low - start + at, high - start + at))
+    return found
+
+
+def _split(text: str, start: int, stop: int, value: str) -> Iterator[tuple[int, int]]:
+    """The parts of [start, stop) between occurrences of `value`, without empty ones."""
+    while (at := text.find(value, start, stop)) >= 0:
+        if at > start:
+            yield start, at
+        start = at + len(value)
+    if start < stop:
+        yield start, stop
+
+
+def _joined(values: list[torch.Tensor]) -> torch.Tensor:
+    """Tensors in one, along the first dimension; other sizes are padded with zeros to the largest."""
+    shapes = {value.shape[1:] for value in values}
+    if len(shapes) > 1:
+        sizes = [max(lengths) for lengths in zip(*shapes, strict=True)]
+        missing = [[size - own for size, own in zip(sizes, value.shape[1:], strict=True)] for value in values]
+        values = [
+            F.pad(value, [n for count in reversed(counts) for n in (0, count)])
+            for value, counts in zip(values, missing, strict=True)
+        ]
+    return torch.cat(values)
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{key}")
+    else:
+        yield name, repr(value)

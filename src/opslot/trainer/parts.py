@@ -1,0 +1,91 @@
+"""The parts of a multimodal model by name: which parameters are those of its encoders, merger and language model."""
+
+from __future__ import annotations
+
+import difflib
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from opslot._base.errors import ConfigError
+
+PARTS = ("vision", "audio", "merger", "language_model")
+# Modules inside an encoder that project its features to the language model.
+_MERGERS = ("merger", "projector", "aligner", "connector", "resampler")
+
+
+def parts_of(model: Any) -> dict[str, list[str]]:
+    """Names of the parameters of each part; a part that the model lacks is empty.
+
+    An encoder is a module whose config is the model's vision_config or audio_config. The language model is its decoder
+    with the output layer. What is between them, and an encoder's own projection, is the merger.
+    """
+    config = getattr(model.config, "thinker_config", model.config)
+    kinds = {kind: getattr(config, f"{kind}_config", None) for kind in ("vision", "audio")}
+    encoders: dict[str, str] = {}
+    for name, module in model.named_modules():
+        cls = type(getattr(module, "config", None))
+        kind = next((kind for kind, known in kinds.items() if known is not None and cls is type(known)), None)
+        if kind and name and not any(name.startswith(f"{outer}.") for outer in encoders):
+            encoders[name] = kind
+    own = [language_model_of(model), getattr(model, "thinker", model).get_output_embeddings()]
+    text = [name for name, module in model.named_modules() if any(module is part for part in own)]
+    found: dict[str, list[str]] = {part: [] for part in PARTS}
+    for name, _ in model.named_parameters():
+        encoder = next((outer for outer in encoders if name.startswith(f"{outer}.")), None)
+        if encoder is not None:
+            inside = name[len(encoder) :]
+            found["merger" if any(word in inside for word in _MERGERS) else encoders[encoder]].append(name)
+        elif any(name.startswith(f"{prefix}.") for prefix in text):
+            found["language_model"].append(name)
+        else:
+            found["merger"].append(name)
+    return found
+
+
+def select(model: Any, pattern: str, field: str) -> list[str]:
+    """Names of the parameters of a part, or of those that match a glob.
+
+    Raises:
+        ConfigError: no parameter.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    parts = parts_of(model)
+    chosen = (
+        parts[pattern]
+        if pattern in parts
+        else [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
+    )
+    if not chosen:
+        near = difflib.get_close_matches(pattern, PARTS, 1)
+        raise ConfigError(
+            f"{field}: {pattern!r} matches no parameter of {type(model).__name__}"
+            + (f" (did you mean {near[0]!r}?)" if near and pattern not in PARTS else ""),
+            found=f"the parts {', '.join(part for part in PARTS if parts[part])}",
+            hint=f"name a part, or a glob such as {names[0].rpartition('.')[0]}.*",
+        )
+    return chosen
+
+
+def freeze(model: nn.Module, patterns: list[str]) -> None:
+    """Exclude the parameters of parts from training.
+
+    Raises:
+        ConfigError: a pattern without parameters, or nothing left to train.
+    """
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        for name in select(model, pattern, "train.freeze"):
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError(f"train.freeze={patterns} freezes every parameter", hint="remove a part from it")
+
+
+def language_model_of(model: Any) -> Any:
+    """The module of the language model, without its output layer."""
+    for name in ("language_model", "text_model"):
+        found = [module for path, module in model.named_modules() if path.rpartition(".")[2] == name]
+        if found:
+            return found[0]
+    return getattr(model, "thinker", model).get_decoder()

@@ -1,0 +1,110 @@
+"""The processor of a multimodal checkpoint, and the class that trains with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opslot._base.errors import ConfigError
+from opslot._base.logging import get_logger
+from opslot.models import MODEL_PROCESSOR_REGISTRY
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, ProcessorMixin
+
+logger = get_logger(__name__)
+
+_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+
+
+def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> ProcessorMixin:
+    """The processor in a checkpoint's folder: of the class that `MODEL_PROCESSOR_REGISTRY` has for the class name in
+    its processor_config.json, else Transformers' own.
+
+    Without torchvision, Transformers has no video processors; a processor is then loaded without its own.
+
+    Raises:
+        ConfigError: no processor, or files that cannot be read.
+    """
+    from transformers import AutoProcessor, ProcessorMixin
+
+    folder = Path(path).expanduser()
+    folder = folder.parent if folder.is_file() else folder
+    hint = "copy processor_config.json, preprocessor_config.json and the tokenizer's files from the checkpoint"
+    files = [name for name in _FILES[:2] if (folder / name).is_file()]
+    if not files:
+        raise ConfigError(f"task vlm needs a processor, and {folder} has neither {' nor '.join(_FILES[:2])}", hint=hint)
+    name = _class_name(folder)
+    try:
+        if name is not None and name in MODEL_PROCESSOR_REGISTRY:
+            cls: Any = MODEL_PROCESSOR_REGISTRY.get(name)()
+        else:
+            cls = _without_video(name) or AutoProcessor
+        options = {"trust_remote_code": True} if trust_remote_code and cls is AutoProcessor else {}
+        processor = cls.from_pretrained(str(folder), local_files_only=True, **options)
+    except Exception as error:
+        raise ConfigError(f"the processor in {folder} cannot be read: {error}", hint=hint) from error
+    if not isinstance(processor, ProcessorMixin):
+        raise ConfigError(
+            f"the processor in {folder} is not complete", found=f"only a {type(processor).__name__}", hint=hint
+        )
+    return processor
+
+
+def multimodal_class(config: PreTrainedConfig) -> str:
+    """Name of the Transformers class that a config's checkpoint has: with its encoders, for generation.
+
+    Raises:
+        ConfigError: Transformers has only language models of this type.
+    """
+    from transformers.models.auto import modeling_auto
+
+    named = next(iter(config.architectures or ()), None)
+    if named is not None and named.endswith("ForConditionalGeneration"):
+        return str(named)
+    for kind in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
+        found = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}).get(config.model_type)
+        if found:
+            return str(found if isinstance(found, str) else found[0])
+    raise ConfigError(
+        f"task vlm needs a model with images, video or audio, and {config.model_type!r} is a language model",
+        hint="set task: sft, or model.config_path to a vision-language or omni model",
+    )
+
+
+def _class_name(folder: Path) -> str | None:
+    for name in _FILES:
+        try:
+            found = json.loads((folder / name).read_text()).get("processor_class")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if isinstance(found, str):
+            return found
+    return None
+
+
+def _without_video(name: str | None) -> Any:
+    """The processor class without its video processor, if torchvision is missing; else None."""
+    import transformers
+
+    if importlib.util.find_spec("torchvision") is not None:
+        return None
+    theirs: Any = getattr(transformers, str(name), None)
+    if theirs is None or "video_processor" not in theirs.get_attributes():
+        return None
+    logger.warning("torchvision is not installed, so %s takes no video; pip install torchvision", name)
+    kept = [part for part in theirs.get_attributes() if part != "video_processor"]
+    own = {"get_attributes": classmethod(lambda cls: kept), "__init__": _init_without(theirs, "video_processor")}
+    return type(theirs.__name__, (theirs,), own)
+
+
+def _init_without(theirs: Any, name: str) -> Any:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        theirs.__init__(self, *args, **{name: None, **kwargs})
+        # An attribute that is None counts as present in some releases.
+        if getattr(self, name, self) is None:
+            delattr(self, name)
+
+    return init

@@ -1,0 +1,80 @@
+"""`VLMTrainer`: a model with images, video and audio, on conversations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from opslot.checkpoint import export_hf
+from opslot.data.multimodal import MultimodalEncoder
+from opslot.distributed import shard_sequence
+from opslot.models._host_inputs import keep_inputs_on_host
+from opslot.slots.protocol import keeps_sequences
+from opslot.trainer.parts import freeze, language_model_of, select
+from opslot.trainer.processors import multimodal_class
+from opslot.trainer.text import TextTrainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Integer inputs that the model reads on the device; it reads the others, such as grids, on the host.
+_ON_DEVICE = ("labels", "shift_labels", "position_ids")
+
+
+class VLMTrainer(TextTrainer):
+    """Trains Transformers' <Model>ForConditionalGeneration on the assistant's turns of conversations with images, video
+    and audio, and of conversations without."""
+
+    @property
+    def encoder(self) -> MultimodalEncoder:
+        encoder = self.data.encoder
+        assert isinstance(encoder, MultimodalEncoder), "the encoder of task vlm"
+        return encoder
+
+    def model_options(self) -> dict[str, Any]:
+        return {"architecture": multimodal_class(self.model_config)}
+
+    def packing_problem(self, model: PreTrainedModel) -> str | None:
+        positions = self.encoder.positions
+        if positions.axes > 1 and not positions.takes_text_axis:
+            return f"it takes no positions of documents beside the {positions.axes} axes of its rotary embedding"
+        # Encoders compute each image, video and audio by itself.
+        return keeps_sequences(language_model_of(model))
+
+    def build_model(self) -> PreTrainedModel:
+        model = super().build_model()
+        model.config.architectures = [self.model_options()["architecture"]]
+        freeze(model, self.config.train.freeze or [])
+        lr_of = self.config.train.lr_of or {}
+        self._learning_rates = {
+            name: lr for pattern, lr in lr_of.items() for name in select(model, pattern, "train.lr_of")
+        }
+        if self.device.type != "cpu":
+            keep_inputs_on_host(model)
+        return model
+
+    def learning_rates(self) -> dict[str, float]:
+        return self._learning_rates
+
+    def forward(self, batch: dict[str, Any], num_items_in_batch: int) -> Any:
+        """As `BaseTrainer.forward`; integer inputs other than labels and positions stay on the host."""
+        inputs = {}
+        for name, value in shard_sequence(batch, self.state).items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                value = value.to(self.device, self.model.dtype, non_blocking=True)
+            elif isinstance(value, torch.Tensor) and name in _ON_DEVICE:
+                value = value.to(self.device, non_blocking=True)
+            inputs[name] = value
+        items = torch.tensor(max(1, num_items_in_batch), device=self.device)
+        return self.model(**inputs, use_cache=False, num_items_in_batch=items)
+
+    @property
+    def title(self) -> str:
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        return f"{super().title} ({trained / 1e6:,.1f}M trainable)"
+
+    def export(self, folder: Path) -> None:
+        """Write weights, config and processor so that plain Transformers loads them."""
+        export_hf(self.model, folder, processors=[self.encoder.processor])

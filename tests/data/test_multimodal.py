@@ -1,0 +1,275 @@
+"""Samples with images, video and audio: forms, labels, positions, features and what is wrong with them."""
+
+import base64
+import io
+import json
+import wave
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoConfig
+
+from opslot.data.media import (
+    Limits,
+    MediaError,
+    from_bytes,
+    load_audio,
+    load_image,
+    load_video,
+    to_bytes,
+)
+from opslot.data.multimodal import MultimodalEncoder, encoder_cost
+from opslot.data.packing import IGNORE_INDEX
+from opslot.data.records import split_into_shards
+from opslot.data.rope_positions import RopePositions
+from opslot.trainer.processors import load_processor
+from tests.multimodal import draw, talk, write_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("vlm"))
+
+
+@pytest.fixture
+def encoder_of(model):
+    def make(**options):
+        config = AutoConfig.from_pretrained(model)
+        positions = RopePositions(config, "Qwen3VLForConditionalGeneration")
+        return MultimodalEncoder(load_processor(model), config, positions, options.pop("max_seq_len", 128), **options)
+
+    return make
+
+
+def encode(encoder, file):
+    problems, counts = [], Counter()
+    encoder.inspect(file, "auto", problems)
+    shards = [] if problems else split_into_shards([file], encoder.columns, 1 << 20, problems)
+    found = [doc for shard in shards for batch in encoder.encode(shard, "document", problems, counts) for doc in batch]
+    return found, problems, counts
+
+
+def write(folder, *records):
+    file = folder / "a.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def png(folder, number=1):
+    return draw(folder / f"{number}.png", number)
+
+
+def tokens_of(document):
+    return torch.from_numpy(document.tokens["token"].astype("int64"))
+
+
+def trained_text(encoder, document):
+    labels = document.tokens["label"]
+    return encoder.tokenizer.decode(labels[labels != IGNORE_INDEX].tolist())
+
+
+def test_labels_are_those_of_the_assistant(encoder_of, tmp_path):
+    encoder = encoder_of()
+    messages = [*talk(png(tmp_path), answer="one"), *talk(png(tmp_path, 2), png(tmp_path, 3), answer="two")]
+    (document,), problems, _ = encode(encoder, write(tmp_path, {"messages": messages}))
+    assert not problems
+    assert trained_text(encoder, document) == "one<|im_end|>two<|im_end|>"
+    features = encoder.features(document.extra, tokens_of(document))
+    assert features["image_grid_thw"].shape == (3, 3)
+    assert len(features["pixel_values"]) == int(features["image_grid_thw"].prod(-1).sum())
+    # The second image is placed below and beside its first patch, and text continues after the larger of both.
+    assert features["position_ids"].shape == (3, len(document.tokens))
+    assert len(features["position_ids"].unique(dim=0)) > 1
+
+
+def forms(folder):
+    file = png(folder)
+    data = file.read_bytes()
+    pixels = np.asarray(Image.open(file)).tolist()
+    coded = base64.b64encode(data).decode()
+    return {
+        "path": {"type": "image", "image": file.name},
+        "absolute path": {"type": "image", "path": str(file)},
+        "file URL": {"type": "image", "url": f"file://{file}"},
+        "base64": {"type": "image", "base64": coded},
+        "data URI": {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{coded}"}},
+        "array": {"type": "image", "array": pixels},
+        "column": {"type": "image"},
+    }
+
+
+@pytest.mark.parametrize("form", ["absolute path", "file URL", "base64", "data URI", "array", "column"])
+def test_forms_of_an_image_are_equal(encoder_of, tmp_path, form):
+    encoder = encoder_of()
+    parts = forms(tmp_path)
+    found = []
+    for part in (parts["path"], parts[form]):
+        content = [part, {"type": "text", "text": "what?"}]
+        record = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a"}]}
+        if form == "column" and part is parts[form]:
+            record["images"] = ["1.png"]
+        (document,), problems, _ = encode(encoder, write(tmp_path, record))
+        assert not problems
+        found.append(encoder.features(document.extra, tokens_of(document))["pixel_values"])
+    torch.testing.assert_close(*found)
+
+
+def test_tags_and_columns(encoder_of, tmp_path):
+    encoder = encoder_of()
+    png(tmp_path)
+    turns = [{"from": "human", "value": "<image>what is it?"}, {"from": "gpt", "value": "a <image> tag"}]
+    (document,), problems, _ = encode(encoder, write(tmp_path, {"conversations": turns, "images": ["1.png"]}))
+    assert not problems
+    assert trained_text(encoder, document) == "a <image> tag<|im_end|>"
+
+
+def test_parquet_with_bytes(encoder_of, tmp_path):
+    encoder = encoder_of()
+    data = png(tmp_path).read_bytes()
+    rows = [{"messages": talk(question="<image>what?"), "images": [{"bytes": data, "path": None}]} for _ in range(3)]
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    (tmp_path / "1.png").unlink()
+    documents, problems, _ = encode(encoder, file)
+    assert not problems
+    assert len(documents) == 3
+    assert encoder.features(documents[2].extra, tokens_of(documents[2]))["image_grid_thw"].shape == (1, 3)
+
+
+def bad_samples(folder):
+    (folder / "bad.png").write_bytes(b"\x89PNG not an image")
+    whole = png(folder).read_bytes()
+    (folder / "cut.png").write_bytes(whole[: len(whole) // 2])
+    audio = {"type": "audio", "audio": "a.wav"}
+    return {
+        "bad.png does not decode": talk("bad.png"),
+        "cut.png does not decode": talk("cut.png"),
+        "gone.png cannot be read": talk("gone.png"),
+        "https://a.b/c.png is not downloaded": talk("https://a.b/c.png"),
+        "has audio, which Qwen3VLProcessor cannot process": [
+            {"role": "user", "content": [audio]},
+            {"role": "assistant", "content": "a"},
+        ],
+        "rejects it": talk("1.png", question="<|image_pad|> what?"),
+        "has no source": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "a"}],
+        "unknown part type 'picture'": [
+            {"role": "user", "content": [{"type": "picture"}]},
+            {"role": "assistant", "content": "a"},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "bad.png does not decode",
+        "cut.png does not decode",
+        "gone.png cannot be read",
+        "https://a.b/c.png is not downloaded",
+        "has audio, which Qwen3VLProcessor cannot process",
+        "rejects it",
+        "has no source",
+        "unknown part type 'picture'",
+    ],
+)
+def test_bad_sample(encoder_of, tmp_path, message):
+    messages = bad_samples(tmp_path)[message]
+    file = write(tmp_path, {"messages": talk("1.png")}, {"messages": messages})
+    documents, (problem,), _ = encode(encoder_of(), file)
+    assert problem.startswith(f"{file}, line 2: ")
+    assert message in problem
+    assert "data.on_bad_sample: skip" in problem
+    documents, problems, counts = encode(encoder_of(on_bad_sample="skip"), file)
+    assert not problems
+    assert len(documents) == 1
+    assert counts == {"malformed": 1}
+
+
+def test_text_with_a_placeholder_and_no_image(encoder_of, tmp_path):
+    file = write(tmp_path, {"messages": talk(question="<|image_pad|> what?")})
+    _, (problem,), _ = encode(encoder_of(), file)
+    assert "Found 1 <|image_pad|> tokens in the text but no images were passed" in problem
+
+
+def test_more_images_than_placeholders(encoder_of, tmp_path):
+    png(tmp_path)
+    file = write(tmp_path, {"messages": talk(question="<image>?"), "images": ["1.png", "1.png"]})
+    _, (problem,), _ = encode(encoder_of(), file)
+    assert "1 more of image than the messages use" in problem
+
+
+def test_long_samples(encoder_of, tmp_path):
+    png(tmp_path)
+    late = [*talk(question="x" * 60, answer="y"), *talk("1.png")]
+    file = write(tmp_path, {"messages": talk("1.png", answer="z" * 90)}, {"messages": late})
+    documents, _, counts = encode(encoder_of(max_seq_len=64, long_samples="truncate"), file)
+    assert [len(document.tokens) for document in documents] == [64]
+    assert counts == {"truncated": 1, "too long": 1}
+    (document,) = documents
+    assert encoder_of().features(document.extra, tokens_of(document))["position_ids"].shape == (3, 64)
+
+
+def test_max_pixels(encoder_of, tmp_path):
+    Image.new("RGB", (400, 200)).save(tmp_path / "1.png")
+    image = load_image("1.png", tmp_path, Limits(max_pixels=5000))
+    assert image.width * image.height <= 5000
+    assert image.width / image.height == pytest.approx(2, rel=0.05)
+
+
+def test_bytes_round_trip():
+    value = {"media": [["image", {"bytes": b"ab"}], ["video", {"frames": ["a", b"c"], "fps": 2.0}]], "text": "é"}
+    assert from_bytes(to_bytes(value)) == value
+    array = np.arange(6).reshape(2, 3)
+    np.testing.assert_array_equal(from_bytes(to_bytes([array]))[0], array)
+
+
+def test_video_of_frames(tmp_path):
+    names = [png(tmp_path, 6 * number).name for number in range(10)]
+    video = load_video({"frames": names, "fps": 5}, tmp_path, Limits(max_frames=4))
+    assert video.frames.shape == (4, 32, 32, 3)
+    assert (video.indices, video.total, video.fps) == ([0, 3, 6, 9], 10, 5.0)
+    frames = [Image.open(tmp_path / name) for name in names]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=100)
+    assert load_video("a.gif", tmp_path, Limits(max_frames=4)).fps == 10.0
+    with pytest.raises(MediaError, match="has no frames"):
+        load_video({"frames": []}, tmp_path, Limits())
+    with pytest.raises(MediaError, match="has no frames"):
+        load_video(np.zeros((0, 8, 8, 3), dtype=np.uint8), tmp_path, Limits())
+
+
+def wav(samples, rate):
+    stream = io.BytesIO()
+    with wave.open(stream, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes((samples * 32767).astype("<i2").tobytes())
+    return stream.getvalue()
+
+
+def test_audio(tmp_path):
+    time = np.arange(8000) / 8000
+    tone = np.sin(2 * np.pi * 440 * time)
+    samples = load_audio(wav(tone, 8000), tmp_path, 16000)
+    expected = np.sin(2 * np.pi * 440 * np.arange(16000) / 16000)
+    assert len(samples) == 16000
+    np.testing.assert_allclose(samples[100:-100], expected[100:-100], atol=2e-3)
+    with pytest.raises(MediaError, match="has length zero"):
+        load_audio(wav(tone[:0], 8000), tmp_path, 16000)
+    with pytest.raises(MediaError, match="has length zero"):
+        load_audio([], tmp_path, 16000)
+
+
+def test_cost_grows_with_the_image(model):
+    config = AutoConfig.from_pretrained(model)
+    small = encoder_cost(config, {"image_grid_thw": torch.tensor([[1, 4, 4]])})
+    two = encoder_cost(config, {"image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])})
+    large = encoder_cost(config, {"image_grid_thw": torch.tensor([[1, 8, 4]])})
+    assert two == pytest.approx(2 * small)
+    assert large > two
+    assert encoder_cost(config, {}) == 0

@@ -1,0 +1,234 @@
+"""Task vlm: full runs of `opslot train` on drawn images."""
+
+import itertools
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+
+from opslot._base.errors import ConfigError, DataError
+from opslot.trainer import load_config
+from opslot.trainer.callbacks import read_metrics
+from opslot.trainer.vlm import VLMTrainer
+from tests.multimodal import draw, write_model, write_samples
+
+
+@pytest.fixture
+def vlm_settings(settings, tmp_path):
+    settings["task"] = "vlm"
+    settings["model"] = {"config_path": str(write_model(tmp_path / "vlm"))}
+    settings["data"] |= {"train_path": str(write_samples(tmp_path / "samples")), "max_seq_len": 96}
+    settings["train"] |= {"global_batch_size": 2, "lr": 1e-3}
+    return settings
+
+
+def trainer_of(settings, tmp_path, **overrides):
+    file = tmp_path / "trainer.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    arguments = [f"--{name}={value}" for name, value in overrides.items()]
+    return VLMTrainer(load_config([str(file), *arguments]), callbacks=[])
+
+
+def test_run_and_export(vlm_settings, tmp_path, train):
+    vlm_settings["train"] |= {"eval_steps": 2, "save_steps": 2}
+    code, out, err = train()
+    assert code == 0, err
+    from transformers import AutoModelForImageTextToText
+
+    from opslot.trainer.processors import load_processor
+
+    folder = tmp_path / "out" / "hf"
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    assert type(model).__name__ == "Qwen3VLForConditionalGeneration"
+    assert type(load_processor(folder)).__name__ == "Qwen3VLProcessor"
+    assert "AutoModelForImageTextToText" in out
+    assert "trainable" in out
+    assert all("eval_loss" in record for record in read_metrics(tmp_path / "out") if record["step"] % 2 == 0)
+
+
+def loss_and_gradients(trainer, batches):
+    trainer.model.zero_grad()
+    count = sum(trainer.count_targets(batch) for batch in batches)
+    loss = 0.0
+    for batch in batches:
+        part = trainer.forward(batch, count).loss
+        part.backward()
+        loss += part.item()
+    return loss, {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def test_packed_equals_unpacked(vlm_settings, tmp_path):
+    vlm_settings["data"] |= {"max_seq_len": 192, "shuffle": False}
+    vlm_settings["train"] |= {"global_batch_size": 6}
+    trainer = trainer_of(vlm_settings, tmp_path)
+    packed = trainer.next_micro_batches(iter(trainer.batches))
+    collate_fn, dataset = trainer.data.collate_fn, trainer.train_set
+    assert len(packed) == 1
+    documents = len(packed[0]["cu_seq_lens_q"]) - 1
+    assert documents > 3
+    assert len(packed[0]["image_grid_thw"]) > 2
+    alone = []
+    for number in range(documents):
+        (tokens,) = dataset.tokens(number)
+        sample = {"input_ids": torch.tensor(tokens["token"].astype("int64")), "lengths": [len(tokens)], "padding": 0}
+        sample |= {"labels": torch.tensor(tokens["label"].astype("int64")), "extras": dataset.extras(number)}
+        alone.append(collate_fn([sample]))
+    loss, gradients = loss_and_gradients(trainer, packed)
+    expected, expected_gradients = loss_and_gradients(trainer, alone)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert any("visual" in name for name in gradients)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_loss_equals_that_of_transformers_processor_and_model(vlm_settings, tmp_path):
+    from transformers import Qwen3VLForConditionalGeneration
+
+    vlm_settings["data"] |= {"packing": False, "shuffle": False}
+    trainer = trainer_of(vlm_settings, tmp_path, **{"train.micro_batch_size": 1})
+    line = json.loads((tmp_path / "samples" / "chat.jsonl").read_text().splitlines()[1])
+    processor = trainer.encoder.processor
+    text = processor.apply_chat_template(line["messages"], tokenize=False)
+    from PIL import Image
+
+    images = [Image.open(tmp_path / "samples" / line["messages"][0]["content"][0]["image"])]
+    inputs = processor(text=[text], images=images, return_tensors="pt")
+    labels = inputs["input_ids"].clone()
+    prompt = processor.apply_chat_template(line["messages"][:1], tokenize=False, add_generation_prompt=True)
+    labels[:, : processor(text=[prompt], images=images, return_tensors="pt")["input_ids"].shape[1]] = -100
+    labels[:, -1] = -100  # the line break after the end of the turn
+    theirs = Qwen3VLForConditionalGeneration(trainer.model.config)
+    theirs.load_state_dict(trainer.model.state_dict())
+    expected = theirs(**inputs, labels=labels).loss.item()
+    batch = trainer.data.collate_fn([trainer.train_set[1]])
+    assert trainer.forward(batch, trainer.count_targets(batch)).loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resume_is_exact(vlm_settings, tmp_path, train, workers):
+    vlm_settings["train"] |= {"max_steps": 6, "save_steps": 3}
+    vlm_settings["data"] |= {"num_workers": workers, "max_tokens_per_batch": 96}
+    code, _, err = train()
+    assert code == 0, err
+    whole = [(record["step"], record["loss"]) for record in read_metrics(tmp_path / "out")]
+    shutil.rmtree(tmp_path / "out" / "checkpoints" / "step_00000006")
+    code, out, err = train("--train.resume_from=latest")
+    assert code == 0, err
+    assert "step_00000003 (step 3)" in out
+    assert [(record["step"], record["loss"]) for record in read_metrics(tmp_path / "out")] == whole
+
+
+@pytest.mark.parametrize("part", ["vision", "merger", "language_model"])
+def test_frozen_part_gets_no_gradient(vlm_settings, tmp_path, part):
+    vlm_settings["train"]["freeze"] = [part]
+    trainer = trainer_of(vlm_settings, tmp_path)
+    _, gradients = loss_and_gradients(trainer, trainer.next_micro_batches(iter(trainer.batches)))
+    frozen = {name for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    inside = {
+        "vision": lambda name: ".visual." in name and "merger" not in name,
+        "merger": lambda name: "merger" in name,
+        "language_model": lambda name: "language_model" in name or "lm_head" in name,
+    }[part]
+    assert frozen == {name for name, _ in trainer.model.named_parameters() if inside(name)}
+    assert not frozen & gradients.keys()
+    assert gradients
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    trainer.optimizer.step()
+    changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed
+    assert not changed & frozen
+
+
+def test_unknown_part_raises(vlm_settings, tmp_path):
+    vlm_settings["train"]["freeze"] = ["visoin"]
+    with pytest.raises(ConfigError, match=r"'visoin' matches no parameter.*did you mean 'vision'"):
+        trainer_of(vlm_settings, tmp_path)
+
+
+def test_learning_rates_of_parts(vlm_settings, tmp_path):
+    vlm_settings["train"] |= {"lr_of": {"vision": 1e-5, "*.merger.*": 5e-4}, "lr_scheduler": "constant"}
+    trainer = trainer_of(vlm_settings, tmp_path)
+    trainer._train_step(iter(trainer.batches))
+    names = {id(p): name for name, p in trainer.model.named_parameters()}
+    rates = {names[id(p)]: group["lr"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert rates["model.visual.blocks.0.attn.qkv.weight"] == pytest.approx(1e-5)
+    assert rates["model.visual.merger.linear_fc1.weight"] == pytest.approx(5e-4)
+    assert rates["model.language_model.layers.0.mlp.up_proj.weight"] == pytest.approx(1e-3)
+
+
+def test_fields_of_vlm_in_another_task(vlm_settings, train):
+    vlm_settings |= {"task": "sft"}
+    vlm_settings["train"]["freeze"] = ["vision"]
+    code, _, err = train()
+    assert code == 2
+    assert "train.freeze is for task vlm, and task is sft" in err
+
+
+def test_missing_processor_raises(vlm_settings, tmp_path, train):
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (tmp_path / "vlm" / name).unlink(missing_ok=True)
+    code, _, err = train()
+    assert code == 2
+    assert "task vlm needs a processor" in err
+    assert "copy processor_config.json" in err
+
+
+def test_language_model_raises(settings, tmp_path, train):
+    settings["task"] = "vlm"
+    write_model(tmp_path / "llm")
+    (tmp_path / "llm" / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 1}))
+    settings["model"] = {"config_path": str(tmp_path / "llm")}
+    settings["data"]["train_path"] = str(write_samples(tmp_path / "samples"))
+    code, _, err = train()
+    assert code == 2
+    assert "'qwen3' is a language model" in err
+
+
+def test_registered_processor_is_used(vlm_settings, tmp_path):
+    from transformers import Qwen3VLProcessor
+
+    from opslot.models import MODEL_PROCESSOR_REGISTRY
+    from opslot.trainer.processors import load_processor
+
+    class Patched(Qwen3VLProcessor):
+        @classmethod
+        def get_attributes(cls):
+            return ["image_processor", "tokenizer"]
+
+    try:
+        MODEL_PROCESSOR_REGISTRY.register("Qwen3VLProcessor")(lambda: Patched)
+        assert type(load_processor(vlm_settings["model"]["config_path"])) is Patched
+    finally:
+        MODEL_PROCESSOR_REGISTRY._factories.pop("Qwen3VLProcessor")
+
+
+def test_registered_config_is_kept():
+    from transformers import Qwen3VLConfig
+
+    from opslot.models import MODEL_CONFIG_REGISTRY
+    from opslot.models._registry import _serve, find_architecture
+
+    class Patched(Qwen3VLConfig):
+        pass
+
+    known = MODEL_CONFIG_REGISTRY._factories.pop("qwen3_vl", None)
+    try:
+        MODEL_CONFIG_REGISTRY.register("qwen3_vl")(lambda: Patched)
+        _serve(find_architecture("qwen3_vl"), "qwen3_vl")
+        assert MODEL_CONFIG_REGISTRY.get("qwen3_vl")() is Patched
+    finally:
+        MODEL_CONFIG_REGISTRY._factories.pop("qwen3_vl")
+        if known is not None:
+            MODEL_CONFIG_REGISTRY._factories["qwen3_vl"] = known
+
+
+def test_changed_image_raises_during_training(vlm_settings, tmp_path):
+    trainer = trainer_of(vlm_settings, tmp_path)
+    for number in range(1, 12):
+        for image in (tmp_path / "samples" / "img").glob(f"{number}_*.png"):
+            draw(image, number + 1)
+    with pytest.raises(DataError, match=r"line \d+: its images, video or audio have changed"):
+        list(itertools.islice(trainer.batches, 8))
