@@ -76,9 +76,7 @@ CASES = {
         _case("packed documents, sliding window", (1, 4, 2, 50, 32), documents=[7, 1, 30, 12], sliding_window=9),
         _case("softcap", (1, 4, 2, 40, 32), softcap=2.0),
         _case("sinks", (1, 4, 2, 40, 32), sinks=True),
-        _case(
-            "packed documents, sinks, sliding window", (1, 4, 2, 50, 32), [7, 1, 30, 12], sinks=True, sliding_window=9
-        ),
+        _case("documents, sinks, sliding window", (1, 4, 2, 50, 32), [7, 1, 30, 12], sinks=True, sliding_window=9),
         _case("unequal head sizes (MLA)", (1, 4, 4, 40, 48), value_width=32),
         _case("padded head size", (1, 4, 2, 40, 40)),
         _case("2 x 8192, 32/8 heads, D=128", (2, 32, 8, 8192, 128), role="bench"),
