@@ -43,6 +43,7 @@ _STEP_COLUMNS = (
     "VeOmni",
     "Liger-Kernel",
     "Transformers",
+    "Transformers + FlashAttention 4",
     "Transformers + torch.compile",
 )
 # What `--baselines` calls the library, or the distribution that must have been installed.
@@ -70,6 +71,10 @@ _MODEL_LABELS = {
     "glm_4.5_air_width": "GLM-4.5-Air width",
     "gpt_oss_20b_width": "gpt-oss-20b width",
     "qwen3.5_9b_width": "Qwen3.5-9B width",
+    "qwen3.5_35b_a3b_width": "Qwen3.5-35B-A3B width, 4 layers",
+    "llama3.1_8b_width": "Llama-3.1-8B width",
+    "phi4_width": "Phi-4 width",
+    "olmo3_7b_width": "OLMo-3-7B width",
     "moonlight_width": "Moonlight-16B-A3B width",
 }
 # Ops whose memory matters as much as their time.
@@ -107,6 +112,10 @@ _ARCH_OF_MODEL = {
     "glm_4.5_air_width": "glm4_moe",
     "gpt_oss_20b_width": "gpt_oss",
     "qwen3.5_9b_width": "qwen3_5",
+    "qwen3.5_35b_a3b_width": "qwen3_5_moe",
+    "llama3.1_8b_width": "llama",
+    "phi4_width": "phi3",
+    "olmo3_7b_width": "olmo3",
     "moonlight_width": "deepseek_v3",
 }
 # Columns of the table of architectures, and the ops in each.

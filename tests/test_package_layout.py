@@ -168,7 +168,7 @@ def test_new_form_is_one_file(tmp_path):
     """)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "[('GPT2MLP', 'gelu_mlp/standard')]",
+        "[('GPT2LMHeadModel', 'cross_entropy_loss/causal'), ('GPT2MLP', 'gelu_mlp/standard')]",
         "{'gelu_mlp': ('gelu_mlp', 'standard')}",
     ]
 

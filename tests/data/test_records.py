@@ -25,12 +25,12 @@ def zstd(data):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.jsonl.gz", gzip.compress(LINES)),
-        ("a.jsonl.gz", gzip.compress(LINES[:100]) + gzip.compress(LINES[100:])),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)),
+        ("a.jsonl.gz", gzip.compress(LINES[:100], mtime=0) + gzip.compress(LINES[100:], mtime=0)),
         ("a.jsonl.zst", zstd(LINES)),
         ("a.json", json.dumps(RECORDS).encode()),
         ("a.json", json.dumps(RECORDS, indent=2).encode()),
-        ("a.json.gz", gzip.compress(b" \n" + json.dumps(RECORDS).encode())),
+        ("a.json.gz", gzip.compress(b" \n" + json.dumps(RECORDS).encode(), mtime=0)),
         ("a.json", LINES),
     ],
 )
@@ -46,12 +46,12 @@ def test_json_files(tmp_path, name, content, read_documents, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl.gz", gzip.compress(LINES)[:-9], "cannot be decompressed"),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "cannot be decompressed"),
         ("a.jsonl.gz", LINES, "cannot be decompressed"),
         ("a.jsonl.zst", zstd(LINES)[:40], "a.jsonl.zst: "),
         ("a.json", b'[{"text": "a"}, 3]', "item 2: holds a int; the array must hold objects"),
         ("a.json", b'[{"text": "a"}, {"text": ', "not a JSON array"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n{"t": 1}\n'), "line 2: no field 'text'"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n{"t": 1}\n', mtime=0), "line 2: no field 'text'"),
         ("a.arrow", b"no arrow", "not a readable arrow file"),
     ],
 )

@@ -154,8 +154,8 @@ def test_config_without_a_language_model_raises():
 
 
 def test_unknown_class_of_a_model_without_slots_raises():
-    config = CONFIG_MAPPING["gpt2"](n_layer=1)
-    with pytest.raises(ConfigError, match="Transformers has no class 'GPT2ForImages'"):
-        opslot.build_foundation_model(config, architecture="GPT2ForImages")
-    with pytest.raises(ConfigError, match=r"opslot has no .*gpt2"):
+    config = CONFIG_MAPPING["xlm"](n_layers=1)
+    with pytest.raises(ConfigError, match="Transformers has no class 'XLMForImages'"):
+        opslot.build_foundation_model(config, architecture="XLMForImages")
+    with pytest.raises(ConfigError, match=r"opslot has no .*xlm"):
         opslot.build_foundation_model(config)

@@ -6,6 +6,7 @@ import copy
 import importlib
 import io
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -106,11 +107,12 @@ def test_loss_logits_and_gradients_equal_transformers(arch, head):
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch not in COMPARED])
 def test_generated_slots_equal_qwen3(arch):
-    """Compares the generated text up to class names."""
+    """Compares the generated text up to class names and the options of attention: some have no sliding window."""
 
     def lines_with_slots(arch):
         text = generate(find_patch(arch), installed_release()).text
-        return sorted(line.strip() for line in text.splitlines() if "_opslot" in line)
+        text = re.sub(r"\b(Llama|Qwen2|Qwen3|SeedOss)([A-Z])", r"\2", text)
+        return sorted(line.strip() for line in text.splitlines() if "_opslot" in line and "_options" not in line)
 
     assert lines_with_slots(arch) == lines_with_slots("qwen3")
 

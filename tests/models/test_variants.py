@@ -12,13 +12,8 @@ from opslot.patchgen.lock import Lock, lock_path
 from opslot.slots import KERNEL_REGISTRY
 
 # Experts with separate stacked gate and up weights are only in Inkling's shared experts, which every token uses. The
-# others are called by the loss and the trainer, or get their slots with the recurrent layers.
-_WITHOUT_SLOT = {
-    "moe_experts/split",
-    "cross_entropy_loss/token_log_probs",
-    "chunk_gated_delta_rule/standard",
-    "causal_conv1d/standard",
-}
+# loss's slot computes log-probabilities where they are asked for.
+_WITHOUT_SLOT = {"moe_experts/split", "cross_entropy_loss/token_log_probs"}
 
 
 def test_every_variant_is_matched_in_some_architecture():

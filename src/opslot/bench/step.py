@@ -98,7 +98,8 @@ def compare_steps(
 def check_losses(rows: Sequence[StepRow]) -> list[StepRow]:
     """The rows with their check: whether first and last loss match those of Transformers' own code."""
     done = [row for row in rows if not row.error]
-    reference = next((r for name in ("Transformers", "opslot eager") for r in done if r.implementation == name), None)
+    names = ("Transformers", "Transformers + FlashAttention 4", "opslot eager")
+    reference = next((r for name in names for r in done if r.implementation == name), None)
     return [row if row.error else replace(row, check=_loss_check(row, reference)) for row in rows]
 
 

@@ -257,6 +257,30 @@ def test_triton_is_accurate_with_equal_keys_and_strong_decay():
     assert_like_fp64(given | {"use_qk_l2norm_in_kernel": True}, rtol=5e-5)
 
 
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_triton_bf16_gradients_are_within_the_unit_roundoff(l2norm):
+    """Decays within a chunk cancel in g's gradient only where both are computed from the same rounded values."""
+    given = inputs(130, k_heads=1, heads=2, width=64, v_width=64, dtype=torch.bfloat16)
+    given["g"] = given["g"].detach().float().requires_grad_()
+    if not l2norm:
+        given["key"] = (given["key"].detach() / 8).requires_grad_()
+    exact = to_float64(given)
+    found = load_triton()(**given, use_qk_l2norm_in_kernel=l2norm)[:1]
+    expected = op.reference(**exact, use_qk_l2norm_in_kernel=l2norm)[:1]
+    pairs = zip(gradients(found, leaves_of(given)), gradients(expected, leaves_of(exact)), strict=True)
+    errors = {name: ((got - want).norm() / want.norm()).item() for name, (got, want) in zip(given, pairs, strict=True)}
+    assert max(errors.values()) <= torch.finfo(torch.bfloat16).eps / 2, errors
+
+
+@pytest.mark.parametrize("beta", [0.0, -0.5, 1e-30])
+def test_triton_gradients_of_zero_negative_and_tiny_beta(beta):
+    given = inputs(70, k_heads=1, heads=2, dtype=torch.float32)
+    changed = given["beta"].detach().clone()
+    changed[:, ::3] = beta
+    given["beta"] = changed.requires_grad_()
+    assert_like_fp64(given | {"use_qk_l2norm_in_kernel": True})
+
+
 def test_triton_reads_strided_heads_without_copying():
     given = inputs(20, batch=2, k_heads=1, heads=2, dtype=torch.float32)
     mixed = torch.cat([given[n].detach().flatten(2) for n in ("query", "key", "value")], -1)

@@ -18,8 +18,8 @@ from opslot.patchgen.forms import ClassFact, Match, ModuleView, Skip
 from opslot.patchgen.source import Release, installed_release, modeling_module
 from opslot.slots.protocol import KEEPS_SEQUENCES, SKIPPED
 
-# A class with slots for both mixes tokens only in kernels that take the boundaries of documents.
-_RECURRENCE = {"causal_conv1d", "chunk_gated_delta_rule"}
+# Ops whose kernels take the boundaries of documents. A class whose recurrence has no slot is skipped by one of them.
+_RECURRENCES = {"causal_conv1d", "chunk_gated_delta_rule"}
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,21 @@ def _discover(arch: str, release: Release, digest: str) -> Discovery:
         skip.write(patch)
     support.write_support(patch, module)
     for fact in (finding for finding in found if isinstance(finding, ClassFact)):
-        slotted = {match.op for match in matches if match.symbol == fact.name}
-        if fact.attribute == KEEPS_SEQUENCES and slotted >= _RECURRENCE:
+        if fact.attribute == KEEPS_SEQUENCES and _has_only_slots(_RECURRENCES, fact.name, matches, skips):
             continue
         patch.set_attribute(fact.name, fact.attribute, fact.value)
     for name, entries in _by_class(module, skips).items():
         patch.set_attribute(name, SKIPPED, entries)
     return Discovery(arch, patch, matches, skips)
+
+
+def _has_only_slots(ops: set[str], name: str, matches: Iterable[Match], skips: Iterable[Skip]) -> bool:
+    """Whether a class has slots of `ops`, and no part that looks like them without."""
+
+    def of_class(found: Match | Skip) -> bool:
+        return found.op in ops and found.symbol.partition(".")[0] == name
+
+    return any(map(of_class, matches)) and not any(map(of_class, skips))
 
 
 def _by_class(module: ModuleView, skips: Iterable[Skip]) -> dict[str, tuple[tuple[str, str, str], ...]]:

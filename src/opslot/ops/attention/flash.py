@@ -13,7 +13,7 @@ from transformers.masking_utils import flash_attention_mask
 
 from opslot._base.errors import KernelError
 from opslot.ops._common.documents import check_cu_seqlens, longest_document
-from opslot.ops.attention.op import causal_of, reject_options
+from opslot.ops.attention.reference import causal_of, reject_options
 from opslot.ops.attention.widths import padded_widths
 
 # version -> module with flash_attn_func and flash_attn_varlen_func

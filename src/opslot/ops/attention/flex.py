@@ -12,7 +12,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.masking_utils import flex_attention_mask
 
 from opslot._base.errors import KernelError
-from opslot.ops.attention.op import causal_of, reject_options, window_of
+from opslot.ops.attention.reference import causal_of, reject_options, window_of
 
 # Each takes seconds to compile.
 _SHAPES = 64

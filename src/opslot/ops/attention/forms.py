@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from opslot.ops.attention.sequences import WholeSequences
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import ClassFact, Match, ModuleView, Reviewed, Skip
 from opslot.slots.protocol import ATTENTION_OPTIONS, CU_SEQLENS_FOR_FLASH
@@ -218,4 +217,4 @@ def other_masks(module: ModuleView, needed: bool = True) -> str:
     return f"gets masks from {', '.join(sorted(own)) or 'no function of transformers.masking_utils'}"
 
 
-FORMS = (Attention(), CuSeqlensForFlash(), WholeSequences())
+FORMS = (Attention(), CuSeqlensForFlash())

@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 from opslot._base.errors import KernelError
 from opslot._base.host_values import host_values
 from opslot.ops._common.documents import check_cu_seqlens, longest_document
-from opslot.ops.attention.op import causal_of, reject_options, visible, window_of
+from opslot.ops.attention.reference import causal_of, reject_options, visible, window_of
 
 # Without math, which computes the full score matrix and is an order of magnitude slower at training lengths.
 _FUSED = {

@@ -26,7 +26,7 @@ from opslot.ops._common.triton import cdiv
 from opslot.ops.attention.kernels.backward import launch_dk_dv, launch_dq
 from opslot.ops.attention.kernels.forward import launch_forward
 from opslot.ops.attention.kernels.intervals import intervals
-from opslot.ops.attention.op import causal_of, reject_options
+from opslot.ops.attention.reference import causal_of, reject_options
 
 NAME = "attn_implementation='triton'"
 _LOG2E = math.log2(math.e)

@@ -9,6 +9,11 @@ the gradient of the residual, and dv also that of exp(G) k S, negated:
 
 and the product rule gives the rest. Wherever b_j occurs it scales what token j writes, and wherever G_i occurs it
 scales a row of q, k or S, so that their gradients are row dots of q and k with dq and parts of dk.
+
+In g's gradient, the row dots of dW's and dA's rows nearly cancel those of their columns, so both must use the same
+rounded values. Each matrix is therefore rounded to the inputs' dtype once, after it is scaled. Reciprocal norms and b
+are split into a power of two and a factor: the matrices are scaled by the factors, q and k by the powers, which is
+exact.
 """
 
 from __future__ import annotations
@@ -123,6 +128,48 @@ def dstates_kernel(
 
 
 @triton.jit
+def split_exponent(x):
+    """A power of two and a factor, of 1 to 2 (negative for negative x), that multiply to x; 0 and 1 for x = 0."""
+    bits = x.to(tl.uint32, bitcast=True)
+    power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+    return power, ((bits & 0x807FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def norm_reciprocal(
+    ptr, start, length, head, token, head_stride, column, NORM: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The reciprocal norm of each token of [T, heads, K] as power and factor; ones without NORM."""
+    power = tl.zeros((CHUNK,), dtype=tl.float32) + 1.0
+    factor = power
+    if NORM:
+        x = load_tokens(ptr, start, length, head, token, head_stride, column, K, CHUNK).to(tl.float32)
+        power, factor = split_exponent(tl.rsqrt(tl.sum(x * x, 1) + 1e-6))
+    return power, factor
+
+
+@triton.jit
+def load_scaled(
+    ptr,
+    start,
+    length,
+    head,
+    token,
+    head_stride,
+    column,
+    power,
+    NORM: tl.constexpr,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """`load_tokens` of [T, heads, K], with NORM each multiplied by its power of two, which rounds nothing."""
+    x = load_tokens(ptr, start, length, head, token, head_stride, column, K, CHUNK)
+    if NORM:
+        x = downcast(x.to(tl.float32) * power[:, None], ptr.dtype.element_ty)
+    return x
+
+
+@triton.jit
 def gradients_kernel(
     q_ptr,
     k_ptr,
@@ -173,14 +220,20 @@ def gradients_kernel(
         # Row dots of q with dq and of k with dk so far; what a head adds to them is the gradient of its decays.
         q_dots = tl.zeros((CHUNK,), dtype=tl.float32)
         k_dots = tl.zeros((CHUNK,), dtype=tl.float32)
+        # From here q and k are scaled by their powers, and dq and dk are gradients of these; see the module's docstring.
+        q_power, q_factor = norm_reciprocal(q_ptr, start, length, key_head, q_token, q_head, row, NORM, K, CHUNK)
+        k_power, k_factor = norm_reciprocal(k_ptr, start, length, key_head, k_token, k_head, row, NORM, K, CHUNK)
         for member in tl.range(0, GROUP, num_stages=1):
             head = key_head * GROUP + member
             index = chunk * HEADS + head
             scales = scales_ptr + index.to(tl.int64) * (SCALES * CHUNK)
             cumulated = tl.load(scales + CUMULATED * CHUNK + i)
             last = tl.load(scales + CUMULATED * CHUNK + CHUNK - 1)
-            rate = load_scalars(beta_ptr, start, length, head, HEADS, CHUNK)
+            rate_power, rate_factor = split_exponent(load_scalars(beta_ptr, start, length, head, HEADS, CHUNK))
+            k_rate = k_factor * rate_factor
             grown = tl.exp(cumulated)
+            asking = q_factor * grown * scale
+            reading = k_factor * grown
             dwithin = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
             dsystem = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
             written = tl.zeros((CHUNK, BK), dtype=tl.float32)
@@ -195,63 +248,55 @@ def gradients_kernel(
                 dstate = load_plane(dstates_ptr, index, column, row, V, K)
                 dwithin = dot(dout, residual, dwithin)
                 dsystem = dot(dv, residual, dsystem)
-                dq = dot(downcast(dout.to(tl.float32) * (scale * grown)[:, None], dtype), state, dq)
-                dk = dot(downcast(-dv.to(tl.float32) * grown[:, None], dtype), state, dk)
+                dq = dot(downcast(dout.to(tl.float32) * asking[:, None], dtype), state, dq)
+                dk = dot(downcast(-dv.to(tl.float32) * reading[:, None], dtype), state, dk)
                 written = dot(tl.trans(residual), dstate, written)
                 faded += state.to(tl.float32) * dstate.to(tl.float32)
             before = decay(cumulated, cumulated, i[:, None] >= i[None, :])
-            store_plane(dwithin_ptr, dwithin * before * scale, index, i, i, CHUNK, CHUNK)
+            before *= k_rate[None, :]
+            store_plane(dwithin_ptr, dwithin * before * (q_factor * scale)[:, None], index, i, i, CHUNK, CHUNK)
             before = tl.where(i[:, None] > i[None, :], before, 0.0)
-            store_plane(dsystem_ptr, -dsystem * before, index, i, i, CHUNK, CHUNK)
-            written *= tl.exp(last - cumulated)[:, None]
-            q = load_tokens(q_ptr, start, length, key_head, q_token, q_head, row, K, CHUNK)
-            k = load_tokens(k_ptr, start, length, key_head, k_token, k_head, row, K, CHUNK)
-            q_scale = tl.zeros((CHUNK,), dtype=tl.float32) + 1.0
-            k_scale = q_scale
-            if NORM:
-                q_scale = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + 1e-6)
-                k_scale = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + 1e-6)
-            of_state = tl.sum(tl.sum(k.to(tl.float32) * written, 1) * k_scale * rate) + tl.exp(last) * tl.sum(faded)
+            store_plane(dsystem_ptr, -dsystem * before * k_factor[:, None], index, i, i, CHUNK, CHUNK)
+            written *= (k_rate * tl.exp(last - cumulated))[:, None]
+            q = load_scaled(q_ptr, start, length, key_head, q_token, q_head, row, q_power, NORM, K, CHUNK)
+            written_k = load_scaled(
+                k_ptr, start, length, key_head, k_token, k_head, row, k_power * rate_power, True, K, CHUNK
+            )
+            of_state = tl.sum(written_k.to(tl.float32) * written) + tl.exp(last) * tl.sum(faded)
             # Other threads read the two matrices than wrote them. A matmul must not use the result of another here:
             # Triton would compute the first in all warps.
             tl.debug_barrier()
-            k_rate = (k_scale * rate)[None, :]
-            dwithin = load_plane(dwithin_ptr, index, i, i, CHUNK, CHUNK).to(tl.float32)
-            dq = dot(downcast(dwithin * k_rate, dtype), k, dq)
-            dsystem = load_plane(dsystem_ptr, index, i, i, CHUNK, CHUNK).to(tl.float32)
-            dk = dot(downcast(dsystem * k_rate, dtype), k, dk)
-            dwithin = load_plane_transposed(dwithin_ptr, index, i, i, CHUNK, CHUNK).to(tl.float32)
-            written = dot(downcast(dwithin * q_scale[None, :], dtype), q, written)
-            dsystem = load_plane_transposed(dsystem_ptr, index, i, i, CHUNK, CHUNK).to(tl.float32)
+            dq = dot(load_plane(dwithin_ptr, index, i, i, CHUNK, CHUNK), written_k, dq)
+            dk = dot(load_plane(dsystem_ptr, index, i, i, CHUNK, CHUNK), written_k, dk)
+            written = dot(load_plane_transposed(dwithin_ptr, index, i, i, CHUNK, CHUNK), q, written)
+            k = load_scaled(k_ptr, start, length, key_head, k_token, k_head, row, k_power, NORM, K, CHUNK)
             written_within = dot(
-                downcast(dsystem * k_scale[None, :], dtype), k, tl.zeros((CHUNK, BK), dtype=tl.float32)
+                load_plane_transposed(dsystem_ptr, index, i, i, CHUNK, CHUNK),
+                k,
+                tl.zeros((CHUNK, BK), dtype=tl.float32),
             )
-            q_added = tl.sum(q.to(tl.float32) * dq, 1) * q_scale - q_dots
+            q_added = tl.sum(q.to(tl.float32) * dq, 1) - q_dots
             q_dots += q_added
             # What a key reads decays until its token.
-            k_added = tl.sum(k.to(tl.float32) * dk, 1) * k_scale - k_dots
+            k_added = tl.sum(k.to(tl.float32) * dk, 1) - k_dots
             # What it writes decays after its token: state, outputs and residuals of later tokens.
-            drate = tl.sum(k.to(tl.float32) * written, 1) + tl.sum(k.to(tl.float32) * written_within, 1)
-            drate *= k_scale
-            dk += written * rate[:, None]
-            dk += written_within * rate[:, None]
-            k_dots += k_added + rate * drate
-            dcumulated = q_added + k_added - rate * drate + tl.where(i == CHUNK - 1, of_state, 0.0)
+            written_added = tl.sum(k.to(tl.float32) * written, 1) + tl.sum(k.to(tl.float32) * written_within, 1)
+            drate = written_added / rate_factor
+            written_added *= rate_power
+            dk += written * rate_power[:, None]
+            dk += written_within * rate_power[:, None]
+            k_dots += k_added + written_added
+            dcumulated = q_added + k_added - written_added + tl.where(i == CHUNK - 1, of_state, 0.0)
             # A token's own log decay is part of its own and all later sums of the chunk.
             dg = tl.sum(tl.where(i[:, None] >= i[None, :], dcumulated[:, None], 0.0), 0)
             offset = (start + i).to(tl.int64) * HEADS + head
             tl.store(dg_ptr + offset, downcast(dg, dg_ptr.dtype.element_ty), mask=i < length)
             tl.store(dbeta_ptr + offset, downcast(drate, dbeta_ptr.dtype.element_ty), mask=i < length)
-        q = load_tokens(q_ptr, start, length, key_head, q_token, q_head, row, K, CHUNK)
-        k = load_tokens(k_ptr, start, length, key_head, k_token, k_head, row, K, CHUNK)
-        q_scale = tl.zeros((CHUNK,), dtype=tl.float32) + 1.0
-        k_scale = q_scale
         if NORM:
-            q_scale = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + 1e-6)
-            k_scale = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + 1e-6)
-        if NORM:
-            dq = (dq - q.to(tl.float32) * (q_scale * q_dots)[:, None]) * q_scale[:, None]
-            dk = (dk - k.to(tl.float32) * (k_scale * k_dots)[:, None]) * k_scale[:, None]
+            q = load_scaled(q_ptr, start, length, key_head, q_token, q_head, row, q_power, NORM, K, CHUNK)
+            k = load_scaled(k_ptr, start, length, key_head, k_token, k_head, row, k_power, NORM, K, CHUNK)
+            dq = (dq - q.to(tl.float32) * (q_factor * q_factor * q_dots)[:, None]) * q_power[:, None]
+            dk = (dk - k.to(tl.float32) * (k_factor * k_factor * k_dots)[:, None]) * k_power[:, None]
         store_tokens(dq_ptr, dq, start, length, key_head, row, KEY_HEADS, K, CHUNK)
         store_tokens(dk_ptr, dk, start, length, key_head, row, KEY_HEADS, K, CHUNK)
 

@@ -1,0 +1,115 @@
+"""Attention in plain PyTorch, and what its kernels share: causality, windows, masks, rejected options."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opslot._base.errors import KernelError
+
+
+def reference(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """softmax(scaling * q k^T + mask) v with grouped key/value heads.
+
+    Without a mask, causal if `is_causal` or else `module.is_causal` is set (the last query sees every key), and limited
+    to `sliding_window` tokens. `softcap` caps the scores; `s_aux` [heads] are attention sinks, logits in the softmax
+    without a value. The softmax runs in fp32 (fp64 for fp64 input), as Transformers' eager attention does.
+    """
+    reject_options("eager", kwargs, served=("softcap", "s_aux"))
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else 1 / math.sqrt(query.shape[-1]))
+    if kwargs.get("softcap") is not None:
+        scores = kwargs["softcap"] * torch.tanh(scores / kwargs["softcap"])
+    if attention_mask is None or kwargs.get("cu_seq_lens_q") is not None:
+        attention_mask = visible(module, query, key, kwargs)
+    if attention_mask is not None and attention_mask.is_floating_point():
+        scores = scores + attention_mask
+    elif attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, float("-inf"))
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    sinks = kwargs.get("s_aux")
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1, dtype=dtype)[..., : key.shape[2]].to(query.dtype)
+    return (nn.functional.dropout(weights, dropout) @ value).transpose(1, 2).contiguous(), None
+
+
+def causal_of(module: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call is causal: `is_causal` of the call, else of the module."""
+    causal = kwargs.get("is_causal")
+    return getattr(module, "is_causal", True) if causal is None else causal
+
+
+def window_of(key: Tensor, causal: bool, kwargs: Mapping[str, Any]) -> int | None:
+    """`sliding_window` if it masks some key, else None.
+
+    Raises:
+        KernelError: a bidirectional window without a mask; models differ in where it ends.
+    """
+    window = kwargs.get("sliding_window")
+    if window is None or window >= key.shape[2]:
+        return None
+    if not causal:
+        raise KernelError(
+            f"attention: sliding_window={window} without causality requires an attention_mask",
+            hint="pass the mask, or use flash_attention_2, 3 or 4, where it ends window - 1 tokens to either side",
+        )
+    return window
+
+
+def visible(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Bool mask [B or 1, 1, S, S_kv] of documents, causality and sliding window; None if every key is visible."""
+    batch, length, keys = query.shape[0], query.shape[2], key.shape[2]
+    causal = causal_of(module, kwargs)
+    window = window_of(key, causal, kwargs)
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    if cu_seqlens is None and window is None and (not causal or length == 1):
+        return None
+    position = torch.arange(keys - length, keys, device=query.device)
+    distance = position[:, None] - torch.arange(keys, device=query.device)
+    mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        mask = mask & (distance < window)
+    if cu_seqlens is None:
+        return mask[None, None]
+    if length != keys:
+        raise KernelError(
+            f"attention: packed documents of {length} queries and {keys} keys in a row",
+            hint="give every document as many keys as queries, or use flash_attention_2, 3 or 4",
+        )
+    token = torch.arange(batch * length, device=query.device)
+    document = torch.searchsorted(cu_seqlens[1:].to(torch.int64), token, right=True).view(batch, 1, length)
+    return mask & (document[..., :, None] == document[..., None, :])
+
+
+# Options that change the result, and the kernels that support them. Other kernels must reject them.
+OPTIONS = {
+    "softcap": "eager, triton, flex_attention or flash_attention_2, 3 or 4",
+    "s_aux": "eager, triton or flash_attention_4",
+    "position_bias": "Transformers' own attention",
+}
+
+
+def reject_options(name: str, kwargs: Mapping[str, Any], served: tuple[str, ...] = ()) -> None:
+    """Raise KernelError for an option that implementation `name` does not support."""
+    for option, others in OPTIONS.items():
+        if option not in served and kwargs.get(option) is not None:
+            raise KernelError(
+                f"attn_implementation={name!r} has no {option}",
+                hint=f"use {others}",
+            )
