@@ -143,13 +143,13 @@ def _smallest_input(holder: Any, name: str) -> Callable[[], dict[str, Any]] | No
     pixels = _METHODS[name]
     grid = next((grid for grid in ("image_grid_thw", "video_grid_thw") if grid in taken), None)
     if name == "get_audio_features":
-        audio = getattr(holder.config, "audio_config", None)
+        audio: Any = getattr(holder.config, "audio_config", None)
         frames = 2 * getattr(audio, "n_window", 0)
         if not {"feature_attention_mask", "audio_feature_lengths"} <= taken.keys() or not frames:
             return None
         return partial(_audio, holder, audio.num_mel_bins, frames)
-    vision = getattr(holder.config, "vision_config", None)
-    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    vision: Any = getattr(holder.config, "vision_config", None)
+    channels: Any = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
     if grid is not None and hasattr(vision, "spatial_merge_size"):
         return partial(_patches, holder, vision, channels, pixels, grid)
     return None
