@@ -42,7 +42,9 @@ def test_run_and_export(vlm_settings, tmp_path, train):
     folder = tmp_path / "out" / "hf"
     model = AutoModelForImageTextToText.from_pretrained(folder)
     assert type(model).__name__ == "Qwen3VLForConditionalGeneration"
-    assert type(load_processor(folder)).__name__ == "Qwen3VLProcessor"
+    processor = load_processor(folder)
+    assert type(processor).__name__ == "Qwen3VLProcessor"
+    assert processor.chat_template
     assert "AutoModelForImageTextToText" in out
     assert "trainable" in out
     assert all("eval_loss" in record for record in read_metrics(tmp_path / "out") if record["step"] % 2 == 0)

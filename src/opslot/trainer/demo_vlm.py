@@ -141,7 +141,7 @@ def write_model(folder: Path, texts: list[str]) -> None:
     tokens = {f"{name}_token_id": number[f"<|{name}|>"] for name in ("vision_start", "vision_end")}
     tokens |= {f"{name}_token_id": number[f"<|{name}_pad|>"] for name in ("image", "video")}
     (folder / "config.json").write_text(json.dumps(MODEL | tokens, indent=2) + "\n")
-    sizes = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2}
+    sizes: dict[str, Any] = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2}
     sizes |= {"size": {"shortest_edge": 256, "longest_edge": 65536}, "processor_class": "Qwen3VLProcessor"}
     image = sizes | {"image_processor_type": "Qwen2VLImageProcessor"}
     video = sizes | {"video_processor_type": "Qwen3VLVideoProcessor"}
@@ -150,15 +150,15 @@ def write_model(folder: Path, texts: list[str]) -> None:
 
 
 def draw_digit(rng: random.Random, digit: int) -> Image:
-    """A digit of any color, moved and turned a little."""
+    """A digit, moved and turned a little."""
     from PIL import Image as Pillow
     from PIL import ImageDraw, ImageFont
 
     image = Pillow.new("RGB", (SIDE, SIDE), "white")
-    place = (SIDE / 2 + rng.uniform(-3, 3), SIDE / 2 + rng.uniform(-3, 3))
-    font = ImageFont.load_default(size=rng.randint(20, 26))
-    ImageDraw.Draw(image).text(place, str(digit), fill=rng.choice(list(COLORS.values())), font=font, anchor="mm")
-    return image.rotate(rng.uniform(-12, 12), fillcolor="white")
+    place = (SIDE / 2 + rng.uniform(-1.5, 1.5), SIDE / 2 + rng.uniform(-1.5, 1.5))
+    font = ImageFont.load_default(size=26)
+    ImageDraw.Draw(image).text(place, str(digit), fill=COLORS["black"], font=font, anchor="mm")
+    return image.rotate(rng.uniform(-6, 6), fillcolor="white")
 
 
 def draw_shape(rng: random.Random, shape: str, color: str) -> Image:
@@ -223,6 +223,7 @@ def answer(folder: Path, samples: list[dict[str, Any]]) -> list[str]:
     processor: Any = load_processor(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     data = folder.parents[1] / "data"
+    end = processor.tokenizer.eos_token_id
     answers = []
     for sample in samples:
         question = sample["messages"][:1]
@@ -230,7 +231,7 @@ def answer(folder: Path, samples: list[dict[str, Any]]) -> list[str]:
         images = [Pillow.open(data / name).convert("RGB") for name in _images(sample)]
         inputs = processor(text=[text], images=images or None, return_tensors="pt")
         with torch.no_grad():
-            output = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+            output = model.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=end, pad_token_id=end)
         new = output[0, inputs["input_ids"].shape[1] :]
         answers.append(str(processor.tokenizer.decode(new, skip_special_tokens=True)).strip())
     return answers

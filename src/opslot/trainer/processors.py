@@ -96,15 +96,5 @@ def _without_video(name: str | None) -> Any:
         return None
     logger.warning("torchvision is not installed, so %s takes no video; pip install torchvision", name)
     kept = [part for part in theirs.get_attributes() if part != "video_processor"]
-    own = {"get_attributes": classmethod(lambda cls: kept), "__init__": _init_without(theirs, "video_processor")}
-    return type(theirs.__name__, (theirs,), own)
-
-
-def _init_without(theirs: Any, name: str) -> Any:
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        theirs.__init__(self, *args, **{name: None, **kwargs})
-        # An attribute that is None counts as present in some releases.
-        if getattr(self, name, self) is None:
-            delattr(self, name)
-
-    return init
+    # Constructors pass their parts on in the order of the attributes, so the missing one is dropped.
+    return type(theirs.__name__, (theirs,), {"get_attributes": classmethod(lambda cls: kept)})
