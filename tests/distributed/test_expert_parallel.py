@@ -128,7 +128,7 @@ def variant_parity(variant_name, kernel, tokens_of_rank):
     def run(function, at):
         leaves = {n: whole[n][at[n]].clone().requires_grad_() for n in whole}
         given = {**leaves, "top_k_index": index[at["hidden_states"]], **bounds}
-        out = function(*(given[name] for name in order))
+        out = function(*(given[name] for name in order if name in given))
         (out * loss[at["hidden_states"]]).sum().backward()
         return [out.detach(), *(leaf.grad for leaf in leaves.values())]
 

@@ -314,7 +314,6 @@ def test_packed_documents_do_not_attend_to_each_other(model_type):
         ("bamba", "BambaMixer has a Conv1d, which may mix tokens"),
         ("gemma3", "it is not only a language model"),
         ("recurrent_gemma", "RecurrentGemmaRecurrentBlock has a Conv1d, which may mix tokens"),
-        ("lfm2", "Lfm2ShortConv has a Conv1d, which may mix tokens"),
         ("doge", "DogeCDMoE calls matmul of activations, which may mix tokens"),
     ],
 )

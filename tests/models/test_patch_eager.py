@@ -202,7 +202,7 @@ def test_bound_experts_take_precedence_over_the_dispatcher():
     _, ours = pair("qwen3_moe")
     seen = []
 
-    def kernel(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights):
+    def kernel(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, activation):
         seen.append((hidden_states.shape, gate_up_proj.shape, down_proj.shape, top_k_index.shape, top_k_weights.shape))
         return torch.zeros_like(hidden_states)
 

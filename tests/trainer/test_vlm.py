@@ -1,5 +1,6 @@
 """Task vlm: full runs of `opslot train` on drawn images."""
 
+import copy
 import itertools
 import json
 import shutil
@@ -102,7 +103,9 @@ def test_loss_equals_that_of_transformers_processor_and_model(vlm_settings, tmp_
     prompt = processor.apply_chat_template(line["messages"][:1], tokenize=False, add_generation_prompt=True)
     labels[:, : processor(text=[prompt], images=images, return_tensors="pt")["input_ids"].shape[1]] = -100
     labels[:, -1] = -100  # the line break after the end of the turn
-    theirs = Qwen3VLForConditionalGeneration(trainer.model.config)
+    config = copy.deepcopy(trainer.model.config)
+    config._attn_implementation = "eager"
+    theirs = Qwen3VLForConditionalGeneration(config)
     theirs.load_state_dict(trainer.model.state_dict())
     expected = theirs(**inputs, labels=labels).loss.item()
     batch = trainer.data.collate_fn([trainer.train_set[1]])

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
-from opslot.models._host_inputs import keep_inputs_on_host, stop_keeping_inputs_on_host
 from opslot.models._registry import architecture_of
 from opslot.slots import BindingReport, OpsImplementationConfig, bind, unbind, walk_slots
 from opslot.slots.bind import require_module
@@ -66,6 +65,8 @@ def apply(
     except Exception:
         _undo(moves)
         raise
+    from opslot.models._host_inputs import keep_inputs_on_host
+
     keep_inputs_on_host(model)
     return report
 
@@ -78,6 +79,8 @@ def restore(model: Any) -> Any:
     """
     require_module(model, "opslot.restore")
     unbind(model)
+    from opslot.models._host_inputs import stop_keeping_inputs_on_host
+
     stop_keeping_inputs_on_host(model)
     for module in model.modules():
         architecture = architecture_of(type(module), generated=True)
