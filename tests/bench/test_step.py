@@ -2,7 +2,9 @@ import json
 
 import pytest
 
+from opslot._base.errors import ConfigError
 from opslot.bench import StepRow
+from opslot.bench.run import BenchOptions, run_bench
 from opslot.bench.step import StepTask, _exit_status, check_losses, compare_steps, implementations, reason
 from opslot.bench.step_process import main as measure_in_process
 
@@ -96,3 +98,17 @@ def test_reason_of_a_failure_is_its_exception():
     assert reason("Killed") == "Killed"
     assert reason("") == ""
     assert (_exit_status(-9), _exit_status(3)) == ("killed by SIGKILL", "exit code 3")
+
+
+def test_only_named_implementations_are_timed(moe_config_folder):
+    model = json.loads((moe_config_folder / "config.json").read_text())
+    task = StepTask("tiny", model, 1, 8, 1, "float32", "cpu")
+    *_, rows = compare_steps([task], ["hf"], [].append, only=["opslot eager"])
+    assert [row.implementation for row in rows] == ["opslot eager"]
+    assert not rows[0].error
+
+
+def test_unknown_implementation_raises():
+    with pytest.raises(ConfigError, match="unknown names") as error:
+        run_bench(BenchOptions(implementations=("opslot", "VeOmmi"), device="cpu"))
+    assert "VeOmmi" in str(error.value)

@@ -23,7 +23,7 @@ from opslot.bench.baselines import check_baselines
 from opslot.bench.files import OutputFiles
 from opslot.bench.ops import CallSite, bench_ops, call_sites_of
 from opslot.bench.result import Environment, OpRow, Result, Run, from_json, merge, read
-from opslot.bench.step import StepTask, compare_steps, loss_curve, process_environment
+from opslot.bench.step import StepTask, compare_steps, implementations, loss_curve, process_environment
 from opslot.bench.table import time_cell
 from opslot.bench.text import text_batches
 from opslot.bench.tune import timings_of, timings_text
@@ -58,6 +58,7 @@ class BenchOptions:
         compile: also time training steps with torch.compile.
         curve: number of steps of a loss curve.
         ops_implementation: opslot's, in training steps.
+        implementations: of the training step, in this order; empty for opslot and all of `baselines`.
         timeout: seconds that one implementation of a training step may take.
         trace: add torch.profiler's table of a training step.
         compile_ops: time torch.compile of eager ops.
@@ -79,6 +80,7 @@ class BenchOptions:
     compile: bool = False
     curve: int | None = None
     ops_implementation: Mapping[str, str] = field(default_factory=dict)
+    implementations: tuple[str, ...] = ()
     timeout: int = 900
     trace: bool = False
     compile_ops: bool = True
@@ -218,6 +220,13 @@ class _Setting:
 
     def _check_steps(self) -> None:
         options = self.options
+        known = implementations(options.baselines, compiled=True)
+        if unknown := [name for name in options.implementations if name not in known]:
+            raise ConfigError(
+                "--implementations: unknown names",
+                found=", ".join(unknown),
+                hint=f"expected some of {', '.join(known)}",
+            )
         if self.model is None:
             for name in ("layers", "curve", "steps_only", "compile"):
                 if getattr(options, name):
@@ -305,7 +314,7 @@ class _Setting:
         """The training steps' rows so far, after each implementation."""
         options = self.options
         if self.models and options.steps > 0 and not options.tune and not options.ops:
-            yield from compare_steps(self.step_tasks(), options.baselines, self.report)
+            yield from compare_steps(self.step_tasks(), options.baselines, self.report, options.implementations)
 
 
 def read_model(source: str, layers: int | None = None) -> dict[str, Any]:

@@ -72,7 +72,10 @@ def implementations(baselines: Sequence[str], compiled: bool = False) -> list[st
 
 
 def compare_steps(
-    tasks: Sequence[StepTask], baselines: Sequence[str], report: Callable[[str], None]
+    tasks: Sequence[StepTask],
+    baselines: Sequence[str],
+    report: Callable[[str], None],
+    only: Sequence[str] = (),
 ) -> Iterator[list[StepRow]]:
     """Time the training steps of every implementation; one that fails has an error instead of a time.
 
@@ -80,12 +83,14 @@ def compare_steps(
         tasks: models to train. An implementation trains them one after another in one process, and the rest in a new
             one after a failure.
 
+        only: implementations to time; empty for all.
+
     Yields:
         All rows so far, ordered by model, after each of them.
     """
     rows: dict[str, list[StepRow]] = {task.name: [] for task in tasks}
     compiled = any(task.compiled for task in tasks)
-    for name in implementations(baselines, compiled):
+    for name in only or implementations(baselines, compiled):
         with tempfile.TemporaryDirectory() as folder:
             for task, found in _run(tasks, name, Path(folder), lr=_LR, report=report):
                 losses = found.pop("losses", None)

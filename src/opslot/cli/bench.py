@@ -74,6 +74,11 @@ def add_parser(add: Callable[..., argparse.ArgumentParser], device: Callable[[st
         metavar="S",
         help="seconds that one implementation's training steps may take; default 900",
     )
+    bench.add_argument(
+        "--implementations",
+        metavar="NAMES",
+        help='training steps of these only, in this order, e.g. "opslot,VeOmni"; default opslot and all of --baselines',
+    )
     bench.add_argument("--trace", action="store_true", help="add torch.profiler's table of a training step")
     bench.add_argument("--no-compile-ops", action="store_true", help="leave out torch.compile of eager ops")
     bench.add_argument("--baselines-only", action="store_true", help=argparse.SUPPRESS)
@@ -118,6 +123,7 @@ def run(options: argparse.Namespace) -> int:
             compile=options.compile,
             curve=options.curve,
             ops_implementation=pairs("--set", "FIELD=VALUE, e.g. rms_norm_implementation=eager", options.set),
+            implementations=tuple(name for name in (options.implementations or "").split(",") if name),
             timeout=options.timeout,
             trace=options.trace,
             compile_ops=not options.no_compile_ops,

@@ -13,6 +13,7 @@ from opslot._base.errors import ConfigError, KernelError
 from opslot.ops import attention
 from opslot.ops._common import documents as documents_module
 from opslot.ops.attention import op
+from opslot.ops.attention.reference import visible
 from opslot.ops.attention.flash import make_flash
 from opslot.slots import KernelRequest, Resolution, SlotBinding
 
@@ -60,16 +61,16 @@ def test_visible_keys(causal, window, lengths):
     kwargs = {"sliding_window": window} | (documents(*lengths) if lengths else {})
     if not causal and window is not None and window < 24:
         with pytest.raises(KernelError, match=r"sliding_window=.* without causality requires an attention_mask"):
-            op.visible(Attention(causal), q, k, kwargs)
+            visible(Attention(causal), q, k, kwargs)
         return
-    found = op.visible(Attention(causal), q, k, kwargs)
+    found = visible(Attention(causal), q, k, kwargs)
     expected = expected_mask(24, 24, causal, window, lengths)
     assert torch.equal(expected if found is None else found[0, 0], expected)
 
 
 def test_last_query_attends_to_every_key():
     q, k, _ = tensors(length=3, keys=8)
-    assert torch.equal(op.visible(Attention(), q, k, {})[0, 0], expected_mask(3, 8))
+    assert torch.equal(visible(Attention(), q, k, {})[0, 0], expected_mask(3, 8))
 
 
 OPTIONS = {
@@ -218,7 +219,7 @@ class Library:
         if not options.get("return_lse"):
             return out
         scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * softmax_scale
-        mask = op.visible(Attention(causal), q, k, kwargs)
+        mask = visible(Attention(causal), q, k, kwargs)
         return out, (scores if mask is None else scores.masked_fill(~mask, float("-inf"))).logsumexp(-1)
 
     def flash_attn_varlen_func(self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):

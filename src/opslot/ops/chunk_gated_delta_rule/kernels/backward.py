@@ -220,7 +220,7 @@ def gradients_kernel(
         # Row dots of q with dq and of k with dk so far; what a head adds to them is the gradient of its decays.
         q_dots = tl.zeros((CHUNK,), dtype=tl.float32)
         k_dots = tl.zeros((CHUNK,), dtype=tl.float32)
-        # From here q and k are scaled by their powers, and dq and dk are gradients of these; see the module's docstring.
+        # From here q and k are scaled by their powers, and dq and dk are gradients of these (see the top).
         q_power, q_factor = norm_reciprocal(q_ptr, start, length, key_head, q_token, q_head, row, NORM, K, CHUNK)
         k_power, k_factor = norm_reciprocal(k_ptr, start, length, key_head, k_token, k_head, row, NORM, K, CHUNK)
         for member in tl.range(0, GROUP, num_stages=1):
