@@ -13,8 +13,8 @@ from opslot._base.errors import ConfigError, KernelError
 from opslot.ops import attention
 from opslot.ops._common import documents as documents_module
 from opslot.ops.attention import op
-from opslot.ops.attention.reference import visible
 from opslot.ops.attention.flash import make_flash
+from opslot.ops.attention.reference import visible
 from opslot.slots import KernelRequest, Resolution, SlotBinding
 
 HOPPER = DeviceFacts("gpu", (9, 0), "a Hopper")
