@@ -102,6 +102,8 @@ def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]
         f"{trainer.title} on {trainer.device}{processes}; {trainer.describe_data()}; {steps} of "
         f"{size}{config.train.global_batch_size * config.data.max_seq_len:,} tokens"
     )
+    for line in trainer.meter.uncounted_lines():
+        trainer.say(line)
     result = trainer.train()
     if result.completed:
         trainer.say(f"done: {result.step:,} steps; model, checkpoints and metrics are in {trainer.output_dir}")

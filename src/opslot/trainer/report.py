@@ -27,12 +27,12 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
   max-width: 1240px; padding: 24px; }
 h1 { font-size: 24px; margin: 0; } h2 { font-size: 18px; margin: 32px 0 8px; }
 p { color: var(--faint); margin: 4px 0 16px; overflow-wrap: anywhere; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 12px; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr)); gap: 12px; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 16px;
   overflow-x: auto; }
 .card small { color: var(--faint); display: block; } .card b { font-size: 20px; font-variant-numeric: tabular-nums; }
-.plots h3 { font-size: 14px; margin: 0 0 6px; }
+.plots h3 { font-size: 14px; margin: 0 0 6px; } h3 small { font-weight: 400; } h3 .key:first-child { margin-left: 0; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: 6px 14px 6px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--faint); font-weight: 500; }
@@ -57,10 +57,15 @@ class _Plot(NamedTuple):
     title: str
     series: tuple[_Series, ...]
     unit: str = ""
+    from_zero: bool = True
 
 
 _PLOTS = (
-    _Plot("Loss (nats per token)", (_Series("loss", "training"), _Series("eval_loss", "evaluation", "two"))),
+    _Plot(
+        "Loss (nats per token)",
+        (_Series("loss", "training"), _Series("eval_loss", "evaluation", "two")),
+        from_zero=False,
+    ),
     _Plot("Learning rate", (_Series("lr", "lr"),)),
     _Plot("Gradient norm", (_Series("grad_norm", "before clipping"),)),
     _Plot("Throughput (tokens/s)", (_Series("tokens_per_s", "all processes"),)),
@@ -68,7 +73,7 @@ _PLOTS = (
     _Plot("Model TFLOP/s per process", (_Series("tflops_per_gpu", "TFLOP/s"),)),
     _Plot("Peak memory (GiB)", (_Series("memory_gib", "GiB"),)),
     _Plot("Time waiting for data", (_Series("data_wait", "share of the step", scale=100),), "%"),
-    _Plot("Auxiliary loss", (_Series("aux_loss", "training"),)),
+    _Plot("Auxiliary loss", (_Series("aux_loss", "training"),), from_zero=False),
     _Plot("Accuracy", (_Series("eval_accuracy", "evaluation", "two"),)),
     _Plot("F1", (_Series("eval_f1", "evaluation", "two"),)),
 )
@@ -122,14 +127,15 @@ def _figures(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The run in a few numbers; throughput is the median, which the first steps do not change."""
     last = records[-1]
     evaluations = [value for r in records if (value := _number(r, "eval_loss")) is not None]
+    total, each = _median(records, "tokens_per_s"), _median(records, "tokens_per_s_per_gpu")
     mfu, memory = _median(records, "mfu"), _number(last, "memory_gib")
     values = {
         "steps": f"{last['step']:,}",
         "tokens": _short(_number(last, "tokens")),
         "last loss": _short(_number(last, "loss")),
         "best evaluation loss": _short(min(evaluations, default=None)),
-        "tokens/s (median)": _short(_median(records, "tokens_per_s")),
-        "tokens/s per process": _short(_median(records, "tokens_per_s_per_gpu")),
+        "tokens/s (median)": _short(total),
+        "tokens/s per process": _short(each) if each != total else None,
         "MFU (median)": None if mfu is None else f"{mfu:.1%}",
         "peak memory": None if memory is None else f"{memory:.1f} GiB",
     }
@@ -148,7 +154,8 @@ def _plot(plot: _Plot, records: Sequence[Mapping[str, Any]]) -> str:
     if not lines:
         return ""
     every = [point for _, points in lines for point in points]
-    low, high = _limits([value for _, value in every])
+    ticks = _ticks([value for _, value in every], plot.from_zero)
+    low, high = ticks[0], ticks[-1]
     first, last = min(step for step, _ in every), max(step for step, _ in every)
 
     def x(step: float) -> float:
@@ -160,7 +167,7 @@ def _plot(plot: _Plot, records: Sequence[Mapping[str, Any]]) -> str:
     drawn = [
         f'<line x1="{_LEFT}" x2="{_WIDTH - 12}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="var(--line)"/>'
         f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{_short(tick)}{plot.unit}</text>'
-        for tick in (low + (high - low) * part / 4 for part in range(5))
+        for tick in ticks
     ]
     drawn.append(f'<text x="{_LEFT}" y="{_HEIGHT - 6}">step {first:,}</text>')
     drawn.append(f'<text x="{_WIDTH - 12}" y="{_HEIGHT - 6}" text-anchor="end">step {last:,}</text>')
@@ -198,13 +205,17 @@ def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
 
 
-def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """The axis; values that are all alike get room around them."""
+def _ticks(values: Sequence[float], from_zero: bool) -> list[float]:
+    """Round numbers that enclose the values, in steps of 1, 2 or 5 times a power of ten."""
     low, high = min(values), max(values)
-    if high - low > 1e-9 * max(abs(low), abs(high)):
-        return low, high
-    room = abs(high) / 2 or 1.0
-    return low - room, high + room
+    low = min(low, 0.0) if from_zero else low
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
+    exact = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(exact))
+    size = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= 0.999 * exact)
+    first, last = math.floor(low / size + 1e-6), math.ceil(high / size - 1e-6)
+    return [number * size for number in range(first, last + 1)]
 
 
 def _kernels(record: Mapping[str, Any]) -> Iterator[str]:

@@ -33,6 +33,13 @@ class StepMeter:
         self._started = time.perf_counter()
         self._waited = 0.0
 
+    def uncounted_lines(self) -> list[str]:
+        """A line for each kind of module whose FLOPs are missing in the measurements."""
+        first: dict[str, str] = {}
+        for part in self.flops.uncounted:
+            first.setdefault(part.reason, part.path or "model")
+        return [f"not in TFLOP/s and MFU: {path}: {reason}" for reason, path in first.items()]
+
     def start(self) -> None:
         """Begin a step."""
         self._started, self._waited = time.perf_counter(), 0.0
