@@ -17,7 +17,7 @@ from opslot.cli import main
 from opslot.trainer.callbacks import read_metrics
 
 LORA = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-SIZES = {"fsdp": {}, "sp": {"sp_size": 2, "ulysses_overlap": True}, "ep": {"ep_size": 2}}
+SIZES = {"fsdp": {}, "sp": {"sp_size": 2, "fsdp": {"ulysses_overlap": True}}, "ep": {"ep_size": 2}}
 
 
 def run_config(file):
