@@ -68,7 +68,7 @@ def convolution(length, documents, width=4):
         (4, None, 4),
         (10, None, 1),
         (10, [10, 10], 4),
-        # Boundaries in the first tokens of the second rank, at its border, and before it.
+        # Boundaries in the first tokens of the second rank, at the start of its shard, and before it.
         (10, [6, 4, 5, 5], 4),
         (10, [3, 1, 6, 1, 1, 8], 4),
         (4, [1, 3, 2, 0, 2], 4),

@@ -1,7 +1,9 @@
 """Multimodal models read integer inputs on the host: on the meta device, every synchronization is an error."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -162,6 +164,29 @@ def test_layers_get_device_tensors_with_host_values():
     model = keep_inputs_on_host(Model().to("meta"))
     model(torch.empty(5, 4, device="meta"), torch.tensor([2, 3]))
     assert seen == [("meta", [0, 2, 5])] * 2
+
+
+def test_inputs_are_freed_after_the_forward_pass():
+    """A copy refers to its source; the cache of copies must not keep both alive."""
+    seen = []
+
+    class Layer(nn.Linear):
+        def forward(self, x, bounds):
+            seen.extend([weakref.ref(bounds), weakref.ref(host_values(bounds))])
+            return super().forward(x)
+
+    class Model(WithImages):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Layer(4, 4)])
+
+        def forward(self, x, lengths):
+            return self.layers[0](x, bounds=lengths.cumsum(0))
+
+    model = keep_inputs_on_host(Model().to("meta"))
+    model(torch.empty(5, 4, device="meta"), torch.tensor([2, 3]))
+    gc.collect()
+    assert [reference() for reference in seen] == [None, None]
 
 
 def test_mode_ends_when_the_model_raises():

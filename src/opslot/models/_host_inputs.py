@@ -72,7 +72,8 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
         yield from child.children() if isinstance(child, nn.ModuleList) else _layers(child)
 
 
-# The copies: a model passes the same to every layer.
+# A model passes the same tensors to every layer. A copy also refers to its source, so entries are removed after each
+# forward pass; those of layers computed again in backward, before the next.
 _copies: Any = WeakIdKeyDictionary()
 
 
@@ -109,12 +110,14 @@ class _HostInputs(TorchFunctionMode):
         if not on_host or device.type == "cpu" or self._device is not None or torch.compiler.is_compiling():
             return None
         self._device = device
+        _copies.clear()
         self.__enter__()
         return args, kwargs | {name: x for name, x in given[1].items() if name in kwargs and _is_host_integer(x)}
 
     def end(self, *_: Any) -> None:
         if self._device is not None:
             self._device = None
+            _copies.clear()
             self.__exit__(None, None, None)
 
     def suspend(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:

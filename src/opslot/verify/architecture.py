@@ -135,7 +135,7 @@ def check_architecture(
         A failed check is a result, not an exception; so is a model that cannot be built or that has no slots.
 
     Raises:
-        ConfigError: Transformers has no such architecture, or there is no such check.
+        ConfigError: unknown architecture or check.
     """
     unknown = [name for name in checks if name not in CHECKS]
     if unknown:

@@ -135,7 +135,7 @@ def _pattern_of(mask_function: Any) -> _Pattern | None:
 
 
 def _merged(parts: list[_Pattern | None]) -> _Pattern | None:
-    """Both of two patterns; None where that is no pattern."""
+    """Both of two patterns; None if their combination is not a pattern."""
     found = _Pattern()
     for part in parts:
         given = {} if part is None else {name: value for name, value in part._asdict().items() if value is not None}
