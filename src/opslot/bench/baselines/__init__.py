@@ -51,7 +51,15 @@ BASELINES = {
                 ("Transformers + torch.compile", (("compiled", True),)),
             ),
         ),
-        Baseline("liger", "liger_kernel", "liger-kernel", (("Liger-Kernel", ()),)),
+        Baseline(
+            "liger",
+            "liger_kernel",
+            "liger-kernel",
+            (
+                ("Liger-Kernel", ()),
+                ("Liger-Kernel + FlashAttention 4", (("attention", "flash_attention_4"),)),
+            ),
+        ),
         Baseline("quack", "quack", "quack-kernels"),
         Baseline("veomni", "veomni", "veomni", (("VeOmni", ()),)),
     )

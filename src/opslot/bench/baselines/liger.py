@@ -65,10 +65,10 @@ KERNELS = {
 }
 
 
-def build(config: dict[str, Any], dtype: torch.dtype, device: str) -> nn.Module:
+def build(config: dict[str, Any], dtype: torch.dtype, device: str, attention: str = "sdpa") -> nn.Module:
     """Transformers' class with Liger's patches, which change that class in the whole process."""
     patch = MODEL_TYPE_TO_APPLY_LIGER_FN.get(config["model_type"])
     if patch is None:
         raise ConfigError("Liger-Kernel has no patches for this model", found=f"model_type {config['model_type']!r}")
     patch()
-    return hf.build(config, dtype, device)
+    return hf.build(config, dtype, device, attention)
