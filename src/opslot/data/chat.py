@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opslot._base.errors import DataError
+from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.encoder import digest, tokenizer_digest
-from opslot.data.packing import IGNORE_INDEX, LABELED
 from opslot.data.records import ByteRange, FileColumns, Location, columns_in, lone_surrogate, read_records
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from opslot._base.errors import DataError, list_problems
+from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.encoder import digest, tokenizer_digest
-from opslot.data.packing import IGNORE_INDEX, LABELED
 from opslot.data.records import ByteRange, FileColumns, columns_in, read_records, split_into_shards
 
 if TYPE_CHECKING:

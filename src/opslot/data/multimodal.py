@@ -19,10 +19,11 @@ import torch.nn.functional as F
 
 from opslot._base.errors import DataError
 from opslot.data.chat import ChatEncoder, Rendered, SampleError, trained_tokens
+from opslot.data.collation import IGNORE_INDEX, LABELED, collate, collate_padded
 from opslot.data.encoder import digest
 from opslot.data.media import KINDS, Limits, MediaError, Video, from_bytes, load_audio, load_image, load_video, to_bytes
 from opslot.data.media_parts import COLUMNS, separate_media
-from opslot.data.packing import IGNORE_INDEX, LABELED, MediaDocument, collate, collate_padded
+from opslot.data.packing import MediaDocument
 from opslot.data.records import ByteRange, Location, read_records
 from opslot.data.rope_positions import RopePositions
 
