@@ -63,7 +63,8 @@ def load_config(source: str | Path | Sequence[str]) -> RunConfig:
     if problems:
         raise ConfigError(list_problems(f"the configuration has {count_of(problems)}", problems, shown=30))
     namespace = parser.parse_object(kept)
-    namespace = parser.parse_args(overrides, namespace=namespace)
+    if overrides:
+        namespace = parser.parse_args(overrides, namespace=namespace)
     parsed = parser.instantiate_classes(namespace)
     return RunConfig(**{section.name: getattr(parsed, section.name) for section in dataclasses.fields(RunConfig)})
 
