@@ -68,9 +68,10 @@ def _multiplies(cls: Any) -> bool:
 
 
 def _applies_to(module: nn.Module, config: Any) -> str | None:
-    if _is_plain(module):
-        return "head" if module.weight.shape[0] in _head_sizes(config) else "standard"
     cls: Any = type(module)
+    if _is_plain(module):
+        weight: Any = module.weight
+        return "head" if weight.shape[0] in _head_sizes(config) else "standard"
     has_matrix = any(p.dim() > 1 and p.is_floating_point() for p in module.parameters(recurse=False))
     return "head" if has_matrix and _multiplies(cls) else None
 
