@@ -95,7 +95,8 @@ def _experts(rows: ExpertRows, x: Tensor, experts: Experts, pairs: Sequence[Fact
     ]
     if experts.gate_up_bias is not None:
         parts[0] = parts[0] + experts.gate_up_bias[rows.expert]
-    act = gated(*_halves(parts, experts), experts.limit, experts.alpha, experts.up_offset, experts.activation)
+    gate, up = _halves(parts, experts)
+    act = gated(gate, up, experts.limit, experts.alpha, experts.up_offset, experts.activation)
     out = _linear(rows, act, experts.down_proj, down, experts)
     if experts.down_bias is not None:
         out = out + experts.down_bias[rows.expert]
