@@ -39,9 +39,11 @@ ARCHITECTURES = ROOT / "benchmarks" / "architectures.json"
 
 _STEP_COLUMNS = (
     "opslot",
+    "opslot + FP8",
     "opslot + torch.compile",
     "VeOmni",
     "Liger-Kernel",
+    "Liger-Kernel + FlashAttention 4",
     "Transformers",
     "Transformers + FlashAttention 4",
     "Transformers + torch.compile",
@@ -76,6 +78,10 @@ _MODEL_LABELS = {
     "phi4_width": "Phi-4 width",
     "olmo3_7b_width": "OLMo-3-7B width",
     "moonlight_width": "Moonlight-16B-A3B width",
+    "qwen3_vl_8b_width": "Qwen3-VL-8B width",
+    "qwen3_vl_30b_a3b_width": "Qwen3-VL-30B-A3B width",
+    "qwen3.5_9b_vision_width": "Qwen3.5-9B width with images",
+    "qwen2.5_vl_7b_width": "Qwen2.5-VL-7B width",
 }
 # Ops whose memory matters as much as their time.
 _WITH_MEMORY = ("cross_entropy_loss", "load_balancing_loss", "adamw")
