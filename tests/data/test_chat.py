@@ -11,7 +11,7 @@ import pytest
 from opslot._base.errors import DataError
 from opslot.data import IGNORE_INDEX, PackedDataset, collate, evaluation_batches, open_corpus
 from opslot.data.chat import ChatEncoder, load_chat_template
-from opslot.data.packing import make_sample
+from opslot.data.collation import make_sample
 
 CHATML = (
     "{% if tools %}<|im_start|>tools {{ tools | map(attribute='name') | join(',') }}<|im_end|>\n{% endif %}"

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig
 
+from opslot.data.collation import IGNORE_INDEX
 from opslot.data.media import (
     Limits,
     MediaError,
@@ -24,7 +25,6 @@ from opslot.data.media import (
     to_bytes,
 )
 from opslot.data.multimodal import MultimodalEncoder, encoder_cost
-from opslot.data.packing import IGNORE_INDEX
 from opslot.data.records import split_into_shards
 from opslot.data.rope_positions import RopePositions
 from opslot.trainer.processors import load_processor

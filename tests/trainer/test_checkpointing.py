@@ -13,9 +13,9 @@ from opslot._base.errors import CheckpointError
 from opslot.checkpoint import training_state
 from opslot.trainer import checkpointing
 from opslot.trainer.config import TrainConfig
+from opslot.trainer.output_folder import check_output
 from opslot.trainer.random_states import random_states, restore_random_states
 from opslot.trainer.saver import CheckpointSaver
-from opslot.trainer.validate import _check_output
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -403,8 +403,8 @@ def test_resume_from_a_checkpoint_under_another_name(tmp_path):
     save(checkpoints, 3).rename(checkpoints / "step_00000003_best")
     problems = []
     config = TrainConfig(output_dir=str(tmp_path), resume_from=str(checkpoints / "step_00000003_best"))
-    assert _check_output(config, problems) == checkpoints / "step_00000003_best"
+    assert check_output(config, problems) == checkpoints / "step_00000003_best"
     assert problems == []
     save(checkpoints, 5)
-    _check_output(config, problems)
+    check_output(config, problems)
     assert "has other checkpoints (step_00000005)" in problems[0]

@@ -37,7 +37,7 @@ def test_chat_demo_is_valid_and_rates_answers(tmp_path):
 
     held_out = demo_sft.write_inputs(tmp_path)
     file = Path(__file__).parents[2] / "configs" / "sft_demo.yaml"
-    config = load_config([str(file), *demo_sft._paths(tmp_path)])
+    config = load_config([str(file), *demo_sft.path_arguments(tmp_path)])
     validate(config)
     assert config.task == "sft"
     trained = (tmp_path / "data" / "train.jsonl").read_text()

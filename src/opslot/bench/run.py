@@ -23,7 +23,8 @@ from opslot.bench.baselines import check_baselines
 from opslot.bench.files import OutputFiles
 from opslot.bench.ops import CallSite, bench_ops, call_sites_of
 from opslot.bench.result import Environment, OpRow, Result, Run, from_json, merge, read
-from opslot.bench.step import StepTask, compare_steps, implementations, loss_curve, process_environment
+from opslot.bench.step import StepTask, compare_steps, known_implementations, loss_curve, process_environment
+from opslot.bench.step_inputs import model_vocab_size, takes_images
 from opslot.bench.table import time_cell
 from opslot.bench.text import text_batches
 from opslot.bench.tune import timings_of, timings_text
@@ -33,7 +34,7 @@ from opslot.slots import KERNEL_REGISTRY, OpsImplementationConfig, write_profile
 
 Report = Callable[[str], None]
 # The last token of a sample has no label, so a sample has at least two.
-_MINIMUM = {"layers": 1, "tokens": 1, "batch": 1, "length": 2, "steps": 0, "timeout": 1}
+_MINIMUM = {"layers": 1, "tokens": 1, "batch": 1, "length": 2, "steps": 0, "timeout": 1, "image_size": 0}
 # What kernels support; float64 is the reference.
 _DTYPES = ("bfloat16", "float16", "float32")
 # Batch and sequence length of a training step, by kind of device.
@@ -52,7 +53,8 @@ class BenchOptions:
         tune: add the times to this machine's profile, which `auto` reads.
         baselines: hf, liger, quack, veomni.
         baseline_paths: by baseline, a folder of packages that only this baseline sees.
-        batch, length: of a training step.
+        batch, length: samples of a training step, and tokens of each.
+        image_size: side in pixels of an image that each sample begins with; `length` then counts the text.
         steps: training steps to time; 0 for none.
         steps_only: no ops.
         compile: also time training steps with torch.compile.
@@ -75,6 +77,7 @@ class BenchOptions:
     baseline_paths: Mapping[str, str] = field(default_factory=dict)
     batch: int | None = None
     length: int | None = None
+    image_size: int = 0
     steps: int = 8
     steps_only: bool = False
     compile: bool = False
@@ -180,7 +183,7 @@ class _Setting:
         for name, minimum in _MINIMUM.items():
             value = getattr(options, name)
             if value is not None and value < minimum:
-                raise ConfigError(f"--{name} must be at least {minimum}", found=str(value))
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least {minimum}", found=str(value))
         self.device = usable_device(options.device or best_device().torch_type)
         dtype = options.dtype or ("float32" if self.device.type == "cpu" else "bfloat16")
         self.dtype = floating_dtype(dtype, f"--dtype {dtype!r}")
@@ -200,7 +203,7 @@ class _Setting:
         self.batch, self.length = options.batch or batch, options.length or length
         if options.curve and self.model is not None:
             report("loss curve: tokens")
-            self.text = text_batches(options.curve, self.batch, self.length, self.model["vocab_size"])
+            self.text = text_batches(options.curve, self.batch, self.length, model_vocab_size(self.model))
         if options.tune:
             # Adds nothing, but fails now where the profile cannot be written.
             write_profile([], facts_of(self.device))
@@ -220,7 +223,7 @@ class _Setting:
 
     def _check_steps(self) -> None:
         options = self.options
-        known = implementations(options.baselines, compiled=True)
+        known = known_implementations(options.baselines)
         if unknown := [name for name in options.implementations if name not in known]:
             raise ConfigError(
                 "--implementations: unknown names",
@@ -306,6 +309,7 @@ class _Setting:
                 baseline_paths=options.baseline_paths,
                 trace=options.trace,
                 timeout=options.timeout,
+                image_size=options.image_size,
             )
             for path, model in zip(map(Path, options.models), self.models, strict=True)
         ]
@@ -339,7 +343,7 @@ def read_model(source: str, layers: int | None = None) -> dict[str, Any]:
     if layers:
         data |= with_layers(data, layers)
     # Filled in, so that every implementation reads the same sizes whatever its release's defaults are.
-    if "vocab_size" not in data:
+    if "vocab_size" not in data and not takes_images(data):
         data["vocab_size"] = AutoConfig.for_model(data["model_type"]).vocab_size
     return data
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from opslot._base.errors import ConfigError
-from opslot.bench.baselines import BASELINES
+from opslot.bench.baselines import BASELINES, baseline_of
 from opslot.bench.result import Distance, LossCurve, StepRow
 
 WARM_UP = 3
@@ -25,6 +25,7 @@ _EAGER = {"preset": "eager", "attn_implementation": "sdpa"}
 # opslot's own implementations: with the options' `ops_implementation` (None), or with another one.
 OWN_IMPLEMENTATIONS: dict[str, dict[str, str] | None] = {
     "opslot": None,
+    "opslot + FP8": {"preset": "fp8"},
     "opslot + torch.compile": None,
     "opslot eager": _EAGER,
 }
@@ -40,6 +41,8 @@ class StepTask:
     Attributes:
         name: what the model is called in tables.
         model: a Transformers config as plain data, with its model_type.
+        length: tokens per sample; with `image_size`, those of its text.
+        image_size: side in pixels of the image that each sample begins with; 0 for none.
         ops: opslot's `ops_implementation`.
         compiled: also time opslot with `model.compile()`.
         baseline_paths: by baseline, a folder whose packages come first in that baseline's process.
@@ -59,15 +62,21 @@ class StepTask:
     baseline_paths: Mapping[str, str] = field(default_factory=dict)
     trace: bool = False
     timeout: int = 900
+    image_size: int = 0
+
+
+def known_implementations(baselines: Sequence[str]) -> list[str]:
+    """opslot's own and the models of `baselines`."""
+    return [*OWN_IMPLEMENTATIONS, *(name for baseline in baselines for name, _ in BASELINES[baseline].models)]
 
 
 def implementations(baselines: Sequence[str], compiled: bool = False) -> list[str]:
-    """opslot and the models of `baselines`; with torch.compile only where asked for.
+    """Those that are timed where none is named: without FP8, and with torch.compile only if `compiled`.
 
     Without Transformers among them, opslot with everything eager is what losses are compared with.
     """
-    names = [*OWN_IMPLEMENTATIONS, *(name for baseline in baselines for name, _ in BASELINES[baseline].models)]
-    left_out = {"opslot eager"} if "hf" in baselines else set()
+    left_out = {"opslot + FP8", "opslot eager" if "hf" in baselines else ""}
+    names = known_implementations(baselines)
     return [name for name in names if name not in left_out and (compiled or not name.endswith("torch.compile"))]
 
 
@@ -96,7 +105,9 @@ def compare_steps(
                 losses = found.pop("losses", None)
                 if losses:
                     found |= {"first_loss": losses[0], "last_loss": losses[-1]}
-                rows[task.name].append(StepRow(task.name, name, task.batch, task.length, **found))
+                rows[task.name].append(
+                    StepRow(task.name, name, task.batch, task.length, image_size=task.image_size, **found)
+                )
                 yield [row for of_model in rows.values() for row in check_losses(of_model)]
 
 
@@ -176,7 +187,7 @@ def _run(
     text: str = "",
 ) -> Iterator[tuple[StepTask, dict[str, Any]]]:
     """Each task with the fields of a `StepRow` that one implementation measured, and its losses; or its error."""
-    environment = process_environment(tasks[0].baseline_paths.get(_baseline_of(implementation)))
+    environment = process_environment(tasks[0].baseline_paths.get(baseline_of(implementation)))
     requests = [folder / f"{i}.json" for i in range(len(tasks))]
     for task, request in zip(tasks, requests, strict=True):
         given = {k: v for k, v in vars(task).items() if k not in ("baseline_paths", "compiled")}
@@ -225,10 +236,6 @@ class _Process:
 def _exit_status(code: int) -> str:
     # Without an error message: usually killed by the kernel because the machine ran out of memory.
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _baseline_of(implementation: str) -> str:
-    return next((b.name for b in BASELINES.values() if implementation in dict(b.models)), "")
 
 
 def process_environment(path: str | None) -> dict[str, str]:

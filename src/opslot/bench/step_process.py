@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opslot.bench.baselines import BASELINES
+from opslot.bench.baselines import BASELINES, baseline_of
 from opslot.bench.step import OWN_IMPLEMENTATIONS, WARM_UP
+from opslot.bench.step_inputs import Batch, image_batch, model_vocab_size, packed, text_batch
 
 
 def main(argv: list[str]) -> int:
@@ -45,10 +46,10 @@ def _measure(task: dict[str, Any]) -> dict[str, Any]:
     model, optimizer_class, kernels = _build(task, dtype)
     draw_weights(model, 0, task["model"].get("initializer_range", 0.02))
     optimizer = optimizer_class(model.parameters(), lr=task["lr"], betas=(0.9, 0.95), weight_decay=0.0)
-    batch_at = _batches(task, device)
+    batch_at = _batches(task, dtype, device)
     result = measure_steps(model, optimizer, batch_at, task["steps"], device)
     if task["trace"]:
-        result["trace"] = _trace(model, optimizer, batch_at(0))
+        result["trace"] = _trace(model, optimizer, batch_at(0), device.type)
     return {**result, "kernels": kernels}
 
 
@@ -59,11 +60,9 @@ def _build(task: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Callabl
         ops = OWN_IMPLEMENTATIONS[name]
         return _build_own(task, task["ops"] if ops is None else ops, dtype, compiled="torch.compile" in name)
     fused = functools.partial(torch.optim.AdamW, fused=True)
-    for baseline in BASELINES.values():
-        for model_name, options in baseline.models:
-            if model_name == name:
-                return baseline.load().build(task["model"], dtype, task["device"], **dict(options)), fused, ""
-    raise ValueError(f"unknown implementation {name!r}")
+    baseline = BASELINES[baseline_of(name)]
+    options = dict(dict(baseline.models)[name])
+    return baseline.load().build(task["model"], dtype, task["device"], **options), fused, ""
 
 
 def _build_own(
@@ -103,27 +102,29 @@ def draw_weights(model: nn.Module, seed: int, std: float) -> None:
 def measure_steps(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batch_at: Callable[[int], Tensor],
+    batch_at: Callable[[int], Batch],
     steps: int,
     device: torch.device,
 ) -> dict[str, Any]:
     """Train for `WARM_UP` steps and `steps` more.
 
     Args:
-        batch_at: token ids [B, S] of a step, counted from 0.
+        batch_at: inputs of a step, counted from 0.
 
     Returns:
         ms: median of the steps after the warm-up. On a GPU the host runs ahead, as it does in training, and events
             mark the end of each step.
         tokens_per_s: at that time.
         peak_gib: at the peak of the steps after the warm-up; None off CUDA.
+        vision_ms: median time of the vision tower, forward and backward; None without one, and off CUDA.
         losses: of every step.
     """
     losses: list[Tensor] = []
 
+    vision = _VisionTimes(model) if device.type == "cuda" else None
+
     def step() -> None:
-        ids = batch_at(len(losses))
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss = model(**batch_at(len(losses)), use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -134,8 +135,39 @@ def measure_steps(
     timed = _time_cuda if device.type == "cuda" else _time_cpu
     ms, peak = timed(step, steps)
     values = torch.stack([x.float() for x in losses]).tolist()
-    tokens = batch_at(0).numel()
-    return {"ms": ms, "tokens_per_s": tokens / ms * 1e3, "peak_gib": peak, "losses": values}
+    tokens = batch_at(0)["input_ids"].numel()
+    found = {"ms": ms, "tokens_per_s": tokens / ms * 1e3, "peak_gib": peak, "losses": values}
+    return found | {"vision_ms": vision.median(steps) if vision is not None else None}
+
+
+class _VisionTimes:
+    """Marks when the vision tower begins and ends, in forward and in backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._marks: list[list[torch.cuda.Event]] = [[], [], [], []]
+        towers = (module for name, module in model.named_modules() if name.endswith(("visual", "vision_tower")))
+        tower = next(towers, None)
+        if tower is None:
+            return
+        tower.register_forward_pre_hook(lambda *_: self._mark(0))
+        tower.register_forward_hook(self._end_of_forward)
+        # The patch embedding comes first, so its gradient comes last.
+        next(tower.parameters()).register_post_accumulate_grad_hook(lambda _: self._mark(3))
+
+    def _mark(self, which: int) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks[which].append(event)
+
+    def _end_of_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        self._mark(1)
+        features = output if isinstance(output, Tensor) else getattr(output, "pooler_output", output[0])
+        features.register_hook(lambda grad: self._mark(2))
+
+    def median(self, steps: int) -> float | None:
+        """Of the last `steps` steps."""
+        times = [a.elapsed_time(b) + c.elapsed_time(d) for a, b, c, d in zip(*self._marks, strict=True)]
+        return statistics.median(times[-steps:]) if times else None
 
 
 def _time_cuda(step: Callable[[], None], steps: int) -> tuple[float, float | None]:
@@ -160,24 +192,38 @@ def _time_cpu(step: Callable[[], None], steps: int) -> tuple[float, float | None
     return 1e3 * statistics.median(seconds), None
 
 
-def _batches(task: dict[str, Any], device: torch.device) -> Callable[[int], Tensor]:
-    """The same random tokens in every step, or the batches of a text."""
+def _batches(task: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Callable[[int], Batch]:
+    """The same random tokens or images in every step, or the batches of a text."""
+    own = task["implementation"] in OWN_IMPLEMENTATIONS
+    prepare = None if own else getattr(BASELINES[baseline_of(task["implementation"])].load(), "prepare", None)
+    if task["image_size"]:
+        batch = image_batch(task["model"], task["batch"], task["length"], task["image_size"], dtype)
+        # As `task: vlm` does: packed, and integers on the host.
+        batch = packed(batch, task["model"]) if own else batch
+        batch = prepare(batch, task["model"]) if prepare else batch
+        batch = {k: v.to(device) if isinstance(v, Tensor) and _moves(v, own) else v for k, v in batch.items()}
+        return lambda step: batch
     shape = task["batch"], task["length"]
     if task["text"]:
         import numpy
 
         tokens = numpy.load(task["text"], mmap_mode="r")
-        return lambda step: torch.from_numpy(tokens[step % len(tokens)].astype("int64")).to(device)
+        return lambda step: text_batch(torch.from_numpy(tokens[step % len(tokens)].astype("int64")).to(device))
     generator = torch.Generator(device).manual_seed(1)
-    ids = torch.randint(0, task["model"]["vocab_size"], shape, device=device, generator=generator)
-    return lambda step: ids
+    ids = torch.randint(0, model_vocab_size(task["model"]), shape, device=device, generator=generator)
+    batch = text_batch(ids)
+    batch = prepare(batch, task["model"]) if prepare else batch
+    return lambda step: batch
 
 
-def _trace(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> str:
+def _moves(tensor: Tensor, own: bool) -> bool:
+    return not own or tensor.is_floating_point()
+
+
+def _trace(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, kind: str) -> str:
     """One more step under torch.profiler, as its table."""
-    kind = "cuda" if ids.device.type == "cuda" else "cpu"
     with torch.profiler.profile() as trace:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model(**batch, use_cache=False).loss.backward()
         optimizer.step()
         if kind == "cuda":
             torch.cuda.synchronize()

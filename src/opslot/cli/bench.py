@@ -54,6 +54,13 @@ def add_parser(add: Callable[..., argparse.ArgumentParser], device: Callable[[st
         "--length", type=int, metavar="N", help="its tokens per sample; default 8192 on a GPU, 256 on a CPU"
     )
     bench.add_argument(
+        "--image-size",
+        type=int,
+        default=0,
+        metavar="PIXELS",
+        help="each sample begins with a square image of this side, and --length counts its text",
+    )
+    bench.add_argument(
         "--steps", type=int, default=8, metavar="N", help="training steps to time; 0 for none; default 8"
     )
     bench.add_argument("--steps-only", action="store_true", help="no ops, only training steps (and the loss curve)")
@@ -118,6 +125,7 @@ def run(options: argparse.Namespace) -> int:
             baseline_paths=pairs("--baseline-path", "NAME=DIR", options.baseline_path),
             batch=options.batch,
             length=options.length,
+            image_size=options.image_size,
             steps=options.steps,
             steps_only=options.steps_only,
             compile=options.compile,

@@ -48,7 +48,7 @@ def _opened(config: RunConfig) -> Iterator[Any]:
 
 
 def _print_preview(config: RunConfig, data: Any, samples: int, tokens: bool, color: bool) -> None:
-    from opslot.data.packing import IGNORE_INDEX
+    from opslot.data.collation import IGNORE_INDEX
     from opslot.data.preview import documents_of, parts_of
 
     trained = total = shown = 0

@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from opslot.data.balance import balance_micro_batches
+    from opslot.data.collation import IGNORE_INDEX, collate, collate_padded, count_targets
     from opslot.data.config import DataConfig
     from opslot.data.corpus import TokenCorpus, TokenShard, open_corpus
     from opslot.data.loader import SampleLoader, TokenLoader, evaluation_batches
     from opslot.data.mixture import MixedDataset
-    from opslot.data.packing import IGNORE_INDEX, Documents, PackedDataset, collate, collate_padded, count_targets
+    from opslot.data.packing import Documents, PackedDataset
     from opslot.data.sources import find_files
     from opslot.data.split import split_documents
     from opslot.data.tokenizer import load_tokenizer
 
 _MODULES = {
-    "IGNORE_INDEX": "packing",
+    "IGNORE_INDEX": "collation",
     "DataConfig": "config",
     "Documents": "packing",
     "MixedDataset": "mixture",
@@ -27,9 +28,9 @@ _MODULES = {
     "TokenLoader": "loader",
     "TokenShard": "corpus",
     "balance_micro_batches": "balance",
-    "collate": "packing",
-    "collate_padded": "packing",
-    "count_targets": "packing",
+    "collate": "collation",
+    "collate_padded": "collation",
+    "count_targets": "collation",
     "evaluation_batches": "loader",
     "find_files": "sources",
     "load_tokenizer": "tokenizer",

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opslot._base.errors import DataError
-from opslot.data.encoder import digest, tokenizer_digest
-from opslot.data.packing import IGNORE_INDEX, LABELED
+from opslot.data.collation import IGNORE_INDEX, LABELED
+from opslot.data.encoder import SampleError, digest, limit_length, tokenizer_digest
 from opslot.data.records import ByteRange, FileColumns, Location, columns_in, lone_surrogate, read_records
 
 if TYPE_CHECKING:
@@ -49,10 +49,6 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BATCH_CHARACTERS = 1 << 20
 
 Message = dict[str, Any]
-
-
-class SampleError(ValueError):
-    """A sample that cannot be trained on, without its location."""
 
 
 @dataclass(frozen=True)
@@ -280,20 +276,16 @@ class ChatEncoder:
         )
         kept = []
         for (where, sample), ids, offsets in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            tokens = np.empty(len(ids), LABELED)
-            tokens["token"] = ids
-            tokens["label"] = np.where(trained_tokens(sample.spans, offsets), ids, IGNORE_INDEX)
-            if len(tokens) > self.max_seq_len:
-                if self.long_samples == "error":
-                    problems.append(
-                        f"{where}: {len(tokens)} tokens, more than data.max_seq_len={self.max_seq_len}; increase it, "
-                        "or set data.long_samples to truncate or skip"
-                    )
-                    continue
-                counts["truncated" if self.long_samples == "truncate" else "too long"] += 1
-                if self.long_samples == "skip":
-                    continue
-                tokens = tokens[: self.max_seq_len]
+            labeled = np.empty(len(ids), LABELED)
+            labeled["token"] = ids
+            labeled["label"] = np.where(trained_tokens(sample.spans, offsets), ids, IGNORE_INDEX)
+            try:
+                tokens = limit_length(labeled, self.max_seq_len, self.long_samples, counts)
+            except SampleError as error:
+                problems.append(f"{where}: {error}")
+                continue
+            if tokens is None:
+                continue
             # The first token of a sample is never predicted.
             if (tokens["label"][1:] == IGNORE_INDEX).all():
                 counts["without a trained token"] += 1

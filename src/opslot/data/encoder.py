@@ -21,12 +21,16 @@ _BATCH_CHARACTERS = 1 << 20
 STRINGS = ("string", "large_string", "string_view")
 
 
+class SampleError(ValueError):
+    """A sample that cannot be trained on, without its location."""
+
+
 class Encoder(Protocol):
     """Turns the records of files into documents of tokens; pickled to the processes that tokenize ahead.
 
     Attributes:
         columns: columns to read of each inspected file.
-        dtype: of the documents: unsigned integers, or `opslot.data.packing.LABELED` for tokens with labels.
+        dtype: of the documents: unsigned integers, or `opslot.data.collation.LABELED` for tokens with labels.
     """
 
     columns: dict[Path, list[str]]
@@ -103,6 +107,37 @@ class TextEncoder:
             lists = self.tokenizer(texts, return_attention_mask=False, verbose=False, **options)["input_ids"]
             documents = (ids if ids[-1:] == end else ids + end for ids in lists)
             yield [np.array(ids, dtype=self.dtype) for ids in documents if ids]
+
+
+def limit_length(
+    tokens: Any,
+    max_seq_len: int,
+    long_samples: str,
+    counts: Counter[str],
+    *,
+    can_truncate: bool = True,
+    other_fix: str = "",
+) -> Any:
+    """At most `max_seq_len` of `tokens`, as `data.long_samples` says; None where the sample is left out.
+
+    Args:
+        counts: receives samples that are truncated or left out.
+        can_truncate: False where the tokens after `max_seq_len` are needed; such samples are left out.
+        other_fix: what else makes the sample shorter, for the error.
+
+    Raises:
+        SampleError: the sample is too long, and `long_samples` is "error".
+    """
+    if len(tokens) <= max_seq_len:
+        return tokens
+    if long_samples == "error":
+        raise SampleError(
+            f"{len(tokens)} tokens, more than data.max_seq_len={max_seq_len}; increase it, {other_fix}or set "
+            "data.long_samples to truncate or skip"
+        )
+    truncate = long_samples == "truncate" and can_truncate
+    counts["truncated" if truncate else "too long"] += 1
+    return tokens[:max_seq_len] if truncate else None
 
 
 def text_column_problem(schema: Any, text_field: str) -> str | None:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from opslot._base.errors import DataError, list_problems
-from opslot.data.encoder import digest, tokenizer_digest
-from opslot.data.packing import IGNORE_INDEX, LABELED
+from opslot.data.collation import IGNORE_INDEX, LABELED
+from opslot.data.encoder import SampleError, digest, limit_length, tokenizer_digest
 from opslot.data.records import ByteRange, FileColumns, columns_in, read_records, split_into_shards
 
 if TYPE_CHECKING:
@@ -148,18 +148,13 @@ class LabelEncoder:
         )
         kept = []
         for number, (where, _, labels) in enumerate(batch):
-            ids = encoded["input_ids"][number]
-            if len(ids) > self.max_seq_len:
-                if self.long_samples == "error":
-                    problems.append(
-                        f"{where}: {len(ids)} tokens, more than data.max_seq_len={self.max_seq_len}; increase it, or "
-                        "set data.long_samples to truncate or skip"
-                    )
-                    continue
-                counts["truncated" if self.long_samples == "truncate" else "too long"] += 1
-                if self.long_samples == "skip":
-                    continue
-                ids = ids[: self.max_seq_len]
+            try:
+                ids = limit_length(encoded["input_ids"][number], self.max_seq_len, self.long_samples, counts)
+            except SampleError as error:
+                problems.append(f"{where}: {error}")
+                continue
+            if ids is None:
+                continue
             if not ids:
                 counts["without a token"] += 1
                 continue

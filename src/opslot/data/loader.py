@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 from opslot._base.errors import DataError, list_problems
 from opslot._base.logging import get_logger
 from opslot.data.balance import balance_micro_batches
+from opslot.data.collation import collate, collate_padded, make_sample
 from opslot.data.mixture import MixedDataset
-from opslot.data.packing import PackedDataset, collate, collate_padded, make_sample
+from opslot.data.packing import PackedDataset
 
 logger = get_logger(__name__)
 

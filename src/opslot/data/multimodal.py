@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 
 from opslot._base.errors import DataError
-from opslot.data.chat import ChatEncoder, Rendered, SampleError, trained_tokens
-from opslot.data.encoder import digest
+from opslot.data.chat import ChatEncoder, Rendered, trained_tokens
+from opslot.data.collation import IGNORE_INDEX, LABELED, collate, collate_padded
+from opslot.data.encoder import SampleError, digest, limit_length
 from opslot.data.media import KINDS, Limits, MediaError, Video, from_bytes, load_audio, load_image, load_video, to_bytes
 from opslot.data.media_parts import COLUMNS, separate_media
-from opslot.data.packing import IGNORE_INDEX, LABELED, MediaDocument, collate, collate_padded
+from opslot.data.packing import MediaDocument
 from opslot.data.records import ByteRange, Location, read_records
 from opslot.data.rope_positions import RopePositions
 
@@ -130,30 +131,25 @@ class MultimodalEncoder(ChatEncoder):
         self._check_placeholders(ids, inputs, used)
         placeholder = torch.isin(ids, torch.tensor(self._media_tokens))
         tokens["label"][placeholder.numpy()] = IGNORE_INDEX
-        kept = self._shortened(where, tokens, placeholder, counts)
+        kept = self._shortened(tokens, placeholder, counts)
         if kept is None:
             return None
         return MediaDocument(kept, to_bytes(description), encoder_cost(self.config, inputs))
 
-    def _shortened(
-        self, where: Location, tokens: np.ndarray, placeholder: torch.Tensor, counts: Counter[str]
-    ) -> np.ndarray | None:
+    def _shortened(self, tokens: np.ndarray, placeholder: torch.Tensor, counts: Counter[str]) -> np.ndarray | None:
         """At most `max_seq_len` tokens with a trained one among them; None without. Media are never cut."""
-        if len(tokens) > self.max_seq_len:
-            if self.long_samples == "error":
-                raise SampleError(
-                    f"{len(tokens)} tokens, more than data.max_seq_len={self.max_seq_len}; increase it, lower "
-                    "data.max_pixels, or set data.long_samples to truncate or skip"
-                )
-            cut = self.long_samples == "skip" or bool(placeholder[self.max_seq_len :].any())
-            counts["too long" if cut else "truncated"] += 1
-            if cut:
-                return None
-            tokens = tokens[: self.max_seq_len]
-        if (tokens["label"][1:] == IGNORE_INDEX).all():
+        kept: np.ndarray | None = limit_length(
+            tokens,
+            self.max_seq_len,
+            self.long_samples,
+            counts,
+            can_truncate=not placeholder[self.max_seq_len :].any(),
+            other_fix="lower data.max_pixels, ",
+        )
+        if kept is not None and (kept["label"][1:] == IGNORE_INDEX).all():
             counts["without a trained token"] += 1
             return None
-        return tokens
+        return kept
 
     def features(self, extra: bytes, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Features, and "position_ids" [axes, S], of a document with tokens [S].

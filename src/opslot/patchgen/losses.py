@@ -9,23 +9,24 @@ Anything else keeps Transformers' implementation. This file works on `ast`, with
 from __future__ import annotations
 
 import ast
-import copy
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
 from opslot.patchgen.edits import Slot
+from opslot.patchgen.fused_loss import (
+    FusedLoss,
+    UnknownLossError,
+    is_loss,
+    method_of,
+    short_source,
+    uses_names,
+    without_casts,
+)
 
-_CASTS = ("float", "contiguous")
 _TANH = ("torch.tanh", "nn.functional.tanh", "F.tanh", "torch.nn.functional.tanh")
 _CRITERIA = ("CrossEntropyLoss", "nn.CrossEntropyLoss", "torch.nn.CrossEntropyLoss")
-_CROSS_ENTROPIES = ("nn.functional.cross_entropy", "F.cross_entropy", "torch.nn.functional.cross_entropy")
-_LOSS_FUNCTION = "self.loss_function"
-
-
-class UnknownLossError(Exception):
-    """Why the loss of a forward has no fused form; starts with a verb."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,11 @@ def loss_region(forward: ast.FunctionDef, init: ast.FunctionDef | None = None) -
     """
     end, block = _loss_block(forward)
     criteria = _criteria(forward)
-    calls = [node for node in ast.walk(block) if _is_loss(node, criteria)]
+    calls = [node for node in ast.walk(block) if is_loss(node, criteria)]
     if len(calls) != 1:
         raise UnknownLossError(f"computes {len(calls)} losses with its labels")
     logits = _logits_name(calls[0], block)
-    start, definition = _head_statement(forward.body, end, logits)
+    start = _head_statement(forward.body, end, logits)
     head, head_input, shape, kept = _logit_changes(forward.body[start:end], logits)
     _check_head(head, init)
     for operand in shape.operands:
@@ -124,7 +125,7 @@ def loss_region(forward: ast.FunctionDef, init: ast.FunctionDef | None = None) -
             raise UnknownLossError(f"changes the logits by `{operand}`, which may be a tensor")
     _check_later_uses(forward.body[end + 1 :], logits)
 
-    loss = _FusedLoss(logits, definition, head, head_input, shape.arguments(), criteria, _labels_in_place(init))
+    loss = FusedLoss(logits, head, head_input, shape.arguments(), criteria, _labels_in_place(init))
     fused, guards = loss.write(block)
     kept = [line for line in kept if not _sets_none(line, fused)]
     nothing = ast.parse(f"{logits} = None").body
@@ -141,7 +142,7 @@ def _loss_block(forward: ast.FunctionDef) -> tuple[int, ast.If]:
         if isinstance(statement, ast.If)
         and ast.unparse(statement.test) == "labels is not None"
         and not statement.orelse
-        and any(_is_loss(node, criteria) for node in ast.walk(statement))
+        and any(is_loss(node, criteria) for node in ast.walk(statement))
     ]
     if len(found) != 1:
         raise UnknownLossError(f"computes its loss in {'several places' if found else 'another module'}")
@@ -159,10 +160,6 @@ def _criteria(forward: ast.AST) -> dict[str, ast.Call]:
         and ast.unparse(node.value.func) in _CRITERIA
         and not node.value.args
     }
-
-
-def _is_loss(node: ast.AST, criteria: Iterable[str]) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func) in (_LOSS_FUNCTION, *_CROSS_ENTROPIES, *criteria)
 
 
 def _logits_name(call: ast.AST, block: ast.If) -> str:
@@ -183,7 +180,7 @@ def _logits_name(call: ast.AST, block: ast.If) -> str:
         if _base_name(value) == name:
             break
     if name is None:
-        raise UnknownLossError(f"calls its loss as `{_short(call)}`")
+        raise UnknownLossError(f"calls its loss as `{short_source(call)}`")
     return name
 
 
@@ -194,12 +191,12 @@ def _base_name(value: ast.AST | None) -> str | None:
     return value.id if isinstance(value, ast.Name) else None
 
 
-def _head_statement(body: Sequence[ast.stmt], end: int, logits: str) -> tuple[int, ast.Assign]:
-    """The assignment before `end` from which on `logits` exists."""
+def _head_statement(body: Sequence[ast.stmt], end: int, logits: str) -> int:
+    """Index of the assignment before `end` from which on `logits` exists."""
     for index in reversed(range(end)):
         statement = body[index]
-        if _is_assignment(statement, logits) and not _uses(statement.value, logits):
-            return index, statement
+        if _is_assignment(statement, logits) and not uses_names(statement.value, logits):
+            return index
         if not _is_assignment(statement, logits) and isinstance(statement, ast.With | ast.For | ast.While | ast.Try):
             break
     raise UnknownLossError("takes its logits from somewhere else than a head of its own")
@@ -207,10 +204,6 @@ def _head_statement(body: Sequence[ast.stmt], end: int, logits: str) -> tuple[in
 
 def _is_assignment(statement: ast.stmt, name: str) -> TypeGuard[ast.Assign]:
     return isinstance(statement, ast.Assign) and [ast.unparse(target) for target in statement.targets] == [name]
-
-
-def _uses(node: ast.AST, *names: str) -> bool:
-    return any(isinstance(found, ast.Name) and found.id in names for found in ast.walk(node))
 
 
 @dataclass
@@ -263,7 +256,7 @@ def _logit_changes(statements: Sequence[ast.stmt], logits: str) -> tuple[str, as
         and len(base.args) == 1
         and not base.keywords
     ):
-        raise UnknownLossError(f"computes its logits as `{_short(first.value)}`")
+        raise UnknownLossError(f"computes its logits as `{short_source(first.value)}`")
     kept: list[ast.stmt] = []
     # Adjacent statements may form one softcap, so their operations are collected.
     for statement in others:
@@ -271,14 +264,14 @@ def _logit_changes(statements: Sequence[ast.stmt], logits: str) -> tuple[str, as
             operations += _operations_on(statement.value, logits)
         elif isinstance(statement, ast.AugAssign) and ast.unparse(statement.target) == logits:
             operations += _operations_on(ast.BinOp(ast.Name(logits), statement.op, statement.value), logits)
-        elif isinstance(statement, ast.If) and _uses(statement, logits):
+        elif isinstance(statement, ast.If) and uses_names(statement, logits):
             operations.append(("if", ""))
             operations_inside, condition = _conditional(statement, logits)
             operations[-1] = ("if", condition)
             operations += operations_inside
             operations.append(("endif", ""))
-        elif _uses(statement, logits):
-            raise UnknownLossError(f"changes the logits between head and loss: `{_short(statement)}`")
+        elif uses_names(statement, logits):
+            raise UnknownLossError(f"changes the logits between head and loss: `{short_source(statement)}`")
         else:
             kept.append(statement)
     return ast.unparse(base.func), base.args[0], _shape_of(operations), kept
@@ -302,11 +295,11 @@ def _conditional(statement: ast.If, logits: str) -> tuple[list[tuple[str, str]],
     test = statement.test
     checked = test.left if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.IsNot) else None
     if checked is None or ast.unparse(test).rpartition(" is not ")[2] != "None" or statement.orelse:
-        raise UnknownLossError(f"changes the logits under the condition `{_short(test)}`")
+        raise UnknownLossError(f"changes the logits under the condition `{short_source(test)}`")
     operations = []
     for inner in statement.body:
         if not _is_assignment(inner, logits):
-            raise UnknownLossError(f"changes the logits between head and loss: `{_short(inner)}`")
+            raise UnknownLossError(f"changes the logits between head and loss: `{short_source(inner)}`")
         operations += _operations_on(inner.value, logits)
     if isinstance(checked, ast.NamedExpr):
         name, value = ast.unparse(checked.target), ast.unparse(checked.value)
@@ -317,7 +310,7 @@ def _conditional(statement: ast.If, logits: str) -> tuple[list[tuple[str, str]],
 def _operations_on(value: ast.expr, logits: str) -> list[tuple[str, str]]:
     base, operations = _operations(value, logits)
     if not (isinstance(base, ast.Name) and base.id == logits):
-        raise UnknownLossError(f"changes the logits between head and loss: `{_short(value)}`")
+        raise UnknownLossError(f"changes the logits between head and loss: `{short_source(value)}`")
     return operations
 
 
@@ -329,17 +322,17 @@ def _operations(value: ast.expr, logits: str) -> tuple[ast.expr, list[tuple[str,
             left, right = value.left, value.right
             if isinstance(value.op, ast.Mult) and not _computes_logits(left, logits):
                 left, right = right, left
-            if _uses(right, logits):
+            if uses_names(right, logits):
                 return value, operations
             operations.insert(0, ("mul" if isinstance(value.op, ast.Mult) else "div", ast.unparse(right)))
             value = left
         elif isinstance(value, ast.Call) and ast.unparse(value.func) in _TANH and len(value.args) == 1:
             operations.insert(0, ("tanh", ""))
             value = value.args[0]
-        elif (inner := _method_of(value, "tanh")) is not None:
+        elif (inner := method_of(value, "tanh")) is not None:
             operations.insert(0, ("tanh", ""))
             value = inner
-        elif (inner := _uncast(value)) is not None:
+        elif (inner := without_casts(value)) is not None:
             value = inner
         else:
             return value, operations
@@ -347,24 +340,7 @@ def _operations(value: ast.expr, logits: str) -> tuple[ast.expr, list[tuple[str,
 
 def _computes_logits(value: ast.expr, logits: str) -> bool:
     """Whether an operand is the logits, or a call of a module with them."""
-    return _uses(value, logits) or any(isinstance(node, ast.Call) for node in ast.walk(value))
-
-
-def _method_of(value: ast.AST, *names: str) -> ast.expr | None:
-    """`x` of `x.name()`."""
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in names:
-        return value.func.value if not (value.args or value.keywords) else None
-    return None
-
-
-def _uncast(value: ast.AST) -> ast.expr | None:
-    """`x` of `x.float()`, `x.contiguous()` and `x.to(torch.float32)`."""
-    if (inner := _method_of(value, *_CASTS)) is not None:
-        return inner
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "to":
-        given = [*map(ast.unparse, value.args), *(ast.unparse(k.value) for k in value.keywords)]
-        return value.func.value if given == ["torch.float32"] else None
-    return None
+    return uses_names(value, logits) or any(isinstance(node, ast.Call) for node in ast.walk(value))
 
 
 def _is_setting(value: ast.expr, forward: ast.FunctionDef, init: ast.FunctionDef | None) -> bool:
@@ -427,7 +403,7 @@ def _check_later_uses(statements: Sequence[ast.stmt], logits: str) -> None:
                 allowed.update(map(id, node.elts))
         for node in ast.walk(statement):
             if isinstance(node, ast.Name) and node.id == logits and id(node) not in allowed:
-                raise UnknownLossError(f"uses the logits after the loss: `{_short(statement)}`")
+                raise UnknownLossError(f"uses the logits after the loss: `{short_source(statement)}`")
 
 
 def _sets_none(statement: ast.stmt, later: Sequence[ast.stmt]) -> bool:
@@ -436,185 +412,3 @@ def _sets_none(statement: ast.stmt, later: Sequence[ast.stmt]) -> bool:
         return False
     target = ast.unparse(statement.targets[0])
     return any(isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == target for line in later)
-
-
-def _short(node: ast.AST) -> str:
-    line = " ".join(ast.unparse(node).split())
-    return line if len(line) <= 80 else f"{line[:77]}..."
-
-
-class _FusedLoss(ast.NodeTransformer):
-    """Rewrites the block of the loss, with rows of the hidden states in place of rows of the logits."""
-
-    def __init__(
-        self,
-        logits: str,
-        definition: ast.Assign,
-        head: str,
-        head_input: ast.expr,
-        shape: str,
-        criteria: dict[str, ast.Call],
-        labels_in_place: bool,
-    ) -> None:
-        self.head, self.shape = head, shape
-        self.criteria, self.labels_in_place = criteria, labels_in_place
-        # Variables that hold rows of the logits, what holds those rows of the hidden states, and whether the rows are
-        # still [batch, sequence].
-        self.rows: dict[str, tuple[ast.expr, bool]] = {logits: (head_input, True)}
-
-    def write(self, block: ast.If) -> tuple[list[ast.stmt], list[str]]:
-        """(the fused statements, conditions under which they do not hold)."""
-        statements: list[ast.stmt] = []
-        guards = []
-        (logits,) = self.rows
-        head_input, _ = self.rows[logits]
-        uses = sum(isinstance(node, ast.Name) and node.id == logits for node in ast.walk(block))
-        if uses > 1 and not isinstance(head_input, ast.Name):
-            statements += ast.parse(f"head_input = {ast.unparse(head_input)}").body
-            self.rows[logits] = ast.Name("head_input"), True
-        for statement in block.body:
-            if self._is_criterion(statement):
-                continue
-            rows = dict(self.rows)
-            try:
-                statements.append(self.visit(copy.deepcopy(statement)))
-            except UnknownLossError:
-                self.rows = rows
-                guard = self._guard(statement, block)
-                if guard is None:
-                    raise
-                guards.append(guard)
-        return statements, guards
-
-    def _guard(self, statement: ast.stmt, block: ast.If) -> str | None:
-        """The condition of a statement beside the loss that needs the logits; None for another statement."""
-        is_part = any(_is_loss(node, self.criteria) for node in ast.walk(statement))
-        if isinstance(statement, ast.If) and not statement.orelse and not is_part:
-            inside = {
-                node.id for node in ast.walk(block) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-            }
-            if not _uses(statement.test, *self.rows, *inside):
-                return ast.unparse(statement.test)
-        return None
-
-    def _is_criterion(self, statement: ast.stmt) -> bool:
-        return isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) in self.criteria
-
-    def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        found = self._rows_of(node.value)
-        if found is None:
-            return self.generic_visit(node)
-        rows, whole = found
-        target = node.targets[0]
-        if not isinstance(target, ast.Name):
-            raise UnknownLossError(f"uses the logits beside the loss: `{_short(node)}`")
-        name = target.id.replace("logits", "head_input")
-        self.rows[target.id] = ast.Name(name), whole
-        return ast.Assign([ast.Name(name)], rows, lineno=0)
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        if _is_loss(node, self.criteria):
-            return self._kernel_call(node)
-        size = self._size(node)
-        return self.generic_visit(node) if size is None else size
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        size = self._size(node)
-        return self.generic_visit(node) if size is None else size
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        found = self._rows_of(node.value) if node.attr == "device" else None
-        return self.generic_visit(node) if found is None else ast.Attribute(found[0], "device")
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        if node.id in self.rows:
-            raise UnknownLossError(f"uses `{node.id}` for more than its loss")
-        return node
-
-    def _size(self, node: ast.Call | ast.Subscript) -> ast.expr | None:
-        """`logits.shape[1]` and `logits.size(1)` of the hidden states; the last size is another one."""
-        if isinstance(node, ast.Subscript):
-            of, index = node.value, node.slice
-            wanted = isinstance(of, ast.Attribute) and of.attr == "shape"
-        else:
-            of, index = node.func, node.args[0] if len(node.args) == 1 else ast.Constant(None)
-            wanted = isinstance(of, ast.Attribute) and of.attr == "size"
-        if not wanted or not isinstance(of, ast.Attribute):
-            return None
-        found = self._rows_of(of.value)
-        if found is None:
-            return None
-        rows, whole = found
-        if not whole or ast.unparse(index) not in ("0", "1", "-2"):
-            raise UnknownLossError(f"uses the logits beside the loss: `{_short(node)}`")
-        return ast.parse(f"({ast.unparse(rows)}).shape[{ast.unparse(index)}]", mode="eval").body
-
-    def _rows_of(self, value: ast.expr) -> tuple[ast.expr, bool] | None:
-        """The rows of the hidden states for an expression of rows of the logits; None for another expression."""
-        if isinstance(value, ast.Name):
-            return self.rows.get(value.id)
-        if (inner := _uncast(value)) is not None:
-            return self._rows_of(inner)
-        if isinstance(value, ast.Subscript):
-            found = self._rows_of(value.value)
-            if found is None:
-                return None
-            return self._selected(found, value.slice)
-        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-            found = self._rows_of(value.func.value)
-            if found is None:
-                return None
-            if value.func.attr in ("view", "reshape") and len(value.args) == 2 and ast.unparse(value.args[0]) == "-1":
-                # The kernel takes rows of any shape.
-                return found[0], False
-            if value.func.attr == "to" and len(value.args) == 1 and ast.unparse(value.args[0]).endswith(".device"):
-                moved = ast.Call(ast.Attribute(found[0], "to"), [self.visit(copy.deepcopy(value.args[0]))], [])
-                return moved, found[1]
-        return None
-
-    def _selected(self, found: tuple[ast.expr, bool], index: ast.expr) -> tuple[ast.expr, bool]:
-        """Rows that an index selects."""
-        rows, whole = found
-        parts = index.elts if isinstance(index, ast.Tuple) else [index]
-        texts = [ast.unparse(part) for part in parts]
-        if texts[0] == "...":
-            keeps_columns = len(parts) == 1 or texts[-1] == ":"
-        elif len(parts) == 1:
-            keeps_columns, whole = True, whole and isinstance(index, ast.Slice)
-        else:
-            keeps_columns = whole and (len(parts) == 2 or (len(parts) == 3 and texts[-1] == ":"))
-        if not keeps_columns or any(text == "None" for text in texts):
-            raise UnknownLossError(f"selects logits in its loss: `[{', '.join(texts)}]`")
-        new = self.visit(copy.deepcopy(index))
-        return ast.Subscript(rows, new), whole
-
-    def _kernel_call(self, node: ast.Call) -> ast.expr:
-        function = ast.unparse(node.func)
-        names = ("logits", "labels", "vocab_size") if function == _LOSS_FUNCTION else ("input", "target")
-        given = dict(zip(names, node.args)) | {k.arg: k.value for k in node.keywords if k.arg in names}
-        rest = [k for k in node.keywords if k.arg not in names]
-        if len(node.args) > len(names) or names[0] not in given:
-            raise UnknownLossError(f"calls its loss as `{_short(node)}`")
-        found = self._rows_of(given[names[0]])
-        if found is None:
-            raise UnknownLossError(f"computes the loss of `{_short(given[names[0]])}`")
-        labels, shifted = self.visit(copy.deepcopy(given.get(names[1], ast.Constant(None)))), None
-        if function != _LOSS_FUNCTION:
-            rest = _criterion_options(self.criteria.get(function, node))
-        if function != _LOSS_FUNCTION or self.labels_in_place:
-            labels, shifted = ast.Constant(None), labels
-        arguments = f"{ast.unparse(found[0])}, {self.head}.weight, {ast.unparse(labels)}, bias={self.head}.bias"
-        arguments += f", shift_labels={ast.unparse(shifted)}" if shifted is not None else ""
-        arguments += self.shape
-        for keyword in rest:
-            value = ast.unparse(self.visit(copy.deepcopy(keyword.value)))
-            arguments += f", **{value}" if keyword.arg is None else f", {keyword.arg}={value}"
-        return ast.parse(f"loss_kernel({arguments})", mode="eval").body
-
-
-def _criterion_options(call: ast.Call) -> list[ast.keyword]:
-    """The options of a cross entropy that are not torch's defaults."""
-    options = [k for k in call.keywords if (k.arg, ast.unparse(k.value)) != ("reduction", "'mean'")]
-    if any(k.arg not in ("ignore_index", "label_smoothing", "input", "target") for k in options):
-        raise UnknownLossError(f"calls its loss as `{_short(call)}`")
-    return [k for k in options if k.arg in ("ignore_index", "label_smoothing")]

@@ -11,7 +11,8 @@ from opslot.patchgen.anchoring import Swaps, replace_match, rewrite
 from opslot.patchgen.document import Document
 from opslot.patchgen.edits import Decorate, Edit, SlotCalls, SlotLoss, SlotMethod
 from opslot.patchgen.fingerprint import fingerprint
-from opslot.patchgen.losses import UnknownLossError, loss_region, loss_statements
+from opslot.patchgen.fused_loss import UnknownLossError
+from opslot.patchgen.losses import loss_region, loss_statements
 from opslot.patchgen.pattern import Match, compile_pattern, find_matches
 from opslot.patchgen.tree import is_docstring, splice
 

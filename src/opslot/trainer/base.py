@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from opslot._base.errors import ConfigError, DataError, TrainingError
+from opslot._base.errors import DataError, TrainingError
 from opslot._base.files import remove_temporary_files, write_json, write_text
-from opslot.checkpoint import initialize_weights
-from opslot.checkpoint.adapters import base_model, has_adapters, initialize_adapters
 from opslot.data import count_targets
 from opslot.distributed import (
     clip_grad_norm,
@@ -26,8 +24,6 @@ from opslot.distributed import (
     shard_sequence,
     sum_over_ranks,
 )
-from opslot.models import load_foundation_weights
-from opslot.models.parallelize import parallelize
 from opslot.slots import explain
 from opslot.trainer import checkpointing
 from opslot.trainer.best import BestEvaluation
@@ -47,15 +43,15 @@ from opslot.trainer.callbacks import (
 )
 from opslot.trainer.config import RunConfig
 from opslot.trainer.display import make_console
-from opslot.trainer.kernels import kernel_record, pin_kernels, require_same_kernels
-from opslot.trainer.lora import add_adapters
+from opslot.trainer.kernels import kernel_record
 from opslot.trainer.loss_scaling import LossScaler
-from opslot.trainer.optimizer import build_optimizer, learning_rate
+from opslot.trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
 from opslot.trainer.output_lock import OutputLock
 from opslot.trainer.parse import config_changes, to_yaml
+from opslot.trainer.prepare import prepare_model
 from opslot.trainer.random_states import restore_random_states, seed_everything
 from opslot.trainer.saver import CheckpointSaver
-from opslot.trainer.setup import disk_errors, dtype_of, peak_memory, require_trainable_dtype, start_processes
+from opslot.trainer.setup import disk_errors, dtype_of, peak_memory, start_processes
 from opslot.trainer.stopping import StopRequest
 from opslot.trainer.throughput import StepMeter
 from opslot.trainer.validate import Inputs, micro_batch_size, validate
@@ -127,7 +123,9 @@ class BaseTrainer(ABC):
         self.batches: BatchSource = self.build_data()
         seed_everything(config.train.seed)
         self.loss_scaler = LossScaler(dtype_of(config.train.fsdp.compute_dtype))
-        self.model: PreTrainedModel = self._parallelize(self._with_adapters(self.build_model()))
+        self.model: PreTrainedModel = prepare_model(
+            self.build_model(), config, self.state, self.inputs.checkpoint, self.say
+        )
         # All ranks seed alike until the weights exist; dropout differs by rank.
         seed_everything(config.train.seed + self.state.rank)
         self.meter = StepMeter(self.model, config.train, self.device, self.state.world_size)
@@ -336,8 +334,7 @@ class BaseTrainer(ABC):
         targets, flops = round(counted) // self.state.sp, flops / self.state.sp
         lr = learning_rate(train, self.step + 1, self._expect_steps(self.step + 1))
         self._check_targets(targets)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group["lr_scale"]
+        set_learning_rate(self.optimizer, lr)
         while True:
             step_loss, step_aux, grad_norm = self._forward_backward(micro_batches, targets)
             overflow = math.isfinite(step_loss) and not math.isfinite(grad_norm)
@@ -445,56 +442,6 @@ class BaseTrainer(ABC):
                 "then continue with train.resume_from: latest"
             ),
         )
-
-    def _with_adapters(self, model: PreTrainedModel) -> PreTrainedModel:
-        if self.config.lora.r is not None:
-            base = self.config.model.model_path
-            add_adapters(model, self.config.lora, base and str(Path(base).expanduser().resolve()))
-        return require_trainable_dtype(model)
-
-    def _parallelize(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Shard the model over all ranks; a resumed run gets the kernels recorded in its checkpoint."""
-        train, fsdp = self.config.train, self.config.train.fsdp
-        dtype = dtype_of(fsdp.compute_dtype)
-        if self.inputs.checkpoint is not None:
-            recorded = checkpointing.read_state(self.inputs.checkpoint)[1]
-            for line in pin_kernels(model, recorded, dtype, self.device):
-                self.say(line)
-        options: dict[str, Any] = {
-            "activation_checkpointing": train.activation_checkpointing,
-            "ulysses_overlap": fsdp.ulysses_overlap,
-        }
-        if self.config.lora.r is not None or any(parameter.is_meta for parameter in model.parameters()):
-            options["load"] = self._fill
-        if self.state.mesh is not None:
-            options |= {
-                "param_dtype": dtype,
-                "reduce_dtype": dtype_of(fsdp.reduce_dtype),
-                "cpu_offload": fsdp.cpu_offload,
-                "reshard_after_forward": fsdp.reshard_after_forward,
-                "prefetch": fsdp.prefetch,
-                "copy_engine": fsdp.copy_engine,
-            }
-        try:
-            model = parallelize(model, self.state, **options)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{error}\n  (in a training configuration: sp is train.sp_size, ep is train.ep_size)"
-            ) from error
-        require_same_kernels(model)
-        return model
-
-    def _fill(self, model: PreTrainedModel) -> None:
-        """Initialize adapters, and before them a model on meta; each rank only its shards."""
-        device = "cpu" if self.config.train.fsdp.cpu_offload else self.device
-        folder, seed = self.config.model.model_path, self.config.train.seed
-        with base_model(model):
-            if folder and any(parameter.is_meta for parameter in model.parameters()):
-                load_foundation_weights(model, folder, device)
-            elif not folder:
-                initialize_weights(model, seed, device=device)
-        if has_adapters(model):
-            initialize_adapters(model, seed, device)
 
     def _restore(self) -> None:
         checkpoint = self.inputs.checkpoint

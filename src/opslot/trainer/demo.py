@@ -209,6 +209,17 @@ def sample(folder: Path, tokens: int = 120, seed: int = 0) -> str:
     return str(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
+def path_arguments(output: Path) -> list[str]:
+    """Arguments of `opslot train` for the inputs and outputs of a demo."""
+    return [
+        f"--model.config_path={output / 'model'}",
+        f"--data.train_path={output / 'data' / 'train.jsonl'}",
+        f"--data.eval_path={output / 'data' / 'eval.jsonl'}",
+        f"--data.cache_dir={output / 'cache'}",
+        f"--train.output_dir={output / 'run'}",
+    ]
+
+
 def clear_output(output: Path) -> None:
     """Remove the output of an earlier demo; any other folder is an error."""
     if not output.exists():

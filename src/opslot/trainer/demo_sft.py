@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import OpslotError
 from opslot.data.python_sources import train_tokenizer
-from opslot.trainer.demo import clear_output
+from opslot.trainer.demo import clear_output, path_arguments
 from opslot.trainer.threads import wait_without_spinning
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _demo(output: Path, config_file: Path, steps: int | None, console: Console) 
     console.rule("[bold]1. chats and tokenizer")
     held_out = write_inputs(output)
     console.print(f"chats, tokenizer and model configuration are in {output}", highlight=False)
-    arguments = [str(config_file), *_paths(output), *([f"--train.max_steps={steps}"] if steps else [])]
+    arguments = [str(config_file), *path_arguments(output), *([f"--train.max_steps={steps}"] if steps else [])]
     before = answer_untrained(arguments, [question for question, _ in held_out])
     console.rule(f"[bold]2. opslot train {config_file}")
     trainer, result = run(load_config(arguments), console)
@@ -168,16 +168,6 @@ def _chat(pairs: list[tuple[str, str]]) -> list[dict[str, str]]:
         message
         for question, found in pairs
         for message in ({"role": "user", "content": question}, {"role": "assistant", "content": found})
-    ]
-
-
-def _paths(output: Path) -> list[str]:
-    return [
-        f"--model.config_path={output / 'model'}",
-        f"--data.train_path={output / 'data' / 'train.jsonl'}",
-        f"--data.eval_path={output / 'data' / 'eval.jsonl'}",
-        f"--data.cache_dir={output / 'cache'}",
-        f"--train.output_dir={output / 'run'}",
     ]
 
 

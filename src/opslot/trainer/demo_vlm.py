@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from opslot._base.errors import OpslotError
 from opslot._base.files import write_text
 from opslot.data.python_sources import train_tokenizer
-from opslot.trainer.demo import clear_output
+from opslot.trainer.demo import clear_output, path_arguments
 from opslot.trainer.threads import wait_without_spinning
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _demo(output: Path, config_file: Path, steps: int | None, samples: int, cons
     console.rule("[bold]1. drawings, processor and tokenizer")
     held_out = write_inputs(output, samples)
     console.print(f"conversations, images, processor and model configuration are in {output}", highlight=False)
-    arguments = [str(config_file), *_paths(output), *([f"--train.max_steps={steps}"] if steps else [])]
+    arguments = [str(config_file), *path_arguments(output), *([f"--train.max_steps={steps}"] if steps else [])]
     console.rule(f"[bold]2. opslot train {config_file}")
     trainer, result = run(load_config(arguments), console)
     if not result.completed:
@@ -287,16 +287,6 @@ def _images(sample: dict[str, Any]) -> list[str]:
 def _text(message: dict[str, Any]) -> str:
     content = message["content"]
     return content if isinstance(content, str) else " ".join(part.get("text", "") for part in content).strip()
-
-
-def _paths(output: Path) -> list[str]:
-    return [
-        f"--model.config_path={output / 'model'}",
-        f"--data.train_path={output / 'data' / 'train.jsonl'}",
-        f"--data.eval_path={output / 'data' / 'eval.jsonl'}",
-        f"--data.cache_dir={output / 'cache'}",
-        f"--train.output_dir={output / 'run'}",
-    ]
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def start_processes(config: RunConfig) -> ParallelState:
     )
 
 
-def require_trainable_dtype(model: PreTrainedModel) -> PreTrainedModel:
+def require_trainable_dtype(model: PreTrainedModel) -> None:
     """Reject float16 parameters: AdamW's updates and second moments underflow in float16."""
     half = next((name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16), None)
     if half is not None:
@@ -49,7 +49,6 @@ def require_trainable_dtype(model: PreTrainedModel) -> PreTrainedModel:
             hint="set model.torch_dtype: float32 with train.fsdp.compute_dtype: float16 or bfloat16, or "
             "model.torch_dtype: bfloat16",
         )
-    return model
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,9 @@ from opslot._base.errors import ConfigError, count_of, list_problems
 from opslot._base.files import path_problem
 from opslot._base.launcher import launched_rank, launched_world_size
 from opslot.data import DataConfig, find_files
-from opslot.trainer.checkpointing import (
-    CHECKPOINTS,
-    STATE_FILE,
-    damaged_checkpoints,
-    find_checkpoints,
-    is_complete,
-    newer_checkpoints,
-    step_of,
-)
 from opslot.trainer.config import LoraConfig, ModelConfig, RunConfig, TrainConfig
+from opslot.trainer.optimizer_settings import check_optimizer, is_sharded
+from opslot.trainer.output_folder import check_output
 from opslot.trainer.output_lock import OutputLock
 
 # NumPy seeds have 32 bits, and each rank adds its number.
@@ -73,7 +65,7 @@ def validate(config: RunConfig) -> Inputs:
     problems: list[str] = []
     inputs = _check_inputs(config, problems)
     _check_processes(config, problems)
-    checkpoint = _check_output(config.train, problems)
+    checkpoint = check_output(config.train, problems)
     for package in ("wandb", "trackio"):
         if getattr(config.train.logging, package) and not has_package(package):
             problems.append(
@@ -110,6 +102,7 @@ def _check_inputs(config: RunConfig, problems: list[str]) -> Inputs:
     eval_files = find_files(data.eval_path, "data.eval_path", problems, data.format) if data.eval_path else []
     _check_task(config, problems)
     _check_lora(config, problems)
+    check_optimizer(config, problems)
     return Inputs(config_path, tokenizer_path, sources, eval_files, None, [])
 
 
@@ -189,7 +182,9 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
         "train.seed": (train.seed, 0),
         "train.save_steps": (train.save_steps, 1),
         "train.save_total_limit": (train.save_total_limit, 1),
+        "train.export_steps": (train.export_steps, 1),
         "train.eval_steps": (train.eval_steps, 1),
+        "train.optimizer.ns_steps": (train.optimizer.ns_steps, 1),
         "train.logging.log_steps": (train.logging.log_steps, 1),
         "train.sp_size": (train.sp_size, 1),
         "train.ep_size": (train.ep_size, 1),
@@ -220,6 +215,7 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
         "train.optimizer.beta1": optimizer.beta1,
         "train.optimizer.beta2": optimizer.beta2,
         "train.optimizer.min_lr_ratio": optimizer.min_lr_ratio,
+        "train.optimizer.momentum": optimizer.momentum,
         "data.eval_fraction": data.eval_fraction,
     }
     problems += [f"{name}={value} must be in [0, 1)" for name, value in shares.items() if not 0 <= value < 1]
@@ -320,6 +316,14 @@ def _check_lora(config: RunConfig, problems: list[str]) -> None:
         problems.append("lora.target_modules is empty; name modules such as q_proj, or set it to all-linear")
     if not config.model.model_path:
         problems.append("lora needs model.model_path, the checkpoint whose weights the adapters are added to")
+    if lora.quantization is not None:
+        from opslot.models.quantized_linear import nf4_problem
+
+        problem = nf4_problem(is_sharded(config.train))
+        if problem:
+            problems.append(f"lora.quantization: {problem}")
+        if lora.merge:
+            problems.append("lora.merge needs unquantized weights; remove it, and run opslot merge after the training")
     if not has_package("peft"):
         problems.append("lora needs the peft package; pip install peft")
 
@@ -435,68 +439,3 @@ def _first_with_tokenizer(*paths: str | None) -> str | None:
             if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
                 return str(folder)
     return None
-
-
-def _check_output(train: TrainConfig, problems: list[str]) -> Path | None:
-    """The checkpoint to resume from; also checks that the output folder can be written and belongs to this run."""
-    if not train.output_dir:
-        problems.append("train.output_dir is empty; set it to a folder")
-        return None
-    output = Path(train.output_dir).expanduser()
-    problem = _unwritable(output) or _unwritable(output / CHECKPOINTS)
-    if problem:
-        problems.append(f"train.output_dir: {problem}")
-        return None
-    present = find_checkpoints(output / CHECKPOINTS)
-    if train.resume_from is None:
-        if present:
-            problems.append(
-                f"train.output_dir: {output} holds checkpoints of another run (newest {present[-1].name}); "
-                "set train.resume_from: latest to continue it, or another train.output_dir"
-            )
-        return None
-    if train.resume_from == "latest":
-        return _latest(output / CHECKPOINTS, present, problems)
-    wanted = Path(train.resume_from).expanduser()
-    if not is_complete(wanted):
-        what = "not a complete checkpoint" if wanted.exists() else "no such folder"
-        known = ", ".join(path.name for path in present) or "none"
-        problems.append(
-            f"train.resume_from={train.resume_from}: {what}; set it to latest or to a folder such as "
-            f"{output / CHECKPOINTS / 'step_00000100'} (existing: {known})"
-        )
-        return None
-    own = (output / CHECKPOINTS).is_dir() and wanted.parent.samefile(output / CHECKPOINTS)
-    later = [path.name for path in newer_checkpoints(wanted)] if own else []
-    foreign = present and not own
-    if later or foreign:
-        problems.append(
-            f"train.resume_from={train.resume_from}: {output} has other checkpoints "
-            f"({', '.join(later or [path.name for path in present])}); use another train.output_dir, or move them away"
-        )
-    return wanted
-
-
-def _latest(folder: Path, present: list[Path], problems: list[str]) -> Path | None:
-    """The newest checkpoint. A damaged newest one is a problem: skipping it would silently repeat steps."""
-    newest = max([*present, *damaged_checkpoints(folder)], key=step_of, default=None)
-    if newest is not None and newest not in present:
-        before = present[-1].name if present else "the first step"
-        problems.append(
-            f"train.resume_from=latest: {newest} is incomplete ({STATE_FILE} or .metadata is missing); "
-            f"restore it, or move it away to continue from {before}"
-        )
-    return present[-1] if present else None
-
-
-def _unwritable(folder: Path) -> str | None:
-    ancestor = folder
-    while not ancestor.exists() and ancestor != ancestor.parent:
-        ancestor = ancestor.parent
-    if not ancestor.is_dir():
-        return f"{folder} cannot be created, {ancestor} is a file"
-    try:
-        with tempfile.TemporaryDirectory(dir=ancestor, prefix=".opslot-"):
-            return None
-    except OSError as error:
-        return f"{folder} cannot be written ({error.strerror}: {ancestor}); choose another folder"

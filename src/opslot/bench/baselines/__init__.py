@@ -66,6 +66,11 @@ BASELINES = {
 }
 
 
+def baseline_of(implementation: str) -> str:
+    """The name of the baseline that has a training model of this name; "" for none."""
+    return next((b.name for b in BASELINES.values() if implementation in dict(b.models)), "")
+
+
 def check_baselines(names: Iterable[str], elsewhere: Iterable[str] = ()) -> None:
     """Check that baselines exist and are installed; those in `elsewhere` have a path of their own.
 
@@ -127,4 +132,4 @@ def _raising_kernel_error(kernel: Callable[..., Any], baseline: str) -> Callable
     return call
 
 
-__all__ = ["BASELINES", "Baseline", "baseline_kernels", "check_baselines", "load_baselines"]
+__all__ = ["BASELINES", "Baseline", "baseline_kernels", "baseline_of", "check_baselines", "load_baselines"]

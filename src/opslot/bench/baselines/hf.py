@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opslot.bench.step_inputs import read_config, takes_images
+
 
 def grouped_mm(
     hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -96,13 +98,12 @@ KERNELS = {
 def build(
     config: dict[str, Any], dtype: torch.dtype, device: str, attention: str = "sdpa", compiled: bool = False
 ) -> nn.Module:
-    """A causal language model of Transformers' own class in training mode."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """A causal or vision-language model of Transformers' own class in training mode."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    auto = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**config), dtype=dtype, attn_implementation=attention
-        )
+        model = auto.from_config(read_config(config), dtype=dtype, attn_implementation=attention)
     model.train()
     if compiled:
         model = torch.compile(model)

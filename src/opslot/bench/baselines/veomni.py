@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from opslot._base.device import has_package
 from opslot._base.dtypes import dtype_name
+from opslot.bench.step_inputs import Batch, image_class, packed, read_config, takes_images
 
 _MOE = "veomni.ops.kernels.moe"
 
@@ -49,13 +50,14 @@ KERNELS = {
 
 def build(config: dict[str, Any], dtype: torch.dtype, device: str) -> nn.Module:
     """VeOmni's model: FlashAttention 4 and quack's experts where installed, its own defaults otherwise."""
-    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from veomni.arguments.arguments_types import OpsImplementationConfig
     from veomni.models import build_foundation_model
 
-    made = AutoConfig.for_model(**config)
-    made.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
+    made = read_config(config)
+    made.architectures = [
+        image_class(config) if takes_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]
+    ]
     if device == "cpu":
         names = ("cross_entropy_loss", "rms_norm", "swiglu_mlp", "rotary_pos_emb", "load_balancing_loss", "moe")
         chosen = {f"{name}_implementation": "eager" for name in names} | {"attn_implementation": "sdpa"}
@@ -72,3 +74,21 @@ def build(config: dict[str, Any], dtype: torch.dtype, device: str) -> nn.Module:
     )
     model.train()
     return model
+
+
+def prepare(batch: Batch, config: dict[str, Any]) -> Batch:
+    """Pack the samples, as its collator does, for models that require it: those with images or a recurrence."""
+    if not takes_images(config) and "linear_attention" not in (config.get("layer_types") or ()):
+        return batch
+    made = packed(batch, config)
+    if "image_grid_thw" not in batch:
+        return made
+    grids = batch["image_grid_thw"].tolist()
+    lengths = [0] + [height * width for _, height, width in grids]
+    return made | {
+        "multimodal_metadata": {
+            "image_grid_thw_list": grids,
+            "vit_image_cu_seqlens": torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32),
+            "vit_image_max_seqlen": max(lengths),
+        }
+    }

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Skip
-from opslot.patchgen.losses import UnknownLossError, loss_region
+from opslot.patchgen.fused_loss import UnknownLossError
+from opslot.patchgen.losses import loss_region
 
 OP = "cross_entropy_loss"
 _CAUSAL = Slot(OP, "causal")

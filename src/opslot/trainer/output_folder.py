@@ -1,0 +1,82 @@
+"""Checks of the output folder before a run: it can be written, and its checkpoints belong to this run."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from opslot.trainer.checkpointing import (
+    CHECKPOINTS,
+    STATE_FILE,
+    damaged_checkpoints,
+    find_checkpoints,
+    is_complete,
+    newer_checkpoints,
+    step_of,
+)
+from opslot.trainer.config import TrainConfig
+
+
+def check_output(train: TrainConfig, problems: list[str]) -> Path | None:
+    """The checkpoint to resume from; also checks that the output folder can be written and belongs to this run."""
+    if not train.output_dir:
+        problems.append("train.output_dir is empty; set it to a folder")
+        return None
+    output = Path(train.output_dir).expanduser()
+    problem = _unwritable(output) or _unwritable(output / CHECKPOINTS)
+    if problem:
+        problems.append(f"train.output_dir: {problem}")
+        return None
+    present = find_checkpoints(output / CHECKPOINTS)
+    if train.resume_from is None:
+        if present:
+            problems.append(
+                f"train.output_dir: {output} holds checkpoints of another run (newest {present[-1].name}); "
+                "set train.resume_from: latest to continue it, or another train.output_dir"
+            )
+        return None
+    if train.resume_from == "latest":
+        return _latest(output / CHECKPOINTS, present, problems)
+    wanted = Path(train.resume_from).expanduser()
+    if not is_complete(wanted):
+        what = "not a complete checkpoint" if wanted.exists() else "no such folder"
+        known = ", ".join(path.name for path in present) or "none"
+        problems.append(
+            f"train.resume_from={train.resume_from}: {what}; set it to latest or to a folder such as "
+            f"{output / CHECKPOINTS / 'step_00000100'} (existing: {known})"
+        )
+        return None
+    own = (output / CHECKPOINTS).is_dir() and wanted.parent.samefile(output / CHECKPOINTS)
+    later = [path.name for path in newer_checkpoints(wanted)] if own else []
+    foreign = present and not own
+    if later or foreign:
+        problems.append(
+            f"train.resume_from={train.resume_from}: {output} has other checkpoints "
+            f"({', '.join(later or [path.name for path in present])}); use another train.output_dir, or move them away"
+        )
+    return wanted
+
+
+def _latest(folder: Path, present: list[Path], problems: list[str]) -> Path | None:
+    """The newest checkpoint. A damaged newest one is a problem: skipping it would silently repeat steps."""
+    newest = max([*present, *damaged_checkpoints(folder)], key=step_of, default=None)
+    if newest is not None and newest not in present:
+        before = present[-1].name if present else "the first step"
+        problems.append(
+            f"train.resume_from=latest: {newest} is incomplete ({STATE_FILE} or .metadata is missing); "
+            f"restore it, or move it away to continue from {before}"
+        )
+    return present[-1] if present else None
+
+
+def _unwritable(folder: Path) -> str | None:
+    ancestor = folder
+    while not ancestor.exists() and ancestor != ancestor.parent:
+        ancestor = ancestor.parent
+    if not ancestor.is_dir():
+        return f"{folder} cannot be created, {ancestor} is a file"
+    try:
+        with tempfile.TemporaryDirectory(dir=ancestor, prefix=".opslot-"):
+            return None
+    except OSError as error:
+        return f"{folder} cannot be written ({error.strerror}: {ancestor}); choose another folder"

@@ -1,0 +1,96 @@
+"""From a built model to one that trains: adapters, sharding over all ranks, and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from opslot._base.errors import ConfigError
+from opslot.checkpoint import initialize_weights
+from opslot.checkpoint.adapters import base_model, has_adapters, initialize_adapters
+from opslot.distributed import ParallelState
+from opslot.models import load_foundation_weights
+from opslot.models.parallelize import parallelize
+from opslot.models.quantized_linear import quantize_linear_layers
+from opslot.trainer.checkpointing import read_state
+from opslot.trainer.config import RunConfig
+from opslot.trainer.kernels import pin_kernels, require_same_kernels
+from opslot.trainer.lora import add_adapters
+from opslot.trainer.setup import dtype_of, require_trainable_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def prepare_model(
+    model: PreTrainedModel, config: RunConfig, state: ParallelState, checkpoint: Path | None, say: Callable[[str], None]
+) -> PreTrainedModel:
+    """Add adapters, shard the model over all ranks, and load or initialize weights that it lacks.
+
+    Args:
+        checkpoint: what a resumed run continues from; its kernels are bound.
+        say: prints a line for the user.
+
+    Raises:
+        ConfigError: the model cannot be trained or sharded as configured, or the ranks selected different kernels.
+    """
+    if config.lora.quantization is not None:
+        layers = quantize_linear_layers(model, config.lora.modules_to_save or ())
+        say(
+            f"{len(layers)} linear layers are quantized to nf4 and computed by bitsandbytes; the rest keeps its kernels"
+        )
+    if config.lora.r is not None:
+        base = config.model.model_path
+        add_adapters(model, config.lora, base and str(Path(base).expanduser().resolve()))
+    require_trainable_dtype(model)
+    if checkpoint is not None:
+        _, recorded = read_state(checkpoint)
+        for line in pin_kernels(model, recorded, dtype_of(config.train.fsdp.compute_dtype), state.device):
+            say(line)
+    model = _parallelize(model, config, state)
+    require_same_kernels(model)
+    return model
+
+
+def _parallelize(model: PreTrainedModel, config: RunConfig, state: ParallelState) -> PreTrainedModel:
+    train, fsdp = config.train, config.train.fsdp
+    options: dict[str, Any] = {
+        "activation_checkpointing": train.activation_checkpointing,
+        "activation_offload": train.activation_offload,
+        "ulysses_overlap": fsdp.ulysses_overlap,
+    }
+    if config.lora.r is not None or any(parameter.is_meta for parameter in model.parameters()):
+        options["load"] = partial(
+            _load, config=config, device=torch.device("cpu") if fsdp.cpu_offload else state.device
+        )
+    if state.mesh is not None:
+        options |= {
+            "param_dtype": dtype_of(fsdp.compute_dtype),
+            "reduce_dtype": dtype_of(fsdp.reduce_dtype),
+            "cpu_offload": fsdp.cpu_offload,
+            "reshard_after_forward": fsdp.reshard_after_forward,
+            "prefetch": fsdp.prefetch,
+            "copy_engine": fsdp.copy_engine,
+        }
+    try:
+        return parallelize(model, state, **options)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}\n  (in a training configuration: sp is train.sp_size, ep is train.ep_size)"
+        ) from error
+
+
+def _load(model: PreTrainedModel, *, config: RunConfig, device: torch.device) -> None:
+    """Load or initialize a model on meta, then initialize its adapters; each rank only its shards."""
+    folder, seed = config.model.model_path, config.train.seed
+    with base_model(model):
+        if folder and any(parameter.is_meta for parameter in model.parameters()):
+            load_foundation_weights(model, folder, device)
+        elif not folder:
+            initialize_weights(model, seed, device=device)
+    if has_adapters(model):
+        initialize_adapters(model, seed, device)
