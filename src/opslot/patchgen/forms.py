@@ -242,6 +242,13 @@ class MethodForms:
         return Match(name, self.op, row.variant, write)
 
 
+# PEFT puts its layers around a module, which do not have the module's attributes.
+_WITHOUT_ADAPTERS = """
+def _opslot_without_adapters(module):
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+"""
+
+
 @dataclass(frozen=True)
 class CalledMethodForms:
     """Methods whose arguments a kernel cannot take, as reviewed callers call them.
@@ -288,7 +295,8 @@ class CalledMethodForms:
                 outside_decorators=True,
                 parameters=self.parameters,
             )
-            bound = f"self.{attribute}.{slot.attribute} is not None"
+            patch.add_helper(_WITHOUT_ADAPTERS)
+            bound = f"_opslot_without_adapters(self.{attribute}).{slot.attribute} is not None"
             patch.replace(
                 f"{caller}.forward", pattern, f"if {bound}:\n{indent(instead.strip(), '    ')}\nelse:\n    $match"
             )
