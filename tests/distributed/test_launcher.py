@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -37,9 +38,10 @@ if case == "connecting":
     while not (folder / "killed").exists():
         time.sleep(0.05)
 if case == "waiting":
-    ready()
     if rank == "1":
         exit_with_launcher()
+    ready()
+    if rank == "1":
         time.sleep(300)
 state = init_parallel_state(device_type="cpu")
 if case == "training":
@@ -49,12 +51,58 @@ if case == "training":
 """
 
 
-def slow(case: str):
-    return pytest.param(case, marks=pytest.mark.slow)
+# Like torchrun: sets the environment, hosts the store and starts two ranks of SCRIPT.
+LAUNCHER = """
+import fcntl, os, runpy, sys, time
+
+script, case, folder, port = sys.argv[1:]
+os.environ.update(TORCHELASTIC_RUN_ID="none", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+for rank in ("0", "1"):
+    if os.fork() == 0:
+        lock = open(f"{folder}/{rank}.lock", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.environ.update(RANK=rank, LOCAL_RANK=rank)
+        sys.argv[:] = [script, case, folder]
+        runpy.run_path(script, run_name="__main__")
+        sys.exit()
+from torch.distributed import TCPStore
+
+store = TCPStore("127.0.0.1", int(port), is_master=True, wait_for_workers=False)
+time.sleep(300)
+"""
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs POSIX processes")
-@pytest.mark.parametrize("case", ["importing", slow("connecting"), "waiting", slow("training")])
+@pytest.mark.parametrize("case", ["importing", "waiting", "training"])
+def test_ranks_exit_when_their_launcher_is_killed(case: str, forks, free_port, tmp_path: Path) -> None:
+    for name, source in {"script.py": SCRIPT, "launcher.py": LAUNCHER}.items():
+        (tmp_path / name).write_text(source)
+    arguments = [str(tmp_path / "script.py"), case, str(tmp_path), str(free_port())]
+    run = forks.start(tmp_path / "launcher.py", *arguments)
+    files = [tmp_path / "0", tmp_path / "1"]
+    try:
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files), 90)
+        run.kill()
+        run.wait(30)
+        wait_until(lambda: all(is_unlocked(file.with_suffix(".lock")) for file in files), 60)
+        assert f"rank 1 stops: torchrun (process {run.pid}) was killed" in run.read("stderr")
+    finally:
+        run.kill()
+        kill_ranks(files)
+
+
+def is_unlocked(path: Path) -> bool:
+    """Whether the process that locked a file has exited."""
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["importing", "connecting", "waiting", "training"])
 def test_ranks_exit_when_torchrun_is_killed(case: str, tmp_path: Path, free_port) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -68,15 +116,11 @@ def test_ranks_exit_when_torchrun_is_killed(case: str, tmp_path: Path, free_port
         run.kill()
         run.wait()
         (tmp_path / "killed").touch()
-        killed = time.monotonic()
         # The output is closed when the last process that can write to it exits.
-        output, _ = run.communicate(timeout=30)
-        assert time.monotonic() - killed < 20
+        output, _ = run.communicate(timeout=60)
     finally:
         run.kill()
-        for file in files:
-            if file.exists():
-                kill_if_alive(int(file.read_text()))
+        kill_ranks(files)
     if case in ("importing", "waiting"):
         assert f"rank 1 stops: torchrun (process {run.pid}) was killed" in output
     if case == "connecting":
@@ -90,9 +134,10 @@ def wait_until(condition, seconds: float) -> None:
         time.sleep(0.05)
 
 
-def kill_if_alive(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+def kill_ranks(files: list[Path]) -> None:
+    for file in files:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, ValueError):
+            os.kill(int(file.read_text()), signal.SIGKILL)
 
 
 def test_processes_without_torchrun_are_not_watched(monkeypatch) -> None:

@@ -62,7 +62,9 @@ def test_forward_and_gradients_against_fp64(spec, case):
     variant = KERNEL_REGISTRY.op(spec.op_name).variant(spec.variant)
     kernel = KERNEL_REGISTRY.load(*spec.key)
     for dtype in selected_dtypes(spec, case):
-        result = check_kernel(kernel, spec.op_name, variant, case, dtype, DEVICE, name=spec.name)
+        result = check_kernel(
+            kernel, spec.op_name, variant, case, dtype, DEVICE, name=spec.name, relative_error=spec.relative_error
+        )
         assert result.ok, str(result)
 
 
@@ -159,7 +161,16 @@ def test_bf16_on_a_gpu_against_fp64(spec):
     variant = KERNEL_REGISTRY.op(spec.op_name).variant(spec.variant)
     kernel = KERNEL_REGISTRY.load(*spec.key)
     results = [
-        check_kernel(kernel, spec.op_name, variant, case, torch.bfloat16, DEVICE, name=spec.name)
+        check_kernel(
+            kernel,
+            spec.op_name,
+            variant,
+            case,
+            torch.bfloat16,
+            DEVICE,
+            name=spec.name,
+            relative_error=spec.relative_error,
+        )
         for case in some_cases(spec)
     ]
     assert [str(r) for r in results if not r.ok] == []

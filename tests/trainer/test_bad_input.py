@@ -259,7 +259,7 @@ def test_errors_of_parallelism_name_the_training_fields(train, monkeypatch):
     def fail(model, state, **options):
         raise ConfigError("ep=2, but llama has no experts", hint="set ep to 1")
 
-    monkeypatch.setattr("opslot.trainer.base.parallelize", fail)
+    monkeypatch.setattr("opslot.trainer.prepare.parallelize", fail)
     code, _, err = train()
     assert code == 2
     assert "sp is train.sp_size, ep is train.ep_size" in err

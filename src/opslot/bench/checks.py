@@ -105,7 +105,19 @@ def run_check(check: Check) -> str:
     except KernelError as error:
         return f"unchecked: {brief(error)}"
     case = variant.case(check.case)
-    return describe(check_kernel(kernel, check.op, variant, case, check.dtype, check.device, name=check.kernel))
+    spec = KERNEL_REGISTRY.get(check.op, check.variant, check.kernel)
+    return describe(
+        check_kernel(
+            kernel,
+            check.op,
+            variant,
+            case,
+            check.dtype,
+            check.device,
+            name=check.kernel,
+            relative_error=spec.relative_error,
+        )
+    )
 
 
 def _check_as_timed(check: Check, variant: OpVariant, kernel: Callable[..., Any]) -> str:

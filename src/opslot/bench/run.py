@@ -23,7 +23,7 @@ from opslot.bench.baselines import check_baselines
 from opslot.bench.files import OutputFiles
 from opslot.bench.ops import CallSite, bench_ops, call_sites_of
 from opslot.bench.result import Environment, OpRow, Result, Run, from_json, merge, read
-from opslot.bench.step import StepTask, compare_steps, implementations, loss_curve, process_environment
+from opslot.bench.step import StepTask, compare_steps, known_implementations, loss_curve, process_environment
 from opslot.bench.step_inputs import model_vocab_size, takes_images
 from opslot.bench.table import time_cell
 from opslot.bench.text import text_batches
@@ -223,7 +223,7 @@ class _Setting:
 
     def _check_steps(self) -> None:
         options = self.options
-        known = implementations(options.baselines, compiled=True)
+        known = known_implementations(options.baselines)
         if unknown := [name for name in options.implementations if name not in known]:
             raise ConfigError(
                 "--implementations: unknown names",

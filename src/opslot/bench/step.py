@@ -25,6 +25,7 @@ _EAGER = {"preset": "eager", "attn_implementation": "sdpa"}
 # opslot's own implementations: with the options' `ops_implementation` (None), or with another one.
 OWN_IMPLEMENTATIONS: dict[str, dict[str, str] | None] = {
     "opslot": None,
+    "opslot + FP8": {"preset": "fp8"},
     "opslot + torch.compile": None,
     "opslot eager": _EAGER,
 }
@@ -64,13 +65,18 @@ class StepTask:
     image_size: int = 0
 
 
+def known_implementations(baselines: Sequence[str]) -> list[str]:
+    """opslot's own and the models of `baselines`."""
+    return [*OWN_IMPLEMENTATIONS, *(name for baseline in baselines for name, _ in BASELINES[baseline].models)]
+
+
 def implementations(baselines: Sequence[str], compiled: bool = False) -> list[str]:
-    """opslot and the models of `baselines`; with torch.compile only where asked for.
+    """Those that are timed where none is named: without FP8, and with torch.compile only if `compiled`.
 
     Without Transformers among them, opslot with everything eager is what losses are compared with.
     """
-    names = [*OWN_IMPLEMENTATIONS, *(name for baseline in baselines for name, _ in BASELINES[baseline].models)]
-    left_out = {"opslot eager"} if "hf" in baselines else set()
+    left_out = {"opslot + FP8", "opslot eager" if "hf" in baselines else ""}
+    names = known_implementations(baselines)
     return [name for name in names if name not in left_out and (compiled or not name.endswith("torch.compile"))]
 
 

@@ -85,8 +85,16 @@ class LoadReport:
         if self.missing:
             text += f"; initialized randomly: {_shown(self.missing)}"
         if self.extra:
-            text += f"; left out: {_shown(self.extra)}"
+            text += f"; left out: {_left_out(self.extra)}"
         return text
+
+
+def _left_out(names: Sequence[str]) -> str:
+    """The names; of many, their number by part of the model."""
+    if len(names) <= 10:
+        return ", ".join(names)
+    counts = Counter(name.partition(".")[0] for name in names)
+    return ", ".join(f"{part} ({count:,} tensors)" for part, count in counts.items())
 
 
 def _shown(names: Sequence[str]) -> str:

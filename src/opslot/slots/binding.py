@@ -155,7 +155,7 @@ def resolve(
     configs = {path: module.__dict__.get("config") for path, module in model.named_modules()}
     problems: list[str] = []
     slots: list[SlotBinding] = []
-    for at in (*walk_slots(model), *_without_attribute(model, config)):
+    for at in (*walk_slots(model), *_without_attribute(model, config, configs)):
         op_name, variant = at.op_name, at.variant
         around = _nearest(at.path, configs)
         request = KernelRequest(
@@ -186,7 +186,7 @@ def class_name(module: Any) -> str:
     return next(cls.__name__ for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))
 
 
-def _without_attribute(model: Any, chosen: OpsImplementationConfig) -> Iterator[ModuleSlot]:
+def _without_attribute(model: Any, chosen: OpsImplementationConfig, configs: dict[str, Any]) -> Iterator[ModuleSlot]:
     """Ops that no slot is declared for.
 
     Those selected per model, such as attention, once for each sub-model with a config of its own; those selected per
@@ -197,7 +197,7 @@ def _without_attribute(model: Any, chosen: OpsImplementationConfig) -> Iterator[
             continue
         seen: list[Any] = []
         for path, module in model.named_modules():
-            variant = op.applies_to(module)
+            variant = op.applies_to(module, _nearest(path, configs)) if op.per_module else op.applies_to(module)
             if variant is None:
                 continue
             if op.per_module:

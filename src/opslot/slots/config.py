@@ -23,12 +23,15 @@ PRESETS: dict[str, dict[str, str]] = {
         "moe_implementation": "fused_triton",
     },
     "eager": {},
+    # Linear layers in FP8; output heads, routers, experts and all else in the model's dtype.
+    "fp8": {"linear_implementation": "fp8"},
     # A token's result does not depend, bit for bit, on what else is in the batch. Ops that are not listed compute each
     # token, or each element, on its own with every kernel.
     "batch_invariant": {
         "attn_implementation": "batch_invariant",
         "cross_entropy_loss_implementation": "batch_invariant",
         "linear_implementation": "batch_invariant",
+        "linear_head_implementation": "batch_invariant",
         "moe_implementation": "fused_triton",
         "rms_norm_implementation": "batch_invariant",
         "rms_norm_gated_implementation": "batch_invariant",
@@ -55,8 +58,8 @@ class OpsImplementationConfig:
 
     Args:
         preset: "veomni" for that system's GPU defaults, "eager" for Transformers' own code everywhere,
-            "batch_invariant" for results of a token that do not depend on what else is in the batch; single fields
-            override it.
+            "batch_invariant" for results of a token that do not depend on what else is in the batch, "fp8" for linear
+            layers in FP8; single fields override it.
         overrides: by module-path glob, fields that hold there only, e.g.
             `{"model.layers.0.*": {"rms_norm_implementation": "eager"}}`.
         **fields: implementation by field.

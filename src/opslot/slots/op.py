@@ -127,8 +127,9 @@ class OpSpec:
             several.
         applies_to: the variant of such a per-model op in a module that is a model, or None where it has none; each
             config is asked for once.
-        per_module: `applies_to` is instead asked for every module, and only the modules that the configuration names a
-            kernel for are bound; the others, also under "auto", are left alone and not listed.
+        per_module: `applies_to` is instead asked for every module, with the config of the sub-model around it (None
+            without one) as second argument. Only the modules that the configuration names a kernel for are bound; the
+            others, also under "auto", are left alone and not listed.
         keeps: `(model, state or None, wanted) -> why`, of a per-model op: why the model keeps Transformers'
             implementation though the configuration wants "auto" or a kernel, or None.
         can_serve: `(bound kernel, *modules) -> bool`: whether the kernel may run in place of a call of the modules
@@ -143,7 +144,7 @@ class OpSpec:
     attach: Callable[[Any, Any, Callable[..., Any] | None], Any] | None = None
     detach: Callable[[Any, Any], None] | None = None
     runs: Callable[[Any], str | None] | None = None
-    applies_to: Callable[[Any], str | None] | None = None
+    applies_to: Callable[..., str | None] | None = None
     per_module: bool = False
     keeps: Callable[[Any, Any, str], str | None] | None = None
     can_serve: Callable[..., bool] | None = None

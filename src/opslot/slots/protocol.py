@@ -8,6 +8,7 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 - `_opslot_cu_seqlens_for_flash`: whether the class gives cu_seqlens to implementations named "flash" alone.
 - `_opslot_keeps_sequences`: why tokens may see each other elsewhere than in causal attention.
 - `_opslot_masks_without_positions`: why Transformers' own attention would let packed documents see each other.
+- `_opslot_sub_model`: of a model that holds the model that trains, `SubModel` as a dict.
 
 On a generated module `_opslot_lost_slots`: which expected slots it lacks in this release of Transformers.
 
@@ -28,6 +29,7 @@ MASKS_WITHOUT_POSITIONS = PREFIX + "masks_without_positions"
 ATTENTION_OPTIONS = PREFIX + "attention_options"
 CU_SEQLENS_FOR_FLASH = PREFIX + "cu_seqlens_for_flash"
 LOST_SLOTS = PREFIX + "lost_slots"
+SUB_MODEL = PREFIX + "sub_model"
 _BINDING = PREFIX + "binding"
 _WRAPPERS = PREFIX + "wrappers"
 _ATTACHED = PREFIX + "attached"
@@ -49,6 +51,24 @@ class Skipped(NamedTuple):
     op: str
     symbol: str
     reason: str
+
+
+class SubModel(NamedTuple):
+    """The part of a model that trains, where the other parts are not built.
+
+    Attributes:
+        name: the attribute that holds it, such as "thinker".
+        config: the attribute of the model's config that holds its config.
+        excluded: attributes of the parts that are not built; their weights are skipped.
+        settings: values of the model's config without these parts.
+        files: files of a checkpoint that only the other parts read.
+    """
+
+    name: str
+    config: str
+    excluded: tuple[str, ...]
+    settings: dict[str, Any]
+    files: tuple[str, ...] = ()
 
 
 class ModuleSlot(NamedTuple):
@@ -113,6 +133,18 @@ def cu_seqlens_for_flash(module: Any) -> bool:
 def lost_slots(module: Any) -> str:
     """Which expected slots a generated module lost in this release of Transformers; "" if none."""
     return getattr(module, LOST_SLOTS, "")
+
+
+def sub_model(cls: type) -> SubModel | None:
+    """What a class says about the sub-model that trains; None for a model that trains as a whole."""
+    found = getattr(cls, SUB_MODEL, None)
+    return None if found is None else SubModel(**found)
+
+
+def trained_model(model: Any) -> Any:
+    """The sub-model of `model` that trains, or `model` itself."""
+    found = sub_model(type(model))
+    return model if found is None else getattr(model, found.name)
 
 
 def keeps_sequences(model: Any, by_kernel: bool = False) -> str | None:

@@ -206,6 +206,9 @@ class KernelSpec:
         portable: its speed compared with other kernels carries over between GPUs (Triton, plain torch): where nothing
             was measured, `auto` uses the priority of the nearest compute capability. A kernel tuned for one
             architecture leaves it False, and `auto` selects it only where it was measured.
+        relative_error: root mean square error of outputs and gradients, over their own root mean square, that `verify`
+            allows instead of twice eager's error, for a kernel that computes in a format of fewer bits (FP8). `auto`
+            never selects such a kernel.
         interpretable: a Triton kernel that also runs on CPU under TRITON_INTERPRET=1 (never under `auto`).
         description: one line for `opslot kernels`.
     """
@@ -220,6 +223,7 @@ class KernelSpec:
     supports: Callable[[KernelRequest], str | None] | None = None
     priority: PrioritySetting = None
     portable: bool = False
+    relative_error: float = 0.0
     interpretable: bool = False
     description: str = ""
 
@@ -251,6 +255,10 @@ class KernelSpec:
         requires = [self.requires] if isinstance(self.requires, str | Requirement) else self.requires
         if not isinstance(requires, tuple | list) or not all(isinstance(x, str | Requirement) and x for x in requires):
             yield "requires", "Requirements or names of modules, e.g. ('triton',)"
+        if not 0.0 <= self.relative_error < 1.0:
+            yield "relative_error", "a fraction, at least 0 and below 1"
+        if self.relative_error and self.priority is not None:
+            yield "priority", "None for a kernel with a relative_error: auto selects only kernels as accurate as eager"
         if self.dtypes is not None and not _all_dtypes(self.dtypes):
             yield "dtypes", "a set of torch dtypes, or None for every floating dtype"
         if self.supports is not None and not callable(self.supports):

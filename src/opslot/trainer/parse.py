@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -62,7 +63,8 @@ def load_config(source: str | Path | Sequence[str]) -> RunConfig:
     if problems:
         raise ConfigError(list_problems(f"the configuration has {count_of(problems)}", problems, shown=30))
     namespace = parser.parse_object(kept)
-    namespace = parser.parse_args(overrides, namespace=namespace)
+    if overrides:
+        namespace = parser.parse_args(overrides, namespace=namespace)
     parsed = parser.instantiate_classes(namespace)
     return RunConfig(**{section.name: getattr(parsed, section.name) for section in dataclasses.fields(RunConfig)})
 
@@ -102,6 +104,7 @@ COMMON = {
 }
 
 
+@functools.cache
 def build_parser(*, every_field: bool = True) -> ArgumentParser:
     """The parser of `opslot train`; its help lists every field, or the common ones."""
     from argparse import SUPPRESS, RawDescriptionHelpFormatter
@@ -224,6 +227,12 @@ def _checked_values(
 ) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     seen: set[str] = set()
+    every: dict[str, Any] = {}
+    for name, value in _flatten(values, schema):
+        if name in schema:
+            _merge(every, _nested(name, value))
+    # Parsing takes a while, so values are parsed one by one only if one of them is wrong.
+    all_valid = _accepts(lambda: parser.parse_object(every))
     for name, value in _flatten(values, schema):
         if name in seen:
             problems.append(f"{name} is given twice, nested and with dots; remove one of them")
@@ -234,10 +243,8 @@ def _checked_values(
         if value is None and not _takes_none(schema[name]):
             problems.append(_wrong_type(name, value, schema))
             continue
-        nested: Any = value
-        for part in reversed(name.split(".")):
-            nested = {part: nested}
-        if _accepts(lambda nested=nested: parser.parse_object(nested)):
+        nested = _nested(name, value)
+        if all_valid or _accepts(lambda nested=nested: parser.parse_object(nested)):
             _merge(kept, nested)
         else:
             problems.append(_wrong_type(name, value, schema))
@@ -247,7 +254,7 @@ def _checked_values(
 def _checked_overrides(
     argv: list[str], schema: dict[str, Any], parser: ArgumentParser, problems: list[str]
 ) -> list[str]:
-    kept: list[str] = []
+    kept: list[tuple[str, str]] = []
     position = 0
     while position < len(argv):
         option = argv[position]
@@ -267,11 +274,16 @@ def _checked_overrides(
             problems.append(_section(name, value, schema) or _unknown(name, schema))
         elif name == field and value == "null" and not _takes_none(schema[field]):
             problems.append(_wrong_type(name, None, schema))
-        elif _accepts(lambda name=name, value=value: parser.parse_args([f"--{name}={value}"])):
-            kept.append(f"--{name}={value}")
         else:
-            problems.append(_wrong_type(name, value, schema))
-    return kept
+            kept.append((name, value))
+    options = [f"--{name}={value}" for name, value in kept]
+    if options and not _accepts(lambda: parser.parse_args(options)):
+        problems += [
+            _wrong_type(name, value, schema)
+            for (name, value), option in zip(kept, options, strict=True)
+            if not _accepts(lambda option=option: parser.parse_args([option]))
+        ]
+    return options
 
 
 def _accepts(parse: Any) -> bool:
@@ -286,6 +298,12 @@ def _accepts(parse: Any) -> bool:
 
 def _takes_none(kind: Any) -> bool:
     return type(None) in typing.get_args(kind)
+
+
+def _nested(name: str, value: Any) -> dict[str, Any]:
+    """`{"a": {"b": value}}` for the name "a.b"."""
+    first, _, rest = name.partition(".")
+    return {first: _nested(rest, value) if rest else value}
 
 
 def _merge(into: dict[str, Any], nested: dict[str, Any]) -> None:

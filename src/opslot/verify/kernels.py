@@ -133,6 +133,7 @@ def _run(check: _Check) -> CheckResult:
         check.device,
         name=check.kernel,
         seed=check.seed,
+        relative_error=KERNEL_REGISTRY.get(check.op, check.variant, check.kernel).relative_error,
     )
 
 

@@ -118,12 +118,14 @@ def check_kernel(
     *,
     name: str = "kernel",
     seed: int = 0,
+    relative_error: float = 0.0,
 ) -> CheckResult:
     """Compare `kernel` with `variant.reference` on `case`; an exception of the kernel is a failed check.
 
     New memory is filled with NaN while the kernel runs, so that an element it does not write fails the check.
 
     Args:
+        relative_error: of the kernel's `KernelSpec`.
         case: drawn once; where that draw is beyond its bound, `DRAWS` times, and the means are compared.
     """
     device = torch.device(device)
@@ -134,7 +136,7 @@ def check_kernel(
     def draw(number: int) -> CheckResult:
         own = seed + number * _DRAW_STRIDE
         arguments = case.make(dtype, device, torch.Generator().manual_seed(own + base))
-        return compare(kernel, expect(variant, arguments, own), label)
+        return compare(kernel, expect(variant, arguments, own), label, relative_error=relative_error)
 
     first = draw(0)
     if first.ok or not first.comparisons:
@@ -186,7 +188,12 @@ def expect(variant: OpVariant, arguments: dict[str, Any], seed: int = 0) -> Expe
 
 
 def compare(
-    kernel: Callable[..., Any], expected: Expectation, label: CheckResult, *, by_norm: bool = False
+    kernel: Callable[..., Any],
+    expected: Expectation,
+    label: CheckResult,
+    *,
+    by_norm: bool = False,
+    relative_error: float = 0.0,
 ) -> CheckResult:
     """Return `label` with the comparisons of `kernel` on the same arguments, or with the exception it raised.
 
@@ -194,6 +201,7 @@ def compare(
         by_norm: compare root mean squares instead of largest elements, and allow half an ULP of the case's dtype: for
             large cases, where the largest of 10^8 errors says little. `check_kernel` compares every element of small
             cases.
+        relative_error: of the kernel's `KernelSpec`; if not 0, root mean squares are compared with it alone.
     """
     try:
         with poisoned_memory():
@@ -210,7 +218,9 @@ def compare(
         mismatch = _mismatch(got.get(key), wanted)
         if mismatch:
             return replace(label, problem=f"{key}: {mismatch}")
-        if by_norm:
+        if relative_error:
+            comparisons.append(_compare_norms(key, got[key], wanted, fp64[key], relative_error, factor=0.0))
+        elif by_norm:
             rounding = allowed * torch.finfo(getattr(torch, label.dtype)).eps / 2
             comparisons.append(_compare_norms(key, got[key], wanted, fp64[key], rounding))
         else:
@@ -267,13 +277,15 @@ def _run(
     return {n: t.detach() for n, t in named.items()}
 
 
-def _compare_norms(name: str, got: Tensor, eager: Tensor, fp64: Tensor, rounding: float) -> Comparison:
+def _compare_norms(
+    name: str, got: Tensor, eager: Tensor, fp64: Tensor, rounding: float, factor: float = EAGER_FACTOR
+) -> Comparison:
     if fp64.numel() == 0:
         return Comparison(name, 0.0, 0.0, 0.0)
     count = fp64.numel() ** 0.5
     error, eager_error = ((_difference(x, fp64).norm() / count).item() for x in (got, eager))
     known = fp64.nan_to_num(0.0) if fp64.isnan().any() else fp64
-    bound = EAGER_FACTOR * eager_error + rounding * (known.norm() / count).item()
+    bound = factor * eager_error + rounding * (known.norm() / count).item()
     return Comparison(name, error if error == error else float("inf"), eager_error, bound)
 
 

@@ -1,5 +1,8 @@
 """Linear layers and other multiplications by a module's own weight, such as a router's: contract and binding.
 
+Variants: `standard` is linear layers, `head` those whose precision decides: output heads, and modules such as routers
+that multiply by a weight of their own.
+
 Off unless a kernel is named: `auto` leaves every module as it is. Where one is named, a linear layer calls the kernel
 instead of its forward, and another module that multiplies by its own matrices runs its forward with torch's matmuls
 replaced.
@@ -64,12 +67,20 @@ def _multiplies(cls: Any) -> bool:
     )
 
 
-def _applies_to(module: nn.Module) -> str | None:
-    if _is_plain(module):
-        return "standard"
+def _applies_to(module: nn.Module, config: Any) -> str | None:
     cls: Any = type(module)
+    if _is_plain(module):
+        weight: Any = module.weight
+        return "head" if weight.shape[0] in _head_sizes(config) else "standard"
     has_matrix = any(p.dim() > 1 and p.is_floating_point() for p in module.parameters(recurse=False))
-    return "standard" if has_matrix and _multiplies(cls) else None
+    return "head" if has_matrix and _multiplies(cls) else None
+
+
+def _head_sizes(config: Any) -> set[int | None]:
+    """Sizes of the outputs of a model with this config: its vocabulary and its number of classes."""
+    if config is None:
+        return set()
+    return {getattr(config.get_text_config(), "vocab_size", None), getattr(config, "num_labels", None)}
 
 
 class _Matmuls(TorchFunctionMode):
@@ -141,8 +152,19 @@ OP = OpSpec(
             _cost,
             static_shape=_static_shape,
             benchmark_case=benchmark_case,
-            description="input weight^T + bias",
-        )
+            description="input weight^T + bias, in linear layers",
+        ),
+        "head": OpVariant(
+            "head",
+            standard,
+            CASES[:3],
+            ("input", "weight", "bias"),
+            _cost,
+            static_shape=_static_shape,
+            benchmark_case=benchmark_case,
+            config_field="linear_head_implementation",
+            description="input weight^T + bias, in output heads and routers",
+        ),
     },
     applies_to=_applies_to,
     per_module=True,

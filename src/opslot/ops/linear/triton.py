@@ -12,10 +12,9 @@ from opslot._base.device import triton_interpreted
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.batch_invariant import linear_into
 from opslot.ops._common.custom_op import differentiable_op
-from opslot.ops._common.specs import FLOATS, unsupported_dtype
+from opslot.ops.linear.arguments import HINT, checked
 
 _KERNEL = "linear_implementation='batch_invariant'"
-_HINT = "fix the argument, or set linear_implementation to eager for this module"
 
 
 def standard(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -24,21 +23,9 @@ def standard(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     Raises:
         KernelError: unsupported shapes, dtypes or devices.
     """
-    device = input.device
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-        input, weight = input.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    if input.dtype not in FLOATS:
-        reject(_KERNEL, "input", unsupported_dtype(input.dtype), _HINT)
-    if weight.dim() != 2 or not input.dim() or input.shape[-1] != weight.shape[1]:
-        reject(_KERNEL, "weight", f"shape {tuple(weight.shape)} beside input {tuple(input.shape)}", _HINT)
-    if weight.dtype != input.dtype:
-        reject(_KERNEL, "weight", f"{weight.dtype} beside input of {input.dtype} without torch.autocast", _HINT)
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != input.dtype):
-        reject(_KERNEL, "bias", f"{bias.dtype} of shape {tuple(bias.shape)} beside {tuple(weight.shape)}", _HINT)
-    if device.type not in ("cuda", "meta") and not triton_interpreted():
-        reject(_KERNEL, "input", f"it is on {device}, not a GPU", _HINT)
+    input, weight, bias = checked(_KERNEL, input, weight, bias)
+    if input.device.type not in ("cuda", "meta") and not triton_interpreted():
+        reject(_KERNEL, "input", f"it is on {input.device}, not a GPU", HINT)
     return _linear(input, weight, bias)
 
 

@@ -1,0 +1,36 @@
+"""Checks of the arguments that the kernels of linear share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opslot.ops._common.arguments import reject
+from opslot.ops._common.specs import FLOATS, unsupported_dtype
+
+HINT = "fix the argument, or set linear_implementation to eager for this module"
+
+
+def checked(kernel: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The arguments of `op.standard`, in autocast's dtype where autocast is on.
+
+    Args:
+        kernel: its configuration, for errors.
+
+    Raises:
+        KernelError: unsupported shapes or dtypes.
+    """
+    device = input.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        input, weight = input.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if input.dtype not in FLOATS:
+        reject(kernel, "input", unsupported_dtype(input.dtype), HINT)
+    if weight.dim() != 2 or not input.dim() or input.shape[-1] != weight.shape[1]:
+        reject(kernel, "weight", f"shape {tuple(weight.shape)} beside input {tuple(input.shape)}", HINT)
+    if weight.dtype != input.dtype:
+        reject(kernel, "weight", f"{weight.dtype} beside input of {input.dtype} without torch.autocast", HINT)
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != input.dtype):
+        reject(kernel, "bias", f"{bias.dtype} of shape {tuple(bias.shape)} beside {tuple(weight.shape)}", HINT)
+    return input, weight, bias

@@ -1,0 +1,133 @@
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import opslot
+from opslot._base.device import DeviceFacts
+from opslot._base.errors import ConfigError, KernelError
+from opslot.ops.linear import fp8
+from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
+from opslot.verify.architecture import tiny_config
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def model_of(arch="qwen3_moe", ops="fp8", **changes):
+    torch.manual_seed(0)
+    config = tiny_config(arch)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config).to(DEVICE)
+    opslot.apply(model, ops)
+    return model
+
+
+def loss_and_gradients(model):
+    ids = torch.randint(3, model.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), gradients
+
+
+def test_preset_binds_linear_layers_without_heads_and_routers():
+    model = model_of()
+    (row,) = [row for row in opslot.explain(model) if row.op == "linear"]
+    assert (row.variant, row.kernel) == ("standard", "fp8")
+    linears = {path for path, m in model.named_modules() if type(m) is nn.Linear}
+    assert set(row.modules) == linears - {"lm_head"}
+    assert not any("router" in path or path.endswith("mlp.gate") for path in row.modules)
+
+
+def test_trains_like_the_exact_model():
+    exact, rounded = model_of(ops="auto"), model_of()
+    (loss, gradients), (found_loss, found) = map(loss_and_gradients, (exact, rounded))
+    assert found_loss == pytest.approx(loss, rel=0.01)
+    assert found_loss != loss
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        cosine = nn.functional.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0)
+        assert cosine > 0.9, name
+
+
+def test_projections_of_one_input_share_its_rounding(monkeypatch):
+    calls = []
+    quantized = fp8._quantized
+    monkeypatch.setattr(fp8, "_quantized", lambda x, *how: (calls.append(tuple(x.shape)), quantized(x, *how))[1])
+    x = torch.randn(32, 16, device=DEVICE)
+    weights = [torch.randn(48, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
+    first = [fp8.standard(x, weight) for weight in weights]
+    assert calls.count((32, 16)) == 1
+    x.mul_(2.0)
+    second = fp8.standard(x, weights[0])
+    assert calls.count((32, 16)) == 2, "the input changed in place"
+    torch.testing.assert_close(second, 2.0 * first[0])
+
+
+def test_frozen_weights_keep_no_input():
+    x = torch.randn(32, 16, device=DEVICE, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.dtype) or t, lambda t: t):
+        fp8.standard(x, torch.randn(48, 16, device=DEVICE)).sum().backward()
+    assert torch.float8_e4m3fn not in saved
+    assert x.grad is not None
+
+
+def test_compiles_without_graph_breaks():
+    x = torch.randn(20, 16, device=DEVICE, requires_grad=True)
+    weight = torch.randn(32, 16, device=DEVICE, requires_grad=True)
+
+    def gradients(function):
+        return torch.autograd.grad(function(x, weight).square().sum(), (x, weight))
+
+    compiled = torch.compile(fp8.standard, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(gradients(compiled), gradients(fp8.standard))
+
+
+def test_zeros_and_no_rows():
+    weight = torch.randn(32, 16, device=DEVICE)
+    assert fp8.standard(torch.zeros(4, 16, device=DEVICE), weight).count_nonzero() == 0
+    assert fp8.standard(torch.zeros(0, 16, device=DEVICE), weight).shape == (0, 32)
+
+
+def test_infinite_input_is_not_hidden():
+    x = torch.ones(16, 16, device=DEVICE)
+    x[3, 2] = float("inf")
+    assert not fp8.standard(x, torch.randn(32, 16, device=DEVICE)).isfinite().all()
+
+
+def test_unsupported_size_raises_when_bound():
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 20)).to(DEVICE)
+    with pytest.raises(ConfigError, match=r"requires sizes divisible by 16, its weight is \[20, 32\]"):
+        opslot.bind(model, {"linear_implementation": "fp8"})
+    opslot.bind(model, {"linear_implementation": "fp8", "overrides": {"1": {"linear_implementation": "eager"}}})
+    with pytest.raises(KernelError, match="sizes must be divisible by 16"):
+        fp8.standard(torch.randn(4, 32), torch.randn(20, 32))
+
+
+def test_older_gpus_are_refused():
+    spec = KERNEL_REGISTRY.get("linear", "standard", "fp8")
+    ampere = DeviceFacts("gpu", (8, 0))
+    assert "requires compute capability 8.9" in spec.unsupported(KernelRequest("linear", "standard", ampere))
+    assert spec.unsupported(KernelRequest("linear", "standard", DeviceFacts("gpu", (9, 0)))) is None
+
+
+def test_auto_cannot_select_a_kernel_with_a_relative_error():
+    with pytest.raises(ConfigError, match="None for a kernel with a relative_error"):
+        KernelSpec("rough", "linear", "standard", "a:b", relative_error=0.1, priority=10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(16, 16), (1000, 176), (4096, 4096), (77, 12288)])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_kernel_rounds_like_torch(shape, gradient):
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    rows, columns, scale = fp8._quantize(x, gradient, True, True)
+    wanted_rows, wanted_columns, wanted_scale = fp8._quantize(x.cpu(), gradient, True, True)
+    torch.testing.assert_close(scale.cpu(), wanted_scale)
+    difference = (rows.cpu().float() - wanted_rows.float()).ne(0).float().mean()
+    assert difference < 1e-3, "only ties may round differently"
+    assert torch.equal(columns.float()[:, : len(x)], rows.float().t())
+    assert columns[:, len(x) :].float().count_nonzero() == 0
+    assert columns.shape == wanted_columns.shape
