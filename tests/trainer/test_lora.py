@@ -220,6 +220,24 @@ def test_resume_of_an_optimizer_on_other_ranks(ranks, write, settings, tmp_path,
     assert run("ep", None, resume_from="latest") == pytest.approx(straight, rel=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", [None, "fsdp"])
+def test_8_bit_adamw_resumes_exactly(ranks, write, tmp_path, axis):
+    """torchao compiles its step."""
+    pytest.importorskip("torchao")
+    whole = {"r": None, "target_modules": "all-linear"}
+    options = {"lr_scheduler": "constant", "optimizer": {"name": "adamw_8bit"}} | SIZES.get(axis, {})
+
+    def run(name, **changes):
+        file = write(name, whole, **options, **changes)
+        assert (ranks.run(run_config, file) == [0, 0]) if axis else (run_config(file) == 0)
+        return losses(tmp_path / name)
+
+    straight = run("straight")
+    run("split", max_steps=2)
+    assert run("split", resume_from="latest") == straight
+
+
 def test_unmatched_targets_are_one_error(write, capsys):
     targets = ["q_proj", "qproj", "w1"]
     assert run_config(write("bad", {"target_modules": targets, "modules_to_save": ["embed_tokens", "head"]})) == 2
