@@ -19,6 +19,7 @@ def task_file(folder, implementation, **changes):
         "device": "cpu",
         "ops": {},
         "trace": False,
+        "image_size": 0,
         "lr": 1e-3,
         "text": "",
         "implementation": implementation,

@@ -217,10 +217,10 @@ class _Mapper:
 
     def _leave_out(self, name: str) -> None:
         known = {name, name if self.names is None else self.names.renamed.get(name, name)}
-        if any(re.search(pattern, name) for pattern in self.model.ignored for name in known):
-            return
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow_extra for name in known):
             self.result.extra.append(name)
+            return
+        if any(re.search(pattern, name) for pattern in self.model.ignored for name in known):
             return
         hint = "give the checkpoint of this model's config, or name them in allow_extra"
         self.problems.add("tensors that the model does not have", name, hint)

@@ -17,11 +17,13 @@ from torch.distributed.tensor import DTensor
 from opslot._base.errors import CheckpointError, ConfigError
 from opslot._base.logging import get_logger
 from opslot.checkpoint.adapters import base_model, has_adapters, merged_weights, without_wrapper
+from opslot.checkpoint.excluded import ExcludedParts
 from opslot.checkpoint.experts import check_layout, expert_targets, split_target
 from opslot.checkpoint.folder import INDEX, WEIGHTS, staged_folder
 from opslot.checkpoint.hub_format import Described, HubFormat, HubGroup, hub_format
 from opslot.checkpoint.model_tensors import clean_fqn, original_class, tensors_of
-from opslot.checkpoint.safetensors_file import NAMES, TensorSpec, write_safetensors
+from opslot.checkpoint.quantized import whole_tensor
+from opslot.checkpoint.safetensors_file import NAMES, MappedFile, TensorEntry, TensorSpec, write_safetensors
 from opslot.checkpoint.tensor_slice import TensorSlice, local_tensor
 from opslot.distributed import gather_objects, is_first_rank, on_all_ranks
 
@@ -56,10 +58,10 @@ class Converted:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor of the checkpoint to be written, and what it is made of: a part of a model's tensor, or a conversion."""
+    """A tensor of the checkpoint to be written: a part of a model's tensor, a conversion, or another checkpoint's."""
 
     spec: TensorSpec
-    source: TensorSlice | Converted
+    source: TensorSlice | Converted | TensorEntry
 
 
 def hub_outputs(tensors: Described, hub: HubFormat) -> list[Output]:
@@ -142,6 +144,7 @@ def save_weights(
     max_shard_size: int | str = "5GB",
     config: Any = None,
     merge_adapters: bool = False,
+    copied: Sequence[TensorEntry] = (),
 ) -> Path:
     """Save a model as a Hugging Face checkpoint: safetensors, an index if sharded, config.json,
     generation_config.json.
@@ -158,6 +161,7 @@ def save_weights(
         max_shard_size: bytes of a file, or e.g. "5GB".
         config: Transformers config to save; None takes the model's.
         merge_adapters: add a model's LoRA adapters to the weights that are written; the model stays as it is.
+        copied: tensors of another checkpoint that are written too, under their names.
 
     Returns:
         The folder.
@@ -171,10 +175,10 @@ def save_weights(
         model = without_wrapper(model_or_state_dict)
         deltas = merged_weights(model)
         with base_model(model, trained=True):
-            return _save(model, folder, layout, max_shard_size, config, deltas)
+            return _save(model, folder, layout, max_shard_size, config, deltas, copied)
     if isinstance(model_or_state_dict, nn.Module):
         _require_no_adapters(model_or_state_dict)
-    return _save(model_or_state_dict, folder, layout, max_shard_size, config, {})
+    return _save(model_or_state_dict, folder, layout, max_shard_size, config, {}, copied)
 
 
 def _save(
@@ -184,6 +188,7 @@ def _save(
     max_shard_size: int | str,
     config: Any,
     deltas: Mapping[str, Callable[[], Tensor]],
+    copied: Sequence[TensorEntry],
 ) -> Path:
     check_layout(layout)
     max_bytes, folder = parse_size(max_shard_size), Path(folder)
@@ -196,6 +201,7 @@ def _save(
     described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     hub = hub_format(model) if layout is None else None
     outputs = hub_outputs(described, hub) if hub is not None else _outputs_in(described, layout or "stacked")
+    outputs += [Output(TensorSpec(entry.name, entry.dtype, entry.shape), entry) for entry in copied]
     shards = shard_outputs(outputs, max_bytes)
     gather = _Gatherer(tensors, hub, deltas)
     error: Exception | None = None
@@ -251,18 +257,34 @@ def export_hf(
     max_shard_size: int | str = "5GB",
     processors: Iterable[Any] = (),
     merge_adapters: bool = False,
+    source: str | Path | None = None,
+    keep_excluded: bool = False,
 ) -> Path:
     """`save_weights`, and beside the weights what else the model's users load: tokenizer, processor.
 
     Args:
         processors: objects with `save_pretrained(folder)`, saved by rank 0; None among them is skipped.
+        source: checkpoint that the model was trained from; files that Transformers needs and no processor saves are
+            copied from it.
+        keep_excluded: also copy the weights of `source` that the model is built without, such as the speech parts of
+            an omni model.
         model, folder, layout, max_shard_size, merge_adapters: as in `save_weights`, which also lists the errors.
 
     Raises:
         CheckpointError: a processor cannot be saved; on rank 0 alone, where the weights are saved by then.
     """
-    saved = save_weights(model, folder, layout=layout, max_shard_size=max_shard_size, merge_adapters=merge_adapters)
+    excluded = ExcludedParts.of(model, source, keep_excluded)
+    saved = save_weights(
+        model,
+        folder,
+        layout=layout,
+        max_shard_size=max_shard_size,
+        config=excluded.config,
+        merge_adapters=merge_adapters,
+        copied=excluded.entries,
+    )
     save_processors(processors, saved)
+    excluded.copy_files(saved)
     return saved
 
 
@@ -358,7 +380,9 @@ class _Gatherer:
             return whole
         return (whole.float() + self._deltas[name]()).to(whole.dtype)
 
-    def __call__(self, source: TensorSlice | Converted) -> Tensor:
+    def __call__(self, source: TensorSlice | Converted | TensorEntry) -> Tensor:
+        if isinstance(source, TensorEntry):
+            return whole_tensor(MappedFile(source.file), source)
         gathered = self.gather(source)
         if isinstance(source, TensorSlice):
             return source.as_stored(gathered[source.target][source.region])
@@ -375,7 +399,7 @@ def _whole(tensor: Tensor) -> Tensor:
 def _remaining(shards: Mapping[str, Sequence[Output]], served: int) -> Iterator[TensorSlice | Converted]:
     """What has not been asked for yet: everything on ranks that do not write, the rest after an error on rank 0."""
     sources = [output.source for outputs in shards.values() for output in outputs]
-    return iter(sources[served:])
+    return iter([source for source in sources if not isinstance(source, TensorEntry)][served:])
 
 
 def _raise(error: Exception | None) -> None:

@@ -23,6 +23,7 @@ from opslot.models._registry import (
     serve_model_type,
 )
 from opslot.slots import OpsImplementationConfig
+from opslot.slots.protocol import sub_model
 
 if TYPE_CHECKING:
     import torch
@@ -208,7 +209,7 @@ def _model_class(config: PreTrainedConfig, architecture: str | None, backend: st
     import transformers
 
     model_type = config.model_type
-    name = architecture or next(iter(config.architectures or ()), None) or _auto_class_name(config)
+    name = architecture or _named_class(config) or _auto_class_name(config)
     if backend == "opslot" and serve_model_type(model_type):
         cls = MODELING_REGISTRY.get(model_type)(name)
         # A patch may change what is constructed, which discovered slots never do.
@@ -223,6 +224,24 @@ def _model_class(config: PreTrainedConfig, architecture: str | None, backend: st
     if backend == "opslot" and not has_slots(_instantiate(theirs, copy.deepcopy(config), None, "meta", empty=True)):
         MODELING_REGISTRY.get(model_type)
     return theirs
+
+
+def _named_class(config: PreTrainedConfig) -> str | None:
+    """The class that the config names; None without one, or for one that Transformers lacks and has a successor of.
+
+    Published configs name classes of early releases.
+    """
+    import transformers
+
+    name = next(iter(config.architectures or ()), None)
+    if name is None or hasattr(transformers, name):
+        return name
+    try:
+        successor = _auto_class_name(config)
+    except ConfigError:
+        return name
+    logger.info("config.json names the class %s, which Transformers does not have; taking %s", name, successor)
+    return successor
 
 
 def _auto_class_name(config: PreTrainedConfig) -> str:
@@ -279,11 +298,13 @@ def load_foundation_weights(
 
     # A classifier starts from a language model's checkpoint: its own head is new, and theirs has no place in it.
     classifier = hasattr(model, "score")
+    declared = sub_model(type(model))
+    excluded = [f"{part}.*" for part in declared.excluded] if declared is not None else []
     return load_weights(
         model,
         folder,
         converters=converters_of(model),
         device=device,
         allow_missing=["score.*"] if classifier else (),
-        allow_extra=["lm_head.weight"] if classifier else (),
+        allow_extra=["lm_head.weight"] if classifier else excluded,
     )

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from opslot._base.logging import get_logger
 from opslot.distributed.dummy import dummy_forward
+from opslot.models._images import visual_inputs
 
 logger = get_logger(__name__)
 
@@ -35,7 +37,7 @@ def run_towers_on_every_rank(model: nn.Module) -> None:
 
     Does nothing for a model without towers. A modality whose smallest input is unknown is logged.
     """
-    holder = _holder(model)
+    holder = feature_module(model)
     if holder is None:
         return
     source = inspect.getsource(type(holder).forward)
@@ -58,10 +60,20 @@ def run_towers_on_every_rank(model: nn.Module) -> None:
         holder.register_forward_pre_hook(towers.begin, with_kwargs=True)
         # Before FSDP gathers the parameters of the language model, as after real inputs.
         holder.get_decoder().register_forward_pre_hook(towers.end, with_kwargs=True, prepend=True)
+        model.register_forward_hook(_alias_outputs, prepend=True)
 
 
-def _holder(model: nn.Module) -> Any:
-    """The innermost module whose forward computes features, or None."""
+def _alias_outputs(model: nn.Module, args: Any, outputs: Any) -> Any:
+    """Forward hook, before FSDP's: outputs that the loss is not computed from.
+
+    FSDP gathers parameters in backward when a gradient reaches an output. Features of images are an output too, on
+    ranks with images alone.
+    """
+    return pytree.tree_map_only(Tensor, lambda x: x.view_as(x), outputs)
+
+
+def feature_module(model: nn.Module) -> Any:
+    """The innermost module whose forward computes features of images, videos or audio, or None."""
     found = None
     for module in model.modules():
         if any(f"self.{name}(" in _source(type(module)) for name in _METHODS if hasattr(type(module), name)):
@@ -139,35 +151,19 @@ class _Features(nn.Module):
 
 def _smallest_input(holder: Any, name: str) -> Callable[[], dict[str, Any]] | None:
     """A function that makes the arguments of method `name`, or None where they are unknown."""
+    if name != "get_audio_features":
+        return partial(visual_inputs, holder, name) if visual_inputs(holder, name) is not None else None
     taken = inspect.signature(getattr(type(holder), name)).parameters
-    pixels = _METHODS[name]
-    grid = next((grid for grid in ("image_grid_thw", "video_grid_thw") if grid in taken), None)
-    if name == "get_audio_features":
-        audio: Any = getattr(holder.config, "audio_config", None)
-        frames = 2 * getattr(audio, "n_window", 0)
-        if not {"feature_attention_mask", "audio_feature_lengths"} <= taken.keys() or not frames:
-            return None
-        return partial(_audio, holder, audio.num_mel_bins, frames)
-    vision: Any = getattr(holder.config, "vision_config", None)
-    channels: Any = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
-    if grid is not None and hasattr(vision, "spatial_merge_size"):
-        return partial(_patches, holder, vision, channels, pixels, grid)
-    return None
+    audio: Any = getattr(holder.config, "audio_config", None)
+    frames = 2 * getattr(audio, "n_window", 0)
+    if not {"feature_attention_mask", "audio_feature_lengths"} <= taken.keys() or not frames:
+        return None
+    return partial(_audio, holder, audio.num_mel_bins, frames)
 
 
 def _place(holder: Any) -> dict[str, Any]:
     parameter = next(holder.parameters())
     return {"device": parameter.device, "dtype": parameter.dtype}
-
-
-def _patches(holder: Any, vision: Any, channels: int, pixels: str, grid: str) -> dict[str, Any]:
-    """The patches that are merged into one token."""
-    merge = vision.spatial_merge_size
-    width = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
-    return {
-        pixels: torch.zeros(merge**2, width, **_place(holder)),
-        grid: torch.tensor([[1, merge, merge]], device=_place(holder)["device"]),
-    }
 
 
 def _audio(holder: Any, mels: int, frames: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.checkpoint.adapters import has_adapters
 from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state
-from opslot.models._adapters import with_expert_adapters
+from opslot.models._adapters import mark_adapted_experts, with_expert_adapters
 from opslot.models._host_inputs import keep_inputs_from_fsdp
 from opslot.models._modalities import run_towers_on_every_rank
 from opslot.models._registry import architecture_of
@@ -80,6 +80,7 @@ def parallelize(
     head = _separate_head(model) if state.mesh is not None else None
     if (bound := binding_of(model)) is not None:
         root, binding = bound
+        mark_adapted_experts(root)
         dtype = options.get("param_dtype") or binding.dtype
         binding = resolve(root, binding.config, device=state.device, dtype=dtype)
         if state.ep > 1:

@@ -8,6 +8,7 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 - `_opslot_cu_seqlens_for_flash`: whether the class gives cu_seqlens to implementations named "flash" alone.
 - `_opslot_keeps_sequences`: why tokens may see each other elsewhere than in causal attention.
 - `_opslot_masks_without_positions`: why Transformers' own attention would let packed documents see each other.
+- `_opslot_sub_model`: of a model that holds the model that trains, `SubModel` as a dict.
 
 On a generated module `_opslot_lost_slots`: which expected slots it lacks in this release of Transformers.
 
@@ -28,12 +29,14 @@ MASKS_WITHOUT_POSITIONS = PREFIX + "masks_without_positions"
 ATTENTION_OPTIONS = PREFIX + "attention_options"
 CU_SEQLENS_FOR_FLASH = PREFIX + "cu_seqlens_for_flash"
 LOST_SLOTS = PREFIX + "lost_slots"
+SUB_MODEL = PREFIX + "sub_model"
 _BINDING = PREFIX + "binding"
 _WRAPPERS = PREFIX + "wrappers"
 _ATTACHED = PREFIX + "attached"
 _OWNS_CONFIG = PREFIX + "owns_config"
 _REPLACED_FORWARD = PREFIX + "replaced_forward"
 _LOSS_ONLY = PREFIX + "loss_only"
+_ADAPTED = PREFIX + "adapted"
 
 
 class Skipped(NamedTuple):
@@ -48,6 +51,24 @@ class Skipped(NamedTuple):
     op: str
     symbol: str
     reason: str
+
+
+class SubModel(NamedTuple):
+    """The part of a model that trains, where the other parts are not built.
+
+    Attributes:
+        name: the attribute that holds it, such as "thinker".
+        config: the attribute of the model's config that holds its config.
+        excluded: attributes of the parts that are not built; their weights are skipped.
+        settings: values of the model's config without these parts.
+        files: files of a checkpoint that only the other parts read.
+    """
+
+    name: str
+    config: str
+    excluded: tuple[str, ...]
+    settings: dict[str, Any]
+    files: tuple[str, ...] = ()
 
 
 class ModuleSlot(NamedTuple):
@@ -114,6 +135,18 @@ def lost_slots(module: Any) -> str:
     return getattr(module, LOST_SLOTS, "")
 
 
+def sub_model(cls: type) -> SubModel | None:
+    """What a class says about the sub-model that trains; None for a model that trains as a whole."""
+    found = getattr(cls, SUB_MODEL, None)
+    return None if found is None else SubModel(**found)
+
+
+def trained_model(model: Any) -> Any:
+    """The sub-model of `model` that trains, or `model` itself."""
+    found = sub_model(type(model))
+    return model if found is None else getattr(model, found.name)
+
+
 def keeps_sequences(model: Any, by_kernel: bool = False) -> str | None:
     """Why tokens of `model` may see each other elsewhere than in causal attention; None where they can't.
 
@@ -144,6 +177,16 @@ def _set(module: Any, attribute: str, value: Any) -> None:
         module.__dict__.pop(attribute, None)
     else:
         module.__dict__[attribute] = value
+
+
+def set_adapted(module: Any) -> None:
+    """Note that the parameters of a module have adapters (LoRA)."""
+    _set(module, _ADAPTED, True)
+
+
+def is_adapted(module: Any) -> bool:
+    """Whether the parameters of a module itself have adapters (LoRA)."""
+    return _ADAPTED in getattr(module, "__dict__", {})
 
 
 def set_kernel(module: Any, slot: str, kernel: Any) -> None:

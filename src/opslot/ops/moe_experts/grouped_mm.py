@@ -6,6 +6,7 @@ embedding_bag.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from opslot.ops._common.activations import ACTIVATIONS
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare, variants
+from opslot.ops.moe_experts.low_rank import add_adapters
 
 # Output [T, H]; gate and up of the sorted rows, [P, 2I] and an empty tensor, or [P, I] each for separate weights; the
 # pair of each row [P], token * K + k; the end of each expert's rows [E].
@@ -31,7 +33,38 @@ def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_wei
     return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
 
 
+class _SortedRows:
+    """`ExpertRows` without padding between experts; rows after the last expert's end belong to other ranks."""
+
+    def __init__(self, x: Tensor, index: Tensor, experts: Experts) -> None:
+        self.pair, self._row, self._ends = _sort(index, experts.sizes[0])
+        self.is_pair = torch.arange(len(self.pair), device=x.device) < self._ends[-1]
+        self.expert = _owners(self.pair, self._ends)
+        self._shape = index.shape
+        self._segments = None if _has_grouped_mm(x, experts) else _segments(self._ends)
+
+    def gemm(self, rows: Tensor, weight: Tensor) -> Tensor:
+        if self._segments is None:
+            return _torch_gemm(rows, weight, self._ends)
+        out = rows.new_zeros(len(rows), weight.shape[2])
+        for expert, mine in self._segments:
+            torch.mm(rows[mine], weight[expert], out=out[mine])
+        return out
+
+    def weight_grad(self, left: Tensor, right: Tensor) -> Tensor:
+        if self._segments is None:
+            return _torch_gemm(left.t(), right, self._ends)
+        out = left.new_zeros(len(self._ends), left.shape[1], right.shape[1])
+        for expert, mine in self._segments:
+            torch.mm(left[mine].t(), right[mine], out=out[expert])
+        return out
+
+    def combine(self, rows: Tensor, weights: Tensor, weighted: bool) -> Tensor:
+        return _gather_sum(rows, self._row, weights if weighted else None, self._ends, self._shape)
+
+
 grouped_mm, clamped, biased, split = variants(_run)
+add_adapters((grouped_mm, clamped, biased, split), functools.partial(prepare, "grouped_mm"), _SortedRows)
 
 
 def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:

@@ -97,8 +97,8 @@ def biased(
 
     def expert(x: Tensor, e: int) -> Tensor:
         gate_up = x @ gate_up_proj[e] + gate_up_proj_bias[e]
-        gated = _gated(gate_up[..., ::2], gate_up[..., 1::2], limit, alpha, 1.0)
-        return gated @ down_proj[e] + down_proj_bias[e]
+        act = gated(gate_up[..., ::2], gate_up[..., 1::2], limit, alpha, 1.0)
+        return act @ down_proj[e] + down_proj_bias[e]
 
     return _sum_over_experts(hidden_states, top_k_index, top_k_weights, expert, gate_up_proj.shape[0])
 
@@ -117,19 +117,17 @@ def split(
         hidden_states,
         top_k_index,
         top_k_weights,
-        lambda x, e: linear(
-            _gated(linear(x, gate_proj[e]), linear(x, up_proj[e]), activation=activation), down_proj[e]
-        ),
+        lambda x, e: linear(gated(linear(x, gate_proj[e]), linear(x, up_proj[e]), activation=activation), down_proj[e]),
         gate_proj.shape[0],
     )
 
 
 def _gated_halves(gate_up: Tensor, *gating: Any, **options: Any) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return _gated(gate, up, *gating, **options)
+    return gated(gate, up, *gating, **options)
 
 
-def _gated(
+def gated(
     gate: Tensor,
     up: Tensor,
     limit: float | None = None,
@@ -137,6 +135,7 @@ def _gated(
     up_offset: float = 0.0,
     activation: Activation = "silu",
 ) -> Tensor:
+    """The gating of all variants: activation(gate) * (up + up_offset), clamped if there is a limit."""
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     activated = activate(activation, gate) if alpha == 1.0 else gate * torch.sigmoid(gate * alpha)

@@ -14,6 +14,7 @@ takes as long as on one (the GPU is at its power limit in these GEMMs, benchmark
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -28,6 +29,7 @@ from opslot.ops._common.specs import FLOATS
 from opslot.ops.moe_experts import triton_kernels as kernels
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare, variants
+from opslot.ops.moe_experts.low_rank import add_adapters
 from opslot.ops.moe_experts.routing import Routing, empty_routing, route
 
 
@@ -118,15 +120,64 @@ def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_wei
     Raises:
         KernelError: unsupported shapes or dtypes, or weights that are not contiguous.
     """
-    if hidden_states.device.type == "cpu" and not triton_interpreted():
-        found = "tensors on the CPU"
-        todo = "move them to a GPU, set TRITON_INTERPRET=1, or use moe_implementation=grouped_mm"
-        raise KernelError("moe_implementation='fused_triton' cannot run this call", found=found, hint=todo)
+    _require_device(hidden_states)
     x, experts = prepare("fused_triton", hidden_states, experts, top_k_index, top_k_weights, FLOATS, contiguous=True)
     return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
 
 
+def _require_device(x: Tensor) -> None:
+    if x.device.type == "cpu" and not triton_interpreted():
+        found = "tensors on the CPU"
+        todo = "move them to a GPU, set TRITON_INTERPRET=1, or use moe_implementation=grouped_mm"
+        raise KernelError("moe_implementation='fused_triton' cannot run this call", found=found, hint=todo)
+
+
+class _AlignedRows:
+    """`ExpertRows` for the grouped GEMMs of this file: each expert's first row is a multiple of `align`."""
+
+    def __init__(self, x: Tensor, index: Tensor, experts: Experts) -> None:
+        _require_device(x)
+        self._plan = plan_for(experts)
+        self._routing = route(index.contiguous(), experts.sizes[0], self._plan.align)
+        row_to_pair = self._routing.row_to_pair.long()
+        self.is_pair = row_to_pair >= 0
+        self.pair = row_to_pair.clamp(min=0)
+        self.expert = self._routing.tile_expert.long().repeat_interleave(self._plan.align)
+
+    def gemm(self, rows: Tensor, weight: Tensor) -> Tensor:
+        if not len(rows):
+            return rows.new_zeros(0, weight.shape[2])
+        nk = not weight.is_contiguous()
+        stored = weight.mT.contiguous() if nk else weight
+        columns = weight.shape[2]
+        return rows_gemm(self._plan, self._tiles(columns), rows.contiguous()[None], stored, columns, nk, self._routing)[
+            0
+        ]
+
+    def weight_grad(self, left: Tensor, right: Tensor) -> Tensor:
+        m, n = left.shape[1], right.shape[1]
+        if not len(left):
+            return left.new_zeros(self._routing.expert_counts.numel(), m, n)
+        operands = left.contiguous()[None], right.contiguous()[None]
+        return weight_grad_gemm(self._plan, self._tiles(n), *operands, self._routing)
+
+    def combine(self, rows: Tensor, weights: Tensor, weighted: bool) -> Tensor:
+        if not len(rows):
+            return rows.new_zeros(len(weights), rows.shape[1])
+        return combine(rows[None], self._routing.pair_to_row, weights.contiguous(), weighted)
+
+    def _tiles(self, columns: int) -> Tiles:
+        """Narrow tiles for the few columns of a low-rank factor."""
+        tiles = self._plan.down
+        return replace(tiles, bn=min(tiles.bn, max(32, triton.next_power_of_2(columns))))
+
+
 fused_triton, clamped, biased, split = variants(_run)
+add_adapters(
+    (fused_triton, clamped, biased, split),
+    functools.partial(prepare, "fused_triton", dtypes=FLOATS, contiguous=True),
+    _AlignedRows,
+)
 
 
 def _operand(

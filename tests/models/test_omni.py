@@ -1,0 +1,163 @@
+"""Omni models: the thinker trains, from the published top-level config."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+import opslot
+from opslot._base.errors import CheckpointError, ConfigError
+from opslot.checkpoint import export_hf
+from opslot.models import build_foundation_model
+from tests.omni import CONFIGS, inputs
+
+KINDS = [(), ("image",), ("audio",), ("video",), ("audio", "image", "video", "audio")]
+names = pytest.mark.parametrize("name", CONFIGS)
+
+
+def build(name, ops="eager", **options):
+    torch.manual_seed(0)
+    return build_foundation_model(CONFIGS[name](), ops_implementation=ops, **options)
+
+
+def theirs_of(model):
+    """Transformers' own sub-model with the same weights."""
+    cls = getattr(transformers, type(model.thinker).__name__)
+    config = model.thinker.config
+    found = cls._from_config(config, attn_implementation=config._attn_implementation)
+    found.load_state_dict(model.thinker.state_dict())
+    return found.train()
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@names
+def test_speech_parts_are_not_built(name):
+    model = build(name)
+    assert type(model).__name__ == CONFIGS[name]().__class__.__name__.replace("Config", "ForConditionalGeneration")
+    assert [child for child, _ in model.named_children()] == ["thinker"]
+    assert not model.config.enable_audio_output
+    with pytest.raises(NotImplementedError, match="not built for training"):
+        model.enable_talker()
+    kernels = str(opslot.explain(model))
+    assert all(f"{part}  " in kernels for part in ("AudioEncoder", "VisionEncoder", "TextModel"))
+
+
+@names
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
+def test_eager_equals_transformers(name, kinds):
+    model = build(name)
+    theirs = theirs_of(model)
+    batch = inputs(name, kinds)
+    loss = model(**batch, use_cache=False).loss
+    expected = theirs(**batch, use_cache=False).loss
+    assert torch.equal(loss, expected)
+    loss.backward()
+    expected.backward()
+    found, wanted = gradients(model.thinker), gradients(theirs)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in found)
+
+
+@names
+def test_auto_is_within_tolerance(name):
+    model, eager = build(name, ops="auto"), build(name)
+    eager.load_state_dict(model.state_dict())
+    batch = inputs(name, KINDS[-1])
+    outputs = [m(**batch, use_cache=False).loss for m in (model, eager)]
+    torch.testing.assert_close(*outputs)
+    for loss in outputs:
+        loss.backward()
+    found, wanted = gradients(model), gradients(eager)
+    assert found.keys() == wanted.keys()
+    for key, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[key], rtol=1e-4, atol=1e-6, msg=key)
+
+
+@names
+def test_published_class_name_that_transformers_lacks(name):
+    """The config of Qwen2.5-Omni-7B names a class of an early release."""
+    config = CONFIGS[name]()
+    config.architectures = [type(config).__name__.replace("Config", "Model")]
+    built = type(build_foundation_model(config, init_device="meta")).__name__
+    assert built == type(config).__name__.replace("Config", "ForConditionalGeneration")
+
+
+@names
+def test_text_generation_goes_to_the_sub_model(name):
+    model = build(name).eval()
+    batch = {key: value for key, value in inputs(name, ("audio",)).items() if key != "labels"}
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    expected = model.thinker.generate(**batch, **options)
+    assert torch.equal(model.generate(**batch, **options, generation_mode="text"), expected)
+    assert torch.equal(model.generate(**batch, thinker_max_new_tokens=3, do_sample=False, pad_token_id=0), expected)
+
+
+@names
+@pytest.mark.parametrize("asked", [{"return_audio": True}, {"generation_mode": "audio"}, {"talker_top_k": 5}])
+def test_audio_generation_raises(name, asked):
+    with pytest.raises(ConfigError, match=r"generates text only: talker and .* are not built"):
+        build(name).generate(torch.tensor([[1]]), **asked)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def checkpoint(request, tmp_path_factory):
+    """Written by Transformers, with the speech parts."""
+    torch.manual_seed(1)
+    config = CONFIGS[request.param]()
+    folder = tmp_path_factory.mktemp(request.param)
+    cls = getattr(transformers, type(config).__name__.replace("Config", "ForConditionalGeneration"))
+    cls(config).save_pretrained(folder)
+    if request.param == "qwen2_5_omni":
+        torch.save({"Chelsie": {}}, folder / "spk_dict.pt")
+    return folder
+
+
+def stored(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def test_load_skips_the_speech_parts(checkpoint, caplog):
+    with caplog.at_level("INFO"):
+        model = build_foundation_model(checkpoint, checkpoint)
+    (line,) = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert "left out: " in line
+    assert "talker (" in line
+    weights = stored(checkpoint)
+    theirs = getattr(transformers, type(model.thinker).__name__).from_pretrained(checkpoint)
+    found = model.thinker.state_dict()
+    assert all(torch.equal(value, found[key]) for key, value in theirs.state_dict().items())
+    assert any(key.startswith("talker.") for key in weights)
+
+
+def test_export_without_the_speech_parts(checkpoint, tmp_path):
+    model = build_foundation_model(checkpoint, checkpoint)
+    export_hf(model, tmp_path / "out", source=checkpoint)
+    weights, given = stored(tmp_path / "out"), stored(checkpoint)
+    assert weights.keys() == {key for key in given if key.startswith("thinker.")}
+    assert not json.loads((tmp_path / "out" / "config.json").read_text())["enable_audio_output"]
+    theirs = getattr(transformers, type(model).__name__).from_pretrained(tmp_path / "out")
+    assert not theirs.has_talker
+
+
+def test_export_keeps_the_speech_parts_if_asked(checkpoint, tmp_path):
+    model = build_foundation_model(checkpoint, checkpoint)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(2)
+    export_hf(model, tmp_path / "out", source=checkpoint, keep_excluded=True)
+    weights, given = stored(tmp_path / "out"), stored(checkpoint)
+    assert weights.keys() == given.keys()
+    assert all(torch.equal(weights[key], given[key]) != ("thinker.lm_head" in key) for key in given)
+    theirs = getattr(transformers, type(model).__name__).from_pretrained(tmp_path / "out")
+    assert theirs.has_talker
+    assert (tmp_path / "out" / "spk_dict.pt").is_file() == (checkpoint / "spk_dict.pt").is_file()
+
+
+def test_keeping_parts_of_no_checkpoint_raises(tmp_path):
+    with pytest.raises(CheckpointError, match="no excluded weights to keep"):
+        export_hf(build("qwen2_5_omni"), tmp_path / "out", keep_excluded=True)
