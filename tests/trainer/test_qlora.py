@@ -1,17 +1,5 @@
 """`lora.quantization: nf4` (QLoRA)."""
 
-import json
-
-import pytest
-import torch
-from safetensors.torch import load_file
-
-from opslot._base.errors import ConfigError
-from opslot.cli import main
-from opslot.models import quantized_linear
-from opslot.trainer.callbacks import read_metrics
-from tests.trainer.test_lora import run_config
-
 QWEN3 = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
