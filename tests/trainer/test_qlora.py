@@ -1,8 +1,5 @@
 """`lora.quantization: nf4` (QLoRA)."""
 
-
-
-
 QWEN3 = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
