@@ -88,7 +88,7 @@ def parallelize(
             binding = with_expert_parallel(binding, state)
         if state.sp > 1:
             prepare_ulysses(root, binding, state, ulysses_overlap)
-            binding = with_ulysses(binding, ulysses_pipeline, ulysses_overlap)
+            binding = with_ulysses(root, binding, ulysses_pipeline, ulysses_overlap)
         if has_adapters(model):
             binding = with_expert_adapters(binding, root)
         if state.mesh is not None:

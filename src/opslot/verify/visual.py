@@ -147,9 +147,8 @@ def with_common_divisor(batches: Sequence[Batch]) -> list[Batch]:
     return [{**batch, "num_items_in_batch": targets} for batch in batches]
 
 
-def pack(model: Any, batches: Sequence[Batch]) -> Batch:
+def pack(positions: RopePositions, batches: Sequence[Batch]) -> Batch:
     """Samples of one row in one row, as documents."""
-    positions = RopePositions(model.config, type(model).__name__)
     lengths = [batch["input_ids"].shape[1] for batch in batches]
     text = torch.cat([torch.arange(length) for length in lengths])
     per_token = ("input_ids", "labels", "mm_token_type_ids", "token_type_ids")
