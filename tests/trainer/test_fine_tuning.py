@@ -1,12 +1,16 @@
 """Fine-tuning settings in full runs: ranks, intermediate exports, optimizers, and invalid settings."""
 
 import json
+import shlex
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from opslot.cli import main
 from opslot.trainer.callbacks import read_metrics
 
 SIZES = {"fsdp": {}, "sp": {"sp_size": 2}, "ep": {"ep_size": 2}}
@@ -40,6 +44,26 @@ def chats(settings, model_folder, tmp_path, tokenizer):
             lines.write(json.dumps({"messages": talk}) + "\n")
     settings["data"] |= {"train_path": str(file), "max_seq_len": 64}
     return settings | {"task": "sft", "model": {"config_path": str(model)}}
+
+
+def test_documented_path_to_a_checkpoint(chats, tmp_path, monkeypatch, capsys):
+    """The commands of docs/fine_tuning.md from a downloaded checkpoint to answers, on a small model."""
+    text = (Path(__file__).parents[2] / "docs" / "fine_tuning.md").read_text()
+    commands = text.split("## From nothing to a fine-tuned checkpoint")[1].split("```bash")[1].split("```")[0]
+    lines = [shlex.split(line, comments=True) for line in commands.splitlines() if line]
+    assert len(lines) < 10
+    monkeypatch.chdir(tmp_path)
+    base, config = Path("Qwen3-0.6B"), Path(chats["model"]["config_path"])
+    shutil.copytree(config, base)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config)).save_pretrained(base)
+    small = ["--train.max_steps", "2", "--data.max_seq_len", "64", "--data.cache_dir", str(tmp_path / "cache")]
+    for name, *arguments in lines:
+        if name == "opslot":
+            extra = {"train": small, "generate": ["--max-new-tokens", "2"]}.get(arguments[0], [])
+            assert main([part.replace("chats.jsonl", "chat.jsonl") for part in arguments] + extra) == 0
+    assert capsys.readouterr().out
+    assert [arguments[1] for arguments in lines if arguments[0] == "opslot"] == ["train", "merge", "generate"]
+    AutoModelForCausalLM.from_pretrained("chat-model")
 
 
 @pytest.mark.parametrize("axis", list(SIZES))
