@@ -145,6 +145,11 @@ def test_export_without_the_speech_parts(checkpoint, tmp_path):
     assert not theirs.has_talker
 
 
+def same_bytes(first, second):
+    """Also for NaN, which some releases leave in the speech parts."""
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
 def test_export_keeps_the_speech_parts_if_asked(checkpoint, tmp_path):
     model = build_foundation_model(checkpoint, checkpoint)
     with torch.no_grad():
@@ -152,7 +157,8 @@ def test_export_keeps_the_speech_parts_if_asked(checkpoint, tmp_path):
     export_hf(model, tmp_path / "out", source=checkpoint, keep_excluded=True)
     weights, given = stored(tmp_path / "out"), stored(checkpoint)
     assert weights.keys() == given.keys()
-    assert all(torch.equal(weights[key], given[key]) != ("thinker.lm_head" in key) for key in given)
+    changed = {key for key, value in given.items() if not same_bytes(weights[key], value)}
+    assert changed == {key for key in given if "thinker.lm_head" in key}
     theirs = getattr(transformers, type(model).__name__).from_pretrained(tmp_path / "out")
     assert theirs.has_talker
     assert (tmp_path / "out" / "spk_dict.pt").is_file() == (checkpoint / "spk_dict.pt").is_file()
