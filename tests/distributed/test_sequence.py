@@ -90,7 +90,7 @@ def test_without_sequence_parallelism_the_batch_is_returned():
         ({"input_ids": torch.ones(2, dtype=torch.long)}, r"input_ids of shape \(2,\)\n  hint: give \[B, S\]"),
         ({"labels": torch.ones(1, 1)}, r"labels of shape \(1, 1\) for input_ids of shape \(1, 2\)"),
         ({"shift_labels": torch.ones(2, 2)}, r"shift_labels of shape \(2, 2\) for input_ids of shape \(1, 2\)"),
-        ({"position_ids": torch.ones(3, 1, 2)}, r"position_ids of shape \(3, 1, 2\) for"),
+        ({"position_ids": torch.ones(3, 1, 3)}, r"position_ids of shape \(3, 1, 3\) for"),
         ({"cu_seq_lens_q": torch.tensor([0, 1])}, r"rise from 0 to the 2 tokens.*\n  found: \[0, 1\]\n  hint: give"),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 1, 2])}, r"rise from 0 to the 2 tokens"),
         ({"cu_seq_lens_q": torch.tensor([1, 2])}, r"rise from 0 to the 2 tokens"),
@@ -100,3 +100,24 @@ def test_invalid_batches_raise(changes, message):
     batch = {"input_ids": torch.ones(1, 2, dtype=torch.long), **changes}
     with pytest.raises(ConfigError, match=message):
         parts({name: value for name, value in batch.items() if value is not None})
+
+
+def test_batch_with_images_keeps_its_sequences():
+    ids = torch.arange(5)[None]
+    positions = torch.arange(5).expand(4, 1, 5)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions, "mm_token_type_ids": torch.ones_like(ids)}
+    batch["pixel_values"] = torch.zeros(2, 3)
+    first, second = parts(batch)
+    for own in (first, second):
+        assert own["input_ids"].shape == own["mm_token_type_ids"].shape == own["attention_mask"].shape == (1, 6)
+        assert own["position_ids"].shape == (4, 1, 6)
+    assert torch.cat([first["labels"], second["labels"]], 1).tolist() == [[1, 2, 3, 4, -100, -100]]
+
+
+def test_positions_of_several_axes():
+    ids = torch.arange(4)[None]
+    text = torch.tensor([[0, 1, 0, 1]])
+    batch = {"input_ids": ids, "position_ids": torch.stack([text, text + 5, text + 6, text + 7])}
+    first, second = parts(batch)
+    assert torch.equal(torch.cat([first["position_ids"], second["position_ids"]], -1), batch["position_ids"])
+    assert first["cu_seq_lens_q"].tolist() == [0, 2, 4]

@@ -257,3 +257,18 @@ def test_apply_keeps_inputs_on_host_until_restore():
     assert len(model._forward_pre_hooks) == hooks[0] + 2
     opslot.restore(model)
     assert (len(model._forward_pre_hooks), len(model.model.language_model.layers[0]._forward_pre_hooks)) == hooks
+
+
+def test_offsets_of_packed_documents_do_not_reach_towers():
+    model = AutoModelForImageTextToText.from_config(build("qwen3_vl").config, attn_implementation="sdpa")
+    opslot.apply(model, "auto")
+    tower = model.model.visual
+    given = []
+    tower.blocks[0].register_forward_pre_hook(lambda module, args, kwargs: given.append(kwargs), with_kwargs=True)
+    offsets = torch.tensor([0, 4], dtype=torch.int32)
+    packing = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 4, "max_length_k": 4}
+    tower(torch.randn(4, 3 * 2 * 4 * 4), grid_thw=torch.tensor([[1, 2, 2]]), **packing)
+    assert given
+    assert not packing.keys() & given[0].keys()
+    opslot.restore(model)
+    assert not tower._forward_pre_hooks

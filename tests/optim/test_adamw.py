@@ -92,8 +92,8 @@ def test_step_hooks_run_once_also_with_a_torch_optimizer(optimizer_class):
 
 def test_trainer_uses_the_named_kernel():
     import opslot
+    from opslot.optim.selection import adamw_of
     from opslot.optim.triton import AdamW
-    from opslot.trainer.optimizer import adamw_of
 
     model = torch.nn.Linear(2, 2)
     opslot.bind(model, {"adamw_implementation": "triton"})

@@ -36,7 +36,7 @@ train:
   weight_decay: 0
   max_grad_norm: 1
   seed: 7
-  activation_checkpointing: true
+  activation_checkpointing: selective
   save_steps: 50
   eval_steps: null
   resume_from: latest
@@ -145,7 +145,7 @@ def test_invalid_overrides_raise(tmp_path, arguments, message):
 
 def test_every_field_is_documented():
     def check(cls):
-        assert len(fields(cls)) <= 25
+        assert len(fields(cls)) <= 27
         for field in fields(cls):
             assert f"{field.name}:" in cls.__doc__
             default = field.default_factory() if callable(field.default_factory) else None
@@ -201,7 +201,9 @@ def test_merged_key_can_be_overridden(tmp_path):
     ("name", "hint"),
     [
         ("train.learning_rate", "use train.lr"),
-        ("train.gradient_checkpointing", "use train.activation_checkpointing"),
+        ("train.gradient_checkpointing", "use train.activation_checkpointing: full or selective"),
+        ("train.optim", "use train.optimizer.name"),
+        ("model.load_in_4bit", "use lora.quantization: nf4"),
         ("train.bf16", "use train.fsdp.compute_dtype: bfloat16"),
         ("train.gradient_accumulation_steps", "use train.global_batch_size and train.micro_batch_size"),
         ("train.per_device_train_batch_size", "use train.micro_batch_size"),

@@ -130,7 +130,7 @@ def test_weights_are_loaded_and_computed_in_bfloat16(ranks, write, tmp_path):
     assert run_config(write("start")) == 0
     model = {"model_path": str(tmp_path / "start" / "hf")}
     assert run_config(write("one", model=model, max_steps=2)) == 0
-    sizes = {"ep_size": 2, "fsdp": {"compute_dtype": "bfloat16"}, "activation_checkpointing": True}
+    sizes = {"ep_size": 2, "fsdp": {"compute_dtype": "bfloat16"}, "activation_checkpointing": "full"}
     assert ranks.run(run_config, write("two", model=model, max_steps=2, **sizes)) == [0, 0]
     for a, b in zip(curve(tmp_path / "two"), curve(tmp_path / "one"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-2)

@@ -479,11 +479,14 @@ def test_other_os_errors_are_not_disk_errors(settings, tmp_path, monkeypatch):
 
 def test_activation_checkpointing_changes_no_loss(settings, tmp_path):
     curves = []
-    for on in (False, True):
-        settings["train"] |= {"activation_checkpointing": on, "output_dir": str(tmp_path / f"out{on}")}
+    for mode, offload in (("none", False), ("full", True), ("selective", False)):
+        out = tmp_path / mode
+        options = {"activation_checkpointing": mode, "activation_offload": offload, "output_dir": str(out)}
+        settings["train"] |= options
         trainer_of(settings, tmp_path).train()
-        curves.append([record["loss"] for record in read_metrics(tmp_path / f"out{on}")])
-    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+        curves.append([record["loss"] for record in read_metrics(out)])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+    assert curves[2] == pytest.approx(curves[0], rel=1e-5)
 
 
 def test_steps_of_epochs(settings, tmp_path):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +115,8 @@ def load_weights(
     """Load the Hugging Face checkpoint in `folder` (safetensors, sharded or not) into `model`.
 
     FP8 and MXFP4 tensors are dequantized as they are read, and the model's config loses its `quantization_config`.
+    A module with a method `load_weight(weight, device)` and its weight on meta gets the whole weight when it is read,
+    to quantize it.
 
     Names, shapes, dtypes and sizes are checked from the headers of all shards before anything is written, so
     an error leaves the model as it was. Then the files are read one after the other, directly into the parameters. Of a
@@ -155,12 +159,17 @@ def load_weights(
     ((mapping, regions),) = checked
     present = set(tensors)
     meta_buffers = [clean_fqn(name) for name, buffer in model.named_buffers() if buffer.is_meta]
-    materialize(model, device, dtype)
+    quantizing = {
+        clean_fqn(f"{path}.weight"): module
+        for path, module in model.named_modules()
+        if hasattr(module, "load_weight") and module.weight.is_meta
+    }
+    materialize(model, device, dtype, [id(module.weight) for module in quantizing.values()])
     remove_quantization_config(getattr(model, "config", None))
     initialize(model, mapping.missing, [name for name in meta_buffers if name not in present])
     report = LoadReport(folder, layouts=mapping.layouts, missing=mapping.missing, extra=mapping.extra)
     with torch.no_grad():
-        _execute(mapping, tensors_of(model), regions, report)
+        _execute(mapping, _Destinations(tensors_of(model), quantizing, device, mapping), regions, report)
     report.seconds = time.perf_counter() - start
     if report.not_finite:
         logger.warning(
@@ -229,11 +238,49 @@ def _is_finite(values: Tensor) -> bool:
     return bool(torch.isfinite(values.sum(dtype=torch.float32))) or bool(torch.isfinite(values).all())
 
 
-def _execute(
-    mapping: LoadMapping, tensors: Mapping[str, Tensor], regions: Mapping[str, Region], report: LoadReport
-) -> None:
-    """Copy the slices into `tensors`, file by file, several tensors at a time."""
-    local = {name: local_tensor(tensor).detach() for name, tensor in tensors.items()}
+class _Destinations:
+    """Where slices are written: a model's tensors, and buffers for weights that their modules quantize."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        quantizing: Mapping[str, Any],
+        device: torch.device | str | None,
+        mapping: LoadMapping,
+    ) -> None:
+        self._local = {n: local_tensor(tensor).detach() for n, tensor in tensors.items() if n not in quantizing}
+        self._quantizing, self._device = quantizing, device
+        self._left = Counter(item.tensor_slice.target for item in mapping.slices)
+        self._buffers: dict[str, Tensor] = {}
+        self._lock = threading.Lock()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._local or name in self._quantizing
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._local:
+            return self._local[name]
+        with self._lock:
+            if name not in self._buffers:
+                self._buffers[name] = torch.empty_like(self._quantizing[name].weight, device="cpu")
+            return self._buffers[name]
+
+    def written(self, name: str) -> None:
+        """Another slice of a tensor is written."""
+        with self._lock:
+            self._left[name] -= 1
+            buffer = None if self._left[name] else self._buffers.pop(name, None)
+        if buffer is not None:
+            self._quantizing[name].load_weight(buffer, self._device)
+
+    def finish(self) -> None:
+        """Everything is written."""
+        for name, buffer in self._buffers.items():
+            self._quantizing[name].load_weight(buffer, self._device)
+
+
+def _execute(mapping: LoadMapping, local: _Destinations, regions: Mapping[str, Region], report: LoadReport) -> None:
+    """Copy the slices to their destinations, file by file, several tensors at a time."""
     not_finite: set[str] = set()
     by_file: dict[Path, list[MappedSlice]] = defaultdict(list)
     for item in mapping.slices:
@@ -263,10 +310,12 @@ def _execute(
                     )
                     if written is not None and not _is_finite(written):
                         not_finite.add(name)
+                    local.written(name)
 
             list(pool.map(copy, range(len(tasks))))
     for stream in mapping.streams:
         _run_stream(stream, local, regions, report, not_finite)
+    local.finish()
     report.not_finite = sorted(not_finite)
 
 
@@ -312,7 +361,7 @@ def _byte_range(item: MappedSlice, region: Region) -> tuple[int, int]:
 
 def _run_stream(
     stream: Stream,
-    local: Mapping[str, Tensor],
+    local: _Destinations,
     regions: Mapping[str, Region],
     report: LoadReport,
     not_finite: set[str],

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-def materialize(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+def materialize(
+    model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None, skip: Collection[int] = ()
+) -> None:
     """Allocate every meta tensor of `model` on `device`, and cast every floating parameter to `dtype`; values are
     undefined.
 
@@ -17,6 +20,7 @@ def materialize(model: nn.Module, device: torch.device | str | None, dtype: torc
         model: changed in place; tied parameters stay tied, sharded ones sharded.
         device: None for the CPU, or the mesh's device for a DTensor.
         dtype: None leaves the parameters' own.
+        skip: ids of parameters that stay on meta.
     """
     tied: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
@@ -25,6 +29,8 @@ def materialize(model: nn.Module, device: torch.device | str | None, dtype: torc
                 tied[id(parameter)].append((module, key))
 
     def give_memory(tensor: Tensor) -> Tensor:
+        if id(tensor) in skip:
+            return tensor
         cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         wanted = dtype if cast and dtype else tensor.dtype
         if tensor.is_meta:

@@ -138,10 +138,12 @@ def load_snapshot(folder: Path, model: torch.nn.Module, optimizer: torch.optim.O
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
     from opslot.checkpoint.dcp_reader import LoadPlanner, MetadataReader
+    from opslot.checkpoint.quantized_moments import plain_state, quantized_state
     from opslot.distributed.consensus import on_all_ranks, root_cause
 
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    model_state, optimizer_state = _state_dicts(model, optimizer)
+    model_state, held = _live_state_dicts(model, optimizer)
+    optimizer_state = plain_state(held)
     tensors = {"model": model_state, "optimizer": optimizer_state}
     try:
         changes = [change for of_rank in on_all_ranks(lambda: _changed_files(folder)) for change in of_rank]
@@ -158,7 +160,7 @@ def load_snapshot(folder: Path, model: torch.nn.Module, optimizer: torch.optim.O
         model,
         optimizer,
         model_state_dict=model_state,
-        optim_state_dict=optimizer_state,
+        optim_state_dict=quantized_state(held, optimizer_state),
         options=StateDictOptions(strict=False),  # `_check_model` compared the names
     )
     for group, own in zip(optimizer.param_groups, settings, strict=True):
@@ -167,6 +169,15 @@ def load_snapshot(folder: Path, model: torch.nn.Module, optimizer: torch.optim.O
 
 def _state_dicts(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a checkpoint has of model and optimizer."""
+    from opslot.checkpoint.quantized_moments import plain_state
+
+    model_state, optimizer_state = _live_state_dicts(model, optimizer)
+    return model_state, plain_state(optimizer_state)
+
+
+def _live_state_dicts(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Any], dict[str, Any]]:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     from opslot.checkpoint.adapters import has_adapters

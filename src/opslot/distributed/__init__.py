@@ -24,7 +24,7 @@ from opslot.distributed.parallel_state import (
     init_parallel_state,
 )
 from opslot.distributed.recurrence import ShardedConvolution, UlyssesDeltaRule
-from opslot.distributed.sequence import shard_sequence
+from opslot.distributed.sequence import has_features, shard_sequence
 from opslot.distributed.ulysses import (
     gather_heads_scatter_seq,
     gather_outputs,
@@ -54,6 +54,7 @@ __all__ = [
     "gather_seq_scatter_heads",
     "get_parallel_state",
     "gradient_sync",
+    "has_features",
     "has_process_group",
     "init_parallel_state",
     "is_first_rank",

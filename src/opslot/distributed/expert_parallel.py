@@ -49,6 +49,10 @@ class ExpertParallel:
         self.add = add or sum_rows
         self._group = group
 
+    def around(self, kernel: Callable[..., Tensor]) -> ExpertParallel:
+        """The same for another kernel."""
+        return ExpertParallel(kernel, self._group, self.add)
+
     def __call__(self, hidden_states: Tensor, *arguments: Any) -> Tensor:
         # The variants have different numbers of weights, all before the indices.
         at = next(i for i, value in enumerate(arguments) if not value.is_floating_point())

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import clip_grads_with_norm_
 
 from opslot._base.errors import ConfigError
+from opslot.distributed.activations import CheckpointingMode, checkpoint_activations
 from opslot.distributed.consensus import gather_objects
 from opslot.distributed.copy_engine import CopyReduceScatter, SumParts, use_copies
 from opslot.distributed.parallel_plan import ParallelPlan
@@ -38,7 +39,8 @@ def parallelize(
     head: nn.Module | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: CheckpointingMode | bool = False,
+    activation_offload: bool = False,
     cpu_offload: bool = False,
     reshard_after_forward: bool = True,
     prefetch: int = 1,
@@ -62,7 +64,8 @@ def parallelize(
         param_dtype: dtype of the computation, as in MixedPrecisionPolicy; default the parameters'. The optimizer keeps
             the parameters' dtype.
         reduce_dtype: dtype in which gradients are accumulated.
-        activation_checkpointing: recompute each layer's activations in the backward pass.
+        activation_checkpointing: none, full or selective; see `opslot.distributed.activations`. True is full.
+        activation_offload: keep the inputs of checkpointed layers in host memory.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         reshard_after_forward: gather a layer's parameters again for the backward pass instead of keeping them.
         prefetch: number of layers whose parameters are gathered ahead.
@@ -80,8 +83,7 @@ def parallelize(
             options that need several processes.
     """
     state = state or get_parallel_state()
-    if activation_checkpointing:
-        _enable_checkpointing(model)
+    checkpoint_activations(model, activation_checkpointing, activation_offload)
     experts = plan.apply(model, state) if plan is not None else []
     if state.mesh is not None:
         options = {
@@ -234,16 +236,6 @@ class _Reductions:
             self._summed = not reduced
             for reduction in self._reductions:
                 reduction.sent_dtype = None
-
-
-def _enable_checkpointing(model: nn.Module) -> None:
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None:
-        raise ConfigError(
-            f"activation_checkpointing needs a Transformers model, not {type(model).__name__}",
-            hint="wrap its layers in torch's checkpoint_wrapper before parallelize",
-        )
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _find_layers(model: nn.Module, names: Collection[str] | None) -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
 IGNORE_INDEX = -100
 _SHOWN = 8
+_FEATURES = ("pixel_values", "input_features", "input_values", "audio_input_ids")
+_TYPE_IDS = ("token_type_ids", "mm_token_type_ids")
 
 
 def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) -> dict[str, Any]:
@@ -20,11 +23,14 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
 
     Sequences are padded at the end to a multiple of the ranks; the labels of padding are ignored.
 
+    A batch with images, videos or audio, or with token_type_ids, keeps its sequences: a multimodal model places
+    features in the global sequence and shards it at the entrance of its language model. Labels are sharded here.
+
     Args:
         batch: the same on all ranks of a sequence. input_ids int64 [B, S]; labels [B, S], or shift_labels [B, S], which
-            are shifted already; position_ids [B, S], which restart with each document; attention_mask [B, S], 1 for
-            tokens; cu_seq_lens_q int [documents + 1] over B * S tokens. All but input_ids may be absent. Other entries
-            are passed on.
+            are shifted already; position_ids [B, S], which restart with each document, or [axes, B, S] of a multimodal
+            rotary embedding, where the first of 4 axes does; attention_mask [B, S], 1 for tokens; cu_seq_lens_q int
+            [documents + 1] over B * S tokens. All but input_ids may be absent. Other entries are passed on.
 
     Returns:
         input_ids, position_ids, labels and shift_labels [B, S / sp] of this rank's positions, the last two both shifted
@@ -45,21 +51,30 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
     positions: Tensor | None = batch.get("position_ids")
     starts = _document_starts(batch)
     padding = -input_ids.shape[1] % state.sp
-    if positions is None:
+    whole = has_features(batch)
+    if positions is None and not whole:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-    global_batch = {
-        "input_ids": F.pad(input_ids, (0, padding)),
-        "position_ids": F.pad(positions.expand_as(input_ids), (0, padding)),
-    }
-    if labels is not None:
-        shifted = F.pad(labels, (0, padding), value=IGNORE_INDEX)
-        global_batch |= {"labels": shifted, "shift_labels": shifted}
+    inputs = {"input_ids": F.pad(input_ids, (0, padding))}
+    if positions is not None:
+        inputs["position_ids"] = F.pad(positions.expand(*positions.shape[:-2], *input_ids.shape), (0, padding))
     mask: Tensor | None = batch.get("attention_mask")
     if padding or mask is not None:
-        global_batch["attention_mask"] = F.pad(torch.ones_like(input_ids) if mask is None else mask, (0, padding))
-    parts = {name: value.chunk(state.sp, 1)[state.sp_rank].contiguous() for name, value in global_batch.items()}
+        inputs["attention_mask"] = F.pad(torch.ones_like(input_ids) if mask is None else mask, (0, padding))
+    targets = {}
+    if labels is not None:
+        shifted = F.pad(labels, (0, padding), value=IGNORE_INDEX)
+        targets = {"labels": shifted, "shift_labels": shifted}
+    if whole:
+        inputs |= {name: F.pad(batch[name], (0, padding)) for name in _TYPE_IDS if batch.get(name) is not None}
+    own = targets if whole else {**inputs, **targets}
+    parts = {name: value.chunk(state.sp, -1)[state.sp_rank].contiguous() for name, value in own.items()}
     rest = {name: value for name, value in batch.items() if name not in _REPLACED}
-    return {**rest, **parts, **_documents(F.pad(starts, (0, padding)))}
+    return {**rest, **inputs, **parts, **_documents(F.pad(starts, (0, padding)))}
+
+
+def has_features(batch: Mapping[str, Any]) -> bool:
+    """Whether a batch has images, videos or audio, or marks their tokens."""
+    return any(value is not None and name.startswith((*_FEATURES, *_TYPE_IDS)) for name, value in batch.items())
 
 
 def _shifted_labels(batch: dict[str, Any]) -> Tensor | None:
@@ -106,7 +121,9 @@ def _check_shapes(batch: dict[str, Any]) -> None:
     one_row = (input_ids.shape[1:], input_ids[:1].shape)
     for name in ("labels", "shift_labels", "position_ids"):
         value = batch.get(name)
-        if value is None or value.shape == input_ids.shape or (name == "position_ids" and value.shape in one_row):
+        if value is None or value.shape == input_ids.shape:
+            continue
+        if name == "position_ids" and (value.shape in one_row or value.shape[1:] == input_ids.shape):
             continue
         raise ConfigError(
             f"sequence parallelism got {name} of shape {tuple(value.shape)} for input_ids of "
@@ -147,6 +164,10 @@ def _documents(starts: Tensor) -> dict[str, Any]:
     }
 
 
+# Dims of position_ids [axes, B, S], and axes if the first is that of text.
+_AXES_FIRST, _WITH_TEXT_AXIS = 3, 4
+
+
 def _document_starts(batch: dict[str, Any]) -> Tensor:
     """[B, S] bool: the first token of each row, document, and run of padding."""
     input_ids, mask = batch["input_ids"], batch.get("attention_mask")
@@ -157,8 +178,9 @@ def _document_starts(batch: dict[str, Any]) -> Tensor:
         offsets = cu_seqlens.long()
         # Documents without tokens begin where the next one does, and the last of them after the last token.
         starts.view(-1)[offsets[offsets < starts.numel()]] = True
-    elif positions is not None:
-        starts[:, 1:] |= positions.expand_as(input_ids).diff(dim=1) != 1
+    elif positions is not None and (positions.dim() < _AXES_FIRST or len(positions) == _WITH_TEXT_AXIS):
+        text = positions[0] if positions.dim() == _AXES_FIRST else positions
+        starts[:, 1:] |= text.expand_as(input_ids).diff(dim=1) != 1
     if mask is not None:
         starts[:, 1:] |= mask[:, 1:].bool() != mask[:, :-1].bool()
     return starts

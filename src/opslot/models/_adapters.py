@@ -1,14 +1,16 @@
-"""LoRA adapters on stacked expert weights: kernels get the weights with the adapters added.
+"""LoRA adapters on stacked expert weights, computed by the kernel of experts.
 
-PEFT adds them with a parametrization, which FSDP2 and expert parallelism cannot shard. Here a wrapper around the kernel
-computes W + scaling * B A of this rank's experts, so every kernel of experts serves. Their memory, and that of their
-gradients, is that of the experts of one layer; without activation checkpointing the former is kept for each layer.
+PEFT adds them to the weights with a parametrization, which FSDP2 and expert parallelism cannot shard, and which takes a
+copy and a gradient of the size of the weights. Here a wrapper gives the kernel this rank's factors, and the kernel
+computes them as GEMMs beside those of the weights. A kernel without that gets the weights with the adapters added; so
+does Transformers' own loop.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +19,26 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opslot.checkpoint.adapters import ADAPTER, adapter_layers
-from opslot.distributed import get_parallel_state
+from opslot.distributed import ExpertParallel, get_parallel_state
 from opslot.slots import Binding
+from opslot.slots.protocol import set_adapted
+
+
+def mark_adapted_experts(model: nn.Module) -> None:
+    """Let `auto` know which experts have adapters, before kernels are selected."""
+    for layer in _expert_layers(model):
+        set_adapted(layer.get_base_layer())
+
+
+def _expert_layers(model: nn.Module) -> Iterator[Any]:
+    yield from (layer for _, layer in adapter_layers(model) if hasattr(layer, "parameter_name"))
 
 
 def with_expert_adapters(binding: Binding, root: nn.Module) -> Binding:
     """The binding with the adapters of stacked experts added to the weights of each kernel."""
     by_module: dict[int, list[Any]] = {}
-    for _, layer in adapter_layers(root):
-        if hasattr(layer, "parameter_name"):
-            by_module.setdefault(id(layer.get_base_layer()), []).append(layer)
+    for layer in _expert_layers(root):
+        by_module.setdefault(id(layer.get_base_layer()), []).append(layer)
     for slot in binding.slots:
         layers = by_module.get(id(root.get_submodule(slot.path)))
         if layers and slot.resolution.op_name == "moe_experts":
@@ -55,7 +67,7 @@ def _in_kernel(cls: type) -> type:
 
 @dataclass(frozen=True)
 class _ExpertAdapters:
-    """Wraps a kernel of experts so that it gets the weights with the adapters added.
+    """Wraps a kernel of experts so that it computes with the adapters.
 
     Attributes:
         layers: PEFT's layers, each of one weight.
@@ -65,34 +77,74 @@ class _ExpertAdapters:
     name: str = "adapters"
 
     def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
-        return _WithAdapters(kernel or reference, list(inspect.signature(reference).parameters), self.layers)
+        adapted = _with_adapters(kernel)
+        cls = _AddedToWeights if adapted is None else _BesideWeights
+        return cls(kernel or reference, adapted, inspect.signature(reference), self.layers)
 
 
-class _WithAdapters:
-    """A kernel of experts that is called with the weights without adapters."""
+def _with_adapters(kernel: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """`kernel` in its form that takes the factors of adapters; None if it has none."""
+    if isinstance(kernel, ExpertParallel):
+        inner = _with_adapters(kernel.kernel)
+        return None if inner is None else kernel.around(inner)
+    return getattr(getattr(kernel, "kernel", None), "with_adapters", None)
 
-    def __init__(self, kernel: Callable[..., Any], names: list[str], layers: tuple[Any, ...]) -> None:
-        self.kernel = kernel
-        self._layers = {names.index(layer.parameter_name): layer for layer in layers}
 
-    def __call__(self, *arguments: Any) -> Tensor:
-        values = list(arguments)
-        for position, layer in self._layers.items():
-            if not (layer.disable_adapters or layer.merged):
-                values[position] = _adapted(values[position], layer)
-        return self.kernel(*values)
+class _Adapted:
+    """A kernel of experts, called with the arguments of the op's contract."""
+
+    def __init__(
+        self,
+        kernel: Callable[..., Any],
+        adapted: Callable[..., Any] | None,
+        signature: inspect.Signature,
+        layers: tuple[Any, ...],
+    ) -> None:
+        self.kernel, self.adapted, self.signature = kernel, adapted, signature
+        self._layers = {layer.parameter_name: layer for layer in layers}
+
+    def _active(self) -> dict[str, Any]:
+        return {name: at for name, at in self._layers.items() if not (at.disable_adapters or at.merged)}
 
     def __repr__(self) -> str:
         return f"<with adapters {self.kernel!r}>"
 
 
-def _adapted(weight: Tensor, layer: Any) -> Tensor:
-    """The weight of this rank's experts [E, ...] plus their adapters'."""
-    own = weight.to_local() if isinstance(weight, DTensor) else weight
-    first = get_parallel_state().ep_rank * len(own) if isinstance(weight, DTensor) else 0
+class _AddedToWeights(_Adapted):
+    """Gives the kernel the weights with the adapters added: Transformers' own loop over the experts."""
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        bound = self.signature.bind(*arguments)
+        for name, layer in self._active().items():
+            weight = bound.arguments[name]
+            own = weight.to_local() if isinstance(weight, DTensor) else weight
+            left, right = _factors(weight, layer)
+            bound.arguments[name] = torch.baddbmm(own, left.to(own.dtype), right.to(own.dtype))
+        return self.kernel(*bound.args)
+
+
+class _BesideWeights(_Adapted):
+    """Gives the kernel the factors of the adapters, which it computes as GEMMs of their own."""
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        active = self._active()
+        if not active:
+            return self.kernel(*arguments)
+        assert self.adapted is not None, "see `_ExpertAdapters.wrap`"
+        bound = self.signature.bind(*arguments)
+        bound.apply_defaults()
+        factors: list[Any] = []
+        for name in itertools.takewhile(lambda name: name != "top_k_index", list(bound.arguments)[1:]):
+            factors += _factors(bound.arguments[name], active[name]) if name in active else (None, None)
+        return self.adapted(*bound.args, *factors)
+
+
+def _factors(weight: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
+    """The adapter of this rank's experts [E, ...] as two factors, whose product has the layout of the weight."""
+    held = len(weight.to_local()) if isinstance(weight, DTensor) else len(weight)
+    first = get_parallel_state().ep_rank * held if isinstance(weight, DTensor) else 0
     a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     # [E, r, inputs] and [E, outputs, r], as PEFT stores them.
-    a = a.view(layer.num_experts, -1, a.shape[-1])[first : first + len(own)].to(own.dtype)
-    b = b.view(b.shape[0], -1, layer.num_experts).permute(2, 0, 1)[first : first + len(own)].to(own.dtype)
-    left, right = (b, a) if layer._did_swap_in_out_features else (a.mT, b.mT)
-    return torch.baddbmm(own, left, right, alpha=layer.scaling[ADAPTER])
+    a = a.view(layer.num_experts, -1, a.shape[-1])[first : first + held]
+    b = b.view(b.shape[0], -1, layer.num_experts).permute(2, 0, 1)[first : first + held] * layer.scaling[ADAPTER]
+    return (b, a) if layer._did_swap_in_out_features else (a.mT, b.mT)

@@ -66,8 +66,10 @@ def apply(
         _undo(moves)
         raise
     from opslot.models._host_inputs import keep_inputs_on_host
+    from opslot.models._modalities import keep_documents_from_towers
 
     keep_inputs_on_host(model)
+    keep_documents_from_towers(model)
     return report
 
 
@@ -80,8 +82,10 @@ def restore(model: Any) -> Any:
     require_module(model, "opslot.restore")
     unbind(model)
     from opslot.models._host_inputs import stop_keeping_inputs_on_host
+    from opslot.models._modalities import stop_keeping_documents_from_towers
 
     stop_keeping_inputs_on_host(model)
+    stop_keeping_documents_from_towers(model)
     for module in model.modules():
         architecture = architecture_of(type(module), generated=True)
         original = architecture.upstream_class(type(module).__name__) if architecture is not None else None

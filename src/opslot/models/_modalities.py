@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from opslot._base.logging import get_logger
 from opslot.distributed.dummy import dummy_forward
+from opslot.models._images import visual_inputs
 
 logger = get_logger(__name__)
 
@@ -27,6 +29,7 @@ _METHODS = {
 }
 
 
+_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _INTERNAL = ("last_hidden_state", "hidden_states", "attentions")
 
 
@@ -35,7 +38,7 @@ def run_towers_on_every_rank(model: nn.Module) -> None:
 
     Does nothing for a model without towers. A modality whose smallest input is unknown is logged.
     """
-    holder = _holder(model)
+    holder = feature_module(model)
     if holder is None:
         return
     source = inspect.getsource(type(holder).forward)
@@ -58,15 +61,72 @@ def run_towers_on_every_rank(model: nn.Module) -> None:
         holder.register_forward_pre_hook(towers.begin, with_kwargs=True)
         # Before FSDP gathers the parameters of the language model, as after real inputs.
         holder.get_decoder().register_forward_pre_hook(towers.end, with_kwargs=True, prepend=True)
+        model.register_forward_hook(_alias_outputs, prepend=True)
 
 
-def _holder(model: nn.Module) -> Any:
-    """The innermost module whose forward computes features, or None."""
+def _alias_outputs(model: nn.Module, args: Any, outputs: Any) -> Any:
+    """Forward hook, before FSDP's: outputs that the loss is not computed from.
+
+    FSDP gathers parameters in backward when a gradient reaches an output. Features of images are an output too, on
+    ranks with images alone.
+    """
+    return pytree.tree_map_only(Tensor, lambda x: _Alias.apply(x) if x.requires_grad else x, outputs)
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory as another node of the graph, and not as a view, of which FSDP warns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        memory = x.untyped_storage()
+        return torch.empty(0, dtype=x.dtype, device=x.device).set_(memory, x.storage_offset(), x.shape, x.stride())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def feature_module(model: nn.Module) -> Any:
+    """The innermost module whose forward computes features of images, videos or audio, or None."""
     found = None
     for module in model.modules():
         if any(f"self.{name}(" in _source(type(module)) for name in _METHODS if hasattr(type(module), name)):
             found = module
     return found
+
+
+def decoder_of(model: nn.Module) -> nn.Module | None:
+    """The language model of a model with towers; None for a model without."""
+    holder = feature_module(model)
+    return None if holder is None else holder.get_decoder()
+
+
+def keep_documents_from_towers(model: nn.Module) -> None:
+    """Let `cu_seq_lens_q` and the like reach the language model alone: towers have sequences of their own.
+
+    Transformers' models pass all keyword arguments to both.
+    """
+    holder = feature_module(model)
+    if holder is None:
+        return
+    decoder = holder.get_decoder()
+    for child in holder.children():
+        known = _without_documents in child._forward_pre_hooks.values()
+        if not known and all(module is not decoder for module in child.modules()):
+            child.register_forward_pre_hook(_without_documents, with_kwargs=True)
+
+
+def stop_keeping_documents_from_towers(model: nn.Module) -> None:
+    """Undo `keep_documents_from_towers`."""
+    for module in model.modules():
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is _without_documents]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _without_documents(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args, {name: value for name, value in kwargs.items() if name not in _DOCUMENTS}
 
 
 def _source(cls: type) -> str:
@@ -139,35 +199,23 @@ class _Features(nn.Module):
 
 def _smallest_input(holder: Any, name: str) -> Callable[[], dict[str, Any]] | None:
     """A function that makes the arguments of method `name`, or None where they are unknown."""
+    if name != "get_audio_features":
+        return partial(_visual, holder, name) if visual_inputs(holder, name) is not None else None
     taken = inspect.signature(getattr(type(holder), name)).parameters
-    pixels = _METHODS[name]
-    grid = next((grid for grid in ("image_grid_thw", "video_grid_thw") if grid in taken), None)
-    if name == "get_audio_features":
-        audio: Any = getattr(holder.config, "audio_config", None)
-        frames = 2 * getattr(audio, "n_window", 0)
-        if not {"feature_attention_mask", "audio_feature_lengths"} <= taken.keys() or not frames:
-            return None
-        return partial(_audio, holder, audio.num_mel_bins, frames)
-    vision: Any = getattr(holder.config, "vision_config", None)
-    channels: Any = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
-    if grid is not None and hasattr(vision, "spatial_merge_size"):
-        return partial(_patches, holder, vision, channels, pixels, grid)
-    return None
+    audio: Any = getattr(holder.config, "audio_config", None)
+    frames = 2 * getattr(audio, "n_window", 0)
+    if not {"feature_attention_mask", "audio_feature_lengths"} <= taken.keys() or not frames:
+        return None
+    return partial(_audio, holder, audio.num_mel_bins, frames)
+
+
+def _visual(holder: Any, name: str) -> dict[str, Any]:
+    return visual_inputs(holder, name) or {}
 
 
 def _place(holder: Any) -> dict[str, Any]:
     parameter = next(holder.parameters())
     return {"device": parameter.device, "dtype": parameter.dtype}
-
-
-def _patches(holder: Any, vision: Any, channels: int, pixels: str, grid: str) -> dict[str, Any]:
-    """The patches that are merged into one token."""
-    merge = vision.spatial_merge_size
-    width = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
-    return {
-        pixels: torch.zeros(merge**2, width, **_place(holder)),
-        grid: torch.tensor([[1, merge, merge]], device=_place(holder)["device"]),
-    }
 
 
 def _audio(holder: Any, mels: int, frames: int) -> dict[str, Any]:

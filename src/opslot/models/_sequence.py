@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from transformers.masking_utils import sdpa_mask
 
 from opslot._base.errors import ConfigError, ParallelError
 from opslot.distributed import (
@@ -15,11 +17,16 @@ from opslot.distributed import (
     ShardedConvolution,
     UlyssesDeltaRule,
     gather_outputs,
+    get_parallel_state,
+    has_features,
     ulysses_attention,
 )
 from opslot.distributed.recurrence import HEADS
 from opslot.distributed.ulysses import OverlappedAllToAll, kv_repeats
+from opslot.models._modalities import decoder_of
+from opslot.models._multimodal_sequence import has_whole_sequences, shard_at_decoder
 from opslot.ops.attention import masks
+from opslot.ops.attention.op import dense
 from opslot.slots import Binding, SlotBinding, walk_slots
 from opslot.slots.binding import Wrapper
 from opslot.slots.protocol import keeps_sequences
@@ -28,15 +35,23 @@ from opslot.slots.protocol import keeps_sequences
 _POSITION_IDS = 3
 
 
-def with_ulysses(binding: Binding, pipeline: int = 1, overlap: bool = False) -> Binding:
-    """The binding of a model, prepared by `prepare_ulysses`, for ranks that hold shards of sequences."""
-    binding = binding.with_wrapper(_Ulysses(pipeline), lambda slot: slot.resolution.op_name == "attention")
+def with_ulysses(model: Any, binding: Binding, pipeline: int = 1, overlap: bool = False) -> Binding:
+    """The binding of `model`, prepared by `prepare_ulysses`, for ranks that hold shards of sequences.
+
+    Towers compute whole images, so their slots stay as they are.
+    """
+    decoder = _decoder_path(model)
+    for explicit in (True, False):
+        attention = functools.partial(_is_attention, decoder, explicit)
+        binding = binding.with_wrapper(_Ulysses(pipeline, explicit), attention)
     binding = binding.with_wrapper(
         _GatheredRouterLogits(), lambda slot: slot.resolution.op_name == "load_balancing_loss"
     )
     for op_name, sharded in _SHARDED.items():
-        binding = binding.with_wrapper(sharded, functools.partial(_is_of, op_name))
-    return binding.with_wrapper(_OverlappedProjections(), _is_rotary) if overlap else binding
+        binding = binding.with_wrapper(sharded, functools.partial(_is_of, decoder, op_name))
+    return (
+        binding.with_wrapper(_OverlappedProjections(), functools.partial(_is_rotary, decoder)) if overlap else binding
+    )
 
 
 def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap: bool = False) -> None:
@@ -46,8 +61,10 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
         ConfigError: heads that sp does not divide, attention that opslot does not select, or projections that cannot
             overlap.
     """
-    attention = binding.of("attention")
-    why = keeps_sequences(model, by_kernel=True) or next((slot.kept for slot in attention if slot.kept), None)
+    decoder = decoder_of(model)
+    attention = [slot for slot in binding.of("attention") if _is_inside(_decoder_path(model), slot)]
+    why = keeps_sequences(decoder or model, by_kernel=True)
+    why = why or next((slot.kept for slot in attention if slot.kept), None)
     if not attention:
         why = why or "it has no attention that opslot can select"
     if why:
@@ -58,16 +75,32 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
     repeats = _kv_repeats(model, state)
     _check_delta_rules(model, state)
     if overlap:
-        _overlap_projections(model, repeats)
+        _overlap_projections(decoder or model, repeats)
+    if decoder is not None:
+        shard_at_decoder(model, decoder)
     model.register_forward_pre_hook(_require_positions, with_kwargs=True)
 
 
-def _is_of(op_name: str, slot: SlotBinding) -> bool:
-    return slot.resolution.op_name == op_name
+def _decoder_path(model: Any) -> str:
+    """The path of the language model in a model with towers; "" for a model without."""
+    decoder = decoder_of(model)
+    return "" if decoder is None else next(path for path, module in model.named_modules() if module is decoder)
 
 
-def _is_rotary(slot: SlotBinding) -> bool:
-    return (slot.resolution.op_name, slot.resolution.variant) == ("rotary_pos_emb", "full")
+def _is_inside(path: str, slot: SlotBinding) -> bool:
+    return not path or slot.path == path or slot.path.startswith(f"{path}.")
+
+
+def _is_attention(decoder: str, explicit: bool, slot: SlotBinding) -> bool:
+    return _is_of(decoder, "attention", slot) and slot.resolution.explicit == explicit
+
+
+def _is_of(decoder: str, op_name: str, slot: SlotBinding) -> bool:
+    return slot.resolution.op_name == op_name and _is_inside(decoder, slot)
+
+
+def _is_rotary(decoder: str, slot: SlotBinding) -> bool:
+    return _is_of(decoder, "rotary_pos_emb", slot) and slot.resolution.variant == "full"
 
 
 @dataclass(frozen=True)
@@ -76,18 +109,42 @@ class _Ulysses:
 
     Attributes:
         pipeline: chunks that a rank's heads are exchanged in.
+        explicit: the user named the kernel, so that no other one serves the masks that it cannot apply.
     """
 
     pipeline: int = 1
+    explicit: bool = True
 
     @property
     def name(self) -> str:
         return "Ulysses" if self.pipeline == 1 else f"Ulysses in {self.pipeline} chunks"
 
     def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
-        wrapped: Any = ulysses_attention(masks.reads_layout(kernel or reference), pipeline=self.pipeline)
-        wrapped.mask_function = masks.local_mask_function
+        attention: Any = kernel or reference
+        own = getattr(attention, "mask_function", sdpa_mask)
+        falls_back = not self.explicit and not masks.applies_any(own)
+        wrapped: Any = ulysses_attention(
+            masks.reads_layout(attention, dense if falls_back else None), pipeline=self.pipeline
+        )
+        name = getattr(attention, "__name__", "attention")
+        wrapped.mask_function = _MaskFunction(masks.mask_function(own, name, falls_back=falls_back), falls_back)
         return wrapped
+
+
+@dataclass(frozen=True)
+class _MaskFunction:
+    """Masks of global sequences, before the language model shards them, and of a rank's shard of them.
+
+    Attributes:
+        whole: the kernel's, for global sequences.
+        falls_back: whether another kernel serves masks that this one cannot apply.
+    """
+
+    whole: Callable[..., Any]
+    falls_back: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.whole if has_whole_sequences() else masks.local_mask_function)(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -146,6 +203,8 @@ def _require_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         ParallelError: no position_ids, or labels that the model would shift or average within the shard.
     """
     needed = {} if len(args) >= _POSITION_IDS else {"position_ids": "each rank would count from 0"}
+    if has_features(kwargs):
+        needed = {}
     if kwargs.get("labels") is not None:
         needed["shift_labels"] = "the last token of each shard would have no label"
         needed["num_items_in_batch"] = "each rank would average over its own tokens"
@@ -191,7 +250,10 @@ class _OverGlobalSequences:
             gate_logits = tuple(gather_outputs(logits, 0) for logits in gate_logits)
         if attention_mask is not None:
             # In the order of the logits: rank by rank.
-            attention_mask = gather_outputs(attention_mask, 0)
+            tokens = gate_logits[0].shape[0] if isinstance(gate_logits, tuple) else 0
+            is_whole = attention_mask.numel() == tokens
+            parts = attention_mask.chunk(get_parallel_state().sp, 1) if is_whole else None
+            attention_mask = gather_outputs(attention_mask, 0) if parts is None else torch.cat(parts)
         return self.kernel(gate_logits, num_experts, top_k, attention_mask)
 
 

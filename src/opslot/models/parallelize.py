@@ -17,7 +17,7 @@ from opslot._base.errors import ConfigError
 from opslot._base.logging import get_logger
 from opslot.checkpoint.adapters import has_adapters
 from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state
-from opslot.models._adapters import with_expert_adapters
+from opslot.models._adapters import mark_adapted_experts, with_expert_adapters
 from opslot.models._host_inputs import keep_inputs_from_fsdp
 from opslot.models._modalities import run_towers_on_every_rank
 from opslot.models._registry import architecture_of
@@ -80,6 +80,7 @@ def parallelize(
     head = _separate_head(model) if state.mesh is not None else None
     if (bound := binding_of(model)) is not None:
         root, binding = bound
+        mark_adapted_experts(root)
         dtype = options.get("param_dtype") or binding.dtype
         binding = resolve(root, binding.config, device=state.device, dtype=dtype)
         if state.ep > 1:
@@ -87,7 +88,7 @@ def parallelize(
             binding = with_expert_parallel(binding, state)
         if state.sp > 1:
             prepare_ulysses(root, binding, state, ulysses_overlap)
-            binding = with_ulysses(binding, ulysses_pipeline, ulysses_overlap)
+            binding = with_ulysses(root, binding, ulysses_pipeline, ulysses_overlap)
         if has_adapters(model):
             binding = with_expert_adapters(binding, root)
         if state.mesh is not None:
@@ -195,6 +196,10 @@ def _check_experts(model: Any, state: ParallelState, plan: ParallelPlan | None) 
                 f"ep={state.ep}, but the parallel plan does not shard {', '.join(missing)}",
                 hint="name every parameter of the experts in it",
             )
+        counts = {name: len(parameter) for name, parameter in module.named_parameters(recurse=False)}
+        if len(set(counts.values())) > 1:
+            found = ", ".join(f"{count} in {name}" for name, count in counts.items())
+            raise ConfigError(f"{path} cannot be sharded over ep ranks: its experts are {found}", hint="set ep to 1")
         check_module = KERNEL_REGISTRY.op(op_name).variant(variant).check_module
         if check_module and (problem := check_module(module)):
             raise ConfigError(f"{path} cannot be sharded over ep ranks: {problem}", hint="set ep to 1")

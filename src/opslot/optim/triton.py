@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from opslot.optim.torch_step import adamw_step
+
 _BLOCK = 2048
 _WARPS = 8
 # Below this size a separate launch costs more than it saves.
@@ -128,7 +130,7 @@ class AdamW(torch.optim.AdamW):
         for param, _ in large:
             param.grad = None
         try:
-            _torch_step(self)
+            adamw_step(self)
         finally:
             for param, grad in large:
                 param.grad = grad
@@ -164,14 +166,6 @@ class AdamW(torch.optim.AdamW):
             group["eps"],
             group["weight_decay"],
         )
-
-
-def _torch_step(optimizer: AdamW) -> None:
-    """torch's step without its hooks, since those of `AdamW.step` run already."""
-    step: Any = torch.optim.AdamW.step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__
-    step(optimizer)
 
 
 def _local(x: Tensor) -> Tensor:

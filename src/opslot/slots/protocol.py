@@ -36,6 +36,7 @@ _ATTACHED = PREFIX + "attached"
 _OWNS_CONFIG = PREFIX + "owns_config"
 _REPLACED_FORWARD = PREFIX + "replaced_forward"
 _LOSS_ONLY = PREFIX + "loss_only"
+_ADAPTED = PREFIX + "adapted"
 
 
 class Skipped(NamedTuple):
@@ -176,6 +177,16 @@ def _set(module: Any, attribute: str, value: Any) -> None:
         module.__dict__.pop(attribute, None)
     else:
         module.__dict__[attribute] = value
+
+
+def set_adapted(module: Any) -> None:
+    """Note that the parameters of a module have adapters (LoRA)."""
+    _set(module, _ADAPTED, True)
+
+
+def is_adapted(module: Any) -> bool:
+    """Whether the parameters of a module itself have adapters (LoRA)."""
+    return _ADAPTED in getattr(module, "__dict__", {})
 
 
 def set_kernel(module: Any, slot: str, kernel: Any) -> None:

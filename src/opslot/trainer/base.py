@@ -45,7 +45,7 @@ from opslot.trainer.config import RunConfig
 from opslot.trainer.display import make_console
 from opslot.trainer.kernels import kernel_record
 from opslot.trainer.loss_scaling import LossScaler
-from opslot.trainer.optimizer import build_optimizer, learning_rate
+from opslot.trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
 from opslot.trainer.output_lock import OutputLock
 from opslot.trainer.parse import config_changes, to_yaml
 from opslot.trainer.prepare import prepare_model
@@ -334,8 +334,7 @@ class BaseTrainer(ABC):
         targets, flops = round(counted) // self.state.sp, flops / self.state.sp
         lr = learning_rate(train, self.step + 1, self._expect_steps(self.step + 1))
         self._check_targets(targets)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group["lr_scale"]
+        set_learning_rate(self.optimizer, lr)
         while True:
             step_loss, step_aux, grad_norm = self._forward_backward(micro_batches, targets)
             overflow = math.isfinite(step_loss) and not math.isfinite(grad_norm)

@@ -35,15 +35,31 @@ class ModelConfig:
 
 @dataclass
 class OptimizerConfig:
-    """Settings of AdamW other than the learning rate.
+    """The optimizer and its settings other than the learning rate.
 
     Args:
+        name: adamw is torch's fused AdamW or a faster kernel of the same function; adamw_torch is torch's; adamw_8bit
+            keeps the moments in 8 bits (torchao, or bitsandbytes); muon orthogonalizes the momentum of the matrices of
+            hidden layers, and uses AdamW for embeddings, the output head, norms and biases.
+        groups: settings of some parameters, as a list of {params, lr, weight_decay}: params is a glob, or a list of
+            globs, of fully qualified parameter names; for a parameter that several match, the last one counts.
+        momentum: of muon.
+        nesterov: of muon: add the gradient once more to the momentum.
+        ns_steps: of muon: Newton-Schulz steps.
+        muon_lr_scale: match_rms_adamw scales an update to the size of AdamW's, so that `train.lr` and
+            `train.weight_decay` of AdamW fit; original scales by sqrt(max(1, rows / columns)).
         beta1: decay rate of the first moment.
         beta2: decay rate of the second moment.
         eps: added to the square root of the second moment.
         min_lr_ratio: final learning rate of the linear and cosine schedulers, as a fraction of `train.lr`.
     """
 
+    name: Literal["adamw", "adamw_torch", "adamw_8bit", "muon"] = "adamw"
+    groups: list[dict[str, Any]] | None = None
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    muon_lr_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
@@ -126,11 +142,15 @@ class TrainConfig:
         weight_decay: weight decay of matrices; norms, biases and embeddings have none.
         max_grad_norm: maximum gradient norm for clipping; 0 disables clipping.
         seed: random seed of the weights, the data order and dropout.
-        activation_checkpointing: recompute activations in the backward pass instead of storing them.
+        activation_checkpointing: full recomputes each layer in the backward pass instead of storing its activations;
+            selective stores the outputs of matmuls and attention and recomputes the rest.
+        activation_offload: with activation checkpointing, keep the inputs of layers in host memory.
         save_steps: number of steps between two checkpoints; the last step is always saved.
         async_save: write checkpoints in the background from a copy in host memory; a save waits for the previous one.
             Off: training waits for the write, and no copy is made.
         save_total_limit: number of checkpoints to keep; older ones are deleted. null keeps all.
+        export_steps: number of steps between two exports in Hugging Face's format, to <output_dir>/hf_step_<step>; the
+            last step is always exported, to <output_dir>/hf. null: no others.
         eval_steps: number of steps between two evaluations; the last step is always evaluated. null: no evaluation.
         resume_from: "latest" continues from the newest checkpoint in `output_dir`, or starts at step 1 if there is
             none; or the folder of a checkpoint.
@@ -145,7 +165,7 @@ class TrainConfig:
         profile: first and last step to profile, e.g. [10, 12]: a Chrome trace and, on a GPU, a memory snapshot of each
             rank are written to <output_dir>/profile.
         fsdp: sharding of the parameters.
-        optimizer: further settings of AdamW.
+        optimizer: the optimizer and its settings.
         logging: what is logged.
     """
 
@@ -160,10 +180,12 @@ class TrainConfig:
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
     seed: int = 0
-    activation_checkpointing: bool = False
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    activation_offload: bool = False
     save_steps: int | None = None
     async_save: bool = True
     save_total_limit: int | None = 3
+    export_steps: int | None = None
     eval_steps: int | None = None
     resume_from: str | None = None
     freeze: list[str] | None = None
@@ -188,8 +210,9 @@ class LoraConfig:
         target_modules: names of the modules that get an adapter, e.g. [q_proj, v_proj], a regular expression for their
             full names, or all-linear: every linear layer but the output head.
         modules_to_save: names of modules that are trained and saved whole; a classifier's head always is.
-        experts: also add adapters to the stacked weights of experts. Each kernel of experts serves; a layer's weights
-            with the adapters added take memory, which `train.activation_checkpointing` limits to one layer.
+        experts: also add adapters to the stacked weights of experts, computed as GEMMs beside those of the weights.
+        quantization: nf4 quantizes the frozen linear layers to 4 bits as they are read (QLoRA, bitsandbytes); the
+            embeddings and the output head keep `model.torch_dtype`. For one process, and models without experts.
         use_rslora: scale by alpha / sqrt(r) instead.
         init: kaiming is PEFT's default, gaussian has standard deviation 1 / r; either way the adapters start as zero.
         merge: also export the base model with the adapters added, to <output_dir>/hf/merged.
@@ -201,6 +224,7 @@ class LoraConfig:
     target_modules: str | list[str] = "all-linear"
     modules_to_save: list[str] | None = None
     experts: bool = False
+    quantization: Literal["nf4"] | None = None
     use_rslora: bool = False
     init: Literal["kaiming", "gaussian"] = "kaiming"
     merge: bool = False

@@ -1,45 +1,99 @@
-"""AdamW and its learning rate schedule."""
+"""The optimizer of a run, its parameter groups and its learning rate schedule."""
 
 from __future__ import annotations
 
+import fnmatch
 import math
+from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from opslot._base.logging import get_logger
-from opslot.optim.selection import adamw_of
+from opslot._base.errors import ConfigError
+from opslot.ops.cross_entropy_loss.op import head_of
+from opslot.optim.selection import optimizer_class
 from opslot.trainer.config import TrainConfig
-
-logger = get_logger(__name__)
 
 
 def build_optimizer(
     model: nn.Module, train: TrainConfig, lr_of: Mapping[str, float] | None = None
-) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; weight decay on matrices that are not embeddings.
+) -> torch.optim.Optimizer:
+    """The optimizer of the trainable parameters; weight decay on matrices that are not embeddings.
 
     Args:
         lr_of: peak learning rate of parameters, by name, where it differs from `train.lr`. Each group has its
             "lr_scale", the ratio of both.
+
+    Raises:
+        ConfigError: `train.optimizer.groups` matches no trainable parameter, or the optimizer cannot run here.
     """
+    settings = train.optimizer
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            decayed = parameter.ndim >= 2 and id(parameter) not in embeddings
-            scale = (lr_of or {}).get(name, train.lr) / train.lr
-            groups.setdefault((scale, decayed), []).append(parameter)
-    return adamw_of(model)(
+    hidden = _hidden_matrices(model) if settings.name == "muon" else set()
+    own = _group_settings(settings.groups or [], named)
+    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    for name, parameter in named.items():
+        decayed = parameter.ndim >= 2 and id(parameter) not in embeddings
+        decay = own[name].get("weight_decay", train.weight_decay if decayed else 0.0)
+        lr = own[name].get("lr", (lr_of or {}).get(name, train.lr))
+        groups.setdefault((lr / train.lr, decay, id(parameter) in hidden), []).append(parameter)
+    options: dict[str, Any] = {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    if settings.name == "muon":
+        options |= {
+            "momentum": settings.momentum,
+            "nesterov": settings.nesterov,
+            "ns_steps": settings.ns_steps,
+            "lr_scale": settings.muon_lr_scale,
+        }
+    return optimizer_class(settings.name, model)(
         [
-            {"params": members, "weight_decay": train.weight_decay if decayed else 0.0, "lr_scale": scale}
-            for (scale, decayed), members in sorted(groups.items(), key=lambda item: (-item[0][0], not item[0][1]))
+            {"params": members, "weight_decay": decay, "lr_scale": scale} | ({"use_muon": True} if muon else {})
+            for (scale, decay, muon), members in sorted(groups.items(), key=lambda item: item[0], reverse=True)
         ],
         lr=train.lr,
-        betas=(train.optimizer.beta1, train.optimizer.beta2),
-        eps=train.optimizer.eps,
+        **options,
     )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of each group to `lr` times its "lr_scale"."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr * group["lr_scale"])
+        else:
+            group["lr"] = lr * group["lr_scale"]
+
+
+def _hidden_matrices(model: nn.Module) -> set[int]:
+    """Ids of the matrices of hidden layers and of stacks of them: not embeddings, heads or convolutions."""
+    heads = [head_of(module) for module in model.modules()]
+    outside = [m for m in (*model.modules(), *heads) if isinstance(m, nn.Embedding) or any(m is h for h in heads)]
+    excluded = {id(p) for module in outside if module is not None for p in module.parameters()}
+    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    excluded |= {id(p) for m in model.modules() if isinstance(m, convolutions) for p in m.parameters()}
+    return {id(p) for p in model.parameters() if p.ndim in (2, 3) and id(p) not in excluded}
+
+
+def _group_settings(
+    groups: list[dict[str, Any]], named: Mapping[str, nn.Parameter]
+) -> defaultdict[str, dict[str, float]]:
+    """What `train.optimizer.groups` sets, by parameter."""
+    found: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for number, group in enumerate(groups):
+        globs = [group["params"]] if isinstance(group["params"], str) else group["params"]
+        for glob in globs:
+            names = fnmatch.filter(named, glob)
+            if not names:
+                raise ConfigError(
+                    f"train.optimizer.groups[{number}]: {glob!r} matches no trainable parameter",
+                    hint=f"names are such as {next(iter(named))}; * matches any characters",
+                )
+            for name in names:
+                found[name] |= {key: value for key, value in group.items() if key != "params"}
+    return found
 
 
 def learning_rate(train: TrainConfig, step: int, max_steps: float) -> float:

@@ -15,6 +15,7 @@ from opslot.checkpoint.adapters import base_model, has_adapters, initialize_adap
 from opslot.distributed import ParallelState
 from opslot.models import load_foundation_weights
 from opslot.models.parallelize import parallelize
+from opslot.models.quantized_linear import quantize_linear_layers
 from opslot.trainer.checkpointing import read_state
 from opslot.trainer.config import RunConfig
 from opslot.trainer.kernels import pin_kernels, require_same_kernels
@@ -37,6 +38,8 @@ def prepare_model(
     Raises:
         ConfigError: the model cannot be trained or sharded as configured, or the ranks selected different kernels.
     """
+    if config.lora.quantization is not None:
+        quantize_linear_layers(model, config.lora.modules_to_save or ())
     if config.lora.r is not None:
         base = config.model.model_path
         add_adapters(model, config.lora, base and str(Path(base).expanduser().resolve()))
@@ -54,6 +57,7 @@ def _parallelize(model: PreTrainedModel, config: RunConfig, state: ParallelState
     train, fsdp = config.train, config.train.fsdp
     options: dict[str, Any] = {
         "activation_checkpointing": train.activation_checkpointing,
+        "activation_offload": train.activation_offload,
         "ulysses_overlap": fsdp.ulysses_overlap,
     }
     if config.lora.r is not None or any(parameter.is_meta for parameter in model.parameters()):

@@ -71,7 +71,9 @@ class TextTrainer(BaseTrainer):
     def build_model(self) -> PreTrainedModel:
         model = self.config.model
         # Random weights are also drawn after sharding, so that they are the same on any mesh.
-        later = model.model_path is None or self.state.mesh is not None
+        # Weights that are quantized are so as they are read.
+        quantized = self.config.lora.quantization is not None
+        later = model.model_path is None or self.state.mesh is not None or quantized
         built = build_foundation_model(
             self.inputs.config_path,
             weights_path=None if later else model.model_path,

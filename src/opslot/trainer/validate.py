@@ -14,6 +14,7 @@ from opslot._base.files import path_problem
 from opslot._base.launcher import launched_rank, launched_world_size
 from opslot.data import DataConfig, find_files
 from opslot.trainer.config import LoraConfig, ModelConfig, RunConfig, TrainConfig
+from opslot.trainer.optimizer_settings import check_optimizer, is_sharded
 from opslot.trainer.output_folder import check_output
 from opslot.trainer.output_lock import OutputLock
 
@@ -101,6 +102,7 @@ def _check_inputs(config: RunConfig, problems: list[str]) -> Inputs:
     eval_files = find_files(data.eval_path, "data.eval_path", problems, data.format) if data.eval_path else []
     _check_task(config, problems)
     _check_lora(config, problems)
+    check_optimizer(config, problems)
     return Inputs(config_path, tokenizer_path, sources, eval_files, None, [])
 
 
@@ -180,7 +182,9 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
         "train.seed": (train.seed, 0),
         "train.save_steps": (train.save_steps, 1),
         "train.save_total_limit": (train.save_total_limit, 1),
+        "train.export_steps": (train.export_steps, 1),
         "train.eval_steps": (train.eval_steps, 1),
+        "train.optimizer.ns_steps": (train.optimizer.ns_steps, 1),
         "train.logging.log_steps": (train.logging.log_steps, 1),
         "train.sp_size": (train.sp_size, 1),
         "train.ep_size": (train.ep_size, 1),
@@ -211,6 +215,7 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
         "train.optimizer.beta1": optimizer.beta1,
         "train.optimizer.beta2": optimizer.beta2,
         "train.optimizer.min_lr_ratio": optimizer.min_lr_ratio,
+        "train.optimizer.momentum": optimizer.momentum,
         "data.eval_fraction": data.eval_fraction,
     }
     problems += [f"{name}={value} must be in [0, 1)" for name, value in shares.items() if not 0 <= value < 1]
@@ -313,6 +318,14 @@ def _check_lora(config: RunConfig, problems: list[str]) -> None:
         problems.append("lora.target_modules is empty; name modules such as q_proj, or set it to all-linear")
     if not config.model.model_path:
         problems.append("lora needs model.model_path, the checkpoint whose weights the adapters are added to")
+    if lora.quantization is not None:
+        from opslot.models.quantized_linear import nf4_problem
+
+        problem = nf4_problem(is_sharded(config.train))
+        if problem:
+            problems.append(f"lora.quantization: {problem}")
+        if lora.merge:
+            problems.append("lora.merge needs unquantized weights; remove it, and run opslot merge after the training")
     if not has_package("peft"):
         problems.append("lora needs the peft package; pip install peft")
 

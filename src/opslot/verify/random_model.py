@@ -31,9 +31,12 @@ def auto_class(config: PreTrainedConfig) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+    has_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if has_images and "vision_config" in config.sub_configs:
+        return AutoModelForImageTextToText
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
-    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+    if has_images:
         return AutoModelForImageTextToText
     raise ConfigError(f"Transformers has no class with a language model's loss for {config.model_type}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
@@ -13,11 +14,15 @@ if TYPE_CHECKING:
 _LAYERS = 2
 _HEADS = 4
 _ROPE, _NOPE = 8, 8
+_PATCH, _IMAGE = 4, 16
+_VOCABULARY = 64
+# Ids below are those of text; those of images and of what surrounds them are above.
+TEXT_VOCABULARY = 48
 
 # Sizes of a tiny config, for those of these fields that a config class has. None, 0 and False stay: they switch a
 # part off.
 _SIZES: dict[str, Any] = {
-    "vocab_size": 64,
+    "vocab_size": _VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": _LAYERS,
@@ -85,6 +90,23 @@ _SIZES: dict[str, Any] = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 64,
     "laurel_rank": 8,
+    # Vision towers
+    "depth": _LAYERS,
+    "embed_dim": 32,
+    "num_heads": _HEADS,
+    "out_hidden_size": 32,
+    "projection_dim": 32,
+    "projection_hidden_size": 32,
+    "projector_hidden_size": 32,
+    "patch_size": _PATCH,
+    "image_size": _IMAGE,
+    "num_position_embeddings": 16,
+    "position_embedding_size": 16,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+    "pooling_kernel_size": 2,
+    "mm_tokens_per_image": 4,
+    "window_size": 16,
 }
 # Fields that config classes leave at None although their models need a value.
 _NEEDED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts")
@@ -95,6 +117,12 @@ _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1,
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "bamba": {"attn_layer_indices": [1]},
+    # Values that the model reads and its config classes do not set.
+    "dbrx": {
+        "d_model": 32,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_top_k": 2},
+    },
     "dots1": {"n_shared_experts": 1},
     "glm5_next_text": {"index_topk": 16},
     "ernie4_5_vl_moe_text": {"rope_parameters": {**_MROPE, "mrope_section": [1, 1, 2]}},
@@ -103,6 +131,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "step3p5": {"sliding_window": 8, "share_expert_dim": 16, "swiglu_limits": [0.5, 0.5]},
     "qwen2_vl_text": {"rope_parameters": _MROPE},
     "qwen2_5_vl_text": {"rope_parameters": _MROPE},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 4, "num_attention_heads": _HEADS},
@@ -155,12 +184,15 @@ def shrink(default: PreTrainedConfig) -> PreTrainedConfig:
     for name, size in values.items():
         if isinstance(given.get(name), list | tuple) and isinstance(size, int):
             values[name] = [size] * len(given[name])
-    values |= _layers(given)
+    values |= _layers(given, "num_hidden_layers" if "num_hidden_layers" in given else "depth")
     values |= {name: 0.0 for name, value in given.items() if "dropout" in name and isinstance(value, float)}
     values |= _OVERRIDES.get(default.model_type, {})
-    for name in default.sub_configs:
-        if getattr(default, name, None) is not None:
-            values[name] = shrink(getattr(default, name)).to_dict()
+    nested = {name: config for name in default.sub_configs if (config := _sub_config(default, name)) is not None}
+    values |= {name: shrink(config).to_dict() for name, config in nested.items() if name not in values}
+    if len(nested) > 1:
+        values |= _token_ids(given)
+    if given.get("image_grid_pinpoints"):
+        values["image_grid_pinpoints"] = [[_IMAGE, 2 * _IMAGE], [2 * _IMAGE, _IMAGE], [2 * _IMAGE, 2 * _IMAGE]]
     stored = {name: value for name, value in values.items() if default.attribute_map.get(name) not in values}
     return type(default)(**{name: value for name, value in stored.items() if name in given})
 
@@ -169,9 +201,29 @@ def _sum(given: dict[str, Any], *names: str) -> int:
     return sum(given.get(name) or 0 for name in names)
 
 
-def _layers(given: dict[str, Any]) -> dict[str, Any]:
-    """Fields with a value per layer or with numbers of layers, for one layer of each kind, in their order."""
-    count = given.get("num_hidden_layers")
+def _sub_config(default: PreTrainedConfig, name: str) -> PreTrainedConfig | None:
+    """A nested config; its class's default for a vision tower that the default config does not have."""
+    found = getattr(default, name, None)
+    cls = default.sub_configs[name]
+    if found is None and name == "vision_config" and not cls.__name__.startswith("Auto"):
+        found = cls()
+    return found
+
+
+def _token_ids(given: dict[str, Any]) -> dict[str, int]:
+    """Different ids above those of text, for images and what surrounds them."""
+    names = [name for name in given if re.search(r"_token_(id|index)$", name) and isinstance(given[name], int)]
+    media = sorted(name for name in names if name not in _SIZES)
+    return {name: TEXT_VOCABULARY + i % (_VOCABULARY - TEXT_VOCABULARY) for i, name in enumerate(media)}
+
+
+def _layers(given: dict[str, Any], counted: str) -> dict[str, Any]:
+    """Fields with a value per layer or with numbers of layers, for one layer of each kind, in their order.
+
+    Args:
+        counted: the field with the number of layers.
+    """
+    count = given.get(counted)
     lists = {name: list(value) for name, value in given.items() if isinstance(value, list | tuple)}
     numbers = {name: value for name, value in lists.items() if _are_layers(name, value, count)}
     per_layer = {name: value for name, value in lists.items() if len(value) == count and name not in numbers}
@@ -190,12 +242,12 @@ def _layers(given: dict[str, Any]) -> dict[str, Any]:
     chosen = chosen * _LAYERS if len(chosen) == 1 else chosen
     small = {name: [_small(name, value[layer]) for layer in chosen] for name, value in per_layer.items()}
     small |= {name: [i for i, layer in enumerate(chosen) if layer in value] for name, value in numbers.items()}
-    return {**small, **shared, "num_hidden_layers": len(chosen)}
+    return {**small, **shared, counted: len(chosen)}
 
 
 def _are_layers(name: str, value: list[Any], count: Any) -> bool:
     """Whether a list has numbers of layers, e.g. those with experts."""
-    named = "layer" in name or name.endswith(("_idxs", "_indices"))
+    named = "layer" in name or name.endswith(("_idxs", "_indices", "_indexes"))
     integers = all(type(n) is int for n in value)
     return named and bool(value) and integers and value == sorted({*value}) and value[-1] < count
 

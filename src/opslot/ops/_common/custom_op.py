@@ -21,6 +21,7 @@ from opslot._base.errors import KernelError
 _LIBRARY = torch.library.Library("opslot", "FRAGMENT")
 # Other tensors (fake, distributed, functional) have no storage that a kernel can read.
 _PLAIN = frozenset({Tensor, nn.Parameter, type(None)})
+_modes = torch._C._len_torch_dispatch_stack
 _SCHEMA = re.compile(r"(?P<name>\w+)\((?P<arguments>.*)\) -> (?P<returns>.*)")
 
 
@@ -42,8 +43,9 @@ def custom_op(schema: str, function: Callable[..., Any], fake: Callable[..., Any
         fake: the same signature; returns empty outputs of the right shape, dtype and strides.
 
     Returns:
-        A function that calls the op under torch.compile and for tensor subclasses, else `function`. An output that is
-        not needed may be None; the op itself returns an empty tensor instead.
+        A function that calls the op under torch.compile, under a dispatch mode (selective activation checkpointing) and
+        for tensor subclasses, else `function`. An output that is not needed may be None; the op itself returns an empty
+        tensor instead.
     """
     name = schema.partition("(")[0]
     tensors = len(_arguments(schema)[0])
@@ -53,7 +55,7 @@ def custom_op(schema: str, function: Callable[..., Any], fake: Callable[..., Any
     overload = getattr(torch.ops.opslot, name).default
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _modes():
             return overload(*args)
         for arg in args[:tensors]:
             if type(arg) not in _PLAIN and not _is_plain_list(arg):

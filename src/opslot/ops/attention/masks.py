@@ -255,6 +255,25 @@ def mask_function(own: Callable[..., Any], name: str, *, falls_back: bool = Fals
     return mask
 
 
+def _with_documents(mask: Tensor, batch: int, kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """A dense mask [B or 1, 1, S, S_kv], such as that of image tokens which see each other, within documents."""
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    if cu_seqlens is None:
+        return mask, kwargs
+    length, keys = mask.shape[-2:]
+    if length != keys:
+        raise KernelError(
+            f"cu_seq_lens_q with a mask of {length} queries and {keys} keys", hint="leave one of them out"
+        )
+    token = torch.arange(batch * length, device=mask.device)
+    document = torch.searchsorted(cu_seqlens[1:].to(mask.device, token.dtype), token, right=True).view(batch, length)
+    same = (document[:, :, None] == document[:, None])[:, None]
+    kept = {name: value for name, value in kwargs.items() if not name.startswith(("cu_seq_lens_", "max_length_"))}
+    if mask.dtype == torch.bool:
+        return mask & same, kept
+    return mask.masked_fill(~same, torch.finfo(mask.dtype).min), kept
+
+
 def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """An attention `kernel` whose mask may be a `Layout`.
 
@@ -278,8 +297,9 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
         function = kernel
         if isinstance(attention_mask, Layout):
             kwargs, attention_mask = attention_mask.arguments(query, kwargs), None
-        elif dense is not None and isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
-            function = dense
+        elif isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
+            attention_mask, kwargs = _with_documents(attention_mask, query.shape[0], kwargs)
+            function = dense or kernel
         return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
     attend.reads_layout = True  # type: ignore[attr-defined]

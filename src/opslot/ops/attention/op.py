@@ -101,9 +101,10 @@ def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) ->
         )
     chosen = slot.resolution.chosen
     falls_back = not slot.resolution.explicit and not masks.applies_any(mask_function)
+    falls_back = getattr(mask_function, "falls_back", falls_back)
     if not slot.wrappers:
         mask_function = masks.mask_function(mask_function, chosen, falls_back=falls_back)
-        kernel = masks.reads_layout(kernel, _dense if falls_back else None)
+        kernel = masks.reads_layout(kernel, dense if falls_back else None)
     # Transformers treats a name with "flash" as its own kernel, which it gives padded values and no chunks, and towers
     # cu_seqlens.
     shown = chosen.replace("flash", "fa") + ("_flash" if _needs_cu_seqlens(model, slot) else "")
@@ -119,7 +120,7 @@ def _needs_cu_seqlens(model: Any, slot: SlotBinding) -> bool:
     return slot.resolution.variant == "bidirectional" and any(map(cu_seqlens_for_flash, modules))
 
 
-def _dense(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+def dense(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
     """Attention with a dense mask, for kernels that take none."""
     from opslot.ops.attention.sdpa import sdpa
 

@@ -7,9 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opslot.ops._common.triton import KernelLauncher, cdiv
+
 _BLOCK = 4096
 # Programs that find the largest element; their results are reduced again in each program that rounds.
 _PROGRAMS = 1024
+_TILE = 128
 
 
 def quantize(x: Tensor, rows: Tensor | None, columns: Tensor | None, scale: Tensor, largest: float) -> None:
@@ -22,33 +25,23 @@ def quantize(x: Tensor, rows: Tensor | None, columns: Tensor | None, scale: Tens
         largest: finite number of the FP8 dtype.
     """
     length, width = x.shape
-    steps = triton.cdiv(x.numel(), _PROGRAMS * _BLOCK)
-    programs = triton.cdiv(x.numel(), steps * _BLOCK)
+    count = x.numel()
+    steps = cdiv(count, _PROGRAMS * _BLOCK)
+    programs = cdiv(count, steps * _BLOCK)
     partial = torch.empty(programs, dtype=torch.float32, device=x.device)
-    _largest_kernel[(programs,)](x, partial, x.numel(), steps, BLOCK=_BLOCK)
+    _largest_launcher((programs, 1, 1), (x, partial), (), (count, steps), (_BLOCK,), 4)
     padded = columns.shape[1] if columns is not None else length
-    grid = triton.cdiv(padded, 128), triton.cdiv(width, 128)
-    _round_kernel[grid](
-        x,
-        partial,
-        rows,
-        columns,
-        scale,
-        length,
-        width,
-        padded,
-        programs,
-        largest,
-        PARTIALS=triton.next_power_of_2(programs),
-        BY_ROW=rows is not None,
-        BY_COLUMN=columns is not None,
-        T=128,
-        K=128,
-        num_warps=8,
+    _round_launcher(
+        (cdiv(padded, _TILE), cdiv(width, _TILE), 1),
+        (x, partial, rows, columns, scale),
+        (width, padded),
+        (length, programs, largest),
+        (triton.next_power_of_2(programs), rows is not None, columns is not None, _TILE),
+        8,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "steps"])
 def _largest_kernel(x, partial, count, steps, BLOCK: tl.constexpr):
     program = tl.program_id(0)
     largest = tl.zeros((BLOCK,), tl.float32)
@@ -58,29 +51,28 @@ def _largest_kernel(x, partial, count, steps, BLOCK: tl.constexpr):
     tl.store(partial + program, tl.max(largest, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "programs", "largest"])
 def _round_kernel(
     x,
     partial,
     rows,
     columns,
     scale,
-    length,
     width,
     padded,
+    length,
     programs,
     largest,
     PARTIALS: tl.constexpr,
     BY_ROW: tl.constexpr,
     BY_COLUMN: tl.constexpr,
-    T: tl.constexpr,
-    K: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     each = tl.arange(0, PARTIALS)
     amax = tl.max(tl.load(partial + each, mask=each < programs, other=0.0), 0)
     factor = tl.where(amax > 0, largest / amax, 1.0)
-    t = tl.program_id(0) * T + tl.arange(0, T)
-    k = tl.program_id(1) * K + tl.arange(0, K)
+    t = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    k = tl.program_id(1) * TILE + tl.arange(0, TILE)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale, 1.0 / factor)
     inside = (t < length)[:, None] & (k < width)[None, :]
@@ -92,3 +84,7 @@ def _round_kernel(
         to = k.to(tl.int64)[:, None] * padded + t[None, :]
         turned = tl.trans(value.to(columns.dtype.element_ty))
         tl.store(columns + to, turned, mask=(k < width)[:, None] & (t < padded)[None, :])
+
+
+_largest_launcher = KernelLauncher(_largest_kernel)
+_round_launcher = KernelLauncher(_round_kernel)

@@ -6,6 +6,7 @@ from opslot.ops._common.activations import activation_name
 from opslot.ops._common.specs import CUTLASS, FLOATS, H200, HALF_FLOATS, QUACK, TRITON
 from opslot.ops.moe_experts.op import OP
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec
+from opslot.slots.protocol import is_adapted
 
 _HERE = "opslot.ops.moe_experts"
 
@@ -34,6 +35,11 @@ def _multiples_of_8(request: KernelRequest) -> str | None:
         if any(w % 8 for w in widths)
         else None
     )
+
+
+def _quack_priority(request: KernelRequest) -> int:
+    """Adapters (LoRA) would be added to the weights; fused_triton computes them beside the weights."""
+    return 70 if is_adapted(request.module) else 90
 
 
 def _silu(request: KernelRequest) -> str | None:
@@ -104,7 +110,7 @@ for _spec in (
         requires=(QUACK, CUTLASS, TRITON),
         dtypes=HALF_FLOATS,
         supports=lambda request: _silu(request) or _multiples_of_8(request),
-        priority={H200: 90},
+        priority={H200: _quack_priority},
         description="quack-kernels' grouped CuTe GEMMs with gather and SwiGLU inside",
     ),
 ):

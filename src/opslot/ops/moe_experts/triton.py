@@ -14,6 +14,7 @@ takes as long as on one (the GPU is at its power limit in these GEMMs, benchmark
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -28,6 +29,7 @@ from opslot.ops._common.specs import FLOATS
 from opslot.ops.moe_experts import triton_kernels as kernels
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare, variants
+from opslot.ops.moe_experts.low_rank import add_adapters
 from opslot.ops.moe_experts.routing import Routing, empty_routing, route
 
 
@@ -106,7 +108,7 @@ def plan_for(experts: Experts, real: bool = True) -> GemmTiling:
     if properties.major < 9 or not aligned:
         return _uniform(128, Tiles(128, 128, 32, 8, 3), tma=False, programs=programs)
     plan = _hopper(programs)
-    if experts.up_proj is None:
+    if experts.biased or (experts.halves == 2 and not experts.transposed) or not experts.gated:
         return plan
     # With two GEMMs per step, Triton waits for each at the end of a flattened tile loop, and ptxas serializes both.
     return replace(plan, gate_up=replace(plan.gate_up, flatten=False))
@@ -118,15 +120,64 @@ def _run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_wei
     Raises:
         KernelError: unsupported shapes or dtypes, or weights that are not contiguous.
     """
-    if hidden_states.device.type == "cpu" and not triton_interpreted():
-        found = "tensors on the CPU"
-        todo = "move them to a GPU, set TRITON_INTERPRET=1, or use moe_implementation=grouped_mm"
-        raise KernelError("moe_implementation='fused_triton' cannot run this call", found=found, hint=todo)
+    _require_device(hidden_states)
     x, experts = prepare("fused_triton", hidden_states, experts, top_k_index, top_k_weights, FLOATS, contiguous=True)
     return _experts(x, experts, top_k_index, top_k_weights).to(hidden_states.dtype)
 
 
-fused_triton, clamped, biased, split = variants(_run)
+def _require_device(x: Tensor) -> None:
+    if x.device.type == "cpu" and not triton_interpreted():
+        found = "tensors on the CPU"
+        todo = "move them to a GPU, set TRITON_INTERPRET=1, or use moe_implementation=grouped_mm"
+        raise KernelError("moe_implementation='fused_triton' cannot run this call", found=found, hint=todo)
+
+
+class _AlignedRows:
+    """`ExpertRows` for the grouped GEMMs of this file: each expert's first row is a multiple of `align`."""
+
+    def __init__(self, x: Tensor, index: Tensor, experts: Experts) -> None:
+        _require_device(x)
+        self._plan = plan_for(experts)
+        self._routing = route(index.contiguous(), experts.sizes[0], self._plan.align)
+        row_to_pair = self._routing.row_to_pair.long()
+        self.is_pair = row_to_pair >= 0
+        self.pair = row_to_pair.clamp(min=0)
+        self.expert = self._routing.tile_expert.long().repeat_interleave(self._plan.align)
+
+    def gemm(self, rows: Tensor, weight: Tensor) -> Tensor:
+        if not len(rows):
+            return rows.new_zeros(0, weight.shape[2])
+        nk = not weight.is_contiguous()
+        stored = weight.mT.contiguous() if nk else weight
+        columns = weight.shape[2]
+        return rows_gemm(self._plan, self._tiles(columns), rows.contiguous()[None], stored, columns, nk, self._routing)[
+            0
+        ]
+
+    def weight_grad(self, left: Tensor, right: Tensor) -> Tensor:
+        m, n = left.shape[1], right.shape[1]
+        if not len(left):
+            return left.new_zeros(self._routing.expert_counts.numel(), m, n)
+        operands = left.contiguous()[None], right.contiguous()[None]
+        return weight_grad_gemm(self._plan, self._tiles(n), *operands, self._routing)
+
+    def combine(self, rows: Tensor, weights: Tensor, weighted: bool) -> Tensor:
+        if not len(rows):
+            return rows.new_zeros(len(weights), rows.shape[1])
+        return combine(rows[None], self._routing.pair_to_row, weights.contiguous(), weighted)
+
+    def _tiles(self, columns: int) -> Tiles:
+        """Narrow tiles for the few columns of a low-rank factor."""
+        tiles = self._plan.down
+        return replace(tiles, bn=min(tiles.bn, max(32, triton.next_power_of_2(columns))))
+
+
+fused_triton, clamped, biased, split, transposed, ungated = variants(_run)
+add_adapters(
+    (fused_triton, clamped, biased, split, transposed, ungated),
+    functools.partial(prepare, "fused_triton", dtypes=FLOATS, contiguous=True),
+    _AlignedRows,
+)
 
 
 def _operand(
@@ -254,15 +305,15 @@ def weight_grad_gemm(plan: GemmTiling, tiles: Tiles, left: Tensor, right: Tensor
 def forward(
     plan: GemmTiling, x: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor
 ) -> tuple[Tensor, ...]:
-    """The output [T, H], gate and up [2, R, I] and the tensors of `Routing`."""
+    """The output [T, H], what `gate_up` projects, and the tensors of `Routing`."""
     count, hidden, intermediate = experts.sizes
     x = x.contiguous()
     routing = route(top_k_index.contiguous(), count, plan.align)
     if routing.row_to_pair.numel() == 0:
-        return torch.zeros_like(x), x.new_empty(2, 0, intermediate), *routing
+        return torch.zeros_like(x), x.new_empty(1 + experts.gated, 0, intermediate), *routing
     projected, act = gate_up(plan, x, experts, top_k_index.shape[1], routing)
     down, bias = experts.down_proj, experts.down_bias
-    outputs = rows_gemm(plan, plan.down, act, down, hidden, not experts.biased, routing, bias)
+    outputs = rows_gemm(plan, plan.down, act, down, hidden, not experts.down_transposed, routing, bias)
     return combine(outputs, routing.pair_to_row, top_k_weights.contiguous(), True), projected, *routing
 
 
@@ -285,7 +336,8 @@ def backward(
         return Grads(x_zeros, gate_up_zeros, down_zeros, torch.zeros_like(top_k_weights), *others)
     x, grad, top_k_weights = x.contiguous(), grad.contiguous(), top_k_weights.contiguous()
     row_grad = gather(grad, top_k, routing)
-    act_grad = rows_gemm(plan, plan.act_grad, row_grad, experts.down_proj, intermediate, experts.biased, routing)
+    down = experts.down_proj
+    act_grad = rows_gemm(plan, plan.act_grad, row_grad, down, intermediate, experts.down_transposed, routing)
     projected_grad, weighted_act, weights_grad = gate_grad(
         plan, act_grad, projected, row_grad, experts, top_k_weights, routing
     )
@@ -294,7 +346,7 @@ def backward(
         gate_up_bias_grad = bias_grad(projected_grad, routing)
         down_bias_grad = bias_grad(row_grad, routing, top_k_weights)
     if wanted.weights:
-        operands = (weighted_act, row_grad) if experts.biased else (row_grad, weighted_act)
+        operands = (weighted_act, row_grad) if experts.down_transposed else (row_grad, weighted_act)
         down_grad = weight_grad_gemm(plan, plan.down_grad, *operands, routing)
     del row_grad, act_grad, weighted_act
     if wanted.weights:
@@ -303,9 +355,9 @@ def backward(
         del rows
     if wanted.inputs:
         weight, other = experts.gate_up_proj, experts.up_proj
-        if not experts.biased and other is None:
+        if not experts.transposed and experts.halves == 2:
             weight = weight.view(2 * count, intermediate, hidden)
-        tiles, nk = plan.input_grad, experts.biased
+        tiles, nk = plan.input_grad, experts.transposed
         terms = rows_gemm(plan, tiles, projected_grad, weight, hidden, nk, routing, other=other)
         x_grad = combine(terms, routing.pair_to_row, top_k_weights, False)
     return Grads(x_grad, gate_up_grad, down_grad, weights_grad, up_grad, gate_up_bias_grad, down_bias_grad)
@@ -318,7 +370,7 @@ def gate_up_grads(
     if experts.up_proj is not None:
         gate, up = (weight_grad_gemm(plan, plan.gate_up_grad, part, rows, routing) for part in projected_grad.split(1))
         return gate, up
-    operands = (rows, projected_grad) if experts.biased else (projected_grad, rows)
+    operands = (rows, projected_grad) if experts.transposed else (projected_grad, rows)
     return weight_grad_gemm(plan, plan.gate_up_grad, *operands, routing).view_as(experts.gate_up_proj), None
 
 
@@ -328,6 +380,9 @@ def _gating(experts: Experts) -> dict[str, str | float | bool | None]:
         "LIMIT": experts.limit,
         "ALPHA": experts.alpha,
         "UP_OFFSET": experts.up_offset,
+        "CLAMPS_ACTIVATION": experts.clamps_activation,
+        "GATED": experts.gated,
+        "TRANSPOSED": experts.transposed,
         "BIASED": experts.biased,
     }
 
@@ -335,10 +390,10 @@ def _gating(experts: Experts) -> dict[str, str | float | bool | None]:
 def gate_up(
     plan: GemmTiling, x: Tensor, experts: Experts, top_k: int, routing: Routing, row_tokens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gate and up [2, R, I], and their activation [1, R, I]."""
+    """Gate and up [2, R, I] or, without a gate, [1, R, I], and their activation [1, R, I]."""
     count, hidden, intermediate = experts.sizes
     rows, tiles = routing.row_to_pair.numel(), plan.gate_up
-    projected = x.new_empty(2, rows, intermediate)
+    projected = x.new_empty(1 + experts.gated, rows, intermediate)
     act = x.new_empty(1, rows, intermediate)
     source = x
     if not plan.gather:
@@ -346,8 +401,10 @@ def gate_up(
     up_weight = None
     if experts.up_proj is not None:
         weight, up_weight = (_operand(plan, w, tiles.bn, tiles.bk) for w in experts.gate_up_weights)
-    elif experts.biased:
-        weight = _operand(plan, experts.gate_up_proj, tiles.bk, 2 * tiles.bn)
+    elif experts.transposed:
+        weight = _operand(plan, experts.gate_up_proj, tiles.bk, (1 + experts.biased) * tiles.bn)
+    elif not experts.gated:
+        weight = _operand(plan, experts.gate_up_proj, tiles.bn, tiles.bk)
     else:
         halves = experts.gate_up_proj.view(2 * count, intermediate, hidden)
         weight = _operand(plan, halves, tiles.bn, tiles.bk, planes=2)
@@ -385,10 +442,12 @@ def gate_grad(
     top_k_weights: Tensor,
     routing: Routing,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of gate and up, [2, R, I] or, for biased experts, [1, R, 2I]; weight * act [1, R, I]; and the
+    """The gradient of gate and up, [2, R, I] or, for transposed weights, [1, R, 2I]; weight * act [1, R, I]; and the
     gradient of `top_k_weights`."""
     _, rows, intermediate = act_grad.shape
-    projected_grad = projected.new_empty(1, rows, 2 * intermediate) if experts.biased else torch.empty_like(projected)
+    projected_grad = (
+        projected.new_empty(1, rows, 2 * intermediate) if experts.transposed else torch.empty_like(projected)
+    )
     weighted_act = torch.empty_like(act_grad)
     # Pairs with an expert of another rank have no row, so the kernel does not write their gradient.
     weights_grad = torch.zeros_like(top_k_weights)
@@ -444,7 +503,7 @@ def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> tup
 def _fake(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
     count, _, intermediate = experts.sizes
     routing = empty_routing(index, count, plan_for(experts, real=False).align)
-    projected = x.new_empty(2, routing.row_to_pair.numel(), intermediate)
+    projected = x.new_empty(1 + experts.gated, routing.row_to_pair.numel(), intermediate)
     return torch.empty_like(x, memory_format=torch.contiguous_format), projected, *routing
 
 

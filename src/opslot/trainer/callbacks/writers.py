@@ -230,7 +230,8 @@ class LossCurveCallback(Callback):
 
 
 class ExportCallback(Callback):
-    """hf/: the trained model and its tokenizer, for Transformers' from_pretrained.
+    """hf/: the trained model and its tokenizer, for Transformers' from_pretrained; hf_step_<step>/ every
+    `train.export_steps` steps before.
 
     A run that had nothing left to train keeps an existing export. Otherwise files of the user in hf/ are kept.
     """
@@ -240,6 +241,11 @@ class ExportCallback(Callback):
 
     def on_train_start(self, trainer: Trainer) -> None:
         self._started_at = trainer.step
+
+    def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
+        every = trainer.config.train.export_steps
+        if every and record.step % every == 0 and record.step != trainer.max_steps:
+            _export(trainer, f"{HF_FOLDER}_step_{record.step:08}")
 
     def on_train_end(self, trainer: Trainer, completed: bool) -> None:
         final = trainer.output_dir / HF_FOLDER

@@ -1,0 +1,184 @@
+"""Activation checkpointing: which activations the backward pass finds in memory, recomputes, or copies from the host.
+
+- full: of each layer, its input is kept and everything else is recomputed.
+- selective: outputs of matmuls and attention are kept too (`is_saved`), so only cheap ops are recomputed.
+- With offload, the inputs of layers are copied to pinned host memory during the forward pass, and back during the
+  backward pass, one layer ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from opslot._base.errors import ConfigError
+
+CheckpointingMode = Literal["none", "full", "selective"]
+MODES: tuple[CheckpointingMode, ...] = ("none", "full", "selective")
+
+# Not bmm: eager attention's scores are one.
+_MATMULS = r"(mm|addmm|linear|_scaled_mm|_grouped_mm|_scaled_grouped_mm)"
+_SAVED = re.compile(
+    rf"(aten::{_MATMULS}"
+    r"|aten::_(scaled_dot_product|flash|efficient)_\w*attention\w*"
+    r"|opslot::(attention|flash_attention_4|moe_\w+|chunk_gated_delta_rule|batch_invariant_linear)"
+    r"|flash_attn\w*::\w*)"
+)
+# A smaller tensor is not worth a copy.
+_SMALLEST = 2**14
+
+
+def is_saved(op_name: str) -> bool:
+    """Whether selective checkpointing keeps the outputs of an op, such as "aten::mm"."""
+    return _SAVED.fullmatch(op_name) is not None and not op_name.endswith("backward")
+
+
+def checkpoint_activations(model: nn.Module, mode: CheckpointingMode | bool, offload: bool = False) -> None:
+    """Checkpoint the layers of a Transformers model.
+
+    Args:
+        mode: True is full, False none.
+        offload: copy the inputs of layers to host memory.
+
+    Raises:
+        ConfigError: an unknown mode, `offload` without checkpointing, or a model that cannot be checkpointed.
+    """
+    if isinstance(mode, bool):
+        mode = "full" if mode else "none"
+    if mode not in MODES:
+        raise ConfigError(f"activation_checkpointing={mode!r} is not one of {', '.join(MODES)}")
+    if mode == "none":
+        if offload:
+            raise ConfigError(
+                "activation_offload copies the inputs of checkpointed layers, and activation_checkpointing is none",
+                hint="set activation_checkpointing to full or selective",
+            )
+        return
+    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
+        model, "gradient_checkpointing_enable", None
+    )
+    if enable is None:
+        raise ConfigError(
+            f"activation_checkpointing needs a Transformers model, not {type(model).__name__}",
+            hint="wrap its layers in torch's checkpoint_wrapper before parallelize",
+        )
+    enable({"use_reentrant": False})
+    options: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    function: Callable[..., Any] = functools.partial(checkpoint, **options)
+    if offload:
+        function = _Offloaded(function)
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module.__dict__["_gradient_checkpointing_func"] = function
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_saved(op._schema.name) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Offloaded:
+    """`checkpoint`, with what it saves in host memory until the backward pass."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._copies = _HostCopies()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with saved_tensors_hooks(self._copies.pack, self._copies.unpack):
+            return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Offloaded:
+        return _Offloaded(self._function)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Offloaded, (self._function,)
+
+
+class _Copy:
+    """A tensor in host memory.
+
+    Attributes:
+        before: the copy made before this one, which the backward pass needs after it.
+        on_device: the tensor, once its copy back has started.
+        done: when the last copy that was started is complete.
+    """
+
+    def __init__(self, tensor: Tensor, before: _Copy | None) -> None:
+        self.before = before
+        self.device = tensor.device
+        self.on_device: Tensor | None = None
+        self.done: Any = None
+        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
+        with _beside(self.device) as stream:
+            self.host.copy_(tensor, non_blocking=True)
+            if stream is not None:
+                # Its memory must not be reused before the copy.
+                tensor.record_stream(stream)
+                self.done = stream.record_event()
+
+    def fetch(self) -> None:
+        """Start the copy back, unless it has started."""
+        if self.on_device is None:
+            with _beside(self.device) as stream:
+                self.on_device = self.host.to(self.device, non_blocking=True)
+                if stream is not None:
+                    self.done = stream.record_event()
+
+    def take(self) -> Tensor:
+        self.fetch()
+        tensor, self.on_device = self.on_device, None
+        assert tensor is not None, "fetch sets it"
+        if self.done is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(self.done)
+            tensor.record_stream(current)
+        return tensor
+
+
+class _HostCopies:
+    """Copies of the tensors that a forward pass saves, fetched in the reverse order."""
+
+    def __init__(self) -> None:
+        self._last: _Copy | None = None
+
+    def pack(self, tensor: Tensor) -> Tensor | _Copy:
+        if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point() or tensor.numel() < _SMALLEST:
+            return tensor
+        self._last = _Copy(tensor, self._last)
+        return self._last
+
+    def unpack(self, saved: Tensor | _Copy) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        tensor, before = saved.take(), saved.before
+        saved.before = None
+        if before is None:
+            self._last = None
+        else:
+            before.fetch()
+        return tensor
+
+
+_STREAMS: dict[torch.device, Any] = {}
+
+
+@contextlib.contextmanager
+def _beside(device: torch.device) -> Iterator[Any]:
+    """Inside, copies run on a stream of their own, after what is queued on the current one; None on a CPU."""
+    if device.type != "cuda":
+        yield None
+        return
+    stream = _STREAMS.get(device) or _STREAMS.setdefault(device, torch.cuda.Stream(device))
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield stream

@@ -1,0 +1,190 @@
+"""The smallest legal images and videos of a vision-language model, from its config and the code that reads them.
+
+What `get_image_features` and `get_video_features` take differs by how a model cuts images: patches of any number with a
+grid, images of one size, crops of one size, or images of any size with their sizes. Their parameters tell which.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Size = tuple[int, int, int]
+# Some models squeeze the axis of tokens, so one token is not legal.
+_SMALLEST = ((1, 1, 2),)
+_MERGE = ("spatial_merge_size", "merge_size", "merge_kernel_size")
+
+
+def visual_inputs(holder: Any, method: str, sizes: Sequence[Size] = _SMALLEST) -> dict[str, Tensor] | None:
+    """Arguments of `get_image_features` or `get_video_features` for images of ones; None where they are unknown.
+
+    Args:
+        holder: the module with the method.
+        sizes: of each image or video, (frames, height, width) in the smallest units that the model takes. A model with
+            images of one size uses their number alone.
+    """
+    reader = _Reader(holder, method)
+    found = reader.inputs(sizes)
+    if found is None:
+        return None
+    required = {name for name, p in reader.parameters.items() if p.default is p.empty}
+    return found if required <= found.keys() else None
+
+
+class _Reader:
+    """What a method that computes features takes."""
+
+    def __init__(self, holder: Any, method: str) -> None:
+        function = inspect.unwrap(getattr(type(holder), method))
+        self.holder = holder
+        self.parameters = {
+            name: p
+            for name, p in inspect.signature(getattr(type(holder), method)).parameters.items()
+            if p.kind is not p.VAR_KEYWORD and name != "self"
+        }
+        self.source = inspect.getsource(function)
+        self.pixels = next(name for name in self.parameters if name.startswith("pixel_values"))
+        self.kind = "video" if method == "get_video_features" else "image"
+        self.vision: Any = getattr(holder.config, "vision_config", None)
+        towers = (
+            m for m in holder.modules() if m is not holder and type(getattr(m, "config", None)) is type(self.vision)
+        )
+        self.tower: Any = next(towers, holder)
+        parameter = next(holder.parameters())
+        self.place: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
+
+    def inputs(self, sizes: Sequence[Size]) -> dict[str, Tensor] | None:
+        if self.vision is None or not hasattr(self.vision, "patch_size"):
+            return None
+        if f"{self.kind}_grid_thw" in self.parameters:
+            return self._patches(sizes)
+        if f"{self.kind}_position_ids" in self.parameters:
+            return self._placed_patches(sizes)
+        if "spatial_shapes" in self.parameters:
+            return self._padded_patches(sizes)
+        if "image_sizes" in self.parameters and "image_sizes" in inspect.signature(type(self.tower).forward).parameters:
+            return self._any_size(sizes)
+        if "image_sizes" in self.parameters and getattr(self.holder.config, "image_grid_pinpoints", None):
+            return self._crops(len(sizes))
+        return self._one_size(sizes)
+
+    def _patches(self, sizes: Sequence[Size]) -> dict[str, Tensor]:
+        """Patches of all images in one sequence, with the patches along each axis."""
+        merge = self._merge()
+        merged = getattr(self.vision, "temporal_merge_size", 1) if self.kind == "video" else 1
+        grid = [[frames * merged, height * merge, width * merge] for frames, height, width in sizes]
+        projection = self._projection()
+        count = sum(map(math.prod, grid))
+        whole = projection.weight.dim() == 4 and not _splits_channels(self._owner(projection))
+        shape = projection.weight.shape[1:] if whole else [projection.weight.shape[1:].numel()]
+        found = {self.pixels: self._ones(count, *shape), f"{self.kind}_grid_thw": self._integers(grid)}
+        if f"{self.kind}_merge_sizes" in self.parameters:
+            found[f"{self.kind}_merge_sizes"] = self._integers([merge] * len(sizes))
+        return found
+
+    def _placed_patches(self, sizes: Sequence[Size]) -> dict[str, Tensor]:
+        """Patches of each image (or frame), padded to those of the largest, with their positions; -1 is padding."""
+        pool = getattr(self.vision, "pooling_kernel_size", 1)
+        frames = [(height * pool, width * pool) for count, height, width in sizes for _ in range(count)]
+        most = max(height * width for height, width in frames)
+        positions = torch.full((len(frames), most, 2), -1, device=self.place["device"])
+        for row, (height, width) in enumerate(frames):
+            y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+            positions[row, : height * width] = torch.stack([x, y], -1).flatten(0, 1)
+        found = {
+            self.pixels: self._ones(len(frames), most, self._projection().weight.shape[1:].numel()),
+            f"{self.kind}_position_ids": positions,
+        }
+        if "num_frames_per_video" in self.parameters:
+            found["num_frames_per_video"] = self._integers([count for count, _, _ in sizes])
+        return found
+
+    def _padded_patches(self, sizes: Sequence[Size]) -> dict[str, Tensor]:
+        """Patches of each image, padded to those of the largest, with a mask."""
+        factor = getattr(self.holder.config, "downsample_factor", 1)
+        shapes = [(height * factor, width * factor) for _, height, width in sizes]
+        most = max(height * width for height, width in shapes)
+        mask = self._integers([[1] * (h * w) + [0] * (most - h * w) for h, w in shapes])
+        return {
+            self.pixels: self._ones(len(shapes), most, self._projection().weight.shape[1:].numel()),
+            "spatial_shapes": self._integers(shapes),
+            "pixel_attention_mask": mask,
+        }
+
+    def _any_size(self, sizes: Sequence[Size]) -> dict[str, Tensor]:
+        """Images padded to the largest, with their sizes."""
+        unit = [side * self._merge() for side in _pair(self.vision.patch_size)]
+        pixels = [[height * unit[0], width * unit[1]] for _, height, width in sizes]
+        largest = [max(side) for side in zip(*pixels, strict=True)]
+        return {self.pixels: self._ones(len(sizes), self._channels(), *largest), "image_sizes": self._integers(pixels)}
+
+    def _crops(self, count: int) -> dict[str, Tensor] | None:
+        """Crops of one size and the whole image in that size, for the smallest resolution."""
+        side = self._image_size()
+        if side is None:
+            return None
+        height, width = min(self.holder.config.image_grid_pinpoints, key=math.prod)
+        crops = 1 + (height // side[0]) * (width // side[1])
+        return {
+            self.pixels: self._ones(count, crops, self._channels(), *side),
+            "image_sizes": self._integers([[height, width]] * count),
+        }
+
+    def _one_size(self, sizes: Sequence[Size]) -> dict[str, Tensor] | None:
+        """Images of the config's size; where a model takes several images a sample, or frames, each has its own dim."""
+        side = self._image_size()
+        if side is None:
+            return None
+        dims = re.search(rf"^\s*(\w+(?:, \w+)+) = {self.pixels}\.shape$", self.source, re.M)
+        nested = (dims is not None and dims[1].count(",") == 4) or f"{self.pixels}.flatten(0, 1)" in self.source
+        frames = sizes[0][0] if self.kind == "video" else 1
+        outer = (len(sizes), frames) if nested else (len(sizes),)
+        return {self.pixels: self._ones(*outer, self._channels(), *side)}
+
+    def _ones(self, *shape: int) -> Tensor:
+        # Zeros would be padding in some models.
+        return torch.ones(*shape, **self.place)
+
+    def _integers(self, values: Any) -> Tensor:
+        return torch.tensor(values, device=self.place["device"])
+
+    def _merge(self) -> int:
+        """Patches along each axis that become one token."""
+        found = (getattr(config, name, None) for config in (self.vision, self.holder.config) for name in _MERGE)
+        return next((_pair(value)[0] for value in found if value is not None), 1)
+
+    def _image_size(self) -> tuple[int, int] | None:
+        size = getattr(self.vision, "image_size", None)
+        return None if size is None else _pair(size)
+
+    def _channels(self) -> int:
+        found = (getattr(self.vision, name, None) for name in ("num_channels", "in_channels"))
+        return next((channels for channels in found if channels), 3)
+
+    def _projection(self) -> Any:
+        """The first matmul or convolution of the tower, which embeds patches."""
+        kinds = (nn.Linear, nn.Conv2d, nn.Conv3d)
+        found = [(name, m) for name, m in self.tower.named_modules() if isinstance(m, kinds)]
+        return next((m for name, m in found if "patch" in name), found[0][1])
+
+    def _owner(self, projection: nn.Module) -> nn.Module:
+        return next(m for m in self.tower.modules() if any(child is projection for child in m.children()))
+
+
+def _splits_channels(owner: nn.Module) -> bool:
+    """Whether the forward of a patch embedding gives flat patches their channels, height and width."""
+    source = inspect.getsource(type(owner).forward)
+    return re.search(r"\.(view|reshape)\([^)]*(in|num)_channels", source) is not None
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    """Height and width of a config's size, which may be one number."""
+    if isinstance(size, dict):
+        size = list(size.values())
+    return (size, size) if isinstance(size, int) else (size[0], size[-1])

@@ -1,0 +1,97 @@
+"""Frozen linear layers with weights in NF4 (QLoRA, Dettmers et al. 2023), computed by bitsandbytes.
+
+A layer is made on meta and quantizes its weight as the checkpoint is read, so the model is never in memory unquantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from opslot._base.device import has_package
+from opslot._base.errors import ConfigError
+from opslot.slots import walk_slots
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+INSTALL = "pip install bitsandbytes"
+
+
+def nf4_problem(sharded: bool) -> str | None:
+    """Why linear layers cannot be quantized in a run, or None."""
+    if not has_package("bitsandbytes"):
+        return f"nf4 needs bitsandbytes; {INSTALL}"
+    if sharded:
+        return "FSDP2 cannot shard weights in nf4; use one process, without train.fsdp.compute_dtype and cpu_offload"
+    return None
+
+
+def quantize_linear_layers(model: PreTrainedModel, keep: Collection[str] = ()) -> list[str]:
+    """Replace the linear layers of `model`, which is on meta, by layers that load their weights in NF4.
+
+    The output head and layers whose last name is in `keep` stay.
+
+    Returns:
+        FQNs of the replaced layers.
+
+    Raises:
+        ConfigError: experts with stacked weights, which would stay unquantized, or a model without linear layers.
+    """
+    experts = next((slot.module for slot in walk_slots(model) if slot.op_name == "moe_experts"), None)
+    if experts is not None:
+        raise ConfigError(
+            "nf4 quantizes linear layers, not the stacked weights of experts",
+            found=f"{type(experts).__name__}, which has most of the model's weights",
+            hint="remove lora.quantization, and shard the experts over processes with train.ep_size",
+        )
+    head = model.get_output_embeddings()
+    found = [
+        path
+        for path, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head and path.rsplit(".", 1)[-1] not in keep
+    ]
+    if not found:
+        raise ConfigError(f"{type(model).__name__} has no linear layers to quantize", hint="remove lora.quantization")
+    for path in found:
+        owner, _, name = path.rpartition(".")
+        setattr(model.get_submodule(owner), name, _nf4_linear(model.get_submodule(path)))
+    # PEFT then uses its layers for bitsandbytes.
+    model.__dict__["is_loaded_in_4bit"] = True
+    return found
+
+
+def _nf4_linear(linear: Any) -> nn.Module:
+    import bitsandbytes  # type: ignore[import-not-found]
+
+    class NF4Linear(bitsandbytes.nn.Linear4bit):
+        """Its weight is frozen and not part of the state dict once it is quantized."""
+
+        quantization = "nf4 (bitsandbytes)"
+
+        def load_weight(self, weight: Tensor, device: torch.device | str | None) -> None:
+            """Quantize `weight` on `device`."""
+            self.weight = self._parameter(weight).to(device or "cpu")
+
+        def _parameter(self, weight: Tensor) -> Any:
+            return bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=self)
+
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            if self.weight.is_meta:
+                nn.Linear._save_to_state_dict(self, destination, prefix, keep_vars)
+
+    dtype = linear.weight.dtype
+    layer = NF4Linear(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        compute_dtype=dtype,
+        quant_type="nf4",
+        device="meta",
+    )
+    layer.weight = layer._parameter(linear.weight.data)
+    layer.bias = linear.bias
+    return layer

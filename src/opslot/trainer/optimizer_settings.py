@@ -1,0 +1,56 @@
+"""Checks of the optimizer's settings; imports nothing heavy unless they need it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from opslot._base.device import best_device
+from opslot._base.launcher import launched_world_size
+from opslot.trainer.config import OptimizerConfig, RunConfig, TrainConfig
+
+
+def check_optimizer(config: RunConfig, problems: list[str]) -> None:
+    """Settings of the optimizer and of activation memory that cannot work."""
+    train, optimizer = config.train, config.train.optimizer
+    problems += _group_problems(optimizer.groups)
+    if optimizer.name != "muon":
+        changed = [
+            name
+            for name in ("momentum", "nesterov", "ns_steps", "muon_lr_scale")
+            if getattr(optimizer, name) != getattr(OptimizerConfig, name)
+        ]
+        problems += [f"train.optimizer.{name} is a setting of muon; set train.optimizer.name: muon" for name in changed]
+    if optimizer.name == "adamw_8bit":
+        from opslot.optim.selection import eight_bit_problem
+
+        is_gpu = config.model.device != "cpu" and best_device().type == "cuda"
+        problem = eight_bit_problem(is_sharded(train), is_gpu)
+        if problem:
+            problems.append(f"train.optimizer.name: {problem}")
+    if train.activation_offload and train.activation_checkpointing == "none":
+        problems.append(
+            "train.activation_offload copies the inputs of checkpointed layers; set train.activation_checkpointing to "
+            "full or selective"
+        )
+
+
+def is_sharded(train: TrainConfig) -> bool:
+    """Whether parameters are FSDP's."""
+    return launched_world_size() > 1 or train.fsdp.compute_dtype is not None or train.fsdp.cpu_offload
+
+
+def _group_problems(groups: list[dict[str, Any]] | None) -> Iterator[str]:
+    """What is wrong with `train.optimizer.groups`."""
+    for number, group in enumerate(groups or []):
+        field = f"train.optimizer.groups[{number}]"
+        params = group.get("params")
+        if unknown := group.keys() - {"params", "lr", "weight_decay"}:
+            yield f"{field}: unknown fields {', '.join(map(str, unknown))}; each entry is {{params, lr, weight_decay}}"
+        if not params or not all(isinstance(glob, str) for glob in ([params] if isinstance(params, str) else params)):
+            yield f"{field}: params must be a glob of parameter names or a list of globs, found {params!r}"
+        for name in ("lr", "weight_decay"):
+            value = group.get(name, 0.0)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                yield f"{field}: {name} must be a number of at least 0, found {value!r}"

@@ -1,0 +1,92 @@
+"""Activation checkpointing and offload: the same gradients, and what is kept."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+import opslot
+from opslot._base.errors import ConfigError
+from opslot.distributed import activations
+from opslot.distributed.activations import checkpoint_activations, is_saved
+from opslot.verify.architecture import tiny_config
+
+
+def train(arch, mode, offload=False, compiled=False):
+    """Loss, gradients, and the names of the ops that the backward pass calls."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(arch))
+    opslot.apply(model)
+    checkpoint_activations(model, mode, offload)
+    if compiled:
+        model.compile(backend="aot_eager")
+    ids = torch.randint(0, model.config.vocab_size, (2, 16))
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    called = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    with Calls():
+        loss.backward()
+    return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, called
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_gradients_equal_those_without(arch, monkeypatch):
+    monkeypatch.setattr(activations, "_SMALLEST", 1)
+    loss, gradients, plain = train(arch, "none")
+    assert gradients
+    recomputed = {}
+    for mode, offload in (("full", False), ("full", True), ("selective", False), ("selective", True)):
+        found, theirs, called = train(arch, mode, offload)
+        assert torch.equal(found, loss)
+        assert theirs.keys() == gradients.keys()
+        assert all(torch.equal(theirs[name], gradient) for name, gradient in gradients.items())
+        recomputed[mode] = len(called)
+    assert len(plain) < recomputed["selective"] < recomputed["full"]
+
+
+def test_selective_recomputes_no_matmul():
+    forward_only = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    for mode, expected in (("full", True), ("selective", False)):
+        assert (forward_only in train("qwen3", mode)[2]) is expected
+    counts = {mode: train("qwen3", mode)[2].count("aten::mm") for mode in ("none", "selective", "full")}
+    assert counts["none"] == counts["selective"] < counts["full"]
+
+
+def test_selective_compiles():
+    loss, gradients, _ = train("qwen3", "none")
+    found, theirs, _ = train("qwen3", "selective", compiled=True)
+    torch.testing.assert_close(found, loss)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(theirs[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_saved_ops():
+    kept = ["aten::mm", "aten::addmm", "aten::_scaled_dot_product_flash_attention", "opslot::moe_grouped_mm"]
+    assert all(is_saved(name) for name in [*kept, "opslot::attention", "opslot::flash_attention_4"])
+    recomputed = ["aten::bmm", "aten::mul", "opslot::rms_norm", "opslot::attention_backward", "opslot::swiglu"]
+    assert not any(is_saved(name) for name in recomputed)
+
+
+def test_inputs_of_layers_are_offloaded(monkeypatch):
+    monkeypatch.setattr(activations, "_SMALLEST", 1)
+    copied = []
+    init = activations._Copy.__init__
+    monkeypatch.setattr(
+        activations._Copy, "__init__", lambda self, t, before: copied.append(t.shape) or init(self, t, before)
+    )
+    train("qwen3", "full", True)
+    config = tiny_config("qwen3")
+    assert copied.count((2, 16, config.hidden_size)) == config.num_hidden_layers
+
+
+def test_invalid_options_raise():
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3"))
+    with pytest.raises(ConfigError, match="activation_checkpointing is none"):
+        checkpoint_activations(model, "none", offload=True)
+    with pytest.raises(ConfigError, match="is not one of none, full, selective"):
+        checkpoint_activations(model, "half")
