@@ -4,7 +4,6 @@ import pytest
 import yaml
 
 from opslot.trainer.callbacks import read_metrics
-from tests.multimodal import write_model, write_samples
 
 
 def run_config(file):
@@ -15,6 +14,8 @@ def run_config(file):
 
 @pytest.mark.parametrize("changes", [{}, {"sp_size": 2}], ids=["fsdp", "sp"])
 def test_packed_samples(settings, tmp_path, ranks, changes):
+    from tests.multimodal import write_model, write_samples
+
     settings["task"] = "vlm"
     settings["model"] = {"config_path": str(write_model(tmp_path / "vlm"))}
     settings["data"] |= {"train_path": str(write_samples(tmp_path / "samples")), "max_seq_len": 193}
