@@ -49,7 +49,9 @@ def with_ulysses(model: Any, binding: Binding, pipeline: int = 1, overlap: bool 
     )
     for op_name, sharded in _SHARDED.items():
         binding = binding.with_wrapper(sharded, functools.partial(_is_of, decoder, op_name))
-    return binding.with_wrapper(_OverlappedProjections(), functools.partial(_is_rotary, decoder)) if overlap else binding
+    return (
+        binding.with_wrapper(_OverlappedProjections(), functools.partial(_is_rotary, decoder)) if overlap else binding
+    )
 
 
 def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap: bool = False) -> None:

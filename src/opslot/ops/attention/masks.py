@@ -262,7 +262,9 @@ def _with_documents(mask: Tensor, batch: int, kwargs: dict[str, Any]) -> tuple[T
         return mask, kwargs
     length, keys = mask.shape[-2:]
     if length != keys:
-        raise KernelError(f"cu_seq_lens_q with a mask of {length} queries and {keys} keys", hint="leave one of them out")
+        raise KernelError(
+            f"cu_seq_lens_q with a mask of {length} queries and {keys} keys", hint="leave one of them out"
+        )
     token = torch.arange(batch * length, device=mask.device)
     document = torch.searchsorted(cu_seqlens[1:].to(mask.device, token.dtype), token, right=True).view(batch, length)
     same = (document[:, :, None] == document[:, None])[:, None]
