@@ -368,14 +368,14 @@ def test_model_without_slots_raises():
         opslot.build_foundation_model(config)
 
 
-@pytest.mark.parametrize("arch", ["bamba", "deepseek_v4", "doge", "lightglue", "modernbert", "nanochat", "qwen4_exp"])
+@pytest.mark.parametrize("arch", ["axk2", "deepseek_v4", "doge", "lightglue", "modernbert", "nanochat", "qwen4_exp"])
 def test_similar_code_is_skipped(arch):
     found = discover(arch)
     text = generate(found.patch, installed_release()).text
     compile(text, arch, "exec")
     reasons = {skip.symbol.split(",")[0]: skip.reason for skip in found.skips}
     unlike = {
-        "bamba": ("BambaRMSNormGated", "another norm"),
+        "axk2": ("AXK2GatedRMSNorm", "another norm"),
         "deepseek_v4": ("DeepseekV4UnweightedRMSNorm", "another norm"),
         "doge": ("load_balancing_loss_func", "computes another loss"),
         # The same code as Cohere's, but the angles are learned.

@@ -5,21 +5,34 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
+from opslot._base.dtypes import floating_dtype
 from opslot._base.errors import ConfigError
 from opslot.slots import KERNEL_REGISTRY, format_table
 from opslot.verify import CheckResult, verify_kernels
+from opslot.verify.kernels import DTYPES
 
 
-def run(op: str | None, kernel: str | None, device: str | None, seed: int, workers: int | None, as_json: bool) -> int:
+def run(
+    op: str | None,
+    kernel: str | None,
+    device: str | None,
+    dtype: str | None,
+    seed: int,
+    workers: int | None,
+    as_json: bool,
+) -> int:
     """Print one row per kernel and dtype with its worst comparison; exit code 1 when a check fails.
 
     Args:
         op: names of ops, separated by commas; None for all.
+        dtype: names of dtypes, likewise.
     """
     if workers is not None and workers < 0:
         raise ConfigError(f"--workers {workers} is negative", hint="give 0 (no worker processes) or more")
     ops = None if op is None else [name.strip() for name in op.split(",")]
-    results = list(verify_kernels(ops, kernel, device=device, seed=seed, workers=workers))
+    names = [] if dtype is None else [name.strip() for name in dtype.split(",")]
+    dtypes = [floating_dtype(name, f"--dtype {name!r}") for name in names] or DTYPES
+    results = list(verify_kernels(ops, kernel, device=device, dtypes=dtypes, seed=seed, workers=workers))
     if not results:
         raise _no_kernel(ops, kernel)
     failed = [r for r in results if not r.ok]

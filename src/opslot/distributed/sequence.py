@@ -29,8 +29,8 @@ def shard_sequence(batch: dict[str, Any], state: ParallelState | None = None) ->
     Args:
         batch: the same on all ranks of a sequence. input_ids int64 [B, S]; labels [B, S], or shift_labels [B, S], which
             are shifted already; position_ids [B, S], which restart with each document, or [axes, B, S] of a multimodal
-            rotary embedding, where the first of 4 axes does; attention_mask [B, S], 1 for tokens; cu_seq_lens_q int [documents + 1] over B * S tokens. All but input_ids may be absent. Other entries
-            are passed on.
+            rotary embedding, where the first of 4 axes does; attention_mask [B, S], 1 for tokens; cu_seq_lens_q int
+            [documents + 1] over B * S tokens. All but input_ids may be absent. Other entries are passed on.
 
     Returns:
         input_ids, position_ids, labels and shift_labels [B, S / sp] of this rank's positions, the last two both shifted

@@ -13,6 +13,7 @@ from opslot.models._registry import (
     Architecture,
     register_architecture,
     serve_model_type,
+    trained_config,
 )
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "register_architecture",
     "restore",
     "serve_model_type",
+    "trained_config",
 ]
 
 for _module in pkgutil.iter_modules(__path__):

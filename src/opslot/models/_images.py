@@ -164,7 +164,8 @@ class _Reader:
         return None if size is None else _pair(size)
 
     def _channels(self) -> int:
-        return int(getattr(self.vision, "num_channels", None) or getattr(self.vision, "in_channels", 3))
+        found = (getattr(self.vision, name, None) for name in ("num_channels", "in_channels"))
+        return next((channels for channels in found if channels), 3)
 
     def _projection(self) -> Any:
         """The first matmul or convolution of the tower, which embeds patches."""

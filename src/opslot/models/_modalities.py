@@ -78,7 +78,8 @@ class _Alias(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.detach())
+        memory = x.untyped_storage()
+        return torch.empty(0, dtype=x.dtype, device=x.device).set_(memory, x.storage_offset(), x.shape, x.stride())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

@@ -256,7 +256,7 @@ def mask_function(own: Callable[..., Any], name: str, *, falls_back: bool = Fals
 
 
 def _with_documents(mask: Tensor, batch: int, kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """A dense mask [B or 1, 1, S, S_kv], such as one in which tokens of an image see each other, within documents alone."""
+    """A dense mask [B or 1, 1, S, S_kv], such as that of image tokens which see each other, within documents."""
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is None:
         return mask, kwargs
