@@ -44,7 +44,7 @@ class OptimizerConfig:
         groups: settings of some parameters, as a list of {params, lr, weight_decay}: params is a glob, or a list of
             globs, of fully qualified parameter names; for a parameter that several match, the last one counts.
         momentum: of muon.
-        nesterov: of muon: add the gradient once more to the momentum.
+        nesterov: of muon: add the gradient to the momentum again.
         ns_steps: of muon: Newton-Schulz steps.
         muon_lr_scale: match_rms_adamw scales an update to the size of AdamW's, so that `train.lr` and
             `train.weight_decay` of AdamW fit; original scales by sqrt(max(1, rows / columns)).
