@@ -222,10 +222,10 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
 
 
 def _profile_problems(train: TrainConfig) -> list[str]:
-    steps = train.profile
+    steps = train.logging.profile
     if steps is None:
         return []
-    found = f"train.profile={steps}"
+    found = f"train.logging.profile={steps}"
     if len(steps) != 2:
         return [f"{found} must be two steps, the first and the last one, e.g. [10, 12]"]
     if not 1 <= steps[0] <= steps[1]:
