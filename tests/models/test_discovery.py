@@ -322,6 +322,12 @@ def test_models_that_may_mix_tokens_elsewhere_state_the_reason(arch, why):
     assert f"_opslot_keeps_sequences = '{why}" in text
 
 
+@pytest.mark.parametrize("arch", ["cohere2_moe", "phimoe"])
+def test_errors_and_autograd_functions_do_not_mix_tokens(arch):
+    text = generate(discover(arch).patch, installed_release()).text
+    assert "_opslot_keeps_sequences" not in text
+
+
 def test_masks_without_positions_separate_documents_in_kernels_alone():
     """gpt-oss makes its masks without position_ids, but kernels get cu_seq_lens."""
     config = config_of("gpt_oss")

@@ -35,6 +35,7 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "rotary_dim": 4,
     "sliding_window": 8,
     "attention_chunk_size": 8,
     # Latent attention
@@ -132,8 +133,18 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "step3p5": {"sliding_window": 8, "share_expert_dim": 16, "swiglu_limits": [0.5, 0.5]},
+    # Heads times their size is the width of the state.
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
     "qwen2_vl_text": {"rope_parameters": _MROPE},
     "qwen2_5_vl_text": {"rope_parameters": _MROPE},
+    "zaya": {"num_experts_per_tok": 1},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 4, "num_attention_heads": _HEADS},
 }
 
