@@ -3,9 +3,9 @@
     python benchmarks/memory.py [--only TEXT ...] [--lengths 8192 32768] --output FILE
 
 Rows: full fine-tuning, LoRA and QLoRA, each without activation checkpointing, with selective and full checkpointing,
-and with full checkpointing and offloaded activations. Beside opslot: PEFT with Transformers' own code (what TRL
-trains), Liger-Kernel and PEFT, and Unsloth, where they are installed. bfloat16 parameters, AdamW, one sequence a step,
-random weights. Each row runs in a process of its own; one that runs out of memory is recorded with its error.
+and with full checkpointing and offloaded activations. Beside opslot: PEFT with Transformers' own code (as in TRL),
+Liger-Kernel with PEFT, and Unsloth, where they are installed. bfloat16 parameters, AdamW, one sequence a step, random
+weights. Each row runs in a process of its own; one that runs out of memory is recorded with its error.
 """
 
 from __future__ import annotations

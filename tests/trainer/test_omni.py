@@ -2,6 +2,7 @@
 
 import copy
 import json
+import tarfile
 import wave
 
 import numpy as np
@@ -12,6 +13,7 @@ import yaml
 
 from opslot.checkpoint.folder import read_folder
 from opslot.trainer import demo_omni, load_config
+from opslot.trainer.callbacks import read_metrics
 from opslot.trainer.processors import load_processor
 from opslot.trainer.vlm import VLMTrainer
 
@@ -43,9 +45,7 @@ def omni_settings(settings, tmp_path):
     demo_omni.write_model(tmp_path / "omni", ["Which tone? A and B"])
     for number in range(4):
         write_wav(folder / f"{number}.wav", 0.2 + 0.3 * number, 500 + 90 * number, 16_000 if number % 2 else 8_000)
-    samples = [
-        talk(*[f"{i}.wav" for i in range(number % 3)], answer="A and B"[: 1 + number % 6]) for number in range(9)
-    ]
+    samples = [talk(*[f"{i}.wav" for i in range(n % 3)], answer="A and B"[: 1 + n % 6]) for n in range(9)]
     write_lines(folder / "chat.jsonl", samples)
     settings["task"] = "vlm"
     settings["model"] = {"config_path": str(tmp_path / "omni")}
@@ -164,13 +164,47 @@ def test_bad_audio_raises_or_is_counted(omni_settings, tmp_path, train, source, 
     assert "1 samples left out: malformed" in out
 
 
+@pytest.mark.parametrize("form", ["tar", "parquet"])
+def test_media_inside_the_data_file_train_as_paths_do(omni_settings, tmp_path, train, form):
+    code, _, err = train()
+    assert code == 0, err
+    expected = [record["loss"] for record in read_metrics(tmp_path / "out")]
+    folder = tmp_path / "samples"
+    records = [json.loads(line) for line in (folder / "chat.jsonl").read_text().splitlines()]
+    names = [[part["audio"] for part in record["messages"][0]["content"] if "audio" in part] for record in records]
+    if form == "tar":
+        with tarfile.open(folder / "chat.tar", "w") as archive:
+            for number, (record, files) in enumerate(zip(records, names, strict=True)):
+                text = json.dumps(record).replace(".wav", f".{number}.wav")
+                for i in range(3):
+                    text = text.replace(f'"{i}.{number}.wav', f'"{number}.{i}.wav')
+                (folder / "record.json").write_text(text)
+                archive.add(folder / "record.json", f"{number}.json")
+                for file in files:
+                    archive.add(folder / file, f"{number}.{file}")
+    else:
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        for record, files in zip(records, names, strict=True):
+            turn = record["messages"][0]
+            turn["content"] = "<audio>" * len(files) + "Which tone?"
+            record["audios"] = [{"bytes": (folder / file).read_bytes(), "path": file} for file in files]
+        pa.parquet.write_table(pa.Table.from_pylist(records), folder / "chat.parquet")
+    omni_settings["data"]["train_path"] = str(folder / f"chat.{form}")
+    omni_settings["train"]["output_dir"] = str(tmp_path / "again")
+    code, _, err = train()
+    assert code == 0, err
+    assert [record["loss"] for record in read_metrics(tmp_path / "again")] == expected
+
+
 def test_placeholder_without_audio_raises(omni_settings, tmp_path, train):
     messages = [{"role": "user", "content": "listen: <|AUDIO|>"}, {"role": "assistant", "content": "A"}]
     write_lines(tmp_path / "samples" / "bad.jsonl", [messages])
     omni_settings["data"]["train_path"] = str(tmp_path / "samples" / "bad.jsonl")
     code, _, err = train()
     assert code == 2
-    assert "line 1: its text holds a placeholder" in err
+    assert "bad.jsonl, line 1: Qwen2_5OmniProcessor rejects it" in err
 
 
 def test_audio_for_a_model_without_raises(omni_settings, tmp_path, train):

@@ -5,6 +5,7 @@ import pkgutil
 
 from opslot.models._apply import apply, restore
 from opslot.models._build import build_foundation_model, load_config, load_foundation_weights
+from opslot.models._common.sub_model import train_sub_model
 from opslot.models._registry import (
     ARCHITECTURES,
     MODEL_CONFIG_REGISTRY,
@@ -15,6 +16,7 @@ from opslot.models._registry import (
     serve_model_type,
     trained_config,
 )
+from opslot.slots.protocol import SubModel
 
 __all__ = [
     "ARCHITECTURES",
@@ -22,6 +24,7 @@ __all__ = [
     "MODEL_CONFIG_REGISTRY",
     "MODEL_PROCESSOR_REGISTRY",
     "Architecture",
+    "SubModel",
     "apply",
     "build_foundation_model",
     "load_config",
@@ -29,6 +32,7 @@ __all__ = [
     "register_architecture",
     "restore",
     "serve_model_type",
+    "train_sub_model",
     "trained_config",
 ]
 
