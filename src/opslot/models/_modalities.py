@@ -42,7 +42,7 @@ def run_towers_on_every_rank(model: nn.Module) -> None:
     if holder is None:
         return
     source = inspect.getsource(type(holder).forward)
-    called = sorted((source.index(f"self.{name}("), name) for name in _METHODS if f"self.{name}(" in source)
+    called = sorted((source.index(f"self.{name}("), name) for name in _methods(holder) if f"self.{name}(" in source)
     dummies: dict[str, Callable[[], dict[str, Any]]] = {}
     for _, name in called:
         make = _smallest_input(holder, name)
@@ -62,6 +62,12 @@ def run_towers_on_every_rank(model: nn.Module) -> None:
         # Before FSDP gathers the parameters of the language model, as after real inputs.
         holder.get_decoder().register_forward_pre_hook(towers.end, with_kwargs=True, prepend=True)
         model.register_forward_hook(_alias_outputs, prepend=True)
+
+
+def _methods(holder: Any) -> list[str]:
+    """The methods whose towers the config has."""
+    configs = {"get_audio_features": "audio_config"}
+    return [name for name in _METHODS if getattr(holder.config, configs.get(name, "vision_config"), True) is not None]
 
 
 def _alias_outputs(model: nn.Module, args: Any, outputs: Any) -> Any:

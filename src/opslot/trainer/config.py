@@ -47,7 +47,7 @@ class OptimizerConfig:
         groups: settings of some parameters, as a list of {params, lr, weight_decay}: params is a glob, or a list of
             globs, of fully qualified parameter names; for a parameter that several match, the last one counts.
         momentum: of muon.
-        nesterov: of muon: add the gradient once more to the momentum.
+        nesterov: of muon: add the gradient to the momentum again.
         ns_steps: of muon: Newton-Schulz steps.
         muon_lr_scale: match_rms_adamw scales an update to the size of AdamW's, so that `train.lr` and
             `train.weight_decay` of AdamW fit; original scales by sqrt(max(1, rows / columns)).
@@ -112,6 +112,8 @@ class LoggingConfig:
         peak_tflops: peak TFLOP/s of one GPU, which `mfu` refers to; default the data sheet's dense bf16 peak for known
             GPUs that compute in bf16 or fp16.
         progress: auto shows a progress bar on a terminal and plain lines elsewhere.
+        profile: first and last step to profile, e.g. [10, 12]: a Chrome trace and, on a GPU, a memory snapshot of each
+            rank are written to <output_dir>/profile.
     """
 
     log_steps: int = 1
@@ -122,6 +124,7 @@ class LoggingConfig:
     trackio: bool = False
     run_name: str | None = None
     peak_tflops: float | None = None
+    profile: list[int] | None = None
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
 
 
@@ -163,8 +166,6 @@ class TrainConfig:
             several match, the last one counts.
         sp_size: processes that share one sequence (Ulysses sequence parallelism).
         ep_size: processes that share the experts (expert parallelism).
-        profile: first and last step to profile, e.g. [10, 12]: a Chrome trace and, on a GPU, a memory snapshot of each
-            rank are written to <output_dir>/profile.
         fsdp: sharding of the parameters.
         optimizer: the optimizer and its settings.
         logging: what is logged.
@@ -193,7 +194,6 @@ class TrainConfig:
     lr_of: dict[str, float] | None = None
     sp_size: int = 1
     ep_size: int = 1
-    profile: list[int] | None = None
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -1,6 +1,6 @@
 """`check_architecture`: what opslot makes of an architecture, compared with Transformers on a tiny random model.
 
-In float32, `CHECKS`:
+In float32, with samples of text and, where the model takes them, of images, videos, and both, `CHECKS`:
 - eager: with every slot bound to eager, loss and all gradients equal Transformers' bit for bit;
 - auto: with the kernels asked for, loss and all gradients are compared with an fp64 reference (`bisect`), and a failure
   names the slot and the layer;
@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,9 @@ from torch import Tensor
 
 from opslot._base.errors import ConfigError, OpslotError
 from opslot.checkpoint import save_weights
+from opslot.data.rope_positions import RopePositions
 from opslot.models import apply, build_foundation_model
+from opslot.models._modalities import decoder_of
 from opslot.slots import BindingReport, OpsImplementationConfig, format_table
 from opslot.slots.protocol import keeps_sequences
 from opslot.verify.bisect import bisect, in_fp64, loss_and_gradients
@@ -39,6 +41,7 @@ from opslot.verify.random_model import (
 )
 from opslot.verify.tiny import model_type_of, tiny_config
 from opslot.verify.two_processes import SIZES, WORLD, two_process_step
+from opslot.verify.visual import VisualSamples, packed_samples, parallel_samples, visual_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -72,12 +75,16 @@ class ArchitectureCheck:
         outcomes: of each check that ran.
         kernels: the kernel table with the kernels asked for; None where the model could not be built or bound.
         error: why no check ran.
+        samples: what the checks ran on: "text", "image", "video", "mixed".
+        missing: why there is no sample of a kind.
     """
 
     arch: str
     outcomes: tuple[CheckOutcome, ...] = ()
     kernels: BindingReport | None = None
     error: str = ""
+    samples: tuple[str, ...] = ("text",)
+    missing: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -96,10 +103,11 @@ class ArchitectureCheck:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         checks = {o.name: {"result": o.result, "detail": o.detail} for o in self.outcomes}
-        return {"architecture": self.arch, "ok": self.ok, "error": self.error, "checks": checks}
+        found = {"architecture": self.arch, "ok": self.ok, "error": self.error, "checks": checks}
+        return found | {"samples": list(self.samples), "missing": dict(self.missing)}
 
     def __str__(self) -> str:
-        title = f"{self.arch}: {'passed' if self.ok else 'failed'}"
+        title = f"{self.arch}, samples of {', '.join(self.samples)}: {'passed' if self.ok else 'failed'}"
         if self.error:
             return f"{title}\n{self.error}"
         rows = [(o.name, o.result, o.detail.splitlines()[0] if o.detail else "") for o in self.outcomes]
@@ -144,27 +152,37 @@ def check_architecture(
     try:
         config = tiny_config(name) if isinstance(arch_or_config, str) else arch_or_config
         model = random_model(config, seed)
+        visual = visual_samples(copy.deepcopy(model).eval(), seed)
         kernels = apply(model, ops)
     except OpslotError as error:
         return ArchitectureCheck(name, error=str(error))
     except Exception as error:
         return ArchitectureCheck(name, error=f"raised {type(error).__name__}: {error}")
-    run = _Run(config, ops, torch.device(device), seed, processes)
+    run = _Run(config, ops, torch.device(device), seed, processes, visual)
     with run:
-        return ArchitectureCheck(name, tuple(run.outcome(check) for check in CHECKS if check in checks), kernels)
+        outcomes = tuple(run.outcome(check) for check in CHECKS if check in checks)
+    if visual is None:
+        return ArchitectureCheck(name, outcomes, kernels)
+    return ArchitectureCheck(name, outcomes, kernels, "", tuple(visual.batches), visual.missing)
 
 
 class _Run:
     """The checks of one config."""
 
     def __init__(
-        self, config: PreTrainedConfig, ops: Ops, device: torch.device, seed: int, processes: Processes | None
+        self,
+        config: PreTrainedConfig,
+        ops: Ops,
+        device: torch.device,
+        seed: int,
+        processes: Processes | None,
+        visual: VisualSamples | None,
     ) -> None:
-        self.config, self.ops, self.device, self.seed = config, ops, device, seed
+        self.config, self.ops, self.device, self.seed, self.visual = config, ops, device, seed, visual
         self.ids = random_ids(config, seed)
         self._processes = processes
         self._stack = contextlib.ExitStack()
-        self._one_process: dict[str, Tensor] | None = None
+        self._one_process: dict[tuple[int, ...], dict[str, Tensor]] = {}
 
     def __enter__(self) -> _Run:
         return self
@@ -186,54 +204,80 @@ class _Run:
         model = copy.deepcopy(original)
         apply(model, "eager")
         _run_the_same_code(original, model)
-        differ = _differences(self._step(model), self._step(original))
-        if not differ:
-            return "passed", "loss and gradients equal Transformers' bit for bit"
-        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-        return "failed", f"differs from Transformers in {', '.join(differ[:3])}{more}"
+        for name, batch in self._batches().items():
+            differ = _differences(self._step(model, batch), self._step(original, batch))
+            if differ:
+                more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+                return "failed", f"{name}: differs from Transformers in {', '.join(differ[:3])}{more}"
+        return "passed", "loss and gradients equal Transformers' bit for bit"
 
     def _auto(self) -> tuple[str, str]:
         model = random_model(self.config, self.seed).to(self.device)
         apply(model, self.ops)
-        ids = self.ids.to(self.device)
         if (worst := self._differs_in_its_dtype(model)) is not None:
             return ("failed", worst) if worst else ("passed", "equals Transformers' code, which does not take float64")
-        found = bisect(model, {"input_ids": ids, "labels": ids})
-        return ("passed", "loss and gradients equal the fp64 reference") if found.ok else ("failed", str(found))
+        for name, batch in self._batches().items():
+            found = bisect(model, batch)
+            if not found.ok:
+                return "failed", f"{name}: {found}"
+        return "passed", "loss and gradients equal the fp64 reference"
+
+    def _batches(self) -> dict[str, dict[str, Any]]:
+        """By name, arguments of a forward."""
+        if self.visual is None:
+            found: Mapping[str, dict[str, Any]] = {"text": {"input_ids": self.ids, "labels": self.ids}}
+        else:
+            found = self.visual.batches
+        return {name: {key: x.to(self.device) for key, x in batch.items()} for name, batch in found.items()}
 
     def _differs_in_its_dtype(self, model: Any) -> str | None:
         """The largest difference from Transformers' code where that does not run in float64; None where it does."""
         original = random_model(self.config, self.seed).to(self.device)
+        batches = self._batches().values()
         try:
-            self._step(in_fp64(original))
+            for batch in batches:
+                exact = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+                self._step(in_fp64(original), exact)
         except RuntimeError as error:
             if "dtype" not in str(error):
                 return None
             apply(original, "eager")
-            return worst_difference(self._step(model), self._step(original))
+            found = (worst_difference(self._step(model, batch), self._step(original, batch)) for batch in batches)
+            return next((worst for worst in found if worst), "")
         return None
 
     def _packed(self) -> tuple[str, str]:
         model = self._model()
-        if reason := keeps_sequences(model):
+        if reason := keeps_sequences(decoder_of(model) or model):
             return "unsupported", reason
-        packed, alone = packed_batches(self.ids)
+        if self.visual is None:
+            packed, alone = packed_batches(self.ids)
+        else:
+            positions = RopePositions(self.config, type(random_model(self.config, self.seed)).__name__)
+            packed, alone = packed_samples(positions, self.visual)
         worst = worst_difference(train_step(model, packed), train_step(model, alone))
         return ("failed", worst) if worst else ("passed", "equals the documents alone")
 
     def _parallel(self, check: str) -> tuple[str, str]:
         if self._processes is None:
             self._processes = self._stack.enter_context(Processes(WORLD))
-        if self._one_process is None:
-            self._one_process = train_step(self._model(), [whole_batch(self.ids)])
-        found = two_process_step(check, self.config, self.ops, self.seed, self._processes)
+        batches = [[whole_batch(self.ids)]] if self.visual is None else parallel_samples(self.visual, check)
+        wanted = self._wanted([batch for own in batches for batch in own])
+        found = two_process_step(check, self.config, self.ops, self.seed, self._processes, batches)
         if found.unsupported:
             return "unsupported", found.unsupported
         if found.values is None:
             return "failed", found.error
         values = {name: torch.as_tensor(value) for name, value in found.values.items()}
-        worst = worst_difference(values, self._one_process)
+        worst = worst_difference(values, wanted)
         return ("failed", worst) if worst else ("passed", "two processes equal one")
+
+    def _wanted(self, batches: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """Loss and gradients of one process."""
+        key = tuple(batch["input_ids"].shape[1] for batch in batches)
+        if key not in self._one_process:
+            self._one_process[key] = train_step(self._model(), batches)
+        return self._one_process[key]
 
     def _checkpoint(self) -> tuple[str, str]:
         original = random_model(self.config, self.seed)
@@ -265,11 +309,10 @@ class _Run:
         apply(model, self.ops)
         return model
 
-    def _step(self, model: Any) -> dict[str, Tensor]:
-        ids = self.ids.to(self.device)
+    def _step(self, model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.seed)
-            return loss_and_gradients(model, {"input_ids": ids, "labels": ids})
+            return loss_and_gradients(model, batch)
 
 
 def _run_the_same_code(original: Any, model: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from opslot.distributed import destroy_parallel_state, init_parallel_state, shar
 from opslot.models import apply
 from opslot.models.parallelize import parallelize
 from opslot.verify.isolated import Lost, Processes
-from opslot.verify.random_model import random_ids, random_model, train_step, whole_batch
+from opslot.verify.random_model import random_model, train_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -36,6 +36,7 @@ class _Task:
     config: PreTrainedConfig
     ops: Any
     seed: int
+    batches: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,25 @@ class RankResult:
     error: str = ""
 
 
-def two_process_step(check: str, config: PreTrainedConfig, ops: Any, seed: int, processes: Processes) -> RankResult:
+def two_process_step(
+    check: str,
+    config: PreTrainedConfig,
+    ops: Any,
+    seed: int,
+    processes: Processes,
+    batches: Sequence[list[dict[str, Any]]],
+) -> RankResult:
     """The step of a tiny random model on two processes.
 
     Args:
         check: a key of `SIZES`.
         processes: two of them.
+        batches: those of each process, or of one whose rows, or sequences, are shared.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    tasks = [_Task(rank, port, check, config, ops, seed) for rank in range(WORLD)]
+    tasks = [_Task(rank, port, check, config, ops, seed, _share(check, batches, rank)) for rank in range(WORLD)]
     results = [result for _, result in processes.run(_rank_step, tasks, lambda r: bool(r.error), _LIMIT)]
     lost = next((result for result in results if isinstance(result, Lost)), None)
     failed = next((r for r in results if isinstance(r, RankResult) and (r.error or r.unsupported)), None)
@@ -72,6 +81,16 @@ def two_process_step(check: str, config: PreTrainedConfig, ops: Any, seed: int, 
     if lost is not None:
         return RankResult(error=f"a process {lost}")
     return next(result for result in results if isinstance(result, RankResult) and result.values)
+
+
+def _share(check: str, batches: Sequence[list[dict[str, Any]]], rank: int) -> list[dict[str, Any]]:
+    """The batches of a rank: whole sequences, which sp shards, else its own, or its row of each."""
+    if check == "sp":
+        return [batch for own in batches for batch in own]
+    if len(batches) == WORLD:
+        return batches[rank]
+    row = slice(rank, rank + 1)
+    return [{name: value[row] if value.dim() else value for name, value in batch.items()} for batch in batches[0]]
 
 
 def _rank_step(task: _Task) -> RankResult:
@@ -86,13 +105,7 @@ def _rank_step(task: _Task) -> RankResult:
             parallelize(model, state)
         except ConfigError as error:
             return RankResult(unsupported=str(error).splitlines()[0])
-        batch: dict[str, Any] = whole_batch(random_ids(task.config, task.seed))
-        if state.sp > 1:
-            batch = shard_sequence(batch, state)
-        else:
-            own = slice(task.rank, task.rank + 1)
-            batch = {name: value[own] if value.dim() else value for name, value in batch.items()}
-        values = train_step(model, [batch])
+        values = train_step(model, [shard_sequence(batch, state) for batch in task.batches])
         values["loss"] = torch.tensor(sum_over_ranks(float(values["loss"]))[0])
         return RankResult({name: value.numpy() for name, value in values.items()} if task.rank == 0 else {})
     except Exception as error:

@@ -147,6 +147,29 @@ def with_common_divisor(batches: Sequence[Batch]) -> list[Batch]:
     return [{**batch, "num_items_in_batch": targets} for batch in batches]
 
 
+def parallel_samples(samples: VisualSamples, check: str) -> list[list[Batch]]:
+    """The samples of each of two processes, which have images, videos and text in different steps."""
+    found = list(samples.batches)
+    order = found if check == "sp" else [*found, *found[:1]] if len(found) % 2 else found
+    batches = with_common_divisor([samples.batches[name] for name in order])
+    return [batches[::2], batches[1::2]]
+
+
+def packed_samples(positions: RopePositions, samples: VisualSamples) -> tuple[list[Batch], list[Batch]]:
+    """Samples packed in one row, and each alone, with the labels of all in both losses."""
+    names = [name for name in samples.batches if name != "mixed"]
+    # Models that mark videos as images take no image and video in one row.
+    together = names if "mixed" in samples.batches else [name for name in names if name != "video"]
+    documents = [samples.batches[name] for name in together]
+    packed = pack(positions, documents)
+    targets = torch.tensor(int((packed["labels"] != -100).sum()))
+    first = torch.tensor([[-100]])
+    alone = [
+        {**b, "labels": torch.cat([first, b["labels"][:, 1:]], 1), "num_items_in_batch": targets} for b in documents
+    ]
+    return [{**packed, "num_items_in_batch": targets}], alone
+
+
 def pack(positions: RopePositions, batches: Sequence[Batch]) -> Batch:
     """Samples of one row in one row, as documents."""
     lengths = [batch["input_ids"].shape[1] for batch in batches]

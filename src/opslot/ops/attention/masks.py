@@ -111,9 +111,7 @@ def _read(function: Any) -> _Pattern | None:
         return _Pattern(causal=True)
     if name == "bidirectional_mask_function":
         return _Pattern(causal=False)
-    cells = dict(
-        zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True)
-    )
+    cells = _cells(function)
     match name.partition(".")[0]:
         case "sliding_window_overlay":
             return _Pattern(window=cells["sliding_window"])
@@ -126,6 +124,35 @@ def _read(function: Any) -> _Pattern | None:
         case "and_masks":
             return _merged([_read(part) for part in cells["mask_functions"]])
     return None
+
+
+def _cells(function: Any) -> dict[str, Any]:
+    """The variables of a closure."""
+    contents = (cell.cell_contents for cell in function.__closure__ or ())
+    return dict(zip(function.__code__.co_freevars, contents, strict=True))
+
+
+def _by_index(function: Any) -> Any:
+    """A mask function of packed documents that gets indices of tokens in the row, not positions in their documents.
+
+    Transformers passes positions to all parts of a mask, also to those that look up what a token is, such as the image
+    that it belongs to. Without chunks, the other parts depend on differences of positions alone.
+    """
+    if getattr(function, "__module__", None) != _MODULE:
+        return function
+    name = function.__qualname__.partition(".")[0]
+    if name in ("and_masks", "or_masks"):
+        return getattr(masking_utils, name)(*map(_by_index, _cells(function)["mask_functions"]))
+    if name == "remap_positions_for_packed_sequence" and not _has_chunks(inner := _cells(function)["mask_function"]):
+        return inner
+    return function
+
+
+def _has_chunks(function: Any) -> bool:
+    if getattr(function, "__module__", None) != _MODULE:
+        return False
+    parts = _cells(function).get("mask_functions", ()) if function.__closure__ else ()
+    return function.__qualname__.startswith("chunked_overlay") or any(map(_has_chunks, parts))
 
 
 def _pattern_of(mask_function: Any) -> _Pattern | None:
@@ -146,7 +173,7 @@ def _merged(parts: list[_Pattern | None]) -> _Pattern | None:
 
 
 def _layout(pattern: _Pattern, attention_mask: Tensor | None) -> Layout | str | None:
-    """The layout of whole sequences; None for nothing but causality; a string where padding is inside of documents."""
+    """The layout of the global sequences; None if only causality limits attention; a string if it cannot be derived."""
     starts = None
     if pattern.documents is not None:
         starts = pattern.documents.diff(dim=-1) != 0
@@ -241,6 +268,8 @@ def mask_function(own: Callable[..., Any], name: str, *, falls_back: bool = Fals
                 layout = _layout(pattern, attention_mask)
                 if not isinstance(layout, str):
                     return layout
+        else:
+            given["mask_function"] = _by_index(mask_function)
         chunked = pattern is not None and pattern.chunk is not None and kv_length + kv_offset > pattern.chunk
         if any_mask or (pattern is not None and not chunked):
             return own(**given)
