@@ -19,6 +19,8 @@ class ModelConfig:
             `model_path`, then `config_path`.
         torch_dtype: dtype of the parameters and of the optimizer state; see also `train.fsdp.compute_dtype`.
         device: where to train; auto selects a GPU if there is one.
+        export_excluded: keep in the export the weights of `model_path` that are not built for training, such as the
+            speech parts of an omni model.
         trust_remote_code: allow Python code that ships with the checkpoint to run.
         ops_implementation: kernels. "auto", "eager", a preset's name, or a mapping of fields such as
             rms_norm_implementation, preset and overrides.
@@ -29,6 +31,7 @@ class ModelConfig:
     tokenizer_path: str | None = None
     torch_dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    export_excluded: bool = False
     trust_remote_code: bool = False
     ops_implementation: str | dict[str, Any] | None = None
 
@@ -161,8 +164,6 @@ class TrainConfig:
             fully qualified parameter names such as model.language_model.layers.0.*.
         lr_of: peak learning rate of parts, named as in `freeze`, where it differs from `lr`; for a parameter that
             several match, the last one counts.
-        export_excluded: keep in the export the weights of `model.model_path` that are not built for training, such as
-            the speech parts of an omni model.
         sp_size: processes that share one sequence (Ulysses sequence parallelism).
         ep_size: processes that share the experts (expert parallelism).
         fsdp: sharding of the parameters.
@@ -191,7 +192,6 @@ class TrainConfig:
     resume_from: str | None = None
     freeze: list[str] | None = None
     lr_of: dict[str, float] | None = None
-    export_excluded: bool = False
     sp_size: int = 1
     ep_size: int = 1
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
