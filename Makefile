@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo demo-sft demo-vlm test test-all test-architectures lint constraints bench-cpu clean
+.PHONY: demo demo-sft demo-vlm demo-omni test test-all test-architectures lint constraints bench-cpu clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m opslot.trainer.demo
@@ -14,6 +14,9 @@ demo-sft: $(VENV)/ready
 
 demo-vlm: $(VENV)/ready
 	$(BIN)/python -m opslot.trainer.demo_vlm
+
+demo-omni: $(VENV)/ready
+	$(BIN)/python -m opslot.trainer.demo_omni
 
 # One worker more than cores, since many tests wait for other processes; at most four because of memory.
 # PYTEST_ARGS="-n 0" runs one test after another.

@@ -54,11 +54,8 @@ def test_listing_kernels_imports_no_vendor():
     assert done.stdout.strip() == "[]"
 
 
-def test_new_op_is_one_folder(tmp_path):
-    folder = tmp_path / "halve"
-    folder.mkdir()
-    (folder / "op.py").write_text(
-        textwrap.dedent("""
+NEW_OP = {
+    "op.py": """
         import torch
         from opslot.slots import InputCase, OpSpec, OpVariant
 
@@ -69,78 +66,35 @@ def test_new_op_is_one_folder(tmp_path):
             return {"x": torch.randn(3, generator=generator).to(device, dtype)}
 
         OP = OpSpec("halve", {"standard": OpVariant("standard", reference, [InputCase("three", make)], ("x",))})
-        """)
-    )
-    (folder / "quick.py").write_text("def halve(x):\n    return x * 0.5\n")
-    (folder / "__init__.py").write_text(
-        textwrap.dedent("""
+        """,
+    "quick.py": """
+        def halve(x):
+            return x * 0.5
+        """,
+    "__init__.py": """
         from opslot.ops.halve.op import OP
         from opslot.slots import KERNEL_REGISTRY, KernelSpec
 
         KERNEL_REGISTRY.register_op(OP)
         KERNEL_REGISTRY.register(KernelSpec("quick", "halve", "standard", "opslot.ops.halve.quick:halve", priority=1))
-        """)
-    )
-    done = run(f"""
-        import importlib.util, sys
-        # The folder is next to the built-in ones.
-        spec = importlib.util.find_spec("opslot.ops")
-        spec.submodule_search_locations.append({str(tmp_path)!r})
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["opslot.ops"] = module
-        spec.loader.exec_module(module)
-        from opslot import KERNEL_REGISTRY, OpsImplementationConfig, verify_kernels
-        assert OpsImplementationConfig(halve_implementation="quick").halve_implementation == "quick"
-        from opslot.cli.kernels import kernel_rows
-        print([(r["name"], r["usable"]) for r in kernel_rows("halve")])
-        print(all(r.ok for r in verify_kernels("halve")))
-    """)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[('eager', True), ('quick', True)]", "True"]
+        """,
+}
+# A patch extends what discovery finds: it only states the difference.
+NEW_ARCHITECTURE = {
+    "__init__.py": """
+        from opslot.models._registry import register_architecture
 
-
-def test_architecture_additions_are_one_folder(tmp_path):
-    """A patch extends what discovery finds: it only states the difference."""
-    folder = tmp_path / "mistral"
-    folder.mkdir()
-    (folder / "__init__.py").write_text(
-        'from opslot.models._registry import register_architecture\n\nregister_architecture("mistral")\n'
-    )
-    (folder / "patch.py").write_text(
-        textwrap.dedent("""
+        register_architecture("mistral")
+        """,
+    "patch.py": """
         from opslot.patchgen import PatchConfig
 
         patch = PatchConfig("transformers.models.mistral.modeling_mistral")
         patch.exclude_from_output("MistralForTokenClassification", "MistralForQuestionAnswering")
-        """)
-    )
-    done = run(f"""
-        import importlib.util, sys
-        spec = importlib.util.find_spec("opslot.models")
-        spec.submodule_search_locations.append({str(tmp_path)!r})
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["opslot.models"] = module
-        spec.loader.exec_module(module)
-        from transformers import MistralConfig
-        model = module.build_foundation_model(MistralConfig(
-            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=8), ops_implementation="eager")
-        print(type(model).__module__, type(model).__name__)
-        import opslot.generated.mistral as generated
-        print(generated.MistralMLP._opslot_slots, hasattr(generated, "MistralForTokenClassification"))
-    """)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "opslot.generated.mistral MistralForCausalLM",
-        "{'swiglu_mlp': ('swiglu_mlp', 'standard')} False",
-    ]
-
-
-def test_new_form_is_one_file(tmp_path):
-    folder = tmp_path / "gelu_mlp"
-    folder.mkdir()
-    (folder / "forms.py").write_text(
-        textwrap.dedent("""
+        """,
+}
+NEW_FORM = {
+    "forms.py": """
         from opslot.patchgen import Slot
         from opslot.patchgen.forms import Match
 
@@ -154,22 +108,72 @@ def test_new_form_is_one_file(tmp_path):
                             lambda patch, at=forward: patch.slot_expr(at, slot, "self.act($x)", args="$x"))
 
         FORMS = (WholeMLP(),)
-        """)
-    )
-    done = run(f"""
-        import importlib.util, sys
-        spec = importlib.util.find_spec("opslot.ops")
-        spec.submodule_search_locations.append({str(tmp_path)!r})
-        sys.modules["opslot.ops"] = importlib.util.module_from_spec(spec)
-        from opslot.models.discovery import discover
-        print([(match.symbol, str(match)) for match in discover("gpt2").matches])
-        from opslot.generated.gpt2 import GPT2MLP
-        print(GPT2MLP._opslot_slots)
-    """)
+        """,
+}
+USE = """
+    import importlib.util, json, sys
+
+    def add(package, folder):
+        spec = importlib.util.find_spec(package)
+        spec.submodule_search_locations.append(folder)
+        module = sys.modules[package] = importlib.util.module_from_spec(spec)
+        return spec, module
+
+    ops, ops_module = add("opslot.ops", FOLDER + "/ops")
+    models, models_module = add("opslot.models", FOLDER + "/models")
+    ops.loader.exec_module(ops_module)
+    models.loader.exec_module(models_module)
+    from opslot import KERNEL_REGISTRY, OpsImplementationConfig, verify_kernels
+    assert OpsImplementationConfig(halve_implementation="quick").halve_implementation == "quick"
+    from opslot.cli.kernels import kernel_rows
+    rows = [(r["name"], r["usable"]) for r in kernel_rows("halve")]
+    found = {"op": [rows, all(r.ok for r in verify_kernels("halve"))]}
+
+    from transformers import MistralConfig
+    model = models_module.build_foundation_model(MistralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8), ops_implementation="eager")
+    import opslot.generated.mistral as generated
+    found["architecture"] = [
+        f"{type(model).__module__} {type(model).__name__}", generated.MistralMLP._opslot_slots,
+        hasattr(generated, "MistralForTokenClassification")]
+
+    from opslot.models.discovery import discover
+    from opslot.generated.gpt2 import GPT2MLP
+    found["form"] = [[(match.symbol, str(match)) for match in discover("gpt2").matches], GPT2MLP._opslot_slots]
+    print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def added(tmp_path_factory):
+    """What a process finds in which an op, an architecture and a form are added, each as one folder."""
+    root = tmp_path_factory.mktemp("added")
+    for name, files in {"ops/halve": NEW_OP, "models/mistral": NEW_ARCHITECTURE, "ops/gelu_mlp": NEW_FORM}.items():
+        (root / name).mkdir(parents=True)
+        for file, text in files.items():
+            (root / name / file).write_text(textwrap.dedent(text))
+    done = run(textwrap.dedent(USE).replace("FOLDER", repr(str(root))))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "[('GPT2LMHeadModel', 'cross_entropy_loss/causal'), ('GPT2MLP', 'gelu_mlp/standard')]",
-        "{'gelu_mlp': ('gelu_mlp', 'standard')}",
+    return json.loads(done.stdout)
+
+
+def test_new_op_is_one_folder(added):
+    assert added["op"] == [[["eager", True], ["quick", True]], True]
+
+
+def test_architecture_additions_are_one_folder(added):
+    assert added["architecture"] == [
+        "opslot.generated.mistral MistralForCausalLM",
+        {"swiglu_mlp": ["swiglu_mlp", "standard"]},
+        False,
+    ]
+
+
+def test_new_form_is_one_file(added):
+    assert added["form"] == [
+        [["GPT2LMHeadModel", "cross_entropy_loss/causal"], ["GPT2MLP", "gelu_mlp/standard"]],
+        {"gelu_mlp": ["gelu_mlp", "standard"]},
     ]
 
 

@@ -474,3 +474,27 @@ def test_converters_are_optional_or_with_a_layout(moe_folder, make_model) -> Non
     with pytest.raises(CheckpointError, match="per_expert, not stacked"):
         load_weights(model, moe_folder, converters=[ExpertTensorConverter.for_model(model, "stacked")])
     load_weights(model, moe_folder, converters=[ExpertTensorConverter.for_model(model, "per_expert")])
+
+
+def test_whole_weights_are_given_to_modules_that_quantize(tmp_path: Path) -> None:
+    """One after the other, never all at once; the slices of a weight may come in several files."""
+    alive: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    class Quantizing(nn.Linear):
+        def load_weight(self, weight: Tensor, device: Any) -> None:
+            nonlocal most
+            alive.append(weakref.ref(weight))
+            most = max(most, sum(ref() is not None for ref in alive))
+            self.weight = nn.Parameter(weight.sign().to(device), requires_grad=False)
+
+    model = nn.ModuleDict({f"layer{i}": Quantizing(4, 3, device="meta") for i in range(40)})
+    model["norm"] = nn.LayerNorm(3, device="meta")
+    tensors = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    load_weights(model, tmp_path, device="cpu")
+    for name, parameter in model.named_parameters():
+        expected = tensors[name].sign() if "layer" in name and name.endswith("weight") else tensors[name]
+        assert torch.equal(parameter, expected)
+    assert len(alive) == 40
+    assert most <= 8

@@ -57,6 +57,7 @@ def test_explain_with_a_named_kernel(moe_config_folder, capsys):
         (["verify", "--op", "rms_norm", "--device", "cuda:99"], "device 'cuda:99': the number of GPUs"),
         (["verify", "--op", "rms_nrm"], "did you mean 'rms_norm'?"),
         (["verify", "--op", "attention,rms_nrm"], "did you mean 'rms_norm'?"),
+        (["verify", "--op", "rms_norm", "--dtype", "bfloat16,int8"], "--dtype 'int8' is not a floating dtype"),
         (["verify", "--kernel", "nothing"], "unknown kernel 'nothing'"),
         (["verify", "--kernel", "torch_fusde"], "did you mean 'torch_fused'?"),
         (["verify", "--op", "rms_norm", "--kernel", "sdpa"], "unknown kernel 'sdpa' for 'rms_norm'"),
@@ -139,8 +140,11 @@ def test_traceback_of_train(tmp_path, capsys, arguments):
 
 
 def test_verify_several_ops(capsys):
-    assert main(["verify", "--op", "patch_embed,load_balancing_loss", "--device", "cpu", "--json"]) == 0
-    assert {result["op"] for result in json.loads(capsys.readouterr().out)} == {"patch_embed", "load_balancing_loss"}
+    ops = "patch_embed,load_balancing_loss"
+    assert main(["verify", "--op", ops, "--device", "cpu", "--dtype", "bfloat16,float32", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert {result["op"] for result in results} == {"patch_embed", "load_balancing_loss"}
+    assert {result["dtype"] for result in results} == {"bfloat16", "float32"}
 
 
 def test_unknown_command_exits_2():

@@ -13,6 +13,7 @@ import importlib.util
 import itertools
 import os
 import random
+import re
 import socket
 import sys
 import traceback
@@ -83,7 +84,8 @@ def free_port() -> int:
 
 
 def _load(path: str) -> Any:
-    name = "ranks_" + os.path.basename(path).removesuffix(".py")
+    # Two folders may have files of the same name.
+    name = "ranks_" + re.sub(r"\W", "_", path.removesuffix(".py"))
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None, path

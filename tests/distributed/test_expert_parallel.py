@@ -105,7 +105,9 @@ WEIGHTS = {
         "gate_up_proj_bias": (4, 16),
         "down_proj_bias": (4, 8),
     },
-    "split": {"gate_proj": (4, 6, 8), "up_proj": (4, 6, 8), "down_proj": (4, 8, 6)},
+    "split": {"gate_proj": (4, 6, 8), "up_proj": (4, 6, 8), "down_proj": (4, 6, 8)},
+    "transposed": {"gate_up_proj": (4, 8, 12), "down_proj": (4, 6, 8)},
+    "ungated": {"up_proj": (4, 6, 8), "down_proj": (4, 8, 6)},
 }
 
 

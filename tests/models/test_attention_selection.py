@@ -7,6 +7,8 @@ from transformers import AttentionInterface, AutoConfig
 
 import opslot
 from opslot._base.errors import ConfigError
+from opslot.verify.random_model import random_model
+from opslot.verify.tiny import tiny_config
 
 SIZES = {
     "vocab_size": 61,
@@ -148,3 +150,34 @@ def test_sub_models_get_their_own_attention():
         "PixtralVisionModel": "eager",
         "MistralModel": "sdpa",
     }
+
+
+@pytest.mark.parametrize("glob", ["model.*", "model.layers.*.self_attn", "*"])
+def test_override_of_all_attention_of_a_model(glob):
+    model = transformers.Qwen3ForCausalLM._from_config(config_of())
+    report = opslot.apply(model, {"overrides": {glob: {"attn_implementation": "eager"}}})
+    assert attention(report) == [("eager", "eager")]
+
+
+def test_override_of_one_submodel():
+    model = random_model(tiny_config("qwen3_vl"), 0)
+    report = opslot.apply(model, {"overrides": {"model.visual.*": {"attn_implementation": "eager"}}})
+    found = {row.variant: row.chosen for row in report if row.op == "attention"}
+    assert found == {"bidirectional": "eager", "causal": "sdpa"}
+
+
+@pytest.mark.parametrize("value", ["eager", "sdpa"])
+def test_override_of_a_part_of_the_attention_raises(value):
+    model = transformers.Qwen3ForCausalLM._from_config(config_of())
+    with pytest.raises(ConfigError, match=r"share its masks, and the glob matches 1 of 2; use '\*'"):
+        opslot.apply(model, {"overrides": {"model.layers.0.*": {"attn_implementation": value}}})
+
+
+def test_named_override_without_a_match_raises():
+    model = transformers.Qwen3ForCausalLM._from_config(config_of())
+    wanted = {"model.layers.7.*": {"rms_norm_implementation": "torch_fused"}}
+    with pytest.raises(ConfigError, match=r"no module path like this has the op; model.layers.0.* has it"):
+        opslot.apply(model, {"overrides": wanted})
+    wanted = {"model.layers.7.*": {"attn_implementation": "sdpa"}}
+    with pytest.raises(ConfigError, match="no module path like this has the op; model has it"):
+        opslot.apply(model, {"overrides": wanted})

@@ -322,6 +322,12 @@ def test_models_that_may_mix_tokens_elsewhere_state_the_reason(arch, why):
     assert f"_opslot_keeps_sequences = '{why}" in text
 
 
+@pytest.mark.parametrize("arch", ["cohere2_moe", "phimoe"])
+def test_errors_and_autograd_functions_do_not_mix_tokens(arch):
+    text = generate(discover(arch).patch, installed_release()).text
+    assert "_opslot_keeps_sequences" not in text
+
+
 def test_masks_without_positions_separate_documents_in_kernels_alone():
     """gpt-oss makes its masks without position_ids, but kernels get cu_seq_lens."""
     config = config_of("gpt_oss")
@@ -368,14 +374,14 @@ def test_model_without_slots_raises():
         opslot.build_foundation_model(config)
 
 
-@pytest.mark.parametrize("arch", ["bamba", "deepseek_v4", "doge", "lightglue", "modernbert", "nanochat", "qwen4_exp"])
+@pytest.mark.parametrize("arch", ["axk2", "deepseek_v4", "doge", "lightglue", "modernbert", "nanochat", "qwen4_exp"])
 def test_similar_code_is_skipped(arch):
     found = discover(arch)
     text = generate(found.patch, installed_release()).text
     compile(text, arch, "exec")
     reasons = {skip.symbol.split(",")[0]: skip.reason for skip in found.skips}
     unlike = {
-        "bamba": ("BambaRMSNormGated", "another norm"),
+        "axk2": ("AXK2GatedRMSNorm", "another norm"),
         "deepseek_v4": ("DeepseekV4UnweightedRMSNorm", "another norm"),
         "doge": ("load_balancing_loss_func", "computes another loss"),
         # The same code as Cohere's, but the angles are learned.

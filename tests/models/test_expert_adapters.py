@@ -18,14 +18,14 @@ def loss_and_gradients(model, ids):
 
 
 @pytest.mark.parametrize("kernel", ["eager", "grouped_mm"])
-@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "llama4_text", "nemotron_h"])
 def test_equals_the_parametrization_of_peft(arch, kernel):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(arch))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    names = ["experts.gate_up_proj", "experts.down_proj"]
+    names = [f"experts.{'up_proj' if arch == 'nemotron_h' else 'gate_up_proj'}", "experts.down_proj"]
     lora = LoraConfig(r=2, target_modules=["o_proj"], target_parameters=names, init_lora_weights=False)
     expected = get_peft_model(model, lora)
     found = copy.deepcopy(expected)
@@ -44,7 +44,7 @@ def test_equals_the_parametrization_of_peft(arch, kernel):
 
 
 @pytest.mark.parametrize("kernel", ["grouped_mm", "fused_triton"])
-@pytest.mark.parametrize("variant", ["standard", "split", "clamped"])
+@pytest.mark.parametrize("variant", ["standard", "split", "clamped", "transposed", "ungated"])
 def test_kernels_equal_added_weights(variant, kernel):
     """Without tokens for an expert, with pairs of another rank, and a rank that is not a multiple of 8."""
     generator = torch.Generator().manual_seed(0)
@@ -55,7 +55,11 @@ def test_kernels_equal_added_weights(variant, kernel):
     experts, hidden, inner, rank = 4, 24, 16, 3
     shapes = [(experts, 2 * inner, hidden), (experts, hidden, inner)]
     if variant == "split":
-        shapes = [(experts, inner, hidden), (experts, inner, hidden), (experts, hidden, inner)]
+        shapes = [(experts, inner, hidden)] * 3
+    elif variant == "transposed":
+        shapes = [(experts, hidden, 2 * inner), (experts, inner, hidden)]
+    elif variant == "ungated":
+        shapes = [(experts, inner, hidden), (experts, hidden, inner)]
     weights = [randn(*shape).detach() / 5 for shape in shapes]
     factors = [(randn(*s) / 5).detach().requires_grad_() for e, a, b in shapes for s in ((e, a, rank), (e, rank, b))]
     x, routing = randn(19, hidden), randn(19, 2)

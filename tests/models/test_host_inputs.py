@@ -14,8 +14,13 @@ pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForImageTextToText
 
 import opslot
-from opslot._base.host_values import host_values
-from opslot.models._host_inputs import keep_inputs_from_fsdp, keep_inputs_on_host, stop_keeping_inputs_on_host
+from opslot._base.host_values import device_copy, host_values
+from opslot.models._host_inputs import (
+    _HostInputs,
+    keep_inputs_from_fsdp,
+    keep_inputs_on_host,
+    stop_keeping_inputs_on_host,
+)
 
 TEXT = {
     "vocab_size": 128,
@@ -272,3 +277,34 @@ def test_offsets_of_packed_documents_do_not_reach_towers():
     assert not packing.keys() & given[0].keys()
     opslot.restore(model)
     assert not tower._forward_pre_hooks
+
+
+def test_device_copy_inside_the_mode():
+    """Kernels need labels on the device, where the mode leaves them on the host."""
+    labels, meta = torch.tensor([1, 2]), torch.device("meta")
+    with _HostInputs():
+        assert labels.to(meta).device.type == "cpu"
+        assert device_copy(labels, meta).device == meta
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", TOWERS)
+def test_training_step_on_a_gpu_without_synchronization(name):
+    batch = batch_of(name)
+    model = AutoModelForImageTextToText.from_config(build(name).config, attn_implementation="sdpa")
+    positions = {k: v for k, v in batch.items() if k not in ("pixel_values", "pixel_values_videos")}
+    batch["position_ids"], _ = model.model.get_rope_index(**positions)
+    batch["labels"] = batch["input_ids"]
+    model.to("cuda", torch.bfloat16)
+    opslot.apply(model, "auto")
+    call = {k: v.to("cuda", torch.bfloat16) if v.is_floating_point() else v for k, v in batch.items()}
+    # Kernels are compiled and loaded.
+    model(**call).loss.backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = model(**call).loss
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loss.isfinite()

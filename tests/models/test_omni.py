@@ -145,6 +145,11 @@ def test_export_without_the_speech_parts(checkpoint, tmp_path):
     assert not theirs.has_talker
 
 
+def same_bytes(first, second):
+    """Also for NaN, which some releases leave in the speech parts."""
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
 def test_export_keeps_the_speech_parts_if_asked(checkpoint, tmp_path):
     model = build_foundation_model(checkpoint, checkpoint)
     with torch.no_grad():
@@ -152,7 +157,8 @@ def test_export_keeps_the_speech_parts_if_asked(checkpoint, tmp_path):
     export_hf(model, tmp_path / "out", source=checkpoint, keep_excluded=True)
     weights, given = stored(tmp_path / "out"), stored(checkpoint)
     assert weights.keys() == given.keys()
-    assert all(torch.equal(weights[key], given[key]) != ("thinker.lm_head" in key) for key in given)
+    changed = {key for key, value in given.items() if not same_bytes(weights[key], value)}
+    assert changed == {key for key in given if "thinker.lm_head" in key}
     theirs = getattr(transformers, type(model).__name__).from_pretrained(tmp_path / "out")
     assert theirs.has_talker
     assert (tmp_path / "out" / "spk_dict.pt").is_file() == (checkpoint / "spk_dict.pt").is_file()
@@ -161,3 +167,38 @@ def test_export_keeps_the_speech_parts_if_asked(checkpoint, tmp_path):
 def test_keeping_parts_of_no_checkpoint_raises(tmp_path):
     with pytest.raises(CheckpointError, match="no excluded weights to keep"):
         export_hf(build("qwen2_5_omni"), tmp_path / "out", keep_excluded=True)
+
+
+@names
+def test_forward_and_backward_without_synchronization(name):
+    """On the meta device, reading a value raises."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from opslot.models._host_inputs import keep_inputs_on_host
+
+    def attend(module, query, key, value, attention_mask=None, **kwargs):
+        key_and_value = (key + value).repeat_interleave(query.shape[1] // key.shape[1], 1)
+        return (query + key_and_value).transpose(1, 2), None
+
+    AttentionInterface.register("omni_flash", attend)
+    AttentionMaskInterface.register("omni_flash", lambda *args, **kwargs: None)
+    model = theirs_of(build(name))
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "_attn_implementation_internal"):
+            module.config._attn_implementation_internal = "omni_flash"
+        if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
+            # Transformers' experts read on the device which of them have tokens.
+            module.forward = lambda hidden_states, *_: hidden_states
+    batch = inputs(name, KINDS[-1])
+    arguments = {"image_grid_thw": batch["image_grid_thw"], "video_grid_thw": batch["video_grid_thw"]}
+    arguments |= {"audio_seqlens": batch["feature_attention_mask"].sum(-1), "attention_mask": batch["attention_mask"]}
+    arguments["second_per_grids"] = batch.pop("video_second_per_grid")
+    positions, _ = model.get_rope_index(batch["input_ids"], **arguments)
+    del batch["attention_mask"]
+    model.to("meta")
+    on_device = {key: value.to("meta") if value.is_floating_point() else value for key, value in batch.items()}
+    call = on_device | {"position_ids": positions.to("meta"), "labels": batch["labels"].to("meta")}
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        model(**call, use_cache=False)
+    keep_inputs_on_host(model)
+    model(**call, use_cache=False).loss.backward()

@@ -11,9 +11,8 @@ from opslot.models.discovery import discover
 from opslot.patchgen.lock import Lock, lock_path
 from opslot.slots import KERNEL_REGISTRY
 
-# Experts with separate stacked gate and up weights are only in Inkling's shared experts, which every token uses.
 # The loss reaches token_log_probs with `return_log_probs=True`: tests/models/test_log_probs.py.
-_WITHOUT_SLOT = {"moe_experts/split", "cross_entropy_loss/token_log_probs"}
+_WITHOUT_SLOT = {"cross_entropy_loss/token_log_probs"}
 
 
 def test_every_variant_is_matched_in_some_architecture():

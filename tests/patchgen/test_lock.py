@@ -227,7 +227,9 @@ def test_check_command(patch, locked, releases, tmp_path, monkeypatch, capsys):
     sys.modules.pop("toy_patch")
 
 
+@pytest.mark.slow
 def test_supported_architectures_agree_with_the_committed_lock():
+    """As `patchgen --check` does, which `make lint` runs."""
     lock, release = Lock.load(lock_path()), installed_release()
     assert {"llama", "qwen3_moe", "qwen3_vl", "deepseek_v3", "gemma3", "gpt_oss"} <= set(lock.archs)
     problems = [

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from opslot import explain
 from opslot.checkpoint import save_adapter
 from opslot.checkpoint.adapters import adapter_layers
 from opslot.cli import main
@@ -46,6 +47,31 @@ def write(settings, tmp_path, model_folder):
         return str(file)
 
     return make
+
+
+DENSE = {
+    "model_type": "qwen3",
+    "vocab_size": 260,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "eos_token_id": 0,
+}
+
+
+@pytest.fixture
+def dense_base(settings, write, tmp_path):
+    """Replaces the base by a random Qwen3 without experts."""
+    torch.manual_seed(0)
+    folder = tmp_path / "dense"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**DENSE)).save_pretrained(folder)
+    for file in (tmp_path / "base").glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    settings["model"] = {"model_path": str(folder)}
+    return folder
 
 
 def losses(folder):
@@ -178,6 +204,40 @@ def test_two_processes_have_the_losses_of_one(ranks, write, tmp_path, axis):
             torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "adamw_torch"])
+def test_resume_of_an_optimizer_on_other_ranks(ranks, write, settings, tmp_path, optimizer):
+    """fsdp=2 and ep=2 equal one process, and a run of one continues on the other."""
+    options = {"lr_scheduler": "constant", "optimizer": {"name": optimizer, "eps": 1e-6}, "lr": 1e-3}
+
+    def run(name, axis, **changes):
+        file = write(name, {"r": None, "target_modules": "all-linear"}, **options, **changes, **SIZES.get(axis, {}))
+        assert (ranks.run(run_config, file) == [0, 0]) if axis else (run_config(file) == 0)
+        return losses(tmp_path / name)
+
+    straight = run("straight", None)
+    assert run("fsdp", "fsdp") == pytest.approx(straight, rel=1e-4)
+    assert run("ep", "ep", max_steps=2) == pytest.approx(straight[:2], rel=1e-4)
+    assert run("ep", None, resume_from="latest") == pytest.approx(straight, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", [None, "fsdp"])
+def test_8_bit_adamw_resumes_exactly(ranks, write, tmp_path, axis):
+    """torchao compiles its step."""
+    pytest.importorskip("torchao")
+    whole = {"r": None, "target_modules": "all-linear"}
+    options = {"lr_scheduler": "constant", "optimizer": {"name": "adamw_8bit"}} | SIZES.get(axis, {})
+
+    def run(name, **changes):
+        file = write(name, whole, **options, **changes)
+        assert (ranks.run(run_config, file) == [0, 0]) if axis else (run_config(file) == 0)
+        return losses(tmp_path / name)
+
+    straight = run("straight")
+    run("split", max_steps=2)
+    assert run("split", resume_from="latest") == straight
+
+
 def test_unmatched_targets_are_one_error(write, capsys):
     targets = ["q_proj", "qproj", "w1"]
     assert run_config(write("bad", {"target_modules": targets, "modules_to_save": ["embed_tokens", "head"]})) == 2
@@ -198,6 +258,7 @@ def test_unmatched_targets_are_one_error(write, capsys):
         ({"target_modules": []}, "lora.target_modules is empty"),
         ({"target_modules": "q_proj("}, "is not a valid regular expression"),
         ({"target_modules": "q_proj"}, "q_proj matches no module"),
+        ({"quantization": "int4"}, "lora.quantization: expected"),
     ],
 )
 def test_invalid_settings_raise(write, capsys, change, message):
@@ -235,3 +296,61 @@ def test_classifier_heads_are_trained_whole(settings, write, tmp_path, capsys):
     capsys.readouterr()
     assert main(["merge", str(tmp_path / "run" / "hf"), str(tmp_path / "merged")]) == 2
     assert "set lora.merge: true" in capsys.readouterr().err
+
+
+def test_qlora_trains_on_quantized_weights(trainer, dense_base, write, tmp_path):
+    """As a model whose linear layers hold the dequantized values, with what PEFT trains and saves."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    nf4 = {"quantization": "nf4", "target_modules": "all-linear"}
+    run = trainer("run", nf4, lr_scheduler="constant", micro_batch_size=None)
+    layers = {path: m for path, m in run.model.named_modules() if isinstance(m, bitsandbytes.nn.Linear4bit)}
+    assert len(layers) == 14
+    assert all(layer.weight.dtype == torch.uint8 for layer in layers.values())
+    model = AutoModelForCausalLM.from_pretrained(dense_base)
+    with torch.no_grad():
+        for path, layer in layers.items():
+            values = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            target = model.get_submodule(path.removesuffix(".base_layer")).weight
+            assert not torch.equal(target, values)
+            target.copy_(values)
+    model.save_pretrained(tmp_path / "dequantized")
+    start = save_adapter(run.model, tmp_path / "start")
+    steps, forward = [], run.forward
+    run.forward = lambda batch, count: steps.append([(batch, count)]) or forward(batch, count)
+    run.train()
+    expected = peft_losses(tmp_path / "dequantized", start, steps, run.config.train)
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-3)
+    assert "14 linear layers compute with nf4 (bitsandbytes) weights" in str(explain(run.model))
+    assert run_config(write("split", nf4, lr_scheduler="constant", micro_batch_size=None, max_steps=2)) == 0
+    resumed = write("split", nf4, lr_scheduler="constant", micro_batch_size=None, resume_from="latest")
+    assert run_config(resumed) == 0
+    assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "run"), rel=1e-5)
+    assert main(["merge", str(tmp_path / "run" / "hf"), str(tmp_path / "merged")]) == 0
+
+
+def test_nf4_without_bitsandbytes_raises(write, dense_base, capsys, monkeypatch):
+    from opslot.models import quantized_linear
+
+    monkeypatch.setattr(quantized_linear, "has_package", lambda name: False)
+    assert run_config(write("bad", {"quantization": "nf4", "merge": True})) == 2
+    error = capsys.readouterr().err
+    assert "lora.quantization: nf4 needs bitsandbytes; pip install bitsandbytes" in error
+    assert "lora.merge needs unquantized weights" in error
+
+
+def test_nf4_is_for_one_process_and_no_experts(write, settings, capsys, monkeypatch):
+    from opslot.models import quantized_linear
+
+    monkeypatch.setattr(quantized_linear, "has_package", lambda name: True)
+    assert run_config(write("bad", {"quantization": "nf4"}, fsdp={"compute_dtype": "bfloat16"})) == 2
+    assert "FSDP2 cannot shard weights in nf4" in capsys.readouterr().err
+    assert run_config(write("bad", {"quantization": "nf4"})) == 2
+    assert "not the stacked weights of experts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lora", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}])
+def test_explain_says_why_an_adapted_head_computes_logits(trainer, dense_base, lora):
+    run = trainer("run", lora, max_steps=1)
+    (row,) = [row for row in explain(run.model) if row.op == "cross_entropy_loss" and row.variant == "causal"]
+    assert row.chosen == "eager"
+    assert "whose output is more than a linear layer's" in row.why

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 # The host tensor that each device tensor was copied from.
 _sources: Any = WeakIdKeyDictionary()
+
+
+def device_copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy that later work on the device waits for, and the host does not.
+
+    Inside a `TorchFunctionMode` too, which may keep host tensors where they are (`keep_inputs_on_host`).
+    """
+    with torch._C.DisableTorchFunction():
+        from_host = device.type == "cuda" and tensor.device.type == "cpu"
+        return (tensor.pin_memory() if from_host else tensor).to(device, non_blocking=True)
 
 
 def remember_source(copy: Tensor, source: Tensor) -> None:

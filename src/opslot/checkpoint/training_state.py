@@ -144,7 +144,8 @@ def load_snapshot(folder: Path, model: torch.nn.Module, optimizer: torch.optim.O
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     model_state, held = _live_state_dicts(model, optimizer)
     optimizer_state = plain_state(held)
-    tensors = {"model": model_state, "optimizer": optimizer_state}
+    # Without the groups, whose settings and number the run's configuration decides.
+    tensors = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
     try:
         changes = [change for of_rank in on_all_ranks(lambda: _changed_files(folder)) for change in of_rank]
         if changes:

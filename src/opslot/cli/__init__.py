@@ -299,6 +299,7 @@ def _add_verify(add: _Add) -> None:
     verify.add_argument(
         "--device", type=_device, default=None, help="cpu, cuda or npu; default the best that each kernel runs on"
     )
+    verify.add_argument("--dtype", metavar="NAMES", help="only bfloat16, float16 or float32 (separated by commas)")
     verify.add_argument("--seed", type=_seed, default=0, help="of the random inputs")
     verify.add_argument(
         "--workers", type=int, metavar="N", help="processes that check; default as many as help on a GPU, else none"
@@ -422,4 +423,4 @@ def _discover(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from opslot.cli.verify import run
 
-    return run(options.op, options.kernel, options.device, options.seed, options.workers, options.json)
+    return run(options.op, options.kernel, options.device, options.dtype, options.seed, options.workers, options.json)

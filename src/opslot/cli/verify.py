@@ -3,30 +3,55 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
+from collections.abc import Iterator
 from dataclasses import asdict
 
+from opslot._base.dtypes import floating_dtype
 from opslot._base.errors import ConfigError
 from opslot.slots import KERNEL_REGISTRY, format_table
 from opslot.verify import CheckResult, verify_kernels
+from opslot.verify.kernels import DTYPES
+
+_REPORT_S = 10.0
+_INTERRUPTED = 130
 
 
-def run(op: str | None, kernel: str | None, device: str | None, seed: int, workers: int | None, as_json: bool) -> int:
+def run(
+    op: str | None,
+    kernel: str | None,
+    device: str | None,
+    dtype: str | None,
+    seed: int,
+    workers: int | None,
+    as_json: bool,
+) -> int:
     """Print one row per kernel and dtype with its worst comparison; exit code 1 when a check fails.
 
     Args:
         op: names of ops, separated by commas; None for all.
+        dtype: names of dtypes, likewise.
     """
     if workers is not None and workers < 0:
         raise ConfigError(f"--workers {workers} is negative", hint="give 0 (no worker processes) or more")
     ops = None if op is None else [name.strip() for name in op.split(",")]
-    results = list(verify_kernels(ops, kernel, device=device, seed=seed, workers=workers))
-    if not results:
+    names = [] if dtype is None else [name.strip() for name in dtype.split(",")]
+    dtypes = [floating_dtype(name, f"--dtype {name!r}") for name in names] or DTYPES
+    results: list[CheckResult] = []
+    interrupted = False
+    try:
+        for result in _reported(verify_kernels(ops, kernel, device=device, dtypes=dtypes, seed=seed, workers=workers)):
+            results.append(result)
+    except KeyboardInterrupt:
+        interrupted = True
+    if not results and not interrupted:
         raise _no_kernel(ops, kernel)
     failed = [r for r in results if not r.ok]
     unsupported = sum(bool(r.unsupported) for r in results)
     if as_json:
         print(json.dumps([{**asdict(r), "ok": r.ok} for r in results], indent=2))
-        return 1 if failed else 0
+        return _INTERRUPTED if interrupted else int(bool(failed))
     header = ("op", "variant", "kernel", "dtype", "cases", "check", "worst case: error, eager's error, bound")
     print("\n".join(format_table(header, _rows(results))))
     for result, more in _distinct(failed):
@@ -34,8 +59,25 @@ def run(op: str | None, kernel: str | None, device: str | None, seed: int, worke
     passed = len(results) - len(failed) - unsupported
     counts = [f"{passed} passed", *([f"{len(failed)} failed"] if failed else [])]
     counts += [f"{unsupported} unsupported by their kernels"] if unsupported else []
-    print(f"{len(results)} checks against an fp64 reference: {', '.join(counts)}")
+    ended = ", interrupted" if interrupted else ""
+    print(f"{len(results)} checks against an fp64 reference: {', '.join(counts)}{ended}")
+    if interrupted:
+        return _INTERRUPTED
     return 1 if failed or unsupported == len(results) else 0
+
+
+def _reported(results: Iterator[CheckResult]) -> Iterator[CheckResult]:
+    """The results; failures, and now and then how many checks are done, are printed to stderr at once."""
+    failed = 0
+    reported = time.monotonic()
+    for done, result in enumerate(results, 1):
+        if not result.ok:
+            failed += 1
+            print(f"FAILED {result}", file=sys.stderr, flush=True)
+        if time.monotonic() - reported > _REPORT_S:
+            reported = time.monotonic()
+            print(f"{done} checks done, {failed} failed", file=sys.stderr, flush=True)
+        yield result
 
 
 def _distinct(failed: list[CheckResult]) -> list[tuple[CheckResult, int]]:

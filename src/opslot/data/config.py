@@ -64,7 +64,7 @@ class DataConfig:
     train: list[dict[str, Any]] | None = None
     eval_path: str | list[str] | None = None
     eval_fraction: float = 0.02
-    format: Literal["auto", "text", "jsonl", "parquet", "arrow"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "tar"] = "auto"
     text_field: str = "text"
     chat_template: str | None = None
     train_on: Literal["assistant", "last", "all"] = "assistant"

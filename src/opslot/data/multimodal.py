@@ -221,11 +221,10 @@ class MultimodalEncoder(ChatEncoder):
         """Tokens that the model replaces with features."""
         found = []
         for kind in KINDS:
-            for holder in (self.config, getattr(self.config, "thinker_config", None)):
-                for name in (f"{kind}_token_id", f"{kind}_token_index"):
-                    value = getattr(holder, name, None)
-                    if isinstance(value, int):
-                        found.append(value)
+            for name in (f"{kind}_token_id", f"{kind}_token_index"):
+                value = getattr(self.config, name, None)
+                if isinstance(value, int):
+                    found.append(value)
         return found
 
     def _placeholders(self, text: str) -> list[str]:
@@ -300,7 +299,6 @@ def encoder_cost(config: Any, inputs: Mapping[str, torch.Tensor]) -> float:
     A layer of width h takes 24 h^2 FLOPs per token, and bidirectional attention 4 h for each token of the same image:
     n patches cost n * (layers * h * (h + s / 6)) / (layers * h^2 of the language model), with s patches an image.
     """
-    config = getattr(config, "thinker_config", config)
     text = config.get_text_config()
     decoder = _number(text, "num_hidden_layers") * _number(text, "hidden_size") ** 2
     total = 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gzip
 import io
 import itertools
@@ -15,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from opslot.data.locations import ByteRange, Location
 from opslot.data.sources import COMPRESSIONS, format_of
+from opslot.data.tar_files import read_tar
 
 _NEWLINE = re.compile(rb"\n")
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n")
@@ -28,42 +29,6 @@ _COMPRESSION_RATIO = 4
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Columns = Mapping[Path, Sequence[str]]
-
-
-@dataclass(frozen=True, slots=True)
-class ByteRange:
-    """A part of a file that can be read on its own.
-
-    Attributes:
-        start, stop: byte offsets, each moved forward to the start of the next document; in a table, row numbers.
-            Compressed files and JSON arrays are one range.
-        size: bytes of text, estimated for tables and compressed files.
-        format: "text", "jsonl", "json_array", "parquet" or "arrow".
-    """
-
-    file: Path
-    start: int
-    stop: int
-    size: int
-    format: str
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where a record is, for errors; the line number is counted when the location is printed.
-
-    Attributes:
-        number: of the line after byte `start`, of the item, or of the row; from 1.
-    """
-
-    file: Path
-    unit: str
-    number: int
-    start: int = 0
-
-    def __str__(self) -> str:
-        before = _count_newlines(self.file, self.start) if self.start else 0
-        return f"{self.file}, {self.unit} {before + self.number}"
 
 
 @dataclass(frozen=True)
@@ -200,7 +165,7 @@ def _byte_ranges(
         yield from _reading_table(file, kind, problems, lambda: ranges(file, columns, max_bytes)) or ()
     elif file.suffix.lower() in COMPRESSIONS:
         yield ByteRange(file, 0, size, _COMPRESSION_RATIO * size, kind)
-    elif kind == "json_array":
+    elif kind in ("json_array", "tar"):
         yield ByteRange(file, 0, size, size, kind)
     else:
         for start in range(0, size, max_bytes):
@@ -313,17 +278,6 @@ def _read_json_array(
         problems.append(f"{part.file}: not a JSON array ({error})")
     except _DAMAGED as error:
         problems.append(f"{part.file}: cannot be decompressed ({error})")
-
-
-@functools.lru_cache(maxsize=8)
-def _count_newlines(path: Path, stop: int) -> int:
-    """Newlines in the first `stop` bytes."""
-    count = 0
-    with path.open("rb") as file:
-        while stop > 0 and (chunk := file.read(min(_SEARCHED_BYTES, stop))):
-            count += chunk.count(b"\n")
-            stop -= len(chunk)
-    return count
 
 
 def _record_of_line(line: bytes) -> tuple[dict[str, Any], str | None]:
@@ -454,4 +408,5 @@ _READERS: dict[str, Callable[..., Iterator[tuple[Location, dict[str, Any]]]]] = 
     "json_array": _read_json_array,
     "parquet": _read_table,
     "arrow": _read_table,
+    "tar": read_tar,
 }

@@ -17,6 +17,7 @@ _FORMATS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines", ".jl", ".json"), "jsonl"),
     ".parquet": "parquet",
     ".arrow": "arrow",
+    ".tar": "tar",
     **dict.fromkeys((".txt", ".md"), "text"),
 }
 # Compressed JSON Lines are read as they are; other compressed files are not.
@@ -79,7 +80,7 @@ def _without_links(files: Iterable[Path]) -> list[Path]:
 
 
 def format_of(file: Path, format: str = "auto") -> str | None:
-    """How a file is read: "text", "jsonl", "parquet" or "arrow"; None if the extension does not say."""
+    """How a file is read: "text", "jsonl", "parquet", "arrow" or "tar"; None if the extension does not say."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if format != "auto":
         return format

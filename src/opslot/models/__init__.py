@@ -5,6 +5,7 @@ import pkgutil
 
 from opslot.models._apply import apply, restore
 from opslot.models._build import build_foundation_model, load_config, load_foundation_weights
+from opslot.models._common.sub_model import train_sub_model
 from opslot.models._registry import (
     ARCHITECTURES,
     MODEL_CONFIG_REGISTRY,
@@ -13,7 +14,9 @@ from opslot.models._registry import (
     Architecture,
     register_architecture,
     serve_model_type,
+    trained_config,
 )
+from opslot.slots.protocol import SubModel
 
 __all__ = [
     "ARCHITECTURES",
@@ -21,6 +24,7 @@ __all__ = [
     "MODEL_CONFIG_REGISTRY",
     "MODEL_PROCESSOR_REGISTRY",
     "Architecture",
+    "SubModel",
     "apply",
     "build_foundation_model",
     "load_config",
@@ -28,6 +32,8 @@ __all__ = [
     "register_architecture",
     "restore",
     "serve_model_type",
+    "train_sub_model",
+    "trained_config",
 ]
 
 for _module in pkgutil.iter_modules(__path__):

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from opslot._base.host_values import remember_source
+from opslot._base.host_values import device_copy, remember_source
 from opslot.slots import KERNEL_REGISTRY
 
 _FEATURES = ("get_image_features", "get_video_features", "get_audio_features")
@@ -100,8 +100,7 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     known = _copies.get(tensor)
     if known is not None and known[0] == (device, tensor._version):
         return known[1]
-    source = tensor.pin_memory() if device.type == "cuda" else tensor
-    copy = source.to(device, non_blocking=True)
+    copy = device_copy(tensor, device)
     _copies[tensor] = ((device, tensor._version), copy)
     remember_source(copy, tensor)
     return copy

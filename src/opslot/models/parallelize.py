@@ -196,6 +196,10 @@ def _check_experts(model: Any, state: ParallelState, plan: ParallelPlan | None) 
                 f"ep={state.ep}, but the parallel plan does not shard {', '.join(missing)}",
                 hint="name every parameter of the experts in it",
             )
+        counts = {name: len(parameter) for name, parameter in module.named_parameters(recurse=False)}
+        if len(set(counts.values())) > 1:
+            found = ", ".join(f"{count} in {name}" for name, count in counts.items())
+            raise ConfigError(f"{path} cannot be sharded over ep ranks: its experts are {found}", hint="set ep to 1")
         check_module = KERNEL_REGISTRY.op(op_name).variant(variant).check_module
         if check_module and (problem := check_module(module)):
             raise ConfigError(f"{path} cannot be sharded over ep ranks: {problem}", hint="set ep to 1")

@@ -70,13 +70,17 @@ def _nf4_linear(linear: Any) -> nn.Module:
     class NF4Linear(bitsandbytes.nn.Linear4bit):
         """Its weight is frozen and not part of the state dict once it is quantized."""
 
+        quantization = "nf4 (bitsandbytes)"
+
         def load_weight(self, weight: Tensor, device: torch.device | str | None) -> None:
             """Quantize `weight` on `device`."""
-            quantized = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=self)
-            self.weight = quantized.to(device or "cpu")
+            self.weight = self._parameter(weight).to(device or "cpu")
+
+        def _parameter(self, weight: Tensor) -> Any:
+            return bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=self)
 
         def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-            if not isinstance(self.weight, bitsandbytes.nn.Params4bit):
+            if self.weight.is_meta:
                 nn.Linear._save_to_state_dict(self, destination, prefix, keep_vars)
 
     dtype = linear.weight.dtype
@@ -88,6 +92,6 @@ def _nf4_linear(linear: Any) -> nn.Module:
         quant_type="nf4",
         device="meta",
     )
-    layer.weight = nn.Parameter(linear.weight.data, requires_grad=False)
+    layer.weight = layer._parameter(linear.weight.data)
     layer.bias = linear.bias
     return layer

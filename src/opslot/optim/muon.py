@@ -68,7 +68,10 @@ class Muon(torch.optim.AdamW):
     def _step_one(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
         if "momentum_buffer" not in state:
+            # AdamW expects it of each parameter when a state is loaded.
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             state["momentum_buffer"] = torch.zeros_like(param)
+        state["step"] += 1
         buffer = state["momentum_buffer"]
         buffer.lerp_(grad.to(buffer.dtype), 1 - self._momentum)
         update = torch.lerp(grad.to(buffer.dtype), buffer, self._momentum) if self._nesterov else buffer

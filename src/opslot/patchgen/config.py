@@ -67,8 +67,10 @@ class PatchConfig(TextPrimitives):
         slot: Slot,
         *,
         args: str,
+        returns: str = "{call}",
         expects: str | Iterable[str] = (),
         outside_decorators: bool = False,
+        parameters: Iterable[str] = (),
         name_map: Mapping[str, str] | None = None,
     ) -> None:
         """Call the slot's kernel instead of a method's body while a kernel is bound.
@@ -77,15 +79,26 @@ class PatchConfig(TextPrimitives):
             target: `Class.method`.
             slot: the op and variant that the method's body computes.
             args: positional arguments of the kernel, as source text in the method's scope.
+            returns: what the method returns, `{call}` being the kernel's result.
             expects: fingerprints that the body may have; any other raises, since the slot would then stand for
                 a body with another meaning.
             outside_decorators: test the slot before the class's decorators see the call. Needed where a decorator
                 swaps the method, as `use_experts_implementation` does.
+            parameters: outside the decorators, other parameters than the method's, which callers pass while a kernel is
+                bound.
             name_map: prefixes of names with what each becomes, for an edit written for a sibling architecture.
         """
         _require_method(target, slot)
         hashes = _fingerprints(expects)
-        edit = SlotMethod(target, slot=slot, args=args, outside_decorators=outside_decorators, expects=hashes)
+        edit = SlotMethod(
+            target,
+            slot=slot,
+            args=args,
+            returns=returns,
+            outside_decorators=outside_decorators,
+            parameters=tuple(parameters),
+            expects=hashes,
+        )
         self._add(edit, name_map)
 
     def slot_calls(

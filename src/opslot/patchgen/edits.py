@@ -82,7 +82,9 @@ class SlotMethod(Edit):
 
     slot: Slot = Slot("")
     args: str = ""
+    returns: str = "{call}"
     outside_decorators: bool = False
+    parameters: tuple[str, ...] = ()
     expects: tuple[str, ...] = ()
 
     @property

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from textwrap import indent
 from typing import Protocol
 
 from opslot.patchgen.config import PatchConfig
@@ -178,6 +179,7 @@ class Reviewed:
         helper: fingerprint of the function that decides what the code means, as `rotate_half` does; None for no such
             function.
         args: the kernel's arguments, as source text where the form says so.
+        returns: what a method returns, `{call}` being the kernel's result; written like `args`.
     """
 
     hash: str
@@ -186,6 +188,7 @@ class Reviewed:
     seen: str
     helper: str | None = None
     args: str = ""
+    returns: str = "{call}"
 
 
 @dataclass(frozen=True)
@@ -229,13 +232,76 @@ class MethodForms:
         named = {int(number) for number in re.findall(r"{(\d+)}", row.args)}
         rest = "".join(f", {p}" for index, p in enumerate(parameters) if index not in named)
         args, outside = row.args.format(*parameters, rest=rest), self.outside_decorators
+        returns = row.returns.format(*parameters, call="{call}")
 
         def write(patch: PatchConfig) -> None:
             slot = Slot(self.op, row.variant)
-            patch.slot_method(forward, slot, args=args, expects=row.hash, outside_decorators=outside)
+            patch.slot_method(forward, slot, args=args, returns=returns, expects=row.hash, outside_decorators=outside)
             patch.dependencies.extend(self.depends)
 
         return Match(name, self.op, row.variant, write)
+
+
+# PEFT puts its layers around a module, which do not have the module's attributes.
+_WITHOUT_ADAPTERS = """
+def _opslot_without_adapters(module):
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+"""
+
+
+@dataclass(frozen=True)
+class CalledMethodForms:
+    """Methods whose arguments a kernel cannot take, as reviewed callers call them.
+
+    The slot is on the class that owns the weights, outside its `forward`. While a kernel is bound, the caller passes
+    `parameters` instead.
+
+    Attributes:
+        op: the op's name.
+        parameters: what the caller passes while a kernel is bound.
+        rows: the bodies of the owner's `forward`; `args` are in terms of `parameters`.
+        callers: by fingerprint of the caller's `forward`, the attribute that holds the owner, the statements that are
+            replaced, and what runs instead while a kernel is bound.
+        otherwise: the op's other forms; what they skip in these classes is dropped.
+    """
+
+    op: str
+    parameters: tuple[str, ...]
+    rows: tuple[Reviewed, ...]
+    callers: Mapping[str, tuple[str, str, str]]
+    otherwise: MethodForms
+
+    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
+        rows = {row.hash: row for row in self.rows}
+        owners = {name: rows[h] for name, f in module.methods() if (h := module.fingerprint(f)) in rows}
+        callers = [name for name, forward in module.methods() if module.fingerprint(forward) in self.callers]
+        # One class of each kind; with more, it is unknown which belong together.
+        found = {*owners, *callers} if len(owners) == len(callers) == 1 else set()
+        if found:
+            ((owner, row),) = owners.items()
+            yield self._match(owner, row, callers[0], self.callers[str(module.fingerprint(f"{callers[0]}.forward"))])
+        yield from (f for f in self.otherwise.find(module) if not (isinstance(f, Skip) and f.symbol in found))
+
+    def _match(self, owner: str, row: Reviewed, caller: str, call: tuple[str, str, str]) -> Match:
+        attribute, pattern, instead = call
+
+        def write(patch: PatchConfig) -> None:
+            slot = Slot(self.op, row.variant)
+            patch.slot_method(
+                f"{owner}.forward",
+                slot,
+                args=row.args,
+                expects=row.hash,
+                outside_decorators=True,
+                parameters=self.parameters,
+            )
+            patch.add_helper(_WITHOUT_ADAPTERS)
+            bound = f"_opslot_without_adapters(self.{attribute}).{slot.attribute} is not None"
+            patch.replace(
+                f"{caller}.forward", pattern, f"if {bound}:\n{indent(instead.strip(), '    ')}\nelse:\n    $match"
+            )
+
+        return Match(owner, self.op, row.variant, write)
 
 
 @dataclass(frozen=True)

@@ -9,27 +9,13 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from opslot._base.errors import PatchError
-from opslot.patchgen.tree import fields, replace_nodes, walk
+from opslot.patchgen.tree import children, fields, replace_nodes, walk
 
 _VARIABLE = re.compile(r"\$(\*?)([A-Za-z_]\w*)")
 _ONE = "__opslot_one_"
 _REST = "__opslot_rest_"
 
 Captured = cst.BaseExpression | Sequence[cst.Arg]
-
-# Fields that only lay out the code.
-_LAYOUT = {
-    "lpar",
-    "rpar",
-    "comma",
-    "semicolon",
-    "leading_lines",
-    "lines_after_decorators",
-    "header",
-    "footer",
-    "indent",
-    "trailing_whitespace",
-}
 
 
 @dataclass(frozen=True)
@@ -73,7 +59,7 @@ def find_matches(pattern: Pattern, scope: cst.CSTNode) -> list[Match]:
     """Every match in the blocks of `scope`, outermost first; an expression is found in the statement around it."""
     matches: list[Match] = []
     for node in walk(scope):
-        if isinstance(node, cst.IndentedBlock):
+        if type(node) is cst.IndentedBlock:
             if pattern.expression is not None:
                 matches.extend(_expression_matches(pattern.expression, node))
             else:
@@ -93,23 +79,24 @@ def _statement_matches(pattern: Sequence[cst.CSTNode], block: cst.IndentedBlock)
 
 def _expression_matches(pattern: cst.BaseExpression, block: cst.IndentedBlock) -> list[Match]:
     found = []
+    anything = isinstance(pattern, cst.Name) and pattern.value.startswith(_ONE)
     for index, statement in enumerate(block.body):
         for node in _outside_blocks(statement):
             captures: dict[str, Captured] = {}
-            if isinstance(node, cst.BaseExpression) and _matches(pattern, node, captures):
+            if (anything or type(node) is type(pattern)) and _matches(pattern, node, captures):
                 found.append(Match(block, index, index + 1, captures, node))
     return found
 
 
 def _outside_blocks(node: cst.CSTNode) -> list[cst.CSTNode]:
     """Nodes of a statement that do not belong to the statements inside it."""
-    if isinstance(node, cst.IndentedBlock):
-        return []
-    nodes = [node]
-    for _, value in fields(node):
-        for child in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(child, cst.CSTNode):
-                nodes.extend(_outside_blocks(child))
+    nodes: list[cst.CSTNode] = []
+    remaining = [node]
+    while remaining:
+        current = remaining.pop()
+        if type(current) is not cst.IndentedBlock:
+            nodes.append(current)
+            remaining.extend(reversed(children(current)))
     return nodes
 
 
@@ -129,11 +116,7 @@ def _matches(want: object, have: object, captures: dict[str, Captured]) -> bool:
     if isinstance(want, cst.SimpleString) and isinstance(have, cst.SimpleString):
         return want.evaluated_value == have.evaluated_value
     assert isinstance(have, cst.CSTNode)
-    return all(
-        _matches(value, getattr(have, name), captures)
-        for name, value in fields(want)
-        if name not in _LAYOUT and "whitespace" not in name
-    )
+    return all(_matches(value, getattr(have, name), captures) for name, value in fields(want))
 
 
 def _sequences_match(want: Sequence[object], have: Sequence[object], captures: dict[str, Captured]) -> bool:

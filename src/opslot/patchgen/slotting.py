@@ -26,7 +26,7 @@ def apply_slot_method(edit: SlotMethod, document: Document) -> None:
     if edit.outside_decorators:
         _slot_outside_decorators(edit, document, method)
         return
-    call = f"if self.{edit.slot.attribute} is not None:\n    return self.{edit.slot.attribute}({edit.args})\n"
+    call = f"if self.{edit.slot.attribute} is not None:\n    return {_result(edit)}\n"
     new = cst.parse_module(call).body
     document.sign(edit, new)
     block = method.body
@@ -38,19 +38,35 @@ def apply_slot_method(edit: SlotMethod, document: Document) -> None:
 
 def _slot_outside_decorators(edit: SlotMethod, document: Document, method: cst.FunctionDef) -> None:
     """After the class, put a function around whatever the decorators left as the method."""
-    class_name, _, method_name = edit.target.partition(".")
+    if edit.parameters:
+        _insert_below(edit, document, "*arguments, **options", "*arguments, **options", edit.parameters)
+        return
     params = method.params
     names = [parameter.name.value for parameter in params.params[1:]]
     plain = not (params.kwonly_params or params.star_kwarg or params.posonly_params)
     if not plain or isinstance(params.star_arg, cst.Param):
         raise document.fail(edit, "only plain parameters can be passed on outside the decorators", show=edit.target)
-    taken = ["self", *map(_bare, params.params[1:])]
+    _insert_below(edit, document, ", ".join(map(_bare, params.params[1:])), ", ".join(names))
+
+
+def _insert_below(
+    edit: SlotMethod, document: Document, taken: str, passed: str, parameters: tuple[str, ...] = ()
+) -> None:
+    """Put the function around the method below its class.
+
+    Args:
+        taken, passed: the function's parameters, and the method's arguments, after `self`.
+        parameters: names for the arguments of a call while a kernel is bound.
+    """
+    class_name, _, method_name = edit.target.partition(".")
+    named = f"        {', '.join(parameters)} = arguments\n" if parameters else ""
     text = (
         f"_opslot_dispatch_{class_name} = {class_name}.{method_name}\n\n\n"
-        f"def _opslot_{method_name}_{class_name}({', '.join(taken)}):\n"
+        f"def _opslot_{method_name}_{class_name}(self, {taken}):\n"
         f"    if self.{edit.slot.attribute} is not None:\n"
-        f"        return self.{edit.slot.attribute}({edit.args})\n"
-        f"    return _opslot_dispatch_{class_name}({', '.join(['self', *names])})\n\n\n"
+        f"{named}"
+        f"        return {_result(edit)}\n"
+        f"    return _opslot_dispatch_{class_name}(self, {passed})\n\n\n"
         f"{class_name}.{method_name} = _opslot_{method_name}_{class_name}\n"
     )
     first, *others = cst.parse_module(text).body
@@ -60,6 +76,11 @@ def _slot_outside_decorators(edit: SlotMethod, document: Document, method: cst.F
     assert index is not None
     document.module = splice(document.module, index + 1, index + 1, new, document.mark(edit))
     document.note(class_name, f"slot {edit.slot} outside the decorators of {method_name}, below the class")
+
+
+def _result(edit: SlotMethod) -> str:
+    """What the method returns while a kernel is bound."""
+    return edit.returns.format(call=f"self.{edit.slot.attribute}({edit.args})")
 
 
 def _bare(parameter: cst.Param) -> str:

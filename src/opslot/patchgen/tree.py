@@ -42,13 +42,37 @@ _SELF_DELIMITED = (
 )
 
 
+# Fields that hold punctuation; those with whitespace have it in their names.
+_LAYOUT = {
+    "lpar",
+    "rpar",
+    "lbracket",
+    "rbracket",
+    "lbrace",
+    "rbrace",
+    "dot",
+    "equal",
+    "comma",
+    "semicolon",
+    "leading_lines",
+    "lines_after_decorators",
+    "header",
+    "footer",
+    "indent",
+    "newline",
+    "trailing_whitespace",
+}
 _fields: dict[type, tuple[str, ...] | None] = {}
 
 
 def _fields_of(kind: type) -> tuple[str, ...] | None:
-    """The fields of a class of nodes; None for another class. LibCST's classes are abstract, so isinstance is slow."""
+    """Fields of a class of nodes that hold code; None for another class.
+
+    LibCST's classes are abstract, so isinstance is slow.
+    """
     if kind not in _fields:
-        _fields[kind] = tuple(f.name for f in dataclasses.fields(kind)) if issubclass(kind, cst.CSTNode) else None
+        names = [f.name for f in dataclasses.fields(kind)] if issubclass(kind, cst.CSTNode) else None
+        _fields[kind] = None if names is None else tuple(n for n in names if n not in _LAYOUT and "whitespace" not in n)
     return _fields[kind]
 
 
@@ -57,25 +81,29 @@ def is_node(value: object) -> bool:
 
 
 def fields(node: cst.CSTNode) -> Iterator[tuple[str, Any]]:
+    """Fields that hold code, not layout."""
     for name in _fields_of(type(node)) or ():
         yield name, getattr(node, name)
 
 
-def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    for _, value in fields(node):
-        if is_node(value):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from filter(is_node, value)
+def children(node: cst.CSTNode) -> list[cst.CSTNode]:
+    found: list[cst.CSTNode] = []
+    for name in _fields_of(type(node)) or ():
+        value = getattr(node, name)
+        if type(value) in (list, tuple):
+            found.extend(filter(is_node, value))
+        elif is_node(value):
+            found.append(value)
+    return found
 
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """The node and all nodes below it, in the order of the source."""
+    """The node and all nodes below it that are code, in the order of the source."""
     remaining = [node]
     while remaining:
         current = remaining.pop()
         yield current
-        remaining.extend(reversed(list(children(current))))
+        remaining.extend(reversed(children(current)))
 
 
 def replace_nodes(root: Node, replacements: Replacements) -> Node:

@@ -131,7 +131,8 @@ def _put(model: Any, binding: Binding, placed: list[_Placed]) -> None:
         if op.attach is not None:
             set_attached(module, {**attached(module), op.name: op.attach(module, slot, kernel)})
     runs = _runs(model, binding)
-    note = "" if all(s.resolution.explicit for s in binding.slots) else str(read_profile(binding.device))
+    profile = "" if all(s.resolution.explicit for s in binding.slots) else str(read_profile(binding.device))
+    note = "\n".join(line for line in (profile, _quantized_layers(model)) if line)
     watch = model.register_forward_pre_hook(_follow, with_kwargs=True)
     set_binding_state(model, _Written(binding, runs, make_report(binding, runs, runs, note), watch))
 
@@ -199,6 +200,14 @@ def unbind(model: Any) -> None:
             hint="bind it to eager, opslot.bind(model, 'eager'), or build the model again",
         )
     _take_down(model)
+
+
+def _quantized_layers(model: Any) -> str:
+    """A line on layers that compute with quantized weights, outside of any slot."""
+    found = [module.quantization for module in model.modules() if hasattr(module, "quantization")]
+    if not found:
+        return ""
+    return f"{len(found)} linear layers compute with {found[0]} weights; the kernels above run around them"
 
 
 def explain(model: Any) -> BindingReport:

@@ -66,6 +66,7 @@ class SlotBinding:
         owner: class name of the module.
         resolution: the kernel and the reasons.
         wrappers: applied to the kernel, in this order.
+        parts: of an op that is selected per model: FQNs of the modules in which the kernel runs.
         kept: of an op that is selected per model: why this one keeps Transformers' implementation, so that a kernel
             that is named serves other sub-models alone; "" where it does not.
     """
@@ -75,6 +76,7 @@ class SlotBinding:
     owner: str
     resolution: Resolution
     wrappers: tuple[Wrapper, ...] = ()
+    parts: tuple[str, ...] = ()
     kept: str = ""
 
     @property
@@ -161,7 +163,9 @@ def resolve(
         request = KernelRequest(
             op_name, variant, facts, dtype or _dtype_of(at.module) or default_dtype, at.module, around
         )
-        wanted = config.choice(op_name, variant, at.path)
+        parts = () if at.name else _parts(model, at, configs)
+        problems += _partly_covered(config, at, parts)
+        wanted = config.choice(op_name, variant, at.path, parts)
         keeps = None if at.name else _keeps(at, wanted)
         try:
             resolution = _resolve_at(request, wanted, keeps)
@@ -172,7 +176,7 @@ def resolve(
             problems.append(f"{at.path or type(model).__name__}: {error}")
             continue
         wrappers = wrappers_of(at.module, at.name or at.op_name)
-        slots.append(SlotBinding(at.path, at.name, class_name(at.module), resolution, wrappers, keeps or ""))
+        slots.append(SlotBinding(at.path, at.name, class_name(at.module), resolution, wrappers, parts, keeps or ""))
     skipped = _skipped(model)
     absent = list(_absent(config, slots, skipped, problems))
     if problems:
@@ -206,6 +210,29 @@ def _without_attribute(model: Any, chosen: OpsImplementationConfig, configs: dic
             elif all(module.config is not config for config in seen):
                 seen.append(module.config)
                 yield ModuleSlot(path, module, "", op.name, variant)
+
+
+def _parts(model: Any, at: ModuleSlot, configs: dict[str, Any]) -> tuple[str, ...]:
+    """The modules in which the kernel of a per-model op runs: those whose config is the sub-model's."""
+    part = KERNEL_REGISTRY.op(at.op_name).part
+    if part is None:
+        return ()
+    return tuple(
+        path for path, module in model.named_modules() if part(module) and _nearest(path, configs) is at.module.config
+    )
+
+
+def _partly_covered(config: OpsImplementationConfig, at: ModuleSlot, parts: tuple[str, ...]) -> Iterator[str]:
+    """Overrides that name some modules of a sub-model, for an op whose kernel is that of all of them."""
+    field = KERNEL_REGISTRY.op(at.op_name).field_of(at.variant)
+    for glob, chosen in config.overrides.items():
+        found = fnmatch.filter(parts, glob)
+        if field in chosen and 0 < len(found) < len(parts) and not fnmatch.fnmatchcase(at.path, glob):
+            yield (
+                f"{at.path or 'model'}: overrides[{glob!r}].{field}={chosen[field]!r}: {at.op_name} is selected for all"
+                f" modules of {class_name(at.module)} together, because they share its masks, and the glob matches"
+                f" {len(found)} of {len(parts)}; use {f'{at.path}.*' if at.path else '*'!r}"
+            )
 
 
 def _keeps(at: ModuleSlot, wanted: str) -> str | None:
@@ -265,9 +292,13 @@ def _absent(
         for field, value in chosen.items():
             problem = _without_slot(field, value, glob, slots, skipped)
             if problem is None:
-                yield Absent(
-                    glob, _op_of(field).name, f"overrides: {field}={value}, but no module path like this has the op"
-                )
+                why = f"overrides: {field}={value}, but no module path like this has the op"
+                if value in ("auto", "eager"):
+                    yield Absent(glob, _op_of(field).name, why)
+                else:
+                    known = [slot.path or "model" for slot in slots if slot.field == field]
+                    have = f"; {known[0]} has it" if known else ""
+                    problems.append(f"{glob}: {why}{have}")
             elif value not in ("auto", "eager"):
                 problems += [f"{line} (in overrides[{glob!r}])" for line in problem]
 
@@ -279,7 +310,7 @@ def _without_slot(
 
     Returns None where those modules have no such op at all.
     """
-    of_field = [slot for slot in slots if slot.field == field and fnmatch.fnmatchcase(slot.path, glob)]
+    of_field = [slot for slot in slots if slot.field == field and fnmatch.filter([slot.path, *slot.parts], glob)]
     if any(not slot.kept for slot in of_field):
         return []
     where = {(slot.path, slot.kept): "" for slot in of_field}

@@ -138,12 +138,13 @@ class OpsImplementationConfig:
             hint=f"make another, OpsImplementationConfig(**{{**config.to_dict(), {name!r}: {value!r}}})",
         )
 
-    def choice(self, op_name: str, variant: str, path: str = "") -> str:
-        """Implementation wanted for an op at module `path`; the last matching override wins."""
+    def choice(self, op_name: str, variant: str, path: str = "", parts: Sequence[str] = ()) -> str:
+        """Implementation wanted for an op at module `path`; the last override that matches it, or all `parts`, wins."""
         field = KERNEL_REGISTRY.op(op_name).field_of(variant)
         value = self._values[field]
         for glob, chosen in self.overrides.items():
-            if field in chosen and fnmatch.fnmatchcase(path, glob):
+            everywhere = parts and len(fnmatch.filter(parts, glob)) == len(parts)
+            if field in chosen and (fnmatch.fnmatchcase(path, glob) or everywhere):
                 value = chosen[field]
         return value
 

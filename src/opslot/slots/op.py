@@ -130,6 +130,7 @@ class OpSpec:
         per_module: `applies_to` is instead asked for every module, with the config of the sub-model around it (None
             without one) as second argument. Only the modules that the configuration names a kernel for are bound; the
             others, also under "auto", are left alone and not listed.
+        part: `(module) -> bool`: of a per-model op, whether its kernel runs in that module of the model.
         keeps: `(model, state or None, wanted) -> why`, of a per-model op: why the model keeps Transformers'
             implementation though the configuration wants "auto" or a kernel, or None.
         can_serve: `(bound kernel, *modules) -> bool`: whether the kernel may run in place of a call of the modules
@@ -146,6 +147,7 @@ class OpSpec:
     runs: Callable[[Any], str | None] | None = None
     applies_to: Callable[..., str | None] | None = None
     per_module: bool = False
+    part: Callable[[Any], bool] | None = None
     keeps: Callable[[Any, Any, str], str | None] | None = None
     can_serve: Callable[..., bool] | None = None
     bound_to_model: bool = True

@@ -45,7 +45,7 @@ from opslot.trainer.config import RunConfig
 from opslot.trainer.display import make_console
 from opslot.trainer.kernels import kernel_record
 from opslot.trainer.loss_scaling import LossScaler
-from opslot.trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
+from opslot.trainer.optimizer import build_optimizer, learning_rate, require_same_optimizer, set_learning_rate
 from opslot.trainer.output_lock import OutputLock
 from opslot.trainer.parse import config_changes, to_yaml
 from opslot.trainer.prepare import prepare_model
@@ -450,6 +450,7 @@ class BaseTrainer(ABC):
                 self.say(f"no checkpoint in {self.output_dir}; starting from step 1")
             return
         state, _ = checkpointing.read_state(checkpoint)
+        require_same_optimizer(checkpoint, state.get("config") or {}, self.config.train.optimizer)
         self.batches.load_state_dict(state["data"])
         checkpointing.load_checkpoint(checkpoint, self.model, self.optimizer)
         if self.state.rank < len(state["random"]):

@@ -158,6 +158,8 @@ class TrainConfig:
             fully qualified parameter names such as model.language_model.layers.0.*.
         lr_of: peak learning rate of parts, named as in `freeze`, where it differs from `lr`; for a parameter that
             several match, the last one counts.
+        export_excluded: keep in the export the weights of `model.model_path` that are not built for training, such as
+            the speech parts of an omni model.
         sp_size: processes that share one sequence (Ulysses sequence parallelism).
         ep_size: processes that share the experts (expert parallelism).
         profile: first and last step to profile, e.g. [10, 12]: a Chrome trace and, on a GPU, a memory snapshot of each
@@ -188,6 +190,7 @@ class TrainConfig:
     resume_from: str | None = None
     freeze: list[str] | None = None
     lr_of: dict[str, float] | None = None
+    export_excluded: bool = False
     sp_size: int = 1
     ep_size: int = 1
     profile: list[int] | None = None

@@ -9,27 +9,18 @@ on two cores.
 
 from __future__ import annotations
 
-import argparse
-import base64
-import html
 import json
 import math
 import random
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opslot._base.errors import OpslotError
-from opslot._base.files import write_text
 from opslot.data.python_sources import train_tokenizer
-from opslot.trainer.demo import clear_output, path_arguments
-from opslot.trainer.threads import wait_without_spinning
+from opslot.trainer.demo_media import MediaDemo, picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from rich.console import Console
 
 VOCABULARY = 384
 SIDE = 32
@@ -76,61 +67,6 @@ MODEL: dict[str, Any] = {
         "initializer_range": 0.05,
     },
 }
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; returns its exit code."""
-    wait_without_spinning()
-    from opslot.trainer.display import make_console
-
-    parser = argparse.ArgumentParser("python -m opslot.trainer.demo_vlm", description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("outputs/demo-vlm"), help="default: %(default)s")
-    parser.add_argument("--config", type=Path, default=Path("configs/vlm_demo.yaml"), help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=None, help="optimizer steps; default those of the configuration")
-    parser.add_argument("--samples", type=int, default=3000, help="training conversations; default: %(default)s")
-    options = parser.parse_args(argv)
-    try:
-        return _demo(options.output, options.config, options.steps, options.samples, make_console())
-    except OpslotError as error:
-        print(f"demo: error: {error}", file=sys.stderr)
-        return 2
-
-
-def _demo(output: Path, config_file: Path, steps: int | None, samples: int, console: Console) -> int:
-    from opslot.trainer.main import run
-    from opslot.trainer.parse import load_config
-
-    started = time.monotonic()
-    clear_output(output)
-    console.rule("[bold]1. drawings, processor and tokenizer")
-    held_out = write_inputs(output, samples)
-    console.print(f"conversations, images, processor and model configuration are in {output}", highlight=False)
-    arguments = [str(config_file), *path_arguments(output), *([f"--train.max_steps={steps}"] if steps else [])]
-    console.rule(f"[bold]2. opslot train {config_file}")
-    trainer, result = run(load_config(arguments), console)
-    if not result.completed:
-        return 0
-    console.rule("[bold]3. held-out drawings")
-    answers = answer(trainer.output_dir / "hf", held_out)
-    right = [given == sample["messages"][-1]["content"] for sample, given in zip(held_out, answers, strict=True)]
-    console.print(f"{sum(right) / len(right):.0%} of {len(right)} held-out questions answered right", highlight=False)
-    page = write_page(output, held_out, answers, trainer.output_dir / "loss.png")
-    console.print(f"samples, answers and loss curve: {page}", highlight=False)
-    console.print(f"\ntotal: {time.monotonic() - started:.0f} s", highlight=False)
-    return 0
-
-
-def write_inputs(output: Path, samples: int) -> list[dict[str, Any]]:
-    """Write train.jsonl, eval.jsonl, the images, the processor and config.json; returns held-out samples."""
-    rng = random.Random(0)
-    images = output / "data" / "images"
-    images.mkdir(parents=True)
-    trained = [_sample(rng, images, f"train{number}") for number in range(samples)]
-    held_out = [_sample(rng, images, f"eval{number}") for number in range(120)]
-    for name, listed in (("train", trained), ("eval", held_out)):
-        (output / "data" / f"{name}.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in listed))
-    write_model(output / "model", [_text(message) for sample in trained for message in sample["messages"]])
-    return held_out
 
 
 def write_model(folder: Path, texts: list[str]) -> None:
@@ -210,84 +146,23 @@ def _sample(rng: random.Random, folder: Path, name: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": found}]}
 
 
-def answer(folder: Path, samples: list[dict[str, Any]]) -> list[str]:
-    """Answers of an exported model, with plain Transformers."""
-    import torch
+def _load_images(files: list[Path]) -> dict[str, Any]:
     from PIL import Image as Pillow
-    from transformers import AutoModelForImageTextToText
-    from transformers.utils import logging
 
-    from opslot.trainer.processors import load_processor
-
-    logging.disable_progress_bar()
-    processor: Any = load_processor(folder)
-    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
-    data = folder.parents[1] / "data"
-    end = processor.tokenizer.eos_token_id
-    answers = []
-    for sample in samples:
-        question = sample["messages"][:1]
-        text = processor.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-        images = [Pillow.open(data / name).convert("RGB") for name in _images(sample)]
-        inputs = processor(text=[text], images=images or None, return_tensors="pt")
-        with torch.no_grad():
-            output = model.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=end, pad_token_id=end)
-        new = output[0, inputs["input_ids"].shape[1] :]
-        answers.append(str(processor.tokenizer.decode(new, skip_special_tokens=True)).strip())
-    return answers
+    return {"images": [Pillow.open(file).convert("RGB") for file in files]} if files else {}
 
 
-def write_page(output: Path, samples: list[dict[str, Any]], answers: list[str], curve: Path) -> Path:
-    """A page with the images, questions and answers of held-out samples, and the loss curve."""
-    cards = []
-    right = 0
-    for sample, given in zip(samples, answers, strict=True):
-        user, wanted = sample["messages"][0], sample["messages"][-1]["content"]
-        right += given == wanted
-        pictures = "".join(_picture(output / "data" / name) for name in _images(sample))
-        note = "" if given == wanted else f" <s>{html.escape(wanted)}</s>"
-        kind = "right" if given == wanted else "wrong"
-        cards.append(
-            f'<div class="card {kind}">{pictures}<p>{html.escape(_text(user))}</p>'
-            f"<b>{html.escape(given)}</b>{note}</div>"
-        )
-    plot = _picture(curve, "curve") if curve.is_file() else ""
-    page = output / "index.html"
-    write_text(
-        page,
-        f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>opslot: drawn digits and shapes</title>
-<style>
-body {{ font: 15px/1.4 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; color: #1f2933; padding: 0 1rem }}
-.cards {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .6rem }}
-.card {{ border: 1px solid #d9e2ec; border-left: 4px solid #2a9d50; border-radius: 4px; padding: .5rem .7rem }}
-.wrong {{ border-left-color: #d62828 }} .card p {{ margin: .3rem 0; color: #52606d }} s {{ color: #d62828 }}
-.card img {{ width: 64px; image-rendering: pixelated; border: 1px solid #e4e7eb; margin-right: 4px }}
-.curve {{ max-width: 100% }}
-</style>
-<h1>A vision-language model reads drawn digits and shapes</h1>
-<p>{right} of {len(samples)} held-out questions are answered right. Wrong answers are marked red, with the right one
-struck through beside them.</p>
-{plot}
-<div class="cards">{"".join(cards)}</div></html>
-""",
-    )
-    return page
-
-
-def _picture(file: Path, kind: str = "drawing") -> str:
-    data = base64.b64encode(file.read_bytes()).decode()
-    return f'<img class="{kind}" alt="{kind}" src="data:image/png;base64,{data}">'
-
-
-def _images(sample: dict[str, Any]) -> list[str]:
-    content = sample["messages"][0]["content"]
-    return [part["image"] for part in content if part["type"] == "image"] if isinstance(content, list) else []
-
-
-def _text(message: dict[str, Any]) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else " ".join(part.get("text", "") for part in content).strip()
-
+DEMO = MediaDemo(
+    "vlm",
+    __doc__.splitlines()[0],
+    "drawings",
+    "A vision-language model reads drawn digits and shapes",
+    _sample,
+    write_model,
+    MODEL["architectures"][0],
+    _load_images,
+    picture,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(DEMO.main())

@@ -145,11 +145,18 @@ def _load_command(folder: Path) -> str | None:
     elif (file := folder / "config.json").is_file():
         architecture = json.loads(file.read_text())["architectures"][0]
         if architecture.endswith("ForConditionalGeneration"):
-            return f'AutoModelForImageTextToText.from_pretrained("{folder}")'
+            return f'{_multimodal_auto_class(architecture)}.from_pretrained("{folder}")'
         kind = next((f"AutoModel{name}" for name in kinds if architecture.endswith(name)), architecture)
     else:
         return None
     return f'{kind}.from_pretrained("{folder}")'
+
+
+def _multimodal_auto_class(architecture: str) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    with_images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    return "AutoModelForImageTextToText" if architecture in with_images else "AutoModelForMultimodalLM"
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import fnmatch
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from opslot._base.errors import ConfigError
 from opslot.ops.cross_entropy_loss.op import head_of
 from opslot.optim.selection import optimizer_class
-from opslot.trainer.config import TrainConfig
+from opslot.trainer.config import OptimizerConfig, TrainConfig
 
 
 def build_optimizer(
@@ -65,6 +66,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"].fill_(lr * group["lr_scale"])
         else:
             group["lr"] = lr * group["lr_scale"]
+
+
+def require_same_optimizer(checkpoint: Path, saved: Mapping[str, Any], optimizer: OptimizerConfig) -> None:
+    """Raise where `checkpoint`, of a run with the configuration `saved`, has the state of another optimizer."""
+    name = saved.get("train", {}).get("optimizer", {}).get("name", "adamw")
+    alike = {"adamw", "adamw_torch"}
+    if name != optimizer.name and not {name, optimizer.name} <= alike:
+        raise ConfigError(
+            f"{checkpoint} was saved with train.optimizer.name={name}, whose state {optimizer.name} cannot continue",
+            hint=f"set train.optimizer.name: {name}, or start a new run from its weights with model.model_path",
+        )
 
 
 def _hidden_matrices(model: nn.Module) -> set[int]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from opslot._base.errors import ConfigError
+from opslot.slots.protocol import trained_model
 
 PARTS = ("vision", "audio", "merger", "language_model")
 # Modules inside an encoder that project its features to the language model.
@@ -21,7 +22,7 @@ def parts_of(model: Any) -> dict[str, list[str]]:
     An encoder is a module whose config is the model's vision_config or audio_config. The language model is its decoder
     with the output layer. What is between them, and an encoder's own projection, is the merger.
     """
-    config = getattr(model.config, "thinker_config", model.config)
+    config = trained_model(model).config
     kinds = {kind: getattr(config, f"{kind}_config", None) for kind in ("vision", "audio")}
     encoders: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -29,7 +30,7 @@ def parts_of(model: Any) -> dict[str, list[str]]:
         kind = next((kind for kind, known in kinds.items() if known is not None and cls is type(known)), None)
         if kind and name and not any(name.startswith(f"{outer}.") for outer in encoders):
             encoders[name] = kind
-    own = [language_model_of(model), getattr(model, "thinker", model).get_output_embeddings()]
+    own = [language_model_of(model), trained_model(model).get_output_embeddings()]
     text = [name for name, module in model.named_modules() if any(module is part for part in own)]
     found: dict[str, list[str]] = {part: [] for part in PARTS}
     for name, _ in model.named_parameters():
@@ -88,4 +89,4 @@ def language_model_of(model: Any) -> Any:
         found = [module for path, module in model.named_modules() if path.rpartition(".")[2] == name]
         if found:
             return found[0]
-    return getattr(model, "thinker", model).get_decoder()
+    return trained_model(model).get_decoder()

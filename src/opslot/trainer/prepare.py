@@ -39,10 +39,7 @@ def prepare_model(
         ConfigError: the model cannot be trained or sharded as configured, or the ranks selected different kernels.
     """
     if config.lora.quantization is not None:
-        layers = quantize_linear_layers(model, config.lora.modules_to_save or ())
-        say(
-            f"{len(layers)} linear layers are quantized to nf4 and computed by bitsandbytes; the rest keeps its kernels"
-        )
+        quantize_linear_layers(model, config.lora.modules_to_save or ())
     if config.lora.r is not None:
         base = config.model.model_path
         add_adapters(model, config.lora, base and str(Path(base).expanduser().resolve()))

@@ -59,10 +59,11 @@ def multimodal_class(config: PreTrainedConfig) -> str:
     Raises:
         ConfigError: Transformers has only language models of this type.
     """
+    import transformers
     from transformers.models.auto import modeling_auto
 
     named = next(iter(config.architectures or ()), None)
-    if named is not None and named.endswith("ForConditionalGeneration"):
+    if named is not None and named.endswith("ForConditionalGeneration") and hasattr(transformers, named):
         return str(named)
     for kind in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
         found = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}).get(config.model_type)

@@ -28,6 +28,7 @@ from opslot.data.labels import LabelEncoder, collate_labeled, find_label_names
 from opslot.data.media import Limits
 from opslot.data.multimodal import MultimodalCollator, MultimodalEncoder
 from opslot.data.rope_positions import RopePositions
+from opslot.models import trained_config
 from opslot.trainer.config import RunConfig
 from opslot.trainer.processors import load_processor, multimodal_class
 from opslot.trainer.validate import Inputs, micro_batch_size
@@ -299,10 +300,11 @@ def _multimodal_encoder(
         tokenizer.chat_template = processor.chat_template
     load_chat_template(tokenizer, data.chat_template)
     processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
+    trained = trained_config(model_config, multimodal_class(model_config))
     return MultimodalEncoder(
         processor,
-        model_config,
-        RopePositions(model_config, multimodal_class(model_config)),
+        trained,
+        RopePositions(trained, multimodal_class(trained)),
         data.max_seq_len,
         Limits(data.max_pixels, data.max_frames),
         train_on=data.train_on,

@@ -288,8 +288,10 @@ def _check_task(config: RunConfig, problems: list[str]) -> None:
             if getattr(evaluation, name):
                 problems.append(f"evaluation.{name} needs train.eval_steps")
     if config.task != "vlm":
-        names = [name for name in ("freeze", "lr_of") if getattr(train, name)]
+        names = [name for name in ("freeze", "lr_of", "export_excluded") if getattr(train, name)]
         problems += [f"train.{name} is for task vlm, and task is {config.task}; remove it" for name in names]
+    if train.export_excluded and config.model.model_path is None:
+        problems.append("train.export_excluded copies weights of model.model_path; set it, or remove export_excluded")
     template = data.chat_template
     if template not in (None, "none"):
         if config.task not in ("sft", "vlm"):

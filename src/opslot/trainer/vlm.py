@@ -77,4 +77,10 @@ class VLMTrainer(TextTrainer):
 
     def export(self, folder: Path) -> None:
         """Write weights, config and processor so that plain Transformers loads them."""
-        export_hf(self.model, folder, processors=[self.encoder.processor])
+        export_hf(
+            self.model,
+            folder,
+            processors=[self.encoder.processor],
+            source=self.config.model.model_path,
+            keep_excluded=self.config.train.export_excluded,
+        )

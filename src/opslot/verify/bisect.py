@@ -181,7 +181,7 @@ class _Expected:
     def of(cls, model: Any, batch: Mapping[str, Any]) -> _Expected:
         """Of a model that is bound to eager."""
         eager = loss_and_gradients(model, batch)
-        fp64 = loss_and_gradients(_in_fp64(model), _double(batch))
+        fp64 = loss_and_gradients(in_fp64(model), _double(batch))
         eps = torch.finfo(next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)).eps
         grads = [name for name in fp64 if name != "loss"]
         # A gradient that cancels to nearly nothing is still a sum of terms of the others' size, as in `parity`.
@@ -232,7 +232,7 @@ def _by_slot(suspect: Suspect) -> Iterable[Suspect]:
     return [replace(suspect, paths=(path,)) for path in suspect.paths]
 
 
-def _in_fp64(model: Any) -> Any:
+def in_fp64(model: Any) -> Any:
     """A copy in float64, without Transformers' grouped GEMM of experts, which does not take float64."""
     copied = copy.deepcopy(model).double()
     if hasattr(copied, "set_experts_implementation"):

@@ -35,6 +35,7 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "rotary_dim": 4,
     "sliding_window": 8,
     "attention_chunk_size": 8,
     # Latent attention
@@ -117,6 +118,12 @@ _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1,
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "bamba": {"attn_layer_indices": [1]},
+    # Values that the model reads and its config classes do not set.
+    "dbrx": {
+        "d_model": 32,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_top_k": 2},
+    },
     "dots1": {"n_shared_experts": 1},
     "glm5_next_text": {"index_topk": 16},
     "ernie4_5_vl_moe_text": {"rope_parameters": {**_MROPE, "mrope_section": [1, 1, 2]}},
@@ -125,8 +132,19 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "step3p5": {"sliding_window": 8, "share_expert_dim": 16, "swiglu_limits": [0.5, 0.5]},
+    # Heads times their size is the width of the state.
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
     "qwen2_vl_text": {"rope_parameters": _MROPE},
     "qwen2_5_vl_text": {"rope_parameters": _MROPE},
+    "zaya": {"num_experts_per_tok": 1},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 4, "num_attention_heads": _HEADS},
 }
 
@@ -181,7 +199,7 @@ def shrink(default: PreTrainedConfig) -> PreTrainedConfig:
     values |= {name: 0.0 for name, value in given.items() if "dropout" in name and isinstance(value, float)}
     values |= _OVERRIDES.get(default.model_type, {})
     nested = {name: config for name in default.sub_configs if (config := _sub_config(default, name)) is not None}
-    values |= {name: shrink(config).to_dict() for name, config in nested.items()}
+    values |= {name: shrink(config).to_dict() for name, config in nested.items() if name not in values}
     if len(nested) > 1:
         values |= _token_ids(given)
     if given.get("image_grid_pinpoints"):

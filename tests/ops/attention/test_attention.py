@@ -115,6 +115,13 @@ def test_tokens_after_the_last_document_form_a_document():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+def test_output_of_packed_documents_is_contiguous():
+    """Models take views of it."""
+    q, k, v = (x[:1] for x in tensors(dtype=torch.float64))
+    found, _ = load("sdpa")(Attention(), q, k, v, None, **documents(10, q.shape[2] - 10))
+    assert found.is_contiguous()
+
+
 def test_documents_do_not_cross_batch_rows():
     q, k, v = tensors(dtype=torch.float64)
     found, _ = load("sdpa")(Attention(), q, k, v, None, **documents(40, 8))

@@ -16,7 +16,7 @@ from opslot.slots import KernelRequest, OpSlot, bind, explain, unbind
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = ["grouped_mm", "fused_triton"]
-VARIANTS = ["standard", "clamped", "biased", "split"]
+VARIANTS = ["standard", "clamped", "biased", "split", "transposed", "ungated"]
 NAMES = ("hidden_states", "gate_up_proj", "down_proj", "top_k_index", "top_k_weights")
 
 
@@ -40,7 +40,12 @@ def inputs(tokens=11, experts=4, top_k=2, hidden=32, intermediate=16, dtype=torc
         return [x, gate_up, down, index, weights, *biases, 1.05, 1.702]
     if variant == "split":
         gate, up = (randn(experts, intermediate, hidden) for _ in range(2))
-        return [x, gate, up, randn(experts, hidden, intermediate), index, weights]
+        return [x, gate, up, randn(experts, intermediate, hidden), index, weights]
+    if variant == "transposed":
+        gate_up = randn(experts, hidden, 2 * intermediate, inner=hidden)
+        return [x, gate_up, randn(experts, intermediate, hidden), index, weights]
+    if variant == "ungated":
+        return [x, randn(experts, intermediate, hidden), randn(experts, hidden, intermediate), index, weights]
     standard = [x, randn(experts, 2 * intermediate, hidden), randn(experts, hidden, intermediate), index, weights]
     return [*standard, 0.75] if variant == "clamped" else standard
 
@@ -296,6 +301,7 @@ def test_opcheck(name, biased):
     load(name)
     tensors = inputs(tokens=5, variant="biased" if biased else "standard")
     gating = (None, *tensors[5:], 1.0, "silu") if biased else (None, None, None, None, 1.0, 0.0, "silu")
+    gating += (False, True, biased, biased)
     operator = getattr(torch.ops.opslot, f"moe_{name}").default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(operator, (*tensors[:5], *gating), test_utils=checks)

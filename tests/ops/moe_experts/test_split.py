@@ -32,7 +32,7 @@ def inputs(tokens=45, experts=3, top_k=2, hidden=40, intermediate=24, dtype=torc
         "hidden_states": randn(tokens, hidden),
         "gate_proj": randn(experts, intermediate, hidden, scale=hidden**-0.5),
         "up_proj": randn(experts, intermediate, hidden, scale=hidden**-0.5),
-        "down_proj": randn(experts, hidden, intermediate, scale=intermediate**-0.5),
+        "down_proj": randn(experts, intermediate, hidden, scale=intermediate**-0.5),
         "top_k_index": torch.rand((tokens, experts), generator=generator).topk(top_k).indices.to(DEVICE),
         "top_k_weights": randn(tokens, top_k),
     }
@@ -42,6 +42,7 @@ def inputs(tokens=45, experts=3, top_k=2, hidden=40, intermediate=24, dtype=torc
 def merged_weights(tensors):
     gate_up = torch.cat([tensors["gate_proj"], tensors["up_proj"]], 1).detach().requires_grad_()
     rest = {n: t for n, t in tensors.items() if n not in ("gate_proj", "up_proj")}
+    rest["down_proj"] = rest["down_proj"].detach().mT.contiguous().requires_grad_()
     return {"hidden_states": rest.pop("hidden_states"), "gate_up_proj": gate_up, **rest}
 
 
@@ -63,6 +64,7 @@ def test_equals_merged_weights(name, dtype):
     found = gradients(load(name), tensors)
     expected = gradients(load(name, "standard"), merged_weights(tensors))
     expected["gate_proj"], expected["up_proj"] = expected.pop("gate_up_proj").chunk(2, 1)
+    expected["down_proj"] = expected["down_proj"].mT
     assert found.keys() == expected.keys()
     for key, wanted in expected.items():
         if name == "fused_triton" and DEVICE == "cuda":
@@ -124,7 +126,7 @@ def test_weights_are_read_by_matmuls_only(name):
 
     module = {"grouped_mm": grouped_mm, "fused_triton": triton}[name]
     x, gate, up, down, index, weights = (t.detach() for t in inputs().values())
-    experts = Experts(gate, down, up)
+    experts = Experts(gate, down, up, down_transposed=True)
     with _Readers([gate, up, down]) as readers:
         out, *saved = module._forward(x, experts, index, weights)
         module._backward(torch.ones_like(out), x, experts, weights, saved, Wanted(True, True, False))
@@ -141,7 +143,7 @@ def test_opcheck(name):
     x, gate, up, down, index, weights = inputs(tokens=5).values()
     operator = getattr(torch.ops.opslot, f"moe_{name}").default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    arguments = (x, gate, down, index, weights, up, None, None, None, 1.0, 0.0, "silu")
+    arguments = (x, gate, down, index, weights, up, None, None, None, 1.0, 0.0, "silu", False, True, False, True)
     torch.library.opcheck(operator, arguments, test_utils=checks)
 
 
@@ -155,11 +157,11 @@ def test_opcheck(name):
         ),
         (
             {"up_proj": lambda t: t[:, :-1]},
-            "gate_proj [3, 24, 40] and up_proj [3, 23, 40] with down_proj [3, 40, 24]",
+            "gate_proj [3, 24, 40] and up_proj [3, 23, 40] with down_proj [3, 24, 40]",
         ),
         (
             {"gate_proj": lambda t: torch.cat([t, t], 1)},
-            "gate_proj [3, 48, 40] and up_proj [3, 24, 40] with down_proj [3, 40, 24]",
+            "gate_proj [3, 48, 40] and up_proj [3, 24, 40] with down_proj [3, 24, 40]",
         ),
         ({"up_proj": lambda t: t.bfloat16()}, "gate_proj in torch.float32, up_proj in torch.bfloat16, down_proj in"),
         ({"up_proj": lambda t: t.to("meta")}, "tensors on"),
@@ -199,17 +201,17 @@ class SplitExperts(nn.Module):
 
     def __init__(self, experts=3, hidden=40, intermediate=24):
         super().__init__()
-        self.act_fn = nn.SiLU()
-        for name in ("gate_proj", "up_proj"):
-            setattr(self, name, nn.Parameter(torch.randn(experts, intermediate, hidden) * hidden**-0.5))
-        self.down_proj = nn.Parameter(torch.randn(experts, hidden, intermediate) * intermediate**-0.5)
+        self.activation_fn = nn.SiLU()
+        self.ffn_hidden_size = intermediate
+        for name in ("w1", "v1", "w2"):
+            setattr(self, name, nn.Parameter(torch.randn(experts * intermediate, hidden) * hidden**-0.5))
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        weights = (self.gate_proj, self.up_proj, self.down_proj)
+        weights = [w.unflatten(0, (-1, self.ffn_hidden_size)) for w in (self.w1, self.v1, self.w2)]
         if self.moe_experts is not None:
             return self.moe_experts(hidden_states, *weights, top_k_index, top_k_weights)
         gate, up = (torch.einsum("th,eih->tei", hidden_states, w) for w in weights[:2])
-        outputs = torch.einsum("tei,ehi->teh", silu(gate) * up, self.down_proj)
+        outputs = torch.einsum("tei,eih->teh", silu(gate) * up, weights[2])
         chosen = outputs.gather(1, top_k_index.unsqueeze(-1).expand(-1, -1, outputs.shape[-1]))
         return (chosen * top_k_weights.unsqueeze(-1)).sum(1)
 
@@ -234,13 +236,12 @@ def test_custom_module_is_bound_explained_and_compiled():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"act_fn": nn.ELU()}, "activation is ELU"),
-        ({"is_transposed": True}, r"must be \[E, I, H\], \[E, I, H\] and \[E, H, I\]"),
-        ({"up_proj": None}, r"gate_proj \(3, 24, 40\), up_proj None"),
-        ({"gate_proj": nn.Parameter(torch.zeros(3, 48, 40))}, r"gate_proj \(3, 48, 40\)"),
-        ({"down_proj": nn.Parameter(torch.zeros(40, 24))}, "3-D"),
+        ({"activation_fn": nn.ELU()}, "activation is ELU"),
+        ({"v1": None}, r"w1 \(72, 40\), v1 None"),
+        ({"w1": nn.Parameter(torch.zeros(48, 40))}, r"w1 \(48, 40\)"),
+        ({"ffn_hidden_size": 5}, "with I = 5"),
         ({"has_bias": True}, "have biases"),
-        ({"up_proj_bias": torch.zeros(3, 24)}, "have biases"),
+        ({"v1_bias": torch.zeros(3, 24)}, "have biases"),
         ({"has_post_expert_norm": True}, "normalized"),
     ],
 )

@@ -40,17 +40,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
             "Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration",
         ),
     },
-    "moe_experts": {
-        "multiplies the tokens, not the results, by the routing weights, and every expert computes every token": (
-            "Llama4TextExperts",
-        ),
-        "has experts that return their input": ("LongcatFlashExperts",),
-        "has experts without a gate": ("NemotronHExperts",),
-    },
     "rms_norm": {
-        "is the gated norm of a Mamba mixer or of Kimi delta attention, over groups or with a sigmoid gate": (
-            "*RMSNormGated",
-        ),
         "has no weight, or one that is optional": ("*UnweightedRMSNorm", "Gemma3nRMSNorm", "Gemma4RMSNorm"),
         "subtracts the mean (a layer norm)": ("Cohere*LayerNorm",),
         "is an audio tower's norm over time": ("Gemma3nAudioCumulativeGroupNorm",),

@@ -34,6 +34,7 @@ _PER_TOKEN = frozenset(
         "clone",
         "contiguous",
         "copy_",
+        "save_for_backward",
         "detach",
         "dropout",
         "exp",
@@ -55,6 +56,9 @@ _PER_TOKEN = frozenset(
         "linear",
         "log",
         "log1p",
+        "logical_and",
+        "logical_not",
+        "logical_or",
         "masked_fill",
         "max",
         "maximum",
@@ -69,6 +73,7 @@ _PER_TOKEN = frozenset(
         "ones_like",
         "permute",
         "pow",
+        "rand_like",
         "range",
         "repeat",
         "repeat_interleave",
@@ -232,7 +237,10 @@ def _modules(method: ast.FunctionDef) -> set[str]:
 
 def _mixing_call(module: ModuleView, method: ast.FunctionDef, seen: frozenset[str]) -> str:
     """Why a method or function may mix tokens, or ""."""
+    raised = {id(inner) for node in ast.walk(method) if isinstance(node, ast.Raise) for inner in ast.walk(node)}
     for node in (node for statement in method.body for node in ast.walk(statement)):
+        if id(node) in raised:
+            continue
         if (
             isinstance(node, ast.BinOp)
             and isinstance(node.op, ast.MatMult)
@@ -250,7 +258,7 @@ def _mixing_call(module: ModuleView, method: ast.FunctionDef, seen: frozenset[st
             # A child or another method, which is judged by itself.
             continue
         name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-        own = module.upstream.find(name) if isinstance(function, ast.Name) else None
+        own = module.upstream.find(name) if isinstance(function, ast.Name) else _autograd_forward(module, function)
         if isinstance(own, ast.FunctionDef) and name not in seen:
             if reason := _mixing_call(module, own, seen | {name}):
                 return reason
@@ -263,6 +271,12 @@ def _mixing_call(module: ModuleView, method: ast.FunctionDef, seen: frozenset[st
         elif name not in _PER_TOKEN and name not in module.classes and name not in seen:
             return f"calls {name}, which may mix tokens"
     return ""
+
+
+def _autograd_forward(module: ModuleView, function: ast.expr) -> ast.AST | None:
+    """The forward of an autograd.Function of the module whose `apply` is called."""
+    owner, _, method = ast.unparse(function).rpartition(".")
+    return module.upstream.find(f"{owner}.forward") if method == "apply" and owner in module.classes else None
 
 
 def _has_parameter(*nodes: ast.expr) -> bool:

@@ -29,14 +29,20 @@ def unsupported_dtype(dtype: torch.dtype) -> str:
 
 
 def triton_kernel(
-    op_name: str, variant: str, *, name: str = "triton", function: str | None = None, **options: Any
+    op_name: str,
+    variant: str,
+    *,
+    name: str = "triton",
+    function: str | None = None,
+    file: str = "triton",
+    **options: Any,
 ) -> KernelSpec:
-    """A kernel `function`, default `<variant>`, of the op's triton.py, for GPUs from Ampere on and the interpreter."""
+    """A kernel `function`, default `<variant>`, of the op's `file`, for GPUs from Ampere on and the interpreter."""
     return KernelSpec(
         name,
         op_name,
         variant,
-        f"opslot.ops.{op_name}.triton:{function or variant}",
+        f"opslot.ops.{op_name}.{file}:{function or variant}",
         HardwareRequirement("gpu", min_compute_capability=(8, 0)),
         requires=(TRITON,),
         dtypes=FLOATS,

@@ -169,6 +169,7 @@ OP = OpSpec(
         "bidirectional": _variant("bidirectional", "of encoders and towers, packed documents"),
     },
     applies_to=_applies_to,
+    part=lambda module: attention_options(module) is not None or skip_reason(module, "attention") is not None,
     attach=_attach,
     detach=_detach,
     keeps=_keeps,

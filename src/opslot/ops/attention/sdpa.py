@@ -251,4 +251,4 @@ def _documents_loop(
         for a, b in itertools.pairwise(bounds)
         if b > a
     ]
-    return torch.cat(parts, 2).transpose(1, 2).reshape(batch, length, heads, -1)
+    return torch.cat(parts, 2).transpose(1, 2).reshape(batch, length, heads, -1).contiguous()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from opslot._base.host_values import device_copy
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import custom_op, once_differentiable
 from opslot.ops.cross_entropy_loss.chunked import (
@@ -162,8 +163,10 @@ def flat_inputs(name: str, hidden_states: Tensor, weight: Tensor, bias: Tensor |
         _reject(name, "bias", f"{found} beside weight {weight.dtype} of shape {tuple(weight.shape)} on {device}")
     if labels.is_floating_point() or labels.dtype == torch.bool:
         _reject(name, "labels", f"{labels.dtype}, not integer class indices")
+    if labels.device != device:
+        labels = device_copy(labels, device)
     # Kernels require contiguous labels.
-    flat = labels.reshape(-1).to(device=device, dtype=torch.int64).contiguous()
+    flat = labels.reshape(-1).to(torch.int64).contiguous()
     return hidden_states.reshape(-1, width), weight, bias, flat
 
 
@@ -181,7 +184,9 @@ def loss_divisor(
         _reject(name, "num_items_in_batch", f"shape {tuple(num_items.shape)}, not one number")
     if num_items.requires_grad:
         _reject(name, "num_items_in_batch", "it requires a gradient, and only hidden_states and weight receive one")
-    return num_items.reshape(()).to(device=labels.device, dtype=dtype)
+    if num_items.device != labels.device:
+        num_items = device_copy(num_items, labels.device)
+    return num_items.reshape(()).to(dtype)
 
 
 def _served(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Flat:

@@ -37,6 +37,7 @@ def _case(
 
 CASES = [
     _case("several tiles", (2, 70), 96, 80),
+    _case("bias, odd rows", (3, 7), 48, 32, bias=True),
     _case("bias, odd sizes", (3, 7), 45, 37, bias=True),
     _case("one token", (1,), 64, 33),
     _case("no tokens", (0,), 16, 24, bias=True),

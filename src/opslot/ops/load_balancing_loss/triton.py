@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.device import triton_interpreted
+from opslot._base.host_values import device_copy
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import custom_op, once_differentiable
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
@@ -276,7 +277,9 @@ def standard(
     device = gate_logits[0].device
     weights = None
     if attention_mask is not None:
-        weights = attention_mask.reshape(-1).to(device=device, dtype=torch.float32).contiguous()
+        if attention_mask.device != device:
+            attention_mask = device_copy(attention_mask, device)
+        weights = attention_mask.reshape(-1).to(torch.float32).contiguous()
     gate_logits = tuple([layer if layer.device == device else layer.to(device) for layer in gate_logits])
     return _LoadBalancingLoss.apply(weights, top_k, *gate_logits)
 

@@ -17,13 +17,15 @@ class Experts(NamedTuple):
     """The parameters of the local experts, and their gating.
 
     Attributes:
-        gate_up_proj: [E, 2I, H], gate rows first; with biases [E, H, 2I], interleaved gate and up columns; with
-            `up_proj` only the gate, [E, I, H].
-        down_proj: [E, H, I]; with biases [E, I, H].
+        gate_up_proj: [E, 2I, H], gate rows first; transposed [E, H, 2I], gate columns first, or with biases
+            interleaved with those of up; with `up_proj` only the gate, [E, I, H]; not gated, the only one, [E, I, H].
+        down_proj: [E, H, I]; transposed [E, I, H].
         up_proj: [E, I, H], or None if `gate_up_proj` has both.
         gate_up_bias, down_bias: [E, 2I] and [E, H], or None.
-        limit, alpha, up_offset: as in `op.clamped`; without `limit` nothing is clamped.
-        activation: a name in `ACTIVATIONS`; with the options above it is "silu".
+        limit, alpha, up_offset, clamps_activation: as in `op.clamped`; without `limit` nothing is clamped.
+        activation: a name in `ACTIVATIONS`; with `alpha` it is "silu".
+        gated: act(gate) * up; else act(up).
+        transposed, down_transposed: the layouts of `gate_up_proj` and `down_proj`.
     """
 
     gate_up_proj: Tensor
@@ -35,6 +37,10 @@ class Experts(NamedTuple):
     alpha: float = 1.0
     up_offset: float = 0.0
     activation: str = "silu"
+    clamps_activation: bool = False
+    gated: bool = True
+    transposed: bool = False
+    down_transposed: bool = False
 
     @property
     def biased(self) -> bool:
@@ -46,16 +52,21 @@ class Experts(NamedTuple):
         return (self.gate_up_proj,) if self.up_proj is None else (self.gate_up_proj, self.up_proj)
 
     @property
+    def halves(self) -> int:
+        """2 if a weight of the first GEMM has gate and up, else 1."""
+        return 2 if self.gated and self.up_proj is None else 1
+
+    @property
     def sizes(self) -> tuple[int, int, int]:
         """E, H and I."""
         experts, first, second = self.down_proj.shape
-        return (experts, second, first) if self.biased else (experts, first, second)
+        return (experts, second, first) if self.down_transposed else (experts, first, second)
 
     @property
     def plain(self) -> bool:
         """Whether the gating is silu(gate) * up."""
-        gating = self.limit, self.alpha, self.up_offset, self.activation
-        return gating == (None, 1.0, 0.0, "silu")
+        gating = self.limit, self.alpha, self.up_offset, self.activation, self.gated
+        return gating == (None, 1.0, 0.0, "silu", True)
 
 
 class Wanted(NamedTuple):
@@ -84,7 +95,11 @@ Forward = Callable[[Tensor, Experts, Tensor, Tensor], tuple[Tensor, ...]]
 Backward = Callable[[Tensor, Tensor, Experts, Tensor, Sequence[Tensor], Wanted], Grads]
 
 _EXPERTS = "Tensor? up_proj, Tensor? gate_up_bias, Tensor? down_bias"
-_GATING = "float? limit, float alpha, float up_offset, str activation"
+_GATING = (
+    "float? limit, float alpha, float up_offset, str activation, bool clamps_activation, bool gated, bool transposed,"
+    " bool down_transposed"
+)
+_OPTIONS = len(Experts._fields) - 5
 _INPUTS = "Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj"
 
 
@@ -112,7 +127,8 @@ def differentiable(
         grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *rest: Any
     ) -> tuple[Tensor | None, ...]:
         *optional, saved = rest[:4]
-        experts, wanted = Experts(gate_up, down, *optional, *rest[4:8]), Wanted(*rest[8:])
+        options, needs = rest[4 : 4 + _OPTIONS], rest[4 + _OPTIONS :]
+        experts, wanted = Experts(gate_up, down, *optional, *options), Wanted(*needs)
         grads = _on_its_device(backward, grad, x, experts, weights, saved, wanted)
         # An op must not return a tensor that was not requested: another gradient may share its memory.
         return tuple([g if w else None for g, w in zip(grads, _each(wanted), strict=True)])
@@ -145,7 +161,7 @@ def differentiable(
         wanted = Wanted(needs[0], needs[1] or needs[2] or needs[5], needs[6] or needs[7])
         grads = backward_op(grad, *inputs, up, gate_up_bias, down_bias, saved[7:], *ctx.gating, *wanted)
         kept = [g if needed else None for g, needed in zip(grads, (*needs[:3], *needs[4:8]), strict=True)]
-        return *kept[:3], None, *kept[3:], None, None, None, None
+        return *kept[:3], None, *kept[3:], *[None] * _OPTIONS
 
     function = autograd_function(name, apply_forward, apply_backward, forward.__module__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,8 @@ Run = Callable[[Tensor, Experts, Tensor, Tensor], Tensor]
 Contract = Callable[..., Tensor]
 
 
-def variants(run: Run) -> tuple[Contract, Contract, Contract, Contract]:
-    """`run` with the signatures of `op.standard`, `op.clamped`, `op.biased` and `op.split`."""
+def variants(run: Run) -> tuple[Contract, Contract, Contract, Contract, Contract, Contract]:
+    """`run` with the signatures of standard, clamped, biased, split, transposed and ungated in `op`."""
 
     def standard(
         hidden_states: Tensor,
@@ -43,8 +44,16 @@ def variants(run: Run) -> tuple[Contract, Contract, Contract, Contract]:
         limit: float,
         alpha: float = 1.0,
         up_offset: float = 0.0,
+        clamps_activation: bool = False,
     ) -> Tensor:
-        experts = Experts(gate_up_proj, down_proj, limit=limit, alpha=alpha, up_offset=up_offset)
+        experts = Experts(
+            gate_up_proj,
+            down_proj,
+            limit=None if limit == math.inf else limit,
+            alpha=alpha,
+            up_offset=up_offset,
+            clamps_activation=clamps_activation and limit != math.inf,
+        )
         return run(hidden_states, experts, top_k_index, top_k_weights)
 
     def biased(
@@ -58,7 +67,17 @@ def variants(run: Run) -> tuple[Contract, Contract, Contract, Contract]:
         limit: float,
         alpha: float,
     ) -> Tensor:
-        experts = Experts(gate_up_proj, down_proj, None, gate_up_proj_bias, down_proj_bias, limit, alpha, 1.0)
+        experts = Experts(
+            gate_up_proj,
+            down_proj,
+            gate_up_bias=gate_up_proj_bias,
+            down_bias=down_proj_bias,
+            limit=limit,
+            alpha=alpha,
+            up_offset=1.0,
+            transposed=True,
+            down_transposed=True,
+        )
         return run(hidden_states, experts, top_k_index, top_k_weights)
 
     def split(
@@ -70,10 +89,38 @@ def variants(run: Run) -> tuple[Contract, Contract, Contract, Contract]:
         top_k_weights: Tensor,
         activation: Activation = "silu",
     ) -> Tensor:
-        experts = Experts(gate_proj, down_proj, up_proj, activation=known_activation(activation))
+        experts = Experts(gate_proj, down_proj, up_proj, activation=known_activation(activation), down_transposed=True)
         return run(hidden_states, experts, top_k_index, top_k_weights)
 
-    return standard, clamped, biased, split
+    def transposed(
+        hidden_states: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        activation: Activation = "silu",
+    ) -> Tensor:
+        experts = Experts(
+            gate_up_proj,
+            down_proj,
+            activation=known_activation(activation),
+            transposed=True,
+            down_transposed=True,
+        )
+        return run(hidden_states, experts, top_k_index, top_k_weights)
+
+    def ungated(
+        hidden_states: Tensor,
+        up_proj: Tensor,
+        down_proj: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        activation: Activation = "silu",
+    ) -> Tensor:
+        experts = Experts(up_proj, down_proj, activation=known_activation(activation), gated=False)
+        return run(hidden_states, experts, top_k_index, top_k_weights)
+
+    return standard, clamped, biased, split, transposed, ungated
 
 
 def known_activation(activation: Activation) -> str:
@@ -134,10 +181,10 @@ def prepare(
 
 def _named(experts: Experts) -> dict[str, Tensor]:
     """The parameters by name."""
-    first = "gate_up_proj" if experts.up_proj is None else "gate_proj"
+    first = "up_proj" if not experts.gated else "gate_up_proj" if experts.up_proj is None else "gate_proj"
     named = {
         first: experts.gate_up_proj,
-        "up_proj": experts.up_proj,
+        **({} if experts.up_proj is None else {"up_proj": experts.up_proj}),
         "down_proj": experts.down_proj,
         "gate_up_proj_bias": experts.gate_up_bias,
         "down_proj_bias": experts.down_bias,
@@ -148,8 +195,9 @@ def _named(experts: Experts) -> dict[str, Tensor]:
 def _shape_problem(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Problem:
     down = experts.down_proj
     up_weights = {name: t for name, t in _named(experts).items() if name in ("gate_up_proj", "gate_proj", "up_proj")}
-    up_layout, down_layout = ("[E, H, 2I]", "[E, I, H]") if experts.biased else ("[E, 2I, H]", "[E, H, I]")
-    if experts.up_proj is not None:
+    up_layout = "[E, H, 2I]" if experts.transposed else "[E, 2I, H]"
+    down_layout = "[E, I, H]" if experts.down_transposed else "[E, H, I]"
+    if experts.halves == 1:
         up_layout = "[E, I, H]"
     if x.dim() != 2 or any(t.dim() != 3 for t in (*up_weights.values(), down)) or index.dim() != 2:
         dims = [t.dim() for t in (x, *up_weights.values(), down, index)]
@@ -158,8 +206,8 @@ def _shape_problem(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) 
             f"pass [T, H], {', '.join([up_layout] * len(up_weights))}, {down_layout} and [T, K]",
         )
     count, hidden, intermediate = experts.sizes
-    rows = 2 * intermediate // len(up_weights)
-    wanted = (count, hidden, rows) if experts.biased else (count, rows, hidden)
+    rows = experts.halves * intermediate
+    wanted = (count, hidden, rows) if experts.transposed else (count, rows, hidden)
     if any(t.shape != wanted for t in up_weights.values()):
         found = " and ".join(f"{name} {list(t.shape)}" for name, t in up_weights.items())
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -73,6 +74,11 @@ def _bounded_with_offset(dtype: torch.dtype, arguments: dict[str, Any]) -> dict[
     return {**_bounded(dtype, arguments), "alpha": 1.702, "up_offset": 1.0}
 
 
+def _bounded_activation(dtype: torch.dtype, arguments: dict[str, Any]) -> dict[str, Any]:
+    gate = _limit(dtype)
+    return {**_bounded(dtype, arguments, gate / (1.0 + math.exp(-gate))), "clamps_activation": True}
+
+
 def _biased(dtype: torch.dtype, arguments: dict[str, Any], limit: float | None = None) -> dict[str, Any]:
     gate_up, down = arguments["gate_up_proj"], arguments["down_proj"]
     _, double, hidden = gate_up.shape
@@ -91,7 +97,18 @@ def _biased(dtype: torch.dtype, arguments: dict[str, Any], limit: float | None =
 def _split(dtype: torch.dtype, arguments: dict[str, Any]) -> dict[str, Any]:
     rest = dict(arguments)
     gate, up = (half.contiguous() for half in rest.pop("gate_up_proj").chunk(2, dim=1))
+    rest["down_proj"] = rest["down_proj"].mT.contiguous()
     return {"hidden_states": rest.pop("hidden_states"), "gate_proj": gate, "up_proj": up, **rest}
+
+
+def _transposed(dtype: torch.dtype, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {**arguments, **{name: arguments[name].mT.contiguous() for name in ("gate_up_proj", "down_proj")}}
+
+
+def _ungated(dtype: torch.dtype, arguments: dict[str, Any], activation: str = "relu2") -> dict[str, Any]:
+    rest = dict(arguments)
+    up = rest.pop("gate_up_proj").chunk(2, dim=1)[0].contiguous()
+    return {"hidden_states": rest.pop("hidden_states"), "up_proj": up, **rest, "activation": activation}
 
 
 # With the limits of DeepSeek-V4 and gpt-oss, for shapes that are compared with eager code in the same dtype: with a
@@ -162,11 +179,24 @@ def benchmark_case(shape: Mapping[str, int], tokens: int, form: Form | None = No
 
 CLAMPED_CASES = [
     _case("bounded and offset", 61, 4, 2, 40, 24, form=_bounded_with_offset),
+    _case("bounded after the activation", 61, 4, 2, 40, 24, form=_bounded_activation),
     *_cases_of(_bounded, _DEEPSEEK_V4),
 ]
 BIASED_CASES = _cases_of(_biased, _GPT_OSS)
+TRANSPOSED_CASES = [
+    *_unbounded_checks(_transposed),
+    _case("Llama 4 Scout layer, T=4096", 4096, 16, 1, 5120, 8192, form=_transposed, role="bench"),
+    _case("Aria layer, T=8192", 8192, 64, 6, 2560, 1664, form=_transposed, role="bench"),
+]
+UNGATED_CASES = [
+    *_unbounded_checks(_ungated),
+    _case("silu", 23, 4, 2, 40, 24, form=partial(_ungated, activation="silu")),
+    _case("Nemotron-3-Nano layer, T=8192", 8192, 128, 6, 2688, 1856, form=_ungated, role="bench"),
+]
 SPLIT_CASES = [*_unbounded_checks(_split), _qwen3(16384, _split), _qwen3(256, _split)]
 
 clamped_benchmark_case = partial(benchmark_case, form=_DEEPSEEK_V4)
 biased_benchmark_case = partial(benchmark_case, form=_GPT_OSS)
 split_benchmark_case = partial(benchmark_case, form=_split)
+transposed_benchmark_case = partial(benchmark_case, form=_transposed)
+ungated_benchmark_case = partial(benchmark_case, form=_ungated)

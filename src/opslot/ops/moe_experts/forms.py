@@ -5,18 +5,26 @@ The slot sits outside the decorator `use_experts_implementation`, which dispatch
 
 from __future__ import annotations
 
-from opslot.patchgen.forms import MethodForms, Reviewed
+from opslot.patchgen.forms import CalledMethodForms, MethodForms, Reviewed
 
 _SUM = "the sum over the selected experts of weight * down(act(gate) * up)"
 _BY_GATE = "the same with its gate in `_apply_gate`"
 _ARGS = "{0}, self.gate_up_proj, self.down_proj, {1}, {2}"
 _WITH_ACTIVATION = f"{_ARGS}, self.act_fn"
 _UNTIL_517 = "before 5.18"
+# Loops over the experts with `_apply_gate`.
+_LOOPS = (("00f4b681a538", _UNTIL_517), ("62e1dbd78bc1", "from 5.18"))
 
 # `_apply_gate` on concatenated gate and up: (fingerprint, what it computes, further arguments, architectures)
 _GATES = (
     ("9656330a43f7", "act(min(gate, limit)) * clamp(up)", ", self.limit", "deepseek_v4"),
     ("73766c981cde", "silu(min(gate, limit)) * clamp(up)", ", self.swiglu_limit", "glm5_next, hy_v4"),
+    (
+        "e452f44b4ef6",
+        "min(act(gate), limit) * clamp(up)",
+        ", self.limit, 1.0, 0.0, True",
+        "step3p7",
+    ),
     (
         "0b8cf80fe18e",
         "min(gate, limit) * sigmoid(alpha * min(gate, limit)) * (1 + clamp(up))",
@@ -25,42 +33,129 @@ _GATES = (
     ),
 )
 
+_PARAMETERS = ("hidden_states", "top_k_index", "top_k_weights")
+
+# Every expert computes every token times its routing weight, which is zero for the experts that are not selected.
+_LLAMA4 = (
+    "experts",
+    """\
+$rows = $x.repeat($scores.shape[1], 1)
+$rows = $rows * $scores.transpose(0, 1).reshape(-1, 1)
+$experts_out = self.experts($rows)
+$out = self.shared_expert($x)
+$out.add_($experts_out.reshape($scores.shape[1], -1, $experts_out.shape[-1]).sum(dim=0))
+""",
+    """\
+top_k_weights, top_k_index = torch.topk($scores, self.top_k, dim=-1)
+$rows = ($x.unsqueeze(1) * top_k_weights.unsqueeze(-1)).flatten(0, 1)
+$experts_out = self.experts($rows, top_k_index.reshape(-1, 1), torch.ones_like(top_k_weights).reshape(-1, 1))
+$out = self.shared_expert($x) + $experts_out.view(-1, self.top_k, $experts_out.shape[-1]).sum(dim=1)
+""",
+)
+# One expert after the other.
+_DBRX = (
+    "mlp",
+    "$batch = $x.shape[0]",
+    """\
+experts_out = self.mlp($x.reshape(-1, self.hidden_size), top_k_index, top_k_weights)
+return experts_out.view($x.shape[0], -1, self.hidden_size)
+""",
+)
+
+_WHOLE_METHODS = MethodForms(
+    op="moe_experts",
+    helper="_apply_gate",
+    rows=(
+        Reviewed(
+            "d81e6d7d92e0",
+            "standard",
+            _SUM,
+            f"qwen3_moe, mixtral, deepseek_v3, {_UNTIL_517}",
+            args=_WITH_ACTIVATION,
+        ),
+        Reviewed(
+            "eb94b9fca4df",
+            "standard",
+            f"{_SUM}; an index equal to num_experts adds nothing",
+            "qwen3_moe, mixtral, deepseek_v3 and 50 more, from 5.18",
+            args=_WITH_ACTIVATION,
+        ),
+        *(
+            Reviewed(forward, "clamped", f"{_BY_GATE}: {gate}", f"{seen}, {releases}", hash_of_gate, _ARGS + args)
+            for forward, releases in _LOOPS
+            for hash_of_gate, gate, args, seen in _GATES
+        ),
+        *(
+            Reviewed(forward, "standard", f"{_BY_GATE}, in fp32", f"beam, {releases}", "24ab61457d1a", _WITH_ACTIVATION)
+            for forward, releases in _LOOPS
+        ),
+        *(
+            Reviewed(hash_, "transposed", f"{_SUM}, transposed", f"aria, {releases}", args=_WITH_ACTIVATION)
+            for hash_, releases in (("18105b082497", "from 5.18"),)
+        ),
+        *(
+            Reviewed(
+                hash_,
+                "ungated",
+                "the sum over the selected experts of weight * down(act(up))",
+                f"nemotron_h, {releases}",
+                args="{0}, self.up_proj, self.down_proj, {1}, {2}, self.act_fn",
+            )
+            for hash_, releases in (("7cf7bc7224ac", _UNTIL_517), ("3c5d81d88b0f", "from 5.18"))
+        ),
+        Reviewed(
+            "d4b9e8835832",
+            "standard",
+            f"{_SUM}; experts from num_routed_experts on return their input",
+            "longcat_flash",
+            # `gate_up_proj` also has rows for those, which nothing reads.
+            args=(
+                "{0}, self.gate_up_proj[: self.num_routed_experts], self.down_proj,"
+                " {1}.clamp(max=self.num_routed_experts), {2}, self.act_fn"
+            ),
+            returns=("{call} + ({0} * ({2} * ({1} >= self.num_routed_experts)).sum(-1, keepdim=True)).to({0}.dtype)"),
+        ),
+        Reviewed(
+            "ccbf06b66aeb",
+            "biased",
+            f"{_SUM}, with biases, transposed weights and gate, up in turn",
+            "gpt_oss",
+            "8a227863cfdb",
+            f"{_ARGS}, self.gate_up_proj_bias, self.down_proj_bias, self.limit, self.alpha",
+        ),
+    ),
+    candidate=lambda name, text: name.endswith("Experts"),
+    reason="computes something else than the reviewed forms of experts",
+    outside_decorators=True,
+    depends=("transformers.integrations.moe:use_experts_implementation",),
+)
+
 FORMS = (
-    MethodForms(
+    CalledMethodForms(
         op="moe_experts",
-        helper="_apply_gate",
+        parameters=_PARAMETERS,
         rows=(
             Reviewed(
-                "d81e6d7d92e0",
-                "standard",
-                _SUM,
-                f"qwen3_moe, mixtral, deepseek_v3, {_UNTIL_517}",
-                args=_WITH_ACTIVATION,
+                "4558ac653784",
+                "transposed",
+                "down(act(gate) * up) of each expert on its part of the rows",
+                "llama4",
+                args=f"{_ARGS.format(*_PARAMETERS)}, self.act_fn",
             ),
             Reviewed(
-                "eb94b9fca4df",
-                "standard",
-                f"{_SUM}; an index equal to num_experts adds nothing",
-                "qwen3_moe, mixtral, deepseek_v3 and 50 more, from 5.18",
-                args=_WITH_ACTIVATION,
-            ),
-            *(
-                Reviewed(forward, "clamped", f"{_BY_GATE}: {gate}", f"{seen}, {releases}", hash_of_gate, _ARGS + args)
-                for forward, releases in (("00f4b681a538", _UNTIL_517), ("62e1dbd78bc1", "from 5.18"))
-                for hash_of_gate, gate, args, seen in _GATES
-            ),
-            Reviewed(
-                "ccbf06b66aeb",
-                "biased",
-                f"{_SUM}, with biases, transposed weights and gate, up in turn",
-                "gpt_oss",
-                "8a227863cfdb",
-                f"{_ARGS}, self.gate_up_proj_bias, self.down_proj_bias, self.limit, self.alpha",
+                "5632453c85b1",
+                "split",
+                "down(act(gate) * up) with one expert's weights",
+                "dbrx",
+                args=(
+                    "hidden_states, self.w1.unflatten(0, (-1, self.ffn_hidden_size)),"
+                    " self.v1.unflatten(0, (-1, self.ffn_hidden_size)),"
+                    " self.w2.unflatten(0, (-1, self.ffn_hidden_size)),"
+                    " top_k_index, top_k_weights, self.activation_fn"
+                ),
             ),
         ),
-        candidate=lambda name, text: name.endswith("Experts"),
-        reason="computes something else than the reviewed forms of experts",
-        outside_decorators=True,
-        depends=("transformers.integrations.moe:use_experts_implementation",),
+        callers={"9e8b75a13d3e": _LLAMA4, "beccf0e1eeb0": _DBRX, "dbc772826d4c": _DBRX},
+        otherwise=_WHOLE_METHODS,
     ),
 )

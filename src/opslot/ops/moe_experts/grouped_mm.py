@@ -18,10 +18,11 @@ from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentia
 from opslot.ops.moe_experts._call import prepare, variants
 from opslot.ops.moe_experts.low_rank import add_adapters
 
-# Output [T, H]; gate and up of the sorted rows, [P, 2I] and an empty tensor, or [P, I] each for separate weights; the
+# Output [T, H]; gate and up of the sorted rows, [P, 2I] or, not gated, [P, I], and an empty tensor, or [P, I] each for
+# separate weights; the
 # pair of each row [P], token * K + k; the end of each expert's rows [E].
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-# (gate and up [P, 2I],) or (gate [P, I], up [P, I])
+# (gate and up [P, 2I],), (up [P, I],) or (gate [P, I], up [P, I])
 Parts = tuple[Tensor, ...]
 # (rows [P, M], weights [E, M, N], ends) -> [P, N], or (rows [M, P], rows [P, N], ends) -> [E, M, N]
 GroupedGemm = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -63,8 +64,10 @@ class _SortedRows:
         return _gather_sum(rows, self._row, weights if weighted else None, self._ends, self._shape)
 
 
-grouped_mm, clamped, biased, split = variants(_run)
-add_adapters((grouped_mm, clamped, biased, split), functools.partial(prepare, "grouped_mm"), _SortedRows)
+grouped_mm, clamped, biased, split, transposed, ungated = variants(_run)
+add_adapters(
+    (grouped_mm, clamped, biased, split, transposed, ungated), functools.partial(prepare, "grouped_mm"), _SortedRows
+)
 
 
 def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:
@@ -85,7 +88,7 @@ def fake(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs
 
 def _empty_parts(like: Tensor, experts: Experts, rows: int, width: int) -> Parts:
     if experts.up_proj is None:
-        return (like.new_empty(rows, 2 * width),)
+        return (like.new_empty(rows, experts.halves * width),)
     return (like.new_empty(rows, width), like.new_empty(rows, width))
 
 
@@ -153,7 +156,7 @@ def forward_grouped(gemm: GroupedGemm, x: Tensor, experts: Experts, index: Tenso
     parts = _gate_up(gemm, x[order // index.shape[1]], experts, ends)
     if experts.gate_up_bias is not None:
         parts[0].add_(experts.gate_up_bias[_owners(order, ends)])
-    rows = gemm(_gate(*_halves(parts, experts), experts), _columns_last(experts.down_proj, experts), ends)
+    rows = gemm(_gate(*_halves(parts, experts), experts), _columns_last_down(experts), ends)
     if experts.down_bias is not None:
         rows += experts.down_bias[_owners(order, ends)]
     return _gather_sum(rows, pair_to_row, weights, ends, index.shape), *_saved(parts), order, ends
@@ -173,7 +176,7 @@ def backward_grouped(
     token = order // weights.shape[1]
     mine = torch.arange(order.numel(), device=order.device) < ends[-1]
     row_grad = grad[token]
-    act_grad = gemm(row_grad, _columns_last(experts.down_proj, experts).transpose(1, 2), ends)
+    act_grad = gemm(row_grad, _columns_last_down(experts).transpose(1, 2), ends)
     scales = weights.reshape(-1)[order].unsqueeze(-1).to(x.dtype)
     halves = _halves((gate_up, up)[: len(experts.gate_up_weights)], experts)
     parts_grad, weighted_act, dots = _gate_grad(*halves, act_grad, scales, experts)
@@ -187,7 +190,7 @@ def backward_grouped(
         x_grad = _gather_sum(rows, _inverse(order), None, ends, weights.shape)
     if wanted.weights:
         gate_up_grad, up_grad = _pair(_gate_up_grads(gemm, parts_grad, x[token], experts, ends))
-        down_grad = gemm(*_weight_grad_operands(row_grad, weighted_act, experts), ends)
+        down_grad = gemm(*_weight_grad_operands(row_grad, weighted_act, experts.down_transposed), ends)
     if experts.biased and wanted.biases:
         # Also computes sums over an expert's rows as a GEMM, with 8 equal rows, the minimum size of an operand.
         ones, repeated = torch.ones_like(scales).repeat(1, 8), scales.repeat(1, 8)
@@ -212,7 +215,7 @@ def _tokens_grad(gemm: GroupedGemm, parts_grad: Parts, experts: Experts, ends: T
 def _gate_up_grads(
     gemm: GroupedGemm, parts_grad: Parts, tokens: Tensor, experts: Experts, ends: Tensor
 ) -> Sequence[Tensor]:
-    return [gemm(*_weight_grad_operands(part, tokens, experts), ends) for part in parts_grad]
+    return [gemm(*_weight_grad_operands(part, tokens, experts.transposed), ends) for part in parts_grad]
 
 
 def _pair(grads: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -222,13 +225,18 @@ def _pair(grads: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _columns_last(weight: Tensor, experts: Experts) -> Tensor:
-    """The weight of a GEMM as [E, inputs, outputs]."""
-    return weight if experts.biased else weight.transpose(1, 2)
+    """A weight of the first GEMM as [E, H, outputs]."""
+    return weight if experts.transposed else weight.transpose(1, 2)
 
 
-def _weight_grad_operands(outputs_grad: Tensor, inputs: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+def _columns_last_down(experts: Experts) -> Tensor:
+    """The weight of the second GEMM as [E, I, H]."""
+    return experts.down_proj if experts.down_transposed else experts.down_proj.transpose(1, 2)
+
+
+def _weight_grad_operands(outputs_grad: Tensor, inputs: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     """The operands of a weight's gradient GEMM, in the order that gives the weight's layout."""
-    return (inputs.t(), outputs_grad) if experts.biased else (outputs_grad.t(), inputs)
+    return (inputs.t(), outputs_grad) if transposed else (outputs_grad.t(), inputs)
 
 
 def _owners(order: Tensor, ends: Tensor) -> Tensor:
@@ -242,22 +250,32 @@ def _row_dots(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _halves(parts: Parts, experts: Experts) -> tuple[Tensor, Tensor]:
+    """Gate and up; without a gate, twice the same."""
+    if not experts.gated:
+        return parts[0], parts[0]
     if experts.biased:
         return parts[0][:, ::2], parts[0][:, 1::2]
     gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
     return gate, up
 
 
-def _bounded(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
-    return (gate, up) if limit is None else (gate.clamp(max=limit), up.clamp(min=-limit, max=limit))
+def _bounded(gate: Tensor, up: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    limit = experts.limit
+    if limit is None:
+        return gate, up
+    return gate if experts.clamps_activation else gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
 
 
 def _gate(gate: Tensor, up: Tensor, experts: Experts) -> Tensor:
-    gate, up = _bounded(gate, up, experts.limit)
+    gate, up = _bounded(gate, up, experts)
     if experts.alpha != 1.0:
         activated = torch.sigmoid(gate * experts.alpha).mul_(gate)
     else:
         activated = ACTIVATIONS[experts.activation](gate)
+    if not experts.gated:
+        return activated
+    if experts.clamps_activation and experts.limit is not None:
+        activated = activated.clamp_(max=experts.limit)
     return activated.mul_(up + experts.up_offset if experts.up_offset else up)
 
 
@@ -268,10 +286,17 @@ def _gate_grad(
     if experts.plain:
         return _swiglu_grad(given_gate, given_up, act_grad, scales, experts)
     dtype = torch.promote_types(act_grad.dtype, torch.float32)
-    gate, up = _bounded(given_gate.to(dtype), given_up.to(dtype), experts.limit)
+    gate, up = _bounded(given_gate.to(dtype), given_up.to(dtype), experts)
     glu, slope = _activation_and_slope(gate, experts)
+    grad = act_grad.to(dtype)
+    if not experts.gated:
+        dots = (glu * grad).sum(-1)
+        return ((grad * scales).mul_(slope).to(act_grad.dtype),), glu.mul_(scales).to(act_grad.dtype), dots
+    limited = given_gate
+    if experts.clamps_activation:
+        limited, glu = glu, glu.clamp(max=experts.limit)
     lifted = up + experts.up_offset
-    act, grad = glu * lifted, act_grad.to(dtype)
+    act = glu * lifted
     dots = (act * grad).sum(-1)
     grad = grad * scales
     gate_grad = lifted.mul_(grad) * slope
@@ -279,7 +304,7 @@ def _gate_grad(
     parts_grad = _empty_parts(act_grad, experts, *act_grad.shape)
     gate_part, up_part = _halves(parts_grad, experts)
     if experts.limit is not None:
-        gate_grad.masked_fill_(given_gate > experts.limit, 0)
+        gate_grad.masked_fill_(limited > experts.limit, 0)
         up_grad.masked_fill_(given_up.abs() > experts.limit, 0)
     gate_part.copy_(gate_grad)
     up_part.copy_(up_grad)
@@ -327,7 +352,7 @@ def _forward_segments(x: Tensor, experts: Experts, index: Tensor, weights: Tenso
     parts = _empty_parts(x, experts, order.numel(), experts.sizes[2])
     gate, up = _halves(parts, experts)
     rows = x.new_empty(order.numel(), x.shape[1])
-    *up_weights, down = (_columns_last(w, experts) for w in (*experts.gate_up_weights, experts.down_proj))
+    up_weights, down = [_columns_last(w, experts) for w in experts.gate_up_weights], _columns_last_down(experts)
     for expert, mine in _segments(ends):
         tokens = x[token[mine]]
         for weight, part in zip(up_weights, parts, strict=True):
@@ -358,7 +383,7 @@ def _backward_segments(
     gate_up_bias_grad, down_bias_grad = (
         fresh(b) if b is not None and wanted.biases else None for b in (experts.gate_up_bias, experts.down_bias)
     )
-    *up_weights, down = (_columns_last(w, experts) for w in (*experts.gate_up_weights, experts.down_proj))
+    up_weights, down = [_columns_last(w, experts) for w in experts.gate_up_weights], _columns_last_down(experts)
     gate, up = _halves((gate_up, up)[: len(up_weights)], experts)
     rows = x.new_empty(order.numel() if wanted.inputs else 0, x.shape[1])
     for expert, mine in segments:
@@ -370,9 +395,9 @@ def _backward_segments(
         weights_grad[order[mine]] = dots.to(weights.dtype)
         if down_grad is not None:
             tokens = x[token[mine]]
-            torch.mm(*_weight_grad_operands(row_grad, weighted_act, experts), out=down_grad[expert])
+            torch.mm(*_weight_grad_operands(row_grad, weighted_act, experts.down_transposed), out=down_grad[expert])
             for part, out in zip(parts_grad, gate_up_grads, strict=True):
-                torch.mm(*_weight_grad_operands(part, tokens, experts), out=out[expert])
+                torch.mm(*_weight_grad_operands(part, tokens, experts.transposed), out=out[expert])
         if gate_up_bias_grad is not None and down_bias_grad is not None:
             torch.sum(parts_grad[0], 0, out=gate_up_bias_grad[expert])
             torch.mm(scales[mine].t(), row_grad, out=down_bias_grad[expert : expert + 1])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from opslot.ops._common.activations import activate
 from opslot.ops._common.custom_op import once_differentiable
 from opslot.ops.moe_experts._autograd import Experts
 from opslot.ops.moe_experts._call import Contract, Run, variants
@@ -90,17 +91,30 @@ def _experts(rows: ExpertRows, x: Tensor, experts: Experts, pairs: Sequence[Fact
     tokens = _Dispatch.apply(x, rows, weights)
     *firsts, down = pairs
     parts = [
-        _linear(rows, tokens, weight, factors, experts)
+        _linear(rows, tokens, weight, factors, experts.transposed)
         for weight, factors in zip(experts.gate_up_weights, firsts, strict=True)
     ]
     if experts.gate_up_bias is not None:
         parts[0] = parts[0] + experts.gate_up_bias[rows.expert]
-    gate, up = _halves(parts, experts)
-    act = gated(gate, up, experts.limit, experts.alpha, experts.up_offset, experts.activation)
-    out = _linear(rows, act, experts.down_proj, down, experts)
+    out = _linear(rows, _act(parts, experts), experts.down_proj, down, experts.down_transposed)
     if experts.down_bias is not None:
         out = out + experts.down_bias[rows.expert]
     return _Combine.apply(out, weights, rows)
+
+
+def _act(parts: Sequence[Tensor], experts: Experts) -> Tensor:
+    if not experts.gated:
+        return activate(experts.activation, parts[0])
+    gate, up = _halves(parts, experts)
+    return gated(
+        gate,
+        up,
+        experts.limit,
+        experts.alpha,
+        experts.up_offset,
+        clamps_activation=experts.clamps_activation,
+        activation=experts.activation,
+    )
 
 
 def _halves(parts: Sequence[Tensor], experts: Experts) -> Sequence[Tensor]:
@@ -109,22 +123,18 @@ def _halves(parts: Sequence[Tensor], experts: Experts) -> Sequence[Tensor]:
     return (parts[0][:, ::2], parts[0][:, 1::2]) if experts.biased else parts[0].chunk(2, dim=-1)
 
 
-def _linear(rows: ExpertRows, inputs: Tensor, weight: Tensor, factors: Factors, experts: Experts) -> Tensor:
-    out = _Gemm.apply(inputs, _to_outputs(weight, experts), rows)
+def _linear(rows: ExpertRows, inputs: Tensor, weight: Tensor, factors: Factors, transposed: bool) -> Tensor:
+    # As [E, inputs, outputs].
+    out = _Gemm.apply(inputs, weight if transposed else weight.mT, rows)
     if factors is None:
         return out
     # Grouped GEMMs need rows of a multiple of 16 bytes.
     extra = -factors[1].shape[1] % 8
     first, second = F.pad(factors[0], (0, extra)), F.pad(factors[1], (0, 0, 0, extra))
     down, up = (t.to(inputs.dtype).contiguous() for t in (first, second))
-    if not experts.biased:
+    if not transposed:
         down, up = up.mT, down.mT
     return out + _Gemm.apply(_Gemm.apply(inputs, down, rows), up, rows)
-
-
-def _to_outputs(weight: Tensor, experts: Experts) -> Tensor:
-    """The weight as [E, inputs, outputs]."""
-    return weight if experts.biased else weight.mT
 
 
 class _Gemm(torch.autograd.Function):

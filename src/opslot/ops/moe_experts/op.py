@@ -3,7 +3,7 @@
 Shapes: T tokens, K experts per token, E local experts, H hidden size, I intermediate size. `hidden_states` [T, H];
 `gate_up_proj` [E, 2I, H], the first I rows of an expert being its gate; `down_proj` [E, H, I]; `top_k_index` [T, K]
 integer; `top_k_weights` [T, K] in the activations' dtype or in float32. An index equal to E marks an expert of another
-rank. Every variant takes the parameters as the module stores them; `biased` and `split` have other layouts.
+rank. Every variant takes the parameters as the module stores them, some in other layouts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ from opslot.ops.moe_experts.cases import (
     CASES,
     CLAMPED_CASES,
     SPLIT_CASES,
+    TRANSPOSED_CASES,
+    UNGATED_CASES,
     benchmark_case,
     biased_benchmark_case,
     clamped_benchmark_case,
     split_benchmark_case,
+    transposed_benchmark_case,
+    ungated_benchmark_case,
 )
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant, walk_slots
-from opslot.slots.protocol import bound_kernel
+from opslot.slots.protocol import SLOTS, bound_kernel
 
 _IMPLEMENTATION = "_experts_implementation"
 
@@ -63,17 +67,21 @@ def clamped(
     limit: float,
     alpha: float = 1.0,
     up_offset: float = 0.0,
+    clamps_activation: bool = False,
 ) -> Tensor:
     """`standard` with a clamped gating: (u + up_offset) * g * sigmoid(alpha * g), g = min(gate, limit), u = up within
     -limit..limit; clamped values get no gradient.
 
-    DeepSeek-V4's experts with the defaults, MiniMax-M3's with alpha 1.702 and up_offset 1.
+    DeepSeek-V4's experts with the defaults, MiniMax-M3's with alpha 1.702 and up_offset 1. With `clamps_activation`,
+    as in Step-3.7, gate * sigmoid(alpha * gate) is limited instead of gate. An infinite limit clamps nothing.
     """
     return _sum_over_experts(
         hidden_states,
         top_k_index,
         top_k_weights,
-        lambda x, e: linear(_gated_halves(linear(x, gate_up_proj[e]), limit, alpha, up_offset), down_proj[e]),
+        lambda x, e: linear(
+            _gated_halves(linear(x, gate_up_proj[e]), limit, alpha, up_offset, clamps_activation), down_proj[e]
+        ),
         gate_up_proj.shape[0],
     )
 
@@ -112,13 +120,51 @@ def split(
     top_k_weights: Tensor,
     activation: Activation = "silu",
 ) -> Tensor:
-    """`standard` with separate tensors for gate and up, `gate_proj` and `up_proj` [E, I, H]."""
+    """DBRX's experts: `standard` with separate tensors for gate and up; all three weights are [E, I, H]."""
     return _sum_over_experts(
         hidden_states,
         top_k_index,
         top_k_weights,
-        lambda x, e: linear(gated(linear(x, gate_proj[e]), linear(x, up_proj[e]), activation=activation), down_proj[e]),
+        lambda x, e: gated(linear(x, gate_proj[e]), linear(x, up_proj[e]), activation=activation) @ down_proj[e],
         gate_proj.shape[0],
+    )
+
+
+def transposed(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    activation: Activation = "silu",
+) -> Tensor:
+    """`standard` with transposed weights, as in Aria and Llama 4: `gate_up_proj` [E, H, 2I], the first I columns of an
+    expert being its gate, and `down_proj` [E, I, H].
+    """
+    return _sum_over_experts(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        lambda x, e: _gated_halves(x @ gate_up_proj[e], activation=activation) @ down_proj[e],
+        gate_up_proj.shape[0],
+    )
+
+
+def ungated(
+    hidden_states: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    activation: Activation = "silu",
+) -> Tensor:
+    """Experts without a gate, as in Nemotron 3: the sum of weight * down(activation(up x)), `up_proj` [E, I, H]."""
+    return _sum_over_experts(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        lambda x, e: linear(activate(activation, linear(x, up_proj[e])), down_proj[e]),
+        up_proj.shape[0],
     )
 
 
@@ -133,12 +179,15 @@ def gated(
     limit: float | None = None,
     alpha: float = 1.0,
     up_offset: float = 0.0,
+    clamps_activation: bool = False,
     activation: Activation = "silu",
 ) -> Tensor:
     """The gating of all variants: activation(gate) * (up + up_offset), clamped if there is a limit."""
     if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        gate, up = gate if clamps_activation else gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     activated = activate(activation, gate) if alpha == 1.0 else gate * torch.sigmoid(gate * alpha)
+    if clamps_activation:
+        activated = activated.clamp(max=limit)
     return activated * (up + up_offset if up_offset else up)
 
 
@@ -166,21 +215,22 @@ def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
     if down is None or down.ndim != 3 or top_k is None:
         return None
     experts, hidden, intermediate = down.shape
-    if request.variant == "biased":
+    if request.variant in ("biased", "transposed"):
         hidden, intermediate = intermediate, hidden
     return {"experts": experts, "top_k": top_k, "hidden": hidden, "intermediate": intermediate}
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:
-    """Three GEMMs of 2*I*H FLOPs per token-expert pair, each once in forward and twice in backward.
+    """Three GEMMs of 2*I*H FLOPs per token-expert pair, two without a gate, each once in forward and twice in backward.
 
     Tokens, outputs and both gradients are read or written once; weights are read twice and their gradients written.
     """
     x, down = arguments["hidden_states"], arguments["down_proj"]
     chosen = int((arguments["top_k_index"] < down.shape[0]).sum())
+    gemms = 3 if "up_proj" not in arguments or "gate_proj" in arguments else 2
     return Cost(
-        bytes=(4 * x.numel() + 9 * down.numel()) * x.element_size(),
-        flops=18 * chosen * down.shape[1] * down.shape[2],
+        bytes=(4 * x.numel() + 3 * gemms * down.numel()) * x.element_size(),
+        flops=6 * gemms * chosen * down.shape[1] * down.shape[2],
     )
 
 
@@ -196,19 +246,41 @@ def check_split(module: Any) -> str | None:
     """Why `module` does not compute the split variant, or None."""
     if module is None:
         return None
-    names = ("gate_proj", "up_proj", "down_proj")
+    names = ("w1", "v1", "w2")
     shapes = [_shape_of(module, name) for name in names]
-    down = shapes[2]
-    if down is None or len(down) != 3:
-        return f"down_proj must be a 3-D tensor, found shape {down}"
-    experts, hidden, intermediate = down
-    wanted = (experts, intermediate, hidden)
-    if shapes[:2] != [wanted, wanted] or getattr(module, "is_transposed", False):
+    width = getattr(module, "ffn_hidden_size", 0)
+    if shapes[0] is None or len(set(shapes)) > 1 or len(shapes[0]) != 2 or not width or shapes[0][0] % width:
         found = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
-        return f"weights must be [E, I, H], [E, I, H] and [E, H, I], found {found}"
+        return f"w1, v1 and w2 must be [E * I, H] with I = {width}, found {found}"
     return (
-        activation_problem(getattr(module, "act_fn", None)) or _extras_problem(module, names) or _gating_problem(module)
+        activation_problem(getattr(module, "activation_fn", None))
+        or _extras_problem(module, names)
+        or _gating_problem(module)
     )
+
+
+def check_transposed(module: Any) -> str | None:
+    """Why `module` does not compute the transposed variant, or None."""
+    if module is None:
+        return None
+    gate_up, down = shapes = [_shape_of(module, name) for name in ("gate_up_proj", "down_proj")]
+    if gate_up is None or down is None or len(down) != 3 or gate_up != (down[0], down[2], 2 * down[1]):
+        return f"weights must be [E, H, 2I] and [E, I, H], found shapes {shapes[0]} and {shapes[1]}"
+    return (
+        activation_problem(getattr(module, "act_fn", None))
+        or _extras_problem(module, ("gate_up_proj", "down_proj"))
+        or _gating_problem(module)
+    )
+
+
+def check_ungated(module: Any) -> str | None:
+    """Why `module` does not compute the ungated variant, or None."""
+    if module is None:
+        return None
+    up, down = shapes = [_shape_of(module, name) for name in ("up_proj", "down_proj")]
+    if up is None or down is None or len(down) != 3 or up != (down[0], down[2], down[1]):
+        return f"weights must be [E, I, H] and [E, H, I], found shapes {shapes[0]} and {shapes[1]}"
+    return activation_problem(getattr(module, "act_fn", None)) or _extras_problem(module, ("up_proj", "down_proj"))
 
 
 def check_clamped(module: Any) -> str | None:
@@ -249,10 +321,11 @@ def _shape_of(module: Any, name: str) -> tuple[int, ...] | None:
 
 
 def _gating_problem(module: Any) -> str | None:
-    gating = getattr(type(module), "_apply_gate", None)
-    if gating is not None and gating.__name__ != "_default_apply_gate":
-        return f"{type(module).__name__} overrides _apply_gate"
-    return None
+    owner = next((cls for cls in type(module).__mro__ if "_apply_gate" in cls.__dict__), None)
+    # A generated class has its slot for the gate that it was reviewed with.
+    if owner is None or SLOTS in owner.__dict__ or owner.__dict__["_apply_gate"].__name__ == "_default_apply_gate":
+        return None
+    return f"{type(module).__name__} overrides _apply_gate"
 
 
 def _extras_problem(module: Any, weights: tuple[str, ...]) -> str | None:
@@ -269,7 +342,9 @@ def _layout_problem(module: Any) -> str | None:
     shapes = [_shape_of(module, name) for name in ("gate_up_proj", "down_proj")]
     if any(s is None or len(s) != 3 for s in shapes):
         return f"gate_up_proj and down_proj must be 3-D tensors, found shapes {shapes[0]} and {shapes[1]}"
-    experts, double, hidden = shapes[0]  # type: ignore[misc]
+    rows, double, hidden = shapes[0]  # type: ignore[misc]
+    # Experts that return their input may have unused rows.
+    experts = getattr(module, "num_routed_experts", rows)
     if getattr(module, "is_transposed", False) or shapes[1] != (experts, hidden, double // 2):
         return f"weights must be [E, 2I, H] and [E, H, I], found shapes {shapes[0]} and {shapes[1]}"
     if not getattr(module, "is_concatenated", True):
@@ -373,7 +448,33 @@ _VARIANTS = (
         compiles=False,
         static_shape=_static_shape,
         benchmark_case=split_benchmark_case,
-        description="separate gate and up, [E, I, H] each, no bias",
+        description="separate gate and up; gate, up and down [E, I, H] each, no bias (DBRX)",
+    ),
+    OpVariant(
+        "transposed",
+        transposed,
+        TRANSPOSED_CASES,
+        _GRADIENTS,
+        _cost,
+        check_transposed,
+        tolerance_ulps=_TOLERANCE_ULPS,
+        compiles=False,
+        static_shape=_static_shape,
+        benchmark_case=transposed_benchmark_case,
+        description="transposed gate_up [E, H, 2I] and down [E, I, H], no bias (Aria, Llama 4)",
+    ),
+    OpVariant(
+        "ungated",
+        ungated,
+        UNGATED_CASES,
+        ("hidden_states", "up_proj", "down_proj", "top_k_weights"),
+        _cost,
+        check_ungated,
+        tolerance_ulps=_TOLERANCE_ULPS,
+        compiles=False,
+        static_shape=_static_shape,
+        benchmark_case=ungated_benchmark_case,
+        description="up and down without a gate, [E, I, H] and [E, H, I], no bias (Nemotron 3)",
     ),
 )
 

@@ -108,7 +108,7 @@ def plan_for(experts: Experts, real: bool = True) -> GemmTiling:
     if properties.major < 9 or not aligned:
         return _uniform(128, Tiles(128, 128, 32, 8, 3), tma=False, programs=programs)
     plan = _hopper(programs)
-    if experts.up_proj is None:
+    if experts.biased or (experts.halves == 2 and not experts.transposed) or not experts.gated:
         return plan
     # With two GEMMs per step, Triton waits for each at the end of a flattened tile loop, and ptxas serializes both.
     return replace(plan, gate_up=replace(plan.gate_up, flatten=False))
@@ -172,9 +172,9 @@ class _AlignedRows:
         return replace(tiles, bn=min(tiles.bn, max(32, triton.next_power_of_2(columns))))
 
 
-fused_triton, clamped, biased, split = variants(_run)
+fused_triton, clamped, biased, split, transposed, ungated = variants(_run)
 add_adapters(
-    (fused_triton, clamped, biased, split),
+    (fused_triton, clamped, biased, split, transposed, ungated),
     functools.partial(prepare, "fused_triton", dtypes=FLOATS, contiguous=True),
     _AlignedRows,
 )
@@ -305,15 +305,15 @@ def weight_grad_gemm(plan: GemmTiling, tiles: Tiles, left: Tensor, right: Tensor
 def forward(
     plan: GemmTiling, x: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor
 ) -> tuple[Tensor, ...]:
-    """The output [T, H], gate and up [2, R, I] and the tensors of `Routing`."""
+    """The output [T, H], what `gate_up` projects, and the tensors of `Routing`."""
     count, hidden, intermediate = experts.sizes
     x = x.contiguous()
     routing = route(top_k_index.contiguous(), count, plan.align)
     if routing.row_to_pair.numel() == 0:
-        return torch.zeros_like(x), x.new_empty(2, 0, intermediate), *routing
+        return torch.zeros_like(x), x.new_empty(1 + experts.gated, 0, intermediate), *routing
     projected, act = gate_up(plan, x, experts, top_k_index.shape[1], routing)
     down, bias = experts.down_proj, experts.down_bias
-    outputs = rows_gemm(plan, plan.down, act, down, hidden, not experts.biased, routing, bias)
+    outputs = rows_gemm(plan, plan.down, act, down, hidden, not experts.down_transposed, routing, bias)
     return combine(outputs, routing.pair_to_row, top_k_weights.contiguous(), True), projected, *routing
 
 
@@ -336,7 +336,8 @@ def backward(
         return Grads(x_zeros, gate_up_zeros, down_zeros, torch.zeros_like(top_k_weights), *others)
     x, grad, top_k_weights = x.contiguous(), grad.contiguous(), top_k_weights.contiguous()
     row_grad = gather(grad, top_k, routing)
-    act_grad = rows_gemm(plan, plan.act_grad, row_grad, experts.down_proj, intermediate, experts.biased, routing)
+    down = experts.down_proj
+    act_grad = rows_gemm(plan, plan.act_grad, row_grad, down, intermediate, experts.down_transposed, routing)
     projected_grad, weighted_act, weights_grad = gate_grad(
         plan, act_grad, projected, row_grad, experts, top_k_weights, routing
     )
@@ -345,7 +346,7 @@ def backward(
         gate_up_bias_grad = bias_grad(projected_grad, routing)
         down_bias_grad = bias_grad(row_grad, routing, top_k_weights)
     if wanted.weights:
-        operands = (weighted_act, row_grad) if experts.biased else (row_grad, weighted_act)
+        operands = (weighted_act, row_grad) if experts.down_transposed else (row_grad, weighted_act)
         down_grad = weight_grad_gemm(plan, plan.down_grad, *operands, routing)
     del row_grad, act_grad, weighted_act
     if wanted.weights:
@@ -354,9 +355,9 @@ def backward(
         del rows
     if wanted.inputs:
         weight, other = experts.gate_up_proj, experts.up_proj
-        if not experts.biased and other is None:
+        if not experts.transposed and experts.halves == 2:
             weight = weight.view(2 * count, intermediate, hidden)
-        tiles, nk = plan.input_grad, experts.biased
+        tiles, nk = plan.input_grad, experts.transposed
         terms = rows_gemm(plan, tiles, projected_grad, weight, hidden, nk, routing, other=other)
         x_grad = combine(terms, routing.pair_to_row, top_k_weights, False)
     return Grads(x_grad, gate_up_grad, down_grad, weights_grad, up_grad, gate_up_bias_grad, down_bias_grad)
@@ -369,7 +370,7 @@ def gate_up_grads(
     if experts.up_proj is not None:
         gate, up = (weight_grad_gemm(plan, plan.gate_up_grad, part, rows, routing) for part in projected_grad.split(1))
         return gate, up
-    operands = (rows, projected_grad) if experts.biased else (projected_grad, rows)
+    operands = (rows, projected_grad) if experts.transposed else (projected_grad, rows)
     return weight_grad_gemm(plan, plan.gate_up_grad, *operands, routing).view_as(experts.gate_up_proj), None
 
 
@@ -379,6 +380,9 @@ def _gating(experts: Experts) -> dict[str, str | float | bool | None]:
         "LIMIT": experts.limit,
         "ALPHA": experts.alpha,
         "UP_OFFSET": experts.up_offset,
+        "CLAMPS_ACTIVATION": experts.clamps_activation,
+        "GATED": experts.gated,
+        "TRANSPOSED": experts.transposed,
         "BIASED": experts.biased,
     }
 
@@ -386,10 +390,10 @@ def _gating(experts: Experts) -> dict[str, str | float | bool | None]:
 def gate_up(
     plan: GemmTiling, x: Tensor, experts: Experts, top_k: int, routing: Routing, row_tokens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gate and up [2, R, I], and their activation [1, R, I]."""
+    """Gate and up [2, R, I] or, without a gate, [1, R, I], and their activation [1, R, I]."""
     count, hidden, intermediate = experts.sizes
     rows, tiles = routing.row_to_pair.numel(), plan.gate_up
-    projected = x.new_empty(2, rows, intermediate)
+    projected = x.new_empty(1 + experts.gated, rows, intermediate)
     act = x.new_empty(1, rows, intermediate)
     source = x
     if not plan.gather:
@@ -397,8 +401,10 @@ def gate_up(
     up_weight = None
     if experts.up_proj is not None:
         weight, up_weight = (_operand(plan, w, tiles.bn, tiles.bk) for w in experts.gate_up_weights)
-    elif experts.biased:
-        weight = _operand(plan, experts.gate_up_proj, tiles.bk, 2 * tiles.bn)
+    elif experts.transposed:
+        weight = _operand(plan, experts.gate_up_proj, tiles.bk, (1 + experts.biased) * tiles.bn)
+    elif not experts.gated:
+        weight = _operand(plan, experts.gate_up_proj, tiles.bn, tiles.bk)
     else:
         halves = experts.gate_up_proj.view(2 * count, intermediate, hidden)
         weight = _operand(plan, halves, tiles.bn, tiles.bk, planes=2)
@@ -436,10 +442,12 @@ def gate_grad(
     top_k_weights: Tensor,
     routing: Routing,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of gate and up, [2, R, I] or, for biased experts, [1, R, 2I]; weight * act [1, R, I]; and the
+    """The gradient of gate and up, [2, R, I] or, for transposed weights, [1, R, 2I]; weight * act [1, R, I]; and the
     gradient of `top_k_weights`."""
     _, rows, intermediate = act_grad.shape
-    projected_grad = projected.new_empty(1, rows, 2 * intermediate) if experts.biased else torch.empty_like(projected)
+    projected_grad = (
+        projected.new_empty(1, rows, 2 * intermediate) if experts.transposed else torch.empty_like(projected)
+    )
     weighted_act = torch.empty_like(act_grad)
     # Pairs with an expert of another rank have no row, so the kernel does not write their gradient.
     weights_grad = torch.zeros_like(top_k_weights)
@@ -495,7 +503,7 @@ def _forward(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> tup
 def _fake(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
     count, _, intermediate = experts.sizes
     routing = empty_routing(index, count, plan_for(experts, real=False).align)
-    projected = x.new_empty(2, routing.row_to_pair.numel(), intermediate)
+    projected = x.new_empty(1 + experts.gated, routing.row_to_pair.numel(), intermediate)
     return torch.empty_like(x, memory_format=torch.contiguous_format), projected, *routing
 
 

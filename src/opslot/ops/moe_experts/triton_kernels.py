@@ -5,8 +5,8 @@ Every operand is contiguous [planes, rows, columns]: weights [E, N, K] or, as ga
 `TMA` operands are tensor descriptors, otherwise pointers.
 
 Grids are persistent: each program takes every num_programs-th tile. Rows that pad an expert's last tile have pair -1;
-they read as zero and have routing weight zero, so they add nothing to gradients. `BIASED` weights are [E, K, N] with
-interleaved gate and up columns.
+they read as zero and have routing weight zero, so they add nothing to gradients. `TRANSPOSED` weights are [E, K, N],
+gate columns first; `BIASED` ones have interleaved gate and up columns.
 """
 
 from __future__ import annotations
@@ -74,12 +74,19 @@ def _tile_at(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _bounded(gate, up, LIMIT: tl.constexpr):
-    """min(gate, LIMIT) and clamp(up, -LIMIT, LIMIT); NaN stays NaN."""
+def _at_most(x, LIMIT: tl.constexpr):
+    """min(x, LIMIT), or x without a LIMIT; NaN stays NaN."""
     if LIMIT is not None:
-        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return gate, up
+        x = tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return x
+
+
+@triton.jit
+def _within(x, LIMIT: tl.constexpr):
+    """clamp(x, -LIMIT, LIMIT), or x without a LIMIT; NaN stays NaN."""
+    if LIMIT is not None:
+        x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return x
 
 
 @triton.jit
@@ -101,6 +108,9 @@ def gate_up_kernel(
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     UP_OFFSET: tl.constexpr,
+    CLAMPS_ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     BIASED: tl.constexpr,
     SPLIT: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -116,7 +126,10 @@ def gate_up_kernel(
     """projected = gate and up of x (plus bias), and act = (up + UP_OFFSET) * activation(gate), clamped.
 
     x: [T, H] if GATHER, else [1, R, H]. SPLIT: `gate_up` is gate_proj [E, I, H] and `up_weight` is up_proj [E, I, H].
+    Not GATED: `gate_up` is the only weight [E, I, H], and act = activation(projected).
     """
+    # Gate and up in one tile.
+    JOINT: tl.constexpr = GATED and not SPLIT and (BIASED or not TRANSPOSED)
     row_tiles = tl.load(expert_offsets + experts) // BM
     col_tiles = tl.cdiv(intermediate, BN)
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
@@ -126,11 +139,11 @@ def gate_up_kernel(
         col = tn * BN
         if GATHER:
             pair = tl.load(row_to_pair + row + tl.arange(0, BM))
-        if SPLIT:
+        if JOINT:
+            acc = tl.zeros((BM, 2 * BN), tl.float32)
+        else:
             gate = tl.zeros((BM, BN), tl.float32)
             up = tl.zeros((BM, BN), tl.float32)
-        else:
-            acc = tl.zeros((BM, 2 * BN), tl.float32)
         for k in range(0, hidden, BK):
             if GATHER:
                 a = _load_tokens(x, pair, k, hidden, TOP_K, BK)
@@ -139,6 +152,13 @@ def gate_up_kernel(
             if SPLIT:
                 b = _load_tile(gate_up, expert, col, k, intermediate, hidden, BN, BK, TMA).T
                 c = _load_tile(up_weight, expert, col, k, intermediate, hidden, BN, BK, TMA).T
+                gate = dot(a, b, gate)
+                up = dot(a, c, up)
+            elif not GATED:
+                gate = dot(a, _load_tile(gate_up, expert, col, k, intermediate, hidden, BN, BK, TMA).T, gate)
+            elif not JOINT:
+                b = _load_tile(gate_up, expert, k, col, hidden, 2 * intermediate, BK, BN, TMA)
+                c = _load_tile(gate_up, expert, k, intermediate + col, hidden, 2 * intermediate, BK, BN, TMA)
                 gate = dot(a, b, gate)
                 up = dot(a, c, up)
             else:
@@ -150,12 +170,16 @@ def gate_up_kernel(
         if BIASED:
             acc += _load_bias(bias, expert, 2 * col, 2 * intermediate, 2 * BN)
             gate, up = tl.split(acc.reshape(BM, BN, 2))
-        elif not SPLIT:
+        elif JOINT:
             gate, up = tl.split(acc.reshape(BM, 2, BN).permute(0, 2, 1))
         _store_tile(projected, 0, row, col, gate, rows, intermediate, BM, BN, TMA)
-        _store_tile(projected, 1, row, col, up, rows, intermediate, BM, BN, TMA)
-        gate, up = _bounded(gate, up, LIMIT)
-        h = activation(gate, ACTIVATION, ALPHA) * (up + UP_OFFSET)
+        if CLAMPS_ACTIVATION:
+            h = _at_most(activation(gate, ACTIVATION, ALPHA), LIMIT)
+        else:
+            h = activation(_at_most(gate, LIMIT), ACTIVATION, ALPHA)
+        if GATED:
+            _store_tile(projected, 1, row, col, up, rows, intermediate, BM, BN, TMA)
+            h *= _within(up, LIMIT) + UP_OFFSET
         _store_tile(act, 0, row, col, h, rows, intermediate, BM, BN, TMA)
 
 
@@ -248,6 +272,9 @@ def gate_grad_kernel(
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     UP_OFFSET: tl.constexpr,
+    CLAMPS_ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     BIASED: tl.constexpr,
     ALIGN: tl.constexpr,
     BM: tl.constexpr,
@@ -255,9 +282,9 @@ def gate_grad_kernel(
 ):
     """Backward of the gating; `act_grad` [1, R, I] is the gradient of each row's act before the routing weight.
 
-    Writes projected_grad [2, R, I] (BIASED: [1, R, 2I], interleaved); weighted_act [1, R, I] = weight * act, for the
-    gradient of down_proj; and, at each row's pair, the gradient of its routing weight: dot(act, act_grad), if BIASED
-    plus dot(down_bias [E, H], row_grad [1, R, H]).
+    Writes projected_grad [2, R, I] (TRANSPOSED: [1, R, 2I]; not GATED: [1, R, I]); weighted_act [1, R, I] =
+    weight * act, for the gradient of down_proj; and, at each row's pair, the gradient of its routing weight:
+    dot(act, act_grad), if BIASED plus dot(down_bias [E, H], row_grad [1, R, H]).
     """
     row = tl.program_id(0) * BM
     if row < tl.load(expert_offsets + experts):
@@ -271,19 +298,26 @@ def gate_grad_kernel(
             other = offset + tl.cast(rows, tl.int64) * intermediate
             live = (c < intermediate)[None, :]
             given_gate = tl.load(projected + offset, mask=live, other=0.0).to(tl.float32)
-            given_up = tl.load(projected + other, mask=live, other=0.0).to(tl.float32)
-            gate, up = _bounded(given_gate, given_up, LIMIT)
             grad = tl.load(act_grad + offset, mask=live, other=0.0).to(tl.float32)
-            glu, slope = activation_and_slope(gate, ACTIVATION, ALPHA)
-            lifted = up + UP_OFFSET
-            act = glu * lifted
+            if CLAMPS_ACTIVATION:
+                limited, slope = activation_and_slope(given_gate, ACTIVATION, ALPHA)
+                glu = _at_most(limited, LIMIT)
+            else:
+                limited = given_gate
+                glu, slope = activation_and_slope(_at_most(given_gate, LIMIT), ACTIVATION, ALPHA)
+            act = glu
+            gate_grad = grad * weight * slope
+            if GATED:
+                given_up = tl.load(projected + other, mask=live, other=0.0).to(tl.float32)
+                lifted = _within(given_up, LIMIT) + UP_OFFSET
+                act = glu * lifted
+                gate_grad *= lifted
+                up_grad = grad * weight * glu
+                if LIMIT is not None:
+                    up_grad = tl.where(tl.abs(given_up) <= LIMIT, up_grad, 0.0)
             dots += tl.sum(act * grad, 1)
-            grad = grad * weight
-            gate_grad = grad * lifted * slope
-            up_grad = grad * glu
             if LIMIT is not None:
-                gate_grad = tl.where(given_gate <= LIMIT, gate_grad, 0.0)
-                up_grad = tl.where(tl.abs(given_up) <= LIMIT, up_grad, 0.0)
+                gate_grad = tl.where(limited <= LIMIT, gate_grad, 0.0)
             dtype: tl.constexpr = projected_grad.dtype.element_ty
             tl.store(weighted_act + offset, downcast(act * weight, dtype), mask=live)
             if BIASED:
@@ -291,9 +325,14 @@ def gate_grad_kernel(
                 interleaved = tl.interleave(downcast(gate_grad, dtype), downcast(up_grad, dtype))
                 at = r.to(tl.int64)[:, None] * (2 * intermediate) + both[None, :]
                 tl.store(projected_grad + at, interleaved, mask=(both < 2 * intermediate)[None, :])
+            elif TRANSPOSED:
+                at = r.to(tl.int64)[:, None] * (2 * intermediate) + c[None, :]
+                tl.store(projected_grad + at, downcast(gate_grad, dtype), mask=live)
+                tl.store(projected_grad + at + intermediate, downcast(up_grad, dtype), mask=live)
             else:
                 tl.store(projected_grad + offset, downcast(gate_grad, dtype), mask=live)
-                tl.store(projected_grad + other, downcast(up_grad, dtype), mask=live)
+                if GATED:
+                    tl.store(projected_grad + other, downcast(up_grad, dtype), mask=live)
         if BIASED:
             expert = tl.load(tile_expert + row // ALIGN)
             for col in range(0, hidden, BC):

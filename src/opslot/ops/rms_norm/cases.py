@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,6 +72,35 @@ def cases(*roles: str) -> list[InputCase]:
     if "weight" in roles:
         cases.insert(6, _case("fp32 weight", (3, 11, 64), roles, weight_dtype=torch.float32))
     return cases
+
+
+def group_cases() -> list[InputCase]:
+    """Cases of `gated_groups`."""
+    falcon = {"gate_after": True, "cast_after_weight": True}
+
+    def grouped(case: InputCase, groups: int, **options: bool) -> InputCase:
+        def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+            arguments = case.make(dtype, device, generator)
+            return {**arguments, "group_size": arguments["weight"].shape[0] // groups, **options}
+
+        return replace(case, make=make)
+
+    roles = ("weight", "gate")
+    return [
+        grouped(_case("one group", (2, 33, 256), roles), 1),
+        grouped(_case("four groups", (2, 33, 256), roles), 4),
+        grouped(_case("three odd groups", (6, 42, 123), roles), 3),
+        grouped(_case("gate after", (3, 7, 128), roles), 2, **falcon),
+        grouped(_case("gate before, cast last", (3, 7, 128), roles), 2, cast_after_weight=True),
+        grouped(_case("one row", (1, 64), roles), 2),
+        grouped(_case("fp32 weight", (3, 11, 64), roles, weight_dtype=torch.float32), 2),
+        grouped(_case("no rows", (0, 64), roles), 2),
+        grouped(_case("column slice", (4, 9, 96), roles, view="columns"), 3),
+        grouped(_case("transposed rows", (4, 9, 96), roles, view="transposed"), 2),
+        grouped(_case("large values", (64, 160), roles, scale=1e3), 2),
+        grouped(_case("Nemotron-3-Nano mixer, T=8192", (8192, 4096), roles, role="bench"), 8),
+        grouped(_case("Bamba-9B mixer, T=8192", (8192, 8192), roles, role="bench"), 1),
+    ]
 
 
 def make_benchmark_case(*roles: str) -> Callable[[Mapping[str, int], int], InputCase]:

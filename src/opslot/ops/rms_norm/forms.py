@@ -53,6 +53,36 @@ NORMS = MethodForms(
             )
         ),
         Reviewed(
+            "b1c97535587f",
+            "gated_sigmoid",
+            "weight * (x / rms(x)) * ACT2FN[activation](gate) in fp32, cast back; the activation is sigmoid",
+            "kimi_linear, bailing_hybrid, glm5_next",
+            args=_EPSILON,
+        ),
+        *(
+            Reviewed(
+                hash_,
+                "gated_groups",
+                "x * silu(gate) in fp32, normalized in groups, cast back, times weight",
+                seen,
+                args=f"{{0}}, self.weight, self.variance_epsilon, {{1}}, {size}",
+            )
+            for hash_, size, seen in (
+                ("55b5b1542b35", "self.group_size", "zamba2, nemotron_h; bamba, granitemoehybrid, mamba2 from 5.23"),
+                ("c6c6fd43b3db", "{0}.shape[-1]", "bamba, granitemoehybrid, mamba2 before 5.23"),
+            )
+        ),
+        Reviewed(
+            "d2e9f178dc33",
+            "gated_groups",
+            "the same with weight and cast after it, the gate before or after",
+            "falcon_h1, from 5.23",
+            args=(
+                "{0}, self.weight, self.variance_epsilon, {1}, {0}.shape[-1] // self.n_groups, self.norm_before_gate,"
+                " True"
+            ),
+        ),
+        Reviewed(
             "fd8cae7324ce",
             "weight_offset",
             "(1 + weight) * (x / rms(x)) in fp32, cast back after the weight",

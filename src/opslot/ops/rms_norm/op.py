@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot.ops._common.model_config import head_sizes, text_config
-from opslot.ops.rms_norm.cases import cases, make_benchmark_case
+from opslot.ops.rms_norm.cases import cases, group_cases, make_benchmark_case
 from opslot.ops.rms_norm.fused_add import can_serve
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 from opslot.slots.protocol import declared_slots
@@ -54,6 +54,38 @@ def gated(hidden_states: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Te
     return (normalized * nn.functional.silu(gate.to(dtype))).to(hidden_states.dtype)
 
 
+def gated_sigmoid(hidden_states: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
+    """Kimi delta attention's output norm: weight * (x / rms(x)) * sigmoid(gate) in fp32. Returns the input's dtype."""
+    normalized = _normalize(hidden_states, eps)
+    gated = weight.to(normalized.dtype) * normalized * torch.sigmoid(gate.to(normalized.dtype))
+    return gated.to(hidden_states.dtype)
+
+
+def gated_groups(
+    hidden_states: Tensor,
+    weight: Tensor,
+    eps: float,
+    gate: Tensor,
+    group_size: int,
+    gate_after: bool = False,
+    cast_after_weight: bool = False,
+) -> Tensor:
+    """A Mamba-2 mixer's output norm: x * silu(gate) in fp32, normalized in groups of `group_size`, cast, times weight.
+
+    Args:
+        gate_after: multiply the result by silu(gate) instead.
+        cast_after_weight: cast to the input's dtype last; else before the weight, and the result has the dtype that
+            torch promotes `weight` and `hidden_states` to.
+    """
+    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+    x, silu = hidden_states.to(dtype), nn.functional.silu(gate.to(dtype))
+    normalized = _normalize((x if gate_after else x * silu).unflatten(-1, (-1, group_size)), eps).flatten(-2)
+    out = weight * (normalized if cast_after_weight else normalized.to(hidden_states.dtype))
+    if gate_after:
+        out = out * silu
+    return out.to(hidden_states.dtype) if cast_after_weight or gate_after else out
+
+
 def unweighted(hidden_states: Tensor, eps: float) -> Tensor:
     """Without weight. Returns the input's dtype."""
     return _normalize(hidden_states, eps).to(hidden_states.dtype)
@@ -88,6 +120,11 @@ def _silu_gate(module: Any) -> str | None:
     """Gated norms of Transformers have an attribute for the activation; classes without it use SiLU."""
     activation = getattr(module, "activation", "silu")
     return None if activation in ("silu", "swish") else f"the gate's activation is {activation!r}, not silu"
+
+
+def _sigmoid_gate(module: Any) -> str | None:
+    activation = getattr(module, "activation", "sigmoid")
+    return None if activation == "sigmoid" else f"the gate's activation is {activation!r}, not sigmoid"
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
@@ -156,6 +193,27 @@ _VARIANTS = (
         static_shape=_static_shape,
         benchmark_case=make_benchmark_case("weight", "gate"),
         description="standard, then times silu(gate)",
+    ),
+    OpVariant(
+        "gated_sigmoid",
+        gated_sigmoid,
+        cases("weight", "gate"),
+        ("hidden_states", "weight", "gate"),
+        _cost,
+        check_module=_sigmoid_gate,
+        config_field="rms_norm_gated_implementation",
+        static_shape=_static_shape,
+        benchmark_case=make_benchmark_case("weight", "gate"),
+        description="times weight and sigmoid(gate) in fp32, then cast",
+    ),
+    OpVariant(
+        "gated_groups",
+        gated_groups,
+        group_cases(),
+        ("hidden_states", "weight", "gate"),
+        _cost,
+        config_field="rms_norm_gated_implementation",
+        description="of x * silu(gate) in groups, cast, then times weight",
     ),
     OpVariant(
         "fused_add",

@@ -2,7 +2,7 @@
 
 Backward recomputes the row's statistics from `x`, which it loads anyway, so forward saves only its inputs.
 The weight's gradient is summed per program in registers, then over programs by a second kernel in a fixed order: no
-atomics, bitwise deterministic. Results for a row do not depend on its index or on the number of rows (see `_rows`).
+atomics, bitwise deterministic. Results for a row do not depend on its index or on the number of rows (`aligned_rows`).
 
 Times on an H200 are in benchmarks/results/bench_h200.json.
 """
@@ -203,7 +203,7 @@ def _dense(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _rows(x: Tensor) -> tuple[Tensor, int]:
+def aligned_rows(x: Tensor) -> tuple[Tensor, int]:
     """`as_rows`, copied unless pointer and stride are aligned as those of contiguous rows.
 
     The alignment determines Triton's tile layout, and so the order of the sum over a row. Without the copy, a single
@@ -231,9 +231,9 @@ def _run_forward(
         return
     width = x.shape[-1]
     rows = x.numel() // width
-    x, x_stride = _rows(x)
-    gate, gate_stride = (None, 0) if gate is None else _rows(gate)
-    residual, residual_stride = (None, 0) if residual is None else _rows(residual)
+    x, x_stride = aligned_rows(x)
+    gate, gate_stride = (None, 0) if gate is None else aligned_rows(gate)
+    residual, residual_stride = (None, 0) if residual is None else aligned_rows(residual)
     plan = forward_plan(width)
     _launch_forward(
         (cdiv(rows, plan.rows), 1, 1),
@@ -276,10 +276,10 @@ def _run_backward(
     plan = backward_plan(width, element_bytes)
     programs = min(cdiv(rows, plan.rows), sm_count(x.device) * plan.programs)
     partial = None if dweight is None else x.new_empty((programs, width), dtype=torch.float32)
-    dout, dout_stride = _rows(dout)
-    x, x_stride = _rows(x)
-    dsum, dsum_stride = (None, 0) if dsum is None else _rows(dsum)
-    gate, gate_stride = (None, 0) if gate is None else _rows(gate)
+    dout, dout_stride = aligned_rows(dout)
+    x, x_stride = aligned_rows(x)
+    dsum, dsum_stride = (None, 0) if dsum is None else aligned_rows(dsum)
+    gate, gate_stride = (None, 0) if gate is None else aligned_rows(gate)
     _launch_backward(
         (programs, 1, 1),
         (dout, dsum, x, None if weight is None else weight.contiguous(), gate, dx, dgate, partial),

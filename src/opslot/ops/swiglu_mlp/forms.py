@@ -102,6 +102,8 @@ class GatedMLPs:
 
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
         for name, forward in module.methods():
+            if name.endswith("Experts"):
+                continue  # moe_experts replaces them as a whole
             text = module.text(forward)
             used = [act for act in ACTIVATION_ATTRIBUTES if re.search(rf"self\.{act}\(", text)]
             match = self._match(module, name, forward, used[0]) if len(used) == 1 and " * " in text else None

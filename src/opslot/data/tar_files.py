@@ -1,0 +1,95 @@
+"""Records of WebDataset tar files: the members of one name are a sample, and a .json or .txt member its record.
+
+`0001.json` with `0001.png` and `0001.wav` is a record to which the media are added as the columns `images`, `videos`
+and `audios`, in the order of the members. A path in the record that is the name of a member stands for that member.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from opslot.data.locations import ByteRange, Location
+
+_COLUMNS = {
+    "images": ("jpg", "jpeg", "png", "webp", "bmp", "ppm"),
+    "videos": ("mp4", "mkv", "avi", "mov", "webm", "gif"),
+    "audios": ("wav", "flac", "mp3", "ogg", "opus", "m4a"),
+}
+_COLUMN_OF = {suffix: column for column, suffixes in _COLUMNS.items() for suffix in suffixes}
+
+
+def read_tar(
+    part: ByteRange, _columns: Sequence[str], _sample_by: str, problems: list[str]
+) -> Iterator[tuple[Location, dict[str, Any]]]:
+    """The samples of a tar file, one at a time in memory; errors are appended to `problems`."""
+    try:
+        with tarfile.open(part.file, "r|") as archive:
+            number, key, members = 0, "", list[tuple[str, bytes]]()
+            for member in archive:
+                name = _key(member.name)
+                if not member.isfile() or member.name.rpartition("/")[2].startswith("."):
+                    continue
+                if members and name != key:
+                    number += 1
+                    yield from _record(Location(part.file, "sample", number), members, problems)
+                    members = []
+                stream = archive.extractfile(member)
+                assert stream is not None, "a regular file"
+                key = name
+                members.append((member.name, stream.read()))
+            if members:
+                yield from _record(Location(part.file, "sample", number + 1), members, problems)
+    except (tarfile.TarError, EOFError) as error:
+        problems.append(f"{part.file}: not a readable tar file ({error})")
+
+
+def _key(name: str) -> str:
+    """What the members of a sample have in common: the path up to the first dot of the file's name."""
+    folder, slash, file = name.rpartition("/")
+    return folder + slash + file.partition(".")[0]
+
+
+def _record(
+    where: Location, members: list[tuple[str, bytes]], problems: list[str]
+) -> Iterator[tuple[Location, dict[str, Any]]]:
+    record: dict[str, Any] = {}
+    media: dict[str, dict[str, Any]] = {}
+    for name, data in members:
+        suffix = name.rpartition(".")[2].lower()
+        if suffix == "json":
+            try:
+                found = json.loads(data)
+            except (ValueError, RecursionError) as error:
+                problems.append(f"{where}: {name} is not JSON ({error})")
+                return
+            if not isinstance(found, dict):
+                problems.append(f"{where}: {name} holds a {type(found).__name__}, not an object")
+                return
+            record |= found
+        elif suffix == "txt":
+            record.setdefault("text", data.decode(errors="replace"))
+        else:
+            media[name] = {"bytes": data, "path": name}
+    by_name = {short: source for name, source in media.items() for short in (name, name.rpartition("/")[2])}
+    used: set[str] = set()
+    record = {column: _with_members(value, by_name, used) for column, value in record.items()}
+    for name, source in media.items():
+        column = _COLUMN_OF.get(name.rpartition(".")[2].lower())
+        if column is not None and name not in used:
+            record.setdefault(column, []).append(source)
+    yield where, record
+
+
+def _with_members(value: Any, by_name: dict[str, dict[str, Any]], used: set[str]) -> Any:
+    """`value` with the members that it names, which are added to `used`."""
+    if isinstance(value, str) and value in by_name:
+        used.add(by_name[value]["path"])
+        return by_name[value]
+    if isinstance(value, list):
+        return [_with_members(item, by_name, used) for item in value]
+    if isinstance(value, dict):
+        return {key: _with_members(item, by_name, used) for key, item in value.items()}
+    return value

@@ -1,0 +1,60 @@
+"""Omni models on two processes: ranks with different modalities, experts and sequences."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from opslot.distributed import init_parallel_state
+from opslot.models import build_foundation_model
+from opslot.models.parallelize import parallelize
+from tests.omni import CONFIGS, inputs
+
+KINDS = [(), ("audio",), ("image", "audio")]
+
+
+def build(name):
+    torch.manual_seed(0)
+    return build_foundation_model(CONFIGS[name]())
+
+
+def step(model, batch):
+    batch = {key: value for key, value in batch.items() if key != "attention_mask"}
+    loss = model(**batch, num_items_in_batch=torch.tensor(20), use_cache=False).loss
+    loss.backward()
+    return loss
+
+
+def gradients(model):
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        found[name] = (torch.zeros(parameter.shape) if grad is None else grad).tolist()
+    return found
+
+
+def on_ranks(name, first, sizes):
+    state = init_parallel_state(device_type="cpu", **sizes)
+    model = build(name)
+    parallelize(model, state)
+    step(model, inputs(name, KINDS[first + state.rank]))
+    return gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "sizes"),
+    [
+        ("qwen2_5_omni", 0, {}),
+        ("qwen3_omni_moe", 1, {}),
+        ("qwen3_omni_moe", 0, {"ep": 2}),
+    ],
+)
+def test_ranks_with_different_modalities(ranks, name, first, sizes):
+    model = build(name)
+    for kinds in KINDS[first : first + 2]:
+        step(model, inputs(name, kinds))
+    expected = gradients(model)
+    for found in ranks.run(on_ranks, name, first, sizes):
+        assert found.keys() == expected.keys()
+        for key, grad in found.items():
+            torch.testing.assert_close(torch.tensor(grad), torch.tensor(expected[key]), atol=1e-5, rtol=1e-4, msg=key)

@@ -1,0 +1,52 @@
+"""configs/families: each is valid, and its settings fit the model."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from opslot.data.rope_positions import RopePositions
+from opslot.models import build_foundation_model, trained_config
+from opslot.trainer import load_config
+from opslot.trainer.parts import parts_of
+from opslot.trainer.processors import multimodal_class
+from opslot.trainer.validate import validate
+from opslot.trainer.vlm import VLMTrainer
+from opslot.verify.tiny import shrink
+from tests import omni
+
+FILES = sorted((Path(__file__).parents[2] / "configs" / "families").glob("*.yaml"))
+
+
+def test_every_family_has_a_file():
+    assert {"qwen3_vl", "gemma3", "llava", "glm4v", "qwen2_5_omni", "qwen3_omni_moe"} <= {file.stem for file in FILES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_family_configuration(file, tmp_path, monkeypatch):
+    name = file.stem
+    config = omni.CONFIGS[name]() if name in omni.CONFIGS else shrink(CONFIG_MAPPING[name]())
+    config.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": []}) + "\n")
+    paths = {"model.model_path": tmp_path / "model", "data.train_path": tmp_path / "chats.jsonl"}
+    paths["train.output_dir"] = tmp_path / "out"
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    run = load_config([str(file), *[f"--{key}={value}" for key, value in paths.items()]])
+    validate(run)
+    assert run.task == "vlm"
+    cls = multimodal_class(config)
+    model = build_foundation_model(config, architecture=cls, init_device="meta", run_device="cpu")
+    parts = parts_of(model)
+    assert all(parts[part] for part in [*run.train.freeze, *run.train.lr_of])
+    trained = trained_config(config, cls)
+    positions = RopePositions(trained, multimodal_class(trained))
+    trainer = SimpleNamespace(encoder=SimpleNamespace(positions=positions))
+    if run.data.packing:
+        assert VLMTrainer.packing_problem(trainer, model) is None
+    if run.train.ep_size > 1:
+        assert any("experts" in parameter for parameter, _ in model.named_parameters())

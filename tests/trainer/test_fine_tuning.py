@@ -1,0 +1,147 @@
+"""Fine-tuning settings in full runs: ranks, intermediate exports, optimizers, and invalid settings."""
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from opslot.cli import main
+from opslot.trainer.callbacks import read_metrics
+
+SIZES = {"fsdp": {}, "sp": {"sp_size": 2}, "ep": {"ep_size": 2}}
+
+
+def run_config(file):
+    from opslot.trainer import cli_train
+
+    return cli_train([file])
+
+
+def losses(folder):
+    return [row["loss"] for row in read_metrics(folder)]
+
+
+@pytest.fixture
+def chats(settings, model_folder, tmp_path, tokenizer):
+    """Settings of task sft on conversations of different lengths, and a Qwen3-MoE with a chat template."""
+    model = tmp_path / "chat_model"
+    model.mkdir()
+    (model / "config.json").write_bytes((model_folder / "config.json").read_bytes())
+    tokenizer.save_pretrained(model)
+    template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
+    template += "{% if add_generation_prompt %}a:{% endif %}"
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    file = tmp_path / "chat.jsonl"
+    with file.open("w") as lines:
+        for i in range(24):
+            talk = [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"<{i}>" + "!" * (i % 5)}]
+            lines.write(json.dumps({"messages": talk}) + "\n")
+    settings["data"] |= {"train_path": str(file), "max_seq_len": 64}
+    return settings | {"task": "sft", "model": {"config_path": str(model)}}
+
+
+def test_documented_path_to_a_checkpoint(chats, tmp_path, monkeypatch, capsys):
+    """The commands of docs/fine_tuning.md from a downloaded checkpoint to answers, on a small model."""
+    text = (Path(__file__).parents[2] / "docs" / "fine_tuning.md").read_text()
+    commands = text.split("## From nothing to a fine-tuned checkpoint")[1].split("```bash")[1].split("```")[0]
+    lines = [shlex.split(line, comments=True) for line in commands.splitlines() if line]
+    assert len(lines) < 10
+    monkeypatch.chdir(tmp_path)
+    base, config = Path("Qwen3-0.6B"), Path(chats["model"]["config_path"])
+    shutil.copytree(config, base)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config)).save_pretrained(base)
+    small = ["--train.max_steps", "2", "--data.max_seq_len", "64", "--data.cache_dir", str(tmp_path / "cache")]
+    for name, *arguments in lines:
+        if name == "opslot":
+            extra = {"train": small, "generate": ["--max-new-tokens", "2"]}.get(arguments[0], [])
+            assert main([part.replace("chats.jsonl", "chat.jsonl") for part in arguments] + extra) == 0
+    assert capsys.readouterr().out
+    assert [arguments[1] for arguments in lines if arguments[0] == "opslot"] == ["train", "merge", "generate"]
+    AutoModelForCausalLM.from_pretrained("chat-model")
+
+
+@pytest.mark.parametrize("axis", list(SIZES))
+def test_sft_on_two_processes_equals_one(ranks, chats, tmp_path, axis):
+    def write(name, sizes):
+        file = tmp_path / f"{name}.yaml"
+        train = chats["train"] | {"output_dir": str(tmp_path / name), "micro_batch_size": 1} | sizes
+        file.write_text(yaml.safe_dump(chats | {"train": train}))
+        return str(file)
+
+    assert run_config(write("one", {})) == 0
+    assert ranks.run(run_config, write("two", SIZES[axis])) == [0, 0]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+def test_intermediate_exports_load_in_transformers(settings, train, tmp_path):
+    settings["train"]["export_steps"] = 2
+    assert train()[0] == 0
+    exports = sorted(path.name for path in (tmp_path / "out").glob("hf*"))
+    assert exports == ["hf", "hf_step_00000002"]
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / "out" / name) for name in exports]
+    weights = [model.lm_head.weight for model in models]
+    assert weights[0].shape == weights[1].shape
+    assert not torch.equal(*weights)
+
+
+def test_changed_settings_are_printed_on_resume(settings, train):
+    settings["train"] |= {"max_steps": 2, "save_steps": 1}
+    assert train()[0] == 0
+    settings["train"] |= {
+        "max_steps": 3,
+        "resume_from": "latest",
+        "activation_checkpointing": "selective",
+        "export_steps": 9,
+        "optimizer": {"name": "adamw_torch", "groups": [{"params": "*norm*", "lr": 0.1}]},
+    }
+    code, out, err = train()
+    assert (code, err) == (0, "")
+    for name in ("activation_checkpointing", "export_steps", "optimizer.name", "optimizer.groups"):
+        assert f"changed since that checkpoint: train.{name}" in out
+
+
+def test_resume_with_the_state_of_another_optimizer_raises(settings, train):
+    settings["train"] |= {"max_steps": 2, "save_steps": 1}
+    assert train()[0] == 0
+    settings["train"] |= {"max_steps": 3, "resume_from": "latest", "optimizer": {"name": "muon"}}
+    code, _, err = train()
+    assert code == 2
+    assert "was saved with train.optimizer.name=adamw" in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activation_offload": True}, "set train.activation_checkpointing to full or selective"),
+        ({"activation_checkpointing": "half"}, "expected one of none, full, selective"),
+        ({"optimizer": "muon"}, "train.optimizer is a section, found 'muon'; set its fields, such as"),
+        ({"optimizer": {"momentum": 0.5}}, "train.optimizer.momentum is a setting of muon"),
+        ({"optimizer": {"name": "muon", "momentum": 1.0}}, "train.optimizer.momentum=1.0 must be in [0, 1)"),
+        ({"optimizer": {"groups": [{"lr": 0.1}]}}, "groups[0]: params must be a glob"),
+        ({"optimizer": {"groups": [{"params": "*", "lr": "a"}]}}, "groups[0]: lr must be a number of at least 0"),
+        ({"optimizer": {"groups": [{"params": "*", "decay": 1}]}}, "groups[0]: unknown fields decay"),
+        ({"optimizer": {"groups": [{"params": "*.nothing"}]}}, "matches no trainable parameter"),
+        ({"export_steps": 0}, "train.export_steps=0 must be at least 1"),
+    ],
+)
+def test_invalid_settings_raise(settings, train, changes, message):
+    settings["train"] |= changes
+    code, _, err = train()
+    assert code == 2
+    assert message in err
+
+
+def test_missing_8_bit_package_raises(settings, train, monkeypatch):
+    from opslot.optim import selection
+
+    monkeypatch.setattr(selection, "has_package", lambda name: False)
+    settings["train"]["optimizer"] = {"name": "adamw_8bit"}
+    code, _, err = train()
+    assert code == 2
+    assert "train.optimizer.name: adamw_8bit needs torchao; pip install torchao" in err

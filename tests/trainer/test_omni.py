@@ -1,0 +1,236 @@
+"""Task vlm with audio: runs of `opslot train` on tones, with an omni model's own processor."""
+
+import copy
+import json
+import tarfile
+import wave
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import yaml
+
+from opslot.checkpoint.folder import read_folder
+from opslot.trainer import demo_omni, load_config
+from opslot.trainer.callbacks import read_metrics
+from opslot.trainer.processors import load_processor
+from opslot.trainer.vlm import VLMTrainer
+
+
+def write_wav(file, seconds=0.3, frequency=600.0, rate=16_000):
+    sound = 0.5 * np.sin(2 * np.pi * frequency * np.arange(int(seconds * rate)) / rate)
+    with wave.open(str(file), "wb") as stream:
+        stream.setparams((1, 2, rate, 0, "NONE", ""))
+        stream.writeframes((sound * 32767).astype("<i2").tobytes())
+    return file
+
+
+def talk(*audio, answer="A and B"):
+    parts = [{"type": "audio", **({"audio": source} if isinstance(source, str) else source)} for source in audio]
+    return [
+        {"role": "user", "content": [*parts, {"type": "text", "text": "Which tone?"}] if parts else "Which tone?"},
+        {"role": "assistant", "content": answer},
+    ]
+
+
+def write_lines(file, samples):
+    file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in samples))
+
+
+@pytest.fixture
+def omni_settings(settings, tmp_path):
+    folder = tmp_path / "samples"
+    folder.mkdir()
+    demo_omni.write_model(tmp_path / "omni", ["Which tone? A and B"])
+    for number in range(4):
+        write_wav(folder / f"{number}.wav", 0.2 + 0.3 * number, 500 + 90 * number, 16_000 if number % 2 else 8_000)
+    samples = [talk(*[f"{i}.wav" for i in range(n % 3)], answer="A and B"[: 1 + n % 6]) for n in range(9)]
+    write_lines(folder / "chat.jsonl", samples)
+    settings["task"] = "vlm"
+    settings["model"] = {"config_path": str(tmp_path / "omni")}
+    settings["data"] |= {"train_path": str(folder / "chat.jsonl"), "max_seq_len": 192, "shuffle": False}
+    settings["train"] |= {"global_batch_size": 6, "lr": 1e-3}
+    return settings
+
+
+def trainer_of(settings, tmp_path, **overrides):
+    file = tmp_path / "trainer.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    return VLMTrainer(
+        load_config([str(file), *[f"--{name}={value}" for name, value in overrides.items()]]), callbacks=[]
+    )
+
+
+def step(trainer, batches):
+    trainer.model.zero_grad()
+    count = sum(trainer.count_targets(batch) for batch in batches)
+    losses = [trainer.forward(batch, count).loss for batch in batches]
+    for loss in losses:
+        loss.backward()
+    gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    return sum(loss.item() for loss in losses), gradients
+
+
+def test_packed_audio_equals_unpacked(omni_settings, tmp_path):
+    trainer = trainer_of(omni_settings, tmp_path)
+    packed = trainer.next_micro_batches(iter(trainer.batches))
+    (batch,) = packed
+    documents = len(batch["cu_seq_lens_q"]) - 1
+    assert documents > 5
+    assert len(batch["input_features"]) > 3
+    assert batch["position_ids"].shape[0] == 4
+    alone = []
+    for number in range(documents):
+        (tokens,) = trainer.train_set.tokens(number)
+        sample = {"input_ids": torch.tensor(tokens["token"].astype("int64")), "lengths": [len(tokens)], "padding": 0}
+        sample |= {"labels": torch.tensor(tokens["label"].astype("int64")), "extras": trainer.train_set.extras(number)}
+        alone.append(trainer.data.collate_fn([sample]))
+    loss, gradients = step(trainer, packed)
+    expected, expected_gradients = step(trainer, alone)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert any("audio_tower.layers" in name for name in gradients)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_loss_equals_that_of_transformers_processor_and_thinker(omni_settings, tmp_path):
+    omni_settings["data"]["packing"] = False
+    trainer = trainer_of(omni_settings, tmp_path, **{"train.micro_batch_size": 1})
+    messages = talk("0.wav", "1.wav", answer="A a")
+    processor = trainer.encoder.processor
+    from opslot.data.media import load_audio
+
+    audio = [load_audio(part["audio"], tmp_path / "samples", 16_000) for part in messages[0]["content"][:2]]
+    texts = [
+        processor.apply_chat_template(messages, tokenize=False),
+        processor.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True),
+    ]
+    inputs, prompt = (processor(text=[text], audio=audio, return_tensors="pt") for text in texts)
+    labels = inputs["input_ids"].clone()
+    labels[:, : prompt["input_ids"].shape[1]] = -100
+    labels[:, -1] = -100  # the line break after the end of the turn
+    config = copy.deepcopy(trainer.model.config.thinker_config)
+    config._attn_implementation = "eager"
+    theirs = transformers.Qwen2_5OmniThinkerForConditionalGeneration(config)
+    theirs.load_state_dict(trainer.model.thinker.state_dict())
+    expected = theirs(**inputs, labels=labels).loss.item()
+    write_lines(tmp_path / "samples" / "one.jsonl", [messages])
+    omni_settings["data"]["train_path"] = str(tmp_path / "samples" / "one.jsonl")
+    again = trainer_of(omni_settings, tmp_path, **{"train.micro_batch_size": 1})
+    again.model.load_state_dict(trainer.model.state_dict())
+    batch = again.data.collate_fn([again.train_set[0]])
+    assert again.forward(batch, again.count_targets(batch)).loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_run_from_a_checkpoint_keeps_the_speech_parts(omni_settings, tmp_path, train):
+    from tests.omni import qwen2_5_omni
+
+    config = json.loads((tmp_path / "omni" / "config.json").read_text()) | {"enable_audio_output": True}
+    tiny = qwen2_5_omni().to_dict()
+    config |= {name: tiny[name] for name in ("talker_config", "token2wav_config")}
+    (tmp_path / "omni" / "config.json").write_text(json.dumps(config))
+    cls = transformers.Qwen2_5OmniForConditionalGeneration
+    cls(transformers.AutoConfig.from_pretrained(tmp_path / "omni")).save_pretrained(tmp_path / "omni")
+    omni_settings["model"] = {"model_path": str(tmp_path / "omni")}
+    omni_settings["train"] |= {"export_excluded": True, "freeze": ["vision", "audio"]}
+    code, out, err = train()
+    assert code == 0, err
+    assert "left out: talker (" in out
+    assert "AutoModelForMultimodalLM" in out
+    folder = tmp_path / "out" / "hf"
+    assert read_folder(folder).keys() == read_folder(tmp_path / "omni").keys()
+    assert type(load_processor(folder)).__name__ == "Qwen2_5OmniProcessor"
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ({"array": [], "sampling_rate": 16_000}, "length zero"),
+        ("missing.wav", "cannot be read"),
+        ("chat.jsonl", "not a 16-bit PCM WAV file|does not decode"),
+    ],
+)
+def test_bad_audio_raises_or_is_counted(omni_settings, tmp_path, train, source, problem):
+    import re
+
+    write_lines(tmp_path / "samples" / "bad.jsonl", [talk("0.wav")] * 6 + [talk(source)])
+    omni_settings["data"]["train_path"] = str(tmp_path / "samples" / "bad.jsonl")
+    code, _, err = train()
+    assert code == 2
+    assert re.search(rf"bad.jsonl, line 7: .*({problem})", err)
+    code, out, err = train("--data.on_bad_sample=skip")
+    assert code == 0, err
+    assert "1 samples left out: malformed" in out
+
+
+@pytest.mark.parametrize("form", ["tar", "parquet"])
+def test_media_inside_the_data_file_train_as_paths_do(omni_settings, tmp_path, train, form):
+    code, _, err = train()
+    assert code == 0, err
+    expected = [record["loss"] for record in read_metrics(tmp_path / "out")]
+    folder = tmp_path / "samples"
+    records = [json.loads(line) for line in (folder / "chat.jsonl").read_text().splitlines()]
+    names = [[part["audio"] for part in record["messages"][0]["content"] if "audio" in part] for record in records]
+    if form == "tar":
+        with tarfile.open(folder / "chat.tar", "w") as archive:
+            for number, (record, files) in enumerate(zip(records, names, strict=True)):
+                text = json.dumps(record).replace(".wav", f".{number}.wav")
+                for i in range(3):
+                    text = text.replace(f'"{i}.{number}.wav', f'"{number}.{i}.wav')
+                (folder / "record.json").write_text(text)
+                archive.add(folder / "record.json", f"{number}.json")
+                for file in files:
+                    archive.add(folder / file, f"{number}.{file}")
+    else:
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        for record, files in zip(records, names, strict=True):
+            turn = record["messages"][0]
+            turn["content"] = "<audio>" * len(files) + "Which tone?"
+            record["audios"] = [{"bytes": (folder / file).read_bytes(), "path": file} for file in files]
+        pa.parquet.write_table(pa.Table.from_pylist(records), folder / "chat.parquet")
+    omni_settings["data"]["train_path"] = str(folder / f"chat.{form}")
+    omni_settings["train"]["output_dir"] = str(tmp_path / "again")
+    code, _, err = train()
+    assert code == 0, err
+    assert [record["loss"] for record in read_metrics(tmp_path / "again")] == expected
+
+
+def test_placeholder_without_audio_raises(omni_settings, tmp_path, train):
+    messages = [{"role": "user", "content": "listen: <|AUDIO|>"}, {"role": "assistant", "content": "A"}]
+    write_lines(tmp_path / "samples" / "bad.jsonl", [messages])
+    omni_settings["data"]["train_path"] = str(tmp_path / "samples" / "bad.jsonl")
+    code, _, err = train()
+    assert code == 2
+    assert "bad.jsonl, line 1: Qwen2_5OmniProcessor rejects it" in err
+
+
+def test_audio_for_a_model_without_raises(omni_settings, tmp_path, train):
+    from tests.multimodal import write_model
+
+    omni_settings["model"] = {"config_path": str(write_model(tmp_path / "vision"))}
+    code, _, err = train()
+    assert code == 2
+    assert "has audio, which Qwen3VLProcessor cannot process" in err
+
+
+def test_demo_configuration_is_valid(tmp_path):
+    import random
+    from pathlib import Path
+
+    from opslot.data.media import load_audio
+    from opslot.trainer.demo import path_arguments
+    from opslot.trainer.validate import validate
+
+    held_out = demo_omni.DEMO.write_inputs(tmp_path, 20)
+    assert len(held_out) == 120
+    file = Path(__file__).parents[2] / "configs" / "omni_demo.yaml"
+    validate(load_config([str(file), *path_arguments(tmp_path)]))
+    (tmp_path / "data" / "media").mkdir(exist_ok=True)
+    sample = demo_omni._sample(random.Random(1), tmp_path / "data" / "media", "x")
+    names = [part["audio"] for part in sample["messages"][0]["content"] if part["type"] == "audio"]
+    assert load_audio(names[0], tmp_path / "data", 16_000).std() > 0.05
+    page = demo_omni.DEMO.write_page(tmp_path, [sample], ["C"], tmp_path / "none.png").read_text()
+    assert "data:audio/wav;base64," in page
