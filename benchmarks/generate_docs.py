@@ -310,12 +310,37 @@ def architectures() -> str:
         slots = [slot.rpartition(" ")[2] for slot in lock.expected_slots(arch, newest)]
         parts = [_part_cell(ops, slots, checked["skipped"]) for ops in _PARTS.values()]
         can = [_can_cell(checked["checks"].get(check)) for check in _CHECKED.values()]
+        can.append(", ".join(_modalities(checked)))
         releases = sorted(lock.archs[arch], key=version_key)
         first = releases[0] if len(releases) == 1 else f"{releases[0]} to {releases[-1]}"
         lines.append([f"`{arch}`", *parts, *can, _passed_cell(checked), first, _arch_step_cell(arch)])
-    header = ["architecture", *_PARTS, *_CHECKED, "checks", "releases", "H200 step, tokens/s"]
+    header = ["architecture", *_PARTS, *_CHECKED, "inputs", "checks", "releases", "H200 step, tokens/s"]
     title = f"{len(lines)} architectures, checked with transformers {newest} and torch {outcome['torch']}."
     return f"{title}\n\n{_table(header, lines)}"
+
+
+def _modalities(checked: Mapping[str, Any]) -> list[str]:
+    """What the checks gave the model; "mixed" samples have images and videos."""
+    return [name for name in checked.get("samples", ["text"]) if name != "mixed"]
+
+
+def unsupported() -> str:
+    """Why some architectures cannot be packed or parallelized, and why some inputs were not checked."""
+    outcome = json.loads(ARCHITECTURES.read_text())["architectures"]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for arch, checked in sorted(outcome.items()):
+        parts = {
+            **checked["checks"],
+            **{f"{name} with images": v for name, v in checked.get("with_images", {}).items()},
+        }
+        for name, (result, detail) in parts.items():
+            if result == "unsupported" and not detail.endswith("has no experts"):
+                reasons.setdefault((name, detail.partition(": ")[2] or detail), []).append(arch)
+        for name, reason in checked.get("missing", {}).items():
+            if not reason.startswith("it takes no"):
+                reasons.setdefault((f"input {name}", reason), []).append(arch)
+    rows = [[name, ", ".join(f"`{arch}`" for arch in archs), why] for (name, why), archs in sorted(reasons.items())]
+    return _table(["what", "architectures", "because"], rows)
 
 
 def _part_cell(ops: Sequence[str], slots: Sequence[str], skipped: Sequence[str]) -> str:
@@ -334,7 +359,8 @@ def _can_cell(outcome: Sequence[str] | None) -> str:
 
 
 def _passed_cell(checked: Mapping[str, Any]) -> str:
-    failed = [name for name, (result, _) in checked["checks"].items() if result == "failed"]
+    every = [*checked["checks"].items(), *checked.get("with_images", {}).items()]
+    failed = list(dict.fromkeys(name for name, (result, _) in every if result == "failed"))
     if checked["error"] or not checked["checks"]:
         return "not checked"
     return f"failed: {', '.join(failed)}" if failed else "passed"
@@ -371,6 +397,7 @@ def skipped() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "architectures": architectures,
     "skipped": skipped,
+    "unsupported": unsupported,
     "how_fast": how_fast,
     "steps": steps,
     "curve": curve,

@@ -9,7 +9,7 @@ from transformers import Qwen3Config
 from opslot import KERNEL_REGISTRY, KernelSpec
 from opslot._base.errors import ConfigError
 from opslot.cli import main
-from opslot.verify import CHECKS, architecture, check_architecture
+from opslot.verify import CHECKS, architecture, check_architecture, visual
 from opslot.verify.isolated import Processes
 from opslot.verify.random_model import random_model, worst_difference
 from opslot.verify.tiny import tiny_config
@@ -193,3 +193,27 @@ def test_experts_without_a_slot_are_checked_in_fp64():
 def test_models_inside_run_the_same_code():
     """Binding to eager may give a model inside another attention than its own default."""
     assert check_architecture("mistral3", checks=["eager"]).ok
+
+
+def test_images_and_videos(processes):
+    found = check_architecture("qwen3_vl", checks=("eager", "packed", "sp"), processes=processes)
+    assert found.ok, str(found)
+    assert found.samples == ("text", "image", "video", "mixed")
+    assert "samples: text, image, video, mixed" in str(found)
+    assert {outcome.result for outcome in found.outcomes} == {"passed"}
+
+
+def test_missing_videos_have_a_reason():
+    found = check_architecture("llava", checks=["eager"])
+    assert found.ok, str(found)
+    assert found.samples == ("text", "image")
+    assert found.missing["video"] == "it takes no videos"
+    assert json.loads(json.dumps(found.to_dict()))["missing"]["video"] == "it takes no videos"
+
+
+def test_images_that_cannot_be_made_leave_the_checks_of_text(monkeypatch):
+    monkeypatch.setattr(visual, "visual_inputs", lambda *_: None)
+    found = check_architecture("llava", checks=["eager"])
+    assert found.ok, str(found)
+    assert found.samples == ("text",)
+    assert "no images can be made for it" in found.missing["image"]

@@ -107,12 +107,14 @@ class ArchitectureCheck:
         return found | {"samples": list(self.samples), "missing": dict(self.missing)}
 
     def __str__(self) -> str:
-        title = f"{self.arch}, samples of {', '.join(self.samples)}: {'passed' if self.ok else 'failed'}"
+        title = f"{self.arch}: {'passed' if self.ok else 'failed'}"
         if self.error:
             return f"{title}\n{self.error}"
         rows = [(o.name, o.result, o.detail.splitlines()[0] if o.detail else "") for o in self.outcomes]
         more = [o.detail for o in self.outcomes if o.result == "failed" and "\n" in o.detail]
-        return "\n".join([title, *format_table(("check", "result", "detail"), rows), *more])
+        samples = [f"samples: {', '.join(self.samples)}"] if self.samples != ("text",) else []
+        absent = [f"no sample of {name}: {reason}" for name, reason in self.missing.items()]
+        return "\n".join([title, *format_table(("check", "result", "detail"), rows), *samples, *absent, *more])
 
 
 def check_architecture(
@@ -152,7 +154,7 @@ def check_architecture(
     try:
         config = tiny_config(name) if isinstance(arch_or_config, str) else arch_or_config
         model = random_model(config, seed)
-        visual = visual_samples(copy.deepcopy(model).eval(), seed)
+        visual, missing = _visual_samples(model, seed)
         kernels = apply(model, ops)
     except OpslotError as error:
         return ArchitectureCheck(name, error=str(error))
@@ -161,9 +163,16 @@ def check_architecture(
     run = _Run(config, ops, torch.device(device), seed, processes, visual)
     with run:
         outcomes = tuple(run.outcome(check) for check in CHECKS if check in checks)
-    if visual is None:
-        return ArchitectureCheck(name, outcomes, kernels)
-    return ArchitectureCheck(name, outcomes, kernels, "", tuple(visual.batches), visual.missing)
+    return ArchitectureCheck(name, outcomes, kernels, "", tuple(visual.batches) if visual else ("text",), missing)
+
+
+def _visual_samples(model: Any, seed: int) -> tuple[VisualSamples | None, Mapping[str, str]]:
+    """Samples with images, and why some are missing."""
+    try:
+        found = visual_samples(copy.deepcopy(model).eval(), seed)
+    except ConfigError as error:
+        return None, {"image": str(error).splitlines()[0]}
+    return found, found.missing if found is not None else {}
 
 
 class _Run:
@@ -208,19 +217,26 @@ class _Run:
             differ = _differences(self._step(model, batch), self._step(original, batch))
             if differ:
                 more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-                return "failed", f"{name}: differs from Transformers in {', '.join(differ[:3])}{more}"
+                return "failed", f"{self._of(name)}differs from Transformers in {', '.join(differ[:3])}{more}"
         return "passed", "loss and gradients equal Transformers' bit for bit"
 
     def _auto(self) -> tuple[str, str]:
         model = random_model(self.config, self.seed).to(self.device)
         apply(model, self.ops)
-        if (worst := self._differs_in_its_dtype(model)) is not None:
-            return ("failed", worst) if worst else ("passed", "equals Transformers' code, which does not take float64")
+        detail = "loss and gradients equal the fp64 reference"
         for name, batch in self._batches().items():
+            if (worst := self._differs_in_its_dtype(model, batch)) is not None:
+                if worst:
+                    return "failed", f"{self._of(name)}{worst}"
+                detail = "equals Transformers' code, which does not take float64"
+                continue
             found = bisect(model, batch)
             if not found.ok:
-                return "failed", f"{name}: {found}"
-        return "passed", "loss and gradients equal the fp64 reference"
+                return "failed", f"{self._of(name)}{found}"
+        return "passed", detail
+
+    def _of(self, sample: str) -> str:
+        return "" if self.visual is None else f"{sample}: "
 
     def _batches(self) -> dict[str, dict[str, Any]]:
         """By name, arguments of a forward."""
@@ -230,20 +246,17 @@ class _Run:
             found = self.visual.batches
         return {name: {key: x.to(self.device) for key, x in batch.items()} for name, batch in found.items()}
 
-    def _differs_in_its_dtype(self, model: Any) -> str | None:
+    def _differs_in_its_dtype(self, model: Any, batch: dict[str, Any]) -> str | None:
         """The largest difference from Transformers' code where that does not run in float64; None where it does."""
         original = random_model(self.config, self.seed).to(self.device)
-        batches = self._batches().values()
         try:
-            for batch in batches:
-                exact = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
-                self._step(in_fp64(original), exact)
+            exact = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+            self._step(in_fp64(original), exact)
         except RuntimeError as error:
             if "dtype" not in str(error):
                 return None
             apply(original, "eager")
-            found = (worst_difference(self._step(model, batch), self._step(original, batch)) for batch in batches)
-            return next((worst for worst in found if worst), "")
+            return worst_difference(self._step(model, batch), self._step(original, batch))
         return None
 
     def _packed(self) -> tuple[str, str]:

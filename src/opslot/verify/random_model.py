@@ -54,9 +54,20 @@ def random_model(config: PreTrainedConfig, seed: int) -> Any:
 
 
 def random_ids(config: PreTrainedConfig, seed: int) -> Tensor:
-    """Input ids, [BATCH, LENGTH]."""
+    """Input ids of text, [BATCH, LENGTH]."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, config.get_text_config().vocab_size, (BATCH, LENGTH), generator=generator)
+    ids = text_ids(config)
+    return ids[torch.randint(len(ids), (BATCH, LENGTH), generator=generator)]
+
+
+def text_ids(config: PreTrainedConfig) -> Tensor:
+    """Ids that mark neither images nor what surrounds them."""
+    ids = torch.arange(3, config.get_text_config().vocab_size)
+    if not any(name != "text_config" for name in config.sub_configs):
+        return ids
+    given = config.to_dict()
+    marks = [given[name] for name in given if name.endswith(("_token_id", "_token_index"))]
+    return ids[~torch.isin(ids, torch.tensor([mark for mark in marks if isinstance(mark, int)], dtype=ids.dtype))]
 
 
 def whole_batch(ids: Tensor) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ _ROPE, _NOPE = 8, 8
 _PATCH, _IMAGE = 4, 16
 _VOCABULARY = 64
 # Ids below are those of text; those of images and of what surrounds them are above.
-TEXT_VOCABULARY = 48
+_TEXT_VOCABULARY = 48
 
 # Sizes of a tiny config, for those of these fields that a config class has. None, 0 and False stay: they switch a
 # part off.
@@ -225,7 +225,7 @@ def _token_ids(given: dict[str, Any]) -> dict[str, int]:
     """Different ids above those of text, for images and what surrounds them."""
     names = [name for name in given if re.search(r"_token_(id|index)$", name) and isinstance(given[name], int)]
     media = sorted(name for name in names if name not in _SIZES)
-    return {name: TEXT_VOCABULARY + i % (_VOCABULARY - TEXT_VOCABULARY) for i, name in enumerate(media)}
+    return {name: _TEXT_VOCABULARY + i % (_VOCABULARY - _TEXT_VOCABULARY) for i, name in enumerate(media)}
 
 
 def _layers(given: dict[str, Any], counted: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from opslot._base.errors import ConfigError, error_text
 from opslot.data.rope_positions import RopePositions
 from opslot.models._images import Size, visual_inputs
 from opslot.models._modalities import feature_module
-from opslot.verify.tiny import TEXT_VOCABULARY
+from opslot.verify.random_model import text_ids
 
 # What the samples consist of, besides text. Some models take no image and video in one sample.
 SAMPLES: dict[str, tuple[str, ...]] = {
@@ -69,10 +70,7 @@ def visual_samples(model: Any, seed: int) -> VisualSamples | None:
         else:
             batches[name] = found
     if "image" not in batches:
-        raise ConfigError(
-            f"no tiny images for {type(model).__name__}: {missing['image']}",
-            hint="check its language model alone, or give a config with smaller images",
-        )
+        raise ConfigError(f"no images can be made for it: {missing['image']}")
     return VisualSamples(batches, missing)
 
 
@@ -93,13 +91,14 @@ def _first_that_runs(model: Any, holder: Any, kinds: Sequence[str], seed: int) -
 
 def _sample(model: Any, holder: Any, kinds: Sequence[str], video_token: str, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    ids, types = _text(generator), [0] * _TEXT
+    text = partial(_text, text_ids(model.config), generator)
+    ids, types = text(), [0] * _TEXT
     inputs: Batch = {}
     for kind in dict.fromkeys(kinds):
         inputs |= _random_pixels(holder, kind, _SIZES[: kinds.count(kind)], generator)
     for place, kind in enumerate(kinds):
         count = _tokens(holder, kind, _SIZES[kinds[:place].count(kind)])
-        ids += [_token_id(model.config, kind if kind == "image" else video_token)] * count + _text(generator)
+        ids += [_token_id(model.config, kind if kind == "image" else video_token)] * count + text()
         types += [_TYPE_IDS[kind]] * count + [0] * _TEXT
     type_ids = torch.tensor([types])
     input_ids = torch.tensor([ids])
@@ -108,8 +107,8 @@ def _sample(model: Any, holder: Any, kinds: Sequence[str], video_token: str, see
     return batch | {name: type_ids for name in ("mm_token_type_ids", "token_type_ids") if name in taken}
 
 
-def _text(generator: torch.Generator) -> list[int]:
-    return torch.randint(3, TEXT_VOCABULARY, (_TEXT,), generator=generator).tolist()
+def _text(ids: Tensor, generator: torch.Generator) -> list[int]:
+    return ids[torch.randint(len(ids), (_TEXT,), generator=generator)].tolist()
 
 
 def _random_pixels(holder: Any, kind: str, sizes: Sequence[Size], generator: torch.Generator) -> dict[str, Tensor]:
@@ -127,7 +126,7 @@ def _tokens(holder: Any, kind: str, size: Size) -> int:
     inputs = visual_inputs(holder, f"get_{kind}_features", (size,)) or {}
     with torch.no_grad():
         outputs = getattr(holder, f"get_{kind}_features")(**inputs)
-    features = outputs["pooler_output"] if isinstance(outputs, Mapping) else outputs
+    features = outputs.get("pooler_output", outputs["last_hidden_state"]) if isinstance(outputs, Mapping) else outputs
     while isinstance(features, tuple | list) and isinstance(features[0], tuple | list):
         features = features[0]
     parts = [features] if isinstance(features, Tensor) else features
@@ -163,10 +162,11 @@ def packed_samples(positions: RopePositions, samples: VisualSamples) -> tuple[li
     documents = [samples.batches[name] for name in together]
     packed = pack(positions, documents)
     targets = torch.tensor(int((packed["labels"] != -100).sum()))
-    first = torch.tensor([[-100]])
-    alone = [
-        {**b, "labels": torch.cat([first, b["labels"][:, 1:]], 1), "num_items_in_batch": targets} for b in documents
-    ]
+    alone = []
+    for document in documents:
+        labels = document["labels"].clone()
+        labels[:, 0] = -100
+        alone.append({**document, "labels": labels, "num_items_in_batch": targets})
     return [{**packed, "num_items_in_batch": targets}], alone
 
 
