@@ -15,6 +15,7 @@ from opslot.bench.baselines import BASELINES, baseline_kernels, check_baselines,
 from opslot.bench.checks import Check, cannot_run, combine, describe, run_checks
 from opslot.bench.result import Distance
 from opslot.bench.step import compare_curves
+from opslot.bench.step_inputs import text_batch
 from opslot.bench.step_process import draw_weights, measure_steps
 from opslot.slots import OpSlot, read_profile, write_profile
 from opslot.verify.isolated import Lost, Processes
@@ -264,7 +265,7 @@ def test_steps_train_on_batches_in_order():
 
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    result = measure_steps(model, optimizer, lambda i: torch.full((2, 3), i), 4, torch.device("cpu"))
+    result = measure_steps(model, optimizer, lambda i: text_batch(torch.full((2, 3), i)), 4, torch.device("cpu"))
     assert result["losses"] == [float(i) ** 2 for i in range(7)]
     assert result["tokens_per_s"] == pytest.approx(6 / result["ms"] * 1e3)
     assert result["peak_gib"] is None

@@ -95,6 +95,13 @@ def test_experts_on_four(ranks, sizes):
     check(ranks, 4, "qwen3_moe", sizes, ops="auto", aux_loss=True)
 
 
+@pytest.mark.parametrize("kernel", ["fused_quack", "fused_triton", "grouped_mm"])
+def test_named_kernel_of_experts_on_two(ranks, kernel):
+    if kernel == "fused_quack":
+        pytest.importorskip("quack")
+    check(ranks, 2, "qwen3_moe", {"ep": 2}, ops={"moe_implementation": kernel})
+
+
 @pytest.mark.parametrize("options", [{"copy_engine": False}, {"copy_engine": True}], ids=str)
 @pytest.mark.parametrize(("name", "sizes"), [("qwen3", {}), ("qwen3_moe", {"ep": 2})], ids=str)
 def test_nccl_and_copy_engine_collectives(ranks, name, sizes, options):

@@ -211,7 +211,8 @@ def test_matmuls_of_a_module_with_its_own_matrix_are_replaced(monkeypatch):
     model = torch.nn.Sequential(Router(), torch.nn.Linear(5, 3), torch.nn.Embedding(4, 8))
     x = torch.randn(7, 8)
     expected = model[1](model[0](x))
-    report = opslot.bind(model, {"linear_implementation": "batch_invariant"})
+    fields = ("linear_implementation", "linear_head_implementation")
+    report = opslot.bind(model, dict.fromkeys(fields, "batch_invariant"))
     assert [(row.slot, row.modules) for row in report] == [("Router", ("0",)), ("Linear", ("1",))]
     torch.testing.assert_close(model[1](model[0](x)), expected, rtol=1e-4, atol=1e-5)
     assert len(calls) == 4

@@ -1,13 +1,14 @@
 """Towers of vision-language models: attention over cu_seqlens, whatever kernel is bound."""
 
 import copy
+import pickle
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
+from transformers import AutoModelForImageTextToText
 
 import opslot
+from opslot.verify.architecture import tiny_config
 from tests.models.test_host_inputs import TOWERS, batch_of, build
 
 
@@ -59,3 +60,18 @@ def test_tower_calls_attention_once_per_layer(name):
     torch.testing.assert_close(found[0], expected[0])
     for key, gradient in expected[1].items():
         torch.testing.assert_close(found[1][key], gradient, msg=key)
+
+
+def unpickled(config):
+    return pickle.loads(pickle.dumps(config))
+
+
+@pytest.mark.parametrize("copied", [lambda config: config, copy.deepcopy, unpickled])
+def test_config_of_a_bound_model_builds_other_models(copied):
+    model = AutoModelForImageTextToText.from_config(tiny_config("qwen2_vl"))
+    opslot.apply(model, "auto")
+    assert "cu_seqlens" in model.config.vision_config._attn_implementation
+    original = AutoModelForImageTextToText.from_config(copied(model.config))
+    assert type(original).__module__.startswith("transformers.")
+    built = opslot.build_foundation_model(copied(model.config), ops_implementation="auto")
+    assert opslot.explain(built).chosen("attention") == opslot.explain(model).chosen("attention")

@@ -58,7 +58,7 @@ def test_presets():
     eager = OpsImplementationConfig(preset="eager", rms_norm_implementation="auto")
     assert eager.moe_implementation == "eager"
     assert eager.rms_norm_implementation == "auto"
-    with pytest.raises(ConfigError, match="use one of veomni, eager, batch_invariant"):
+    with pytest.raises(ConfigError, match="use one of veomni, eager, fp8, batch_invariant"):
         OpsImplementationConfig(preset="fast")
 
 

@@ -85,7 +85,7 @@ def test_progress_line_has_share_per_gpu_and_data_wait():
 
 
 def test_profile_writes_trace_of_chosen_steps(train, tmp_path):
-    code, output, _ = train("--train.profile", "[2, 3]")
+    code, output, _ = train("--train.logging.profile", "[2, 3]")
     assert code == 0
     (trace,) = (tmp_path / "out" / PROFILE_FOLDER).iterdir()
     assert trace.name == "steps_2-3_rank0.trace.json"
@@ -97,7 +97,7 @@ def test_profile_writes_trace_of_chosen_steps(train, tmp_path):
 def test_profile_ends_with_the_run(train, settings, tmp_path):
     del settings["train"]["max_steps"]
     settings["train"]["num_epochs"] = 0.5
-    code, output, _ = train("--train.profile", "[2, 10000]")
+    code, output, _ = train("--train.logging.profile", "[2, 10000]")
     assert code == 0
     assert "the run ends at step" in output
     assert len(list((tmp_path / "out" / PROFILE_FOLDER).iterdir())) == 1
@@ -107,12 +107,12 @@ def test_profile_ends_with_the_run(train, settings, tmp_path):
     ("steps", "problem"), [("[3]", "two steps"), ("[0, 2]", "at least 1"), ("[3, 2]", "at least 1")]
 )
 def test_wrong_profile_is_an_error(train, steps, problem):
-    code, _, error = train("--train.profile", steps)
+    code, _, error = train("--train.logging.profile", steps)
     assert code == 2
     assert problem in error
 
 
 def test_profile_after_last_step_is_an_error(train):
-    code, _, error = train("--train.profile", "[3, 5]")
+    code, _, error = train("--train.logging.profile", "[3, 5]")
     assert code == 2
     assert "exceeds train.max_steps=4" in error

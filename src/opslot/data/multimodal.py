@@ -155,7 +155,7 @@ class MultimodalEncoder(ChatEncoder):
         """Features, and "position_ids" [axes, S], of a document with tokens [S].
 
         Raises:
-            DataError: a file has changed or is gone since the document was tokenized.
+            DataError: a file was changed or removed after the document was tokenized.
         """
         description = from_bytes(extra)
         where = description["where"]

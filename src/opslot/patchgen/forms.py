@@ -58,11 +58,16 @@ class Skip:
 
 @dataclass(frozen=True)
 class ClassFact:
-    """Something about a class that its generated class states as an attribute."""
+    """Something about a class that its generated class states as an attribute.
+
+    Attributes:
+        final_block: source text that the generated module needs for it at its end, once for all classes.
+    """
 
     name: str
     attribute: str
     value: object
+    final_block: str = ""
 
 
 Finding = Match | Skip | ClassFact

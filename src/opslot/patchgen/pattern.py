@@ -83,7 +83,9 @@ def _expression_matches(pattern: cst.BaseExpression, block: cst.IndentedBlock) -
     for index, statement in enumerate(block.body):
         for node in _outside_blocks(statement):
             captures: dict[str, Captured] = {}
+            # LibCST's classes are abstract, so isinstance is slow.
             if (anything or type(node) is type(pattern)) and _matches(pattern, node, captures):
+                assert isinstance(node, cst.BaseExpression), "as the pattern is"
                 found.append(Match(block, index, index + 1, captures, node))
     return found
 

@@ -5,7 +5,7 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 - `_opslot_slots`: slot name -> (op, variant); `_opslot_<slot>` is None, so that an unbound slot reads as None.
 - `_opslot_skipped`: (op, symbol, reason) of each part that an op might compute and that got no slot.
 - `_opslot_attention_options`: of an attention class, its variant, and option -> the attribute that holds it.
-- `_opslot_cu_seqlens_for_flash`: whether the class gives cu_seqlens to implementations named "flash" alone.
+- `_opslot_cu_seqlens_for_flash`: whether the class gives cu_seqlens only to FlashAttention.
 - `_opslot_keeps_sequences`: why tokens may see each other elsewhere than in causal attention.
 - `_opslot_masks_without_positions`: why Transformers' own attention would let packed documents see each other.
 - `_opslot_sub_model`: of a model that holds the model that trains, `SubModel` as a dict.
@@ -123,7 +123,7 @@ def attention_options(module: Any) -> tuple[str, dict[str, str]] | None:
 
 
 def cu_seqlens_for_flash(module: Any) -> bool:
-    """Whether a module passes cu_seqlens only to an attention implementation with "flash" in its name.
+    """Whether a module passes cu_seqlens only to FlashAttention, or to a kernel bound with them.
 
     For any other it makes a mask, or one call for each sequence.
     """

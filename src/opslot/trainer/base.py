@@ -218,7 +218,7 @@ class BaseTrainer(ABC):
 
         Ranks other than 0 only get the callbacks that all ranks take part in.
         """
-        profile: list[Callback] = [ProfileCallback(self.state.rank)] if self.config.train.profile else []
+        profile: list[Callback] = [ProfileCallback(self.state.rank)] if self.config.train.logging.profile else []
         if self.state.rank:
             return [*profile, EvaluationCallback(), CheckpointCallback(), ExportCallback()]
         logging = self.config.train.logging

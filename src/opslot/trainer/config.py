@@ -19,6 +19,8 @@ class ModelConfig:
             `model_path`, then `config_path`.
         torch_dtype: dtype of the parameters and of the optimizer state; see also `train.fsdp.compute_dtype`.
         device: where to train; auto selects a GPU if there is one.
+        export_excluded: keep in the export the weights of `model_path` that are not built for training, such as the
+            speech parts of an omni model.
         trust_remote_code: allow Python code that ships with the checkpoint to run.
         ops_implementation: kernels. "auto", "eager", a preset's name, or a mapping of fields such as
             rms_norm_implementation, preset and overrides.
@@ -29,6 +31,7 @@ class ModelConfig:
     tokenizer_path: str | None = None
     torch_dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    export_excluded: bool = False
     trust_remote_code: bool = False
     ops_implementation: str | dict[str, Any] | None = None
 
@@ -44,7 +47,7 @@ class OptimizerConfig:
         groups: settings of some parameters, as a list of {params, lr, weight_decay}: params is a glob, or a list of
             globs, of fully qualified parameter names; for a parameter that several match, the last one counts.
         momentum: of muon.
-        nesterov: of muon: add the gradient once more to the momentum.
+        nesterov: of muon: add the gradient to the momentum again.
         ns_steps: of muon: Newton-Schulz steps.
         muon_lr_scale: match_rms_adamw scales an update to the size of AdamW's, so that `train.lr` and
             `train.weight_decay` of AdamW fit; original scales by sqrt(max(1, rows / columns)).
@@ -109,6 +112,8 @@ class LoggingConfig:
         peak_tflops: peak TFLOP/s of one GPU, which `mfu` refers to; default the data sheet's dense bf16 peak for known
             GPUs that compute in bf16 or fp16.
         progress: auto shows a progress bar on a terminal and plain lines elsewhere.
+        profile: first and last step to profile, e.g. [10, 12]: a Chrome trace and, on a GPU, a memory snapshot of each
+            rank are written to <output_dir>/profile.
     """
 
     log_steps: int = 1
@@ -119,6 +124,7 @@ class LoggingConfig:
     trackio: bool = False
     run_name: str | None = None
     peak_tflops: float | None = None
+    profile: list[int] | None = None
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
 
 
@@ -158,12 +164,8 @@ class TrainConfig:
             fully qualified parameter names such as model.language_model.layers.0.*.
         lr_of: peak learning rate of parts, named as in `freeze`, where it differs from `lr`; for a parameter that
             several match, the last one counts.
-        export_excluded: keep in the export the weights of `model.model_path` that are not built for training, such as
-            the speech parts of an omni model.
         sp_size: processes that share one sequence (Ulysses sequence parallelism).
         ep_size: processes that share the experts (expert parallelism).
-        profile: first and last step to profile, e.g. [10, 12]: a Chrome trace and, on a GPU, a memory snapshot of each
-            rank are written to <output_dir>/profile.
         fsdp: sharding of the parameters.
         optimizer: the optimizer and its settings.
         logging: what is logged.
@@ -190,10 +192,8 @@ class TrainConfig:
     resume_from: str | None = None
     freeze: list[str] | None = None
     lr_of: dict[str, float] | None = None
-    export_excluded: bool = False
     sp_size: int = 1
     ep_size: int = 1
-    profile: list[int] | None = None
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

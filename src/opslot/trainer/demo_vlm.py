@@ -98,7 +98,7 @@ def draw_digit(rng: random.Random, digit: int) -> Image:
 
 
 def draw_shape(rng: random.Random, shape: str, color: str) -> Image:
-    """A filled shape at any place."""
+    """A filled shape at a random position."""
     from PIL import Image as Pillow
     from PIL import ImageDraw
 

@@ -222,10 +222,10 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
 
 
 def _profile_problems(train: TrainConfig) -> list[str]:
-    steps = train.profile
+    steps = train.logging.profile
     if steps is None:
         return []
-    found = f"train.profile={steps}"
+    found = f"train.logging.profile={steps}"
     if len(steps) != 2:
         return [f"{found} must be two steps, the first and the last one, e.g. [10, 12]"]
     if not 1 <= steps[0] <= steps[1]:
@@ -282,16 +282,19 @@ def _check_task(config: RunConfig, problems: list[str]) -> None:
     elif evaluation.best_metric != "loss":
         problems.append(f"evaluation.best_metric={evaluation.best_metric} is for task classification; set it to loss")
     if evaluation.prompts and train.sp_size > 1:
-        problems.append("evaluation.prompts needs whole sequences; set train.sp_size: 1, or remove it")
+        problems.append("evaluation.prompts does not support sequence parallelism; set train.sp_size: 1, or remove it")
     if train.eval_steps is None:
         for name in ("prompts", "save_best", "early_stopping_patience"):
             if getattr(evaluation, name):
                 problems.append(f"evaluation.{name} needs train.eval_steps")
     if config.task != "vlm":
-        names = [name for name in ("freeze", "lr_of", "export_excluded") if getattr(train, name)]
+        names = [name for name in ("freeze", "lr_of") if getattr(train, name)]
         problems += [f"train.{name} is for task vlm, and task is {config.task}; remove it" for name in names]
-    if train.export_excluded and config.model.model_path is None:
-        problems.append("train.export_excluded copies weights of model.model_path; set it, or remove export_excluded")
+    if config.model.export_excluded:
+        if config.task != "vlm":
+            problems.append(f"model.export_excluded is for task vlm, and task is {config.task}; remove it")
+        if config.model.model_path is None:
+            problems.append("model.export_excluded copies weights of model.model_path; set it, or remove the field")
     template = data.chat_template
     if template not in (None, "none"):
         if config.task not in ("sft", "vlm"):

@@ -82,5 +82,5 @@ class VLMTrainer(TextTrainer):
             folder,
             processors=[self.encoder.processor],
             source=self.config.model.model_path,
-            keep_excluded=self.config.train.export_excluded,
+            keep_excluded=self.config.model.export_excluded,
         )

@@ -64,7 +64,10 @@ def _discover(arch: str, release: Release, digest: str) -> Discovery:
     for skip in skips:
         skip.write(patch)
     support.write_support(patch, module)
-    for fact in (finding for finding in found if isinstance(finding, ClassFact)):
+    facts = [finding for finding in found if isinstance(finding, ClassFact)]
+    for block in dict.fromkeys(fact.final_block for fact in facts if fact.final_block):
+        patch.add_final_block(block)
+    for fact in facts:
         if fact.attribute == KEEPS_SEQUENCES and _has_only_slots(_RECURRENCES, fact.name, matches, skips):
             continue
         patch.set_attribute(fact.name, fact.attribute, fact.value)

@@ -112,6 +112,13 @@ class _Write:
         patch.set_attribute(self.name, ATTENTION_OPTIONS, (self.slot.variant, self.options))
 
 
+_ASK_BINDING = """\
+from opslot.ops.attention.towers import or_bound_with_cu_seqlens
+
+is_flash_attention_requested = or_bound_with_cu_seqlens(is_flash_attention_requested)
+"""
+
+
 @dataclass(frozen=True)
 class CuSeqlensForFlash:
     """Classes that separate sequences by cu_seqlens where a FlashAttention of Transformers runs, as towers do."""
@@ -121,7 +128,7 @@ class CuSeqlensForFlash:
             definition = module.upstream.find(forward)
             branches = (node for node in ast.walk(definition) if isinstance(node, ast.If)) if definition else ()
             if any(_asks_for_flash(node.test) and "cu_seq_lens_q" in _texts(node.body) for node in branches):
-                yield ClassFact(name, CU_SEQLENS_FOR_FLASH, True)
+                yield ClassFact(name, CU_SEQLENS_FOR_FLASH, True, _ASK_BINDING)
 
 
 def _asks_for_flash(test: ast.expr) -> bool:

@@ -173,7 +173,7 @@ def _merged(parts: list[_Pattern | None]) -> _Pattern | None:
 
 
 def _layout(pattern: _Pattern, attention_mask: Tensor | None) -> Layout | str | None:
-    """The layout of whole sequences; None for nothing but causality; a string where padding is inside of documents."""
+    """The layout of the global sequences; None if only causality limits attention; a string if it cannot be derived."""
     starts = None
     if pattern.documents is not None:
         starts = pattern.documents.diff(dim=-1) != 0

@@ -21,6 +21,7 @@ from opslot._base.errors import KernelError
 from opslot.ops._common.model_config import head_sizes
 from opslot.ops.attention.cases import CASES, benchmark_case
 from opslot.ops.attention.reference import OPTIONS, reference
+from opslot.ops.attention.towers import CU_SEQLENS
 from opslot.slots import Cost, OpSpec, OpVariant, SlotBinding
 from opslot.slots.protocol import attention_options, cu_seqlens_for_flash, skip_reason
 
@@ -105,9 +106,8 @@ def _attach(model: Any, slot: SlotBinding, kernel: Callable[..., Any] | None) ->
     if not slot.wrappers:
         mask_function = masks.mask_function(mask_function, chosen, falls_back=falls_back)
         kernel = masks.reads_layout(kernel, dense if falls_back else None)
-    # Transformers treats a name with "flash" as its own kernel, which it gives padded values and no chunks, and towers
-    # cu_seqlens.
-    shown = chosen.replace("flash", "fa") + ("_flash" if _needs_cu_seqlens(model, slot) else "")
+    # Transformers treats a name with "flash" as its own kernel, which it gives padded values and no chunks.
+    shown = chosen.replace("flash", "fa") + (CU_SEQLENS if _needs_cu_seqlens(model, slot) else "")
     wrappers = (re.sub(r"\W+", "_", wrapper.name.lower()) for wrapper in slot.wrappers)
     name = PREFIX + "_".join([shown, *(["or_dense"] if falls_back else []), *wrappers])
     AttentionInterface.register(name, kernel)

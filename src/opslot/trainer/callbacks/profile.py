@@ -14,7 +14,7 @@ _MEMORY_EVENTS = 1_000_000
 
 
 class ProfileCallback(Callback):
-    """Profiles the steps of `train.profile` on every rank.
+    """Profiles the steps of `train.logging.profile` on every rank.
 
     Files are <output_dir>/profile/steps_<first>-<last>_rank<rank>.trace.json, for chrome://tracing or Perfetto, and on
     a GPU also .memory.pickle, for https://pytorch.org/memory_viz.
@@ -28,7 +28,9 @@ class ProfileCallback(Callback):
     def on_train_start(self, trainer: Trainer) -> None:
         first, last = _steps(trainer)
         if trainer.step >= last:
-            trainer.say(f"train.profile=[{first}, {last}]: nothing to profile, step {trainer.step} is done already")
+            trainer.say(
+                f"train.logging.profile=[{first}, {last}]: nothing to profile, step {trainer.step} is done already"
+            )
         elif trainer.step + 1 >= first:
             self._start(trainer)
 
@@ -42,10 +44,10 @@ class ProfileCallback(Callback):
     def on_train_end(self, trainer: Trainer, completed: bool) -> None:
         first, last = _steps(trainer)
         if self._profiler is not None:
-            trainer.say(f"train.profile=[{first}, {last}]: the run ends at step {trainer.step}")
+            trainer.say(f"train.logging.profile=[{first}, {last}]: the run ends at step {trainer.step}")
             self._stop(trainer)
         elif completed and trainer.step < first:
-            trainer.say(f"train.profile=[{first}, {last}]: nothing profiled, the run has {trainer.step} steps")
+            trainer.say(f"train.logging.profile=[{first}, {last}]: nothing profiled, the run has {trainer.step} steps")
 
     def close(self, trainer: Trainer) -> None:
         if self._profiler is not None:
@@ -78,7 +80,7 @@ class ProfileCallback(Callback):
 
 
 def _steps(trainer: Trainer) -> tuple[int, int]:
-    first, last = trainer.config.train.profile or (0, 0)
+    first, last = trainer.config.train.logging.profile or (0, 0)
     return first, last
 
 
