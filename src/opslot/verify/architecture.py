@@ -249,8 +249,8 @@ class _Run:
     def _differs_in_its_dtype(self, model: Any, batch: dict[str, Any]) -> str | None:
         """The largest difference from Transformers' code where that does not run in float64; None where it does."""
         original = random_model(self.config, self.seed).to(self.device)
+        exact = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
         try:
-            exact = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
             self._step(in_fp64(original), exact)
         except RuntimeError as error:
             if "dtype" not in str(error):

@@ -1,5 +1,7 @@
 """moe_experts: registration of the op and of its kernels."""
 
+from typing import Any
+
 import torch
 
 from opslot.ops._common.activations import activation_name
@@ -9,6 +11,8 @@ from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, Ke
 from opslot.slots.protocol import is_adapted
 
 _HERE = "opslot.ops.moe_experts"
+# The others compute the same GEMMs from other layouts, and have their priorities without a measurement.
+_MEASURED = ("standard", "clamped", "biased", "split")
 
 
 def _triton_priority(request: KernelRequest) -> int | None:
@@ -49,13 +53,18 @@ def _silu(request: KernelRequest) -> str | None:
     return f"supports SiLU, the experts' activation is {type(activation).__name__}"
 
 
+def _gpu(variant: str) -> Any:
+    """The GPUs that priorities hold for: those measured, or all."""
+    return H200 if variant in _MEASURED else "gpu"
+
+
 def _grouped_mm(variant: str) -> KernelSpec:
     return KernelSpec(
         "grouped_mm",
         "moe_experts",
         variant,
         f"{_HERE}.grouped_mm:{'grouped_mm' if variant == 'standard' else variant}",
-        priority={H200: _grouped_mm_on_gpu, "cpu": _grouped_mm_on_cpu, "npu": 20},
+        priority={_gpu(variant): _grouped_mm_on_gpu, "cpu": _grouped_mm_on_cpu, "npu": 20},
         portable=True,
         description="tokens sorted by expert; torch's grouped GEMM on GPUs, mm in place on CPUs",
     )
@@ -70,7 +79,7 @@ def _fused_triton(variant: str) -> KernelSpec:
         HardwareRequirement("gpu", min_compute_capability=(8, 0)),
         requires=(TRITON,),
         dtypes=FLOATS,
-        priority={H200: _triton_priority},
+        priority={_gpu(variant): _triton_priority},
         portable=True,
         interpretable=True,
         description="grouped Triton GEMMs with gating and routing weights in their epilogues",
