@@ -4,9 +4,6 @@ Transformers' vision-language models read image grids, token ids and masks as Py
 boolean indices (`nonzero`). On a GPU each of them waits for the device. With `keep_inputs_on_host`, integer and boolean
 inputs stay on the host, where reading them costs nothing, and are copied to the device, asynchronously, by the first
 operation that also needs a tensor of the device. It needs no change of the model's code, so it holds for every release.
-
-The offsets of packed documents are those of the language model. Before 5.20 Transformers passes them to towers too,
-which have their own.
 """
 
 from __future__ import annotations
@@ -21,10 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from opslot._base.host_values import device_copy, remember_source
-from opslot.slots import KERNEL_REGISTRY
 
 _FEATURES = ("get_image_features", "get_video_features", "get_audio_features")
-_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _FACTORIES = (torch.tensor, torch.as_tensor)
 
 
@@ -44,8 +39,6 @@ def keep_inputs_on_host(model: nn.Module) -> nn.Module:
     for layer in _layers(model):
         mode.hooks.append(layer.register_forward_pre_hook(mode.suspend, with_kwargs=True, prepend=True))
         mode.hooks.append(layer.register_forward_hook(mode.resume, always_call=True))
-    for tower in _towers(model):
-        mode.hooks.append(tower.register_forward_pre_hook(_drop_packing, with_kwargs=True))
     return model
 
 
@@ -71,17 +64,6 @@ def reads_host_inputs(model: nn.Module) -> bool:
 def _mode_of(model: nn.Module) -> _HostInputs | None:
     owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
     return next((owner for owner in owners if isinstance(owner, _HostInputs)), None)
-
-
-def _towers(model: nn.Module) -> list[nn.Module]:
-    """The models in `model` whose attention is not causal, as far as slots were found in them."""
-    variant = KERNEL_REGISTRY.op("attention").applies_to
-    assert variant is not None
-    return [module for module in model.modules() if module is not model and variant(module) == "bidirectional"]
-
-
-def _drop_packing(tower: nn.Module, args: Any, kwargs: Any) -> Any:
-    return args, {name: value for name, value in kwargs.items() if name not in _PACKING}
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
