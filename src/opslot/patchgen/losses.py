@@ -9,6 +9,7 @@ Anything else keeps Transformers' implementation. This file works on `ast`, with
 from __future__ import annotations
 
 import ast
+import copy
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class LossRegion:
         shape: keyword arguments of the kernel that say how the logits change before the loss.
         guards: conditions under which the fused form does not hold.
         fused: statements in which `loss_kernel` computes the loss.
+        original: the region's own statements, where they had to change; "" where they stay.
     """
 
     start: int
@@ -48,7 +50,12 @@ class LossRegion:
     shape: str
     guards: tuple[str, ...]
     fused: str
+    original: str = ""
 
+
+# What a caller says about the loss. Some releases' vision-language models do not pass it on, so that micro batches and
+# ranks with different numbers of labels would be averaged wrongly.
+_PASSED_ON = ("num_items_in_batch", "shift_labels")
 
 # Transformers' generic classifiers. Their logits are few, so only the loss is replaced. Regression and multi-label
 # classification keep Transformers' implementation.
@@ -101,7 +108,7 @@ def loss_statements(region: LossRegion, slot: Slot) -> str:
         f"if loss_kernel is not None and loss_kernel.can_serve(self, {region.head}):\n"
         f"{textwrap.indent(region.fused, '    ')}\n"
         "else:\n"
-        "    $match"
+        f"{textwrap.indent(region.original or '$match', '    ')}"
     )
 
 
@@ -111,6 +118,8 @@ def loss_region(forward: ast.FunctionDef, init: ast.FunctionDef | None = None) -
     Raises:
         UnknownLossError: the loss has no fused form.
     """
+    forward = copy.deepcopy(forward)
+    passes_on = _pass_on_arguments(forward)
     end, block = _loss_block(forward)
     criteria = _criteria(forward)
     calls = [node for node in ast.walk(block) if is_loss(node, criteria)]
@@ -125,12 +134,31 @@ def loss_region(forward: ast.FunctionDef, init: ast.FunctionDef | None = None) -
             raise UnknownLossError(f"changes the logits by `{operand}`, which may be a tensor")
     _check_later_uses(forward.body[end + 1 :], logits)
 
+    original = "\n".join(map(ast.unparse, forward.body[start : end + 1])) if passes_on else ""
+
     loss = FusedLoss(logits, head, head_input, shape.arguments(), criteria, _labels_in_place(init))
     fused, guards = loss.write(block)
     kept = [line for line in kept if not _sets_none(line, fused)]
     nothing = ast.parse(f"{logits} = None").body
     text = "\n".join(ast.unparse(statement) for statement in [*kept, *nothing, *fused])
-    return LossRegion(start, end + 1, head, ast.unparse(head_input), shape.arguments(), tuple(guards), text)
+    return LossRegion(start, end + 1, head, ast.unparse(head_input), shape.arguments(), tuple(guards), text, original)
+
+
+def _pass_on_arguments(forward: ast.FunctionDef) -> bool:
+    """Add `_PASSED_ON` to a call of `self.loss_function` without `**kwargs`; whether there is one."""
+    rest = forward.args.kwarg
+    if rest is None:
+        return False
+    changed = False
+    for node in ast.walk(forward):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) != "self.loss_function":
+            continue
+        given = {keyword.arg for keyword in node.keywords}
+        if None not in given and {"logits", "labels"} <= given and not given & set(_PASSED_ON):
+            names = f"{{name: {rest.arg}[name] for name in {_PASSED_ON!r} if name in {rest.arg}}}"
+            node.keywords.append(ast.keyword(None, ast.parse(names, mode="eval").body))
+            changed = True
+    return changed
 
 
 def _loss_block(forward: ast.FunctionDef) -> tuple[int, ast.If]:
