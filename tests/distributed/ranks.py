@@ -102,6 +102,8 @@ def _serve(connection: Connection, rank: int) -> None:
     from opslot.trainer import loss_curve
 
     torch.set_num_threads(1)
+    # For files that share helpers, `from tests.x import y`; pytest adds it to the path of its own process.
+    sys.path.append(str(Path(__file__).parents[2]))
     if not torch.cuda.is_available():
         _load(str(Path(__file__).parents[1] / "interpreter.py")).speed_up()
     # Plotting a loss curve takes as long as the run.

@@ -1,7 +1,5 @@
 """moe_experts: cases that the parity harness does not cover."""
 
-import inspect
-
 import pytest
 import torch
 from torch import nn
@@ -367,7 +365,8 @@ def test_triton_strided_weights_and_float64_raise():
 def test_triton_with_tensor_descriptors(gather, variant):
     """The kernels for Hopper; on a CPU through the interpreter."""
     from opslot.ops.moe_experts import triton as fused
-    from opslot.ops.moe_experts._autograd import Experts, Wanted
+    from opslot.ops.moe_experts._autograd import Wanted
+    from opslot.ops.moe_experts._call import variants
     from opslot.ops.moe_experts.routing import Routing
 
     if DEVICE == "cuda" and torch.cuda.get_device_capability() < (9, 0):
@@ -375,14 +374,10 @@ def test_triton_with_tensor_descriptors(gather, variant):
     tiles = fused.Tiles(32, 32, 32, 4, 2, group=2)
     plan = fused.GemmTiling(32, tiles, tiles, tiles, tiles, tiles, tiles, tma=True, programs=3, gather=gather)
     tensors = inputs(tokens=45, experts=3, hidden=72, intermediate=40, variant=variant)
-    named = dict(zip(inspect.signature(load("fused_triton", variant)).parameters, tensors, strict=False))
-    x, index, weights, down = (named[n] for n in ("hidden_states", "top_k_index", "top_k_weights", "down_proj"))
-    experts = {
-        "standard": lambda: Experts(named["gate_up_proj"], down),
-        "clamped": lambda: Experts(named["gate_up_proj"], down, limit=named["limit"]),
-        "biased": lambda: Experts(named["gate_up_proj"], down, None, *tensors[5:], 1.0),
-        "split": lambda: Experts(named["gate_proj"], down, named["up_proj"]),
-    }[variant]()
+    calls = []
+    signatures = variants(lambda *arguments: calls.append(arguments))
+    next(f for f in signatures if f.__name__ == variant)(*tensors)
+    ((x, experts, index, weights),) = calls
     with torch.no_grad():
         out, projected, *routing = fused.forward(plan, x, experts, index, weights)
         wanted = Wanted(True, True, True)
