@@ -25,6 +25,7 @@ from opslot.distributed.recurrence import HEADS
 from opslot.distributed.ulysses import OverlappedAllToAll, kv_repeats
 from opslot.models._modalities import decoder_of
 from opslot.models._multimodal_sequence import has_whole_sequences, shard_at_decoder
+from opslot.models._own_loss import averages_its_own_labels
 from opslot.ops.attention import masks
 from opslot.ops.attention.op import dense
 from opslot.slots import Binding, SlotBinding, walk_slots
@@ -208,6 +209,12 @@ def _require_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     if kwargs.get("labels") is not None:
         needed["shift_labels"] = "the last token of each shard would have no label"
         needed["num_items_in_batch"] = "each rank would average over its own tokens"
+    if kwargs.get("labels") is not None and averages_its_own_labels(model):
+        raise ParallelError(
+            f"{type(model).__name__} of this Transformers release computes the loss from its own labels, without "
+            "shift_labels and num_items_in_batch, so with sp > 1 it would be wrong",
+            hint="use a newer release of Transformers or sp_size 1, or compute the loss from the logits",
+        )
     lacking = next((name for name in needed if kwargs.get(name) is None), None)
     if lacking is not None:
         raise ParallelError(
