@@ -268,7 +268,7 @@ HEAD = """
     [
         ("self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)", ", **kwargs"),
         ("self.loss_function(logits, labels, self.vocab_size, **kwargs)", ", **kwargs"),
-        ("self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size)", ""),
+        ("self.loss_function(logits, labels, self.vocab_size)", ""),
     ],
 )
 def test_slot_loss_causal(rewrite, patch, logits, head_input, call, rest):
@@ -292,6 +292,15 @@ def test_slot_loss_causal(rewrite, patch, logits, head_input, call, rest):
         return loss, logits
     """
     assert text.split("**kwargs):\n", 1)[1] == textwrap.indent(lines(expected), " " * 8)
+
+
+def test_slot_loss_passes_the_number_of_labels_on(rewrite, patch):
+    patch.slot_loss("Head.forward", Slot("cross_entropy_loss", "causal"))
+    call = "self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size)"
+    text = rewrite(HEAD.format(logits="logits = self.lm_head(hidden_states)", call=call), patch)
+    given = "**{name: kwargs[name] for name in ('num_items_in_batch', 'shift_labels') if name in kwargs}"
+    assert f"loss_kernel(hidden_states, self.lm_head.weight, labels, bias=self.lm_head.bias, {given})" in text
+    assert f"{call.removesuffix(')')}, {given})" in text
 
 
 CALL = "self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)"
