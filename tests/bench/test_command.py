@@ -1,11 +1,13 @@
 import json
 import signal
+from pathlib import Path
 
 import pytest
 
 from opslot._base.errors import KernelError
 from opslot.bench import BenchOptions, OpRow, read, run_bench
 from opslot.cli import main
+from opslot.cli.bench import recorded_command
 
 
 def test_tune_measures_a_model_and_auto_uses_the_profile(moe_config_folder, tmp_path, capsys, monkeypatch):
@@ -72,6 +74,9 @@ def test_tune_measures_a_model_and_auto_uses_the_profile(moe_config_folder, tmp_
         (["--model", "{folder}", "--steps-only", "--steps", "0"], "--steps-only --steps 0 measures nothing"),
         (["--curve", "200"], "--curve requires --model"),
         (["--compile"], "--compile requires --model"),
+        (["--image-size", "64"], "--image-size requires --model"),
+        (["--model", "{folder}", "--image-size", "64"], "found: model_type 'qwen3_moe'"),
+        (["--model", "{folder}", "--image-size", "64", "--curve", "4"], "so it takes no --image-size"),
         (["--tune"], "OPSLOT_PROFILE=off: there is no profile to write"),
         (["--model", "{folder}", "--curve", "2"], "at least 4 steps"),
         (["--model", "{folder}", "--curve", "4", "--steps-only", "--steps", "0"], "vocab_size is 64"),
@@ -85,6 +90,12 @@ def test_invalid_options_raise_before_measuring(moe_config_folder, capsys, argum
     assert "Traceback" not in captured.err
     assert not captured.out
     assert [path.name for path in moe_config_folder.iterdir() if not path.stat().st_size] == []
+
+
+def test_recorded_command_has_no_absolute_paths():
+    here = Path.cwd()
+    arguments = ["bench", "--model", str(here / "models/a.json"), "--baseline-path", "veomni=/opt/peers", "--trace"]
+    assert recorded_command(arguments) == "opslot bench --model models/a.json --baseline-path veomni=peers --trace"
 
 
 def test_each_op_is_written_before_the_next_is_measured(tmp_path, monkeypatch):

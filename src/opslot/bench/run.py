@@ -24,7 +24,7 @@ from opslot.bench.files import OutputFiles
 from opslot.bench.ops import CallSite, bench_ops, call_sites_of
 from opslot.bench.result import Environment, OpRow, Result, Run, from_json, merge, read
 from opslot.bench.step import StepTask, compare_steps, known_implementations, loss_curve, process_environment
-from opslot.bench.step_inputs import model_vocab_size, takes_images
+from opslot.bench.step_inputs import image_grid, model_vocab_size, takes_images
 from opslot.bench.table import time_cell
 from opslot.bench.text import text_batches
 from opslot.bench.tune import timings_of, timings_text
@@ -231,13 +231,17 @@ class _Setting:
                 hint=f"expected some of {', '.join(known)}",
             )
         if self.model is None:
-            for name in ("layers", "curve", "steps_only", "compile"):
+            for name in ("layers", "curve", "steps_only", "compile", "image_size"):
                 if getattr(options, name):
                     raise ConfigError(f"--{name.replace('_', '-')} requires --model")
         if len(self.models) > 1 and (options.curve or not options.steps_only):
             raise ConfigError("several models require --steps-only without --curve", found=f"{len(self.models)} models")
         if options.steps_only and not options.steps and not options.curve:
             raise ConfigError("--steps-only --steps 0 measures nothing", hint="set --steps or --curve")
+        if options.image_size and options.curve:
+            raise ConfigError("--curve trains on text, so it takes no --image-size")
+        for model in self.models if options.image_size else ():
+            image_grid(model, options.image_size)
         if options.curve and options.curve < 4:
             raise ConfigError(f"--curve {options.curve}: a curve needs at least 4 steps")
 

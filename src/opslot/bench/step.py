@@ -21,13 +21,13 @@ from opslot.bench.baselines import BASELINES, baseline_of
 from opslot.bench.result import Distance, LossCurve, StepRow
 
 WARM_UP = 3
-_EAGER = {"preset": "eager", "attn_implementation": "sdpa"}
-# opslot's own implementations: with the options' `ops_implementation` (None), or with another one.
+EAGER = {"preset": "eager", "attn_implementation": "sdpa"}
+# opslot's own implementations, with what each adds to the options' `ops_implementation`; None for eager code instead.
 OWN_IMPLEMENTATIONS: dict[str, dict[str, str] | None] = {
-    "opslot": None,
-    "opslot + FP8": {"preset": "fp8"},
-    "opslot + torch.compile": None,
-    "opslot eager": _EAGER,
+    "opslot": {},
+    "opslot + FP8": {"linear_implementation": "fp8"},
+    "opslot + torch.compile": {},
+    "opslot eager": None,
 }
 _LR, _CURVE_LR = 1e-5, 3e-4
 # The spacing of bfloat16 numbers, relative to their size.

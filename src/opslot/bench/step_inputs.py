@@ -35,20 +35,13 @@ def image_batch(model: dict[str, Any], samples: int, text_length: int, side: int
         image_grid_thw: int64 [samples, 3].
 
     Raises:
-        ConfigError: the model takes images in another form.
+        ConfigError: as `image_grid`.
     """
+    grid = image_grid(model, side)
     config = read_config(model)
-    vision = getattr(config, "vision_config", None)
-    needed = ("patch_size", "temporal_patch_size", "spatial_merge_size")
-    if vision is None or not all(hasattr(vision, name) for name in needed):
-        raise ConfigError(
-            "--image-size requires a model that takes images as patches with a grid", found=f"{config.model_type!r}"
-        )
-    generator = torch.Generator().manual_seed(1)
+    vision: Any = config.vision_config
     merge = vision.spatial_merge_size
-    grid = side // (vision.patch_size * merge) * merge
-    if grid < 1:
-        raise ConfigError(f"--image-size {side} is less than one merged patch", found=f"{vision.patch_size * merge}")
+    generator = torch.Generator().manual_seed(1)
     channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
     width = channels * vision.temporal_patch_size * vision.patch_size**2
     image_tokens = (grid // merge) ** 2
@@ -65,6 +58,26 @@ def image_batch(model: dict[str, Any], samples: int, text_length: int, side: int
         "pixel_values": torch.randn(samples * grid * grid, width, generator=generator).to(dtype),
         "image_grid_thw": torch.tensor([[1, grid, grid]] * samples),
     }
+
+
+def image_grid(model: dict[str, Any], side: int) -> int:
+    """Patches along a side of an image of `side` pixels.
+
+    Raises:
+        ConfigError: the model takes images in another form than patches with a grid, or the image is too small.
+    """
+    config = read_config(model)
+    vision = getattr(config, "vision_config", None)
+    needed = ("patch_size", "temporal_patch_size", "spatial_merge_size")
+    if vision is None or not all(hasattr(vision, name) for name in needed):
+        raise ConfigError(
+            "--image-size requires models that take images as patches with a grid, such as qwen3_vl",
+            found=f"model_type {config.model_type!r}",
+        )
+    merged = vision.patch_size * vision.spatial_merge_size
+    if side < merged:
+        raise ConfigError(f"--image-size {side} is less than a merged patch of {config.model_type}", found=f"{merged}")
+    return side // merged * vision.spatial_merge_size
 
 
 def packed(batch: Batch, model: dict[str, Any]) -> Batch:

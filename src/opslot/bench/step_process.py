@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from opslot.bench.baselines import BASELINES, baseline_of
-from opslot.bench.step import OWN_IMPLEMENTATIONS, WARM_UP
-from opslot.bench.step_inputs import Batch, image_batch, model_vocab_size, packed, text_batch
+from opslot.bench.step import EAGER, OWN_IMPLEMENTATIONS, WARM_UP
+from opslot.bench.step_inputs import Batch, image_batch, model_vocab_size, packed, read_config, text_batch
 
 
 def main(argv: list[str]) -> int:
@@ -57,8 +57,9 @@ def _build(task: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Callabl
     """The model, its optimizer's class, and opslot's table of kernels."""
     name = task["implementation"]
     if name in OWN_IMPLEMENTATIONS:
-        ops = OWN_IMPLEMENTATIONS[name]
-        return _build_own(task, task["ops"] if ops is None else ops, dtype, compiled="torch.compile" in name)
+        added = OWN_IMPLEMENTATIONS[name]
+        ops = EAGER if added is None else {**task["ops"], **added}
+        return _build_own(task, ops, dtype, compiled="torch.compile" in name)
     fused = functools.partial(torch.optim.AdamW, fused=True)
     baseline = BASELINES[baseline_of(name)]
     options = dict(dict(baseline.models)[name])
@@ -68,12 +69,10 @@ def _build(task: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Callabl
 def _build_own(
     task: dict[str, Any], ops: dict[str, str], dtype: torch.dtype, compiled: bool
 ) -> tuple[nn.Module, Callable[..., torch.optim.Optimizer], str]:
-    from transformers import AutoConfig
-
     import opslot
     from opslot.optim.selection import adamw_of
 
-    config = AutoConfig.for_model(**task["model"])
+    config = read_config(task["model"])
     model = opslot.build_foundation_model(config, torch_dtype=dtype, init_device=task["device"], ops_implementation=ops)
     kernels = str(opslot.explain(model))
     optimizer = adamw_of(model)

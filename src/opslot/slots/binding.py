@@ -197,7 +197,7 @@ def _without_attribute(model: Any, chosen: OpsImplementationConfig, configs: dic
     module, such as linear, where a kernel is named.
     """
     for op in KERNEL_REGISTRY.ops.values():
-        if op.applies_to is None:
+        if op.applies_to is None or (op.per_module and not chosen.names_kernel(op)):
             continue
         seen: list[Any] = []
         for path, module in model.named_modules():

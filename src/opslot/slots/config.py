@@ -6,10 +6,13 @@ import difflib
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError, count_of, list_problems
 from opslot.slots.registry import KERNEL_REGISTRY, usable_values
+
+if TYPE_CHECKING:
+    from opslot.slots.op import OpSpec
 
 # The GPU defaults of the specification that opslot implements (VeOmni's).
 PRESETS: dict[str, dict[str, str]] = {
@@ -147,6 +150,12 @@ class OpsImplementationConfig:
             if field in chosen and (fnmatch.fnmatchcase(path, glob) or everywhere):
                 value = chosen[field]
         return value
+
+    def names_kernel(self, op: OpSpec) -> bool:
+        """Whether a kernel of the op is named, for the whole model or by an override."""
+        fields = {op.field_of(variant) for variant in op.variants}
+        everywhere = (self._values, *self.overrides.values())
+        return any(chosen.get(field, "auto") not in ("auto", "eager") for chosen in everywhere for field in fields)
 
     def named_fields(self) -> Iterator[tuple[str, str]]:
         """Fields with a value other than "auto"."""

@@ -40,6 +40,22 @@ def test_preset_binds_linear_layers_without_heads_and_routers():
     assert not any("router" in path or path.endswith("mlp.gate") for path in row.modules)
 
 
+class _Net(nn.Module):
+    """A model with a config that is not Transformers'."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = {"width": 16}
+        self.up = nn.Linear(16, 32)
+
+
+@pytest.mark.parametrize(("ops", "kernels"), [("auto", []), ("fp8", ["fp8"])])
+def test_models_with_another_kind_of_config_bind(ops, kernels):
+    model = _Net().to(DEVICE)
+    opslot.bind(model, ops)
+    assert [row.kernel for row in opslot.explain(model) if row.op == "linear"] == kernels
+
+
 def test_trains_like_the_exact_model():
     exact, rounded = model_of(ops="auto"), model_of()
     (loss, gradients), (found_loss, found) = map(loss_and_gradients, (exact, rounded))

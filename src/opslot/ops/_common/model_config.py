@@ -9,7 +9,11 @@ from opslot.slots import KernelRequest
 
 def text_config(request: KernelRequest) -> Any:
     """The config of the language model; None without a config."""
-    config = request.config
+    return language_config(request.config)
+
+
+def language_config(config: Any) -> Any:
+    """The config of the language model in `config`, which may be any object or None."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from opslot.ops._common.model_config import language_config
 from opslot.ops.linear.cases import CASES, benchmark_case
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 
@@ -78,9 +79,7 @@ def _applies_to(module: nn.Module, config: Any) -> str | None:
 
 def _head_sizes(config: Any) -> set[int | None]:
     """Sizes of the outputs of a model with this config: its vocabulary and its number of classes."""
-    if config is None:
-        return set()
-    return {getattr(config.get_text_config(), "vocab_size", None), getattr(config, "num_labels", None)}
+    return {getattr(language_config(config), "vocab_size", None), getattr(config, "num_labels", None)}
 
 
 class _Matmuls(TorchFunctionMode):
