@@ -1,8 +1,8 @@
 """Loads and stores of tokens, chunks and states.
 
-Tokens are [T, heads, width] with strides, T over all rows. Intermediates are stored by chunk and value head: planes
-[chunks * heads, rows, columns], of which those with a column per token are zero after a chunk's last token. The table of
-chunks may have chunks of length 0 at its end; nothing is read or written for those.
+Tokens are [T, heads, width] with strides, T over all rows. Intermediates are stored by chunk and head: planes
+[chunks * heads, rows, columns], of which those with a column per token are zero after a chunk's last token. The table
+of chunks may have chunks of length 0 at its end; nothing is read or written for those.
 
 In all kernels, no operand of a matmul is the transpose of a computed tile; it is computed transposed or stored and
 loaded. Triton 3.4 and later compute wrong matmuls from such operands on Hopper

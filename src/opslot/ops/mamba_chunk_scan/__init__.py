@@ -1,0 +1,34 @@
+"""mamba_chunk_scan: registration of the op and of its kernels."""
+
+from opslot.ops._common.specs import triton_kernel
+from opslot.ops.mamba_chunk_scan.op import OP, WIDEST_HEAD
+from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
+
+
+def _heads_fit(request: KernelRequest) -> str | None:
+    width = getattr(request.module, "head_dim", None)
+    fits = not isinstance(width, int) or width <= WIDEST_HEAD
+    return None if fits else f"takes heads up to {WIDEST_HEAD} wide, this module's are {width}"
+
+
+KERNEL_REGISTRY.register_op(OP)
+KERNEL_REGISTRY.register(
+    triton_kernel(
+        OP.name,
+        "standard",
+        function="mamba_chunk_scan",
+        supports=_heads_fit,
+        description="chunks of 64 tokens, deterministic, packed documents by cu_seqlens",
+    )
+)
+KERNEL_REGISTRY.register(
+    KernelSpec(
+        "torch_chunked",
+        OP.name,
+        "standard",
+        "opslot.ops.mamba_chunk_scan.op:reference",
+        # Right for packed documents, which Transformers mixes.
+        priority={"cpu": 10},
+        description="torch alone, chunk by chunk, packed documents by cu_seqlens, any device",
+    )
+)
