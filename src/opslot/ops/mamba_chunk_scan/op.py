@@ -41,15 +41,15 @@ def reference(
     dt_limit: tuple[float, float] = NO_LIMIT,
     return_final_states: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Per token and head: state = exp(dt A) state + dt x B^T; out = state C + D x.
 
     First, dt becomes clamp(softplus(dt + dt_bias), *dt_limit), without softplus unless `dt_softplus`. Computed in
     chunks, for all documents in parallel (section 6 of the paper); in fp32, or fp64 for fp64 input.
 
     Returns:
-        The output [B, S, heads, P] in `x`'s dtype and, if asked for, the last state of each row (with `cu_seqlens`: of
-        each document) in the dtype computed in; `initial_states` has the same shape.
+        The output [B, S, heads, P] in `x`'s dtype; with `return_final_states` also the last state of each row (with
+        `cu_seqlens`: of each document) in the dtype computed in. `initial_states` has the same shape.
 
     Raises:
         KernelError: `cu_seqlens` that do not cover the tokens or cross rows, or shapes that do not match.
@@ -75,7 +75,8 @@ def reference(
     out = plan.tokens(out_NHTP).view(x.shape)
     if D is not None:
         out = out + D.to(dtype)[:, None] * x.to(dtype)
-    return out.to(x.dtype), state[plan.order.argsort()] if return_final_states else None
+    out = out.to(x.dtype)
+    return (out, state[plan.order.argsort()]) if return_final_states else out
 
 
 def check_shapes(

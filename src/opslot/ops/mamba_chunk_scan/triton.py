@@ -108,7 +108,7 @@ def mamba_chunk_scan(
     dt_limit: tuple[float, float] = NO_LIMIT,
     return_final_states: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """`op.reference` for float32, bfloat16 and float16, and heads up to 128 wide; the last state in float32.
 
     x, B and C must have the same dtype; the others may have any of the three. Inputs are copied unless their columns
@@ -133,4 +133,5 @@ def mamba_chunk_scan(
     out, final = _scan(
         x, dt, A, B, C, D, dt_bias, initial_states, cu_seqlens, dt_softplus, *dt_limit, return_final_states
     )
-    return out.view(shape), final if return_final_states else None
+    out = out.view(shape)
+    return (out, final) if return_final_states else out

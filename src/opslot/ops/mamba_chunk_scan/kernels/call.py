@@ -48,12 +48,12 @@ def plan_for(head: int, state: int, element_bytes: int) -> ScanTiling:
     half = element_bytes == 2
     wide = head_full > 64
     return ScanTiling(
-        chunk=64,
+        chunk=64 if half else 32,
         head=head_full,
         rows=min(64 if half else 32, head_full),
         columns=min(64 if half else 32, state_full),
         read=min(64 if half else 16, state_full),
-        shared=min(128 if half else 32, state_full),
+        shared=min(128 if half else 64, state_full),
         stages=3 if half else 1,
         walk_warps=4,
         out_warps=8 if wide else 4,

@@ -94,7 +94,7 @@ def token_gradients_kernel(
         read = tl.zeros((CHUNK, BP), dtype=tl.float32)
         # Decay of the state over the chunk.
         faded = tl.zeros((BP,), dtype=tl.float32)
-        for first in tl.static_range(0, N, BN):
+        for first in tl.range(0, N, BN, num_stages=2):
             column = first + tl.arange(0, BN)
             b = load_tokens(B_ptr, start, length, head // GROUP, B_token, B_group, column, N, CHUNK)
             c = load_tokens(C_ptr, start, length, head // GROUP, C_token, C_group, column, N, CHUNK)

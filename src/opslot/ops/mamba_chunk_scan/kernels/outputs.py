@@ -53,7 +53,7 @@ def outputs_kernel(
         row = tl.arange(0, BP)
         scores = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
         out = tl.zeros((CHUNK, BP), dtype=tl.float32)
-        for first in tl.static_range(0, N, BN):
+        for first in tl.range(0, N, BN, num_stages=2):
             column = first + tl.arange(0, BN)
             b = load_tokens(B_ptr, start, length, head // GROUP, B_token, B_group, column, N, CHUNK)
             c = load_tokens(C_ptr, start, length, head // GROUP, C_token, C_group, column, N, CHUNK)
