@@ -22,13 +22,13 @@ def test_eager_auto_and_packed(arch):
     assert "mamba_chunk_scan/standard" in str(found.kernels)
 
 
-@pytest.mark.parametrize("arch", ["falcon_h1", "granitemoehybrid", "zamba2"])
+@pytest.mark.parametrize("arch", ["falcon_h1", "granitemoehybrid", "zamba2", "minimax"])
 def test_packed_documents_of_other_hybrids(arch):
     found = check_architecture(arch, checks=("packed",))
     assert found["packed"].result == "passed", str(found)
 
 
-@pytest.mark.parametrize("arch", ["bamba", "mamba2"])
+@pytest.mark.parametrize("arch", ["bamba", "mamba2", "minimax"])
 def test_eager_separates_packed_documents(arch):
     config = tiny_config(arch)
     model = random_model(config, 0)
@@ -54,8 +54,9 @@ def decoded(model, ids):
     return [outputs.logits for outputs in found]
 
 
-def test_decoding_with_a_cache_equals_transformers():
-    config = tiny_config("bamba")
+@pytest.mark.parametrize("arch", ["bamba", "minimax"])
+def test_decoding_with_a_cache_equals_transformers(arch):
+    config = tiny_config(arch)
     model, ids = random_model(config, 0).eval(), random_ids(config, 0)
     expected = decoded(model, ids)
     for ops in ("eager", "auto"):
@@ -85,6 +86,25 @@ def test_bound_kernel_replaces_the_fused_mixer_of_mamba_ssm(monkeypatch, op):
     opslot.apply(model, others | {f"{op}_implementation": "auto"})
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     assert not calls
+
+
+def test_documents_are_known_by_positions_alone():
+    config = tiny_config("minimax")
+    model = random_model(config, 0)
+    opslot.apply(model)
+    packed, alone = packed_batches(random_ids(config, 0))
+    packed = [{n: x for n, x in packed[0].items() if not n.startswith(("cu_seq", "max_length"))}]
+    assert worst_difference(train_step(model, packed), train_step(model, alone)) == ""
+    opslot.restore(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_flops_of_lightning_attention():
+    model = random_model(tiny_config("minimax"), 0)
+    mixers = [module for module in model.modules() if hasattr(module, "slope_rate")]
+    expected = sum(4 * m.num_attention_heads * m.head_dim**2 for m in mixers)
+    assert mixers
+    assert opslot.count_flops(model, [16]).parts["scan"].forward == 16 * expected
 
 
 def test_flops_of_the_scan():

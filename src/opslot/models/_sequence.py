@@ -252,7 +252,9 @@ def _check_recurrences(model: Any, state: ParallelState) -> None:
         if op_name == "chunk_gated_delta_rule":
             kv_repeats(module.num_v_heads, module.num_k_heads, state.sp, HEADS)
         elif op_name == "mamba_chunk_scan":
-            kv_repeats(module.num_heads, module.n_groups, state.sp, SCAN_HEADS)
+            # Lightning attention has a group per head.
+            heads = getattr(module, "num_heads", None) or module.num_attention_heads
+            kv_repeats(heads, getattr(module, "n_groups", heads), state.sp, SCAN_HEADS)
 
 
 class _OverGlobalSequences:

@@ -146,6 +146,11 @@ class _Reader:
         elif hasattr(module, "ssm_state_size") and "A_log" in own and own["A_log"].ndim == 1:
             # The update of the state, and the output.
             self._read_recurrence(path, module, stream, "scan", ("num_heads", "head_dim", "ssm_state_size"), matmuls=2)
+        elif "slope_rate" in dict(module.named_buffers(recurse=False)):
+            # Lightning attention, a scan with a constant decay.
+            self._read_recurrence(
+                path, module, stream, "scan", ("num_attention_heads", "head_dim", "head_dim"), matmuls=2
+            )
         elif attention_options(module) is not None or "ALL_ATTENTION_FUNCTIONS" in _names_used(module):
             self._read_attention(path, module, stream)
         else:

@@ -1,10 +1,11 @@
-"""Transformers' calls of the scan of Mamba-2, and of other state space models. Does not import torch."""
+"""Transformers' code that computes the scan of Mamba-2, and other state space models. Does not import torch."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.documents import add_helpers, bound_arguments, documents_of, pass_documents, undecorated
@@ -68,6 +69,28 @@ def _opslot_scan_by_document(
     return (outputs, torch.cat([result[1] for result in results])) if return_final_states else outputs
 '''
 
+# Forwards of lightning attention, in blocks, with a state that decays by a constant per head and token.
+_LIGHTNING = ("957c1875ec74", "20f4d40bc0a0", "307816f12796")
+_LIGHTNING_START = "batch_size, seq_len, hidden_size = hidden_states.shape"
+_LIGHTNING_BLOCKS = "range(num_blocks)"
+_LIGHTNING_OUTPUT = "attn_output = torch.cat(attn_output, dim=-2)"
+_LIGHTNING_HELPERS = '''
+def _opslot_lightning_attention(scan, slope_rate, query, key, value, want_state, cu_seqlens):
+    """Output and last state of lightning attention, computed by a scan with steps of 1."""
+    x, B, C = (tensor.transpose(1, 2) for tensor in (value, key, query))
+    dt = torch.ones(x.shape[:3], dtype=torch.float32, device=x.device)
+    found = scan(x, dt, -slope_rate.flatten().float(), B, C, return_final_states=want_state, cu_seqlens=cu_seqlens)
+    out, state = found if want_state else (found, None)
+    return out.transpose(1, 2), None if state is None else state.mT.to(value.dtype)
+
+
+def _opslot_lightning_by_document(attention, hidden_states, cu_seqlens):
+    """Transformers' lightning attention of each document alone."""
+    documents = hidden_states.flatten(0, 1).split(cu_seqlens.diff().tolist())
+    outputs = [attention.forward(tokens[None], None, None)[0][0] for tokens in documents if len(tokens)]
+    return torch.cat(outputs).unflatten(0, hidden_states.shape[:2])
+'''
+
 
 @dataclass(frozen=True)
 class Scans:
@@ -122,4 +145,27 @@ def _is_gated(call: ast.Call) -> bool:
     return any(keyword.arg == "z" and ast.unparse(keyword.value) != "None" for keyword in call.keywords)
 
 
-FORMS = (Scans(),)
+@dataclass(frozen=True)
+class LightningAttention:
+    """Classes with lightning attention (MiniMax); single tokens that continue from a state stay Transformers'."""
+
+    def find(self, module: ModuleView) -> Iterator[Match]:
+        for name, forward in module.methods():
+            if module.fingerprint(forward) in _LIGHTNING:
+                yield Match(name, OP, _SLOT.variant, partial(_write_lightning, forward))
+
+
+def _write_lightning(forward: str, patch: PatchConfig) -> None:
+    bound, documents = f"self.{_SLOT.attribute}", "_opslot_cu_seqlens(kwargs)"
+    alone = f"_opslot_lightning_by_document(self, hidden_states, {documents})"
+    patch.insert_before(
+        forward, _LIGHTNING_START, f"if {bound} is None and {documents} is not None:\n    return {alone}, None"
+    )
+    patch.replace(forward, _LIGHTNING_BLOCKS, f"range(num_blocks if {bound} is None else 0)", slot=_SLOT)
+    given = f"self.slope_rate, query_states, key_states, value_states, past_key_values is not None, {documents}"
+    call = f"attn_output, attn_weights_inter = _opslot_lightning_attention({bound}, {given})"
+    patch.replace(forward, _LIGHTNING_OUTPUT, f"if attn_output:\n    $match\nelse:\n    {call}")
+    add_helpers(patch, _LIGHTNING_HELPERS)
+
+
+FORMS = (Scans(), LightningAttention())

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.chunk_schedule import ChunkSchedule, document_bounds, step_slices
-from opslot.ops._common.documents import check_cu_seqlens
+from opslot.ops._common.documents import check_cu_seqlens, remove_hooks, separate_documents
 from opslot.ops.mamba_chunk_scan.cases import CASES
-from opslot.slots import Cost, OpSpec, OpVariant
+from opslot.slots import Cost, OpSpec, OpVariant, walk_slots
 
 _CHUNK = 64
 # The limit of opslot's Triton kernels, which hold the columns of a head in registers.
@@ -151,8 +151,16 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
     return Cost(bytes=bytes_moved, flops=12 * x.numel() * B.shape[-1])
 
 
+def _attach(model: nn.Module, slot: Any, kernel: Any) -> list[Any]:
+    """Models with a causal convolution get cu_seqlens by its hooks."""
+    convolves = any(found.op_name == "causal_conv1d" for found in walk_slots(model))
+    return [] if convolves else separate_documents(model, "mamba_chunk_scan")
+
+
 OP = OpSpec(
     name="mamba_chunk_scan",
+    attach=_attach,
+    detach=remove_hooks,
     description="scan of Mamba-2 (SSD)",
     variants={
         "standard": OpVariant(
