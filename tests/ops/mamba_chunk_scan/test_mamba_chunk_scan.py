@@ -1,11 +1,13 @@
 """mamba_chunk_scan: the chunked reference equals the token-by-token recurrence, and documents are independent."""
 
+import importlib
 import itertools
 import json
 import os
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 import torch
@@ -311,6 +313,37 @@ def test_unsupported_head_size_is_reported_when_bound(width, fits):
         return
     with pytest.raises(ConfigError, match="heads up to 128 wide, this module's are 256"):
         KERNEL_REGISTRY.resolve(request, "triton")
+
+
+def test_mamba_ssm_gets_sequence_indices(monkeypatch):
+    """With a function of that package's signature that computes the reference."""
+
+    def combined(x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, **rest):
+        bounds = None
+        if seq_idx is not None:
+            assert seq_idx.dtype == torch.int32
+            assert seq_idx.shape == x.shape[:2]
+            bounds = torch.tensor([0, *seq_idx[0].unique_consecutive(return_counts=True)[1].cumsum(0).tolist()])
+        return op.reference(x, dt, A, B, C, D, dt_bias, initial_states, cu_seqlens=bounds, **rest)
+
+    vendor = types.ModuleType("mamba_ssm.ops.triton.ssd_combined")
+    vendor.mamba_chunk_scan_combined = combined
+    for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, vendor.__name__, vendor)
+    monkeypatch.delitem(sys.modules, "opslot.ops.mamba_chunk_scan.mamba_ssm", raising=False)
+    kernel = importlib.import_module("opslot.ops.mamba_chunk_scan.mamba_ssm").mamba_chunk_scan
+    monkeypatch.delitem(sys.modules, "opslot.ops.mamba_chunk_scan.mamba_ssm")
+    given = {n: t.detach() for n, t in inputs(10, batch=2).items()}
+    offsets = torch.tensor([0, 3, 3, 10, 11, 20])
+    assert torch.equal(
+        kernel(**given, **OPTIONS, cu_seqlens=offsets), op.reference(**given, **OPTIONS, cu_seqlens=offsets)
+    )
+    options = OPTIONS | {"return_final_states": True, "initial_states": draw_states(2, 4, 16, 24)}
+    for got, want in zip(kernel(**given, **options), op.reference(**given, **options), strict=True):
+        assert torch.equal(got, want)
+    with pytest.raises(KernelError, match="mamba_ssm' cannot take cu_seqlens: states of packed documents"):
+        kernel(**given, return_final_states=True, cu_seqlens=offsets)
 
 
 COMPILE = """

@@ -1,8 +1,8 @@
 """mamba_chunk_scan: registration of the op and of its kernels."""
 
-from opslot.ops._common.specs import triton_kernel
+from opslot.ops._common.specs import FLOATS, TRITON, triton_kernel
 from opslot.ops.mamba_chunk_scan.op import OP, WIDEST_HEAD
-from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
+from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec, Requirement
 
 
 def _heads_fit(request: KernelRequest) -> str | None:
@@ -18,7 +18,19 @@ KERNEL_REGISTRY.register(
         "standard",
         function="mamba_chunk_scan",
         supports=_heads_fit,
-        description="chunks of 64 tokens, deterministic, packed documents by cu_seqlens",
+        description="chunks of 64 tokens (32 in fp32), deterministic, packed documents by cu_seqlens",
+    )
+)
+KERNEL_REGISTRY.register(
+    KernelSpec(
+        "mamba_ssm",
+        OP.name,
+        "standard",
+        "opslot.ops.mamba_chunk_scan.mamba_ssm:mamba_chunk_scan",
+        HardwareRequirement("gpu", min_compute_capability=(8, 0)),
+        requires=(Requirement("mamba_ssm", "mamba-ssm"), TRITON),
+        dtypes=FLOATS,
+        description="mamba_ssm's chunked kernel, packed documents by cu_seqlens, without states",
     )
 )
 KERNEL_REGISTRY.register(
