@@ -15,7 +15,6 @@ EMITTERS = (
     "ops/causal_conv1d/forms.py",
     "ops/chunk_gated_delta_rule/forms.py",
     "ops/mamba_chunk_scan/forms.py",
-    "ops/mamba_chunk_scan/forms.py",
 )
 
 
