@@ -349,8 +349,24 @@ def test_nf4_is_for_one_process_and_no_experts(write, settings, capsys, monkeypa
 
 
 @pytest.mark.parametrize("lora", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}])
-def test_explain_says_why_an_adapted_head_computes_logits(trainer, dense_base, lora):
-    run = trainer("run", lora, max_steps=1)
+def test_adapted_head_keeps_the_fused_loss(ranks, trainer, settings, write, dense_base, tmp_path, lora):
+    """Equal to PEFT's losses, in one process and in two."""
+    settings["model"]["ops_implementation"] = {"cross_entropy_loss_implementation": "chunk_loss"}
+    run = trainer("run", lora, lr_scheduler="constant", micro_batch_size=None)
+    (row,) = [row for row in explain(run.model) if row.op == "cross_entropy_loss" and row.variant == "causal"]
+    assert row.chosen == "chunk_loss"
+    start = save_adapter(run.model, tmp_path / "start")
+    steps, forward = [], run.forward
+    run.forward = lambda batch, count: steps.append([(batch, count)]) or forward(batch, count)
+    run.train()
+    found = losses(tmp_path / "run")
+    assert found == pytest.approx(peft_losses(dense_base, start, steps, run.config.train), rel=1e-5)
+    assert ranks.run(run_config, write("two", lora, lr_scheduler="constant")) == [0, 0]
+    assert losses(tmp_path / "two") == pytest.approx(found, rel=1e-5)
+
+
+def test_other_adapters_of_a_head_say_why_they_compute_logits(trainer, dense_base):
+    run = trainer("run", {"target_modules": ["q_proj", "lm_head"], "use_dora": True}, max_steps=1)
     (row,) = [row for row in explain(run.model) if row.op == "cross_entropy_loss" and row.variant == "causal"]
     assert row.chosen == "eager"
-    assert "whose output is more than a linear layer's" in row.why
+    assert "adapter of the kind DoraLinearVariant" in row.why

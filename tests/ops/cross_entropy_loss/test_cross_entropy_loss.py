@@ -107,8 +107,10 @@ def test_many_chunks_accumulate_accurately(factor_last, monkeypatch):
     hidden, weight = torch.ones(400, 8, dtype=torch.bfloat16), torch.zeros(16, 8, dtype=torch.bfloat16)
     labels, divisor = torch.zeros(400, dtype=torch.long), torch.tensor(400.0)
     shaping = chunked.Shaping(-100, 0.0, 0.0, 1.0)
-    wanted = (True, True, False)
-    _, _, found, _ = chunked.loss_and_gradients(backend, hidden, weight, None, labels, divisor, shaping, wanted)
+    wanted = (True, True, False, False, False)
+    _, (_, found, *_) = chunked.loss_and_gradients(
+        backend, chunked.Head(hidden, weight), labels, divisor, shaping, wanted
+    )
     expected = torch.full((16, 8), 1 / 16)
     expected[0] = 1 / 16 - 1
     # Rounded to bfloat16 twice: each logit's gradient, and the sum.
@@ -338,16 +340,23 @@ def test_opcheck(name, dtype):
     shaping = (-100, 0.0, 0.0, 1.0)
     tests = ("test_schema", "test_faketensor")
     bias = torch.randn(37, device=DEVICE, dtype=dtype)
-    cases = ((None, True, True, False), (bias, False, True, True), (bias, False, False, False))
-    for given, *wanted in cases:
-        arguments = (hidden, weight, given, labels, torch.tensor(7.0, device=DEVICE), *shaping, *wanted)
+    low_rank = torch.randn(hidden.shape[0] + 37, 3, device=DEVICE, dtype=dtype).split([hidden.shape[0], 37])
+    cases = (
+        (None, None, None, True, True, False, False, False),
+        (bias, None, None, False, True, True, False, False),
+        (bias, None, None, False, False, False, False, False),
+        (None, *low_rank, True, False, False, True, True),
+    )
+    for *given, w0, w1, w2, w3, w4 in cases:
+        divisor = torch.tensor(7.0, device=DEVICE)
+        arguments = (hidden, weight, *given, labels, divisor, *shaping, w0, w1, w2, w3, w4)
         op = getattr(torch.ops.opslot, f"linear_cross_entropy_{name}")
         torch.library.opcheck(op.default, arguments, test_utils=tests)
     rows = torch.rand(3, hidden.shape[0], device=DEVICE).unbind()
     op = getattr(torch.ops.opslot, f"token_log_probs_{name}")
-    torch.library.opcheck(op.default, (hidden, weight, bias, labels, *shaping), test_utils=tests)
+    torch.library.opcheck(op.default, (hidden, weight, bias, *low_rank, labels, *shaping), test_utils=tests)
     op = getattr(torch.ops.opslot, f"token_log_probs_{name}_backward")
-    arguments = (hidden, weight, bias, labels, *rows, *shaping, True, True, True)
+    arguments = (hidden, weight, bias, *low_rank, labels, *rows, *shaping, True, True, True, True, True)
     torch.library.opcheck(op.default, arguments, test_utils=tests)
 
 
