@@ -117,3 +117,26 @@ def test_compile_has_no_graph_break():
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["triton", "batch_invariant"])
+def test_memory_on_a_gpu_is_less_than_the_logits(kernel):
+    torch.manual_seed(0)
+    config = tiny_config("qwen3")
+    config.vocab_size, config.tie_word_embeddings = 65536, False
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()
+    model = get_peft_model(model, LoraConfig(r=8, target_modules=["lm_head"], init_lora_weights=False))
+    expected = copy.deepcopy(model)
+    opslot.apply(model, {"preset": "eager", "cross_entropy_loss_implementation": kernel})
+    opslot.apply(expected, "eager")
+    ids = torch.randint(0, config.vocab_size, (64, 128), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss, gradients = loss_and_gradients(model, ids)
+    assert torch.cuda.max_memory_allocated() - before < 0.8 * ids.numel() * config.vocab_size * 2
+    expected_loss, wanted = loss_and_gradients(expected, ids)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-2, atol=1e-3)
+    for name, gradient in wanted.items():
+        error = (gradients[name] - gradient).norm() / gradient.norm()
+        assert error < 0.05, (name, error)

@@ -107,6 +107,27 @@ def test_no_tensor_of_the_size_of_the_weights_is_made(monkeypatch):
     assert max(sizes) < weights[1].numel() <= weights[0].numel()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["grouped_mm", "fused_triton"])
+def test_compiled_adapters_on_a_gpu(kernel):
+    torch.manual_seed(0)
+    config = tiny_config("qwen3_moe")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    model = get_peft_model(model, LoraConfig(r=8, target_parameters=names, init_lora_weights=False))
+    opslot.apply(model, {"preset": "eager", "moe_implementation": kernel})
+    opslot.parallelize(model)
+    ids = torch.randint(0, config.vocab_size, (2, 64), device="cuda")
+    loss, gradients = loss_and_gradients(model, ids)
+    model.zero_grad()
+    found = torch.compile(lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss, fullgraph=True)(ids)
+    found.backward()
+    torch.testing.assert_close(found, loss, rtol=1e-2, atol=1e-2)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert (parameter.grad - gradients[name]).norm() < 0.1 * gradients[name].norm(), name
+
+
 @pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss"])
 def test_compile_has_no_graph_break(arch):
     torch.manual_seed(0)

@@ -80,7 +80,10 @@ def _check_patterns(model: nn.Module, lora: LoraConfig) -> None:
         f"{path}.{layer.parameter_name}" if hasattr(layer, "parameter_name") else path
         for path, layer in adapter_layers(model)
     ]
-    given = {"rank_pattern": lora.rank_pattern or {}, "alpha_pattern": lora.alpha_pattern or {}}
+    given: dict[str, dict[str, Any]] = {
+        "rank_pattern": lora.rank_pattern or {},
+        "alpha_pattern": lora.alpha_pattern or {},
+    }
     problems = [
         f"lora.{field}: {name} matches no module with an adapter"
         for field, names in given.items()
@@ -88,10 +91,10 @@ def _check_patterns(model: nn.Module, lora: LoraConfig) -> None:
         if not any(_matches(path, rf"(.*\.)?({name})", True) for path in paths)
     ]
     if problems:
-        names = dict.fromkeys(path.rsplit(".", 1)[-1] for path in paths)
+        adapted = dict.fromkeys(path.rsplit(".", 1)[-1] for path in paths)
         raise ConfigError(
             list_problems(f"adapters cannot be added to {type(model).__name__}", problems),
-            hint=f"modules with an adapter: {', '.join(names)}",
+            hint=f"modules with an adapter: {', '.join(adapted)}",
         )
 
 

@@ -77,6 +77,29 @@ def test_chunks_sum_to_the_whole(name, dtype, small_chunks):
         assert_same(gradients(load(name), *arguments), gradients(reference(), *arguments), *tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", ["causal", "token_log_probs"])
+@pytest.mark.parametrize("kernel_name", [*KERNELS, "batch_invariant"])
+def test_adapters_of_the_head(kernel_name, variant, dtype, small_chunks):
+    """LoRA of the module `head` is added to the logits, as if its product were in the weight."""
+    peft = pytest.importorskip("peft")
+    hidden, _, labels = inputs((3, 13), dtype=dtype)
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["0"], init_lora_weights=False)
+    layers = nn.Sequential(nn.Linear(16, 37, device=DEVICE, dtype=dtype))
+    head = peft.get_peft_model(layers, config).base_model.model[0]
+    a, b = head.lora_A["default"].weight, head.lora_B["default"].weight
+    given = {"bias": head.bias, "softcap": 3.0, "logit_scale": 1.5}
+
+    def run(kernel, weight, **options):
+        out = kernel(hidden, weight, labels, **given, **options)
+        out = out[0].sum() + 0.3 * out[1].sum() if isinstance(out, tuple) else out
+        return out.detach(), *torch.autograd.grad(out, (hidden, a, b))
+
+    found = run(load(kernel_name, variant), head.weight, head=head)
+    expected = run(reference(variant), head.weight + (b @ a * (5 / 3)).to(dtype))
+    assert_same(found, expected, *((2e-5, 2e-6) if dtype == torch.float32 else (5e-2, 5e-2)))
+
+
 @pytest.mark.parametrize("variant", ["causal", "token_log_probs"])
 def test_bias(name, variant, small_chunks):
     hidden, weight, labels = inputs((3, 13))

@@ -305,9 +305,10 @@ def _token_ops(backend: Backend) -> tuple[Callable[..., Any], Callable[..., Any]
         return torch.empty_like(labels, dtype=dtype), torch.empty_like(labels, dtype=dtype)
 
     def backward(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        head, rows, shaping, wanted = Head(hidden, *arguments[:4]), arguments[4:8], arguments[8:-5], arguments[-5:]
+        head, (labels, entropy, *grads) = Head(hidden, *arguments[:4]), arguments[4:8]
+        shaping, wanted = Shaping(*arguments[8:-5]), arguments[-5:]
         with torch.autocast(hidden.device.type, enabled=False):
-            return token_gradients(backend, head, *rows, Shaping(*shaping), wanted)
+            return token_gradients(backend, head, labels, entropy, grads[0], grads[1], shaping, wanted)
 
     def backward_fake(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         return _empty_grads((hidden, *arguments[:4]), hidden.dtype, arguments[-5:])

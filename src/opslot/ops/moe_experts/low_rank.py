@@ -74,7 +74,7 @@ def add_adapters(
 
 
 # The arguments of each variant as (hidden_states, experts, top_k_index, top_k_weights).
-_PACKERS: Sequence[Callable[..., Any]] = variants(lambda *arguments: arguments)  # type: ignore[arg-type, return-value]
+_PACKERS: Sequence[Callable[..., Any]] = variants(lambda *arguments: arguments)  # type: ignore[arg-type]
 
 
 class _Adapted:
