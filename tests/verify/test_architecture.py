@@ -9,7 +9,7 @@ from transformers import Qwen3Config
 from opslot import KERNEL_REGISTRY, KernelSpec
 from opslot._base.errors import ConfigError
 from opslot.cli import main
-from opslot.verify import CHECKS, architecture, check_architecture, visual
+from opslot.verify import CHECKS, architecture, check_architecture, media
 from opslot.verify.isolated import Processes
 from opslot.verify.random_model import random_model, worst_difference
 from opslot.verify.tiny import tiny_config
@@ -212,8 +212,8 @@ def test_missing_videos_have_a_reason():
 
 
 def test_images_that_cannot_be_made_leave_the_checks_of_text(monkeypatch):
-    monkeypatch.setattr(visual, "visual_inputs", lambda *_: None)
+    monkeypatch.setattr(media, "visual_inputs", lambda *_: None)
     found = check_architecture("llava", checks=["eager"])
     assert found.ok, str(found)
     assert found.samples == ("text",)
-    assert "no images can be made for it" in found.missing["image"]
+    assert found.missing["image"] == "the inputs of LlavaModel.get_image_features are unknown"

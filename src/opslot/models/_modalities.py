@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from opslot._base.logging import get_logger
 from opslot.distributed.dummy import dummy_forward
+from opslot.models._audio import AudioInputs
 from opslot.models._images import visual_inputs
 
 logger = get_logger(__name__)
@@ -43,7 +44,7 @@ def run_towers_on_every_rank(model: nn.Module) -> None:
         return
     source = inspect.getsource(type(holder).forward)
     called = sorted((source.index(f"self.{name}("), name) for name in _methods(holder) if f"self.{name}(" in source)
-    dummies: dict[str, Callable[[], dict[str, Any]]] = {}
+    dummies: dict[str, Callable[[], dict[str, Any] | None]] = {}
     for _, name in called:
         make = _smallest_input(holder, name)
         if make is None:
@@ -142,7 +143,7 @@ def _source(cls: type) -> str:
 class _Towers:
     """The dummy inputs of a model's towers that one forward pass has not run yet."""
 
-    def __init__(self, holder: Any, dummies: dict[str, Callable[[], dict[str, Any]]]) -> None:
+    def __init__(self, holder: Any, dummies: dict[str, Callable[[], dict[str, Any] | None]]) -> None:
         self.holder = holder
         self.dummies = dummies
         self.pending: list[str] = []
@@ -174,7 +175,7 @@ class _Towers:
     def _run_pending(self, names: list[str]) -> None:
         self.pending = [name for name in self.pending if name not in names]
         for name in names:
-            self.zeros.append(dummy_forward(_Features(partial(self._call, name)), **self.dummies[name]()))
+            self.zeros.append(dummy_forward(_Features(partial(self._call, name)), **(self.dummies[name]() or {})))
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         # A method may call another one: that of videos often calls that of images.
@@ -203,30 +204,10 @@ class _Features(nn.Module):
         return {name: value for name, value in outputs.items() if name not in _INTERNAL}
 
 
-def _smallest_input(holder: Any, name: str) -> Callable[[], dict[str, Any]] | None:
+def _smallest_input(holder: Any, name: str) -> Callable[[], dict[str, Any] | None] | None:
     """A function that makes the arguments of method `name`, or None where they are unknown."""
-    if name != "get_audio_features":
-        return partial(_visual, holder, name) if visual_inputs(holder, name) is not None else None
-    taken = inspect.signature(getattr(type(holder), name)).parameters
-    audio: Any = getattr(holder.config, "audio_config", None)
-    frames = 2 * getattr(audio, "n_window", 0)
-    if not {"feature_attention_mask", "audio_feature_lengths"} <= taken.keys() or not frames:
-        return None
-    return partial(_audio, holder, audio.num_mel_bins, frames)
-
-
-def _visual(holder: Any, name: str) -> dict[str, Any]:
-    return visual_inputs(holder, name) or {}
-
-
-def _place(holder: Any) -> dict[str, Any]:
-    parameter = next(holder.parameters())
-    return {"device": parameter.device, "dtype": parameter.dtype}
-
-
-def _audio(holder: Any, mels: int, frames: int) -> dict[str, Any]:
-    place = _place(holder)
-    return {
-        "input_features": torch.zeros(1, mels, frames, **place),
-        "feature_attention_mask": torch.ones(1, frames, dtype=torch.int64, device=place["device"]),
-    }
+    if name == "get_audio_features":
+        make = AudioInputs(holder).make
+    else:
+        make = partial(visual_inputs, holder, name)
+    return make if make() is not None else None
