@@ -201,7 +201,9 @@ def packed_samples(positions: RopePositions, samples: MediaSamples) -> tuple[lis
     for document in documents:
         labels = document["labels"].clone()
         labels[:, 0] = -100
-        alone.append({**document, "labels": labels, "num_items_in_batch": targets})
+        # Some models compute the positions of their rotary embedding only where they get a mask.
+        mask = torch.ones_like(document["input_ids"])
+        alone.append({**document, "labels": labels, "attention_mask": mask, "num_items_in_batch": targets})
     return [{**packed, "num_items_in_batch": targets}], alone
 
 
