@@ -136,6 +136,9 @@ def _sample(
     batch = {"input_ids": input_ids, "labels": input_ids.masked_fill(type_ids != 0, -100), **inputs}
     taken = inspect.signature(type(model).forward).parameters
     seconds = torch.ones(kinds.count("video"))
+    if hasattr(holder, "get_rope_index"):
+        # Some models compute multimodal positions only where they get a mask.
+        batch["attention_mask"] = torch.ones_like(input_ids)
     if "video" in kinds:
         batch |= {name: seconds for name in ("video_second_per_grid", "second_per_grid_ts") if name in taken}
     return batch | {name: type_ids for name in ("mm_token_type_ids", "token_type_ids") if name in taken}
@@ -201,9 +204,7 @@ def packed_samples(positions: RopePositions, samples: MediaSamples) -> tuple[lis
     for document in documents:
         labels = document["labels"].clone()
         labels[:, 0] = -100
-        # Some models compute the positions of their rotary embedding only where they get a mask.
-        mask = torch.ones_like(document["input_ids"])
-        alone.append({**document, "labels": labels, "attention_mask": mask, "num_items_in_batch": targets})
+        alone.append({**document, "labels": labels, "num_items_in_batch": targets})
     return [{**packed, "num_items_in_batch": targets}], alone
 
 
@@ -212,7 +213,7 @@ def pack(positions: RopePositions, batches: Sequence[Batch]) -> Batch:
     lengths = [batch["input_ids"].shape[1] for batch in batches]
     text = torch.cat([torch.arange(length) for length in lengths])
     per_token = ("input_ids", "labels", "mm_token_type_ids", "token_type_ids")
-    names = list(dict.fromkeys(name for batch in batches for name in batch))
+    names = list(dict.fromkeys(name for batch in batches for name in batch if name != "attention_mask"))
     packed = {
         name: torch.cat([batch[name] for batch in batches if name in batch], 1 if name in per_token else 0)
         for name in names
