@@ -5,6 +5,8 @@ In float32, with samples of text and, where the model takes them, of images, vid
 - auto: with the kernels asked for, loss and all gradients are compared with an fp64 reference (`bisect`), and a failure
   names the slot and the layer;
 - packed: documents packed into one sample give the loss and gradients of the documents alone;
+- frozen: with each part of the model frozen in turn (`_frozen_parts`), its parameters get no gradient and the others get
+  Transformers';
 - fsdp, sp, ep: two processes (gloo) give the loss and gradients of one;
 - checkpoint: Transformers' `from_pretrained` reads what opslot saves and the reverse, value for value.
 """
@@ -27,6 +29,7 @@ from opslot.checkpoint import save_weights
 from opslot.data.rope_positions import RopePositions
 from opslot.models import apply, build_foundation_model
 from opslot.models._modalities import decoder_of
+from opslot.models._parts import parts_of
 from opslot.models._registry import declared_sub_model
 from opslot.slots import BindingReport, OpsImplementationConfig, format_table
 from opslot.slots.protocol import keeps_sequences
@@ -48,7 +51,7 @@ from opslot.verify.media import KINDS, MediaSamples, media_samples, packed_sampl
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-CHECKS = ("eager", "auto", "packed", *SIZES, "checkpoint")
+CHECKS = ("eager", "auto", "packed", "frozen", *SIZES, "checkpoint")
 
 Ops = OpsImplementationConfig | dict[str, Any] | str
 
@@ -239,13 +242,14 @@ class _Run:
     def _of(self, sample: str) -> str:
         return "" if self.media is None else f"{sample}: "
 
-    def _batches(self) -> dict[str, dict[str, Any]]:
-        """By name, arguments of a forward."""
+    def _batches(self, device: torch.device | str | None = None) -> dict[str, dict[str, Any]]:
+        """By name, arguments of a forward on a device; default: that of the checks eager and auto."""
         if self.media is None:
             found: Mapping[str, dict[str, Any]] = {"text": {"input_ids": self.ids, "labels": self.ids}}
         else:
             found = self.media.batches
-        return {name: {key: x.to(self.device) for key, x in batch.items()} for name, batch in found.items()}
+        place = device or self.device
+        return {name: {key: x.to(place) for key, x in batch.items()} for name, batch in found.items()}
 
     def _differs_in_its_dtype(self, model: Any, batch: dict[str, Any]) -> str | None:
         """The largest difference from Transformers' code where that does not run in float64; None where it does."""
@@ -272,6 +276,23 @@ class _Run:
             packed, alone = packed_samples(positions, self.media)
         worst = worst_difference(train_step(model, packed), train_step(model, alone))
         return ("failed", worst) if worst else ("passed", "equals the documents alone")
+
+    def _frozen(self) -> tuple[str, str]:
+        model, original = self._model(), random_model(self.config, self.seed).eval()
+        # Without the language model, samples of text train nothing.
+        batches = [batch for name, batch in self._batches("cpu").items() if self.media is None or name != "text"]
+        parts = _frozen_parts(model, has_media=self.media is not None)
+        for part, names in parts.items():
+            for own in (model, original):
+                for name, parameter in own.named_parameters():
+                    parameter.requires_grad_(name not in names)
+            found, wanted = (train_step(trained_part(own), batches) for own in (model, original))
+            if worst := worst_difference(found, wanted):
+                return "failed", f"{part} frozen: {worst}"
+            trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+            if trained & names:
+                return "failed", f"{part} frozen: {min(trained & names)} has a gradient"
+        return "passed", f"frozen in turn: {', '.join(parts)}"
 
     def _parallel(self, check: str) -> tuple[str, str]:
         if self._processes is None:
@@ -332,6 +353,16 @@ class _Run:
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.seed)
             return loss_and_gradients(model, batch)
+
+
+def _frozen_parts(model: Any, has_media: bool) -> dict[str, set[str]]:
+    """Names of the parameters of each part: encoders, merger and language model, or the embeddings and the others."""
+    if has_media:
+        return {name: {*parameters} for name, parameters in parts_of(model).items() if parameters}
+    embeddings = {id(e.weight) for e in (model.get_input_embeddings(), model.get_output_embeddings()) if e is not None}
+    own = {name for name, parameter in model.named_parameters() if id(parameter) in embeddings}
+    every = {name for name, _ in model.named_parameters()}
+    return {"embeddings": own, "all but embeddings": every - own}
 
 
 def _run_the_same_code(original: Any, model: Any) -> None:
