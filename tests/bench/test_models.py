@@ -21,3 +21,11 @@ def test_benchmark_model_builds_on_meta(file):
     assert 0.3e9 < count < 8.5e9
     if "layer_types" in read_model(str(file)):
         assert len(config.layer_types) == config.num_hidden_layers
+
+
+@pytest.mark.parametrize("model", ["qwen3_8b_width", "qwen3.5_9b_width", "qwen3_vl_8b_width"])
+def test_another_number_of_layers(model):
+    data = read_model(next(str(file) for file in MODELS if file.stem == model), 3)
+    config = AutoConfig.for_model(**data).get_text_config()
+    assert config.num_hidden_layers == 3
+    assert len(getattr(config, "layer_types", None) or [0] * 3) == 3

@@ -147,6 +147,18 @@ def test_masks_select_the_same_elements(monkeypatch):
     assert torch.equal(torch.autograd.grad(sum(x.sum() for x in found), features)[0], expected_grad)
 
 
+@pytest.mark.parametrize("expanded", [True, False])
+def test_masks_over_channels_copy_an_index_per_token(monkeypatch, expanded):
+    import opslot.models._host_inputs as host_inputs
+
+    copied = []
+    monkeypatch.setattr(host_inputs, "_to_device", lambda x, device: (copied.append(x.numel()), x)[1])
+    x, mask = torch.zeros(2, 3, 6), torch.tensor([[0, 1, 1], [1, 0, 0]]).bool()[..., None]
+    found = host_inputs._masked_scatter(x, mask.expand_as(x) if expanded else mask, torch.ones(3, 6))
+    assert torch.equal(found, mask.expand_as(x).float())
+    assert copied == [3, 3]
+
+
 def test_layers_get_device_tensors_with_host_values():
     seen = []
 

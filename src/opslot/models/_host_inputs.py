@@ -193,9 +193,10 @@ def _integer_index(tensor: Tensor, index: Any) -> Any:
 
 def _masked_scatter(tensor: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """`tensor.masked_scatter(mask, source)`, whose gradient needs no synchronization either."""
+    mask = mask.expand_as(tensor)
     rows = _rows_of(mask)
-    if rows is None or mask.shape != tensor.shape:
-        index = _nonzero(mask.expand_as(tensor))
+    if rows is None:
+        index = _nonzero(mask)
         values = source.reshape(-1)[: index[0].numel()]
     else:
         index = _nonzero(rows)

@@ -7,11 +7,14 @@ from typing import Any
 
 
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """The fields of `config` (plain data) to change for a model with `layers` layers.
+    """The fields of `config` (plain data) to change for a model whose language model has `layers` layers.
 
     Lists with one entry a layer (`layer_types`, `mlp_layer_types`), which Transformers writes into every saved config
     and compares with the number of layers, are cut or repeated.
     """
+    for part in ("thinker_config", "text_config"):
+        if isinstance(config.get(part), Mapping):
+            return {part: {**config[part], **with_layers(config[part], layers)}}
     changes: dict[str, Any] = {"num_hidden_layers": layers}
     for name, value in config.items():
         if name.endswith("layer_types") and isinstance(value, list) and value:

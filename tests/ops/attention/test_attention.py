@@ -274,6 +274,28 @@ def test_flash_passes_every_option_on(flash, options):
 
 
 @pytest.mark.parametrize(
+    ("length", "given", "expected"),
+    [
+        (24, {}, "triton"),
+        (40, {}, "flash"),
+        (80, documents(24, 24, 32), "triton"),
+        (80, documents(24, 40, 16), "flash"),
+    ],
+)
+def test_longest_document_selects_flash_attention_4_or_triton(monkeypatch, length, given, expected):
+    pytest.importorskip("triton")
+    from opslot.ops.attention import by_length
+
+    called = []
+    monkeypatch.setattr(by_length, "SHORT", 32)
+    monkeypatch.setattr(by_length.triton, "attention", lambda *args, **kwargs: called.append("triton"))
+    monkeypatch.setattr(by_length, "make_flash", lambda version: lambda *args, **kwargs: called.append("flash"))
+    q, k, v = tensors(length=length, batch=1)
+    by_length.make_attention()(Attention(False), q, k, v, None, scaling=0.25, **given)
+    assert called == [expected]
+
+
+@pytest.mark.parametrize(
     ("offsets", "longest", "message"),
     [
         ([0, 20, 24, 41], None, "ends with 41 where there are 48 tokens"),
@@ -435,7 +457,7 @@ def test_head_sizes_of_flash_attention_4(widths, served):
 
 
 @pytest.mark.parametrize(
-    ("width", "value_width", "padded"), [(40, 40, 64), (72, 72, 128), (48, 32, 64), (192, 128, 192)]
+    ("width", "value_width", "padded"), [(40, 40, 64), (72, 72, 96), (112, 112, 128), (48, 32, 64), (192, 128, 192)]
 )
 def test_flash_pads_head_sizes(flash, width, value_width, padded):
     """To those that FlashAttention 4 computes correctly, with the scale of the original size."""

@@ -123,6 +123,27 @@ def _flash(
     )
 
 
+def _by_length() -> Callable[..., Any]:
+    from opslot.ops.attention.by_length import make_attention
+
+    return make_attention()
+
+
+_FLASH_4 = (Requirement("flash_attn.cute", "flash-attn-4"), CUTLASS)
+_BY_LENGTH = KernelSpec(
+    "flash_attention_4_or_triton",
+    "attention",
+    "bidirectional",
+    _by_length,
+    HardwareRequirement("gpu", (9, 0)),
+    requires=(*_FLASH_4, TRITON),
+    dtypes=HALF_FLOATS,
+    supports=_all_of(_allowed("_supports_flash_attn"), _head_dims_of_flash_4, _no_dropout),
+    priority={H200: 82},
+    description="FlashAttention 4, and triton for short sequences",
+)
+
+
 def _specs(variant: str) -> tuple[KernelSpec, ...]:
     return (
         KernelSpec(
@@ -160,12 +181,13 @@ def _specs(variant: str) -> tuple[KernelSpec, ...]:
         _flash(
             variant,
             4,
-            (Requirement("flash_attn.cute", "flash-attn-4"), CUTLASS),
+            _FLASH_4,
             HardwareRequirement("gpu", (9, 0)),
             _head_dims_of_flash_4,
             _no_dropout,
             priority=80,
         ),
+        *([_BY_LENGTH] if variant == "bidirectional" else []),
         triton_kernel(
             "attention",
             variant,

@@ -11,10 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
 
 from opslot.ops._common.custom_op import custom_op, once_differentiable
+from opslot.ops.attention.flash4_library import load_interface
+
+_INTERFACE = load_interface()
 
 _ARGUMENTS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
@@ -43,7 +45,7 @@ def _launch(
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Output [B, S, N, D] or [T, N, D], and logsumexp [B, N, S] or [N, T] in float32."""
-    return _flash_attn_fwd(
+    return _INTERFACE._flash_attn_fwd(
         q,
         k,
         v,
@@ -83,7 +85,7 @@ def _launch_backward(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    return _flash_attn_bwd(
+    return _INTERFACE._flash_attn_bwd(
         q,
         k,
         v,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # (queries and keys, values) for FlashAttention 4, measured on an H200: correct outputs and gradients, causal, with
 # window and softcap. Others (40, 48, 72, 80, 112) give wrong gradients or do not compile.
-_FLASH_4 = ((64, 64), (96, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+_FLASH_4 = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 _LIMIT = 256
 
 
