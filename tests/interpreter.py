@@ -143,7 +143,7 @@ def _broadcast_quickly(interpreter: ModuleType) -> None:
 
     def broadcast_values(self: Any, left: Any, right: Any) -> Any:
         first, second = left.type.is_block(), right.type.is_block()
-        if not first and not second or first and second and left.type.shape is right.type.shape:
+        if (not first and not second) or (first and second and left.type.shape is right.type.shape):
             return left, right
         if first and not second and (made := splat(self, right, left.type)) is not None:
             return left, made

@@ -25,7 +25,7 @@ EXAMPLES = """examples:
   opslot train configs/text.yaml
   opslot train --task sft --model.model_path models/Qwen3-0.6B --data.train_path chats.jsonl
   opslot train run.yaml --train.max_steps 200 --train.lr 1e-3
-  opslot train run.yaml --train.resume_from latest
+  opslot train run.yaml --train.checkpoint.resume_from latest
   opslot train run.yaml --model.ops_implementation eager
   opslot train run.yaml --model.ops_implementation.rms_norm_implementation triton
   opslot train --model.model_path models/Qwen3-0.6B --data.train_path 'corpus/**/*.jsonl' --train.output_dir outputs/run
@@ -35,7 +35,7 @@ EXAMPLES = """examples:
 
 _HALF = (
     "float16 parameters cannot be trained, since optimizer updates underflow; use float32 parameters with "
-    "train.fsdp.compute_dtype: float16 or bfloat16, or bfloat16 parameters"
+    "train.fsdp.param_dtype: float16 or bfloat16, or bfloat16 parameters"
 )
 _VALUE_HINTS = {("model.torch_dtype", name): _HALF for name in ("float16", "fp16", "half", "torch.float16")}
 
@@ -91,10 +91,10 @@ COMMON = {
     "train.lr",
     "train.lr_scheduler",
     "train.warmup_steps",
-    "train.save_steps",
+    "train.checkpoint.save_steps",
     "train.eval_steps",
-    "train.resume_from",
-    "train.fsdp.compute_dtype",
+    "train.checkpoint.resume_from",
+    "train.fsdp.param_dtype",
     "evaluation.prompts",
     "lora.r",
     "lora.target_modules",
@@ -155,7 +155,7 @@ def config_changes(then: Any, now: dict[str, Any]) -> list[str]:
     schema = _leaf_types(RunConfig)
     before = dict(_flatten(then, schema)) if isinstance(then, dict) else {}
     after = dict(_flatten(now, schema))
-    ignored = ("train.output_dir", "train.resume_from")
+    ignored = ("train.output_dir", "train.checkpoint.resume_from")
     return [
         f"{name}: {before[name]} -> {after[name]}"
         for name in schema
@@ -229,7 +229,7 @@ def _checked_values(
         if name in schema:
             _merge(every, _nested(name, value))
     # Parsing takes a while, so values are parsed one by one only if one of them is wrong.
-    parsed = _attempt(lambda: parser.parse_object(every))
+    parsed = _attempt(parser.parse_object, every)
     for name, value in _flatten(values, schema):
         if name in seen:
             problems.append(f"{name} is given twice, nested and with dots; remove one of them")
@@ -240,7 +240,7 @@ def _checked_values(
         if value is None and not _takes_none(schema[name]):
             problems.append(_wrong_type(name, value, schema))
             continue
-        if parsed is None and _attempt(lambda one=_nested(name, value): parser.parse_object(one)) is None:
+        if parsed is None and _attempt(parser.parse_object, _nested(name, value)) is None:
             problems.append(_wrong_type(name, value, schema))
     return parsed
 
@@ -277,21 +277,21 @@ def _checked_overrides(
     if not kept:
         return namespace
     options = [f"--{name}={value}" for name, value in kept]
-    parsed = _attempt(lambda: parser.parse_args(options, namespace=namespace))
+    parsed = _attempt(parser.parse_args, options, namespace)
     if parsed is None:
         problems += [
             _wrong_type(name, value, schema)
             for (name, value), option in zip(kept, options, strict=True)
-            if _attempt(lambda option=option: parser.parse_args([option])) is None
+            if _attempt(parser.parse_args, [option]) is None
         ]
     return parsed
 
 
-def _attempt(parse: Callable[[], Namespace]) -> Namespace | None:
+def _attempt(parse: Callable[..., Namespace], *arguments: Any) -> Namespace | None:
     import argparse
 
     try:
-        return parse()
+        return parse(*arguments)
     except (argparse.ArgumentError, TypeError, ValueError, RecursionError):
         return None
 
@@ -326,7 +326,7 @@ def _unknown(name: str, schema: dict[str, Any]) -> str:
     elsewhere = None if same else known_elsewhere(name)
     if elsewhere is not None:
         return f"{name} is not a field; {f'use {elsewhere}' if elsewhere else 'opslot does not need it, remove it'}"
-    near = difflib.get_close_matches(name, schema, 1, cutoff=0.75)
+    near = same if len(same) == 1 else difflib.get_close_matches(name, schema, 1, cutoff=0.75)
     if not near:
         near = same or difflib.get_close_matches(name, schema, 1, cutoff=0.5)
     hint = f"; did you mean {near[0]}?" if near else "; `opslot train --help-all` lists the fields"
