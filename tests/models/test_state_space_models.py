@@ -88,6 +88,18 @@ def test_bound_kernel_replaces_the_fused_mixer_of_mamba_ssm(monkeypatch, op):
     assert not calls
 
 
+def test_mixer_compiles_with_fullgraph():
+    model = random_model(tiny_config("mamba2"), 0)
+    opslot.apply(model, {"causal_conv1d_implementation": "triton", "mamba_chunk_scan_implementation": "triton"})
+    mixer = model.backbone.layers[0].mixer
+    hidden_states = torch.randn(1, 20, mixer.hidden_size, generator=torch.Generator().manual_seed(1))
+    bounds = torch.tensor([0, 7, 20], dtype=torch.int32)
+    expected = mixer(hidden_states, cu_seq_lens_q=bounds)
+    torch._dynamo.reset()
+    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(hidden_states, cu_seq_lens_q=bounds), expected)
+
+
 def test_documents_are_known_by_positions_alone():
     config = tiny_config("minimax")
     model = random_model(config, 0)
