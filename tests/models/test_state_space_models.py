@@ -66,8 +66,11 @@ def test_decoding_with_a_cache_equals_transformers(arch):
 
 
 @pytest.mark.parametrize("op", ["causal_conv1d", "mamba_chunk_scan"])
-def test_bound_kernel_replaces_the_fused_mixer_of_mamba_ssm(monkeypatch, op):
-    """Where mamba_ssm is installed, Transformers calls a function of it that computes the whole mixer in training."""
+def test_bound_kernels_and_documents_replace_the_fused_mixer_of_mamba_ssm(monkeypatch, op):
+    """Where mamba_ssm is installed, Transformers calls a function of it that computes the whole mixer in training.
+
+    It mixes packed documents, so it does not run for these either.
+    """
     import opslot.generated.bamba as generated
 
     calls = []
@@ -83,7 +86,10 @@ def test_bound_kernel_replaces_the_fused_mixer_of_mamba_ssm(monkeypatch, op):
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     assert calls
     calls.clear()
-    opslot.apply(model, others | {f"{op}_implementation": "auto"})
+    packed, alone = packed_batches(ids)
+    assert worst_difference(train_step(model.train(), packed), train_step(model.eval(), alone)) == ""
+    assert not calls
+    opslot.apply(model.train(), others | {f"{op}_implementation": "auto"})
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     assert not calls
 

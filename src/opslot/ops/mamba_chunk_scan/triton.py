@@ -131,7 +131,9 @@ def mamba_chunk_scan(
     if cu_seqlens is not None:
         x, dt, B, C = map(one_row, (x, dt, B, C))
     out, final = _scan(
-        x, dt, A, B, C, D, dt_bias, initial_states, cu_seqlens, dt_softplus, *dt_limit, return_final_states
+        *(x, dt, A, B, C, D, dt_bias, initial_states, cu_seqlens, dt_softplus),
+        *map(float, dt_limit),
+        return_final_states,
     )
     out = out.view(shape)
     return (out, final) if return_final_states else out
