@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import importlib
 import json
@@ -17,7 +18,7 @@ import opslot
 from opslot._base.errors import ConfigError
 from opslot.cli import main
 from opslot.models import MODELING_REGISTRY
-from opslot.models.discovery import discover
+from opslot.models.discovery import discover, sequences
 from opslot.models.parallelize import parallel_plan
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.engine import generate
@@ -344,6 +345,25 @@ def test_masks_that_upstream_makes_without_positions_separate_documents(arch):
         packed = model(ids, position_ids=torch.tensor([[*range(5), *range(7)]]), use_cache=False).logits
         alone = torch.cat([upstream(part).logits for part in ids.split([5, 7], 1)], 1)
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("returned", "selects"),
+    [
+        ("scores.topk(2).indices", True),
+        ("scores.topk(2).indices + 1", True),
+        ("unmasked.topk(2).indices", False),
+        ("scores @ keys", False),
+    ],
+)
+def test_selection_under_the_mask_does_not_mix_documents(returned, selects):
+    method = ast.parse(
+        "def forward(self, q, keys, attention_mask):\n"
+        "    unmasked = scores = q @ keys.mT\n"
+        "    scores = scores.masked_fill(~attention_mask, float('-inf'))\n"
+        f"    return {returned}"
+    ).body[0]
+    assert sequences._selects_under_mask(method) == selects
 
 
 def test_sequences_of_such_models_are_not_sharded(tmp_path):

@@ -52,7 +52,8 @@ _SIZES: dict[str, Any] = {
     "qk_nope_head_dim": _NOPE,
     "v_head_dim": 8,
     # Sparse attention
-    "index_n_heads": 2,
+    # Few heads would give many keys a score of 0, and which of those are selected is arbitrary.
+    "index_n_heads": 16,
     "index_head_dim": 8,
     "index_topk": 8,
     # Linear attention and state spaces

@@ -166,6 +166,8 @@ _MODULES = frozenset(
         "Buffer",
     ]
 )
+# Ends of the expressions that mask scores.
+_MASKED = (".masked_fill(~attention_mask, float('-inf'))", " + attention_mask")
 # In an attention class, what mixes tokens outside of its call of the interface.
 _MIXES = re.compile(r"(?i)\b(\w*conv\w*1d\w*|cumsum|roll|\w*scan\w*|rfft|fft|\w*delta_rule\w*|\w*short_conv\w*)\b")
 
@@ -231,9 +233,27 @@ def _mixes(module: ModuleView, name: str) -> str:
             unknown = _modules(method) - _MODULES - set(module.classes)
             if unknown:
                 return f"has a {sorted(unknown)[0]}, which may mix tokens"
-        elif not method.name.startswith("_init") and (reason := _mixing_call(module, method, frozenset())):
+        elif method.name.startswith("_init") or _selects_under_mask(method):
+            continue
+        elif reason := _mixing_call(module, method, frozenset()):
             return reason
     return ""
+
+
+def _selects_under_mask(method: ast.FunctionDef) -> bool:
+    """Whether a method only returns which keys have the highest scores among those that its attention_mask shows.
+
+    The masks of packed documents then separate them here too, as in DeepSeek-V3.2's indexer.
+    """
+    masked = {
+        name
+        for node in ast.walk(method)
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).endswith(_MASKED)
+        for name in _targets(iter([node]))
+        if ast.unparse(node.value).startswith(name)
+    }
+    returned = [ast.unparse(node.value) for node in ast.walk(method) if isinstance(node, ast.Return) and node.value]
+    return bool(returned) and all(text.partition(".topk(")[0] in masked for text in returned)
 
 
 def _modules(method: ast.FunctionDef) -> set[str]:
