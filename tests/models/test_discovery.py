@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +18,11 @@ from opslot.cli import main
 from opslot.models import MODELING_REGISTRY
 from opslot.models.discovery import discover
 from opslot.models.parallelize import parallel_plan
+from opslot.patchgen import PatchConfig
 from opslot.patchgen.engine import generate
+from opslot.patchgen.forms import ModuleView
 from opslot.patchgen.materialization import require_patch
-from opslot.patchgen.source import installed_release
+from opslot.patchgen.source import UpstreamModule, installed_release
 from opslot.patchgen.writing import patch_source
 from opslot.slots.protocol import keeps_sequences
 
@@ -256,7 +260,7 @@ def test_skips_are_attributes_of_the_owning_class():
         ("chameleon", "ChameleonForConditionalGeneration", "cross_entropy_loss", "changes the logits between head and"),
         ("nanochat", "NanoChatPreTrainedModel", "rotary_pos_emb", "rotates in another way"),
         ("glm_moe_dsa", "GlmMoeDsaAttention", "attention", "that an indexer selects (sparse attention)"),
-        ("bamba", "BambaMixer", "chunk_gated_delta_rule", "another recurrence than the gated delta rule"),
+        ("jamba", "JambaMambaMixer", "mamba_chunk_scan", "mamba_selective_scan in another way than the reviewed"),
     ],
 )
 def test_unrecognized_parts_are_skipped_with_a_reason(arch, name, op, reason):
@@ -311,7 +315,7 @@ def test_packed_documents_do_not_attend_to_each_other(model_type):
 @pytest.mark.parametrize(
     ("arch", "why"),
     [
-        ("bamba", "BambaMixer has a Conv1d, which may mix tokens"),
+        ("jamba", "JambaMambaMixer has a Conv1d, which may mix tokens"),
         ("gemma3", "it is not only a language model"),
         ("recurrent_gemma", "RecurrentGemmaRecurrentBlock has a Conv1d, which may mix tokens"),
         ("doge", "DogeCDMoE calls matmul of activations, which may mix tokens"),
@@ -459,3 +463,53 @@ def test_written_patch_file_generates_the_same_module(arch, tmp_path, monkeypatc
 def test_invalid_usage_of_the_command_raises(arguments, message, tmp_path, capsys):
     assert main(["discover", *(a.format(folder=tmp_path) for a in arguments)]) == 2
     assert message in capsys.readouterr().err
+
+
+GLOBAL_IN_CONSTRUCTOR = """
+import torch
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+
+known = None
+
+
+class ToyMixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        global is_fast, known
+        is_fast = known = 3
+
+    def forward(self, x):
+        return x * is_fast
+
+
+class ToyPreTrainedModel(PreTrainedModel):
+    pass
+"""
+
+
+def test_globals_that_constructors_assign_reach_the_generated_module(monkeypatch):
+    """Before 5.15 a Mamba mixer's forward reads what only its constructor defines."""
+    from opslot.models.discovery.support import write_support
+    from opslot.slots.protocol import copy_upstream_globals
+
+    upstream = types.ModuleType("toy.upstream")
+    exec(GLOBAL_IN_CONSTRUCTOR, vars(upstream))
+    patch = PatchConfig("toy.upstream")
+    source = UpstreamModule("toy.upstream", "5.9.0", GLOBAL_IN_CONSTRUCTOR)
+    write_support(patch, ModuleView(source))
+    generated = types.ModuleType("toy.generated")
+    exec(GLOBAL_IN_CONSTRUCTOR, vars(generated))
+    for block in patch.final_blocks:
+        if "upstream_globals" in block:
+            exec(block, vars(generated))
+    monkeypatch.setitem(sys.modules, "toy.upstream", upstream)
+    monkeypatch.setitem(sys.modules, "toy.generated", generated)
+    upstream.ToyMixer.__module__, generated.ToyMixer.__module__ = "toy.upstream", "toy.generated"
+    assert generated.is_fast is None
+    mixer = upstream.ToyMixer()
+    copy_upstream_globals(type(mixer), generated.ToyMixer)
+    mixer.__class__ = generated.ToyMixer
+    assert mixer(2) == 6
+    assert generated.known is None

@@ -38,7 +38,7 @@ def write(settings, tmp_path, model_folder):
     for file in model_folder.glob("tokenizer*"):
         (base / file.name).write_bytes(file.read_bytes())
     settings["model"] = {"model_path": str(base)}
-    settings["train"] |= {"micro_batch_size": 1, "save_steps": 2}
+    settings["train"] |= {"micro_batch_size": 1, "checkpoint.save_steps": 2}
 
     def make(name, lora=None, **changes):
         file = tmp_path / f"{name}.yaml"
@@ -249,7 +249,7 @@ def test_resume_continues_the_loss_curve(ranks, write, tmp_path, before, after):
 
     run("straight", None)
     run("split", before, max_steps=2)
-    run("split", after, resume_from="latest")
+    run("split", after, **{"checkpoint.resume_from": "latest"})
     assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
 
 
@@ -279,7 +279,7 @@ def test_resume_of_an_optimizer_on_other_ranks(ranks, write, settings, tmp_path,
     straight = run("straight", None)
     assert run("fsdp", "fsdp") == pytest.approx(straight, rel=1e-4)
     assert run("ep", "ep", max_steps=2) == pytest.approx(straight[:2], rel=1e-4)
-    assert run("ep", None, resume_from="latest") == pytest.approx(straight, rel=1e-4)
+    assert run("ep", None, **{"checkpoint.resume_from": "latest"}) == pytest.approx(straight, rel=1e-4)
 
 
 @pytest.mark.slow
@@ -297,7 +297,7 @@ def test_8_bit_adamw_resumes_exactly(ranks, write, tmp_path, axis):
 
     straight = run("straight")
     run("split", max_steps=2)
-    assert run("split", resume_from="latest") == straight
+    assert run("split", **{"checkpoint.resume_from": "latest"}) == straight
 
 
 def test_unmatched_targets_are_one_error(write, capsys):
@@ -392,7 +392,9 @@ def test_qlora_trains_on_quantized_weights(trainer, dense_base, write, tmp_path)
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-3)
     assert "14 linear layers compute with nf4 (bitsandbytes) weights" in str(explain(run.model))
     assert run_config(write("split", nf4, lr_scheduler="constant", micro_batch_size=None, max_steps=2)) == 0
-    resumed = write("split", nf4, lr_scheduler="constant", micro_batch_size=None, resume_from="latest")
+    resumed = write(
+        "split", nf4, lr_scheduler="constant", micro_batch_size=None, **{"checkpoint.resume_from": "latest"}
+    )
     assert run_config(resumed) == 0
     assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "run"), rel=1e-5)
     assert main(["merge", str(tmp_path / "run" / "hf"), str(tmp_path / "merged")]) == 0
@@ -412,7 +414,7 @@ def test_nf4_is_for_one_process_and_no_experts(write, settings, capsys, monkeypa
     from opslot.models import quantized_linear
 
     monkeypatch.setattr(quantized_linear, "has_package", lambda name: True)
-    assert run_config(write("bad", {"quantization": "nf4"}, fsdp={"compute_dtype": "bfloat16"})) == 2
+    assert run_config(write("bad", {"quantization": "nf4"}, fsdp={"param_dtype": "bfloat16"})) == 2
     assert "FSDP2 cannot shard weights in nf4" in capsys.readouterr().err
     assert run_config(write("bad", {"quantization": "nf4"})) == 2
     assert "not the stacked weights of experts" in capsys.readouterr().err

@@ -158,7 +158,7 @@ class TokenCorpus:
             raise DataError(
                 f"tokenized text is missing or damaged: {self._path(number)}",
                 found=str(error),
-                hint=f"delete {self._folder} and run again with train.resume_from: latest; it is tokenized again",
+                hint=f"delete {self._folder} and set train.checkpoint.resume_from: latest; the text is tokenized again",
             ) from error
 
     def prepare(self, numbers: Sequence[int] | np.ndarray, check: Callable[[], None] | None = None) -> None:
@@ -310,7 +310,8 @@ class TokenCorpus:
                 raise DataError(
                     f"{file}: {found} while the run was reading it",
                     hint=(
-                        "restore it and continue with train.resume_from: latest, or start a new run on the changed file"
+                        "restore it and continue with train.checkpoint.resume_from: latest, or start a new run on the "
+                        "changed file"
                     ),
                 )
 

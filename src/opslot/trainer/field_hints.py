@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_COMPUTE = "train.fsdp.compute_dtype"
+_PARAM_DTYPE = "train.fsdp.param_dtype"
 _BATCH = "train.global_batch_size counts the samples of a step over all processes and micro batches"
 _MICRO = f"train.micro_batch_size ({_BATCH})"
 
@@ -35,11 +35,11 @@ _FIELDS = {
     "bnb_4bit_compute_dtype": "model.torch_dtype",
     "use_bnb_nested_quant": "lora.quantization: nf4, which quantizes the constants too",
     "target_parameters": "lora.experts",
-    "save_hf_weights": "train.export_steps",
-    "hf_save_steps": "train.export_steps",
+    "save_hf_weights": "train.checkpoint.export_steps",
+    "hf_save_steps": "train.checkpoint.export_steps",
     "enable_gradient_checkpointing": "train.activation_checkpointing: full or selective",
-    "bf16": f"{_COMPUTE}: bfloat16",
-    "fp16": f"{_COMPUTE}: float16",
+    "bf16": f"{_PARAM_DTYPE}: bfloat16",
+    "fp16": f"{_PARAM_DTYPE}: float16",
     "tf32": "torch.set_float32_matmul_precision in your own script",
     "adam_beta1": "train.optimizer.beta1",
     "adam_beta2": "train.optimizer.beta2",
@@ -53,11 +53,11 @@ _FIELDS = {
     "enable_profiling": "train.logging.profile",
     "profile_start_step": "train.logging.profile, [first, last]",
     "profile_end_step": "train.logging.profile, [first, last]",
-    "save_strategy": "train.save_steps",
+    "save_strategy": "train.checkpoint.save_steps",
     "eval_strategy": "train.eval_steps",
     "evaluation_strategy": "train.eval_steps",
-    "resume_from_checkpoint": "train.resume_from",
-    "overwrite_output_dir": "another train.output_dir, or train.resume_from: latest",
+    "resume_from_checkpoint": "train.checkpoint.resume_from",
+    "overwrite_output_dir": "another train.output_dir, or train.checkpoint.resume_from: latest",
     "dataloader_num_workers": "data.num_workers",
     "data_seed": "train.seed",
     "torch_compile": "opslot.build_foundation_model and model.compile() in your own script",
@@ -130,13 +130,15 @@ _FIELDS = {
     "lr_min": "train.optimizer.min_lr_ratio, as a fraction of train.lr",
     "ulysses_parallel_size": "train.sp_size",
     "expert_parallel_size": "train.ep_size",
-    "data_parallel_replicate_size": "train.fsdp.replicas",
+    "data_parallel_replicate_size": "train.fsdp.dp_replicate",
     "data_parallel_mode": "train.fsdp",
-    "enable_mixed_precision": f"{_COMPUTE}: bfloat16",
+    "replicas": "train.fsdp.dp_replicate",
+    "compute_dtype": _PARAM_DTYPE,
+    "enable_mixed_precision": f"{_PARAM_DTYPE}: bfloat16",
     "enable_reshard_after_forward": "train.fsdp.reshard_after_forward",
     "enable_fsdp_offload": "train.fsdp.cpu_offload",
-    "load_checkpoint_path": "train.resume_from",
-    "max_ckpt_to_save": "train.save_total_limit",
+    "load_checkpoint_path": "train.checkpoint.resume_from",
+    "max_ckpt_to_save": "train.checkpoint.save_total_limit",
     "use_wandb": "train.logging.wandb",
     "drop_last": "",
     "remove_unused_columns": "",

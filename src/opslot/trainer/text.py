@@ -80,7 +80,7 @@ class TextTrainer(BaseTrainer):
             torch_dtype=model.torch_dtype,
             init_device="meta" if later else self.device.type,
             run_device=self.device.type,
-            run_dtype=self.config.train.fsdp.compute_dtype,
+            run_dtype=self.config.train.fsdp.param_dtype,
             ops_implementation=model.ops_implementation,
             trust_remote_code=model.trust_remote_code,
             **self.model_options(),

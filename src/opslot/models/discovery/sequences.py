@@ -174,7 +174,7 @@ class WholeSequences:
     """Classes that keep a model from being packed and sharded, with the reason."""
 
     def find(self, module: ModuleView) -> Iterator[ClassFact]:
-        layers = [name for name in module.classes if name.endswith("DecoderLayer")]
+        layers = _decoder_layers(module)
         for name in module.classes:
             if name.endswith("ForConditionalGeneration"):
                 yield ClassFact(name, KEEPS_SEQUENCES, "it is not only a language model")
@@ -185,6 +185,16 @@ class WholeSequences:
         for name in _parts(module, layers):
             if reason := _mixes(module, name):
                 yield ClassFact(name, KEEPS_SEQUENCES, f"{name} {reason}")
+
+
+def _decoder_layers(module: ModuleView) -> list[str]:
+    """Classes called DecoderLayer; in a module of language models without such classes, those called Block."""
+    layers = [name for name in module.classes if name.endswith("DecoderLayer")]
+    if layers or "Vision" in " ".join(module.classes) or any(_calls_of(module, {"create_bidirectional_mask"})):
+        return layers
+    return [
+        name for name in module.classes if name.endswith("Block") and "GradientCheckpointingLayer" in module.bases(name)
+    ]
 
 
 def _parts(module: ModuleView, layers: list[str]) -> list[str]:

@@ -13,8 +13,8 @@ from opslot.ops.attention import triton
 from opslot.ops.attention.flash import make_flash
 from opslot.ops.attention.widths import padded_widths
 
-# Tokens up to which `triton` is faster on an H200, forward and backward: see the table in `__init__.py`. FlashAttention 4
-# pays for padding where it has no kernel for a head size.
+# Tokens up to which `triton` is faster on an H200, forward and backward: see the table in `__init__.py`. Padding costs
+# time where FlashAttention 4 has no kernel for a head size.
 SHORT, SHORT_IF_PADDED = 256, 1024
 
 
