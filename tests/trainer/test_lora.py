@@ -410,12 +410,23 @@ def test_nf4_without_bitsandbytes_raises(write, dense_base, capsys, monkeypatch)
     assert "lora.merge needs unquantized weights" in error
 
 
-def test_nf4_is_for_one_process_and_no_experts(write, settings, capsys, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["norm"], "use_rslora": True}])
+def test_qlora_on_two_processes_equals_one(ranks, write, dense_base, tmp_path, options):
+    pytest.importorskip("bitsandbytes")
+    nf4 = {"quantization": "nf4", "target_modules": "all-linear", **options}
+    assert run_config(write("one", nf4)) == 0
+    assert ranks.run(run_config, write("two", nf4)) == [0, 0]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    expected, found = (load_file(tmp_path / name / "hf" / "adapter_model.safetensors") for name in ("one", "two"))
+    assert expected.keys() == found.keys()
+
+
+def test_nf4_is_without_offload_and_experts(write, settings, capsys, monkeypatch):
     from opslot.models import quantized_linear
 
     monkeypatch.setattr(quantized_linear, "has_package", lambda name: True)
-    assert run_config(write("bad", {"quantization": "nf4"}, fsdp={"param_dtype": "bfloat16"})) == 2
-    assert "FSDP2 cannot shard weights in nf4" in capsys.readouterr().err
+    assert run_config(write("bad", {"quantization": "nf4"}, fsdp={"cpu_offload": True})) == 2
+    assert "weights in nf4 cannot be offloaded" in capsys.readouterr().err
     assert run_config(write("bad", {"quantization": "nf4"})) == 2
     assert "not the stacked weights of experts" in capsys.readouterr().err
 

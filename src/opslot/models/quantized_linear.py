@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 INSTALL = "pip install bitsandbytes"
 
 
-def nf4_problem(sharded: bool) -> str | None:
+def nf4_problem(cpu_offload: bool) -> str | None:
     """Why linear layers cannot be quantized in a run, or None."""
     if not has_package("bitsandbytes"):
         return f"nf4 needs bitsandbytes; {INSTALL}"
-    if sharded:
-        return "FSDP2 cannot shard weights in nf4; use one process, without train.fsdp.param_dtype and cpu_offload"
+    if cpu_offload:
+        return "weights in nf4 cannot be offloaded; remove train.fsdp.cpu_offload"
     return None
 
 
