@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import sys
@@ -332,11 +333,17 @@ def test_errors_and_autograd_functions_do_not_mix_tokens(arch):
     assert "_opslot_keeps_sequences" not in text
 
 
-def test_masks_without_positions_separate_documents_in_kernels_alone():
-    """gpt-oss makes its masks without position_ids, but kernels get cu_seq_lens."""
-    config = config_of("gpt_oss")
-    assert "made without position_ids" in keeps_sequences(opslot.build_foundation_model(config, init_device="meta"))
-    assert keeps_sequences(opslot.build_foundation_model(config, init_device="meta"), by_kernel=True) is None
+@pytest.mark.parametrize("arch", ["gpt_oss", "afmoe"])
+def test_masks_that_upstream_makes_without_positions_separate_documents(arch):
+    upstream = AutoModelForCausalLM.from_config(config_of(arch)).eval()
+    model = copy.deepcopy(upstream)
+    opslot.apply(model, "eager")
+    assert keeps_sequences(model) is None
+    ids = torch.randint(3, model.config.vocab_size, (1, 12))
+    with torch.no_grad():
+        packed = model(ids, position_ids=torch.tensor([[*range(5), *range(7)]]), use_cache=False).logits
+        alone = torch.cat([upstream(part).logits for part in ids.split([5, 7], 1)], 1)
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
 
 
 def test_sequences_of_such_models_are_not_sharded(tmp_path):

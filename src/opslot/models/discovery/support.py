@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from opslot.models.discovery.sequences import calls_to_give_positions
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.forms import ModuleView
 from opslot.slots.protocol import UPSTREAM_GLOBALS
@@ -17,6 +18,7 @@ def write_support(patch: PatchConfig, module: ModuleView) -> None:
     """Add it to a patch."""
     _hold_generated_backbones(patch, module)
     _define_globals(patch, module)
+    _separate_documents(patch, module)
     _record_outputs(patch)
     for name in module.models:
         _convert_checkpoints(patch, name)
@@ -50,6 +52,13 @@ def _define_globals(patch: PatchConfig, module: ModuleView) -> None:
                 globals().setdefault(_name, None)
             """
         )
+
+
+def _separate_documents(patch: PatchConfig, module: ModuleView) -> None:
+    """Let masks separate packed documents where upstream makes them without position_ids."""
+    for method, calls in calls_to_give_positions(module).items():
+        for text, count in calls.items():
+            patch.replace(method, text, f"{text.removesuffix(')')}, position_ids=position_ids)", count=count)
 
 
 def _assigned(statement: ast.stmt) -> Iterator[ast.Name]:
