@@ -34,9 +34,7 @@ class AudioInputs:
             for name, p in inspect.signature(getattr(type(holder), METHOD)).parameters.items()
             if p.kind is not p.VAR_KEYWORD and name != "self"
         }
-        self._config: Any = getattr(holder.config, "audio_config", None) or getattr(
-            holder.config, "encoder_config", None
-        )
+        self._config: Any = getattr(holder.config, "audio_config", None) or getattr(holder.config, "encoder_config", None)
 
     def make(self, count: int = 1) -> Inputs | None:
         """Arguments for `count` such audios on the module's device; None where they are unknown."""
@@ -117,3 +115,4 @@ class AudioInputs:
     def _lengths(self) -> list[int]:
         sizes = self._sizes()
         return sorted({*_SHORT, *sizes, *(2 * size for size in sizes if 2 * size <= _LONGEST)})
+

@@ -117,7 +117,9 @@ def _ways(holder: Any, kinds: Sequence[str]) -> Iterator[tuple[str, Sequence[int
         yield from (("video", [count] * len(kinds)) for count in range(1, _MOST_TOKENS))
 
 
-def _sample(model: Any, holder: Any, kinds: Sequence[str], video_token: str, counts: Sequence[int], seed: int) -> Batch:
+def _sample(
+    model: Any, holder: Any, kinds: Sequence[str], video_token: str, counts: Sequence[int], seed: int
+) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     text = partial(_text, text_ids(model.config), generator)
     ids, types = text(), [0] * _TEXT
