@@ -77,7 +77,7 @@ def _build_opslot(task: dict[str, Any], device: torch.device) -> tuple[Any, Any,
     from transformers import AutoConfig
 
     import opslot
-    from opslot.models.quantized_linear import quantize_linear_layers
+    from opslot.models.quantized_linear import quantize_layers
     from opslot.trainer.config import LoraConfig, TrainConfig
     from opslot.trainer.lora import add_adapters
     from opslot.trainer.optimizer import build_optimizer
@@ -86,7 +86,7 @@ def _build_opslot(task: dict[str, Any], device: torch.device) -> tuple[Any, Any,
         AutoConfig.for_model(**task["config"]), torch_dtype="bfloat16", init_device="meta", run_device=device.type
     )
     if task["method"] == "qlora":
-        quantize_linear_layers(model)
+        quantize_layers(model)
     if task["method"] != "full":
         add_adapters(model, LoraConfig(r=_RANK, target_modules=TARGETS), None)
     mode, _, offload = task["memory"].partition(", ")
@@ -134,10 +134,10 @@ def _build_baseline(task: dict[str, Any], device: torch.device) -> tuple[Any, An
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**task["config"]), dtype=torch.bfloat16)
     draw_weights(model, 0, 0.02)
     if task["method"] == "qlora":
-        from opslot.models.quantized_linear import quantize_linear_layers
+        from opslot.models.quantized_linear import quantize_layers
 
         weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
-        for path in quantize_linear_layers(model):
+        for path in quantize_layers(model):
             model.get_submodule(path).load_weight(weights[f"{path}.weight"], device)
         del weights
     if task["method"] != "full":

@@ -63,6 +63,18 @@ def test_rl_loop_equals_transformers_own_code(run, tmp_path):
     assert (tmp_path / "model.safetensors").is_file()
 
 
+def rl_loop_of_a_rank(output):
+    sys.path.insert(0, str(EXAMPLES))
+    return importlib.import_module("rl_loop").main(["--max-steps", "2", "--output", output])
+
+
+def test_rl_loop_on_two_processes(ranks, tmp_path):
+    first, second = ranks.run(rl_loop_of_a_rank, str(tmp_path))
+    assert len(first) == 2
+    assert first == second
+    assert (tmp_path / "model.safetensors").is_file()
+
+
 def test_every_example_is_listed_and_tested():
     files = {path.stem for path in EXAMPLES.glob("*.py")} - {"common"}
     readme = (EXAMPLES / "README.md").read_text()

@@ -120,6 +120,7 @@ def test_compile_has_no_graph_break():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("kernel", ["triton", "batch_invariant"])
 def test_memory_on_a_gpu_is_less_than_the_logits(kernel):
     torch.manual_seed(0)

@@ -44,7 +44,7 @@ def test_equals_the_parametrization_of_peft(arch, kernel):
 
 
 @pytest.mark.parametrize("kernel", ["grouped_mm", "fused_triton"])
-@pytest.mark.parametrize("variant", ["standard", "split", "clamped", "transposed", "ungated"])
+@pytest.mark.parametrize("variant", ["standard", "split", "clamped", "transposed", "ungated", "biased"])
 def test_kernels_equal_added_weights(variant, kernel):
     """Without tokens for an expert, with pairs of another rank, and a rank that is not a multiple of 8."""
     generator = torch.Generator().manual_seed(0)
@@ -56,22 +56,24 @@ def test_kernels_equal_added_weights(variant, kernel):
     shapes = [(experts, 2 * inner, hidden), (experts, hidden, inner)]
     if variant == "split":
         shapes = [(experts, inner, hidden)] * 3
-    elif variant == "transposed":
+    elif variant in ("transposed", "biased"):
         shapes = [(experts, hidden, 2 * inner), (experts, inner, hidden)]
     elif variant == "ungated":
         shapes = [(experts, inner, hidden), (experts, hidden, inner)]
-    weights = [randn(*shape).detach() / 5 for shape in shapes]
+    weights = [(randn(*shape) / 5).detach().requires_grad_() for shape in shapes]
     factors = [(randn(*s) / 5).detach().requires_grad_() for e, a, b in shapes for s in ((e, a, rank), (e, rank, b))]
     x, routing = randn(19, hidden), randn(19, 2)
     index = torch.rand((19, experts), generator=generator).topk(2).indices
     index[index == 1] = experts
     gating = [0.7] if variant == "clamped" else ["silu"]
+    biases = [randn(experts, 2 * inner), randn(experts, hidden)] if variant == "biased" else []
+    gating = [*biases, 1.5, 1.702] if biases else gating
     run = opslot.KERNEL_REGISTRY.load("moe_experts", variant, kernel)
     found = run.with_adapters(x, *weights, index, routing, *gating, *factors)
     added = [w + a @ b for w, a, b in zip(weights, factors[::2], factors[1::2], strict=True)]
     expected = opslot.KERNEL_REGISTRY.op("moe_experts").variant(variant).reference(x, *added, index, routing, *gating)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    leaves, douts = [x, routing, *factors], torch.randn(found.shape, generator=generator)
+    leaves, douts = [x, routing, *factors, *weights, *biases], torch.randn(found.shape, generator=generator)
     for ours, theirs in zip(*(torch.autograd.grad(out, leaves, douts) for out in (found, expected)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
@@ -108,6 +110,7 @@ def test_no_tensor_of_the_size_of_the_weights_is_made(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("kernel", ["grouped_mm", "fused_triton"])
 def test_compiled_adapters_on_a_gpu(kernel):
     torch.manual_seed(0)

@@ -61,7 +61,7 @@ def test_documented_path_to_a_checkpoint(chats, tmp_path, monkeypatch, capsys):
         if name == "opslot":
             extra = {"train": small, "generate": ["--max-new-tokens", "2"]}.get(arguments[0], [])
             assert main([part.replace("chats.jsonl", "chat.jsonl") for part in arguments] + extra) == 0
-    assert capsys.readouterr().out
+    assert "merge it with: opslot merge run/hf DESTINATION" in capsys.readouterr().out
     assert [arguments[1] for arguments in lines if arguments[0] == "opslot"] == ["train", "merge", "generate"]
     AutoModelForCausalLM.from_pretrained("chat-model")
 

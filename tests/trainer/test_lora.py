@@ -173,7 +173,8 @@ def test_inits_from_the_weights_equal_those_of_peft(trainer, write, tmp_path, in
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
     assert run_config(write("split", lora, lr_scheduler="constant", micro_batch_size=None, max_steps=2)) == 0
-    more = write("split", lora, lr_scheduler="constant", micro_batch_size=None, resume_from="latest")
+    resume = {"checkpoint.resume_from": "latest"}
+    more = write("split", lora, lr_scheduler="constant", micro_batch_size=None, **resume)
     assert run_config(more) == 0
     assert losses(tmp_path / "split") == pytest.approx(found, rel=1e-5)
 
@@ -364,7 +365,7 @@ def test_classifier_heads_are_trained_whole(settings, write, tmp_path, capsys):
     written = load_file(tmp_path / "run" / "hf" / "adapter_model.safetensors")
     assert "base_model.model.score.weight" in written
     assert json.loads((tmp_path / "run/hf/adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
-    capsys.readouterr()
+    assert "opslot merge" not in capsys.readouterr().out
     assert main(["merge", str(tmp_path / "run" / "hf"), str(tmp_path / "merged")]) == 2
     assert "set lora.merge: true" in capsys.readouterr().err
 
@@ -410,14 +411,79 @@ def test_nf4_without_bitsandbytes_raises(write, dense_base, capsys, monkeypatch)
     assert "lora.merge needs unquantized weights" in error
 
 
-def test_nf4_is_for_one_process_and_no_experts(write, settings, capsys, monkeypatch):
+@pytest.mark.parametrize("kernel", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_qlora_quantizes_experts(trainer, write, settings, tmp_path, kernel, checkpointing):
+    """As a model with the dequantized values; autograd keeps no dequantized weight."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    settings["model"]["ops_implementation"] = {"moe_implementation": kernel}
+    run = trainer(
+        "run",
+        {"quantization": "nf4"},
+        lr_scheduler="constant",
+        micro_batch_size=None,
+        activation_checkpointing=checkpointing,
+    )
+    assert "the weights of experts are nf4 (bitsandbytes) too" in str(explain(run.model))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    quantized = {n: p for n, p in run.model.named_parameters() if isinstance(p, bitsandbytes.nn.Params4bit)}
+    assert sum("experts" in name for name in quantized) == 4
+    assert not any("experts" in name for name in run.model.state_dict())
+    values = {n: bitsandbytes.functional.dequantize_4bit(p.data, p.quant_state) for n, p in quantized.items()}
+    with torch.no_grad():
+        for name, value in values.items():
+            model.get_parameter(name.replace(".base_layer", "")).copy_(value)
+    model.save_pretrained(tmp_path / "dequantized")
+    start = save_adapter(run.model, tmp_path / "start")
+    steps = recorded_steps(run)
+    run.train()
+    expected = peft_losses(tmp_path / "dequantized", start, steps, run.config.train)
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-3)
+    assert not run.meter.uncounted_lines()
+
+
+def test_quantized_experts_are_dequantized_again_in_backward(monkeypatch):
+    """So autograd keeps no dequantized weight."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    from opslot.models import _quantized_experts
+
+    packed = bitsandbytes.nn.Params4bit(torch.randn(4, 64, 64), requires_grad=False, quant_type="nf4").to("cpu")
+    value = bitsandbytes.functional.dequantize_4bit(packed.data, packed.quant_state)
+    calls, dequantize = [], _quantized_experts._dequantize
+    monkeypatch.setattr(_quantized_experts, "_dequantize", lambda packed: calls.append(1) or dequantize(packed))
+    x = torch.randn(4, 5, 64, requires_grad=True)
+    call = _quantized_experts._Dequantized(lambda x, w: torch.bmm(x, w.transpose(1, 2)))
+    out = call(x, packed)
+    assert len(calls) == 1
+    (found,) = torch.autograd.grad(out.square().sum(), x)
+    assert len(calls) == 2
+    (expected,) = torch.autograd.grad(torch.bmm(x, value.transpose(1, 2)).square().sum(), x)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_qlora_on_two_processes_equals_one(ranks, write, request, tmp_path, kind):
+    pytest.importorskip("bitsandbytes")
+    if kind == "dense":
+        request.getfixturevalue("dense_base")
+    nf4 = {"quantization": "nf4", "target_modules": "all-linear", "modules_to_save": ["norm"]}
+    assert run_config(write("one", nf4)) == 0
+    assert ranks.run(run_config, write("two", nf4)) == [0, 0]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    expected, found = (load_file(tmp_path / name / "hf" / "adapter_model.safetensors") for name in ("one", "two"))
+    assert expected.keys() == found.keys()
+
+
+def test_unsupported_combinations_with_nf4_raise(write, settings, capsys, monkeypatch):
     from opslot.models import quantized_linear
 
     monkeypatch.setattr(quantized_linear, "has_package", lambda name: True)
-    assert run_config(write("bad", {"quantization": "nf4"}, fsdp={"param_dtype": "bfloat16"})) == 2
-    assert "FSDP2 cannot shard weights in nf4" in capsys.readouterr().err
-    assert run_config(write("bad", {"quantization": "nf4"})) == 2
-    assert "not the stacked weights of experts" in capsys.readouterr().err
+    assert run_config(write("bad", {"quantization": "nf4"}, fsdp={"cpu_offload": True})) == 2
+    assert "weights in nf4 cannot be offloaded" in capsys.readouterr().err
+    assert run_config(write("bad", {"quantization": "nf4", "experts": True}, ep_size=2)) == 2
+    error = capsys.readouterr().err
+    assert "lora.experts needs unquantized experts" in error
+    assert "lora.quantization keeps all experts on each process" in error
 
 
 @pytest.mark.parametrize("lora", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}])

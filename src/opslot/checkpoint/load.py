@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,7 +116,7 @@ def load_weights(
 
     FP8 and MXFP4 tensors are dequantized as they are read, and the model's config loses its `quantization_config`.
     A module with a method `load_weight(weight, device)` and its weight on meta gets the whole weight when it is read,
-    to quantize it.
+    to quantize it. So do functions in a module's `load_weights`, by the names of parameters.
 
     Names, shapes, dtypes and sizes are checked from the headers of all shards before anything is written, so
     an error leaves the model as it was. Then the files are read one after the other, directly into the parameters. Of a
@@ -159,12 +159,8 @@ def load_weights(
     ((mapping, regions),) = checked
     present = set(tensors)
     meta_buffers = [clean_fqn(name) for name, buffer in model.named_buffers() if buffer.is_meta]
-    quantizing = {
-        clean_fqn(f"{path}.weight"): module
-        for path, module in model.named_modules()
-        if hasattr(module, "load_weight") and module.weight.is_meta
-    }
-    materialize(model, device, dtype, [id(module.weight) for module in quantizing.values()])
+    quantizing = _quantizing(model)
+    materialize(model, device, dtype, [id(weight) for weight, _ in quantizing.values()])
     remove_quantization_config(getattr(model, "config", None))
     initialize(model, mapping.missing, [name for name in meta_buffers if name not in present])
     report = LoadReport(folder, layouts=mapping.layouts, missing=mapping.missing, extra=mapping.extra)
@@ -180,6 +176,17 @@ def load_weights(
         )
     logger.log(logging.WARNING if report.missing else logging.INFO, "loaded %s", report)
     return report
+
+
+def _quantizing(model: nn.Module) -> dict[str, tuple[Tensor, Callable[..., None]]]:
+    """The weights on meta that are quantized as they are read, and what takes each."""
+    found: dict[str, tuple[Tensor, Callable[..., None]]] = {}
+    for path, module in model.named_modules():
+        loads: dict[str, Any] = getattr(module, "load_weights", {})
+        if hasattr(module, "load_weight"):
+            loads = {"weight": module.load_weight}
+        found |= {clean_fqn(f"{path}.{name}"): (getattr(module, name), load) for name, load in loads.items()}
+    return {name: (weight, load) for name, (weight, load) in found.items() if weight.is_meta}
 
 
 def _check(
@@ -244,7 +251,7 @@ class _Destinations:
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
-        quantizing: Mapping[str, Any],
+        quantizing: Mapping[str, tuple[Tensor, Callable[..., None]]],
         device: torch.device | str | None,
         mapping: LoadMapping,
     ) -> None:
@@ -262,7 +269,7 @@ class _Destinations:
             return self._local[name]
         with self._lock:
             if name not in self._buffers:
-                self._buffers[name] = torch.empty_like(self._quantizing[name].weight, device="cpu")
+                self._buffers[name] = torch.empty_like(self._quantizing[name][0], device="cpu")
             return self._buffers[name]
 
     def written(self, name: str) -> None:
@@ -271,12 +278,12 @@ class _Destinations:
             self._left[name] -= 1
             buffer = None if self._left[name] else self._buffers.pop(name, None)
         if buffer is not None:
-            self._quantizing[name].load_weight(buffer, self._device)
+            self._quantizing[name][1](buffer, self._device)
 
     def finish(self) -> None:
         """Everything is written."""
         for name, buffer in self._buffers.items():
-            self._quantizing[name].load_weight(buffer, self._device)
+            self._quantizing[name][1](buffer, self._device)
 
 
 def _execute(mapping: LoadMapping, local: _Destinations, regions: Mapping[str, Region], report: LoadReport) -> None:

@@ -270,6 +270,10 @@ def _shard(
 ) -> list[list[nn.Module]]:
     """Bottom-up `fully_shard`; returns, layer by layer and then for the head, the modules whose parameters it needs."""
     owners = [model.get_submodule(path) for path in experts]
+    # Weights that are quantized as they are loaded stay whole on each rank.
+    whole = {m.weight for m in model.modules() if hasattr(m, "load_weight")}
+    whole |= {getattr(m, name) for m in model.modules() for name in getattr(m, "load_weights", ())}
+    options = {**options, "ignored_params": whole or None}
     for path, owner in zip(experts, owners, strict=True):
         _check_expert_shapes(path, owner, state)
         fully_shard(

@@ -135,7 +135,7 @@ class _Reader:
             self._add_matmul(path, stream, module.in_features * module.out_features, own)
         elif isinstance(module, nn.modules.conv._ConvNd):
             self._add_matmul(path, stream, own["weight"].numel(), own, part="convolution")
-        elif "expert" in f"{path} {type(module).__name__}".lower() and any(p.ndim == 3 for p in own.values()):
+        elif "expert" in f"{path} {type(module).__name__}".lower() and _stacked_shapes(module):
             self._read_experts(path, module, stream, own)
         elif {n for n, p in own.items() if p.ndim == 2} == {"weight"} and "linear" in _names_used(module):
             self._add_matmul(path, stream, own["weight"].numel(), own)
@@ -228,10 +228,8 @@ class _Reader:
         if top_k is None:
             self.uncounted.append(Uncounted(path, f"{type(module).__name__} has no number of experts per token"))
             return
-        for parameter in own.values():
-            if parameter.ndim == 3:
-                size = math.prod(parameter.shape[1:])
-                self._add_matmul(path, stream, size, {"weight": parameter}, "experts", top_k)
+        for name, shape in _stacked_shapes(module).items():
+            self._add_matmul(path, stream, math.prod(shape[1:]), {"weight": own[name]}, "experts", top_k)
 
     def _read_recurrence(
         self, path: str, module: nn.Module, stream: str, part: str, names: tuple[str, ...], matmuls: int
@@ -364,6 +362,12 @@ def _outermost(path: str, modules: dict[str, Any]) -> str:
 
 def _first_features(module: nn.Module) -> int:
     return next((m.in_features for m in module.modules() if isinstance(m, nn.Linear)), 0)
+
+
+def _stacked_shapes(module: nn.Module) -> dict[str, Any]:
+    """The shapes of a module's stacked weights, also of quantized ones."""
+    found = {name: p.shape for name, p in module.named_parameters(recurse=False) if p.ndim == 3}
+    return module.__dict__.get("stacked_shapes") or found
 
 
 def _adapter_of(path: str) -> str:

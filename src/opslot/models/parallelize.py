@@ -20,6 +20,7 @@ from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_
 from opslot.models._adapters import mark_adapted_experts, with_expert_adapters
 from opslot.models._host_inputs import keep_inputs_from_fsdp
 from opslot.models._modalities import run_towers_on_every_rank
+from opslot.models._quantized_experts import with_quantized_experts
 from opslot.models._registry import architecture_of
 from opslot.models._sequence import prepare_ulysses, with_ulysses
 from opslot.slots import KERNEL_REGISTRY, Binding, binding_of, resolve, walk_slots, write
@@ -89,6 +90,7 @@ def parallelize(
         if state.sp > 1:
             prepare_ulysses(root, binding, state, ulysses_overlap)
             binding = with_ulysses(root, binding, ulysses_pipeline, ulysses_overlap)
+        binding = with_quantized_experts(binding, root)
         if has_adapters(model):
             binding = with_expert_adapters(binding, root)
         if state.mesh is not None:

@@ -1,4 +1,4 @@
-"""Frozen linear layers with weights in NF4 (QLoRA, Dettmers et al. 2023), computed by bitsandbytes.
+"""Frozen linear layers and experts with weights in NF4 (QLoRA, Dettmers et al. 2023), computed by bitsandbytes.
 
 A layer is made on meta and quantizes its weight as the checkpoint is read, so the model is never in memory unquantized.
 """
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
+from opslot.models._quantized_experts import quantize_experts
 from opslot.slots import walk_slots
 
 if TYPE_CHECKING:
@@ -21,47 +22,51 @@ if TYPE_CHECKING:
 INSTALL = "pip install bitsandbytes"
 
 
-def nf4_problem(sharded: bool) -> str | None:
+def nf4_problem(cpu_offload: bool) -> str | None:
     """Why linear layers cannot be quantized in a run, or None."""
     if not has_package("bitsandbytes"):
         return f"nf4 needs bitsandbytes; {INSTALL}"
-    if sharded:
-        return "FSDP2 cannot shard weights in nf4; use one process, without train.fsdp.param_dtype and cpu_offload"
+    if cpu_offload:
+        return "weights in nf4 cannot be offloaded; remove train.fsdp.cpu_offload"
     return None
 
 
-def quantize_linear_layers(model: PreTrainedModel, keep: Collection[str] = ()) -> list[str]:
+def quantize_layers(model: PreTrainedModel, keep: Collection[str] = ()) -> list[str]:
     """Replace the linear layers of `model`, which is on meta, by layers that load their weights in NF4.
 
-    The output head and layers whose last name is in `keep` stay.
+    The output head, routers and layers whose last name is in `keep` stay. Experts load their stacked weights in NF4.
 
     Returns:
         FQNs of the replaced layers.
 
     Raises:
-        ConfigError: experts with stacked weights, which would stay unquantized, or a model without linear layers.
+        ConfigError: a model without linear layers.
     """
-    experts = next((slot.module for slot in walk_slots(model) if slot.op_name == "moe_experts"), None)
-    if experts is not None:
-        raise ConfigError(
-            "nf4 quantizes linear layers, not the stacked weights of experts",
-            found=f"{type(experts).__name__}, which has most of the model's weights",
-            hint="remove lora.quantization, and shard the experts over processes with train.ep_size",
-        )
+    experts = {slot.path: slot.module for slot in walk_slots(model) if slot.op_name == "moe_experts"}
     head = model.get_output_embeddings()
+    routers = [_routers(model.get_submodule(path.rpartition(".")[0]), module) for path, module in experts.items()]
+    kept = {id(head), *(id(router) for found in routers for router in found)}
     found = [
         path
         for path, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head and path.rsplit(".", 1)[-1] not in keep
+        if type(module) is nn.Linear and id(module) not in kept and path.rsplit(".", 1)[-1] not in keep
     ]
     if not found:
         raise ConfigError(f"{type(model).__name__} has no linear layers to quantize", hint="remove lora.quantization")
     for path in found:
         owner, _, name = path.rpartition(".")
         setattr(model.get_submodule(owner), name, _nf4_linear(model.get_submodule(path)))
+    for module in experts.values():
+        quantize_experts(module)
     # PEFT then uses its layers for bitsandbytes.
     model.__dict__["is_loaded_in_4bit"] = True
     return found
+
+
+def _routers(block: nn.Module, experts: nn.Module) -> list[nn.Module]:
+    """The linear layers beside the experts that have one output for each."""
+    counts = {len(p) for p in experts.parameters(recurse=False) if p.ndim == 3}
+    return [m for m in block.children() if type(m) is nn.Linear and m.out_features in counts]
 
 
 def _nf4_linear(linear: Any) -> nn.Module:

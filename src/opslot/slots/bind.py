@@ -205,9 +205,11 @@ def unbind(model: Any) -> None:
 def _quantized_layers(model: Any) -> str:
     """A line on layers that compute with quantized weights, outside of any slot."""
     found = [module.quantization for module in model.modules() if hasattr(module, "quantization")]
+    experts = [module for module in model.modules() if "quantized_experts" in module.__dict__]
     if not found:
         return ""
-    return f"{len(found)} linear layers compute with {found[0]} weights; the kernels above run around them"
+    also = f"; the weights of experts are {found[0]} too, dequantized for each call" if experts else ""
+    return f"{len(found)} linear layers compute with {found[0]} weights; the kernels above run around them{also}"
 
 
 def explain(model: Any) -> BindingReport:

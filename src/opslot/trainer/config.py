@@ -222,8 +222,9 @@ class LoraConfig:
             full names, or all-linear: every linear layer but the output head.
         modules_to_save: names of modules that are trained and saved whole; a classifier's head always is.
         experts: also add adapters to the stacked weights of experts, computed as GEMMs beside those of the weights.
-        quantization: nf4 quantizes the frozen linear layers to 4 bits as they are read (QLoRA, bitsandbytes); the
-            embeddings and the output head keep `model.torch_dtype`. For one process, and models without experts.
+        quantization: nf4 quantizes the frozen linear layers and the stacked weights of experts to 4 bits as they are
+            read (QLoRA, bitsandbytes); the embeddings, routers and the output head keep `model.torch_dtype`. Each
+            process holds all quantized weights.
         use_rslora: scale by alpha / sqrt(r) instead.
         use_dora: also train the norm of the weights of each output (DoRA); not for experts or with `quantization`.
         rank_pattern: ranks of parts of the model, name or regular expression to rank, e.g. {o_proj: 32}.

@@ -110,6 +110,9 @@ def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]
         # The other ranks get here while rank 0 still writes it.
         if trainer.state.rank == 0 and (command := _load_command(trainer.output_dir / HF_FOLDER)):
             trainer.say(f"load it with: {command}")
+            lora = trainer.config.lora
+            if lora.r is not None and not lora.merge and trainer.config.task != "classification":
+                trainer.say(f"merge it with: opslot merge {trainer.output_dir / HF_FOLDER} DESTINATION")
         best = trainer.output_dir / BEST_FOLDER
         if trainer.best.step is not None and best.is_dir():
             trainer.say(f"the best model (step {trainer.best.step}) is in {best}")

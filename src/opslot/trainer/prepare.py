@@ -16,7 +16,7 @@ from opslot.distributed import ParallelState
 from opslot.models import load_foundation_weights
 from opslot.models._own_loss import averages_its_own_labels
 from opslot.models.parallelize import parallelize
-from opslot.models.quantized_linear import quantize_linear_layers
+from opslot.models.quantized_linear import quantize_layers
 from opslot.trainer.checkpointing import read_state
 from opslot.trainer.config import RunConfig
 from opslot.trainer.kernels import pin_kernels, require_same_kernels
@@ -41,7 +41,7 @@ def prepare_model(
         ConfigError: the model cannot be trained or sharded as configured, or the ranks selected different kernels.
     """
     if config.lora.quantization is not None:
-        quantize_linear_layers(model, config.lora.modules_to_save or ())
+        quantize_layers(model, config.lora.modules_to_save or ())
     if config.lora.r is not None:
         base = config.model.model_path
         add_adapters(model, config.lora, base and str(Path(base).expanduser().resolve()))

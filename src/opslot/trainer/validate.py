@@ -317,7 +317,7 @@ def _unsupported_adapters(lora: LoraConfig, sharded: bool) -> list[str]:
         f"lora.use_dora cannot be combined with {name}" for name, given in kinds.items() if lora.use_dora and given
     ]
     if lora.init in ("pissa", "olora"):
-        kinds |= {"lora.use_dora": lora.use_dora, "several processes or train.fsdp.compute_dtype": sharded}
+        kinds |= {"lora.use_dora": lora.use_dora, "several processes or train.fsdp": sharded}
         found += [
             f"lora.init={lora.init} changes the base weights, which cannot be combined with {name}; use kaiming"
             for name, given in kinds.items()
@@ -357,9 +357,13 @@ def _check_lora(config: RunConfig, problems: list[str]) -> None:
     if lora.quantization is not None:
         from opslot.models.quantized_linear import nf4_problem
 
-        problem = nf4_problem(is_sharded(config.train))
+        problem = nf4_problem(config.train.fsdp.cpu_offload)
         if problem:
             problems.append(f"lora.quantization: {problem}")
+        if lora.experts:
+            problems.append("lora.experts needs unquantized experts; remove it, or lora.quantization")
+        if config.train.ep_size > 1:
+            problems.append("lora.quantization keeps all experts on each process; set train.ep_size: 1")
         if lora.merge:
             problems.append("lora.merge needs unquantized weights; remove it, and run opslot merge after the training")
     if not has_package("peft"):

@@ -103,11 +103,7 @@ def _padded(first: Tensor | None, second: Tensor | None, dtype: torch.dtype) -> 
 
 
 class _Call(NamedTuple):
-    """One call of the op, and what its forward and backward share.
-
-    Attributes:
-        factors: of `experts.gate_up_weights` and of `down_proj`.
-    """
+    """One call of the op; `factors` are those of `experts.gate_up_weights` and of `down_proj`."""
 
     x: Tensor
     experts: Experts
@@ -208,13 +204,8 @@ def _forward(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
     ]
     if experts.gate_up_bias is not None:
         parts[0] += experts.gate_up_bias[rows.expert]
-    out = _linear(
-        rows,
-        activate_parts(*halves_of(tuple(parts), experts), experts),
-        experts.down_proj,
-        down,
-        experts.down_transposed,
-    )
+    act = activate_parts(*halves_of(tuple(parts), experts), experts)
+    out = _linear(rows, act, experts.down_proj, down, experts.down_transposed)
     if experts.down_bias is not None:
         out += experts.down_bias[rows.expert]
     gate_up, up, *_ = (*parts, call.x.new_empty(0))
@@ -244,17 +235,17 @@ def _backward(grad: Tensor, call: _Call, parts: tuple[Tensor, Tensor], wanted: S
     for part, weight, factors, wants in zip(
         parts_grad, experts.gate_up_weights, firsts, (want_gate_up, want_up), strict=False
     ):
-        by_input = _by_inputs(rows, part, weight, factors, experts.transposed)
-        by_tokens = by_input if by_tokens is None else by_tokens.add_(by_input)
+        if want_x:
+            by_input = _by_inputs(rows, part, weight, factors, experts.transposed)
+            by_tokens = by_input if by_tokens is None else by_tokens.add_(by_input)
         weight_grad, by_factors = _by_weight(rows, tokens, part, weight, factors, experts.transposed, wants)
         weight_grads.append(weight_grad)
         factor_grads += by_factors
     if experts.up_proj is None:
         weight_grads.append(None)
         factor_grads += [None, None]
-    assert by_tokens is not None
     return [
-        rows.combine(by_tokens, weights.contiguous(), False) if want_x else None,
+        None if by_tokens is None else rows.combine(by_tokens, weights.contiguous(), False),
         weight_grads[0],
         down_grad,
         weights_grad.view_as(weights).to(weights.dtype),
