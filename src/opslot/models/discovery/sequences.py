@@ -28,6 +28,11 @@ _PER_TOKEN = frozenset(
     [
         "add",
         "add_",
+        "logsumexp",
+        "is_grad_enabled",
+        "is_torch_greater_or_equal",
+        "logsigmoid",
+        "append",
         "bool",
         "chunk",
         "clamp",
@@ -191,12 +196,14 @@ class WholeSequences:
 
 
 def _decoder_layers(module: ModuleView) -> list[str]:
-    """Classes called DecoderLayer; in a module of language models without such classes, those called Block."""
+    """Classes called DecoderLayer; in a module of language models without such classes, those called Block or Layer."""
     layers = [name for name in module.classes if name.endswith("DecoderLayer")]
     if layers or "Vision" in " ".join(module.classes) or any(_calls_of(module, {"create_bidirectional_mask"})):
         return layers
     return [
-        name for name in module.classes if name.endswith("Block") and "GradientCheckpointingLayer" in module.bases(name)
+        name
+        for name in module.classes
+        if name.endswith(("Block", "Layer")) and "GradientCheckpointingLayer" in module.bases(name)
     ]
 
 
