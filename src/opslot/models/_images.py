@@ -21,8 +21,8 @@ _SMALLEST = ((1, 1, 2),)
 _MERGE = ("spatial_merge_size", "merge_size", "merge_kernel_size")
 
 
-def visual_inputs(holder: Any, method: str, sizes: Sequence[Size] = _SMALLEST) -> dict[str, Tensor] | None:
-    """Arguments of `get_image_features` or `get_video_features` for images of ones; None where they are unknown.
+def visual_inputs(holder: Any, method: str, sizes: Sequence[Size] = _SMALLEST) -> dict[str, Any] | None:
+    """Arguments, tensors and settings of the config, of `get_image_features` or `get_video_features` for images of ones; None where they are unknown.
 
     Args:
         holder: the module with the method.
@@ -33,8 +33,9 @@ def visual_inputs(holder: Any, method: str, sizes: Sequence[Size] = _SMALLEST) -
     found = reader.inputs(sizes)
     if found is None:
         return None
-    required = {name for name, p in reader.parameters.items() if p.default is p.empty}
-    return found if required <= found.keys() else None
+    required = {name for name, p in reader.parameters.items() if p.default is p.empty} - found.keys()
+    settings = {name: reader.setting(name) for name in required}
+    return {**found, **settings} if None not in settings.values() else None
 
 
 class _Reader:
@@ -58,6 +59,10 @@ class _Reader:
         self.tower: Any = next(towers, holder)
         parameter = next(holder.parameters())
         self.place: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
+
+    def setting(self, name: str) -> Any:
+        """A value of the config, of the model or the tower."""
+        return next((v for c in (self.holder.config, self.vision) if (v := getattr(c, name, None)) is not None), None)
 
     def inputs(self, sizes: Sequence[Size]) -> dict[str, Tensor] | None:
         if self.vision is None or not hasattr(self.vision, "patch_size"):
@@ -101,6 +106,9 @@ class _Reader:
             self.pixels: self._ones(len(frames), most, self._projection().weight.shape[1:].numel()),
             f"{self.kind}_position_ids": positions,
         }
+        if self._takes_outer_dim():
+            counts = (len(sizes), sizes[0][0])
+            return {name: value.unflatten(0, counts) for name, value in found.items()}
         if "num_frames_per_video" in self.parameters:
             found["num_frames_per_video"] = self._integers([count for count, _, _ in sizes])
         return found
@@ -142,10 +150,14 @@ class _Reader:
         if side is None:
             return None
         dims = re.search(rf"^\s*(\w+(?:, \w+)+) = {self.pixels}\.shape$", self.source, re.M)
-        nested = (dims is not None and dims[1].count(",") == 4) or f"{self.pixels}.flatten(0, 1)" in self.source
+        nested = (dims is not None and dims[1].count(",") == 4) or self._takes_outer_dim()
         frames = sizes[0][0] if self.kind == "video" else 1
         outer = (len(sizes), frames) if nested else (len(sizes),)
         return {self.pixels: self._ones(*outer, self._channels(), *side)}
+
+    def _takes_outer_dim(self) -> bool:
+        """Whether the first dim is of samples or videos, and the second of their images or frames."""
+        return f"{self.pixels}.flatten(0, 1)" in self.source
 
     def _ones(self, *shape: int) -> Tensor:
         # Zeros would be padding in some models.

@@ -117,9 +117,7 @@ def _ways(holder: Any, kinds: Sequence[str]) -> Iterator[tuple[str, Sequence[int
         yield from (("video", [count] * len(kinds)) for count in range(1, _MOST_TOKENS))
 
 
-def _sample(
-    model: Any, holder: Any, kinds: Sequence[str], video_token: str, counts: Sequence[int], seed: int
-) -> Batch:
+def _sample(model: Any, holder: Any, kinds: Sequence[str], video_token: str, counts: Sequence[int], seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     text = partial(_text, text_ids(model.config), generator)
     ids, types = text(), [0] * _TEXT
@@ -161,6 +159,7 @@ def _random_inputs(holder: Any, kind: str, sizes: Sequence[Size], generator: tor
     return {
         name: torch.rand(value.shape, generator=generator) if value.is_floating_point() else value
         for name, value in _inputs(holder, kind, sizes).items()
+        if isinstance(value, Tensor)
     }
 
 
