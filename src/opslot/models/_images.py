@@ -22,7 +22,8 @@ _MERGE = ("spatial_merge_size", "merge_size", "merge_kernel_size")
 
 
 def visual_inputs(holder: Any, method: str, sizes: Sequence[Size] = _SMALLEST) -> dict[str, Any] | None:
-    """Arguments, tensors and settings of the config, of `get_image_features` or `get_video_features` for images of ones; None where they are unknown.
+    """Arguments of `get_image_features` or `get_video_features` for images of ones, and the settings that they require
+    of the config; None where they are unknown.
 
     Args:
         holder: the module with the method.
