@@ -72,6 +72,8 @@ class _Reader:
             return self._patches(sizes)
         if f"{self.kind}_position_ids" in self.parameters:
             return self._placed_patches(sizes)
+        if any(name.startswith("target_sizes") for name in self.parameters):
+            return self._joined_patches(sizes)
         if "spatial_shapes" in self.parameters:
             return self._padded_patches(sizes)
         if "image_sizes" in self.parameters and "image_sizes" in inspect.signature(type(self.tower).forward).parameters:
@@ -126,6 +128,21 @@ class _Reader:
             "pixel_attention_mask": mask,
         }
 
+    def _joined_patches(self, sizes: Sequence[Size]) -> dict[str, Tensor]:
+        """Patches of all images beside each other in one image of a patch's height; of a video, for each frame."""
+        merges = ("window_kernel_size", "merge_kernel_size")
+        kernels = [getattr(config, name, 1) for config in (self.vision, self.holder.config) for name in merges]
+        unit = math.prod(_pair(kernel)[0] for kernel in kernels)
+        shapes = [(height * unit, width * unit) for _, height, width in sizes]
+        patch = _pair(self.vision.patch_size)
+        frames = sizes[0][0] if self.kind == "video" else 1
+        width = sum(map(math.prod, shapes)) * patch[1]
+        name = next(name for name in self.parameters if name.startswith("target_sizes"))
+        return {
+            self.pixels: self._ones(frames, self._channels(), patch[0], width),
+            name: self._integers(shapes),
+        }
+
     def _any_size(self, sizes: Sequence[Size]) -> dict[str, Tensor]:
         """Images padded to the largest, with their sizes."""
         unit = [side * self._merge() for side in _pair(self.vision.patch_size)]
@@ -174,6 +191,10 @@ class _Reader:
 
     def _image_size(self) -> tuple[int, int] | None:
         size = getattr(self.vision, "image_size", None)
+        strides = getattr(self.vision, "patch_stride", None)
+        if size is None and isinstance(strides, list | tuple):
+            # A pyramid of stages, which takes any size.
+            size = 2 * math.prod(strides)
         return None if size is None else _pair(size)
 
     def _channels(self) -> int:

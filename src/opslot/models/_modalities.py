@@ -25,6 +25,7 @@ from opslot.models._shared_images import share_images
 logger = get_logger(__name__)
 
 # Methods that compute features of a modality.
+_INPUTS = {"image": ("pixel_values",), "audio": ("input_features", "input_values")}
 _METHODS = ("get_image_features", "get_video_features", "get_audio_features")
 
 
@@ -39,6 +40,8 @@ def run_towers_on_every_rank(model: nn.Module) -> None:
     """
     holder = feature_module(model)
     if holder is None:
+        for kind, name in inlined_inputs(model).items():
+            _warn_of_unknown(f"{kind} ({name}) of {type(model).__name__}")
         return
     source = inspect.getsource(type(holder).forward)
     called = sorted((source.index(f"self.{name}("), name) for name in _methods(holder) if f"self.{name}(" in source)
@@ -46,11 +49,7 @@ def run_towers_on_every_rank(model: nn.Module) -> None:
     for _, name in called:
         make = _smallest_input(holder, name)
         if make is None:
-            logger.warning(
-                "the smallest input of %s.%s is unknown: a rank without such inputs makes the others wait forever",
-                type(holder).__name__,
-                name,
-            )
+            _warn_of_unknown(f"{type(holder).__name__}.{name}")
         else:
             dummies[name] = make
     if dummies:
@@ -61,6 +60,22 @@ def run_towers_on_every_rank(model: nn.Module) -> None:
         # Before FSDP gathers the parameters of the language model, as after real inputs.
         holder.get_decoder().register_forward_pre_hook(towers.end, with_kwargs=True, prepend=True)
         model.register_forward_hook(_alias_outputs, prepend=True)
+
+
+def _warn_of_unknown(what: str) -> None:
+    logger.warning(
+        "the smallest input of %s is unknown: a rank without such inputs makes the others wait forever", what
+    )
+
+
+def inlined_inputs(model: nn.Module) -> dict[str, str]:
+    """By kind, the inputs of images or audio of a model whose forward has no method that computes their features."""
+    found: dict[str, str] = {}
+    for name in inspect.signature(type(model).forward).parameters if feature_module(model) is None else ():
+        kind = next((kind for kind, names in _INPUTS.items() if name.endswith(names)), None)
+        if kind is not None:
+            found.setdefault(kind, name)
+    return found
 
 
 def _methods(holder: Any) -> list[str]:

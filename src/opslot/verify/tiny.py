@@ -109,6 +109,7 @@ _SIZES: dict[str, Any] = {
     "audio_soft_tokens_per_image": 8,
     "vision_soft_tokens_per_image": 16,
     "context_size": 16,
+    "insert_layer_id": 1,
     "embed_dim": 32,
     "num_heads": _HEADS,
     "out_hidden_size": 32,
