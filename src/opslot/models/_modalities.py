@@ -58,7 +58,9 @@ def run_towers_on_every_rank(model: nn.Module) -> None:
             setattr(holder, name, partial(towers.run, name))
         holder.register_forward_pre_hook(towers.begin, with_kwargs=True)
         # Before FSDP gathers the parameters of the language model, as after real inputs.
-        holder.get_decoder().register_forward_pre_hook(towers.end, with_kwargs=True, prepend=True)
+        config = holder.config
+        reader = holder.get_encoder() if getattr(config, "is_encoder_decoder", False) else holder.get_decoder()
+        reader.register_forward_pre_hook(towers.end, with_kwargs=True, prepend=True)
         model.register_forward_hook(_alias_outputs, prepend=True)
 
 
@@ -185,7 +187,7 @@ class _Towers:
         return share_images(method, self.dummies[name], given, rest)
 
     def end(self, decoder: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Forward pre-hook of the language model: the others, and the zeros in its inputs."""
+        """Forward pre-hook of what reads the features: the others, and the zeros in its inputs."""
         self._run_pending(self.pending)
         zeros, self.zeros = self.zeros, []
         embeds = kwargs.get("inputs_embeds")
