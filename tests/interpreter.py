@@ -17,6 +17,8 @@ def speed_up() -> None:
       kernel calls another and they are already replaced.
     - It builds a table of all dtypes for each lookup of one.
     - It repeats integer arithmetic to detect overflow, and ignores the result unless in debug mode.
+    - It computes the attributes of a type and of a tensor's shape at every operation, and broadcasts operands of equal
+      shapes.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -26,7 +28,10 @@ def speed_up() -> None:
         return
     interpreter._opslot_fast = True
     _replace_builtins_once(interpreter)
+    interpreter._patch_attr = functools.partial(_patch_attr, interpreter.interpreter_semantic)
     interpreter._get_np_dtype = _cached(interpreter._get_np_dtype, interpreter.tl)
+    _compute_types_once(interpreter.tl)
+    _broadcast_quickly(interpreter)
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
@@ -70,3 +75,84 @@ def _cached(get_np_dtype: Any, tl: ModuleType) -> Any:
         return get_np_dtype(language_type) if isinstance(language_type, tl.pointer_type) else scalars(language_type)
 
     return cached
+
+
+def _patch_attr(semantic: Any, language: Any, name: str, member: Any, _builder: Any, *scope: Any) -> None:
+    """Replace a builtin by the function that it wraps, which gets the interpreter's semantic."""
+    function = getattr(member, "__wrapped__", member)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    if scope:
+        scope[0].set_attr(language, name, call)
+    else:
+        setattr(language, name, call)
+
+
+def _compute_types_once(tl: ModuleType) -> None:
+    """Copy the attributes of equal block types, and of the shape of a tensor of the same type."""
+    block_type, tensor, constexpr = tl.block_type, tl.core.tensor, tl.constexpr
+    init_block, init_tensor, equal = block_type.__init__, tensor.__init__, tl.dtype.__eq__
+    blocks: dict[Any, dict[str, Any]] = {}
+
+    def shape_of(kind: Any) -> dict[str, Any]:
+        made = tensor.__new__(tensor)
+        init_tensor(made, None, kind)
+        return {name: value for name, value in vars(made).items() if name not in ("handle", "type")}
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        if isinstance(shape, constexpr):
+            init_block(self, element_ty, shape)
+            return
+        key = (element_ty.name, *[size.value if isinstance(size, constexpr) else size for size in shape])
+        known = blocks.get(key)
+        if known is None:
+            init_block(self, element_ty, shape)
+            self._shape_of_tensor = shape_of(self)
+            known = blocks[key] = dict(vars(self))
+        self.__dict__.update(known)
+
+    def value(self: Any, handle: Any, kind: Any) -> None:
+        shape = kind.__dict__.get("_shape_of_tensor")
+        if shape is None:
+            shape = kind._shape_of_tensor = shape_of(kind)
+        self.__dict__.update(shape)
+        self.handle = handle
+        self.type = kind
+
+    block_type.__init__ = block
+    tensor.__init__ = value
+    tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+
+
+def _broadcast_quickly(interpreter: ModuleType) -> None:
+    import numpy as np
+
+    tl, semantic = interpreter.tl, type(interpreter.interpreter_semantic)
+    tensor, handle_type, block_type = tl.core.tensor, interpreter.TensorHandle, tl.block_type
+    broadcast, cast = semantic.broadcast_impl_value, semantic._cast_to_computation_type
+
+    def splat(self: Any, value: Any, block: Any) -> Any:
+        handle = value.handle
+        if isinstance(handle.dtype, block_type):
+            return None
+        data = np.full(block.shape.values, handle.data, dtype=interpreter._get_np_dtype(handle.dtype))
+        return tensor(handle_type(data, handle.dtype.scalar), block.with_element_ty(value.dtype))
+
+    def broadcast_values(self: Any, left: Any, right: Any) -> Any:
+        first, second = left.type.is_block(), right.type.is_block()
+        if (not first and not second) or (first and second and left.type.shape is right.type.shape):
+            return left, right
+        if first and not second and (made := splat(self, right, left.type)) is not None:
+            return left, made
+        if second and not first and (made := splat(self, left, right.type)) is not None:
+            return made, right
+        return broadcast(self, left, right)
+
+    def cast_to_computation_type(self: Any, value: Any, dtype: Any) -> Any:
+        return value if isinstance(value, tensor) and value.dtype is dtype else cast(self, value, dtype)
+
+    semantic.broadcast_impl_value = broadcast_values
+    semantic._cast_to_computation_type = cast_to_computation_type

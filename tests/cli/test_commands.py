@@ -89,7 +89,7 @@ def test_explain_of_a_training_file_with_a_preset(moe_config_folder, tmp_path, c
 
 def test_explain_uses_the_compute_dtype_of_a_training_file(moe_config_folder, tmp_path, capsys):
     file = tmp_path / "train.yaml"
-    file.write_text(f"model:\n  config_path: {moe_config_folder}\ntrain:\n  fsdp:\n    compute_dtype: bfloat16\n")
+    file.write_text(f"model:\n  config_path: {moe_config_folder}\ntrain:\n  fsdp:\n    param_dtype: bfloat16\n")
     tables = []
     for arguments in (
         [str(file)],

@@ -17,7 +17,7 @@ def own_text(settings, text_folder, tmp_path):
     folder = tmp_path / "text"
     shutil.copytree(text_folder, folder)
     settings["data"]["train_path"] = f"{folder}/*.txt"
-    settings["train"]["save_steps"] = 2
+    settings["train"]["checkpoint.save_steps"] = 2
     return folder
 
 
@@ -33,7 +33,7 @@ def test_touched_and_moved_files_do_not_prevent_a_resume(train, settings, own_te
         os.utime(file, ns=(1, 1))
     own_text.rename(tmp_path / "moved")
     settings["data"]["train_path"] = f"{tmp_path}/moved/*.txt"
-    code, _, err = train("--train.resume_from=latest", "--train.max_steps=6")
+    code, _, err = train("--train.checkpoint.resume_from=latest", "--train.max_steps=6")
     assert (code, err) == (0, "")
     assert losses(tmp_path / "out") == losses(tmp_path / "straight")
 
@@ -43,11 +43,11 @@ def test_changed_text_raises_and_can_be_allowed(train, settings, own_text):
     file = own_text / "03.txt"
     text = file.read_text()
     file.write_text("9" + text[1:])
-    code, _, err = train("--train.resume_from=latest", "--train.max_steps=6")
+    code, _, err = train("--train.checkpoint.resume_from=latest", "--train.max_steps=6")
     assert code == 2
     assert "its data has changed since the checkpoint:\n- data.train_path: 20 files, " in err
     assert "set data.allow_changes: true" in err
-    code, out, _ = train("--train.resume_from=latest", "--train.max_steps=6", "--data.allow_changes=true")
+    code, out, _ = train("--train.checkpoint.resume_from=latest", "--train.max_steps=6", "--data.allow_changes=true")
     assert code == 0
     assert "the data has changed since the checkpoint (data.allow_changes is set): data.train_path: 20 files, " in out
 
@@ -58,7 +58,7 @@ def test_changed_tokenizer_raises(train, settings, own_text, model_folder, tmp_p
     tokenizer.add_tokens(["and"])
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     settings["model"]["tokenizer_path"] = str(tmp_path / "tokenizer")
-    code, _, err = train("--train.resume_from=latest", "--train.max_steps=6")
+    code, _, err = train("--train.checkpoint.resume_from=latest", "--train.max_steps=6")
     assert code == 2
     assert "- model.tokenizer_path: content " in err
     assert "data.train_path" not in err.partition("hint")[0].replace("model.tokenizer_path", "")

@@ -12,7 +12,7 @@ import torch
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint import training_state
 from opslot.trainer import checkpointing
-from opslot.trainer.config import TrainConfig
+from opslot.trainer.config import CheckpointConfig, TrainConfig
 from opslot.trainer.output_folder import check_output
 from opslot.trainer.random_states import random_states, restore_random_states
 from opslot.trainer.saver import CheckpointSaver
@@ -410,7 +410,8 @@ def test_resume_from_a_checkpoint_under_another_name(tmp_path):
     checkpoints = tmp_path / "checkpoints"
     save(checkpoints, 3).rename(checkpoints / "step_00000003_best")
     problems = []
-    config = TrainConfig(output_dir=str(tmp_path), resume_from=str(checkpoints / "step_00000003_best"))
+    resume = CheckpointConfig(resume_from=str(checkpoints / "step_00000003_best"))
+    config = TrainConfig(output_dir=str(tmp_path), checkpoint=resume)
     assert check_output(config, problems) == checkpoints / "step_00000003_best"
     assert problems == []
     save(checkpoints, 5)

@@ -80,7 +80,7 @@ def test_sft_on_two_processes_equals_one(ranks, chats, tmp_path, axis):
 
 
 def test_intermediate_exports_load_in_transformers(settings, train, tmp_path):
-    settings["train"]["export_steps"] = 2
+    settings["train"]["checkpoint.export_steps"] = 2
     assert train()[0] == 0
     exports = sorted(path.name for path in (tmp_path / "out").glob("hf*"))
     assert exports == ["hf", "hf_step_00000002"]
@@ -91,25 +91,25 @@ def test_intermediate_exports_load_in_transformers(settings, train, tmp_path):
 
 
 def test_changed_settings_are_printed_on_resume(settings, train):
-    settings["train"] |= {"max_steps": 2, "save_steps": 1}
+    settings["train"] |= {"max_steps": 2, "checkpoint.save_steps": 1}
     assert train()[0] == 0
     settings["train"] |= {
         "max_steps": 3,
-        "resume_from": "latest",
+        "checkpoint.resume_from": "latest",
         "activation_checkpointing": "selective",
-        "export_steps": 9,
+        "checkpoint.export_steps": 9,
         "optimizer": {"name": "adamw_torch", "groups": [{"params": "*norm*", "lr": 0.1}]},
     }
     code, out, err = train()
     assert (code, err) == (0, "")
-    for name in ("activation_checkpointing", "export_steps", "optimizer.name", "optimizer.groups"):
+    for name in ("activation_checkpointing", "checkpoint.export_steps", "optimizer.name", "optimizer.groups"):
         assert f"changed since that checkpoint: train.{name}" in out
 
 
 def test_resume_with_the_state_of_another_optimizer_raises(settings, train):
-    settings["train"] |= {"max_steps": 2, "save_steps": 1}
+    settings["train"] |= {"max_steps": 2, "checkpoint.save_steps": 1}
     assert train()[0] == 0
-    settings["train"] |= {"max_steps": 3, "resume_from": "latest", "optimizer": {"name": "muon"}}
+    settings["train"] |= {"max_steps": 3, "checkpoint.resume_from": "latest", "optimizer": {"name": "muon"}}
     code, _, err = train()
     assert code == 2
     assert "was saved with train.optimizer.name=adamw" in err
@@ -127,7 +127,7 @@ def test_resume_with_the_state_of_another_optimizer_raises(settings, train):
         ({"optimizer": {"groups": [{"params": "*", "lr": "a"}]}}, "groups[0]: lr must be a number of at least 0"),
         ({"optimizer": {"groups": [{"params": "*", "decay": 1}]}}, "groups[0]: unknown fields decay"),
         ({"optimizer": {"groups": [{"params": "*.nothing"}]}}, "matches no trainable parameter"),
-        ({"export_steps": 0}, "train.export_steps=0 must be at least 1"),
+        ({"checkpoint.export_steps": 0}, "train.checkpoint.export_steps=0 must be at least 1"),
     ],
 )
 def test_invalid_settings_raise(settings, train, changes, message):

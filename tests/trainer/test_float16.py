@@ -22,7 +22,7 @@ def trainer_of(settings, tmp_path, cls=TextTrainer):
 @pytest.fixture
 def float16(settings):
     """`settings` for float16 compute with float32 parameters."""
-    settings["train"] |= {"max_steps": 1, "fsdp": {"compute_dtype": "float16"}}
+    settings["train"] |= {"max_steps": 1, "fsdp": {"param_dtype": "float16"}}
     settings["model"]["ops_implementation"] = "eager"
     yield settings
     destroy_parallel_state()
@@ -33,7 +33,7 @@ def test_float16_parameters_raise(train, settings, tmp_path):
     code, _, err = train()
     assert code == 2
     assert "float16 parameters cannot be trained" in err
-    assert "train.fsdp.compute_dtype: float16 or bfloat16" in err
+    assert "train.fsdp.param_dtype: float16 or bfloat16" in err
     assert not (tmp_path / "out").exists()
 
 
@@ -95,7 +95,7 @@ def test_loss_scale_is_restored(float16, tmp_path):
     trainer = trainer_of(float16, tmp_path)
     trainer.loss_scaler.scale = 2.0**7
     trainer.train()
-    float16["train"] |= {"max_steps": 2, "resume_from": "latest"}
+    float16["train"] |= {"max_steps": 2, "checkpoint.resume_from": "latest"}
     assert trainer_of(float16, tmp_path).loss_scaler.scale == 2.0**7
 
 

@@ -49,7 +49,7 @@ sys.exit(cli_train([file]))
 @pytest.fixture
 def config(settings, tmp_path):
     """Write `settings` for six steps with a checkpoint every second, and changes to `train`; returns the file."""
-    settings["train"] |= {"micro_batch_size": 1, "save_steps": 2, "max_steps": 6, "lr_scheduler": "constant"}
+    settings["train"] |= {"micro_batch_size": 1, "checkpoint.save_steps": 2, "max_steps": 6, "lr_scheduler": "constant"}
     # AdamW's first steps amplify rounding in the smallest gradients to full steps of the learning rate.
     settings["train"]["lr"] = 1e-3
 
@@ -106,7 +106,7 @@ def test_killed_rank_is_named_and_the_run_resumes(config, start, tmp_path):
     assert "rank 1 exited without an error message (killed or out of memory)" in errors[0]
     assert "Traceback" not in errors[0]
     assert names(tmp_path / "run") == ["step_00000002"]
-    assert cli_train([config("run", resume_from="latest")]) == 0
+    assert cli_train([config("run", **{"checkpoint.resume_from": "latest"})]) == 0
     assert cli_train([config("straight")]) == 0
     assert curve(tmp_path / "run") == pytest.approx(curve(tmp_path / "straight"), rel=1e-5)
 
@@ -130,7 +130,7 @@ def test_kill_during_a_save_resumes_from_the_previous_checkpoint(ranks, config, 
     assert (checkpoints / ".unfinished-step_00000004" / ".metadata").is_file()
     assert names(tmp_path / "run") == ["step_00000002"]
     assert len(curve(tmp_path / "run")) == 5
-    assert ranks.run(run_config, config("run", resume_from="latest")) == [0, 0]
+    assert ranks.run(run_config, config("run", **{"checkpoint.resume_from": "latest"})) == [0, 0]
     assert cli_train([config("straight")]) == 0
     assert curve(tmp_path / "run") == pytest.approx(curve(tmp_path / "straight"), rel=1e-5)
     assert [path.name for path in checkpoints.iterdir() if path.name.startswith(".")] == []

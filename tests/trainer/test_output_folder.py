@@ -91,10 +91,10 @@ def test_files_of_the_user_in_the_export_are_kept(train, tmp_path):
     hf = tmp_path / "out" / "hf"
     (hf / "README.md").write_text("notes")
     stamp = (hf / "model.safetensors").stat().st_mtime_ns
-    assert train("--train.resume_from", "latest")[0] == 0
+    assert train("--train.checkpoint.resume_from", "latest")[0] == 0
     assert (hf / "README.md").read_text() == "notes"
     assert (hf / "model.safetensors").stat().st_mtime_ns == stamp
-    assert train("--train.resume_from", "latest", "--train.max_steps", "5")[0] == 0
+    assert train("--train.checkpoint.resume_from", "latest", "--train.max_steps", "5")[0] == 0
     assert (hf / "README.md").read_text() == "notes"
     assert (hf / "model.safetensors").stat().st_mtime_ns != stamp
 
@@ -104,14 +104,14 @@ def test_invalid_lines_in_metrics_are_dropped_on_resume(train, tmp_path, line):
     assert train()[0] == 0
     file = tmp_path / "out" / "metrics.jsonl"
     file.write_bytes(line.encode(errors="surrogateescape") + b"\n" + file.read_bytes())
-    code, _, err = train("--train.resume_from", "latest", "--train.max_steps", "5")
+    code, _, err = train("--train.checkpoint.resume_from", "latest", "--train.max_steps", "5")
     assert (code, err) == (0, "")
     assert [record["step"] for record in read_metrics(tmp_path / "out")] == [1, 2, 3, 4, 5]
 
 
 def test_changed_settings_are_printed_and_configurations_kept(train, tmp_path):
     assert train()[0] == 0
-    code, out, _ = train("--train.resume_from=latest", "--train.max_steps=6", "--train.lr=1e-3")
+    code, out, _ = train("--train.checkpoint.resume_from=latest", "--train.max_steps=6", "--train.lr=1e-3")
     assert code == 0
     assert "changed since that checkpoint: train.max_steps: 4 -> 6" in out
     assert "changed since that checkpoint: train.lr: 0.01 -> 0.001" in out
@@ -119,7 +119,7 @@ def test_changed_settings_are_printed_and_configurations_kept(train, tmp_path):
     folder = tmp_path / "out"
     assert load_config(folder / "config.yaml").train.lr == 1e-3
     assert load_config(folder / "config.1.yaml").train.lr == 1e-2
-    assert train("--train.resume_from=latest", "--train.max_steps=6", "--train.lr=1e-3")[0] == 0
+    assert train("--train.checkpoint.resume_from=latest", "--train.max_steps=6", "--train.lr=1e-3")[0] == 0
     assert not (folder / "config.2.yaml").exists()
 
 
@@ -134,9 +134,9 @@ def test_exit_code_of_a_stopped_run(train, monkeypatch, number, expected):
     monkeypatch.setattr(TextTrainer, "default_callbacks", lambda self: [Signal(), *default(self)])
     code, out, _ = train()
     assert code == expected
-    assert "stopped after step 2; checkpoint saved, continue with --train.resume_from latest" in out
+    assert "stopped after step 2; checkpoint saved, continue with --train.checkpoint.resume_from latest" in out
     monkeypatch.undo()
-    assert train("--train.resume_from=latest")[0] == 0
+    assert train("--train.checkpoint.resume_from=latest")[0] == 0
 
 
 def test_signal_in_the_last_step_is_a_complete_run(train, monkeypatch):

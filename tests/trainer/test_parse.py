@@ -37,9 +37,10 @@ train:
   max_grad_norm: 1
   seed: 7
   activation_checkpointing: selective
-  save_steps: 50
+  checkpoint:
+    save_steps: 50
+    resume_from: latest
   eval_steps: null
-  resume_from: latest
   sp_size: 1
   ep_size: 1
 """
@@ -66,7 +67,7 @@ def test_command_line_overrides_the_file(tmp_path):
             str(write(tmp_path, ISSUE)),
             "--train.lr",
             "1e-3",
-            "--train.save_steps=null",
+            "--train.checkpoint.save_steps=null",
             "--train.optimizer.beta2",
             "0.99",
             "--model.ops_implementation.rms_norm_implementation",
@@ -76,7 +77,7 @@ def test_command_line_overrides_the_file(tmp_path):
         ]
     )
     assert config.train.lr == 1e-3
-    assert config.train.save_steps is None
+    assert config.train.checkpoint.save_steps is None
     assert config.train.optimizer.beta2 == 0.99
     assert config.model.ops_implementation["rms_norm_implementation"] == "auto"
     assert config.model.ops_implementation["moe_implementation"] == "auto"
@@ -163,7 +164,7 @@ def test_help_is_fast_and_lists_examples():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "--train.resume_from" in done.stdout
+    assert "--train.checkpoint.resume_from" in done.stdout
     assert "opslot train run.yaml --train.max_steps 200 --train.lr 1e-3" in done.stdout
 
 
@@ -205,7 +206,7 @@ def test_merged_key_can_be_overridden(tmp_path):
         ("train.gradient_checkpointing", "use train.activation_checkpointing: full or selective"),
         ("train.optim", "use train.optimizer.name"),
         ("model.load_in_4bit", "use lora.quantization: nf4"),
-        ("train.bf16", "use train.fsdp.compute_dtype: bfloat16"),
+        ("train.bf16", "use train.fsdp.param_dtype: bfloat16"),
         ("train.gradient_accumulation_steps", "use train.global_batch_size and train.micro_batch_size"),
         ("train.per_device_train_batch_size", "use train.micro_batch_size"),
         ("train.num_train_epochs", "use train.num_epochs"),
@@ -220,6 +221,10 @@ def test_merged_key_can_be_overridden(tmp_path):
         ("train.metric_for_best_model", "use evaluation.best_metric"),
         ("data.dataset_name", "use data.train_path"),
         ("model.path", "use model.model_path"),
+        ("train.save_steps", "did you mean train.checkpoint.save_steps?"),
+        ("train.resume_from", "did you mean train.checkpoint.resume_from?"),
+        ("train.fsdp.replicas", "use train.fsdp.dp_replicate"),
+        ("train.fsdp.compute_dtype", "use train.fsdp.param_dtype"),
         ("train.remove_unused_columns", "opslot does not need it, remove it"),
     ],
 )
@@ -233,7 +238,14 @@ def test_hints_name_existing_fields():
     from opslot.trainer.field_hints import _FIELDS
     from opslot.trainer.parse import _leaf_types
 
-    known = {*_leaf_types(RunConfig), "train.optimizer", "train.fsdp", "train.logging", "evaluation"}
+    known = {
+        *_leaf_types(RunConfig),
+        "train.optimizer",
+        "train.fsdp",
+        "train.logging",
+        "train.checkpoint",
+        "evaluation",
+    }
     for hint in _FIELDS.values():
         for field in re.findall(
             r"\b(?:train|data|model|evaluation)\.[a-z0-9_.]*[a-z0-9_]", hint.replace("model.compile()", "")

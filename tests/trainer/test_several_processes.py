@@ -52,7 +52,7 @@ def write(settings, tmp_path):
         (model / file.name).write_bytes(file.read_bytes())
     (model / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
     settings["model"]["config_path"] = str(model)
-    settings["train"] |= {"micro_batch_size": 1, "save_steps": 2, "eval_steps": 4}
+    settings["train"] |= {"micro_batch_size": 1, "checkpoint.save_steps": 2, "eval_steps": 4}
 
     def make(name, model=None, **changes):
         file = tmp_path / f"{name}.yaml"
@@ -86,7 +86,7 @@ def test_resume_with_another_number_of_processes(ranks, write, tmp_path, before,
     changes = {"eval_steps": None, "lr_scheduler": "constant", "lr": 1e-3}
     run("straight", None, **changes)
     run("split", before, max_steps=2, **changes)
-    run("split", after, resume_from="latest", **changes)
+    run("split", after, **{"checkpoint.resume_from": "latest"}, **changes)
     assert_same_curve(curve(tmp_path / "split"), curve(tmp_path / "straight"))
 
 
@@ -119,7 +119,7 @@ def test_token_batches_resume_with_other_processes(ranks, write, by_tokens, tmp_
     changes = {"lr_scheduler": "constant", "lr": 1e-3}
     run("straight", 1, **changes)
     run("split", before[0], max_steps=2, **changes, **before[1])
-    run("split", after[0], resume_from="latest", **changes, **after[1])
+    run("split", after[0], **{"checkpoint.resume_from": "latest"}, **changes, **after[1])
     straight, split = (read_metrics(tmp_path / name) for name in ("straight", "split"))
     assert [row["tokens"] for row in split] == [row["tokens"] for row in straight]
     assert [row["epoch"] for row in split] == [row["epoch"] for row in straight]
@@ -130,7 +130,7 @@ def test_weights_are_loaded_and_computed_in_bfloat16(ranks, write, tmp_path):
     assert run_config(write("start")) == 0
     model = {"model_path": str(tmp_path / "start" / "hf")}
     assert run_config(write("one", model=model, max_steps=2)) == 0
-    sizes = {"ep_size": 2, "fsdp": {"compute_dtype": "bfloat16"}, "activation_checkpointing": "full"}
+    sizes = {"ep_size": 2, "fsdp": {"param_dtype": "bfloat16"}, "activation_checkpointing": "full"}
     assert ranks.run(run_config, write("two", model=model, max_steps=2, **sizes)) == [0, 0]
     for a, b in zip(curve(tmp_path / "two"), curve(tmp_path / "one"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-2)
@@ -172,7 +172,7 @@ def test_damaged_file_of_one_rank_is_reported_once(ranks, write, tmp_path):
     data = bytearray(part.read_bytes())
     data[len(data) // 2] ^= 1
     part.write_bytes(data)
-    answers = ranks.run(run_and_capture, write("run", resume_from="latest"))
+    answers = ranks.run(run_and_capture, write("run", **{"checkpoint.resume_from": "latest"}))
     assert [code for code, _ in answers] == [1, 1]
     errors = "".join(text for _, text in answers)
     assert errors.count("opslot: error: ") == 1
@@ -209,6 +209,6 @@ def test_killed_rank_ends_the_run_and_checkpoints_stay(torchrun, write, tmp_path
     done = max(int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*"))
     # One process resumes from the checkpoint of two.
     last = done + 2
-    assert run_config(write("killed", max_steps=last, resume_from="latest", **changes)) == 0
+    assert run_config(write("killed", max_steps=last, **{"checkpoint.resume_from": "latest"}, **changes)) == 0
     assert run_config(write("straight", max_steps=last, **changes)) == 0
     assert_same_curve(curve(tmp_path / "killed"), curve(tmp_path / "straight"))

@@ -45,4 +45,4 @@ def test_stream_resumes(settings, tmp_path):
 
     straight = run("straight", 6)
     assert run("halves", 3) == straight[:3]
-    assert run("halves", 6, "--train.resume_from=latest") == straight
+    assert run("halves", 6, "--train.checkpoint.resume_from=latest") == straight

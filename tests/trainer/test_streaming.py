@@ -27,7 +27,7 @@ def streaming(settings, monkeypatch):
     """`settings` for two epochs of a text that is treated as large, in several shards."""
     in_small_shards(monkeypatch)
     settings["data"]["max_seq_len"] = 64
-    settings["train"] |= {"num_epochs": 2, "global_batch_size": 8, "save_steps": 5, "lr": 1e-3}
+    settings["train"] |= {"num_epochs": 2, "global_batch_size": 8, "checkpoint.save_steps": 5, "lr": 1e-3}
     del settings["train"]["max_steps"]
     return settings
 
@@ -66,7 +66,7 @@ def test_uncounted_run_ends_with_its_epochs(streaming, tmp_path, changes):
 def test_killed_run_resumes_with_any_cache(streaming, tmp_path):
     trainer_of(streaming, tmp_path).train()
     straight = curve(tmp_path / "out")
-    streaming["train"] |= {"output_dir": str(tmp_path / "again"), "resume_from": "latest"}
+    streaming["train"] |= {"output_dir": str(tmp_path / "again"), "checkpoint.resume_from": "latest"}
 
     class Kill(Callback):
         def on_step_end(self, trainer, record):
@@ -89,7 +89,7 @@ def test_killed_run_resumes_with_any_cache(streaming, tmp_path):
 
 def test_complete_run_has_nothing_left_to_train(streaming, tmp_path, capsys):
     done = trainer_of(streaming, tmp_path).train()
-    streaming["train"]["resume_from"] = "latest"
+    streaming["train"]["checkpoint.resume_from"] = "latest"
     again = trainer_of(streaming, tmp_path)
     assert again.max_steps == done.step
     assert "was the last one; nothing left to train" in capsys.readouterr().out
@@ -137,7 +137,7 @@ def test_malformed_line_in_a_later_shard_raises(train, streaming, tmp_path, work
     lines[25] = '{"text": '
     (tmp_path / "bad.jsonl").write_text("\n".join(lines))
     streaming["data"] |= {"train_path": str(tmp_path / "bad.jsonl"), "shuffle": False, "num_workers": workers}
-    streaming["train"]["save_steps"] = 1
+    streaming["train"]["checkpoint.save_steps"] = 1
     code, _, err = train()
     assert code == 2
     assert err.startswith("opslot: error: the data cannot be read:\n- ")

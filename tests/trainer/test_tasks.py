@@ -64,7 +64,7 @@ def trainer_of(settings, tmp_path, **overrides):
 
 
 def test_chat_run_and_its_export(chat_settings, train, tmp_path):
-    chat_settings["train"] |= {"max_steps": 12, "eval_steps": 6, "save_steps": 6}
+    chat_settings["train"] |= {"max_steps": 12, "eval_steps": 6, "checkpoint.save_steps": 6}
     chat_settings["evaluation"] = {"prompts": ["3?"], "max_new_tokens": 4}
     code, out, err = train()
     assert (code, err) == (0, "")
@@ -79,11 +79,11 @@ def test_chat_run_and_its_export(chat_settings, train, tmp_path):
 
 
 def test_resumed_chat_run_equals_an_uninterrupted_one(chat_settings, train, tmp_path):
-    chat_settings["train"] |= {"max_steps": 8, "save_steps": 4, "save_total_limit": None}
+    chat_settings["train"] |= {"max_steps": 8, "checkpoint.save_steps": 4, "checkpoint.save_total_limit": None}
     assert train()[0] == 0
     straight = [record["loss"] for record in read_metrics(tmp_path / "out")]
     first = tmp_path / "out" / "checkpoints" / "step_00000004"
-    code, _, err = train("--train.resume_from", str(first), "--train.output_dir", str(tmp_path / "again"))
+    code, _, err = train("--train.checkpoint.resume_from", str(first), "--train.output_dir", str(tmp_path / "again"))
     assert (code, err) == (0, "")
     assert [record["loss"] for record in read_metrics(tmp_path / "again")] == straight[4:]
 
@@ -142,7 +142,7 @@ def test_early_stopping_keeps_the_best_model(chat_settings, train, tmp_path, mon
         AutoModelForCausalLM.from_pretrained(tmp_path / "out" / name).state_dict() for name in ("hf_best", "hf")
     )
     assert not torch.equal(best["model.norm.weight"], last["model.norm.weight"])
-    code, out, _ = train("--train.resume_from", "latest")
+    code, out, _ = train("--train.checkpoint.resume_from", "latest")
     assert code == 0
     assert "nothing left to train" in out
 
@@ -156,7 +156,7 @@ def test_mixture_is_drawn_by_weight_and_resumes_exactly(settings, train, tmp_pat
         {"path": str(tmp_path / "a.jsonl"), "weight": 3},
         {"path": str(tmp_path / "b.jsonl"), "weight": 1},
     ]
-    settings["train"] |= {"max_steps": 6, "save_steps": 3, "save_total_limit": None}
+    settings["train"] |= {"max_steps": 6, "checkpoint.save_steps": 3, "checkpoint.save_total_limit": None}
     trainer = trainer_of(settings, tmp_path)
     letters = [int(trainer.train_set[number]["input_ids"][0]) for number in range(400)]
     share = letters.count(max(set(letters), key=letters.count)) / len(letters)
@@ -164,10 +164,10 @@ def test_mixture_is_drawn_by_weight_and_resumes_exactly(settings, train, tmp_pat
     assert train()[0] == 0
     straight = [record["loss"] for record in read_metrics(tmp_path / "out")]
     checkpoint = str(tmp_path / "out" / "checkpoints" / "step_00000003")
-    assert train("--train.resume_from", checkpoint, "--train.output_dir", str(tmp_path / "again"))[0] == 0
+    assert train("--train.checkpoint.resume_from", checkpoint, "--train.output_dir", str(tmp_path / "again"))[0] == 0
     assert [record["loss"] for record in read_metrics(tmp_path / "again")] == straight[3:]
     settings["data"]["train"][0]["weight"] = 2
-    code, _, err = train("--train.resume_from", checkpoint, "--train.output_dir", str(tmp_path / "other"))
+    code, _, err = train("--train.checkpoint.resume_from", checkpoint, "--train.output_dir", str(tmp_path / "other"))
     assert code == 2
     assert "weight 0.75 -> " in err
 
@@ -328,3 +328,42 @@ def test_settings_of_another_task_are_warned_about(settings, train):
     assert code == 0
     assert "warning: data.train_on has no effect on task pretrain; it is for task sft" in out
     assert "warning: data.label_names has no effect on task pretrain; it is for task classification" in out
+
+
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+# Writes the number of turns first, so that it differs with and without an assistant's turn.
+COUNTING = "{{ messages | length }}" + TEMPLATE
+STRICT = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endfor %}" + TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "message", "hint"),
+    [
+        (COUNTING, {"messages": [USER, ANSWER]}, "the trained part is unknown", "{% generation %}"),
+        (STRICT, {"messages": [{**USER, "role": "tool"}, ANSWER]}, "the chat template rejects it: no tools", ""),
+        (TEMPLATE, {"messages": [USER, {**ANSWER, "content": ""}]}, "messages[1]: the assistant's turn is empty", ""),
+        (TEMPLATE, {"messages": [USER, {**ANSWER, "content": "x" * 90}]}, "more than data.max_seq_len=64", "truncate"),
+        (TEMPLATE, {"prompt": "a", "completion": "b"}, "no messages, which the file's first record has", ""),
+    ],
+    ids=["unknown trained part", "role", "empty turn", "too long", "other columns"],
+)
+def test_bad_chat_data_is_one_error_or_counted(chat_settings, train, tmp_path, template, record, message, hint):
+    """The error has the sample, its file, and a hint; where configured, the sample is left out and counted."""
+    (tmp_path / "template.jinja").write_text(template)
+    file = tmp_path / "chat.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[:2], json.dumps(record), *lines[2:]]))
+    chat_settings["data"] |= {"chat_template": str(tmp_path / "template.jinja"), "packing": True}
+    code, _, error = train("--train.max_steps", "1")
+    assert code == 2
+    assert error.count("opslot: error: ") == 1
+    assert f"{file}, line {1 if template is COUNTING else 3}: " in error
+    assert message in error
+    (found,) = [line for line in error.splitlines() if line.startswith("  hint: ")]
+    assert "skip" in found
+    assert hint in error
+    if template is not COUNTING:
+        code, out, _ = train("--train.max_steps", "1", "--data.on_bad_sample", "skip", "--data.long_samples", "skip")
+        assert code == 0
+        assert "in 24 samples" in out
+        assert f"; 1 samples left out: {'too long' if 'truncate' in hint else 'malformed'}" in out

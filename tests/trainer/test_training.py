@@ -63,7 +63,13 @@ def test_hf_backend_trains_without_a_kernel_table(settings, train, monkeypatch):
 
 @pytest.mark.usefixtures("picture")
 def test_files_in_the_output_folder(train, settings, tmp_path):
-    settings["train"] |= {"max_steps": 30, "save_steps": 10, "eval_steps": 10, "save_total_limit": 2, "lr": 3e-2}
+    settings["train"] |= {
+        "max_steps": 30,
+        "checkpoint.save_steps": 10,
+        "eval_steps": 10,
+        "checkpoint.save_total_limit": 2,
+        "lr": 3e-2,
+    }
     settings["train"]["logging"] = {"tensorboard": True}
     code, out, err = train()
     assert (code, err) == (0, "")
@@ -127,7 +133,7 @@ class Renaming:
         return []
 
 
-@pytest.mark.parametrize("fsdp", [{}, {"compute_dtype": "float32"}], ids=["whole", "sharded"])
+@pytest.mark.parametrize("fsdp", [{}, {"param_dtype": "float32"}], ids=["whole", "sharded"])
 def test_weights_are_loaded_through_the_architecture_converters(settings, tmp_path, monkeypatch, fsdp):
     settings["train"] |= {"max_steps": 1, "output_dir": str(tmp_path / "start")}
     trainer_of(settings, tmp_path).train()
@@ -155,7 +161,7 @@ def test_named_kernel_for_the_compute_dtype_only(settings, tmp_path):
     try:
         with pytest.raises(ConfigError, match="takes bfloat16, not float32"):
             trainer_of(settings, tmp_path)
-        settings["train"] |= {"max_steps": 1, "fsdp": {"compute_dtype": "bfloat16"}}
+        settings["train"] |= {"max_steps": 1, "fsdp": {"param_dtype": "bfloat16"}}
         trainer = trainer_of(settings, tmp_path)
         rows = [
             record for record in explain(trainer.model).rows if (record.op, record.variant) == ("rms_norm", "standard")
@@ -169,11 +175,11 @@ def test_named_kernel_for_the_compute_dtype_only(settings, tmp_path):
 
 
 def test_stopped_and_resumed_run_equals_an_uninterrupted_one(train, settings, tmp_path):
-    settings["train"] |= {"max_steps": 9, "save_steps": 3, "eval_steps": 4}
+    settings["train"] |= {"max_steps": 9, "checkpoint.save_steps": 3, "eval_steps": 4}
     assert train()[0] == 0
     straight = curve(tmp_path / "out")
     settings["train"]["output_dir"] = str(tmp_path / "again")
-    settings["train"]["resume_from"] = "latest"
+    settings["train"]["checkpoint.resume_from"] = "latest"
 
     class Kill(Callback):
         def on_step_end(self, trainer, record):
@@ -215,7 +221,7 @@ def test_resumed_run_has_the_same_dropout(settings, tmp_path, model_folder, data
 
     straight = run("straight", 4)
     assert run("halves", 2) == straight[:2]
-    assert run("halves", 4, resume_from="latest") == straight
+    assert run("halves", 4, **{"checkpoint.resume_from": "latest"}) == straight
 
 
 # Kills itself when a checkpoint file is written, or within the forward pass of a step. Uses as many threads as the run
@@ -247,10 +253,10 @@ sys.exit(cli_train(sys.argv[4:]))
 
 @pytest.mark.slow
 def test_sigkill_during_a_save_and_a_step(forks, train, settings, tmp_path):
-    settings["train"] |= {"max_steps": 8, "save_steps": 2, "save_total_limit": 2}
+    settings["train"] |= {"max_steps": 8, "checkpoint.save_steps": 2, "checkpoint.save_total_limit": 2}
     assert train()[0] == 0
     straight = curve(tmp_path / "out")
-    settings["train"] |= {"output_dir": str(tmp_path / "killed"), "resume_from": "latest"}
+    settings["train"] |= {"output_dir": str(tmp_path / "killed"), "checkpoint.resume_from": "latest"}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
@@ -316,7 +322,7 @@ def test_signal_during_a_write_to_the_console(settings, tmp_path):
 
 
 def test_resume_latest_without_checkpoint_and_after_the_last_step(train, settings):
-    settings["train"]["resume_from"] = "latest"
+    settings["train"]["checkpoint.resume_from"] = "latest"
     code, out, _ = train()
     assert code == 0
     assert "; starting from step 1" in out
@@ -336,13 +342,13 @@ def test_checkpoints_of_another_run_are_not_overwritten(train, tmp_path):
 
 
 def test_resume_before_later_checkpoints_needs_another_folder(train, settings, tmp_path):
-    settings["train"]["save_steps"] = 2
+    settings["train"]["checkpoint.save_steps"] = 2
     assert train()[0] == 0
     middle = tmp_path / "out" / "checkpoints" / "step_00000002"
-    code, _, err = train("--train.resume_from", str(middle))
+    code, _, err = train("--train.checkpoint.resume_from", str(middle))
     assert code == 2
     assert "step_00000004" in err
-    code, _, _ = train("--train.resume_from", str(middle), "--train.output_dir", str(tmp_path / "branch"))
+    code, _, _ = train("--train.checkpoint.resume_from", str(middle), "--train.output_dir", str(tmp_path / "branch"))
     assert code == 0
     assert curve(tmp_path / "branch") == curve(tmp_path / "out")[2:]
 
@@ -350,7 +356,12 @@ def test_resume_before_later_checkpoints_needs_another_folder(train, settings, t
 def test_resumed_run_uses_its_own_optimizer_settings(settings, tmp_path):
     settings["train"] |= {"max_steps": 2, "weight_decay": 0.0}
     trainer_of(settings, tmp_path).train()
-    settings["train"] |= {"max_steps": 3, "weight_decay": 0.5, "optimizer": {"beta2": 0.9}, "resume_from": "latest"}
+    settings["train"] |= {
+        "max_steps": 3,
+        "weight_decay": 0.5,
+        "optimizer": {"beta2": 0.9},
+        "checkpoint.resume_from": "latest",
+    }
     resumed = trainer_of(settings, tmp_path)
     groups = resumed.optimizer.param_groups
     assert [(group["weight_decay"], group["betas"]) for group in groups] == [(0.5, (0.9, 0.9)), (0.0, (0.9, 0.9))]
@@ -359,7 +370,9 @@ def test_resumed_run_uses_its_own_optimizer_settings(settings, tmp_path):
 
 def test_resume_with_changed_data_raises(train, settings, tmp_path):
     assert train()[0] == 0
-    code, _, err = train("--train.resume_from", "latest", "--data.max_seq_len", "64", "--train.max_steps", "6")
+    code, _, err = train(
+        "--train.checkpoint.resume_from", "latest", "--data.max_seq_len", "64", "--train.max_steps", "6"
+    )
     assert code == 2
     assert "data.max_seq_len: 32 -> 64" in err
 
@@ -369,7 +382,7 @@ def test_damaged_checkpoint_raises(train, tmp_path, damaged):
     assert train()[0] == 0
     file = tmp_path / "out" / "checkpoints" / "step_00000004" / damaged
     file.write_bytes(file.read_bytes()[:1000])
-    code, _, err = train("--train.resume_from", "latest", "--train.max_steps", "6")
+    code, _, err = train("--train.checkpoint.resume_from", "latest", "--train.max_steps", "6")
     assert code == 1
     assert "step_00000004 cannot be read\n  found: " in err
     assert "hint: move it away and resume from the one before" in err
@@ -377,16 +390,16 @@ def test_damaged_checkpoint_raises(train, tmp_path, damaged):
 
 @pytest.mark.parametrize("lost", [".metadata", "trainer_state.json"])
 def test_incomplete_newest_checkpoint_is_not_skipped(train, settings, tmp_path, lost):
-    settings["train"]["save_steps"] = 2
+    settings["train"]["checkpoint.save_steps"] = 2
     assert train()[0] == 0
     checkpoints = tmp_path / "out" / "checkpoints"
     (checkpoints / "step_00000004" / lost).unlink()
-    code, _, err = train("--train.resume_from", "latest", "--train.max_steps", "6")
+    code, _, err = train("--train.checkpoint.resume_from", "latest", "--train.max_steps", "6")
     assert code == 2
     assert "step_00000004 is incomplete" in err
     assert "continue from step_00000002" in err
     shutil.rmtree(checkpoints / "step_00000002")
-    assert "continue from the first step" in train("--train.resume_from", "latest")[2]
+    assert "continue from the first step" in train("--train.checkpoint.resume_from", "latest")[2]
 
 
 @pytest.mark.parametrize("extra", [{}, {"output_router_logits": True}])
@@ -430,7 +443,7 @@ def test_aux_loss_of_a_step_is_the_mean_of_its_micro_batches(settings, tmp_path,
 
 @pytest.mark.usefixtures("picture")
 def test_nan_loss_stops_the_run_and_keeps_checkpoints(train, settings, tmp_path, monkeypatch):
-    settings["train"] |= {"save_steps": 1, "max_steps": 5}
+    settings["train"] |= {"checkpoint.save_steps": 1, "max_steps": 5}
     original = TextTrainer.split_loss
 
     def broken(self, outputs):
@@ -444,13 +457,13 @@ def test_nan_loss_stops_the_run_and_keeps_checkpoints(train, settings, tmp_path,
     assert "the last checkpoint is" in err
     assert [path.name for path in find_checkpoints(tmp_path / "out" / "checkpoints")][-1] == "step_00000002"
     monkeypatch.undo()
-    assert train("--train.resume_from", "latest")[0] == 0
+    assert train("--train.checkpoint.resume_from", "latest")[0] == 0
     assert [record["step"] for record in read_metrics(tmp_path / "out")] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("moment", ["on_train_start", "on_step_end", "close"])
 def test_full_disk_is_one_error_and_callbacks_are_closed(train, settings, monkeypatch, moment):
-    settings["train"] |= {"save_steps": 2, "max_steps": 3}
+    settings["train"] |= {"checkpoint.save_steps": 2, "max_steps": 3}
     closed, really = [], getattr(MetricsCallback, moment)
 
     def full(self, trainer, *record):
@@ -463,7 +476,7 @@ def test_full_disk_is_one_error_and_callbacks_are_closed(train, settings, monkey
     code, _, err = train()
     assert code == 1
     assert err.startswith(f"opslot: error: the run's files cannot be written to {settings['train']['output_dir']}: No ")
-    assert "free disk space, then continue with train.resume_from: latest" in err
+    assert "free disk space, then continue with train.checkpoint.resume_from: latest" in err
     assert "Traceback" not in err
     assert len(closed) == 1
 

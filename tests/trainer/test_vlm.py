@@ -33,7 +33,7 @@ def trainer_of(settings, tmp_path, **overrides):
 
 
 def test_run_and_export(vlm_settings, tmp_path, train):
-    vlm_settings["train"] |= {"eval_steps": 2, "save_steps": 2}
+    vlm_settings["train"] |= {"eval_steps": 2, "checkpoint.save_steps": 2}
     code, out, err = train()
     assert code == 0, err
     from transformers import AutoModelForImageTextToText
@@ -114,13 +114,13 @@ def test_loss_equals_that_of_transformers_processor_and_model(vlm_settings, tmp_
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resume_is_exact(vlm_settings, tmp_path, train, workers):
-    vlm_settings["train"] |= {"max_steps": 6, "save_steps": 3}
+    vlm_settings["train"] |= {"max_steps": 6, "checkpoint.save_steps": 3}
     vlm_settings["data"] |= {"num_workers": workers, "max_tokens_per_batch": 96}
     code, _, err = train()
     assert code == 0, err
     whole = [(record["step"], record["loss"]) for record in read_metrics(tmp_path / "out")]
     shutil.rmtree(tmp_path / "out" / "checkpoints" / "step_00000006")
-    code, out, err = train("--train.resume_from=latest")
+    code, out, err = train("--train.checkpoint.resume_from=latest")
     assert code == 0, err
     assert "step_00000003 (step 3)" in out
     assert [(record["step"], record["loss"]) for record in read_metrics(tmp_path / "out")] == whole

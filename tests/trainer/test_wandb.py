@@ -44,7 +44,7 @@ def test_resumed_run_keeps_its_wandb_id_and_trackio_gets_the_name(train, setting
     monkeypatch.setattr("opslot.trainer.validate.has_package", lambda name: True)
     settings["train"]["logging"] |= {"wandb": True, "trackio": True, "wandb_entity": "team", "run_name": "first"}
     assert train()[0] == 0
-    assert train("--train.max_steps", "6", "--train.resume_from", "latest")[0] == 0
+    assert train("--train.max_steps", "6", "--train.checkpoint.resume_from", "latest")[0] == 0
     first, tracked, resumed, _ = started
     assert first["id"] == resumed["id"]
     assert (first["entity"], first["run"], tracked["run"]) == ("team", "first", "first")

@@ -102,7 +102,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot, group: ProcessGroup | None 
         raise CheckpointError(
             f"the checkpoint of step {snapshot.step} cannot be written to {folder.parent}",
             found=root_cause(error),
-            hint="free disk space, then run again with train.resume_from: latest; earlier checkpoints are intact",
+            hint="free disk space, then set train.checkpoint.resume_from: latest; earlier checkpoints are intact",
         ) from error
 
 

@@ -64,7 +64,7 @@ def read_source(model: str) -> Source:
     return Source(
         folder,
         dict(chosen),
-        config.train.fsdp.compute_dtype or config.model.torch_dtype,
+        config.train.fsdp.param_dtype or config.model.torch_dtype,
         None if config.model.device == "auto" else config.model.device,
         config.model.trust_remote_code,
     )

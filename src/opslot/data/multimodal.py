@@ -190,7 +190,7 @@ class MultimodalEncoder(ChatEncoder):
             raise DataError(
                 f"{where}: {error}",
                 found="it could be read when it was tokenized",
-                hint="restore the file and continue with train.resume_from: latest",
+                hint="restore the file and continue with train.checkpoint.resume_from: latest",
             ) from error
         ids = inputs["input_ids"][0]
         if not torch.equal(ids[: len(tokens)], tokens):

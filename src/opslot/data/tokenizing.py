@@ -48,7 +48,7 @@ class TokenizingProcesses:
             how = f"signal {-code}; out of memory?" if code < 0 else f"exit code {code}, see above"
             raise DataError(
                 f"a tokenizing process exited ({how})",
-                hint="lower data.num_workers, and continue with train.resume_from: latest",
+                hint="lower data.num_workers, and continue with train.checkpoint.resume_from: latest",
             )
 
     def stop(self) -> None:

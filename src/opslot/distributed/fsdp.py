@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.utils import clip_grads_with_norm_
 
 from opslot._base.errors import ConfigError
 from opslot.distributed.activations import CheckpointingMode, checkpoint_activations
@@ -171,9 +170,17 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_
         norms = [_norm([p.grad for p in group if p.grad is not None], norm_type) for group in owners.values()]
         total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if math.isfinite(max_norm):
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for group in owners.values():
-            clip_grads_with_norm_(group, max_norm, total)
+            _scale([p.grad for p in group if p.grad is not None], scale)
     return total
+
+
+@torch.no_grad()
+def _scale(grads: list[Tensor], factor: Tensor) -> None:
+    """Of local shards, since torch's sharding propagation for lists of DTensors takes longer than the multiplication."""
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    torch._foreach_mul_(local, factor.to(local[0].device))
 
 
 @torch.no_grad()

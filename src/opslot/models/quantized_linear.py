@@ -26,7 +26,7 @@ def nf4_problem(sharded: bool) -> str | None:
     if not has_package("bitsandbytes"):
         return f"nf4 needs bitsandbytes; {INSTALL}"
     if sharded:
-        return "FSDP2 cannot shard weights in nf4; use one process, without train.fsdp.compute_dtype and cpu_offload"
+        return "FSDP2 cannot shard weights in nf4; use one process, without train.fsdp.param_dtype and cpu_offload"
     return None
 
 

@@ -122,7 +122,7 @@ class BaseTrainer(ABC):
         self.tokens_seen = 0
         self.batches: BatchSource = self.build_data()
         seed_everything(config.train.seed)
-        self.loss_scaler = LossScaler(dtype_of(config.train.fsdp.compute_dtype))
+        self.loss_scaler = LossScaler(dtype_of(config.train.fsdp.param_dtype))
         self.model: PreTrainedModel = prepare_model(
             self.build_model(), config, self.state, self.inputs.checkpoint, self.say
         )
@@ -139,8 +139,8 @@ class BaseTrainer(ABC):
         self._first_step = self.step
         self.saver = CheckpointSaver(
             self.output_dir / checkpointing.CHECKPOINTS,
-            keep=config.train.save_total_limit,
-            background=config.train.async_save,
+            keep=config.train.checkpoint.save_total_limit,
+            background=config.train.checkpoint.async_save,
         )
         self.callbacks = list(callbacks) if callbacks is not None else self.default_callbacks()
         self._stop_signal: int | None = None
@@ -297,7 +297,7 @@ class BaseTrainer(ABC):
         return outputs.loss - weighted, weighted
 
     def save_checkpoint(self) -> Path:
-        """Write a checkpoint of the current step; with `train.async_save` it is complete after `self.saver.wait()`."""
+        """Write a checkpoint of the current step; with `async_save` it is complete after `self.saver.wait()`."""
         return self.saver.save(
             checkpointing.take_snapshot(
                 self.step,
@@ -441,14 +441,14 @@ class BaseTrainer(ABC):
             found=f"{last}; this step has not changed the weights",
             hint=(
                 "lower train.lr, raise train.warmup_steps, or check the kernels with opslot verify; "
-                "then continue with train.resume_from: latest"
+                "then continue with train.checkpoint.resume_from: latest"
             ),
         )
 
     def _restore(self) -> None:
         checkpoint = self.inputs.checkpoint
         if checkpoint is None:
-            if self.config.train.resume_from == "latest":
+            if self.config.train.checkpoint.resume_from == "latest":
                 self.say(f"no checkpoint in {self.output_dir}; starting from step 1")
             return
         state, _ = checkpointing.read_state(checkpoint)

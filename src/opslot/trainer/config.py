@@ -17,7 +17,7 @@ class ModelConfig:
         model_path: folder of the Hugging Face checkpoint to start from; default random weights.
         tokenizer_path: folder of the tokenizer (for task vlm, of the processor), or its tokenizer.json; default
             `model_path`, then `config_path`.
-        torch_dtype: dtype of the parameters and of the optimizer state; see also `train.fsdp.compute_dtype`.
+        torch_dtype: dtype of the parameters and of the optimizer state; see also `train.fsdp.param_dtype`.
         device: where to train; auto selects a GPU if there is one.
         export_excluded: keep in the export the weights of `model_path` that are not built for training, such as the
             speech parts of an omni model.
@@ -74,9 +74,9 @@ class FSDPConfig:
     """Sharding of the parameters with FSDP2, its mixed precision, and the overlap of communication.
 
     Args:
-        replicas: number of replicas (dp_replicate of HSDP); 1 shards over all processes.
-        compute_dtype: dtype of the forward and backward pass; default that of the parameters. float16 trains with a
-            dynamic loss scale.
+        dp_replicate: number of groups of processes that hold the same shards (HSDP); 1 shards over all processes.
+        param_dtype: dtype of the gathered parameters, thus of the forward and backward pass; default
+            `model.torch_dtype`. float16 trains with a dynamic loss scale.
         reduce_dtype: dtype of the gradient reduction.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         reshard_after_forward: free a layer's gathered parameters after the forward pass and gather them again for the
@@ -87,14 +87,36 @@ class FSDPConfig:
         ulysses_overlap: with `train.sp_size`, overlap the all-to-alls of query, key and value with their projections.
     """
 
-    replicas: int = 1
-    compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    dp_replicate: int = 1
+    param_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     cpu_offload: bool = False
     reshard_after_forward: bool = True
     prefetch: int = 1
     copy_engine: bool | None = None
     ulysses_overlap: bool = False
+
+
+@dataclass
+class CheckpointConfig:
+    """Checkpoints, exports of the weights, and where to resume.
+
+    Args:
+        save_steps: number of steps between two checkpoints; the last step is always saved.
+        async_save: write checkpoints in the background from a copy in host memory; a save waits for the previous one.
+            Off: training waits for the write, and no copy is made.
+        save_total_limit: number of checkpoints to keep; older ones are deleted. null keeps all.
+        export_steps: number of steps between two exports in Hugging Face's format, to <output_dir>/hf_step_<step>; the
+            last step is always exported, to <output_dir>/hf. null: no others.
+        resume_from: "latest" continues from the newest checkpoint in `output_dir`, or starts at step 1 if there is
+            none; or the folder of a checkpoint.
+    """
+
+    save_steps: int | None = None
+    async_save: bool = True
+    save_total_limit: int | None = 3
+    export_steps: int | None = None
+    resume_from: str | None = None
 
 
 @dataclass
@@ -130,7 +152,7 @@ class LoggingConfig:
 
 @dataclass
 class TrainConfig:
-    """Steps, batch sizes, learning rate, checkpoints and parallelism.
+    """Steps, batch sizes, learning rate and parallelism.
 
     Args:
         output_dir: folder for everything the run writes; one run at a time may write to it.
@@ -151,21 +173,14 @@ class TrainConfig:
         activation_checkpointing: full recomputes each layer in the backward pass instead of storing its activations;
             selective stores the outputs of matmuls and attention and recomputes the rest.
         activation_offload: with activation checkpointing, keep the inputs of layers in host memory.
-        save_steps: number of steps between two checkpoints; the last step is always saved.
-        async_save: write checkpoints in the background from a copy in host memory; a save waits for the previous one.
-            Off: training waits for the write, and no copy is made.
-        save_total_limit: number of checkpoints to keep; older ones are deleted. null keeps all.
-        export_steps: number of steps between two exports in Hugging Face's format, to <output_dir>/hf_step_<step>; the
-            last step is always exported, to <output_dir>/hf. null: no others.
         eval_steps: number of steps between two evaluations; the last step is always evaluated. null: no evaluation.
-        resume_from: "latest" continues from the newest checkpoint in `output_dir`, or starts at step 1 if there is
-            none; or the folder of a checkpoint.
         freeze: parts that are not trained: vision, audio, merger, language_model (with its output layer), or globs of
             fully qualified parameter names such as model.language_model.layers.0.*.
         lr_of: peak learning rate of parts, named as in `freeze`, where it differs from `lr`; for a parameter that
             several match, the last one counts.
         sp_size: processes that share one sequence (Ulysses sequence parallelism).
         ep_size: processes that share the experts (expert parallelism).
+        checkpoint: checkpoints, exports of the weights, and where to resume.
         fsdp: sharding of the parameters.
         optimizer: the optimizer and its settings.
         logging: what is logged.
@@ -184,16 +199,12 @@ class TrainConfig:
     seed: int = 0
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     activation_offload: bool = False
-    save_steps: int | None = None
-    async_save: bool = True
-    save_total_limit: int | None = 3
-    export_steps: int | None = None
     eval_steps: int | None = None
-    resume_from: str | None = None
     freeze: list[str] | None = None
     lr_of: dict[str, float] | None = None
     sp_size: int = 1
     ep_size: int = 1
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -214,7 +225,12 @@ class LoraConfig:
         quantization: nf4 quantizes the frozen linear layers to 4 bits as they are read (QLoRA, bitsandbytes); the
             embeddings and the output head keep `model.torch_dtype`. For one process, and models without experts.
         use_rslora: scale by alpha / sqrt(r) instead.
-        init: kaiming is PEFT's default, gaussian has standard deviation 1 / r; either way the adapters start as zero.
+        use_dora: also train the norm of the weights of each output (DoRA); not for experts or with `quantization`.
+        rank_pattern: ranks of parts of the model, name or regular expression to rank, e.g. {o_proj: 32}.
+        alpha_pattern: the same for alpha, which is otherwise `alpha`, whatever the rank.
+        init: kaiming is PEFT's default, gaussian has standard deviation 1 / r; with both the adapters start as zero.
+            pissa and olora start from the largest parts of the weights, in one process; what is saved is an adapter of
+            twice the rank for the unchanged base model.
         merge: also export the base model with the adapters added, to <output_dir>/hf/merged.
     """
 
@@ -226,7 +242,10 @@ class LoraConfig:
     experts: bool = False
     quantization: Literal["nf4"] | None = None
     use_rslora: bool = False
-    init: Literal["kaiming", "gaussian"] = "kaiming"
+    use_dora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    init: Literal["kaiming", "gaussian", "pissa", "olora"] = "kaiming"
     merge: bool = False
 
 

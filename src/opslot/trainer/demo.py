@@ -133,7 +133,7 @@ def write_config(output: Path) -> Path:
             "lr_scheduler": "cosine",
             "warmup_steps": 50,
             "weight_decay": 0.1,
-            "save_steps": 200,
+            "checkpoint": {"save_steps": 200},
             "eval_steps": 200,
         },
     }

@@ -18,11 +18,11 @@ class LossScaler:
     model computes in float16.
 
     Args:
-        compute_dtype: dtype of the forward and backward pass.
+        param_dtype: dtype of the forward and backward pass.
     """
 
-    def __init__(self, compute_dtype: torch.dtype | None) -> None:
-        self.enabled = compute_dtype == torch.float16
+    def __init__(self, param_dtype: torch.dtype | None) -> None:
+        self.enabled = param_dtype == torch.float16
         self.scale = _INITIAL_SCALE if self.enabled else 1.0
         self._steps_without_overflow = 0
 

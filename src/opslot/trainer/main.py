@@ -114,7 +114,9 @@ def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]
         if trainer.best.step is not None and best.is_dir():
             trainer.say(f"the best model (step {trainer.best.step}) is in {best}")
     else:
-        trainer.say(f"stopped after step {result.step}; checkpoint saved, continue with --train.resume_from latest")
+        trainer.say(
+            f"stopped after step {result.step}; checkpoint saved, continue with --train.checkpoint.resume_from latest"
+        )
     return trainer, result
 
 

@@ -38,7 +38,7 @@ def check_optimizer(config: RunConfig, problems: list[str]) -> None:
 
 def is_sharded(train: TrainConfig) -> bool:
     """Whether parameters are FSDP's."""
-    return launched_world_size() > 1 or train.fsdp.compute_dtype is not None or train.fsdp.cpu_offload
+    return launched_world_size() > 1 or train.fsdp.param_dtype is not None or train.fsdp.cpu_offload
 
 
 def _group_problems(groups: list[dict[str, Any]] | None) -> Iterator[str]:

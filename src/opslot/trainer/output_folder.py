@@ -28,22 +28,22 @@ def check_output(train: TrainConfig, problems: list[str]) -> Path | None:
         problems.append(f"train.output_dir: {problem}")
         return None
     present = find_checkpoints(output / CHECKPOINTS)
-    if train.resume_from is None:
+    if train.checkpoint.resume_from is None:
         if present:
             problems.append(
                 f"train.output_dir: {output} holds checkpoints of another run (newest {present[-1].name}); "
-                "set train.resume_from: latest to continue it, or another train.output_dir"
+                "set train.checkpoint.resume_from: latest to continue it, or another train.output_dir"
             )
         return None
-    if train.resume_from == "latest":
+    if train.checkpoint.resume_from == "latest":
         return _latest(output / CHECKPOINTS, present, problems)
-    wanted = Path(train.resume_from).expanduser()
+    wanted = Path(train.checkpoint.resume_from).expanduser()
     if not is_complete(wanted):
         what = "not a complete checkpoint" if wanted.exists() else "no such folder"
         known = ", ".join(path.name for path in present) or "none"
         problems.append(
-            f"train.resume_from={train.resume_from}: {what}; set it to latest or to a folder such as "
-            f"{output / CHECKPOINTS / 'step_00000100'} (existing: {known})"
+            f"train.checkpoint.resume_from={train.checkpoint.resume_from}: {what}; set it to latest or a folder such "
+            f"as {output / CHECKPOINTS / 'step_00000100'} (existing: {known})"
         )
         return None
     own = (output / CHECKPOINTS).is_dir() and wanted.parent.samefile(output / CHECKPOINTS)
@@ -51,7 +51,7 @@ def check_output(train: TrainConfig, problems: list[str]) -> Path | None:
     foreign = present and not own
     if later or foreign:
         problems.append(
-            f"train.resume_from={train.resume_from}: {output} has other checkpoints "
+            f"train.checkpoint.resume_from={train.checkpoint.resume_from}: {output} has other checkpoints "
             f"({', '.join(later or [path.name for path in present])}); use another train.output_dir, or move them away"
         )
     return wanted
@@ -63,7 +63,7 @@ def _latest(folder: Path, present: list[Path], problems: list[str]) -> Path | No
     if newest is not None and newest not in present:
         before = present[-1].name if present else "the first step"
         problems.append(
-            f"train.resume_from=latest: {newest} is incomplete ({STATE_FILE} or .metadata is missing); "
+            f"train.checkpoint.resume_from=latest: {newest} is incomplete ({STATE_FILE} or .metadata is missing); "
             f"restore it, or move it away to continue from {before}"
         )
     return present[-1] if present else None

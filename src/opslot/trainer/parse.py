@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from opslot.trainer.config import RunConfig
 from opslot.trainer.field_hints import known_elsewhere
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentParser, Namespace
 
 USAGE = "opslot train [CONFIG.yaml] [--section.field VALUE ...] [--traceback]"
 
@@ -25,7 +25,7 @@ EXAMPLES = """examples:
   opslot train configs/text.yaml
   opslot train --task sft --model.model_path models/Qwen3-0.6B --data.train_path chats.jsonl
   opslot train run.yaml --train.max_steps 200 --train.lr 1e-3
-  opslot train run.yaml --train.resume_from latest
+  opslot train run.yaml --train.checkpoint.resume_from latest
   opslot train run.yaml --model.ops_implementation eager
   opslot train run.yaml --model.ops_implementation.rms_norm_implementation triton
   opslot train --model.model_path models/Qwen3-0.6B --data.train_path 'corpus/**/*.jsonl' --train.output_dir outputs/run
@@ -35,7 +35,7 @@ EXAMPLES = """examples:
 
 _HALF = (
     "float16 parameters cannot be trained, since optimizer updates underflow; use float32 parameters with "
-    "train.fsdp.compute_dtype: float16 or bfloat16, or bfloat16 parameters"
+    "train.fsdp.param_dtype: float16 or bfloat16, or bfloat16 parameters"
 )
 _VALUE_HINTS = {("model.torch_dtype", name): _HALF for name in ("float16", "fp16", "half", "torch.float16")}
 
@@ -58,13 +58,11 @@ def load_config(source: str | Path | Sequence[str]) -> RunConfig:
     problems: list[str] = []
     schema = _leaf_types(RunConfig)
     parser = build_parser()
-    kept = _checked_values(values, schema, parser, problems)
-    overrides = _checked_overrides(argv, schema, parser, problems)
+    namespace = _checked_values(values, schema, parser, problems)
+    namespace = _checked_overrides(argv, schema, parser, namespace, problems)
     if problems:
         raise ConfigError(list_problems(f"the configuration has {count_of(problems)}", problems, shown=30))
-    namespace = parser.parse_object(kept)
-    if overrides:
-        namespace = parser.parse_args(overrides, namespace=namespace)
+    assert namespace is not None, "fields are independent, so a value that is not valid is a problem above"
     parsed = parser.instantiate_classes(namespace)
     return RunConfig(**{section.name: getattr(parsed, section.name) for section in dataclasses.fields(RunConfig)})
 
@@ -93,10 +91,10 @@ COMMON = {
     "train.lr",
     "train.lr_scheduler",
     "train.warmup_steps",
-    "train.save_steps",
+    "train.checkpoint.save_steps",
     "train.eval_steps",
-    "train.resume_from",
-    "train.fsdp.compute_dtype",
+    "train.checkpoint.resume_from",
+    "train.fsdp.param_dtype",
     "evaluation.prompts",
     "lora.r",
     "lora.target_modules",
@@ -157,7 +155,7 @@ def config_changes(then: Any, now: dict[str, Any]) -> list[str]:
     schema = _leaf_types(RunConfig)
     before = dict(_flatten(then, schema)) if isinstance(then, dict) else {}
     after = dict(_flatten(now, schema))
-    ignored = ("train.output_dir", "train.resume_from")
+    ignored = ("train.output_dir", "train.checkpoint.resume_from")
     return [
         f"{name}: {before[name]} -> {after[name]}"
         for name in schema
@@ -224,15 +222,14 @@ def _flatten(values: dict[str, Any], schema: dict[str, Any], prefix: str = "") -
 
 def _checked_values(
     values: dict[str, Any], schema: dict[str, Any], parser: ArgumentParser, problems: list[str]
-) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
+) -> Namespace | None:
     seen: set[str] = set()
     every: dict[str, Any] = {}
     for name, value in _flatten(values, schema):
         if name in schema:
             _merge(every, _nested(name, value))
     # Parsing takes a while, so values are parsed one by one only if one of them is wrong.
-    all_valid = _accepts(lambda: parser.parse_object(every))
+    parsed = _attempt(parser.parse_object, every)
     for name, value in _flatten(values, schema):
         if name in seen:
             problems.append(f"{name} is given twice, nested and with dots; remove one of them")
@@ -243,17 +240,18 @@ def _checked_values(
         if value is None and not _takes_none(schema[name]):
             problems.append(_wrong_type(name, value, schema))
             continue
-        nested = _nested(name, value)
-        if all_valid or _accepts(lambda nested=nested: parser.parse_object(nested)):
-            _merge(kept, nested)
-        else:
+        if parsed is None and _attempt(parser.parse_object, _nested(name, value)) is None:
             problems.append(_wrong_type(name, value, schema))
-    return kept
+    return parsed
 
 
 def _checked_overrides(
-    argv: list[str], schema: dict[str, Any], parser: ArgumentParser, problems: list[str]
-) -> list[str]:
+    argv: list[str],
+    schema: dict[str, Any],
+    parser: ArgumentParser,
+    namespace: Namespace | None,
+    problems: list[str],
+) -> Namespace | None:
     kept: list[tuple[str, str]] = []
     position = 0
     while position < len(argv):
@@ -276,24 +274,26 @@ def _checked_overrides(
             problems.append(_wrong_type(name, None, schema))
         else:
             kept.append((name, value))
+    if not kept:
+        return namespace
     options = [f"--{name}={value}" for name, value in kept]
-    if options and not _accepts(lambda: parser.parse_args(options)):
+    parsed = _attempt(parser.parse_args, options, namespace)
+    if parsed is None:
         problems += [
             _wrong_type(name, value, schema)
             for (name, value), option in zip(kept, options, strict=True)
-            if not _accepts(lambda option=option: parser.parse_args([option]))
+            if _attempt(parser.parse_args, [option]) is None
         ]
-    return options
+    return parsed
 
 
-def _accepts(parse: Any) -> bool:
+def _attempt(parse: Callable[..., Namespace], *arguments: Any) -> Namespace | None:
     import argparse
 
     try:
-        parse()
+        return parse(*arguments)
     except (argparse.ArgumentError, TypeError, ValueError, RecursionError):
-        return False
-    return True
+        return None
 
 
 def _takes_none(kind: Any) -> bool:
@@ -326,7 +326,7 @@ def _unknown(name: str, schema: dict[str, Any]) -> str:
     elsewhere = None if same else known_elsewhere(name)
     if elsewhere is not None:
         return f"{name} is not a field; {f'use {elsewhere}' if elsewhere else 'opslot does not need it, remove it'}"
-    near = difflib.get_close_matches(name, schema, 1, cutoff=0.75)
+    near = same if len(same) == 1 else difflib.get_close_matches(name, schema, 1, cutoff=0.75)
     if not near:
         near = same or difflib.get_close_matches(name, schema, 1, cutoff=0.5)
     hint = f"; did you mean {near[0]}?" if near else "; `opslot train --help-all` lists the fields"

@@ -49,7 +49,7 @@ def prepare_model(
     _require_shared_mean(model, config, state)
     if checkpoint is not None:
         _, recorded = read_state(checkpoint)
-        for line in pin_kernels(model, recorded, dtype_of(config.train.fsdp.compute_dtype), state.device):
+        for line in pin_kernels(model, recorded, dtype_of(config.train.fsdp.param_dtype), state.device):
             say(line)
     model = _parallelize(model, config, state)
     require_same_kernels(model)
@@ -82,7 +82,7 @@ def _parallelize(model: PreTrainedModel, config: RunConfig, state: ParallelState
         )
     if state.mesh is not None:
         options |= {
-            "param_dtype": dtype_of(fsdp.compute_dtype),
+            "param_dtype": dtype_of(fsdp.param_dtype),
             "reduce_dtype": dtype_of(fsdp.reduce_dtype),
             "cpu_offload": fsdp.cpu_offload,
             "reshard_after_forward": fsdp.reshard_after_forward,

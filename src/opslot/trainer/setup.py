@@ -31,11 +31,11 @@ def start_processes(config: RunConfig) -> ParallelState:
     """
     train, fsdp = config.train, config.train.fsdp
     return init_parallel_state(
-        dp_replicate=fsdp.replicas,
+        dp_replicate=fsdp.dp_replicate,
         sp=train.sp_size,
         ep=train.ep_size,
         device_type=None if config.model.device == "auto" else config.model.device,
-        group_of_one=fsdp.compute_dtype is not None or fsdp.cpu_offload,
+        group_of_one=fsdp.param_dtype is not None or fsdp.cpu_offload,
     )
 
 
@@ -46,7 +46,7 @@ def require_trainable_dtype(model: PreTrainedModel) -> None:
         raise ConfigError(
             "float16 parameters cannot be trained: optimizer updates underflow",
             found=f"{half} is float16",
-            hint="set model.torch_dtype: float32 with train.fsdp.compute_dtype: float16 or bfloat16, or "
+            hint="set model.torch_dtype: float32 with train.fsdp.param_dtype: float16 or bfloat16, or "
             "model.torch_dtype: bfloat16",
         )
 
@@ -74,5 +74,5 @@ def disk_errors(output_dir: Path) -> Iterator[None]:
         file = f" ({error.filename})" if error.filename else ""
         raise TrainingError(
             f"the run's files cannot be written to {output_dir}: {error.strerror}{file}",
-            hint="free disk space, then continue with train.resume_from: latest; checkpoints are intact",
+            hint="free disk space, then continue with train.checkpoint.resume_from: latest; checkpoints are intact",
         ) from error

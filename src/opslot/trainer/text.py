@@ -80,7 +80,7 @@ class TextTrainer(BaseTrainer):
             torch_dtype=model.torch_dtype,
             init_device="meta" if later else self.device.type,
             run_device=self.device.type,
-            run_dtype=self.config.train.fsdp.compute_dtype,
+            run_dtype=self.config.train.fsdp.param_dtype,
             ops_implementation=model.ops_implementation,
             trust_remote_code=model.trust_remote_code,
             **self.model_options(),
@@ -211,7 +211,7 @@ class TextTrainer(BaseTrainer):
             raise ConfigError(
                 f"data.max_seq_len={self.config.data.max_seq_len} exceeds the model's "
                 f"max_position_embeddings={positions}",
-                hint="lower data.max_seq_len, or increase max_position_embeddings in config.json",
+                hint=f"set data.max_seq_len to {positions} or less, or increase max_position_embeddings in config.json",
             )
         top_k = getattr(text_config, "num_experts_per_tok", None)
         names = ("num_experts", "num_local_experts", "n_routed_experts")

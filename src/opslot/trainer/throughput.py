@@ -73,5 +73,5 @@ class StepMeter:
 
 
 def _compute_dtype(model: Any, train: TrainConfig) -> torch.dtype:
-    name = train.fsdp.compute_dtype
+    name = train.fsdp.param_dtype
     return getattr(torch, name) if name else next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)

@@ -132,7 +132,7 @@ def _check_paths(config: RunConfig, problems: list[str]) -> None:
         "data.cache_dir": data.cache_dir,
         "data.chat_template": data.chat_template,
         "train.output_dir": train.output_dir,
-        "train.resume_from": train.resume_from,
+        "train.checkpoint.resume_from": train.checkpoint.resume_from,
     }
     for field, value in paths.items():
         for path in [value] if isinstance(value, str) else value or ():
@@ -180,15 +180,15 @@ def _check_numbers(config: RunConfig, problems: list[str]) -> None:
         "train.weight_decay": (train.weight_decay, 0),
         "train.max_grad_norm": (train.max_grad_norm, 0),
         "train.seed": (train.seed, 0),
-        "train.save_steps": (train.save_steps, 1),
-        "train.save_total_limit": (train.save_total_limit, 1),
-        "train.export_steps": (train.export_steps, 1),
+        "train.checkpoint.save_steps": (train.checkpoint.save_steps, 1),
+        "train.checkpoint.save_total_limit": (train.checkpoint.save_total_limit, 1),
+        "train.checkpoint.export_steps": (train.checkpoint.export_steps, 1),
         "train.eval_steps": (train.eval_steps, 1),
         "train.optimizer.ns_steps": (train.optimizer.ns_steps, 1),
         "train.logging.log_steps": (train.logging.log_steps, 1),
         "train.sp_size": (train.sp_size, 1),
         "train.ep_size": (train.ep_size, 1),
-        "train.fsdp.replicas": (train.fsdp.replicas, 1),
+        "train.fsdp.dp_replicate": (train.fsdp.dp_replicate, 1),
         "train.fsdp.prefetch": (train.fsdp.prefetch, 0),
         "data.max_seq_len": (data.max_seq_len, 2),
         "data.num_workers": (data.num_workers, 0),
@@ -303,6 +303,29 @@ def _check_task(config: RunConfig, problems: list[str]) -> None:
             problems.append(f"data.chat_template: no such file: {template}; set it to a Jinja template file, or none")
 
 
+def _is_regex(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
+def _unsupported_adapters(lora: LoraConfig, sharded: bool) -> list[str]:
+    kinds = {"lora.experts": lora.experts, "lora.quantization": lora.quantization is not None}
+    found = [
+        f"lora.use_dora cannot be combined with {name}" for name, given in kinds.items() if lora.use_dora and given
+    ]
+    if lora.init in ("pissa", "olora"):
+        kinds |= {"lora.use_dora": lora.use_dora, "several processes or train.fsdp.compute_dtype": sharded}
+        found += [
+            f"lora.init={lora.init} changes the base weights, which cannot be combined with {name}; use kaiming"
+            for name, given in kinds.items()
+            if given
+        ]
+    return found
+
+
 def _check_lora(config: RunConfig, problems: list[str]) -> None:
     lora = config.lora
     if lora.r is None:
@@ -315,6 +338,16 @@ def _check_lora(config: RunConfig, problems: list[str]) -> None:
         problems.append(f"lora.alpha={lora.alpha} must be above 0 and finite")
     if not 0 <= lora.dropout < 1:
         problems.append(f"lora.dropout={lora.dropout} must be in [0, 1)")
+    problems += [
+        f"lora.rank_pattern: {name} has rank {rank}, which must be at least 1"
+        for name, rank in (lora.rank_pattern or {}).items()
+        if rank < 1
+    ]
+    for field, names in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        problems += [
+            f"lora.{field}: {name} is not a valid regular expression" for name in names or () if not _is_regex(name)
+        ]
+    problems += _unsupported_adapters(lora, is_sharded(config.train))
     if lora.experts and lora.dropout:
         problems.append("lora.experts adds to the weights, which have no dropout; set lora.dropout: 0")
     if not lora.target_modules:
@@ -337,11 +370,11 @@ def _check_processes(config: RunConfig, problems: list[str]) -> None:
     from opslot.distributed import check_sizes
 
     train = config.train
-    processes, sizes = launched_world_size(), (train.fsdp.replicas, train.sp_size, train.ep_size)
+    processes, sizes = launched_world_size(), (train.fsdp.dp_replicate, train.sp_size, train.ep_size)
     if min(sizes) < 1:
         return
     if processes == 1:
-        for name, size in {"sp_size": train.sp_size, "ep_size": train.ep_size, "fsdp.replicas": sizes[0]}.items():
+        for name, size in {"sp_size": train.sp_size, "ep_size": train.ep_size, "fsdp.dp_replicate": sizes[0]}.items():
             if size > 1:
                 problems.append(
                     f"train.{name}={size} needs a multiple of {size} processes, but this run has 1; start it with "
@@ -351,7 +384,7 @@ def _check_processes(config: RunConfig, problems: list[str]) -> None:
         try:
             check_sizes(processes, sizes[0], sp=train.sp_size, ep=train.ep_size)
         except ConfigError as error:
-            problems.append(f"{error} (train.fsdp.replicas is dp_replicate, train.sp_size sp, train.ep_size ep)")
+            problems.append(f"{error} (dp_replicate is train.fsdp.dp_replicate, sp train.sp_size, ep train.ep_size)")
             return
     if config.data.max_tokens_per_batch is None:
         _check_batch(train, problems)

@@ -185,7 +185,7 @@ class TrackioCallback(WandbCallback):
 
 
 class CheckpointCallback(Callback):
-    """A checkpoint every `train.save_steps` steps and at the end of the run."""
+    """A checkpoint every `train.checkpoint.save_steps` steps and at the end of the run."""
 
     def __init__(self) -> None:
         self._saved: int | None = None
@@ -194,7 +194,7 @@ class CheckpointCallback(Callback):
         self._saved = trainer.step
 
     def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
-        every = trainer.config.train.save_steps
+        every = trainer.config.train.checkpoint.save_steps
         if every and record.step % every == 0:
             self._save(trainer)
 
@@ -212,7 +212,7 @@ class LossCurveCallback(Callback):
     """loss.png from metrics.jsonl, drawn with each checkpoint and at the end of the run."""
 
     def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
-        every = trainer.config.train.save_steps
+        every = trainer.config.train.checkpoint.save_steps
         if every and record.step % every == 0 and record.step != trainer.max_steps:
             self._draw(trainer)
 
@@ -231,7 +231,7 @@ class LossCurveCallback(Callback):
 
 class ExportCallback(Callback):
     """hf/: the trained model and its tokenizer, for Transformers' from_pretrained; hf_step_<step>/ every
-    `train.export_steps` steps before.
+    `train.checkpoint.export_steps` steps before.
 
     A run that had nothing left to train keeps an existing export. Otherwise files of the user in hf/ are kept.
     """
@@ -243,7 +243,7 @@ class ExportCallback(Callback):
         self._started_at = trainer.step
 
     def on_step_end(self, trainer: Trainer, record: StepRecord) -> None:
-        every = trainer.config.train.export_steps
+        every = trainer.config.train.checkpoint.export_steps
         if every and record.step % every == 0 and record.step != trainer.max_steps:
             _export(trainer, f"{HF_FOLDER}_step_{record.step:08}")
 
