@@ -176,9 +176,9 @@ def _tokens(holder: Any, kind: str, size: Size) -> int:
 def _marks(config: Any, kind: str) -> tuple[list[int], list[int]]:
     """Tokens before and after an image, video or audio, from which some models know its kind."""
     for name in (kind, *(("vision",) if kind != "audio" else ())):
-        found = [getattr(config, f"{name}_{end}_token_id", None) for end in ("start", "end")]
-        if isinstance(found[0], int):
-            return found[:1], [token for token in found[1:] if isinstance(token, int)]
+        start, end = (getattr(config, f"{name}_{side}_token_id", None) for side in ("start", "end"))
+        if isinstance(start, int):
+            return [start], [end] if isinstance(end, int) else []
     return [], []
 
 
