@@ -1,6 +1,7 @@
 """`opslot data preview` and `opslot generate`."""
 
 import json
+import re
 
 import pytest
 
@@ -50,6 +51,7 @@ def test_trained_parts_are_marked(arguments, capsys):
     assert "trained:" in out
     assert "(46.2%)" in out
     assert "micro batch 1: 507 tokens (at most 512) in 39 documents of 13, 13" in out
+    assert re.search(r"^loader: [\d,]+ samples/s, [\d,]+ tokens/s with 0 workers$", out, re.M)
 
 
 def test_preview_with_color_and_as_tokens(arguments, capsys):

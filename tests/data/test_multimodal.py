@@ -11,15 +11,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import transformers
 from PIL import Image
 from transformers import AutoConfig
 
+from opslot._base.errors import ConfigError
+from opslot.data import media, multimodal
 from opslot.data.collation import IGNORE_INDEX
+from opslot.data.encoder import SampleError
 from opslot.data.media import (
     Limits,
     MediaError,
     from_bytes,
     load_audio,
+    load_audio_track,
     load_image,
     load_video,
     to_bytes,
@@ -190,6 +195,22 @@ def test_bad_sample(encoder_of, tmp_path, message):
     assert counts == {"malformed": 1}
 
 
+def test_video_without_frames_is_skipped(encoder_of, tmp_path):
+    video = [{"role": "user", "content": [{"type": "video", "frames": []}]}, {"role": "assistant", "content": "a"}]
+    file = write(tmp_path, {"messages": talk(str(png(tmp_path)))}, {"messages": video})
+
+    def encoder(**options):
+        made = encoder_of(**options)
+        # Transformers has none without torchvision.
+        made.processor.video_processor = object()
+        return made
+
+    _, (problem,), _ = encode(encoder(), file)
+    assert problem.startswith(f"{file}, line 2: the video in the record (a list) has no frames")
+    documents, problems, counts = encode(encoder(on_bad_sample="skip"), file)
+    assert (len(documents), problems, counts) == (1, [], {"malformed": 1})
+
+
 def test_text_with_a_placeholder_and_no_image(encoder_of, tmp_path):
     file = write(tmp_path, {"messages": talk(question="<|image_pad|> what?")})
     _, (problem,), _ = encode(encoder_of(), file)
@@ -263,6 +284,106 @@ def test_audio(tmp_path):
         load_audio(wav(tone[:0], 8000), tmp_path, 16000)
     with pytest.raises(MediaError, match="has length zero"):
         load_audio([], tmp_path, 16000)
+
+
+class FakeDecoders:
+    """`torchcodec.decoders` for a video of 10 frames with a ramp as audio."""
+
+    class VideoDecoder:
+        metadata = type("Metadata", (), {"average_fps": 5.0})
+
+        def __init__(self, data):
+            assert data == b"video"
+
+        def __len__(self):
+            return 10
+
+        def get_frame_at(self, index):
+            return type("Frame", (), {"data": torch.full((3, 4, 6), index, dtype=torch.uint8)})
+
+    class AudioDecoder:
+        def __init__(self, data, sample_rate, num_channels):
+            assert (data, num_channels) == (b"video", 1)
+            self.samples = type("Samples", (), {"data": torch.arange(sample_rate // 1000.0)[None]})
+
+        def get_all_samples(self):
+            return self.samples
+
+
+def test_torchcodec_decodes_where_it_is_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(media, "_torchcodec", lambda: FakeDecoders)
+    video = load_video({"bytes": b"video"}, tmp_path, Limits(max_frames=3))
+    assert video.frames.shape == (3, 4, 6, 3)
+    assert (video.indices, video.total, video.fps) == ([0, 4, 9], 10, 5.0)
+    assert video.frames[:, 0, 0, 0].tolist() == [0, 4, 9]
+    assert load_audio_track({"bytes": b"video"}, tmp_path, 16_000).tolist() == list(range(16))
+
+
+def write_mp4(file, seconds=1, with_audio=True):
+    av = pytest.importorskip("av")
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        audio = container.add_stream("aac", rate=16_000, layout="mono") if with_audio else None
+        for number in range(10 * seconds):
+            pixels = np.full((32, 32, 3), 20 * number, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+        if audio is not None:
+            tone = np.sin(np.arange(16_000 * seconds) * 0.2).astype(np.float32)[None]
+            frame = av.AudioFrame.from_ndarray(tone, format="fltp", layout="mono")
+            frame.sample_rate = 16_000
+            container.mux(audio.encode(frame))
+            container.mux(audio.encode())
+    return file
+
+
+def test_video_file_and_its_audio_track(tmp_path):
+    file = write_mp4(tmp_path / "a.mp4")
+    video = load_video(str(file), tmp_path, Limits(max_frames=4))
+    assert video.frames.shape == (4, 32, 32, 3)
+    assert (video.total, video.fps) == (10, 10.0)
+    samples = load_audio_track(str(file), tmp_path, 8_000)
+    assert abs(len(samples) - 8_000) < 1_000
+    assert np.abs(samples).max() > 0.5
+    silent = write_mp4(tmp_path / "b.mp4", with_audio=False)
+    assert load_audio_track(str(silent), tmp_path, 8_000) is None
+
+
+def test_frames_have_no_audio_track(tmp_path):
+    assert load_audio_track({"frames": [str(png(tmp_path))]}, tmp_path, 16_000) is None
+
+
+def test_audio_tracks_are_passed_in_the_order_of_the_text(encoder_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(multimodal, "load_video", lambda source, *_: f"video {source}")
+    monkeypatch.setattr(multimodal, "load_audio", lambda source, *_: f"audio {source}")
+    tracks = {"a": "track a", "b": "track b", "silent": None}
+    monkeypatch.setattr(multimodal, "load_audio_track", lambda source, *_: tracks[source])
+    encoder = encoder_of()
+    encoder.use_audio_in_video = True
+    encoder.processor.video_processor = object()
+    encoder.processor.feature_extractor = type("Extractor", (), {"sampling_rate": 16_000})
+
+    def load(*used):
+        return encoder._load({"folder": str(tmp_path), "media": [list(item) for item in used]})
+
+    found, has_tracks = load(("video", "a"), ("audio", "x"), ("video", "b"))
+    assert has_tracks
+    assert found["audio"] == ["track a", "audio x", "track b"]
+    assert found["video"] == ["video a", "video b"]
+    assert not load(("video", "silent"))[1]
+    with pytest.raises(SampleError, match="others have none"):
+        load(("video", "a"), ("video", "silent"))
+
+
+def test_processor_without_audio_of_videos_raises(encoder_of):
+    with pytest.raises(ConfigError, match="Qwen3VLProcessor does not take the audio of videos"):
+        encoder_of(use_audio_in_video=True)
+
+
+@pytest.mark.parametrize("name", ["Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor"])
+def test_omni_processors_take_audio_of_videos(name):
+    assert multimodal._takes_audio_in_video(type("Own", (getattr(transformers, name),), {}))
 
 
 def test_cost_grows_with_the_image(model):

@@ -8,9 +8,9 @@ pytest.importorskip("transformers")
 import opslot
 from opslot.data.rope_positions import RopePositions
 from opslot.distributed import init_parallel_state, shard_sequence
+from opslot.verify.media import media_samples, pack, with_common_divisor
 from opslot.verify.random_model import random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
-from opslot.verify.media import pack, media_samples, with_common_divisor
 
 
 def build(name, ops="auto"):

@@ -8,11 +8,11 @@ import torch
 pytest.importorskip("transformers")
 
 import opslot
+from opslot.data.rope_positions import RopePositions
 from opslot.distributed import init_parallel_state, shard_sequence
 from opslot.models._modalities import feature_module
 from opslot.models._shared_images import _bounds
 from opslot.verify.media import media_samples, pack, with_common_divisor
-from opslot.data.rope_positions import RopePositions
 from opslot.verify.random_model import random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
 

@@ -7,9 +7,9 @@ pytest.importorskip("transformers")
 
 import opslot
 from opslot.distributed import init_parallel_state
+from opslot.verify.media import media_samples, with_common_divisor
 from opslot.verify.random_model import random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
-from opslot.verify.media import media_samples, with_common_divisor
 
 NAMES = ["qwen3_vl", "llava", "gemma3", "mistral3", "internvl"]
 

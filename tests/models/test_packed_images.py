@@ -7,9 +7,9 @@ pytest.importorskip("transformers")
 import opslot
 from opslot.data.rope_positions import RopePositions
 from opslot.models._modalities import keep_documents_from_towers
+from opslot.verify.media import media_samples, packed_samples
 from opslot.verify.random_model import random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
-from opslot.verify.media import packed_samples, media_samples
 
 
 def build(name):

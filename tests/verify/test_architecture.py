@@ -238,6 +238,22 @@ def test_every_modality_is_checked(arch, samples):
     assert {outcome.result for outcome in found.outcomes} == {"passed"}
 
 
+@pytest.mark.parametrize(
+    ("arch", "samples"), [("florence2", ("text", "image")), ("minicpmv4_6", ("text", "image", "video", "mixed"))]
+)
+def test_other_forms_of_images(arch, samples):
+    found = check_architecture(arch, checks=["eager"])
+    assert found.ok, str(found)
+    assert found.samples == samples
+
+
+def test_inputs_without_a_method_for_features_have_a_reason():
+    found = check_architecture("qwen2_audio", checks=["eager"])
+    assert found.ok, str(found)
+    reason = "takes input_features, and no method get_audio_features computes features of it"
+    assert found.missing["audio"] == f"Qwen2AudioForConditionalGeneration {reason}"
+
+
 @pytest.mark.parametrize("arch", ["llama4", "qwen2_5_omni", "voxtral"])
 def test_modalities_on_two_processes(processes, arch):
     found = check_architecture(arch, checks=["fsdp", "sp"], processes=processes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,11 @@ def _print_preview(config: RunConfig, data: Any, samples: int, tokens: bool, col
 
     trained = total = shown = 0
     lengths: list[list[int]] = []
-    for number, batch in enumerate(itertools.islice(data.micro_batches(), max(8, samples))):
+    batches, times = [], []
+    for batch in itertools.islice(data.micro_batches(), max(8, samples)):
+        batches.append(batch)
+        times.append(time.perf_counter())
+    for number, batch in enumerate(batches):
         documents = documents_of(batch)
         lengths.append([len(ids) for ids, _ in documents])
         for ids, labels in documents:
@@ -68,6 +73,11 @@ def _print_preview(config: RunConfig, data: Any, samples: int, tokens: bool, col
     print(f"data: {data.describe()}")
     share = trained / max(1, total)
     print(f"trained: {trained:,} of the {total:,} tokens ({share:.1%}) in the first {len(lengths)} micro batches")
+    # The first micro batch waits for the tokenization of its shard and for the start of the workers.
+    if len(times) > 1 and times[-1] > times[0]:
+        later, seconds = lengths[1:], times[-1] - times[0]
+        counts = sum(map(len, later)) / seconds, sum(map(sum, later)) / seconds
+        print(f"loader: {counts[0]:,.0f} samples/s, {counts[1]:,.0f} tokens/s with {config.data.num_workers} workers")
     limit = f"at most {data.max_tokens}" if data.max_tokens else f"{config.data.max_seq_len} per sample with padding"
     for number, own in enumerate(lengths[:samples], 1):
         listed = ", ".join(map(str, own[:12])) + (", ..." if len(own) > 12 else "")

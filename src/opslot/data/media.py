@@ -276,28 +276,109 @@ def _decode_animation(data: bytes, source: Any, limits: Limits) -> Video | None:
 
 
 def _decode_video(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
+    decode = _decode_with_av if _torchcodec() is None else _decode_with_torchcodec
     try:
-        import av
-    except ImportError as error:
-        raise MediaError(
-            f"the video {describe(source)} needs PyAV to decode it; pip install av, or give its frames as images"
-        ) from error
-    try:
-        with av.open(io.BytesIO(data)) as container:
-            stream = container.streams.video[0]
-            total = sum(1 for _ in container.decode(stream))
-            fps = float(stream.average_rate or 0)
-            indices = _sampled(total, limits.max_frames, source)
-            container.seek(0)
-            wanted, frames = set(indices), []
-            for number, frame in enumerate(container.decode(stream)):
-                if number in wanted:
-                    frames.append(load_image(frame.to_image(), folder, limits))
+        return decode(data, source, folder, limits)
     except MediaError:
         raise
     except Exception as error:
         raise MediaError(f"the video {describe(source)} does not decode ({error})") from error
+
+
+def _torchcodec() -> Any:
+    """`torchcodec.decoders`; None where it, or the FFmpeg libraries that it needs, are not installed."""
+    try:
+        from torchcodec import decoders
+    # It raises RuntimeError or OSError without FFmpeg.
+    except Exception:
+        return None
+    return decoders
+
+
+def _decode_with_torchcodec(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
+    decoder = _torchcodec().VideoDecoder(data)
+    total = len(decoder)
+    indices = _sampled(total, limits.max_frames, source)
+    pixels = (decoder.get_frame_at(index).data.permute(1, 2, 0).numpy() for index in indices)
+    frames = [load_image(frame, folder, limits) for frame in pixels]
+    return _video(frames, indices, total, float(decoder.metadata.average_fps or 0))
+
+
+def _decode_with_av(data: bytes, source: Any, folder: Path, limits: Limits) -> Video:
+    with _av(source).open(io.BytesIO(data)) as container:
+        stream = container.streams.video[0]
+        total = sum(1 for _ in container.decode(stream))
+        fps = float(stream.average_rate or 0)
+        indices = _sampled(total, limits.max_frames, source)
+        container.seek(0)
+        wanted, frames = set(indices), []
+        for number, frame in enumerate(container.decode(stream)):
+            if number in wanted:
+                frames.append(load_image(frame.to_image(), folder, limits))
     return _video(frames, indices, total, fps)
+
+
+def _av(source: Any) -> Any:
+    try:
+        import av
+    except ImportError as error:
+        raise MediaError(
+            f"the video {describe(source)} needs PyAV or torchcodec to decode it; pip install av, or give its frames "
+            "as images"
+        ) from error
+    return av
+
+
+def load_audio_track(source: Any, folder: Path, sampling_rate: int) -> np.ndarray | None:
+    """The audio of a video file, mono float32 [n] at `sampling_rate`; None for a video without.
+
+    Raises:
+        MediaError: an audio track that does not decode, or no installed package that decodes it.
+    """
+    value = _value(source)
+    if isinstance(value, np.ndarray | list):
+        return None
+    data = _read(value, folder)
+    if _is_animation(data):
+        return None
+    decode = _track_with_av if _torchcodec() is None else _track_with_torchcodec
+    try:
+        samples = decode(data, source, sampling_rate)
+    except MediaError:
+        raise
+    except Exception as error:
+        raise MediaError(f"the audio track of {describe(source)} does not decode ({error})") from error
+    return samples if samples is not None and samples.size else None
+
+
+def _is_animation(data: bytes) -> bool:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        Image.open(io.BytesIO(data))
+    except UnidentifiedImageError:
+        return False
+    return True
+
+
+def _track_with_torchcodec(data: bytes, source: Any, sampling_rate: int) -> np.ndarray | None:
+    try:
+        decoder = _torchcodec().AudioDecoder(data, sample_rate=sampling_rate, num_channels=1)
+    # What it raises where the file has no audio stream.
+    except (ValueError, RuntimeError):
+        return None
+    return np.asarray(decoder.get_all_samples().data[0].numpy(), dtype=np.float32)
+
+
+def _track_with_av(data: bytes, source: Any, sampling_rate: int) -> np.ndarray | None:
+    av = _av(source)
+    with av.open(io.BytesIO(data)) as container:
+        if not container.streams.audio:
+            return None
+        resampler = av.AudioResampler(format="flt", layout="mono", rate=sampling_rate)
+        frames = [part for frame in container.decode(container.streams.audio[0]) for part in resampler.resample(frame)]
+        parts = [part.to_ndarray().reshape(-1) for part in [*frames, *resampler.resample(None)]]
+    return np.concatenate(parts).astype(np.float32) if parts else None
 
 
 def _decode_audio(data: bytes, source: Any) -> tuple[np.ndarray, int]:

@@ -8,6 +8,7 @@ processes. So order, packing and resuming work as for text, and no decoded image
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,11 +18,22 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from opslot._base.errors import DataError
+from opslot._base.errors import ConfigError, DataError
 from opslot.data.chat import ChatEncoder, Rendered, trained_tokens
 from opslot.data.collation import IGNORE_INDEX, LABELED, collate, collate_padded
 from opslot.data.encoder import SampleError, digest, limit_length
-from opslot.data.media import KINDS, Limits, MediaError, Video, from_bytes, load_audio, load_image, load_video, to_bytes
+from opslot.data.media import (
+    KINDS,
+    Limits,
+    MediaError,
+    Video,
+    from_bytes,
+    load_audio,
+    load_audio_track,
+    load_image,
+    load_video,
+    to_bytes,
+)
 from opslot.data.media_parts import COLUMNS, separate_media
 from opslot.data.packing import MediaDocument
 from opslot.data.records import ByteRange, Location, read_records
@@ -51,7 +63,11 @@ class MultimodalEncoder(ChatEncoder):
         config: of the model.
         positions: position ids of the model.
         limits: bounds for decoding.
+        use_audio_in_video: read the audio tracks of videos too, as the processors of omni models take them.
         options: as in `ChatEncoder`.
+
+    Raises:
+        ConfigError: use_audio_in_video with a processor that does not take it.
     """
 
     optional = (*ChatEncoder.optional, *COLUMNS)
@@ -63,9 +79,16 @@ class MultimodalEncoder(ChatEncoder):
         positions: RopePositions,
         max_seq_len: int,
         limits: Limits | None = None,
+        use_audio_in_video: bool = False,
         **options: Any,
     ) -> None:
         self.processor: Any = processor
+        self.use_audio_in_video = use_audio_in_video
+        if use_audio_in_video and not _takes_audio_in_video(type(processor)):
+            raise ConfigError(
+                f"data.use_audio_in_video: {type(processor).__name__} does not take the audio of videos",
+                hint="remove the setting, or use an omni model such as qwen3_omni_moe",
+            )
         super().__init__(self.processor.tokenizer, max_seq_len, **options)
         self.config = config
         self.positions = positions
@@ -76,8 +99,10 @@ class MultimodalEncoder(ChatEncoder):
         known = self.processor.to_dict()
         # The tokenizer has its own entry, and where the processor was read from does not matter.
         settings = {name: value for name, value in known.items() if name != "tokenizer"}
+        audio = {"data.use_audio_in_video": True} if self.use_audio_in_video else {}
         return {
             **super().identity(),
+            **audio,
             "task": "vlm",
             "processor": f"content {digest(repr(sorted(map(repr, _flat(settings)))))}",
             "data.max_pixels": self.limits.max_pixels,
@@ -117,7 +142,7 @@ class MultimodalEncoder(ChatEncoder):
             "text": sample.text,
             "media": [list(item) for item in used],
         }
-        inputs, expanded = self._process(description)
+        inputs, expanded, _ = self._process(description)
         ids = inputs["input_ids"][0]
         encoded = self.tokenizer(expanded, add_special_tokens=self.plain, return_offsets_mapping=True, verbose=False)
         if encoded["input_ids"] != ids.tolist():
@@ -160,7 +185,7 @@ class MultimodalEncoder(ChatEncoder):
         description = from_bytes(extra)
         where = description["where"]
         try:
-            inputs, _ = self._process(description)
+            inputs, _, has_tracks = self._process(description)
         except SampleError as error:
             raise DataError(
                 f"{where}: {error}",
@@ -174,7 +199,7 @@ class MultimodalEncoder(ChatEncoder):
                 hint="restore the files, or delete the token cache (data.cache_dir) and start a new run",
             )
         found = {name: value for name, value in inputs.items() if name not in _OWN}
-        positions = self.positions(ids, found)
+        positions = self.positions(ids, {**found, "use_audio_in_video": True} if has_tracks else found)
         used = ("mm_token_type_ids",) if self.positions.axes > 1 else ()
         found = {
             name: value[0, : len(tokens)] if name in _PER_TOKEN else value
@@ -183,24 +208,9 @@ class MultimodalEncoder(ChatEncoder):
         }
         return {**found, "position_ids": positions[:, : len(tokens)]}
 
-    def _process(self, description: dict[str, Any]) -> tuple[dict[str, torch.Tensor], str]:
-        """The processor's outputs for a sample, and its text with all placeholders."""
-        folder = Path(description["folder"])
-        media: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-        for kind, source in description["media"]:
-            parts = (getattr(self.processor, name, None) for name in _COMPONENTS[kind])
-            component = next((part for part in parts if part is not None), None)
-            if component is None:
-                raise SampleError(f"has {kind}, which {type(self.processor).__name__} cannot process{_missing(kind)}")
-            try:
-                if kind == "image":
-                    media[kind].append(load_image(source, folder, self.limits))
-                elif kind == "video":
-                    media[kind].append(load_video(source, folder, self.limits))
-                else:
-                    media[kind].append(load_audio(source, folder, component.sampling_rate))
-            except MediaError as error:
-                raise SampleError(str(error)) from error
+    def _process(self, description: dict[str, Any]) -> tuple[dict[str, torch.Tensor], str, bool]:
+        """The processor's outputs for a sample, its text with all placeholders, and whether its videos have audio."""
+        media, has_tracks = self._load(description)
         recorder = _Recorder(self.tokenizer)
         self.processor.tokenizer = recorder
         try:
@@ -209,12 +219,50 @@ class MultimodalEncoder(ChatEncoder):
                 return_tensors="pt",
                 add_special_tokens=self.plain,
                 **_arguments(media),
+                **({"use_audio_in_video": True} if has_tracks else {}),
             )
         except _REJECTED as error:
             raise SampleError(f"{type(self.processor).__name__} rejects it: {error}") from error
         finally:
             self.processor.tokenizer = self.tokenizer
-        return {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}, recorder.text
+        found = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
+        return found, recorder.text, has_tracks
+
+    def _load(self, description: dict[str, Any]) -> tuple[dict[str, list[Any]], bool]:
+        """Images, videos and audio of a sample, and whether its videos have audio, which is in the audio then."""
+        folder = Path(description["folder"])
+        media: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+        tracks: list[bool] = []
+        for kind, source in description["media"]:
+            component = self._component(kind)
+            if component is None:
+                raise SampleError(f"has {kind}, which {type(self.processor).__name__} cannot process{_missing(kind)}")
+            try:
+                if kind == "image":
+                    media[kind].append(load_image(source, folder, self.limits))
+                elif kind == "video":
+                    media[kind].append(load_video(source, folder, self.limits))
+                    if self.use_audio_in_video:
+                        rate = self._component("audio").sampling_rate
+                        track = load_audio_track(source, folder, rate)
+                        tracks.append(track is not None)
+                        # In the order of the text, as other audio.
+                        media["audio"] += [] if track is None else [track]
+                else:
+                    media[kind].append(load_audio(source, folder, component.sampling_rate))
+            except MediaError as error:
+                raise SampleError(str(error)) from error
+        if len({*tracks}) > 1:
+            raise SampleError(
+                "some of its videos have an audio track and others have none; set data.use_audio_in_video: false, or "
+                "split the sample"
+            )
+        return media, any(tracks)
+
+    def _component(self, kind: str) -> Any:
+        """The part of the processor for a kind of media, or None."""
+        parts = (getattr(self.processor, name, None) for name in _COMPONENTS[kind])
+        return next((part for part in parts if part is not None), None)
 
     @property
     def _media_tokens(self) -> list[int]:
@@ -371,6 +419,11 @@ def _arguments(media: dict[str, list[Any]]) -> dict[str, Any]:
             {"total_num_frames": video.total, "fps": video.fps, "frames_indices": video.indices} for video in videos
         ]
     return arguments
+
+
+def _takes_audio_in_video(processor: type) -> bool:
+    theirs = (cls for cls in processor.__mro__ if cls.__module__.startswith("transformers"))
+    return any("use_audio_in_video" in inspect.getsource(cls) for cls in theirs)
 
 
 def _missing(kind: str) -> str:

@@ -56,11 +56,11 @@ class RopePositions:
         classes = {type(module) for module in self._model.modules()}
         return any("shape[0] == 4" in _source(cls) for cls in classes)
 
-    def __call__(self, input_ids: torch.Tensor, features: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, features: Mapping[str, Any]) -> torch.Tensor:
         """int64 [axes, S] for the tokens [S] of one sample.
 
         Args:
-            features: what the processor returned besides the tokens.
+            features: what the processor returned besides the tokens, and settings that `get_rope_index` takes.
         """
         plain = torch.arange(len(input_ids)).expand(self.axes, -1)
         if self._module is None or all(name.endswith("token_type_ids") for name in features):

@@ -34,7 +34,9 @@ class AudioInputs:
             for name, p in inspect.signature(getattr(type(holder), METHOD)).parameters.items()
             if p.kind is not p.VAR_KEYWORD and name != "self"
         }
-        self._config: Any = getattr(holder.config, "audio_config", None) or getattr(holder.config, "encoder_config", None)
+        self._config: Any = getattr(holder.config, "audio_config", None) or getattr(
+            holder.config, "encoder_config", None
+        )
 
     def make(self, count: int = 1) -> Inputs | None:
         """Arguments for `count` such audios on the module's device; None where they are unknown."""
@@ -65,8 +67,8 @@ class AudioInputs:
         for dtype in (torch.bool, torch.int64):
             for length in self._lengths():
                 rest = self._rest(name, length, dtype)
-                for features in self._forms(name, length, model) if rest is not None else ():
-                    yield {name: features, **rest}
+                if rest is not None:
+                    yield from ({name: features, **rest} for features in self._forms(name, length, model))
 
     def _rest(self, name: str, length: int, dtype: torch.dtype) -> Inputs | None:
         """Masks of `length` frames that are all real. None where the method requires something else too."""
@@ -115,4 +117,3 @@ class AudioInputs:
     def _lengths(self) -> list[int]:
         sizes = self._sizes()
         return sorted({*_SHORT, *sizes, *(2 * size for size in sizes if 2 * size <= _LONGEST)})
-

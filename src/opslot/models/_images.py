@@ -21,8 +21,9 @@ _SMALLEST = ((1, 1, 2),)
 _MERGE = ("spatial_merge_size", "merge_size", "merge_kernel_size")
 
 
-def visual_inputs(holder: Any, method: str, sizes: Sequence[Size] = _SMALLEST) -> dict[str, Tensor] | None:
-    """Arguments of `get_image_features` or `get_video_features` for images of ones; None where they are unknown.
+def visual_inputs(holder: Any, method: str, sizes: Sequence[Size] = _SMALLEST) -> dict[str, Any] | None:
+    """Arguments of `get_image_features` or `get_video_features` for images of ones, and the settings that they require
+    of the config; None where they are unknown.
 
     Args:
         holder: the module with the method.
@@ -33,8 +34,9 @@ def visual_inputs(holder: Any, method: str, sizes: Sequence[Size] = _SMALLEST) -
     found = reader.inputs(sizes)
     if found is None:
         return None
-    required = {name for name, p in reader.parameters.items() if p.default is p.empty}
-    return found if required <= found.keys() else None
+    required = {name for name, p in reader.parameters.items() if p.default is p.empty} - found.keys()
+    settings = {name: reader.setting(name) for name in required}
+    return {**found, **settings} if None not in settings.values() else None
 
 
 class _Reader:
@@ -59,6 +61,10 @@ class _Reader:
         parameter = next(holder.parameters())
         self.place: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
 
+    def setting(self, name: str) -> Any:
+        """A value of the config, of the model or the tower."""
+        return next((v for c in (self.holder.config, self.vision) if (v := getattr(c, name, None)) is not None), None)
+
     def inputs(self, sizes: Sequence[Size]) -> dict[str, Tensor] | None:
         if self.vision is None or not hasattr(self.vision, "patch_size"):
             return None
@@ -66,6 +72,8 @@ class _Reader:
             return self._patches(sizes)
         if f"{self.kind}_position_ids" in self.parameters:
             return self._placed_patches(sizes)
+        if any(name.startswith("target_sizes") for name in self.parameters):
+            return self._joined_patches(sizes)
         if "spatial_shapes" in self.parameters:
             return self._padded_patches(sizes)
         if "image_sizes" in self.parameters and "image_sizes" in inspect.signature(type(self.tower).forward).parameters:
@@ -101,6 +109,9 @@ class _Reader:
             self.pixels: self._ones(len(frames), most, self._projection().weight.shape[1:].numel()),
             f"{self.kind}_position_ids": positions,
         }
+        if self._takes_outer_dim():
+            counts = (len(sizes), sizes[0][0])
+            return {name: value.unflatten(0, counts) for name, value in found.items()}
         if "num_frames_per_video" in self.parameters:
             found["num_frames_per_video"] = self._integers([count for count, _, _ in sizes])
         return found
@@ -115,6 +126,21 @@ class _Reader:
             self.pixels: self._ones(len(shapes), most, self._projection().weight.shape[1:].numel()),
             "spatial_shapes": self._integers(shapes),
             "pixel_attention_mask": mask,
+        }
+
+    def _joined_patches(self, sizes: Sequence[Size]) -> dict[str, Tensor]:
+        """Patches of all images beside each other in one image of a patch's height; of a video, for each frame."""
+        merges = ("window_kernel_size", "merge_kernel_size")
+        kernels = [getattr(config, name, 1) for config in (self.vision, self.holder.config) for name in merges]
+        unit = math.prod(_pair(kernel)[0] for kernel in kernels)
+        shapes = [(height * unit, width * unit) for _, height, width in sizes]
+        patch = _pair(self.vision.patch_size)
+        frames = sizes[0][0] if self.kind == "video" else 1
+        width = sum(map(math.prod, shapes)) * patch[1]
+        name = next(name for name in self.parameters if name.startswith("target_sizes"))
+        return {
+            self.pixels: self._ones(frames, self._channels(), patch[0], width),
+            name: self._integers(shapes),
         }
 
     def _any_size(self, sizes: Sequence[Size]) -> dict[str, Tensor]:
@@ -142,10 +168,14 @@ class _Reader:
         if side is None:
             return None
         dims = re.search(rf"^\s*(\w+(?:, \w+)+) = {self.pixels}\.shape$", self.source, re.M)
-        nested = (dims is not None and dims[1].count(",") == 4) or f"{self.pixels}.flatten(0, 1)" in self.source
+        nested = (dims is not None and dims[1].count(",") == 4) or self._takes_outer_dim()
         frames = sizes[0][0] if self.kind == "video" else 1
         outer = (len(sizes), frames) if nested else (len(sizes),)
         return {self.pixels: self._ones(*outer, self._channels(), *side)}
+
+    def _takes_outer_dim(self) -> bool:
+        """Whether the first dim is of samples or videos, and the second of their images or frames."""
+        return f"{self.pixels}.flatten(0, 1)" in self.source
 
     def _ones(self, *shape: int) -> Tensor:
         # Zeros would be padding in some models.
@@ -161,6 +191,10 @@ class _Reader:
 
     def _image_size(self) -> tuple[int, int] | None:
         size = getattr(self.vision, "image_size", None)
+        strides = getattr(self.vision, "patch_stride", None)
+        if size is None and isinstance(strides, list | tuple):
+            # A pyramid of stages, which takes any size.
+            size = 2 * math.prod(strides)
         return None if size is None else _pair(size)
 
     def _channels(self) -> int:

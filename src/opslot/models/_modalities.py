@@ -25,6 +25,7 @@ from opslot.models._shared_images import share_images
 logger = get_logger(__name__)
 
 # Methods that compute features of a modality.
+_INPUTS = {"image": ("pixel_values",), "audio": ("input_features", "input_values")}
 _METHODS = ("get_image_features", "get_video_features", "get_audio_features")
 
 
@@ -39,6 +40,8 @@ def run_towers_on_every_rank(model: nn.Module) -> None:
     """
     holder = feature_module(model)
     if holder is None:
+        for kind, name in inlined_inputs(model).items():
+            _warn_of_unknown(f"{kind} ({name}) of {type(model).__name__}")
         return
     source = inspect.getsource(type(holder).forward)
     called = sorted((source.index(f"self.{name}("), name) for name in _methods(holder) if f"self.{name}(" in source)
@@ -46,11 +49,7 @@ def run_towers_on_every_rank(model: nn.Module) -> None:
     for _, name in called:
         make = _smallest_input(holder, name)
         if make is None:
-            logger.warning(
-                "the smallest input of %s.%s is unknown: a rank without such inputs makes the others wait forever",
-                type(holder).__name__,
-                name,
-            )
+            _warn_of_unknown(f"{type(holder).__name__}.{name}")
         else:
             dummies[name] = make
     if dummies:
@@ -59,8 +58,26 @@ def run_towers_on_every_rank(model: nn.Module) -> None:
             setattr(holder, name, partial(towers.run, name))
         holder.register_forward_pre_hook(towers.begin, with_kwargs=True)
         # Before FSDP gathers the parameters of the language model, as after real inputs.
-        holder.get_decoder().register_forward_pre_hook(towers.end, with_kwargs=True, prepend=True)
+        config = holder.config
+        reader = holder.get_encoder() if getattr(config, "is_encoder_decoder", False) else holder.get_decoder()
+        reader.register_forward_pre_hook(towers.end, with_kwargs=True, prepend=True)
         model.register_forward_hook(_alias_outputs, prepend=True)
+
+
+def _warn_of_unknown(what: str) -> None:
+    logger.warning(
+        "the smallest input of %s is unknown: a rank without such inputs makes the others wait forever", what
+    )
+
+
+def inlined_inputs(model: nn.Module) -> dict[str, str]:
+    """By kind, the inputs of images or audio of a model whose forward has no method that computes their features."""
+    found: dict[str, str] = {}
+    for name in inspect.signature(type(model).forward).parameters if feature_module(model) is None else ():
+        kind = next((kind for kind, names in _INPUTS.items() if name.endswith(names)), None)
+        if kind is not None:
+            found.setdefault(kind, name)
+    return found
 
 
 def _methods(holder: Any) -> list[str]:
@@ -170,7 +187,7 @@ class _Towers:
         return share_images(method, self.dummies[name], given, rest)
 
     def end(self, decoder: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Forward pre-hook of the language model: the others, and the zeros in its inputs."""
+        """Forward pre-hook of what reads the features: the others, and the zeros in its inputs."""
         self._run_pending(self.pending)
         zeros, self.zeros = self.zeros, []
         embeds = kwargs.get("inputs_embeds")

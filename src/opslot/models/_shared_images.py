@@ -1,7 +1,7 @@
 """Images and videos shared over the sequence-parallel ranks of their sequences.
 
-Each rank computes a contiguous part of them, balanced by patches, and all ranks get all features. This needs inputs from
-which the number of features of each image follows without computing it: patches with a grid, or images of one size.
+Each rank computes a contiguous part of them, balanced by patches, and all ranks get all features. The inputs must give
+the number of features of each image before they are computed: patches with a grid, or images of one size.
 """
 
 from __future__ import annotations

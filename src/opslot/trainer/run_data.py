@@ -307,6 +307,7 @@ def _multimodal_encoder(
         RopePositions(trained, multimodal_class(trained)),
         data.max_seq_len,
         Limits(data.max_pixels, data.max_frames),
+        data.use_audio_in_video,
         train_on=data.train_on,
         append_eos=data.append_eos,
         plain=data.chat_template == "none",

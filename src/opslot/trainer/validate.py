@@ -148,7 +148,7 @@ def _no_effect(config: RunConfig) -> list[str]:
     only = {
         ("sft", "vlm"): ("chat_template", "train_on"),
         ("classification",): ("label_field", "label_names"),
-        ("vlm",): ("max_pixels", "max_frames"),
+        ("vlm",): ("max_pixels", "max_frames", "use_audio_in_video"),
     }
     for tasks, names in only.items():
         warnings += [

@@ -5,8 +5,8 @@ In float32, with samples of text and, where the model takes them, of images, vid
 - auto: with the kernels asked for, loss and all gradients are compared with an fp64 reference (`bisect`), and a failure
   names the slot and the layer;
 - packed: documents packed into one sample give the loss and gradients of the documents alone;
-- frozen: with each part of the model frozen in turn (`_frozen_parts`), its parameters get no gradient and the others get
-  Transformers';
+- frozen: with each part of the model frozen in turn, its parameters get no gradient, and the others that of
+  Transformers;
 - fsdp, sp, ep: two processes (gloo) give the loss and gradients of one;
 - checkpoint: Transformers' `from_pretrained` reads what opslot saves and the reverse, value for value.
 """
@@ -35,6 +35,7 @@ from opslot.slots import BindingReport, OpsImplementationConfig, format_table
 from opslot.slots.protocol import keeps_sequences
 from opslot.verify.bisect import bisect, in_fp64, loss_and_gradients
 from opslot.verify.isolated import Processes
+from opslot.verify.media import KINDS, MediaSamples, media_samples, packed_samples, parallel_samples
 from opslot.verify.random_model import (
     packed_batches,
     random_ids,
@@ -46,7 +47,6 @@ from opslot.verify.random_model import (
 )
 from opslot.verify.tiny import model_type_of, tiny_config
 from opslot.verify.two_processes import SIZES, WORLD, two_process_step
-from opslot.verify.media import KINDS, MediaSamples, media_samples, packed_samples, parallel_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

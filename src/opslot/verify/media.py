@@ -19,7 +19,7 @@ from opslot._base.errors import ConfigError, error_text
 from opslot.data.rope_positions import RopePositions
 from opslot.models._audio import AudioInputs
 from opslot.models._images import Size, visual_inputs
-from opslot.models._modalities import feature_module
+from opslot.models._modalities import feature_module, inlined_inputs
 from opslot.models._probe import count_features
 from opslot.verify.random_model import text_ids
 
@@ -58,7 +58,12 @@ def media_samples(model: Any, seed: int) -> MediaSamples | None:
     """The samples that `model`, of Transformers' own class, takes; None for a model without encoders."""
     holder = feature_module(model)
     if holder is None:
-        return None
+        inlined = inlined_inputs(model)
+        reasons = {
+            kind: f"{type(model).__name__} takes {name}, and no method get_{kind}_features computes features of it"
+            for kind, name in inlined.items()
+        }
+        return MediaSamples({}, reasons) if inlined else None
     own = [kind for kind in KINDS if hasattr(holder, f"get_{kind}_features")]
     batches: dict[str, Batch] = {}
     missing: dict[str, str] = {}
@@ -117,9 +122,7 @@ def _ways(holder: Any, kinds: Sequence[str]) -> Iterator[tuple[str, Sequence[int
         yield from (("video", [count] * len(kinds)) for count in range(1, _MOST_TOKENS))
 
 
-def _sample(
-    model: Any, holder: Any, kinds: Sequence[str], video_token: str, counts: Sequence[int], seed: int
-) -> Batch:
+def _sample(model: Any, holder: Any, kinds: Sequence[str], video_token: str, counts: Sequence[int], seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     text = partial(_text, text_ids(model.config), generator)
     ids, types = text(), [0] * _TEXT
@@ -127,10 +130,9 @@ def _sample(
     for kind in dict.fromkeys(kinds):
         inputs |= _random_inputs(holder, kind, _SIZES[: kinds.count(kind)], generator)
     for kind, count in zip(kinds, counts, strict=True):
-        start = getattr(model.config, f"{'audio' if kind == 'audio' else 'vision'}_start_token_id", None)
-        before = [] if start is None else [start]
-        ids += before + [_token_id(model.config, video_token if kind == "video" else kind)] * count + text()
-        types += [0] * len(before) + [_TYPE_IDS[kind]] * count + [0] * _TEXT
+        before, after = _marks(model.config, kind)
+        ids += [*before, *[_token_id(model.config, video_token if kind == "video" else kind)] * count, *after, *text()]
+        types += [0] * len(before) + [_TYPE_IDS[kind]] * count + [0] * (len(after) + _TEXT)
     type_ids = torch.tensor([types])
     input_ids = torch.tensor([ids])
     batch = {"input_ids": input_ids, "labels": input_ids.masked_fill(type_ids != 0, -100), **inputs}
@@ -161,6 +163,7 @@ def _random_inputs(holder: Any, kind: str, sizes: Sequence[Size], generator: tor
     return {
         name: torch.rand(value.shape, generator=generator) if value.is_floating_point() else value
         for name, value in _inputs(holder, kind, sizes).items()
+        if isinstance(value, Tensor)
     }
 
 
@@ -168,6 +171,15 @@ def _tokens(holder: Any, kind: str, size: Size) -> int:
     """Features of one image, video or audio."""
     with torch.no_grad():
         return count_features(getattr(holder, f"get_{kind}_features")(**_inputs(holder, kind, (size,))))
+
+
+def _marks(config: Any, kind: str) -> tuple[list[int], list[int]]:
+    """Tokens before and after an image, video or audio, from which some models know its kind."""
+    for name in (kind, *(("vision",) if kind != "audio" else ())):
+        start, end = (getattr(config, f"{name}_{side}_token_id", None) for side in ("start", "end"))
+        if isinstance(start, int):
+            return [start], [end] if isinstance(end, int) else []
+    return [], []
 
 
 def _token_id(config: Any, kind: str) -> int:

@@ -157,11 +157,11 @@ def _loss(model: Any, batch: dict[str, Any]) -> Tensor:
     if "num_items_in_batch" not in batch or not averages_its_own_labels(trained_part(model)):
         return model(**batch, use_cache=False).loss
     names = ("labels", "shift_labels", "num_items_in_batch")
-    labels, shifted, count = (batch.get(name) for name in names)
+    shifted: Tensor | None = batch.get("shift_labels")
     logits = model(**{name: x for name, x in batch.items() if name not in names}, use_cache=False).logits
     if shifted is None:
-        logits, shifted = logits[:, :-1], labels[:, 1:]
-    return cross_entropy(logits.flatten(0, 1).float(), shifted.flatten(), reduction="sum") / count
+        logits, shifted = logits[:, :-1], batch["labels"][:, 1:]
+    return cross_entropy(logits.flatten(0, 1).float(), shifted.flatten(), reduction="sum") / batch[names[-1]]
 
 
 def worst_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:

@@ -110,7 +110,7 @@ _SIZES: dict[str, Any] = {
     "audio_soft_tokens_per_image": 8,
     "vision_soft_tokens_per_image": 16,
     "context_size": 16,
-
+    "insert_layer_id": 1,
     "embed_dim": 32,
     "num_heads": _HEADS,
     "out_hidden_size": 32,
@@ -235,6 +235,7 @@ def shrink(default: PreTrainedConfig) -> PreTrainedConfig:
     values |= _layers(given, "num_hidden_layers" if "num_hidden_layers" in given else "depth")
     values |= {name: 0.0 for name, value in given.items() if "dropout" in name and isinstance(value, float)}
     values |= _rotary_sections(given, values)
+    values |= {name: _inner_layers(given[name]) for name in given if name.startswith("vision_feature_layer")}
     overrides = _OVERRIDES.get(default.model_type, {})
     values |= overrides
     nested = {name: config for name in default.sub_configs if (config := _sub_config(default, name)) is not None}
@@ -279,9 +280,8 @@ def _rotary_sections(given: dict[str, Any], values: dict[str, Any]) -> dict[str,
     head_dim = values.get("head_dim") or _SIZES["hidden_size"] // _HEADS
     found: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
-        rope = given.get(name)
+        rope: Any = given.get(name)
         if name == "rope_parameters" and "num_key_value_heads" in given and _reads_sections(given["model_type"]):
-            # Some models have a default in their code.
             rope = {**_MROPE, **(rope or {})}
         for key, sections in rope.items() if isinstance(rope, dict) else ():
             if key.endswith("_section") and isinstance(sections, list | tuple):
@@ -291,15 +291,22 @@ def _rotary_sections(given: dict[str, Any], values: dict[str, Any]) -> dict[str,
     return found
 
 
+def _inner_layers(chosen: Any) -> Any:
+    """Numbers of layers, or one of them, that a tiny encoder has; negative ones count from its end."""
+    if isinstance(chosen, list | tuple):
+        return [_inner_layers(layer) for layer in chosen]
+    return max(-_LAYERS, min(chosen, _LAYERS - 1)) if isinstance(chosen, int) else chosen
+
+
 def _reads_sections(model_type: str) -> bool:
-    """Whether the code of a model_type has a default for the sections of its rotary embedding."""
+    """Whether the code of a model_type reads sections of its rotary embedding, which default configs may lack."""
     from transformers.models.auto.configuration_auto import model_type_to_module_name
 
     folder = model_type_to_module_name(model_type)
     spec = importlib.util.find_spec(f"transformers.models.{folder}")
     places = spec.submodule_search_locations if spec is not None else None
     files = (Path(place, f"modeling_{folder}.py") for place in places or ())
-    return any('get("mrope_section"' in file.read_text() for file in files if file.is_file())
+    return any('"mrope_section"' in file.read_text() for file in files if file.is_file())
 
 
 def _layers(given: dict[str, Any], counted: str) -> dict[str, Any]:
