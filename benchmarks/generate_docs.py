@@ -30,10 +30,11 @@ from opslot.slots import KERNEL_REGISTRY
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-BENCH, PARALLEL = "bench_h200.json", "parallel_h200x4.json"
+BENCH, MEMORY = "bench_h200.json", "memory_h200.json"
+PARALLEL = ("parallel_h200x4.json", "parallel_h200x2.json")
 CPU = ("cpu_epyc.json", "cpu_demo_step_epyc.json", "loading_epyc.json")
 GEMM = "gemm_h200.json"
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/architectures.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/architectures.md", "docs/fine_tuning.md")
 # Written by check_architectures.py.
 ARCHITECTURES = ROOT / "benchmarks" / "architectures.json"
 
@@ -66,6 +67,7 @@ _MODEL_LABELS = {
     "qwen3_8b_width": "Qwen3-8B width",
     "qwen3_30b_a3b_width": "Qwen3-30B-A3B width",
     "qwen3_0.6b": "Qwen3-0.6B, whole",
+    "qwen3_8b": "Qwen3-8B, whole",
     "llama_3b_width": "Llama-3.2-3B width",
     "mistral_7b_width": "Mistral-7B width, sliding window",
     "gemma3_12b_width": "Gemma-3-12B width",
@@ -239,10 +241,10 @@ def curve() -> str:
 
 
 def parallel() -> str:
-    result = load(PARALLEL)
+    steps = [row for name in PARALLEL for row in load(name).steps]
     lines = []
-    for key in dict.fromkeys(r.comparison for r in result.steps):
-        rows = [r for r in result.steps if r.comparison == key]
+    for key in dict.fromkeys(r.comparison for r in steps):
+        rows = [r for r in steps if r.comparison == key]
         base = next((r.tokens_per_s for r in rows if r.implementation == "VeOmni" and r.tokens_per_s), None)
         for row in rows:
             speed, _ = _step_cell(row.implementation, [row])
@@ -251,6 +253,15 @@ def parallel() -> str:
             lines.append([_label(row.model), row.setup, batch, row.implementation, speed, against])
     header = ["model", "parallelism", "batch", "implementation", "tokens/s per GPU, peak memory", "vs VeOmni"]
     return _table(header, lines)
+
+
+def memory() -> str:
+    rows = load(MEMORY).steps
+    lines = [
+        [_label(r.model), r.setup, f"{r.length:,}", r.implementation, r.error or _step_cell(r.implementation, [r])[0]]
+        for r in rows
+    ]
+    return _table(["model", "method", "tokens", "implementation", "tokens/s, peak memory"], lines)
 
 
 def ops() -> str:
@@ -402,6 +413,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps": steps,
     "curve": curve,
     "parallel": parallel,
+    "memory": memory,
     "ops": ops,
     "gemm": lambda: values(GEMM),
     "cpu": lambda: values(*CPU),

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from opslot._base.device import best_device
-from opslot.bench import Environment, OutputFiles, Result, Run, StepRow
+from opslot.bench import Environment, OutputFiles, Result, Run, StepRow, recorded_command
 from opslot.bench.step import process_environment, reason
 from opslot.bench.step_process import draw_weights, measure_steps
 from opslot.bench.table import steps_table
@@ -212,7 +212,7 @@ def main() -> int:
     config["head_dim"] //= min(options.shrink, 8)
     files = OutputFiles(options.output)
     environment = Environment.current(best_device().torch_type, options.commit)
-    run = Run(" ".join(["python", *sys.argv]), environment, [name for name in PACKAGES if name != "opslot"])
+    run = Run(recorded_command("python", *sys.argv), environment, [name for name in PACKAGES if name != "opslot"])
     name = "qwen3_8b" if options.layers == 36 and options.shrink == 1 else f"{options.model.stem}_{options.layers}"
     for task in tasks([length // options.shrink for length in options.lengths]):
         text = f"{task['implementation']} {_setup(task)} {task['length']}"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from opslot._base.device import best_device
 from opslot._base.pairs import pairs
-from opslot.bench import Environment, OutputFiles, Result, Run, StepRow
+from opslot.bench import Environment, OutputFiles, Result, Run, StepRow, recorded_command
 from opslot.bench.step import process_environment
 from opslot.bench.table import steps_table
 
@@ -57,7 +57,7 @@ def main() -> int:
     files = OutputFiles(options.output)
     paths = pairs("--baseline-path", "NAME=DIR", options.baseline_path)
     device = Environment.current(best_device().torch_type, options.commit)
-    run = Run(" ".join(["python", *sys.argv]), device, list(paths))
+    run = Run(recorded_command("python", *sys.argv), device, list(paths))
     overrides = [part for item in options.set for part in ("--set", item)]
     libraries = [("opslot_worker.py", None, [*options.configurations, *overrides])]
     if "veomni" in paths:

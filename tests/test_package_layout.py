@@ -47,7 +47,7 @@ def test_listing_kernels_imports_no_vendor():
         OpsImplementationConfig()
         for spec in KERNEL_REGISTRY.specs():
             spec.unsupported(KernelRequest(spec.op_name, spec.variant, CPU))
-        vendors = {"triton", "liger_kernel", "quack", "fla", "flash_attn", "kernels", "torch_npu"}
+        vendors = {"triton", "liger_kernel", "quack", "fla", "mamba_ssm", "flash_attn", "kernels", "torch_npu"}
         print(sorted(vendors & set(sys.modules)))
     """)
     assert done.returncode == 0, done.stderr

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from opslot._base.errors import KernelError
-from opslot.bench import BenchOptions, OpRow, read, run_bench
+from opslot.bench import BenchOptions, OpRow, read, recorded_command, run_bench
 from opslot.cli import main
-from opslot.cli.bench import recorded_command
 
 
 def test_tune_measures_a_model_and_auto_uses_the_profile(moe_config_folder, tmp_path, capsys, monkeypatch):
@@ -94,8 +93,16 @@ def test_invalid_options_raise_before_measuring(moe_config_folder, capsys, argum
 
 def test_recorded_command_has_no_absolute_paths():
     here = Path.cwd()
-    arguments = ["bench", "--model", str(here / "models/a.json"), "--baseline-path", "veomni=/opt/peers", "--trace"]
-    assert recorded_command(arguments) == "opslot bench --model models/a.json --baseline-path veomni=peers --trace"
+    arguments = [
+        "opslot",
+        "bench",
+        "--model",
+        str(here / "models/a.json"),
+        "--baseline-path",
+        "veomni=/opt/peers",
+        "--trace",
+    ]
+    assert recorded_command(*arguments) == "opslot bench --model models/a.json --baseline-path veomni=peers --trace"
 
 
 def test_each_op_is_written_before_the_next_is_measured(tmp_path, monkeypatch):

@@ -224,7 +224,12 @@ def test_grouped_experts_of_transformers_match_the_reference():
 
 @pytest.mark.parametrize(
     ("op", "variant"),
-    [("chunk_gated_delta_rule", "standard"), ("causal_conv1d", "standard"), ("moe_experts", "biased")],
+    [
+        ("chunk_gated_delta_rule", "standard"),
+        ("causal_conv1d", "standard"),
+        ("mamba_chunk_scan", "standard"),
+        ("moe_experts", "biased"),
+    ],
 )
 def test_transformers_own_code_matches_the_reference(op, variant):
     (kernel,) = baseline_kernels(["hf"], op, variant).values()

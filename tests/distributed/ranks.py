@@ -15,6 +15,7 @@ import os
 import random
 import re
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -40,7 +41,7 @@ class Ranks:
         address = f"127.0.0.1:{listener.address[1]}"
         key = os.urandom(16)
         listener._authkey = key
-        self._processes = [forks.start(__file__, address, key.hex(), str(rank)) for rank in range(size)]
+        self._processes = [_start(forks, address, key.hex(), str(rank)) for rank in range(size)]
         connections = [listener.accept() for _ in range(size)]
         self._connections: dict[int, Connection] = {c.recv(): c for c in connections}
         listener.close()
@@ -69,6 +70,15 @@ class Ranks:
             connection.close()
         for process in self._processes:
             process.kill()
+
+
+def _start(forks: Any, *arguments: str) -> Any:
+    import torch
+
+    if not torch.cuda.is_available():
+        return forks.start(__file__, *arguments)
+    # A fork cannot use CUDA, which imports of libraries initialize in the process that forks.
+    return subprocess.Popen([sys.executable, "-P", __file__, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def free_port() -> int:

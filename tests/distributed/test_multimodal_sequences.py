@@ -10,13 +10,13 @@ from opslot.data.rope_positions import RopePositions
 from opslot.distributed import init_parallel_state, shard_sequence
 from opslot.verify.random_model import random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
-from opslot.verify.visual import pack, visual_samples, with_common_divisor
+from opslot.verify.media import pack, media_samples, with_common_divisor
 
 
 def build(name, ops="auto"):
     config = tiny_config(name)
     model = random_model(config, 0).eval()
-    batches = dict(visual_samples(model, 0).batches)
+    batches = dict(media_samples(model, 0).batches)
     batches["packed"] = pack(RopePositions(config, type(model).__name__), [batches["image"], batches["text"]])
     opslot.apply(model, ops)
     return model, batches

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from opslot.distributed import ShardedConvolution, UlyssesDeltaRule, init_parallel_state
+from opslot.distributed import ShardedConvolution, UlyssesDeltaRule, UlyssesScan, init_parallel_state
 from opslot.ops.causal_conv1d.op import reference as convolve
 from opslot.ops.chunk_gated_delta_rule.op import reference as delta_rule
+from opslot.ops.mamba_chunk_scan.op import reference as scan
 
 _spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
 tiny = sys.modules.setdefault("opslot_test_tiny", importlib.util.module_from_spec(_spec))
@@ -120,6 +121,42 @@ def test_states_have_all_heads(ranks):
     assert max(ranks.run(states)) < 1e-13
 
 
+def scanned(groups, heads, documents):
+    inputs = {
+        "x": random(2, 10, heads, 3),
+        "dt": random(2, 10, heads, seed=1),
+        "B": random(2, 10, groups, 5, seed=2),
+        "C": random(2, 10, groups, 5, seed=3),
+    }
+    shared = {"A": -random(heads, seed=4).exp(), "D": random(heads, seed=5), "dt_bias": random(heads, seed=6)}
+    bounds = None if documents is None else torch.tensor([0, *documents]).cumsum(0)
+    options = {"dt_softplus": True, "dt_limit": (0.1, 2.0), "cu_seqlens": bounds}
+    return parity(scan, UlyssesScan(scan), inputs, shared, 1, **options)
+
+
+@pytest.mark.parametrize(
+    ("groups", "heads", "documents"), [(2, 4, None), (1, 4, [3, 1, 6, 1, 9]), (4, 4, [10, 10]), (3, 12, [7, 3, 5, 5])]
+)
+def test_scan_over_the_global_sequence(ranks, groups, heads, documents):
+    assert max(ranks.run(scanned, groups, heads, documents)) < 1e-13
+
+
+def scan_states():
+    """The last states of all heads, from given first states."""
+    rank = init_parallel_state(device_type="cpu", sp=2).sp_rank
+    x, dt, b, c = random(2, 10, 4, 3), random(2, 10, 4).abs(), random(2, 10, 1, 5, seed=1), random(2, 10, 1, 5, seed=2)
+    given = {"A": -random(4).abs(), "initial_states": random(2, 4, 3, 5, seed=7), "return_final_states": True}
+    local = {"x": x, "dt": dt, "B": b, "C": c}
+    expected = scan(**local, **given)
+    found = UlyssesScan(scan)(**{name: tensor.chunk(2, 1)[rank] for name, tensor in local.items()}, **given)
+    output = expected[0].chunk(2, 1)[rank]
+    return max((found[0] - output).abs().max().item(), (found[1] - expected[1]).abs().max().item())
+
+
+def test_scan_states_have_all_heads(ranks):
+    assert max(ranks.run(scan_states)) < 1e-13
+
+
 def on_ranks(name, sizes, kwargs):
     return tiny.train(name, sizes, **kwargs)
 
@@ -149,6 +186,24 @@ def indivisible():
     parallelize(tiny.build("olmo_hybrid", **changes), state)
 
 
+def indivisible_scan():
+    import opslot
+    from opslot.models.parallelize import parallelize
+    from opslot.verify.random_model import random_model
+    from opslot.verify.tiny import tiny_config
+
+    config = tiny_config("nemotron_h")
+    config.mamba_num_heads, config.n_groups = 3, 1
+    model = random_model(config, 0)
+    opslot.apply(model)
+    parallelize(model, init_parallel_state(device_type="cpu", sp=2))
+
+
 def test_indivisible_heads_raise(ranks, rank_failed):
     with pytest.raises(rank_failed, match="sp=2 does not divide 3 value heads"):
         ranks.run(indivisible)
+
+
+def test_indivisible_heads_of_a_scan_raise(ranks, rank_failed):
+    with pytest.raises(rank_failed, match="sp=2 does not divide 3 scan heads"):
+        ranks.run(indivisible_scan)

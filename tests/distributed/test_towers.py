@@ -9,14 +9,14 @@ import opslot
 from opslot.distributed import init_parallel_state
 from opslot.verify.random_model import random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
-from opslot.verify.visual import visual_samples, with_common_divisor
+from opslot.verify.media import media_samples, with_common_divisor
 
 NAMES = ["qwen3_vl", "llava", "gemma3", "mistral3", "internvl"]
 
 
 def build(name, frozen):
     model = random_model(tiny_config(name), 0).eval()
-    samples = visual_samples(model, 0)
+    samples = media_samples(model, 0)
     opslot.apply(model, "eager")
     for parameter, value in model.named_parameters():
         value.requires_grad_(not (frozen and ("vision" in parameter or "visual" in parameter)))

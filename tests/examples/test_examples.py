@@ -1,6 +1,7 @@
 """Every example runs in its small form, and opslot's kernels give the losses that the trainer has without them."""
 
 import importlib
+import math
 import sys
 from pathlib import Path
 
@@ -45,6 +46,14 @@ def test_grpo_trains(run, tmp_path):
     assert (tmp_path / "model.safetensors").is_file()
 
 
+def test_dpo_loop_equals_transformers_own_code(run, tmp_path):
+    expected = run("dpo_loop", "--kernels", "eager")
+    found = run("dpo_loop", "--output", str(tmp_path))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert found[2] < found[0] == pytest.approx(math.log(2))
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
 def test_rl_loop_equals_transformers_own_code(run, tmp_path):
     expected = run("rl_loop", "--kernels", "eager")
     found = run("rl_loop", "--output", str(tmp_path))
@@ -58,4 +67,4 @@ def test_every_example_is_listed_and_tested():
     files = {path.stem for path in EXAMPLES.glob("*.py")} - {"common"}
     readme = (EXAMPLES / "README.md").read_text()
     assert all(f"`{name}.py`" in readme for name in files)
-    assert files == {name for name, _ in CASES} | {"trl_grpo", "rl_loop"}
+    assert files == {name for name, _ in CASES} | {"trl_grpo", "dpo_loop", "rl_loop"}

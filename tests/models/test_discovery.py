@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
+import sys
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +19,11 @@ from opslot.cli import main
 from opslot.models import MODELING_REGISTRY
 from opslot.models.discovery import discover
 from opslot.models.parallelize import parallel_plan
+from opslot.patchgen import PatchConfig
 from opslot.patchgen.engine import generate
+from opslot.patchgen.forms import ModuleView
 from opslot.patchgen.materialization import require_patch
-from opslot.patchgen.source import installed_release
+from opslot.patchgen.source import UpstreamModule, installed_release
 from opslot.patchgen.writing import patch_source
 from opslot.slots.protocol import keeps_sequences
 
@@ -256,7 +261,7 @@ def test_skips_are_attributes_of_the_owning_class():
         ("chameleon", "ChameleonForConditionalGeneration", "cross_entropy_loss", "changes the logits between head and"),
         ("nanochat", "NanoChatPreTrainedModel", "rotary_pos_emb", "rotates in another way"),
         ("glm_moe_dsa", "GlmMoeDsaAttention", "attention", "that an indexer selects (sparse attention)"),
-        ("bamba", "BambaMixer", "chunk_gated_delta_rule", "another recurrence than the gated delta rule"),
+        ("jamba", "JambaMambaMixer", "mamba_chunk_scan", "mamba_selective_scan in another way than the reviewed"),
     ],
 )
 def test_unrecognized_parts_are_skipped_with_a_reason(arch, name, op, reason):
@@ -311,7 +316,7 @@ def test_packed_documents_do_not_attend_to_each_other(model_type):
 @pytest.mark.parametrize(
     ("arch", "why"),
     [
-        ("bamba", "BambaMixer has a Conv1d, which may mix tokens"),
+        ("jamba", "JambaMambaMixer has a Conv1d, which may mix tokens"),
         ("gemma3", "it is not only a language model"),
         ("recurrent_gemma", "RecurrentGemmaRecurrentBlock has a Conv1d, which may mix tokens"),
         ("doge", "DogeCDMoE calls matmul of activations, which may mix tokens"),
@@ -328,11 +333,17 @@ def test_errors_and_autograd_functions_do_not_mix_tokens(arch):
     assert "_opslot_keeps_sequences" not in text
 
 
-def test_masks_without_positions_separate_documents_in_kernels_alone():
-    """gpt-oss makes its masks without position_ids, but kernels get cu_seq_lens."""
-    config = config_of("gpt_oss")
-    assert "made without position_ids" in keeps_sequences(opslot.build_foundation_model(config, init_device="meta"))
-    assert keeps_sequences(opslot.build_foundation_model(config, init_device="meta"), by_kernel=True) is None
+@pytest.mark.parametrize("arch", ["gpt_oss", "afmoe"])
+def test_masks_that_upstream_makes_without_positions_separate_documents(arch):
+    upstream = AutoModelForCausalLM.from_config(config_of(arch)).eval()
+    model = copy.deepcopy(upstream)
+    opslot.apply(model, "eager")
+    assert keeps_sequences(model) is None
+    ids = torch.randint(3, model.config.vocab_size, (1, 12))
+    with torch.no_grad():
+        packed = model(ids, position_ids=torch.tensor([[*range(5), *range(7)]]), use_cache=False).logits
+        alone = torch.cat([upstream(part).logits for part in ids.split([5, 7], 1)], 1)
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
 
 
 def test_sequences_of_such_models_are_not_sharded(tmp_path):
@@ -459,3 +470,53 @@ def test_written_patch_file_generates_the_same_module(arch, tmp_path, monkeypatc
 def test_invalid_usage_of_the_command_raises(arguments, message, tmp_path, capsys):
     assert main(["discover", *(a.format(folder=tmp_path) for a in arguments)]) == 2
     assert message in capsys.readouterr().err
+
+
+GLOBAL_IN_CONSTRUCTOR = """
+import torch
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+
+known = None
+
+
+class ToyMixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        global is_fast, known
+        is_fast = known = 3
+
+    def forward(self, x):
+        return x * is_fast
+
+
+class ToyPreTrainedModel(PreTrainedModel):
+    pass
+"""
+
+
+def test_globals_that_constructors_assign_reach_the_generated_module(monkeypatch):
+    """Before 5.15 a Mamba mixer's forward reads what only its constructor defines."""
+    from opslot.models.discovery.support import write_support
+    from opslot.slots.protocol import copy_upstream_globals
+
+    upstream = types.ModuleType("toy.upstream")
+    exec(GLOBAL_IN_CONSTRUCTOR, vars(upstream))
+    patch = PatchConfig("toy.upstream")
+    source = UpstreamModule("toy.upstream", "5.9.0", GLOBAL_IN_CONSTRUCTOR)
+    write_support(patch, ModuleView(source))
+    generated = types.ModuleType("toy.generated")
+    exec(GLOBAL_IN_CONSTRUCTOR, vars(generated))
+    for block in patch.final_blocks:
+        if "upstream_globals" in block:
+            exec(block, vars(generated))
+    monkeypatch.setitem(sys.modules, "toy.upstream", upstream)
+    monkeypatch.setitem(sys.modules, "toy.generated", generated)
+    upstream.ToyMixer.__module__, generated.ToyMixer.__module__ = "toy.upstream", "toy.generated"
+    assert generated.is_fast is None
+    mixer = upstream.ToyMixer()
+    copy_upstream_globals(type(mixer), generated.ToyMixer)
+    mixer.__class__ = generated.ToyMixer
+    assert mixer(2) == 6
+    assert generated.known is None

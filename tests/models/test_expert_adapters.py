@@ -76,9 +76,14 @@ def test_kernels_equal_added_weights(variant, kernel):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
-def test_no_tensor_of_the_size_of_the_weights_is_made():
+def test_no_tensor_of_the_size_of_the_weights_is_made(monkeypatch):
     """Neither a copy of the weights with the adapters nor their gradient."""
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    from opslot.ops._common import custom_op
+
+    # The ops inside the custom op, too.
+    monkeypatch.setattr(custom_op, "_modes", lambda: 0)
 
     sizes = []
 
@@ -100,3 +105,67 @@ def test_no_tensor_of_the_size_of_the_weights_is_made():
     with Sizes():
         run.with_adapters(x, *weights, index, torch.ones(4, 1), "silu", *factors).sum().backward()
     assert max(sizes) < weights[1].numel() <= weights[0].numel()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["grouped_mm", "fused_triton"])
+def test_compiled_adapters_on_a_gpu(kernel):
+    torch.manual_seed(0)
+    config = tiny_config("qwen3_moe")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    model = get_peft_model(model, LoraConfig(r=8, target_parameters=names, init_lora_weights=False))
+    opslot.apply(model, {"preset": "eager", "moe_implementation": kernel})
+    opslot.parallelize(model)
+    ids = torch.randint(0, config.vocab_size, (2, 64), device="cuda")
+    loss, gradients = loss_and_gradients(model, ids)
+    model.zero_grad()
+    found = torch.compile(lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss, fullgraph=True)(ids)
+    found.backward()
+    torch.testing.assert_close(found, loss, rtol=1e-2, atol=1e-2)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert (parameter.grad - gradients[name]).norm() < 0.1 * gradients[name].norm(), name
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss"])
+def test_compile_has_no_graph_break(arch):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(arch))
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    model = get_peft_model(model, LoraConfig(r=2, target_parameters=names, init_lora_weights=False))
+    opslot.apply(model, {"preset": "eager", "moe_implementation": "grouped_mm"})
+    opslot.parallelize(model)
+    ids = torch.randint(0, model.config.vocab_size, (2, 9))
+    loss, gradients = loss_and_gradients(model, ids)
+    model.zero_grad()
+    compiled = torch.compile(
+        lambda ids: model(input_ids=ids, labels=ids, use_cache=False), fullgraph=True, backend="aot_eager"
+    )
+    found = compiled(ids).loss
+    found.backward()
+    torch.testing.assert_close(found, loss)
+    assert len(gradients) == 2 * 2 * 2
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["grouped_mm", "fused_triton"])
+def test_opcheck(kernel):
+    experts, hidden, inner = 4, 16, 8
+    weights = torch.randn(experts, 2 * inner, hidden), torch.randn(experts, hidden, inner)
+    factors = [torch.randn(s) for a, b in ((16, 16), (16, 8)) for s in ((experts, a, 8), (experts, 8, b))]
+    x, index, routing = torch.randn(6, hidden), torch.randint(0, experts, (6, 2)), torch.rand(6, 2)
+    factors = [*factors[:2], None, None, *factors[2:]]
+    gating = (None, 1.0, 0.0, "silu", False, True, False, False)
+    given = (x, *weights, index, routing, None, None, None)
+    opslot.KERNEL_REGISTRY.load("moe_experts", "standard", kernel)
+    op, backward = (getattr(torch.ops.opslot, f"moe_{kernel}_adapters{end}") for end in ("", "_backward"))
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(op.default, (*given, factors, *gating), test_utils=tests)
+    _, *parts = op(*given, factors, *gating)
+    wanted = [True] * 4 + [False] * 3 + [True, True, False, False, True, True]
+    torch.library.opcheck(
+        backward.default, (torch.randn_like(x), *given, *parts, factors, *gating, wanted), test_utils=tests
+    )

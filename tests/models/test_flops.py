@@ -209,7 +209,7 @@ def test_unknown_module_is_reported():
 
 
 def test_state_space_model_is_reported():
-    model = make("mamba2", "meta", num_heads=8, head_dim=8, n_groups=1, state_size=8)
+    model = make("mamba", "meta", state_size=8)
     assert {part.path.rpartition(".")[2] for part in opslot.count_flops(model, [16]).uncounted} == {"mixer"}
 
 

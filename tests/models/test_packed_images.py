@@ -9,13 +9,13 @@ from opslot.data.rope_positions import RopePositions
 from opslot.models._modalities import keep_documents_from_towers
 from opslot.verify.random_model import random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
-from opslot.verify.visual import packed_samples, visual_samples
+from opslot.verify.media import packed_samples, media_samples
 
 
 def build(name):
     config = tiny_config(name)
     model = random_model(config, 0).eval()
-    samples = visual_samples(model, 0)
+    samples = media_samples(model, 0)
     return model, packed_samples(RopePositions(config, type(model).__name__), samples)
 
 

@@ -274,13 +274,14 @@ HEAD = """
 def test_slot_loss_causal(rewrite, patch, logits, head_input, call, rest):
     patch.slot_loss("Head.forward", Slot("cross_entropy_loss", "causal"))
     text = rewrite(HEAD.format(logits=logits, call=call), patch)
+    head = "self.lm_head.weight, labels, bias=self.lm_head.bias, head=self.lm_head"
     expected = f"""
         hidden_states = self.model(x)
         # --- Patch.1 ---
         loss_kernel = self._opslot_cross_entropy_loss if labels is not None else None
         if loss_kernel is not None and loss_kernel.can_serve(self, self.lm_head):
             logits = None
-            loss = loss_kernel({head_input}, self.lm_head.weight, labels, bias=self.lm_head.bias{rest})
+            loss = loss_kernel({head_input}, {head}{rest})
         else:
             {logits}
 
@@ -299,7 +300,10 @@ def test_slot_loss_passes_the_number_of_labels_on(rewrite, patch):
     call = "self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size)"
     text = rewrite(HEAD.format(logits="logits = self.lm_head(hidden_states)", call=call), patch)
     given = "**{name: kwargs[name] for name in ('num_items_in_batch', 'shift_labels') if name in kwargs}"
-    assert f"loss_kernel(hidden_states, self.lm_head.weight, labels, bias=self.lm_head.bias, {given})" in text
+    assert (
+        f"loss_kernel(hidden_states, self.lm_head.weight, labels, bias=self.lm_head.bias, head=self.lm_head, {given})"
+        in text
+    )
     assert f"{call.removesuffix(')')}, {given})" in text
 
 
@@ -341,7 +345,8 @@ def test_slot_loss_with_changed_logits(rewrite, patch, logits, arguments):
     text = rewrite(HEAD.format(logits="\n            ".join(logits), call=CALL), patch)
     (call,) = [line.strip() for line in text.splitlines() if "loss_kernel(" in line]
     middle = f", {arguments}" if arguments else ""
-    assert call == f"loss = loss_kernel(x, self.lm_head.weight, labels, bias=self.lm_head.bias{middle}, **kwargs)"
+    head = "self.lm_head.weight, labels, bias=self.lm_head.bias, head=self.lm_head"
+    assert call == f"loss = loss_kernel(x, {head}{middle}, **kwargs)"
 
 
 OWN_LOSS = """
@@ -378,7 +383,7 @@ def test_slot_loss_selects_the_same_rows_of_the_hidden_states(rewrite, patch):
             shift_head_input = shift_head_input[mask.to(head_input.device) != 0]
             shift_labels = shift_labels[mask.to(shift_labels.device) != 0].contiguous()
         flat_head_input = shift_head_input
-        loss = loss_kernel(flat_head_input, self.lm_head.weight, None, bias=self.lm_head.bias, \
+        loss = loss_kernel(flat_head_input, self.lm_head.weight, None, bias=self.lm_head.bias, head=self.lm_head, \
 shift_labels=shift_labels.view(-1))
     """)
 

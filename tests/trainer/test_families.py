@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from opslot.data.rope_positions import RopePositions
 from opslot.models import build_foundation_model, trained_config
 from opslot.trainer import load_config
-from opslot.trainer.parts import parts_of
+from opslot.models._parts import parts_of
 from opslot.trainer.processors import multimodal_class
 from opslot.trainer.validate import validate
 from opslot.trainer.vlm import VLMTrainer

@@ -1,5 +1,6 @@
 """`lora:` in full runs of `opslot train`: equal to PEFT alone, on any mesh, resumed, and exported."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -91,17 +92,36 @@ def trainer(write):
     return make
 
 
+def recorded_steps(run):
+    """The batches of each step, once the run has trained; dropout starts from the number of the step."""
+    steps, forward = [], run.forward
+
+    def record(batch, count):
+        torch.manual_seed(len(steps))
+        steps.append([(batch, count)])
+        return forward(batch, count)
+
+    run.forward = record
+    return steps
+
+
 def peft_losses(base, adapter, steps, config):
-    """The losses of PEFT without opslot from the same adapters and batches."""
-    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True)
+    """The losses of PEFT without opslot from the same adapters (a folder, or their config) and batches."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    if isinstance(adapter, peft.PeftConfig):
+        model = peft.get_peft_model(model, adapter)
+    else:
+        model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     betas = (config.optimizer.beta1, config.optimizer.beta2)
     decays = [0.0 if p.ndim < 2 else config.weight_decay for p in trained]
     groups = [{"params": [p], "weight_decay": decay} for p, decay in zip(trained, decays, strict=True)]
     optimizer = torch.optim.AdamW(groups, betas=betas, lr=config.lr)
     losses = []
-    for batches in steps:
+    for number, batches in enumerate(steps):
         total = 0.0
+        torch.manual_seed(number)
         for batch, count in batches:
             loss = model(**batch, use_cache=False, num_items_in_batch=torch.tensor(count)).loss
             loss.backward()
@@ -114,18 +134,60 @@ def peft_losses(base, adapter, steps, config):
 
 
 @pytest.mark.parametrize(
-    "lora", [{}, {"experts": True}, {"use_rslora": True, "init": "gaussian", "alpha": 3, "modules_to_save": ["norm"]}]
+    "lora",
+    [
+        {},
+        {"experts": True},
+        {"use_rslora": True, "init": "gaussian", "alpha": 3, "modules_to_save": ["norm"]},
+        {"use_dora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.*v_proj": 16}},
+        {"dropout": 0.3},
+    ],
 )
 def test_losses_equal_those_of_peft(trainer, tmp_path, lora):
     run = trainer("run", lora, lr_scheduler="constant", micro_batch_size=None)
     start = save_adapter(run.model, tmp_path / "start")
-    steps, forward = [], run.forward
-    run.forward = lambda batch, count: steps.append([(batch, count)]) or forward(batch, count)
+    steps = recorded_steps(run)
     run.train()
     expected = peft_losses(tmp_path / "base", start, steps, run.config.train)
     found = losses(tmp_path / "run")
     assert found == pytest.approx(expected, rel=1e-5)
     assert found[-1] != pytest.approx(found[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_inits_from_the_weights_equal_those_of_peft(trainer, write, tmp_path, init):
+    """What is saved are adapters of the unchanged base, and a resumed run continues."""
+    lora = {"init": init} | ({"use_rslora": True} if init == "olora" else {"rank_pattern": {"k_proj": 2}})
+    run = trainer("run", lora, lr_scheduler="constant", micro_batch_size=None)
+    config = copy.deepcopy(run.model.peft_config["default"])
+    assert config.init_lora_weights == init
+    steps = recorded_steps(run)
+    run.train()
+    found = losses(tmp_path / "run")
+    assert found == pytest.approx(peft_losses(tmp_path / "base", config, steps, run.config.train), rel=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "hf")
+    ids = torch.arange(40)[None]
+    torch.testing.assert_close(model.eval()(ids).logits, run.model.eval()(ids).logits, rtol=1e-4, atol=1e-5)
+    assert main(["merge", str(tmp_path / "run" / "hf"), str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert run_config(write("split", lora, lr_scheduler="constant", micro_batch_size=None, max_steps=2)) == 0
+    more = write("split", lora, lr_scheduler="constant", micro_batch_size=None, resume_from="latest")
+    assert run_config(more) == 0
+    assert losses(tmp_path / "split") == pytest.approx(found, rel=1e-5)
+
+
+def test_dora_on_two_processes_and_merged(ranks, write, tmp_path):
+    lora = {"use_dora": True, "merge": True}
+    assert run_config(write("one", lora)) == 0
+    assert ranks.run(run_config, write("two", lora)) == [0, 0]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    expected = peft.PeftModel.from_pretrained(base, tmp_path / "two" / "hf").merge_and_unload().state_dict()
+    found = load_file(tmp_path / "two" / "hf" / "merged" / "model.safetensors")
+    for name in (name for name in expected if "self_attn" in name):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
 
 
 def test_exports_load_in_peft_and_transformers(trainer, tmp_path):
@@ -259,6 +321,12 @@ def test_unmatched_targets_are_one_error(write, capsys):
         ({"target_modules": "q_proj("}, "is not a valid regular expression"),
         ({"target_modules": "q_proj"}, "q_proj matches no module"),
         ({"quantization": "int4"}, "lora.quantization: expected"),
+        ({"rank_pattern": {"q_prj": 2}}, "lora.rank_pattern: q_prj matches no module with an adapter"),
+        ({"alpha_pattern": {"up(": 1}}, "lora.alpha_pattern: up( is not a valid regular expression"),
+        ({"rank_pattern": {"q_proj": 0}}, "q_proj has rank 0, which must be at least 1"),
+        ({"use_dora": True, "experts": True}, "lora.use_dora cannot be combined with lora.experts"),
+        ({"init": "pissa", "use_dora": True}, "lora.init=pissa changes the base weights"),
+        ({"init": "eva"}, "lora.init: expected"),
     ],
 )
 def test_invalid_settings_raise(write, capsys, change, message):
@@ -280,6 +348,9 @@ def test_targets_that_mean_stacked_experts_raise(write, capsys):
 
 
 def test_merge_without_a_base_raises(tmp_path, capsys):
+    assert main(["merge", str(tmp_path / "no"), str(tmp_path / "merged")]) == 2
+    assert "is not a folder of adapters\n  found: no such folder\n  hint: give the folder hf" in capsys.readouterr().err
+    (tmp_path / "adapter_config.json").write_text("{}")
     assert main(["merge", str(tmp_path), str(tmp_path / "merged")]) == 2
     assert "the base model of" in capsys.readouterr().err
 
@@ -315,8 +386,7 @@ def test_qlora_trains_on_quantized_weights(trainer, dense_base, write, tmp_path)
             target.copy_(values)
     model.save_pretrained(tmp_path / "dequantized")
     start = save_adapter(run.model, tmp_path / "start")
-    steps, forward = [], run.forward
-    run.forward = lambda batch, count: steps.append([(batch, count)]) or forward(batch, count)
+    steps = recorded_steps(run)
     run.train()
     expected = peft_losses(tmp_path / "dequantized", start, steps, run.config.train)
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-3)
@@ -351,8 +421,23 @@ def test_nf4_is_for_one_process_and_no_experts(write, settings, capsys, monkeypa
 
 
 @pytest.mark.parametrize("lora", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}])
-def test_explain_says_why_an_adapted_head_computes_logits(trainer, dense_base, lora):
-    run = trainer("run", lora, max_steps=1)
+def test_adapted_head_keeps_the_fused_loss(ranks, trainer, settings, write, dense_base, tmp_path, lora):
+    """Equal to PEFT's losses, in one process and in two."""
+    settings["model"]["ops_implementation"] = {"cross_entropy_loss_implementation": "chunk_loss"}
+    run = trainer("run", lora, lr_scheduler="constant", micro_batch_size=None)
+    (row,) = [row for row in explain(run.model) if row.op == "cross_entropy_loss" and row.variant == "causal"]
+    assert row.chosen == "chunk_loss"
+    start = save_adapter(run.model, tmp_path / "start")
+    steps = recorded_steps(run)
+    run.train()
+    found = losses(tmp_path / "run")
+    assert found == pytest.approx(peft_losses(dense_base, start, steps, run.config.train), rel=1e-5)
+    assert ranks.run(run_config, write("two", lora, lr_scheduler="constant")) == [0, 0]
+    assert losses(tmp_path / "two") == pytest.approx(found, rel=1e-5)
+
+
+def test_other_adapters_of_a_head_say_why_they_compute_logits(trainer, dense_base):
+    run = trainer("run", {"target_modules": ["q_proj", "lm_head"], "use_dora": True}, max_steps=1)
     (row,) = [row for row in explain(run.model) if row.op == "cross_entropy_loss" and row.variant == "causal"]
     assert row.chosen == "eager"
-    assert "whose output is more than a linear layer's" in row.why
+    assert "adapter of the kind DoraLinearVariant" in row.why

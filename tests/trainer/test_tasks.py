@@ -328,3 +328,42 @@ def test_settings_of_another_task_are_warned_about(settings, train):
     assert code == 0
     assert "warning: data.train_on has no effect on task pretrain; it is for task sft" in out
     assert "warning: data.label_names has no effect on task pretrain; it is for task classification" in out
+
+
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+# Writes the number of turns first, so that it differs with and without an assistant's turn.
+COUNTING = "{{ messages | length }}" + TEMPLATE
+STRICT = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endfor %}" + TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "message", "hint"),
+    [
+        (COUNTING, {"messages": [USER, ANSWER]}, "the trained part is unknown", "{% generation %}"),
+        (STRICT, {"messages": [{**USER, "role": "tool"}, ANSWER]}, "the chat template rejects it: no tools", ""),
+        (TEMPLATE, {"messages": [USER, {**ANSWER, "content": ""}]}, "messages[1]: the assistant's turn is empty", ""),
+        (TEMPLATE, {"messages": [USER, {**ANSWER, "content": "x" * 90}]}, "more than data.max_seq_len=64", "truncate"),
+        (TEMPLATE, {"prompt": "a", "completion": "b"}, "no messages, which the file's first record has", ""),
+    ],
+    ids=["unknown trained part", "role", "empty turn", "too long", "other columns"],
+)
+def test_bad_chat_data_is_one_error_or_counted(chat_settings, train, tmp_path, template, record, message, hint):
+    """The error has the sample, its file, and a hint; where configured, the sample is left out and counted."""
+    (tmp_path / "template.jinja").write_text(template)
+    file = tmp_path / "chat.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[:2], json.dumps(record), *lines[2:]]))
+    chat_settings["data"] |= {"chat_template": str(tmp_path / "template.jinja"), "packing": True}
+    code, _, error = train("--train.max_steps", "1")
+    assert code == 2
+    assert error.count("opslot: error: ") == 1
+    assert f"{file}, line {1 if template is COUNTING else 3}: " in error
+    assert message in error
+    (found,) = [line for line in error.splitlines() if line.startswith("  hint: ")]
+    assert "skip" in found
+    assert hint in error
+    if template is not COUNTING:
+        code, out, _ = train("--train.max_steps", "1", "--data.on_bad_sample", "skip", "--data.long_samples", "skip")
+        assert code == 0
+        assert "in 24 samples" in out
+        assert f"; 1 samples left out: {'too long' if 'truncate' in hint else 'malformed'}" in out

@@ -147,6 +147,17 @@ def test_frozen_part_gets_no_gradient(vlm_settings, tmp_path, part):
     assert not changed & frozen
 
 
+def test_text_with_a_frozen_language_model(vlm_settings, tmp_path):
+    vlm_settings["train"]["freeze"] = ["language_model"]
+    vlm_settings["data"] |= {"packing": False, "shuffle": False}
+    trainer = trainer_of(vlm_settings, tmp_path, **{"train.micro_batch_size": 1})
+    micro_batches = trainer.next_micro_batches(iter(trainer.batches))
+    assert ["pixel_values" in batch for batch in micro_batches] == [False, True]
+    loss, _, grad_norm = trainer._forward_backward(micro_batches, sum(map(trainer.count_targets, micro_batches)))
+    assert loss > 0
+    assert grad_norm > 0
+
+
 def test_unknown_part_raises(vlm_settings, tmp_path):
     vlm_settings["train"]["freeze"] = ["visoin"]
     with pytest.raises(ConfigError, match=r"'visoin' matches no parameter.*did you mean 'vision'"):

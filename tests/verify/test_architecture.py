@@ -9,13 +9,13 @@ from transformers import Qwen3Config
 from opslot import KERNEL_REGISTRY, KernelSpec
 from opslot._base.errors import ConfigError
 from opslot.cli import main
-from opslot.verify import CHECKS, architecture, check_architecture, visual
+from opslot.verify import CHECKS, architecture, check_architecture, media
 from opslot.verify.isolated import Processes
 from opslot.verify.random_model import random_model, worst_difference
 from opslot.verify.tiny import tiny_config
 
 FIELD = "rms_norm_implementation"
-ONE_PROCESS = ("eager", "auto", "packed", "checkpoint")
+ONE_PROCESS = ("eager", "auto", "packed", "frozen", "checkpoint")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_json_has_every_check(capsys):
         "eager": "passed",
         "packed": "passed",
     }
-    assert CHECKS == ("eager", "auto", "packed", "fsdp", "sp", "ep", "checkpoint")
+    assert CHECKS == ("eager", "auto", "packed", "frozen", "fsdp", "sp", "ep", "checkpoint")
 
 
 def test_worst_difference_reports_nan():
@@ -212,8 +212,61 @@ def test_missing_videos_have_a_reason():
 
 
 def test_images_that_cannot_be_made_leave_the_checks_of_text(monkeypatch):
-    monkeypatch.setattr(visual, "visual_inputs", lambda *_: None)
+    monkeypatch.setattr(media, "visual_inputs", lambda *_: None)
     found = check_architecture("llava", checks=["eager"])
     assert found.ok, str(found)
     assert found.samples == ("text",)
-    assert "no images can be made for it" in found.missing["image"]
+    assert found.missing["image"] == "the inputs of LlavaModel.get_image_features are unknown"
+
+
+@pytest.mark.parametrize(
+    ("arch", "samples"),
+    [
+        ("llama4", ("text", "image")),
+        ("pixtral", ("text", "image")),
+        ("gemma4", ("text", "image", "video", "audio", "mixed")),
+        ("qwen2_5_omni", ("text", "image", "video", "audio", "mixed")),
+        ("qwen3_omni_moe", ("text", "image", "video", "audio", "mixed")),
+        ("voxtral", ("text", "audio")),
+        ("granite_speech", ("text", "audio")),
+    ],
+)
+def test_every_modality_is_checked(arch, samples):
+    found = check_architecture(arch, checks=["eager", "packed", "frozen"])
+    assert found.ok, str(found)
+    assert found.samples == samples
+    assert {outcome.result for outcome in found.outcomes} == {"passed"}
+
+
+@pytest.mark.parametrize("arch", ["llama4", "qwen2_5_omni", "voxtral"])
+def test_modalities_on_two_processes(processes, arch):
+    found = check_architecture(arch, checks=["fsdp", "sp"], processes=processes)
+    assert [(o.name, o.result) for o in found.outcomes] == [("fsdp", "passed"), ("sp", "passed")], str(found)
+
+
+def test_frozen_parameter_with_a_gradient_is_named(monkeypatch):
+    step = architecture.train_step
+
+    def leaking(model, batches):
+        found = step(model, batches)
+        for name, parameter in model.named_parameters():
+            if "embed_tokens" in name:
+                parameter.grad = torch.zeros_like(parameter)
+        return found
+
+    monkeypatch.setattr(architecture, "train_step", leaking)
+    found = check_architecture("llama", checks=["frozen"])["frozen"]
+    assert (found.result, found.detail) == ("failed", "embeddings frozen: model.embed_tokens.weight has a gradient")
+
+
+def test_other_gradient_beside_frozen_parts_is_named(monkeypatch):
+    step = architecture.train_step
+
+    def scaled(model, batches):
+        factor = 1.01 if type(model).__module__.startswith("opslot.generated") else 1
+        return {name: value * factor for name, value in step(model, batches).items()}
+
+    monkeypatch.setattr(architecture, "train_step", scaled)
+    found = check_architecture("gemma3", checks=["frozen"])["frozen"]
+    assert found.result == "failed"
+    assert found.detail.startswith("vision frozen: ")

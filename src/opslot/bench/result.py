@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import platform
+import shlex
 import subprocess
 import time
 import types
@@ -228,6 +229,23 @@ class Value:
     value: float
     unit: str
     goal: str = ""
+
+
+def recorded_command(*arguments: str) -> str:
+    """The command that a run records: absolute paths are relative to the current folder, or their last part alone.
+
+    Results are shared, and where a machine keeps its files says nothing about them.
+    """
+
+    def shown(argument: str) -> str:
+        name, equals, value = argument.rpartition("=")
+        path = Path(value)
+        if not path.is_absolute():
+            return argument
+        here = Path.cwd()
+        return f"{name}{equals}{path.relative_to(here) if path.is_relative_to(here) else path.name}"
+
+    return shlex.join(map(shown, arguments))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ from opslot.distributed import is_first_rank, on_all_ranks
 ADAPTER = "default"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+FROM_WEIGHTS = ("pissa", "olora")
+"""PEFT's `init_lora_weights` that change the base weights."""
+_FACTORS = ("lora_A", "lora_B")
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -97,11 +101,26 @@ def initialize_adapters(model: Any, seed: int | None = None, device: torch.devic
     devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
     with torch.no_grad(), torch.random.fork_rng(devices):
         for path, layer in adapter_layers(model):
-            draws.run(clean_fqn(path), layer, lambda layer: _reset(layer, init))
+            if init in FROM_WEIGHTS:
+                # PEFT has computed them, and subtracted their product from the weight.
+                for name in _FACTORS:
+                    start = getattr(layer, name)[ADAPTER].weight.detach().clone()
+                    layer.register_buffer(f"initial_{name}", start, persistent=False)
+            else:
+                draws.run(clean_fqn(path), layer, lambda layer: _reset(layer, init))
+            if (magnitude := _magnitude(layer)) is not None:
+                weight = local_tensor(layer.get_base_layer().weight)
+                local_tensor(magnitude).copy_(torch.linalg.norm(weight, dim=1))
         for _, wrapper in trained_copies(model):
             tensors = wrapper.original_module.state_dict()
             for name, tensor in wrapper.modules_to_save[ADAPTER].state_dict().items():
                 local_tensor(tensor).copy_(local_tensor(tensors[name]))
+
+
+def _magnitude(layer: Any) -> Tensor | None:
+    """The norms of the weights of each output that DoRA trains; None without DoRA."""
+    vectors = getattr(layer, "lora_magnitude_vector", {})
+    return vectors[ADAPTER].weight if ADAPTER in vectors else None
 
 
 def _reset(layer: Any, init: bool | str) -> None:
@@ -127,7 +146,7 @@ def _outermost(path: str, model: nn.Module) -> str:
 
 
 class _Delta:
-    """The product of an adapter's matrices, gathered over the ranks, in float32."""
+    """What an adapter adds to its weight, gathered over the ranks, in float32."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -137,7 +156,12 @@ class _Delta:
         try:
             for module, key, parameter in own:
                 module._parameters[key] = nn.Parameter(_whole(parameter.detach()).float(), requires_grad=False)
-            return self._layer.get_delta_weight(ADAPTER).detach()
+            delta = self._layer.get_delta_weight(ADAPTER).detach()
+            if (magnitude := _magnitude(self._layer)) is None:
+                return delta
+            weight = _whole(self._layer.get_base_layer().weight.detach()).to(delta)
+            added = weight + delta
+            return (magnitude / torch.linalg.norm(added, dim=1)).unsqueeze(1) * added - weight
         finally:
             for module, key, parameter in own:
                 module._parameters[key] = parameter
@@ -192,6 +216,8 @@ def save_adapter(model: Any, folder: str | Path) -> Path:
     }
     named = get_peft_model_state_dict(model, own, ADAPTER, save_embedding_layers=False)
     whole = {f"base_model.model.{name}": _whole(tensor).cpu().contiguous() for name, tensor in sorted(named.items())}
+    if config.init_lora_weights in FROM_WEIGHTS:
+        _subtract_initial(model, config, whole)
     config.inference_mode = True
 
     def write() -> None:
@@ -204,6 +230,19 @@ def save_adapter(model: Any, folder: str | Path) -> Path:
 
     on_all_ranks(write) if any(isinstance(tensor, DTensor) for tensor in own.values()) else write()
     return folder
+
+
+def _subtract_initial(model: nn.Module, config: Any, tensors: dict[str, Tensor]) -> None:
+    """Make adapters of the changed base weights those of the unchanged ones: s (B A - B0 A0), of twice the rank."""
+    for path, layer in adapter_layers(model):
+        for name, dim, sign in zip(_FACTORS, (0, 1), (1, -1), strict=True):
+            key, initial = f"base_model.model.{clean_fqn(path)}.{name}.weight", getattr(layer, f"initial_{name}")
+            tensors[key] = torch.cat([tensors[key], sign * initial.to(tensors[key])], dim).contiguous()
+    factor = math.sqrt(2) if config.use_rslora else 2
+    config.r, config.lora_alpha = 2 * config.r, factor * config.lora_alpha
+    config.rank_pattern = {name: 2 * rank for name, rank in config.rank_pattern.items()}
+    config.alpha_pattern = {name: factor * alpha for name, alpha in config.alpha_pattern.items()}
+    config.init_lora_weights = True
 
 
 def read_adapter_config(folder: str | Path) -> dict[str, Any]:

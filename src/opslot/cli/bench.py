@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 from opslot._base.pairs import pairs
 
@@ -103,27 +101,10 @@ def add_parser(add: Callable[..., argparse.ArgumentParser], device: Callable[[st
     bench.set_defaults(run=run)
 
 
-def recorded_command(arguments: Sequence[str]) -> str:
-    """The command that a result records: absolute paths are relative to the current folder, or their last part alone.
-
-    Results are shared, and where a machine keeps its files says nothing about them.
-    """
-
-    def shown(argument: str) -> str:
-        name, equals, value = argument.rpartition("=")
-        path = Path(value)
-        if not path.is_absolute():
-            return argument
-        here = Path.cwd()
-        return f"{name}{equals}{path.relative_to(here) if path.is_relative_to(here) else path.name}"
-
-    return shlex.join(["opslot", *map(shown, arguments)])
-
-
 def run(options: argparse.Namespace) -> int:
     """Print the result; exit code 1 when the check of a registered kernel fails."""
     from opslot.bench.files import OutputFiles
-    from opslot.bench.result import to_json
+    from opslot.bench.result import recorded_command, to_json
     from opslot.bench.run import BenchOptions, merge_results, progress_to_stderr, run_bench
     from opslot.bench.table import result_text
 
@@ -158,6 +139,6 @@ def run(options: argparse.Namespace) -> int:
             device=options.device,
             commit=options.commit,
         )
-        result = run_bench(asked, files(), progress_to_stderr(), recorded_command(options.argv))
+        result = run_bench(asked, files(), progress_to_stderr(), recorded_command("opslot", *options.argv))
     print(to_json(result) if options.json else result_text(result))
     return 1 if not options.merge and any(row.failed_check for row in result.ops) else 0

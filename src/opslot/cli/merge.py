@@ -15,13 +15,19 @@ def run(adapter: str, destination: str, base: str | None, max_shard_size: str) -
     """Write `base` with the adapters added to `destination`, in the hub's layout and the base's dtype.
 
     Raises:
-        ConfigError: no base model, or adapters of a classifier.
+        ConfigError: no adapters, no base model, or adapters of a classifier.
         CheckpointError: an adapter or a base that cannot be read, or that do not fit each other.
     """
     from opslot.checkpoint import save_weights
-    from opslot.checkpoint.adapters import load_adapter, read_adapter_config
+    from opslot.checkpoint.adapters import ADAPTER_CONFIG, load_adapter, read_adapter_config
     from opslot.models import build_foundation_model
 
+    if not (Path(adapter) / ADAPTER_CONFIG).is_file():
+        raise ConfigError(
+            f"{adapter!r} is not a folder of adapters",
+            found="no such folder" if not Path(adapter).is_dir() else f"no {ADAPTER_CONFIG}",
+            hint="give the folder hf of a run with lora, train.output_dir/hf",
+        )
     config = read_adapter_config(adapter)
     folder = base or config.get("base_model_name_or_path")
     if folder is None or not Path(folder).is_dir():

@@ -293,10 +293,11 @@ class TokenCorpus:
             documents += batch
         # A file that changes while it is read looks malformed; report the change instead.
         self._require_unchanged(ranges)
-        if not problems and not documents and len(self.sizes) == 1:
-            problems.append(f"{no_text(list(self._stamps))}{_described(counts)}")
         if problems:
-            raise _unreadable(problems)
+            can_skip = getattr(self._encoder, "on_bad_sample", None) == "error"
+            raise _unreadable(problems, _SKIPPING if can_skip else "")
+        if not documents and len(self.sizes) == 1:
+            raise _unreadable([f"{no_text(list(self._stamps))}{_described(counts)}"])
         return documents
 
     def _require_unchanged(self, ranges: Sequence[ByteRange]) -> None:
@@ -319,8 +320,14 @@ def _described(counts: Counter[str]) -> str:
     return "".join(f"; {count} samples {what}" for what, count in counts.items())
 
 
-def _unreadable(problems: Sequence[str]) -> DataError:
-    return DataError(list_problems("the data cannot be read", problems))
+_SKIPPING = (
+    "fix the samples; or leave malformed ones out with data.on_bad_sample: skip, and long ones with "
+    "data.long_samples: skip"
+)
+
+
+def _unreadable(problems: Sequence[str], hint: str = "") -> DataError:
+    return DataError(list_problems("the data cannot be read", problems), hint=hint)
 
 
 def _checksum(starts: np.ndarray, tokens: np.ndarray, extras: Any = None) -> bytes:

@@ -23,7 +23,7 @@ from opslot.distributed.parallel_state import (
     get_parallel_state,
     init_parallel_state,
 )
-from opslot.distributed.recurrence import ShardedConvolution, UlyssesDeltaRule
+from opslot.distributed.recurrence import ShardedConvolution, UlyssesDeltaRule, UlyssesScan
 from opslot.distributed.sequence import has_features, shard_sequence
 from opslot.distributed.ulysses import (
     gather_heads_scatter_seq,
@@ -43,6 +43,7 @@ __all__ = [
     "RankError",
     "ShardedConvolution",
     "UlyssesDeltaRule",
+    "UlyssesScan",
     "check_sizes",
     "clip_grad_norm",
     "destroy_parallel_state",

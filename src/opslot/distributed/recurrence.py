@@ -1,4 +1,4 @@
-"""Sequence parallelism of linear attention: causal convolution over a rank's tokens, and delta rule over its heads.
+"""Sequence parallelism of recurrences: causal convolution over a rank's tokens, delta rule and scan over its heads.
 
 Gradients follow `_collectives`' rule: the loss is the sum of the ranks' losses.
 """
@@ -27,6 +27,7 @@ from opslot.distributed.ulysses import (
 )
 
 HEADS = ("value", "key")
+SCAN_HEADS = ("scan", "B and C")
 
 
 class ShardedConvolution:
@@ -120,6 +121,57 @@ class UlyssesDeltaRule:
 
     def __repr__(self) -> str:
         return f"<Ulysses {self.rule!r}>"
+
+
+class UlyssesScan:
+    """A scan of Mamba-2 for ranks that hold local sequences: each computes some heads of the global sequences.
+
+    Args:
+        scan: `(x, dt, A, B, C, D, dt_bias, initial_states, dt_softplus, dt_limit, return_final_states, cu_seqlens) ->
+            output or (output, states)` as `opslot.ops.mamba_chunk_scan` has it.
+        group: the ranks; None uses `get_parallel_state()` at each call.
+    """
+
+    def __init__(self, scan: Callable[..., Any], group: ProcessGroup | None = None) -> None:
+        self.scan = scan
+        self.group = group
+
+    def __call__(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        initial_states: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> Any:
+        """x, dt, B and C [B, S / sp, ...], the others of all heads; `cu_seqlens` are those of the global sequences."""
+        group = self.group or get_parallel_state().sp_group
+        options = (dt_softplus, dt_limit, return_final_states, cu_seqlens)
+        if group is None:
+            return self.scan(x, dt, A, B, C, D, dt_bias, initial_states, *options)
+        repeats = kv_repeats(x.shape[2], B.shape[2], group.size(), SCAN_HEADS)
+        if repeats > 1:
+            B, C = B.repeat_interleave(repeats, 2), C.repeat_interleave(repeats, 2)
+        x, B, C = _to_heads((x, B, C), group)
+        dt = gather_seq_scatter_heads(dt, 1, 2, group)
+        A, D, dt_bias = (None if p is None else slice_input_tensor(p, 0, group) for p in (A, D, dt_bias))
+        if initial_states is not None:
+            initial_states = slice_input_tensor(initial_states, 1, group)
+        result = self.scan(x, dt, A, B, C, D, dt_bias, initial_states, *options)
+        if not return_final_states:
+            return gather_heads_scatter_seq(result, 2, 1, group)
+        output, states = result
+        return gather_heads_scatter_seq(output, 2, 1, group), gather_outputs(states, 1, group)
+
+    def __repr__(self) -> str:
+        return f"<Ulysses {self.scan!r}>"
 
 
 def _to_heads(tensors: tuple[Tensor, ...], group: ProcessGroup) -> list[Tensor]:

@@ -9,8 +9,7 @@ does Transformers' own loop.
 from __future__ import annotations
 
 import inspect
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +78,7 @@ class _ExpertAdapters:
     def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
         adapted = _with_adapters(kernel)
         cls = _AddedToWeights if adapted is None else _BesideWeights
-        return cls(kernel or reference, adapted, inspect.signature(reference), self.layers)
+        return cls(kernel or reference, adapted, inspect.signature(reference).parameters, self.layers)
 
 
 def _with_adapters(kernel: Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -97,14 +96,18 @@ class _Adapted:
         self,
         kernel: Callable[..., Any],
         adapted: Callable[..., Any] | None,
-        signature: inspect.Signature,
+        parameters: Mapping[str, inspect.Parameter],
         layers: tuple[Any, ...],
     ) -> None:
-        self.kernel, self.adapted, self.signature = kernel, adapted, signature
-        self._layers = {layer.parameter_name: layer for layer in layers}
+        self.kernel, self.adapted = kernel, adapted
+        by_name = {layer.parameter_name: layer for layer in layers}
+        names = list(parameters)
+        # One for each weight, which come after the hidden states and before the indices.
+        self._layers = [by_name.get(name) for name in names[1 : names.index("top_k_index")]]
+        self._defaults = [parameter.default for parameter in parameters.values()]
 
-    def _active(self) -> dict[str, Any]:
-        return {name: at for name, at in self._layers.items() if not (at.disable_adapters or at.merged)}
+    def _active(self) -> list[Any]:
+        return [None if at is None or at.disable_adapters or at.merged else at for at in self._layers]
 
     def __repr__(self) -> str:
         return f"<with adapters {self.kernel!r}>"
@@ -114,13 +117,14 @@ class _AddedToWeights(_Adapted):
     """Gives the kernel the weights with the adapters added: Transformers' own loop over the experts."""
 
     def __call__(self, *arguments: Any) -> Tensor:
-        bound = self.signature.bind(*arguments)
-        for name, layer in self._active().items():
-            weight = bound.arguments[name]
-            own = weight.to_local() if isinstance(weight, DTensor) else weight
-            left, right = _factors(weight, layer)
-            bound.arguments[name] = torch.baddbmm(own, left.to(own.dtype), right.to(own.dtype))
-        return self.kernel(*bound.args)
+        given = list(arguments)
+        for number, layer in enumerate(self._active(), 1):
+            if layer is not None:
+                weight = given[number]
+                own = weight.to_local() if isinstance(weight, DTensor) else weight
+                left, right = _factors(weight, layer)
+                given[number] = torch.baddbmm(own, left.to(own.dtype), right.to(own.dtype))
+        return self.kernel(*given)
 
 
 class _BesideWeights(_Adapted):
@@ -128,15 +132,13 @@ class _BesideWeights(_Adapted):
 
     def __call__(self, *arguments: Any) -> Tensor:
         active = self._active()
-        if not active:
+        if not any(layer is not None for layer in active):
             return self.kernel(*arguments)
         assert self.adapted is not None, "see `_ExpertAdapters.wrap`"
-        bound = self.signature.bind(*arguments)
-        bound.apply_defaults()
         factors: list[Any] = []
-        for name in itertools.takewhile(lambda name: name != "top_k_index", list(bound.arguments)[1:]):
-            factors += _factors(bound.arguments[name], active[name]) if name in active else (None, None)
-        return self.adapted(*bound.args, *factors)
+        for number, layer in enumerate(active, 1):
+            factors += (None, None) if layer is None else _factors(arguments[number], layer)
+        return self.adapted(*arguments, *self._defaults[len(arguments) :], *factors)
 
 
 def _factors(weight: Tensor, layer: Any) -> tuple[Tensor, Tensor]:

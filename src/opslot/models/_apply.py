@@ -9,7 +9,7 @@ from opslot._base.logging import get_logger
 from opslot.models._registry import architecture_of
 from opslot.slots import BindingReport, OpsImplementationConfig, bind, unbind, walk_slots
 from opslot.slots.bind import require_module
-from opslot.slots.protocol import set_replaced_forward
+from opslot.slots.protocol import copy_upstream_globals, set_replaced_forward
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,8 @@ def apply(
                 "call opslot.bind"
             ),
         )
-    for module, _, new in moves:
+    for module, old, new in moves:
+        copy_upstream_globals(old, new)
         module.__class__ = new
         if "forward" in module.__dict__:
             set_replaced_forward(

@@ -17,16 +17,15 @@ from torch.utils import _pytree as pytree
 
 from opslot._base.logging import get_logger
 from opslot.distributed.dummy import dummy_forward
+from opslot.models._audio import AudioInputs
 from opslot.models._images import visual_inputs
+from opslot.models._multimodal_sequence import has_whole_sequences
+from opslot.models._shared_images import share_images
 
 logger = get_logger(__name__)
 
-# Method that computes features of a modality, and the argument of the model's forward that it computes them from.
-_METHODS = {
-    "get_image_features": "pixel_values",
-    "get_video_features": "pixel_values_videos",
-    "get_audio_features": "input_features",
-}
+# Methods that compute features of a modality.
+_METHODS = ("get_image_features", "get_video_features", "get_audio_features")
 
 
 _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -43,7 +42,7 @@ def run_towers_on_every_rank(model: nn.Module) -> None:
         return
     source = inspect.getsource(type(holder).forward)
     called = sorted((source.index(f"self.{name}("), name) for name in _methods(holder) if f"self.{name}(" in source)
-    dummies: dict[str, Callable[[], dict[str, Any]]] = {}
+    dummies: dict[str, Callable[[], dict[str, Any] | None]] = {}
     for _, name in called:
         make = _smallest_input(holder, name)
         if make is None:
@@ -142,7 +141,7 @@ def _source(cls: type) -> str:
 class _Towers:
     """The dummy inputs of a model's towers that one forward pass has not run yet."""
 
-    def __init__(self, holder: Any, dummies: dict[str, Callable[[], dict[str, Any]]]) -> None:
+    def __init__(self, holder: Any, dummies: dict[str, Callable[[], dict[str, Any] | None]]) -> None:
         self.holder = holder
         self.dummies = dummies
         self.pending: list[str] = []
@@ -150,17 +149,25 @@ class _Towers:
         self.computing = False
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Forward pre-hook of the model: which modalities the batch does not have."""
-        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
-        self.pending = [name for name in self.dummies if given.get(_METHODS[name]) is None]
+        """Forward pre-hook of the model."""
+        self.pending = list(self.dummies)
         self.zeros = []
 
     def run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """In place of the method `name`: before it, the dummy inputs of modalities that come earlier."""
-        if not self.computing:
-            order = list(self.dummies)
-            self._run_pending([other for other in self.pending if order.index(other) < order.index(name)])
-        return self._call(name, *args, **kwargs)
+        if self.computing:
+            return self._call(name, *args, **kwargs)
+        if name in self.pending:
+            # In the order of the model's forward.
+            self._run_pending(self.pending[: self.pending.index(name)])
+            self.pending.remove(name)
+        method = partial(self._call, name)
+        if not has_whole_sequences() or name == "get_audio_features":
+            return method(*args, **kwargs)
+        names = list(inspect.signature(getattr(type(self.holder), name)).parameters)[1:]
+        given = {**dict(zip(names, args, strict=False)), **{n: x for n, x in kwargs.items() if n in names}}
+        rest = {n: x for n, x in kwargs.items() if n not in names}
+        return share_images(method, self.dummies[name], given, rest)
 
     def end(self, decoder: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook of the language model: the others, and the zeros in its inputs."""
@@ -173,8 +180,10 @@ class _Towers:
 
     def _run_pending(self, names: list[str]) -> None:
         self.pending = [name for name in self.pending if name not in names]
+        if names:
+            self.zeros.append(_zero_of_projections(self.holder))
         for name in names:
-            self.zeros.append(dummy_forward(_Features(partial(self._call, name)), **self.dummies[name]()))
+            self.zeros.append(dummy_forward(_Features(partial(self._call, name)), **(self.dummies[name]() or {})))
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         # A method may call another one: that of videos often calls that of images.
@@ -183,6 +192,18 @@ class _Towers:
             return getattr(type(self.holder), name)(self.holder, *args, **kwargs)
         finally:
             self.computing = before
+
+
+def _zero_of_projections(holder: Any) -> Tensor:
+    """Zero, with zero gradients for the modules that the forward itself applies to features.
+
+    They are in the FSDP group of the root, so that their parameters are whole here.
+    """
+    decoder = holder.get_decoder()
+    source = _source(type(holder))
+    applied = [child for name, child in holder.named_children() if f"self.{name}(" in source]
+    found = [p for child in applied if decoder not in child.modules() for p in child.parameters() if p.requires_grad]
+    return sum((p.flatten()[:0].sum() for p in found), torch.zeros((), device=next(holder.parameters()).device))
 
 
 class _Features(nn.Module):
@@ -198,35 +219,21 @@ class _Features(nn.Module):
 
     def forward(self, **kwargs: Any) -> Any:
         outputs = self.method(**kwargs)
-        if not isinstance(outputs, Mapping):
-            return outputs
-        return {name: value for name, value in outputs.items() if name not in _INTERNAL}
+        return features_of(outputs)
 
 
-def _smallest_input(holder: Any, name: str) -> Callable[[], dict[str, Any]] | None:
+def features_of(outputs: Any) -> Any:
+    """What the language model reads of what a method such as `get_image_features` returns."""
+    if not isinstance(outputs, Mapping):
+        return outputs
+    read = {name: value for name, value in outputs.items() if name not in _INTERNAL and value is not None}
+    return read if "pooler_output" in read else {**read, "last_hidden_state": outputs["last_hidden_state"]}
+
+
+def _smallest_input(holder: Any, name: str) -> Callable[[], dict[str, Any] | None] | None:
     """A function that makes the arguments of method `name`, or None where they are unknown."""
-    if name != "get_audio_features":
-        return partial(_visual, holder, name) if visual_inputs(holder, name) is not None else None
-    taken = inspect.signature(getattr(type(holder), name)).parameters
-    audio: Any = getattr(holder.config, "audio_config", None)
-    frames = 2 * getattr(audio, "n_window", 0)
-    if not {"feature_attention_mask", "audio_feature_lengths"} <= taken.keys() or not frames:
-        return None
-    return partial(_audio, holder, audio.num_mel_bins, frames)
-
-
-def _visual(holder: Any, name: str) -> dict[str, Any]:
-    return visual_inputs(holder, name) or {}
-
-
-def _place(holder: Any) -> dict[str, Any]:
-    parameter = next(holder.parameters())
-    return {"device": parameter.device, "dtype": parameter.dtype}
-
-
-def _audio(holder: Any, mels: int, frames: int) -> dict[str, Any]:
-    place = _place(holder)
-    return {
-        "input_features": torch.zeros(1, mels, frames, **place),
-        "feature_attention_mask": torch.ones(1, frames, dtype=torch.int64, device=place["device"]),
-    }
+    if name == "get_audio_features":
+        make = AudioInputs(holder).make
+    else:
+        make = partial(visual_inputs, holder, name)
+    return make if make() is not None else None

@@ -2,8 +2,9 @@
 
 Features of images are placed in the embeddings of the global sequence, and positions and masks are computed from it.
 Then its parts for the ranks are cut: embeddings, positions of any number of axes, masks of tokens, features that are
-added in deeper layers. Each rank computes all images of its sequences, and its shard of the embeddings alone has a
-gradient, so gradients of towers are summed over ranks as all others are.
+added in deeper layers. The images of the sequences are shared over their ranks (`_shared_images`), or computed by all
+of them. A rank's shard of the embeddings alone has a gradient, so gradients of towers are summed over ranks as all
+others are.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _shard(model: str, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) ->
         kwargs = {**kwargs, _LAST: torch.arange(length, device=embeds.device).expand(batch, -1)}
     part = slice(state.sp_rank * (length // state.sp), (state.sp_rank + 1) * (length // state.sp))
     rows = {name: value for name, value in kwargs.items() if isinstance(value, list | tuple)}
-    found = {name: _part(value, (batch, length), part) for name, value in kwargs.items() if name not in rows}
+    found = {name: _part(name, value, (batch, length), part) for name, value in kwargs.items() if name not in rows}
     mask = next((v for name, v in kwargs.items() if name != "attention_mask" and _marks(v, (batch, length))), None)
     if mask is not None:
         found |= {name: [_rows(value, mask, part) for value in values] for name, values in rows.items()}
@@ -76,13 +77,15 @@ def _marks(value: Any, shape: tuple[int, int]) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == shape
 
 
-def _part(value: Any, shape: tuple[int, int], part: slice) -> Any:
+def _part(name: str, value: Any, shape: tuple[int, int], part: slice) -> Any:
     """A tensor [B, S, ...] or [axes, B or 1, S] of this rank's tokens; anything else as it is."""
     if not isinstance(value, Tensor) or value.dim() < 2:
         return value
     if value.shape[:2] == shape:
         return value[:, part]
-    is_positions = value.dim() <= 3 and not value.is_floating_point() and value.shape[-1] == shape[1]
+    # Positions of audio and video may be fractions.
+    integers = name == _LAST or not value.is_floating_point()
+    is_positions = value.dim() <= 3 and integers and value.shape[-1] == shape[1]
     return value[..., part] if is_positions and value.shape[-2] in (1, shape[0]) else value
 
 

@@ -21,7 +21,7 @@ from opslot.models.discovery.supported import supported_architectures
 from opslot.patchgen import PatchConfig, materialize
 from opslot.patchgen.materialization import NoPatchError
 from opslot.patchgen.source import modeling_module
-from opslot.slots.protocol import lost_slots, sub_model
+from opslot.slots.protocol import SubModel, lost_slots, sub_model
 
 logger = get_logger(__name__)
 
@@ -202,10 +202,14 @@ def serve_model_type(model_type: str) -> bool:
 
 def trained_config(config: Any, class_name: str) -> Any:
     """The config of the model that trains in a model of class `class_name`: of its sub-model, or `config` itself."""
-    declared = None
-    if serve_model_type(config.model_type):
-        declared = sub_model(MODELING_REGISTRY.get(config.model_type)(class_name))
+    declared = declared_sub_model(config.model_type, class_name)
     return config if declared is None else getattr(config, declared.config)
+
+
+def declared_sub_model(model_type: str, class_name: str) -> SubModel | None:
+    """The sub-model that trains in a model of class `class_name`; None where the model itself trains."""
+    known = serve_model_type(model_type)
+    return sub_model(MODELING_REGISTRY.get(model_type)(class_name)) if known else None
 
 
 def _folder_of_models(model_type: str) -> str:

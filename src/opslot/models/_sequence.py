@@ -16,12 +16,13 @@ from opslot.distributed import (
     ParallelState,
     ShardedConvolution,
     UlyssesDeltaRule,
+    UlyssesScan,
     gather_outputs,
     get_parallel_state,
     has_features,
     ulysses_attention,
 )
-from opslot.distributed.recurrence import HEADS
+from opslot.distributed.recurrence import HEADS, SCAN_HEADS
 from opslot.distributed.ulysses import OverlappedAllToAll, kv_repeats
 from opslot.models._modalities import decoder_of
 from opslot.models._multimodal_sequence import has_whole_sequences, shard_at_decoder
@@ -66,15 +67,16 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
     attention = [slot for slot in binding.of("attention") if _is_inside(_decoder_path(model), slot)]
     why = keeps_sequences(decoder or model, by_kernel=True)
     why = why or next((slot.kept for slot in attention if slot.kept), None)
-    if not attention:
+    recurrences = [slot for op_name in _SHARDED for slot in binding.of(op_name)]
+    if not attention and not recurrences:
         why = why or "it has no attention that opslot can select"
     if why:
         raise ConfigError(
             f"sequences of {type(model).__name__} cannot be sharded (sp={state.sp}): {why}",
             hint="set sp_size to 1",
         )
-    repeats = _kv_repeats(model, state)
-    _check_delta_rules(model, state)
+    repeats = _kv_repeats(model, state) if attention else 1
+    _check_recurrences(model, state)
     if overlap:
         _overlap_projections(decoder or model, repeats)
     if decoder is not None:
@@ -182,6 +184,16 @@ class _UlyssesDeltaRule:
 
 
 @dataclass(frozen=True)
+class _UlyssesScan:
+    """Wraps a scan of Mamba-2 so that each rank computes some heads of global sequences."""
+
+    name: str = "Ulysses"
+
+    def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
+        return UlyssesScan(kernel or reference)
+
+
+@dataclass(frozen=True)
 class _ShardedConvolution:
     """Wraps a causal convolution so that it sees the last tokens of earlier ranks."""
 
@@ -194,6 +206,7 @@ class _ShardedConvolution:
 _SHARDED: dict[str, Wrapper] = {
     "causal_conv1d": _ShardedConvolution(),
     "chunk_gated_delta_rule": _UlyssesDeltaRule(),
+    "mamba_chunk_scan": _UlyssesScan(),
 }
 
 
@@ -233,11 +246,15 @@ def _kv_repeats(model: Any, state: ParallelState) -> int:
     return kv_repeats(heads, getattr(config, "num_key_value_heads", heads), state.sp)
 
 
-def _check_delta_rules(model: Any, state: ParallelState) -> None:
-    """Raise ConfigError for delta rules whose heads sp does not divide."""
+def _check_recurrences(model: Any, state: ParallelState) -> None:
+    """Raise ConfigError for recurrences whose heads sp does not divide."""
     for _, module, _, op_name, _ in walk_slots(model):
         if op_name == "chunk_gated_delta_rule":
             kv_repeats(module.num_v_heads, module.num_k_heads, state.sp, HEADS)
+        elif op_name == "mamba_chunk_scan":
+            # Lightning attention has a group per head.
+            heads = getattr(module, "num_heads", None) or module.num_attention_heads
+            kv_repeats(heads, getattr(module, "n_groups", heads), state.sp, SCAN_HEADS)
 
 
 class _OverGlobalSequences:

@@ -140,7 +140,17 @@ class _Reader:
         elif {n for n, p in own.items() if p.ndim == 2} == {"weight"} and "linear" in _names_used(module):
             self._add_matmul(path, stream, own["weight"].numel(), own)
         elif "gated_delta_rule" in " ".join(_names_used(module)):
-            self._read_delta_rule(path, module, stream)
+            sizes = ("num_v_heads", "head_k_dim", "head_v_dim")
+            # The value that the key reads, the update of the state, and the output.
+            self._read_recurrence(path, module, stream, "delta rule", sizes, matmuls=3)
+        elif hasattr(module, "ssm_state_size") and "A_log" in own and own["A_log"].ndim == 1:
+            # The update of the state, and the output.
+            self._read_recurrence(path, module, stream, "scan", ("num_heads", "head_dim", "ssm_state_size"), matmuls=2)
+        elif "slope_rate" in dict(module.named_buffers(recurse=False)):
+            # Lightning attention, a scan with a constant decay.
+            self._read_recurrence(
+                path, module, stream, "scan", ("num_attention_heads", "head_dim", "head_dim"), matmuls=2
+            )
         elif attention_options(module) is not None or "ALL_ATTENTION_FUNCTIONS" in _names_used(module):
             self._read_attention(path, module, stream)
         else:
@@ -223,15 +233,17 @@ class _Reader:
                 size = math.prod(parameter.shape[1:])
                 self._add_matmul(path, stream, size, {"weight": parameter}, "experts", top_k)
 
-    def _read_delta_rule(self, path: str, module: nn.Module, stream: str) -> None:
-        sizes = [getattr(module, name, None) for name in ("num_v_heads", "head_k_dim", "head_v_dim")]
+    def _read_recurrence(
+        self, path: str, module: nn.Module, stream: str, part: str, names: tuple[str, ...], matmuls: int
+    ) -> None:
+        """`matmuls` of the state of every head with a vector, per token; `names` are the sizes of the states."""
+        sizes = [getattr(module, name, None) for name in names]
         if not all(isinstance(size, int) for size in sizes):
             self.uncounted.append(Uncounted(path, f"{type(module).__name__} has no sizes of its heads"))
             return
-        # 2 * dk * dv each: the value that the key reads, the update of the state, and the output.
-        flops = 6 * math.prod(sizes)  # type: ignore[arg-type]
+        flops = 2 * matmuls * math.prod(sizes)  # type: ignore[arg-type]
         backward = frozenset(Direction) if self._backward(path, module) else frozenset()
-        self.matmuls.append(Matmul(stream, "delta rule", flops, backward))
+        self.matmuls.append(Matmul(stream, part, flops, backward))
 
     def _read_attention(self, path: str, module: nn.Module, stream: str) -> None:
         config = getattr(module, "config", None)

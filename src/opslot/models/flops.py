@@ -47,7 +47,7 @@ class FlopCount:
 
     Attributes:
         parts: by part of the model: "linear", "adapters", "router", "experts", "shared experts", "attention", "delta
-            rule", "convolution", "head", and the same after "image " for a vision tower.
+            rule", "scan", "convolution", "head", and the same after "image " for a vision tower.
         uncounted: modules whose FLOPs are missing, each with the reason.
         tokens: tokens of the text.
     """

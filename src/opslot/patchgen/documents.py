@@ -18,6 +18,13 @@ def _opslot_cu_seqlens(kwargs):
     return nn.functional.pad(starts.flatten().nonzero().flatten(), (0, 1), value=seq_idx.numel()).to(torch.int32)
 '''
 
+_PASSED = '''
+def _opslot_passed(kwargs):
+    """What tells the layers of a model the boundaries of packed documents, of a head's keyword arguments."""
+    names = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+    return {name: kwargs[name] for name in names if name in kwargs}
+'''
+
 
 def bound_arguments(call: ast.Call, parameters: tuple[str, ...], ignored: tuple[str, ...]) -> dict[str, str] | None:
     """The source text of a call's arguments by parameter, without `ignored` ones and `**kwargs`.
@@ -41,6 +48,34 @@ def documents_of(module: ModuleView, method: str, call: ast.Call) -> str:
         return f"_opslot_cu_seqlens({definition.args.kwarg.arg})"
     passed = next((keyword.value for keyword in call.keywords if keyword.arg == "seq_idx"), None)
     return "None" if passed is None else f'_opslot_cu_seqlens({{"seq_idx": {ast.unparse(passed)}}})'
+
+
+def pass_documents(module: ModuleView, patch: PatchConfig) -> None:
+    """Let heads pass the boundaries of documents to a backbone that they call without their keyword arguments."""
+    for method, calls in module.callers("self.backbone", "self.model").items():
+        definition = module.upstream.find(method)
+        assert isinstance(definition, ast.FunctionDef)
+        for call in calls:
+            unpacks = any(keyword.arg is None for keyword in call.keywords)
+            if unpacks or definition.args.kwarg is None or not _takes_any(module, method, call):
+                continue
+            passed = ast.Call(call.func, call.args, [*call.keywords, ast.keyword(None, ast.Name("_PASSED"))])
+            text = ast.unparse(passed).replace("_PASSED", f"_opslot_passed({definition.args.kwarg.arg})")
+            patch.replace(method, ast.unparse(call), text)
+            add_helpers(patch, _PASSED)
+
+
+def _takes_any(module: ModuleView, method: str, call: ast.Call) -> bool:
+    """Whether the class that a method's class assigns to the attribute it calls takes any keyword argument."""
+    owner = method.partition(".")[0]
+    target = ast.unparse(call.func)
+    constructor = module.upstream.find(f"{owner}.__init__")
+    assigned = ast.walk(constructor) if constructor is not None else ()
+    for node in assigned:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == target and isinstance(node.value, ast.Call):
+            forward = module.upstream.find(f"{ast.unparse(node.value.func)}.forward")
+            return isinstance(forward, ast.FunctionDef) and forward.args.kwarg is not None
+    return False
 
 
 def add_helpers(patch: PatchConfig, *texts: str) -> None:

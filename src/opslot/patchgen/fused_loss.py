@@ -175,6 +175,7 @@ class FusedLoss(ast.NodeTransformer):
         if function != _LOSS_FUNCTION or self.labels_in_place:
             labels, shifted = ast.Constant(None), labels
         arguments = f"{ast.unparse(found[0])}, {self.head}.weight, {ast.unparse(labels)}, bias={self.head}.bias"
+        arguments += f", head={self.head}"
         arguments += f", shift_labels={ast.unparse(shifted)}" if shifted is not None else ""
         arguments += self.shape
         for keyword in rest:

@@ -76,7 +76,7 @@ if (
     pooled_hidden_states = hidden_states[
         torch.arange(batch_size, device=hidden_states.device), last_non_pad_token
     ]
-    loss = loss_kernel(pooled_hidden_states, self.score.weight, labels, bias=self.score.bias)
+    loss = loss_kernel(pooled_hidden_states, self.score.weight, labels, bias=self.score.bias, head=self.score)
 else:
     $match"""
 
@@ -88,7 +88,7 @@ if labels is not None:
 _TOKEN_TEMPLATE = """\
 loss_kernel = self.{attribute} if labels is not None else None
 if loss_kernel is not None and loss_kernel.can_serve(self, self.score):
-    loss = loss_kernel(sequence_output, self.score.weight, labels, bias=self.score.bias)
+    loss = loss_kernel(sequence_output, self.score.weight, labels, bias=self.score.bias, head=self.score)
 else:
     $match"""
 

@@ -18,6 +18,7 @@ On an instance, in its `__dict__` alone, so that neither state_dict nor paramete
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ MASKS_WITHOUT_POSITIONS = PREFIX + "masks_without_positions"
 ATTENTION_OPTIONS = PREFIX + "attention_options"
 CU_SEQLENS_FOR_FLASH = PREFIX + "cu_seqlens_for_flash"
 LOST_SLOTS = PREFIX + "lost_slots"
+UPSTREAM_GLOBALS = PREFIX + "upstream_globals"
 SUB_MODEL = PREFIX + "sub_model"
 _BINDING = PREFIX + "binding"
 _WRAPPERS = PREFIX + "wrappers"
@@ -133,6 +135,12 @@ def cu_seqlens_for_flash(module: Any) -> bool:
 def lost_slots(module: Any) -> str:
     """Which expected slots a generated module lost in this release of Transformers; "" if none."""
     return getattr(module, LOST_SLOTS, "")
+
+
+def copy_upstream_globals(original: type, generated: type) -> None:
+    """Give a generated module the globals that constructors of its original assigned, for an instance of `original`."""
+    source, target = (vars(sys.modules[cls.__module__]) for cls in (original, generated))
+    target.update({name: source[name] for name in target.get(UPSTREAM_GLOBALS, ()) if name in source})
 
 
 def sub_model(cls: type) -> SubModel | None:

@@ -375,7 +375,9 @@ class BaseTrainer(ABC):
                     share = router / parts
                     total = total if parts == 1 else cross_entropy + share
                     aux_loss = share.detach() + (0 if aux_loss is None else aux_loss)
-                (total * self.loss_scaler.scale if self.loss_scaler.enabled else total).backward()
+                # Text trains nothing where the language model is frozen.
+                if total.requires_grad:
+                    (total * self.loss_scaler.scale if self.loss_scaler.enabled else total).backward()
             loss += cross_entropy.detach()
         self.loss_scaler.unscale(self.model.parameters())
         grad_norm = self._clip_gradients().item()

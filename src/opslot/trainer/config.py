@@ -225,7 +225,12 @@ class LoraConfig:
         quantization: nf4 quantizes the frozen linear layers to 4 bits as they are read (QLoRA, bitsandbytes); the
             embeddings and the output head keep `model.torch_dtype`. For one process, and models without experts.
         use_rslora: scale by alpha / sqrt(r) instead.
-        init: kaiming is PEFT's default, gaussian has standard deviation 1 / r; either way the adapters start as zero.
+        use_dora: also train the norm of the weights of each output (DoRA); not for experts or with `quantization`.
+        rank_pattern: ranks of parts of the model, name or regular expression to rank, e.g. {o_proj: 32}.
+        alpha_pattern: the same for alpha, which is otherwise `alpha`, whatever the rank.
+        init: kaiming is PEFT's default, gaussian has standard deviation 1 / r; with both the adapters start as zero.
+            pissa and olora start from the largest parts of the weights, in one process; what is saved is an adapter of
+            twice the rank for the unchanged base model.
         merge: also export the base model with the adapters added, to <output_dir>/hf/merged.
     """
 
@@ -237,7 +242,10 @@ class LoraConfig:
     experts: bool = False
     quantization: Literal["nf4"] | None = None
     use_rslora: bool = False
-    init: Literal["kaiming", "gaussian"] = "kaiming"
+    use_dora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    init: Literal["kaiming", "gaussian", "pissa", "olora"] = "kaiming"
     merge: bool = False
 
 

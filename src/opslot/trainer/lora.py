@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -46,13 +47,19 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, base: str | None) -> 
         target_parameters=_expert_weights(model) if lora.experts else None,
         modules_to_save=list(dict.fromkeys(whole)) or None,
         use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        rank_pattern=lora.rank_pattern or {},
+        alpha_pattern=lora.alpha_pattern or {},
         init_lora_weights=True if lora.init == "kaiming" else lora.init,
         task_type=next(
             (kind for name, kind in _TASK_TYPES.items() if type(model).__name__.endswith(name)), "CAUSAL_LM"
         ),
     )
     try:
-        model.add_adapter(config, ADAPTER)
+        with warnings.catch_warnings():
+            # An error below.
+            warnings.filterwarnings("ignore", message=".*_pattern keys did not match")
+            model.add_adapter(config, ADAPTER)
     except ValueError as error:
         raise ConfigError(
             f"PEFT cannot add adapters for lora.target_modules={lora.target_modules}",
@@ -64,7 +71,31 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, base: str | None) -> 
             f"PEFT takes lora.target_modules={lora.target_modules} for the experts of {type(model).__name__}",
             hint="set lora.experts: true, or leave out the names of the experts' projections",
         )
+    _check_patterns(model, lora)
     config.base_model_name_or_path = base
+
+
+def _check_patterns(model: nn.Module, lora: LoraConfig) -> None:
+    paths = [
+        f"{path}.{layer.parameter_name}" if hasattr(layer, "parameter_name") else path
+        for path, layer in adapter_layers(model)
+    ]
+    given: dict[str, dict[str, Any]] = {
+        "rank_pattern": lora.rank_pattern or {},
+        "alpha_pattern": lora.alpha_pattern or {},
+    }
+    problems = [
+        f"lora.{field}: {name} matches no module with an adapter"
+        for field, names in given.items()
+        for name in names
+        if not any(_matches(path, rf"(.*\.)?({name})", True) for path in paths)
+    ]
+    if problems:
+        adapted = dict.fromkeys(path.rsplit(".", 1)[-1] for path in paths)
+        raise ConfigError(
+            list_problems(f"adapters cannot be added to {type(model).__name__}", problems),
+            hint=f"modules with an adapter: {', '.join(adapted)}",
+        )
 
 
 def _expert_weights(model: PreTrainedModel) -> list[str]:

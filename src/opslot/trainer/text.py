@@ -211,7 +211,7 @@ class TextTrainer(BaseTrainer):
             raise ConfigError(
                 f"data.max_seq_len={self.config.data.max_seq_len} exceeds the model's "
                 f"max_position_embeddings={positions}",
-                hint="lower data.max_seq_len, or increase max_position_embeddings in config.json",
+                hint=f"set data.max_seq_len to {positions} or less, or increase max_position_embeddings in config.json",
             )
         top_k = getattr(text_config, "num_experts_per_tok", None)
         names = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -303,6 +303,29 @@ def _check_task(config: RunConfig, problems: list[str]) -> None:
             problems.append(f"data.chat_template: no such file: {template}; set it to a Jinja template file, or none")
 
 
+def _is_regex(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
+def _unsupported_adapters(lora: LoraConfig, sharded: bool) -> list[str]:
+    kinds = {"lora.experts": lora.experts, "lora.quantization": lora.quantization is not None}
+    found = [
+        f"lora.use_dora cannot be combined with {name}" for name, given in kinds.items() if lora.use_dora and given
+    ]
+    if lora.init in ("pissa", "olora"):
+        kinds |= {"lora.use_dora": lora.use_dora, "several processes or train.fsdp.compute_dtype": sharded}
+        found += [
+            f"lora.init={lora.init} changes the base weights, which cannot be combined with {name}; use kaiming"
+            for name, given in kinds.items()
+            if given
+        ]
+    return found
+
+
 def _check_lora(config: RunConfig, problems: list[str]) -> None:
     lora = config.lora
     if lora.r is None:
@@ -315,6 +338,16 @@ def _check_lora(config: RunConfig, problems: list[str]) -> None:
         problems.append(f"lora.alpha={lora.alpha} must be above 0 and finite")
     if not 0 <= lora.dropout < 1:
         problems.append(f"lora.dropout={lora.dropout} must be in [0, 1)")
+    problems += [
+        f"lora.rank_pattern: {name} has rank {rank}, which must be at least 1"
+        for name, rank in (lora.rank_pattern or {}).items()
+        if rank < 1
+    ]
+    for field, names in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        problems += [
+            f"lora.{field}: {name} is not a valid regular expression" for name in names or () if not _is_regex(name)
+        ]
+    problems += _unsupported_adapters(lora, is_sharded(config.train))
     if lora.experts and lora.dropout:
         problems.append("lora.experts adds to the weights, which have no dropout; set lora.dropout: 0")
     if not lora.target_modules:

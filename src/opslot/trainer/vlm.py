@@ -12,7 +12,7 @@ from opslot.data.multimodal import MultimodalEncoder
 from opslot.distributed import shard_sequence
 from opslot.models._host_inputs import keep_inputs_on_host
 from opslot.slots.protocol import keeps_sequences
-from opslot.trainer.parts import freeze, language_model_of, select
+from opslot.models._parts import freeze, language_model_of, select
 from opslot.trainer.processors import multimodal_class
 from opslot.trainer.text import TextTrainer
 

@@ -1,10 +1,12 @@
 """`check_architecture`: what opslot makes of an architecture, compared with Transformers on a tiny random model.
 
-In float32, with samples of text and, where the model takes them, of images, videos, and both, `CHECKS`:
+In float32, with samples of text and, where the model takes them, of images, videos, audio, and all of them, `CHECKS`:
 - eager: with every slot bound to eager, loss and all gradients equal Transformers' bit for bit;
 - auto: with the kernels asked for, loss and all gradients are compared with an fp64 reference (`bisect`), and a failure
   names the slot and the layer;
 - packed: documents packed into one sample give the loss and gradients of the documents alone;
+- frozen: with each part of the model frozen in turn (`_frozen_parts`), its parameters get no gradient and the others get
+  Transformers';
 - fsdp, sp, ep: two processes (gloo) give the loss and gradients of one;
 - checkpoint: Transformers' `from_pretrained` reads what opslot saves and the reverse, value for value.
 """
@@ -27,6 +29,8 @@ from opslot.checkpoint import save_weights
 from opslot.data.rope_positions import RopePositions
 from opslot.models import apply, build_foundation_model
 from opslot.models._modalities import decoder_of
+from opslot.models._parts import parts_of
+from opslot.models._registry import declared_sub_model
 from opslot.slots import BindingReport, OpsImplementationConfig, format_table
 from opslot.slots.protocol import keeps_sequences
 from opslot.verify.bisect import bisect, in_fp64, loss_and_gradients
@@ -36,17 +40,18 @@ from opslot.verify.random_model import (
     random_ids,
     random_model,
     train_step,
+    trained_part,
     whole_batch,
     worst_difference,
 )
 from opslot.verify.tiny import model_type_of, tiny_config
 from opslot.verify.two_processes import SIZES, WORLD, two_process_step
-from opslot.verify.visual import VisualSamples, packed_samples, parallel_samples, visual_samples
+from opslot.verify.media import KINDS, MediaSamples, media_samples, packed_samples, parallel_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-CHECKS = ("eager", "auto", "packed", *SIZES, "checkpoint")
+CHECKS = ("eager", "auto", "packed", "frozen", *SIZES, "checkpoint")
 
 Ops = OpsImplementationConfig | dict[str, Any] | str
 
@@ -75,7 +80,7 @@ class ArchitectureCheck:
         outcomes: of each check that ran.
         kernels: the kernel table with the kernels asked for; None where the model could not be built or bound.
         error: why no check ran.
-        samples: what the checks ran on: "text", "image", "video", "mixed".
+        samples: what the checks ran on: "text", "image", "video", "audio", "mixed".
         missing: why there is no sample of a kind.
     """
 
@@ -154,25 +159,24 @@ def check_architecture(
     try:
         config = tiny_config(name) if isinstance(arch_or_config, str) else arch_or_config
         model = random_model(config, seed)
-        visual, missing = _visual_samples(model, seed)
+        media, missing = _media_samples(model, seed)
         kernels = apply(model, ops)
     except OpslotError as error:
         return ArchitectureCheck(name, error=str(error))
     except Exception as error:
         return ArchitectureCheck(name, error=f"raised {type(error).__name__}: {error}")
-    run = _Run(config, ops, torch.device(device), seed, processes, visual)
+    run = _Run(config, ops, torch.device(device), seed, processes, media)
     with run:
         outcomes = tuple(run.outcome(check) for check in CHECKS if check in checks)
-    return ArchitectureCheck(name, outcomes, kernels, "", tuple(visual.batches) if visual else ("text",), missing)
+    return ArchitectureCheck(name, outcomes, kernels, "", tuple(media.batches) if media else ("text",), missing)
 
 
-def _visual_samples(model: Any, seed: int) -> tuple[VisualSamples | None, Mapping[str, str]]:
-    """Samples with images, and why some are missing."""
-    try:
-        found = visual_samples(copy.deepcopy(model).eval(), seed)
-    except ConfigError as error:
-        return None, {"image": str(error).splitlines()[0]}
-    return found, found.missing if found is not None else {}
+def _media_samples(model: Any, seed: int) -> tuple[MediaSamples | None, Mapping[str, str]]:
+    """Samples with images, videos and audio, and why some are missing."""
+    found = media_samples(trained_part(copy.deepcopy(model)).eval(), seed)
+    if found is None:
+        return None, {}
+    return (found if found.batches.keys() & {*KINDS} else None), found.missing
 
 
 class _Run:
@@ -185,9 +189,9 @@ class _Run:
         device: torch.device,
         seed: int,
         processes: Processes | None,
-        visual: VisualSamples | None,
+        media: MediaSamples | None,
     ) -> None:
-        self.config, self.ops, self.device, self.seed, self.visual = config, ops, device, seed, visual
+        self.config, self.ops, self.device, self.seed, self.media = config, ops, device, seed, media
         self.ids = random_ids(config, seed)
         self._processes = processes
         self._stack = contextlib.ExitStack()
@@ -212,9 +216,9 @@ class _Run:
         original = random_model(self.config, self.seed).to(self.device)
         model = copy.deepcopy(original)
         apply(model, "eager")
-        _run_the_same_code(original, model)
+        _run_the_same_code(trained_part(original), trained_part(model))
         for name, batch in self._batches().items():
-            differ = _differences(self._step(model, batch), self._step(original, batch))
+            differ = _differences(*(self._step(trained_part(m), batch) for m in (model, original)))
             if differ:
                 more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
                 return "failed", f"{self._of(name)}differs from Transformers in {', '.join(differ[:3])}{more}"
@@ -236,24 +240,25 @@ class _Run:
         return "passed", detail
 
     def _of(self, sample: str) -> str:
-        return "" if self.visual is None else f"{sample}: "
+        return "" if self.media is None else f"{sample}: "
 
-    def _batches(self) -> dict[str, dict[str, Any]]:
-        """By name, arguments of a forward."""
-        if self.visual is None:
+    def _batches(self, device: torch.device | str | None = None) -> dict[str, dict[str, Any]]:
+        """By name, arguments of a forward on a device; default: that of the checks eager and auto."""
+        if self.media is None:
             found: Mapping[str, dict[str, Any]] = {"text": {"input_ids": self.ids, "labels": self.ids}}
         else:
-            found = self.visual.batches
-        return {name: {key: x.to(self.device) for key, x in batch.items()} for name, batch in found.items()}
+            found = self.media.batches
+        place = device or self.device
+        return {name: {key: x.to(place) for key, x in batch.items()} for name, batch in found.items()}
 
     def _differs_in_its_dtype(self, model: Any, batch: dict[str, Any]) -> str | None:
         """The largest difference from Transformers' code where that does not run in float64; None where it does."""
         original = random_model(self.config, self.seed).to(self.device)
         exact = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
         try:
-            self._step(in_fp64(original), exact)
+            self._step(trained_part(in_fp64(original)), exact)
         except RuntimeError as error:
-            if "dtype" not in str(error):
+            if not any(words in str(error) for words in ("dtype", "scalar type")):
                 return None
             apply(original, "eager")
             return worst_difference(self._step(model, batch), self._step(original, batch))
@@ -263,18 +268,36 @@ class _Run:
         model = self._model()
         if reason := keeps_sequences(decoder_of(model) or model):
             return "unsupported", reason
-        if self.visual is None:
+        if self.media is None:
             packed, alone = packed_batches(self.ids)
         else:
-            positions = RopePositions(self.config, type(random_model(self.config, self.seed)).__name__)
-            packed, alone = packed_samples(positions, self.visual)
+            part = trained_part(random_model(self.config, self.seed))
+            positions = RopePositions(part.config, type(part).__name__)
+            packed, alone = packed_samples(positions, self.media)
         worst = worst_difference(train_step(model, packed), train_step(model, alone))
         return ("failed", worst) if worst else ("passed", "equals the documents alone")
+
+    def _frozen(self) -> tuple[str, str]:
+        model, original = self._model(), random_model(self.config, self.seed).eval()
+        # Without the language model, samples of text train nothing.
+        batches = [batch for name, batch in self._batches("cpu").items() if self.media is None or name != "text"]
+        parts = _frozen_parts(model, has_media=self.media is not None)
+        for part, names in parts.items():
+            for own in (model, original):
+                for name, parameter in own.named_parameters():
+                    parameter.requires_grad_(name not in names)
+            found, wanted = (train_step(trained_part(own), batches) for own in (model, original))
+            if worst := worst_difference(found, wanted):
+                return "failed", f"{part} frozen: {worst}"
+            trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+            if trained & names:
+                return "failed", f"{part} frozen: {min(trained & names)} has a gradient"
+        return "passed", f"frozen in turn: {', '.join(parts)}"
 
     def _parallel(self, check: str) -> tuple[str, str]:
         if self._processes is None:
             self._processes = self._stack.enter_context(Processes(WORLD))
-        batches = [[whole_batch(self.ids)]] if self.visual is None else parallel_samples(self.visual, check)
+        batches = [[whole_batch(self.ids)]] if self.media is None else parallel_samples(self.media, check)
         wanted = self._wanted([batch for own in batches for batch in own])
         found = two_process_step(check, self.config, self.ops, self.seed, self._processes, batches)
         if found.unsupported:
@@ -305,6 +328,10 @@ class _Run:
 
     def _round_trips(self, original: Any, folder: Path) -> Iterator[tuple[str, Any]]:
         save_weights(self._model(), folder / "opslot")
+        declared = declared_sub_model(original.config.model_type, type(original).__name__)
+        for name in declared.files if declared is not None else ():
+            # Transformers requires the files of the parts that are not built.
+            torch.save({}, folder / "opslot" / name)
         yield "saved by opslot", type(original).from_pretrained(folder / "opslot", dtype=torch.float32)
         original.save_pretrained(folder / "transformers")
         built = build_foundation_model(
@@ -326,6 +353,16 @@ class _Run:
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.seed)
             return loss_and_gradients(model, batch)
+
+
+def _frozen_parts(model: Any, has_media: bool) -> dict[str, set[str]]:
+    """Names of the parameters of each part: encoders, merger and language model, or the embeddings and the others."""
+    if has_media:
+        return {name: {*parameters} for name, parameters in parts_of(model).items() if parameters}
+    embeddings = {id(e.weight) for e in (model.get_input_embeddings(), model.get_output_embeddings()) if e is not None}
+    own = {name for name, parameter in model.named_parameters() if id(parameter) in embeddings}
+    every = {name for name, _ in model.named_parameters()}
+    return {"embeddings": own, "all but embeddings": every - own}
 
 
 def _run_the_same_code(original: Any, model: Any) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from opslot._base.errors import ConfigError
+from opslot.models._own_loss import averages_its_own_labels
+from opslot.models._registry import declared_sub_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -28,29 +31,50 @@ def auto_class(config: PreTrainedConfig) -> Any:
     Raises:
         ConfigError: there is none.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    import transformers
+    from transformers.models.auto import modeling_auto
 
-    has_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if has_images and "vision_config" in config.sub_configs:
-        return AutoModelForImageTextToText
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM
-    if has_images:
-        return AutoModelForImageTextToText
+    kinds = ["CausalLM", "ImageTextToText", "MultimodalLM"]
+    names = {"CausalLM": "CAUSAL_LM", "ImageTextToText": "IMAGE_TEXT_TO_TEXT", "MultimodalLM": "MULTIMODAL_LM"}
+    if "vision_config" in config.sub_configs or "audio_config" in config.sub_configs:
+        kinds = [*kinds[1:], kinds[0]]
+    for kind in kinds:
+        if type(config) in getattr(modeling_auto, f"MODEL_FOR_{names[kind]}_MAPPING", {}):
+            return getattr(transformers, f"AutoModelFor{kind}")
     raise ConfigError(f"Transformers has no class with a language model's loss for {config.model_type}")
 
 
+def has_language_model(config: PreTrainedConfig) -> bool:
+    """Whether `auto_class` has a class for a config."""
+    try:
+        auto_class(config)
+    except ConfigError:
+        return False
+    return True
+
+
 def random_model(config: PreTrainedConfig, seed: int) -> Any:
-    """Transformers' own model of `config` in float32, the same for each call."""
+    """Transformers' own model of `config` in float32, the same for each call; without what does not train."""
+    auto = auto_class(config)
+    config = copy.deepcopy(config)
+    declared = declared_sub_model(config.model_type, auto._model_mapping[type(config)].__name__)
+    for name, value in declared.settings.items() if declared is not None else ():
+        setattr(config, name, value)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = auto_class(config).from_config(copy.deepcopy(config), dtype=torch.float32).train()
+        model = auto.from_config(config, dtype=torch.float32).train()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * _NOISE)
+            if parameter.is_floating_point():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * _NOISE)
     return model
+
+
+def trained_part(model: Any) -> Any:
+    """The sub-model that trains in a model of Transformers' own class, which has no forward; else the model itself."""
+    declared = declared_sub_model(model.config.model_type, type(model).__name__.removeprefix("FSDP"))
+    return model if declared is None else getattr(model, declared.name)
 
 
 def random_ids(config: PreTrainedConfig, seed: int) -> Tensor:
@@ -61,13 +85,22 @@ def random_ids(config: PreTrainedConfig, seed: int) -> Tensor:
 
 
 def text_ids(config: PreTrainedConfig) -> Tensor:
-    """Ids that mark neither images nor what surrounds them."""
+    """Ids that mark neither images or audio nor what surrounds them."""
     ids = torch.arange(3, config.get_text_config().vocab_size)
-    if not any(name != "text_config" for name in config.sub_configs):
-        return ids
-    given = config.to_dict()
-    marks = [given[name] for name in given if name.endswith(("_token_id", "_token_index"))]
-    return ids[~torch.isin(ids, torch.tensor([mark for mark in marks if isinstance(mark, int)], dtype=ids.dtype))]
+    marks = [mark for mark in _marks(config) if isinstance(mark, int)]
+    return ids[~torch.isin(ids, torch.tensor(marks, dtype=ids.dtype))]
+
+
+def _marks(config: PreTrainedConfig) -> Iterator[Any]:
+    """Ids that a config with encoders, and the configs in it, give to special tokens."""
+    nested = [getattr(config, name, None) for name in config.sub_configs]
+    if any(name != "text_config" for name in config.sub_configs):
+        given = config.to_dict()
+        yield from (given[name] for name in given if name.endswith(("_token_id", "_token_index")))
+    for inside in nested:
+        if inside is not None:
+            yield from (getattr(inside, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+            yield from _marks(inside)
 
 
 def whole_batch(ids: Tensor) -> dict[str, Tensor]:
@@ -98,13 +131,16 @@ def packed_batches(ids: Tensor) -> tuple[list[dict[str, Any]], list[dict[str, An
 
 
 def train_step(model: Any, batches: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """The sum of the losses on `batches`, and its gradients, whole ones of sharded parameters too, by FQN."""
+    """The sum of the losses on `batches`, and its gradients, whole ones of sharded parameters too, by FQN.
+
+    The loss of a model that averages over the labels of each call is computed from its logits instead.
+    """
     from opslot.checkpoint.model_tensors import clean_fqn
 
     model.zero_grad(set_to_none=True)
     total = torch.zeros(())
     for batch in batches:
-        loss = model(**batch, use_cache=False).loss
+        loss = _loss(model, batch)
         loss.backward()
         total += loss.detach().cpu()
     result = {"loss": total}
@@ -115,6 +151,17 @@ def train_step(model: Any, batches: list[dict[str, Any]]) -> dict[str, Tensor]:
         whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
         result[f"grad {clean_fqn(name)}"] = whole.detach().cpu()
     return result
+
+
+def _loss(model: Any, batch: dict[str, Any]) -> Tensor:
+    if "num_items_in_batch" not in batch or not averages_its_own_labels(trained_part(model)):
+        return model(**batch, use_cache=False).loss
+    names = ("labels", "shift_labels", "num_items_in_batch")
+    labels, shifted, count = (batch.get(name) for name in names)
+    logits = model(**{name: x for name, x in batch.items() if name not in names}, use_cache=False).logits
+    if shifted is None:
+        logits, shifted = logits[:, :-1], labels[:, 1:]
+    return cross_entropy(logits.flatten(0, 1).float(), shifted.flatten(), reduction="sum") / count
 
 
 def worst_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:

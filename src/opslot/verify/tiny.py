@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import importlib.util
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
+from opslot.verify.random_model import has_language_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -16,6 +20,7 @@ _HEADS = 4
 _ROPE, _NOPE = 8, 8
 _PATCH, _IMAGE = 4, 16
 _VOCABULARY = 64
+_KINDS = ("image", "video", "audio")
 # Ids below are those of text; those of images and of what surrounds them are above.
 _TEXT_VOCABULARY = 48
 
@@ -91,8 +96,20 @@ _SIZES: dict[str, Any] = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 64,
     "laurel_rank": 8,
-    # Vision towers
+    # Vision and audio encoders
     "depth": _LAYERS,
+    "encoder_hidden_size": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+    "vision_output_dim": 32,
+    "text_hidden_size": 32,
+    "audio_hidden_size": 32,
+    "output_dim": 32,
+    "max_source_positions": 24,
+    "audio_soft_tokens_per_image": 8,
+    "vision_soft_tokens_per_image": 16,
+    "context_size": 16,
+
     "embed_dim": 32,
     "num_heads": _HEADS,
     "out_hidden_size": 32,
@@ -112,6 +129,7 @@ _SIZES: dict[str, Any] = {
 # Fields that config classes leave at None although their models need a value.
 _NEEDED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts")
 
+_STARTS = {"vision_start_token_id": 60, "vision_end_token_id": 61, "audio_start_token_id": 62, "audio_end_token_id": 63}
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 
 # What the rules do not give, by model_type.
@@ -126,8 +144,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_shared_experts": 1},
     "glm5_next_text": {"index_topk": 16},
-    "ernie4_5_vl_moe_text": {"rope_parameters": {**_MROPE, "mrope_section": [1, 1, 2]}},
-    "glm4v_text": {"rope_parameters": _MROPE},
+    "aria": {"projector_patch_to_query_dict": {"16": 4}},
     "glm4v_moe_text": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [0, 1, 1]}},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
@@ -135,6 +152,10 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "step3p5": {"sliding_window": 8, "share_expert_dim": 16, "swiglu_limits": [0.5, 0.5]},
     # Heads times their size is the width of the state.
     "mamba2": {"num_heads": 8, "head_dim": 8},
+    # Four patches are one feature.
+    "llama4_vision_model": {"intermediate_size": 128},
+    # Read by `get_rope_index`.
+    **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), _STARTS),
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -142,8 +163,6 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
-    "qwen2_vl_text": {"rope_parameters": _MROPE},
-    "qwen2_5_vl_text": {"rope_parameters": _MROPE},
     "zaya": {"num_experts_per_tok": 1},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 4, "num_attention_heads": _HEADS},
 }
@@ -157,7 +176,24 @@ def tiny_config(arch: str) -> PreTrainedConfig:
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return shrink(CONFIG_MAPPING[model_type_of(arch)]())
+    return shrink(_with_language_model(CONFIG_MAPPING[model_type_of(arch)]()))
+
+
+def _with_language_model(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config, or for an encoder the default config of a model with a language model that has it."""
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+    if has_language_model(config):
+        return config
+    kinds = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+    names = [name for kind in kinds for name in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", ())]
+    for name in dict.fromkeys(name for name in names if name in CONFIG_MAPPING_NAMES):
+        with contextlib.suppress(Exception):
+            whole = CONFIG_MAPPING[name]()
+            if any(type(getattr(whole, part, None)) is type(config) for part in ("vision_config", "audio_config")):
+                return whole
+    return config
 
 
 def model_type_of(arch: str) -> str:
@@ -197,15 +233,16 @@ def shrink(default: PreTrainedConfig) -> PreTrainedConfig:
             values[name] = [size] * len(given[name])
     values |= _layers(given, "num_hidden_layers" if "num_hidden_layers" in given else "depth")
     values |= {name: 0.0 for name, value in given.items() if "dropout" in name and isinstance(value, float)}
-    values |= _OVERRIDES.get(default.model_type, {})
+    values |= _rotary_sections(given, values)
+    overrides = _OVERRIDES.get(default.model_type, {})
+    values |= overrides
     nested = {name: config for name in default.sub_configs if (config := _sub_config(default, name)) is not None}
     values |= {name: shrink(config).to_dict() for name, config in nested.items() if name not in values}
-    if len(nested) > 1:
-        values |= _token_ids(given)
+    values |= _token_ids(given) if len(nested) > 1 else _media_token_ids(given)
     if given.get("image_grid_pinpoints"):
         values["image_grid_pinpoints"] = [[_IMAGE, 2 * _IMAGE], [2 * _IMAGE, _IMAGE], [2 * _IMAGE, 2 * _IMAGE]]
     stored = {name: value for name, value in values.items() if default.attribute_map.get(name) not in values}
-    return type(default)(**{name: value for name, value in stored.items() if name in given})
+    return type(default)(**{name: value for name, value in stored.items() if name in given or name in overrides})
 
 
 def _sum(given: dict[str, Any], *names: str) -> int:
@@ -213,19 +250,55 @@ def _sum(given: dict[str, Any], *names: str) -> int:
 
 
 def _sub_config(default: PreTrainedConfig, name: str) -> PreTrainedConfig | None:
-    """A nested config; its class's default for a vision tower that the default config does not have."""
+    """A nested config; its class's default for an encoder that the default config does not have."""
     found = getattr(default, name, None)
     cls = default.sub_configs[name]
-    if found is None and name == "vision_config" and not cls.__name__.startswith("Auto"):
+    if found is None and name in ("vision_config", "audio_config") and not cls.__name__.startswith("Auto"):
         found = cls()
     return found
 
 
 def _token_ids(given: dict[str, Any]) -> dict[str, int]:
     """Different ids above those of text, for images and what surrounds them."""
-    names = [name for name in given if re.search(r"_token_(id|index)$", name) and isinstance(given[name], int)]
+    unset = [name for kind in _KINDS for name in (f"{kind}_token_id", f"{kind}_token_index") if name in given]
+    named = [name for name in given if re.search(r"_token_(id|index)$", name) and isinstance(given[name], int)]
+    names = {*named, *unset}
     media = sorted(name for name in names if name not in _SIZES)
     return {name: _TEXT_VOCABULARY + i % (_VOCABULARY - _TEXT_VOCABULARY) for i, name in enumerate(media)}
+
+
+def _media_token_ids(given: dict[str, Any]) -> dict[str, int]:
+    """Different ids of the placeholders that the config of an encoder has itself."""
+    names = [f"{kind}_token_id" for kind in _KINDS]
+    return {name: _VOCABULARY - 1 - i for i, name in enumerate(names) if isinstance(given.get(name), int)}
+
+
+def _rotary_sections(given: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters whose sections, one for each axis of positions, fit the tiny head size."""
+    head_dim = values.get("head_dim") or _SIZES["hidden_size"] // _HEADS
+    found: dict[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = given.get(name)
+        if name == "rope_parameters" and "num_key_value_heads" in given and _reads_sections(given["model_type"]):
+            # Some models have a default in their code.
+            rope = {**_MROPE, **(rope or {})}
+        for key, sections in rope.items() if isinstance(rope, dict) else ():
+            if key.endswith("_section") and isinstance(sections, list | tuple):
+                factor = rope.get("partial_rotary_factor") or given.get("partial_rotary_factor") or 1
+                half, axes = int(head_dim * factor) // 2, len(sections)
+                found[name] = {**rope, key: [half // axes + (axis >= axes - half % axes) for axis in range(axes)]}
+    return found
+
+
+def _reads_sections(model_type: str) -> bool:
+    """Whether the code of a model_type has a default for the sections of its rotary embedding."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    folder = model_type_to_module_name(model_type)
+    spec = importlib.util.find_spec(f"transformers.models.{folder}")
+    places = spec.submodule_search_locations if spec is not None else None
+    files = (Path(place, f"modeling_{folder}.py") for place in places or ())
+    return any('get("mrope_section"' in file.read_text() for file in files if file.is_file())
 
 
 def _layers(given: dict[str, Any], counted: str) -> dict[str, Any]:

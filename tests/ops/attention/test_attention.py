@@ -257,6 +257,15 @@ def flash(monkeypatch):
     return library, make_flash
 
 
+def test_flash_attention_4_or_triton_has_the_contract_of_the_op(flash):
+    pytest.importorskip("triton")
+    kernel = KERNEL_REGISTRY._make(KERNEL_REGISTRY.get("attention", "bidirectional", "flash_attention_4_or_triton"))
+    q, k, v = tensors(length=1024, batch=1, dtype=torch.bfloat16)
+    found, _ = kernel(Attention(False), q, k, v, None, scaling=0.25)
+    expected, _ = op.reference(Attention(False), q, k, v, None, scaling=0.25)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.03)
+
+
 FLASH_OPTIONS = OPTIONS | {
     "softcap": {"softcap": 2.0},
     "sinks": {"s_aux": torch.tensor([0.5, -1.0, 3.0, 0.0])},
@@ -274,23 +283,26 @@ def test_flash_passes_every_option_on(flash, options):
 
 
 @pytest.mark.parametrize(
-    ("length", "given", "expected"),
+    ("length", "width", "given", "expected"),
     [
-        (24, {}, "triton"),
-        (40, {}, "flash"),
-        (80, documents(24, 24, 32), "triton"),
-        (80, documents(24, 40, 16), "flash"),
+        (24, 64, {}, "triton"),
+        (40, 64, {}, "flash"),
+        (40, 72, {}, "triton"),
+        (65, 72, {}, "flash"),
+        (80, 64, documents(24, 24, 32), "triton"),
+        (80, 64, documents(24, 40, 16), "flash"),
     ],
 )
-def test_longest_document_selects_flash_attention_4_or_triton(monkeypatch, length, given, expected):
+def test_longest_document_selects_flash_attention_4_or_triton(monkeypatch, length, width, given, expected):
     pytest.importorskip("triton")
     from opslot.ops.attention import by_length
 
     called = []
     monkeypatch.setattr(by_length, "SHORT", 32)
+    monkeypatch.setattr(by_length, "SHORT_IF_PADDED", 64)
     monkeypatch.setattr(by_length.triton, "attention", lambda *args, **kwargs: called.append("triton"))
     monkeypatch.setattr(by_length, "make_flash", lambda version: lambda *args, **kwargs: called.append("flash"))
-    q, k, v = tensors(length=length, batch=1)
+    q, k, v = tensors(length=length, width=width, batch=1)
     by_length.make_attention()(Attention(False), q, k, v, None, scaling=0.25, **given)
     assert called == [expected]
 

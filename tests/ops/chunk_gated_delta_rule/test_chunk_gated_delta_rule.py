@@ -324,10 +324,10 @@ def test_documents_are_split_where_programs_do_not_fill_the_gpu():
 
 @pytest.mark.parametrize("documents", [[64], [1] * 300, [0, 65, 0, 0, 128, 1, 63], [5] * 129 + [1000]])
 def test_chunk_table(documents):
-    from opslot.ops.chunk_gated_delta_rule.kernels.chunks import chunk_table
+    from opslot.ops._common.kernels.chunks import chunk_table
 
     bounds = list(itertools.accumulate(documents, initial=0))
-    found = chunk_table(torch.tensor(bounds), 1, bounds[-1], torch.device("cpu"))
+    found = chunk_table(torch.tensor(bounds), 1, bounds[-1], torch.device("cpu"), 64)
     expected = [
         (start, min(64, stop - start)) for a, stop in itertools.pairwise(bounds) for start in range(a, stop, 64)
     ]

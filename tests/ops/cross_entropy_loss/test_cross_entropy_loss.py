@@ -77,6 +77,29 @@ def test_chunks_sum_to_the_whole(name, dtype, small_chunks):
         assert_same(gradients(load(name), *arguments), gradients(reference(), *arguments), *tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", ["causal", "token_log_probs"])
+@pytest.mark.parametrize("kernel_name", [*KERNELS, "batch_invariant"])
+def test_adapters_of_the_head(kernel_name, variant, dtype, small_chunks):
+    """LoRA of the module `head` is added to the logits, as if its product were in the weight."""
+    peft = pytest.importorskip("peft")
+    hidden, _, labels = inputs((3, 13), dtype=dtype)
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["0"], init_lora_weights=False)
+    layers = nn.Sequential(nn.Linear(16, 37, device=DEVICE, dtype=dtype))
+    head = peft.get_peft_model(layers, config).base_model.model[0]
+    a, b = head.lora_A["default"].weight, head.lora_B["default"].weight
+    given = {"bias": head.bias, "softcap": 3.0, "logit_scale": 1.5}
+
+    def run(kernel, weight, **options):
+        out = kernel(hidden, weight, labels, **given, **options)
+        out = out[0].sum() + 0.3 * out[1].sum() if isinstance(out, tuple) else out
+        return out.detach(), *torch.autograd.grad(out, (hidden, a, b))
+
+    found = run(load(kernel_name, variant), head.weight, head=head)
+    expected = run(reference(variant), head.weight + (b @ a * (5 / 3)).to(dtype))
+    assert_same(found, expected, *((2e-5, 2e-6) if dtype == torch.float32 else (5e-2, 5e-2)))
+
+
 @pytest.mark.parametrize("variant", ["causal", "token_log_probs"])
 def test_bias(name, variant, small_chunks):
     hidden, weight, labels = inputs((3, 13))
@@ -107,8 +130,10 @@ def test_many_chunks_accumulate_accurately(factor_last, monkeypatch):
     hidden, weight = torch.ones(400, 8, dtype=torch.bfloat16), torch.zeros(16, 8, dtype=torch.bfloat16)
     labels, divisor = torch.zeros(400, dtype=torch.long), torch.tensor(400.0)
     shaping = chunked.Shaping(-100, 0.0, 0.0, 1.0)
-    wanted = (True, True, False)
-    _, _, found, _ = chunked.loss_and_gradients(backend, hidden, weight, None, labels, divisor, shaping, wanted)
+    wanted = (True, True, False, False, False)
+    _, (_, found, *_) = chunked.loss_and_gradients(
+        backend, chunked.Head(hidden, weight), labels, divisor, shaping, wanted
+    )
     expected = torch.full((16, 8), 1 / 16)
     expected[0] = 1 / 16 - 1
     # Rounded to bfloat16 twice: each logit's gradient, and the sum.
@@ -338,16 +363,23 @@ def test_opcheck(name, dtype):
     shaping = (-100, 0.0, 0.0, 1.0)
     tests = ("test_schema", "test_faketensor")
     bias = torch.randn(37, device=DEVICE, dtype=dtype)
-    cases = ((None, True, True, False), (bias, False, True, True), (bias, False, False, False))
-    for given, *wanted in cases:
-        arguments = (hidden, weight, given, labels, torch.tensor(7.0, device=DEVICE), *shaping, *wanted)
+    low_rank = torch.randn(hidden.shape[0] + 37, 3, device=DEVICE, dtype=dtype).split([hidden.shape[0], 37])
+    cases = (
+        (None, None, None, True, True, False, False, False),
+        (bias, None, None, False, True, True, False, False),
+        (bias, None, None, False, False, False, False, False),
+        (None, *low_rank, True, False, False, True, True),
+    )
+    for *given, w0, w1, w2, w3, w4 in cases:
+        divisor = torch.tensor(7.0, device=DEVICE)
+        arguments = (hidden, weight, *given, labels, divisor, *shaping, w0, w1, w2, w3, w4)
         op = getattr(torch.ops.opslot, f"linear_cross_entropy_{name}")
         torch.library.opcheck(op.default, arguments, test_utils=tests)
     rows = torch.rand(3, hidden.shape[0], device=DEVICE).unbind()
     op = getattr(torch.ops.opslot, f"token_log_probs_{name}")
-    torch.library.opcheck(op.default, (hidden, weight, bias, labels, *shaping), test_utils=tests)
+    torch.library.opcheck(op.default, (hidden, weight, bias, *low_rank, labels, *shaping), test_utils=tests)
     op = getattr(torch.ops.opslot, f"token_log_probs_{name}_backward")
-    arguments = (hidden, weight, bias, labels, *rows, *shaping, True, True, True)
+    arguments = (hidden, weight, bias, *low_rank, labels, *rows, *shaping, True, True, True, True, True)
     torch.library.opcheck(op.default, arguments, test_utils=tests)
 
 

@@ -87,11 +87,24 @@ def causal_conv1d(
     return out if activation is None else nn.functional.silu(out)
 
 
+def mamba_chunk_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, cu_seqlens: Tensor | None = None, **options: Any
+) -> Any:
+    """Transformers' own code where mamba-ssm is not installed; it mixes packed documents."""
+    from transformers.models.mamba2 import modeling_mamba2 as modeling
+
+    if cu_seqlens is not None:
+        raise NotImplementedError("no packed documents")
+    # Some releases wrap it in a dispatcher that prefers mamba-ssm.
+    return inspect.unwrap(modeling.mamba2_chunk_scan)(x, dt, A, B, C, chunk_size=256, **options).to(x.dtype)
+
+
 KERNELS = {
     ("moe_experts", "standard"): {"grouped_mm": grouped_mm},
     ("moe_experts", "biased"): {"grouped_mm": grouped_mm_biased},
     ("chunk_gated_delta_rule", "standard"): {"torch": chunk_gated_delta_rule},
     ("causal_conv1d", "standard"): {"torch": causal_conv1d},
+    ("mamba_chunk_scan", "standard"): {"torch": mamba_chunk_scan},
 }
 
 

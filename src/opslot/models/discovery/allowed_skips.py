@@ -27,7 +27,6 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "chunk_gated_delta_rule": {
-        "is a state space model (Mamba), which is another recurrence": ("*Mamba*", "*Mixer"),
         "is Kimi delta attention, whose decay has a value per channel instead of one per head": (
             "BailingHybridDeltaAttention",
             "Glm5NextTextLinearAttention",
@@ -39,6 +38,9 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "predicts speech codes with a head per generation step": (
             "Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration",
         ),
+    },
+    "mamba_chunk_scan": {
+        "is Mamba-1's scan, whose decay has a value per channel instead of one per head": ("JambaMambaMixer",),
     },
     "rms_norm": {
         "has no weight, or one that is optional": ("*UnweightedRMSNorm", "Gemma3nRMSNorm", "Gemma4RMSNorm"),

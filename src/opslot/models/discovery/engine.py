@@ -19,7 +19,7 @@ from opslot.patchgen.source import Release, installed_release, modeling_module
 from opslot.slots.protocol import KEEPS_SEQUENCES, SKIPPED
 
 # Ops whose kernels take the boundaries of documents. A class whose recurrence has no slot is skipped by one of them.
-_RECURRENCES = {"causal_conv1d", "chunk_gated_delta_rule"}
+_RECURRENCES = {"causal_conv1d", "chunk_gated_delta_rule", "mamba_chunk_scan"}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -174,7 +175,7 @@ class WholeSequences:
     """Classes that keep a model from being packed and sharded, with the reason."""
 
     def find(self, module: ModuleView) -> Iterator[ClassFact]:
-        layers = [name for name in module.classes if name.endswith("DecoderLayer")]
+        layers = _decoder_layers(module)
         for name in module.classes:
             if name.endswith("ForConditionalGeneration"):
                 yield ClassFact(name, KEEPS_SEQUENCES, "it is not only a language model")
@@ -185,6 +186,16 @@ class WholeSequences:
         for name in _parts(module, layers):
             if reason := _mixes(module, name):
                 yield ClassFact(name, KEEPS_SEQUENCES, f"{name} {reason}")
+
+
+def _decoder_layers(module: ModuleView) -> list[str]:
+    """Classes called DecoderLayer; in a module of language models without such classes, those called Block."""
+    layers = [name for name in module.classes if name.endswith("DecoderLayer")]
+    if layers or "Vision" in " ".join(module.classes) or any(_calls_of(module, {"create_bidirectional_mask"})):
+        return layers
+    return [
+        name for name in module.classes if name.endswith("Block") and "GradientCheckpointingLayer" in module.bases(name)
+    ]
 
 
 def _parts(module: ModuleView, layers: list[str]) -> list[str]:
@@ -293,19 +304,41 @@ def _slices_tokens(node: ast.Subscript) -> bool:
 def masks_without_positions(module: ModuleView) -> str:
     """Why masks can't separate the documents of a packed sequence, or "".
 
-    Documents are separated by position_ids that restart, which gpt-oss does not pass to its masks.
+    Documents are separated by position_ids that restart.
     """
+    given = {text for calls in calls_to_give_positions(module).values() for text in calls}
+    if _calls_without_positions(module) <= given:
+        return ""
+    return "its masks are made without position_ids, so packed documents would attend to each other"
+
+
+def calls_to_give_positions(module: ModuleView) -> dict[str, Counter[str]]:
+    """Source text of the calls that make a decoder's masks without position_ids in a method that has them; how often.
+
+    With position_ids, the masks are the same unless positions restart: gpt-oss's documents attend to each other there.
+    """
+    lacking = _calls_without_positions(module) if _decoder_layers(module) else set()
+    found = {}
+    for method, calls in module.callers(*_MASKS).items():
+        texts = Counter(text for text in map(ast.unparse, calls) if text in lacking)
+        if texts and "position_ids" in module.parameters(method):
+            found[method] = texts
+    return found
+
+
+def _calls_without_positions(module: ModuleView) -> set[str]:
     assigned = [node for node in module.nodes if isinstance(node, ast.Assign)]
     # mask_kwargs = {"position_ids": position_ids, ...}, and functions chosen by a condition before they are called.
     given = _targets(node for node in assigned if "position_ids" in _keys(node.value))
     given |= _targets(node for node in assigned if _copied(node.value) & given)
     chosen = _targets(node for node in assigned if isinstance(node.value, ast.IfExp) and _MASKS & names_in(node))
+    found = set()
     for call in _calls_of(module, _MASKS | chosen):
         named = {keyword.arg for keyword in call.keywords}
         unpacked = set().union(*(names_in(keyword.value) for keyword in call.keywords if keyword.arg is None))
         if "position_ids" not in named and not unpacked & given:
-            return "its masks are made without position_ids, so packed documents would attend to each other"
-    return ""
+            found.add(ast.unparse(call))
+    return found
 
 
 def _calls_of(module: ModuleView, functions: set[str]) -> Iterator[ast.Call]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
+
+from opslot.models.discovery.sequences import calls_to_give_positions
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.forms import ModuleView
+from opslot.slots.protocol import UPSTREAM_GLOBALS
 
 # Heads that Transformers' `Generic<head>` mixins implement.
 _GENERIC_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -12,6 +17,8 @@ _GENERIC_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQue
 def write_support(patch: PatchConfig, module: ModuleView) -> None:
     """Add it to a patch."""
     _hold_generated_backbones(patch, module)
+    _define_globals(patch, module)
+    _separate_documents(patch, module)
     _record_outputs(patch)
     for name in module.models:
         _convert_checkpoints(patch, name)
@@ -27,6 +34,39 @@ def _hold_generated_backbones(patch: PatchConfig, module: ModuleView) -> None:
         if backbone in module.classes:
             patch.inherit_method(f"{name}.__init__", "transformers.modeling_layers", f"Generic{head}.__init__")
             patch.replace(f"{name}.__init__", "AutoModel.from_config(config)", f"{backbone}(config)")
+
+
+def _define_globals(patch: PatchConfig, module: ModuleView) -> None:
+    """Define the globals that only upstream's constructors assign, which an instance moved here never ran.
+
+    Before 5.15, Mamba's constructors assign the functions of mamba_ssm, and whether there are any. `apply` copies the
+    values that upstream's module has.
+    """
+    declared = {name for node in module.nodes if isinstance(node, ast.Global) for name in node.names}
+    names = sorted(declared - {node.id for top in module.tree.body for node in _assigned(top)})
+    if names:
+        patch.add_final_block(
+            f"""
+            {UPSTREAM_GLOBALS} = {names!r}
+            for _name in {UPSTREAM_GLOBALS}:
+                globals().setdefault(_name, None)
+            """
+        )
+
+
+def _separate_documents(patch: PatchConfig, module: ModuleView) -> None:
+    """Let masks separate packed documents where upstream makes them without position_ids."""
+    for method, calls in calls_to_give_positions(module).items():
+        for text, count in calls.items():
+            patch.replace(method, text, f"{text.removesuffix(')')}, position_ids=position_ids)", count=count)
+
+
+def _assigned(statement: ast.stmt) -> Iterator[ast.Name]:
+    """The names that a statement of a module assigns, outside of functions and classes."""
+    if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node
 
 
 def _record_outputs(patch: PatchConfig) -> None:

@@ -91,6 +91,12 @@ def separate_documents(model: nn.Module, op_name: str) -> list[Any]:
     return [holder.register_forward_pre_hook(_add_documents, with_kwargs=True) for holder in holders]
 
 
+def remove_hooks(model: nn.Module, hooks: list[Any]) -> None:
+    """Remove what `separate_documents` returned."""
+    for hook in hooks:
+        hook.remove()
+
+
 # Transformers' decoders take input_ids, attention_mask and position_ids in this order.
 _POSITIONAL = ("input_ids", "attention_mask", "position_ids")
 

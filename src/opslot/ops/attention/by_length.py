@@ -11,9 +11,11 @@ from transformers.masking_utils import flash_attention_mask
 from opslot.ops._common.documents import longest_document
 from opslot.ops.attention import triton
 from opslot.ops.attention.flash import make_flash
+from opslot.ops.attention.widths import padded_widths
 
-# In tokens, from forward and backward on an H200: see the table in `__init__.py`.
-SHORT = 768
+# Tokens up to which `triton` is faster on an H200, forward and backward: see the table in `__init__.py`. Padding costs
+# time where FlashAttention 4 has no kernel for a head size.
+SHORT, SHORT_IF_PADDED = 256, 1024
 
 
 def make_attention() -> Callable[..., Any]:
@@ -21,13 +23,22 @@ def make_attention() -> Callable[..., Any]:
     flash = make_flash(4)
 
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """`op.reference`, but `attention_mask` is a [B, S] padding mask or None."""
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         longest = query.shape[2] if cu_seqlens is None else longest_document(cu_seqlens, kwargs.get("max_length_q"))
-        kernel = triton.attention if longest <= SHORT else flash
-        return kernel(module, query, key, value, attention_mask, **kwargs)
+        widths = query.shape[-1], value.shape[-1]
+        short = SHORT if padded_widths(4, *widths) == widths else SHORT_IF_PADDED
+        kernel = triton.attention if longest <= short else flash
+        return kernel(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
     attention.mask_function = flash_attention_mask  # type: ignore[attr-defined]
     return attention

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from opslot._base.errors import KernelError
-from opslot.ops._common.documents import check_cu_seqlens, one_row, separate_documents
+from opslot.ops._common.documents import check_cu_seqlens, one_row, remove_hooks, separate_documents
 from opslot.ops.causal_conv1d.cases import CASES
 from opslot.slots import Cost, OpSpec, OpVariant
 
@@ -78,11 +78,6 @@ def _known_activation(module: Any) -> str | None:
     return None if activation in _ACTIVATIONS else f"its activation is {activation!r}, not silu"
 
 
-def _detach(model: nn.Module, hooks: list[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
-
-
 def _cost(arguments: Mapping[str, Any]) -> Cost:
     """Forward reads the input and writes the output; backward reads both and writes the input's gradient."""
     x = arguments["hidden_states"]
@@ -92,7 +87,7 @@ def _cost(arguments: Mapping[str, Any]) -> Cost:
 OP = OpSpec(
     name="causal_conv1d",
     attach=lambda model, slot, kernel: separate_documents(model, "causal_conv1d"),
-    detach=_detach,
+    detach=remove_hooks,
     description="depthwise causal convolution before a recurrence",
     variants={
         "standard": OpVariant(

@@ -31,8 +31,8 @@ _PARAMETERS = (
 _REPEATS = ("self.num_v_heads // self.num_k_heads > 1", "self.num_v_heads > self.num_k_heads")
 _SLOT = Slot(OP)
 _GATED_DELTA_RULE = r"(torch_)?(chunk|recurrent)_gated_delta_rule"
-# Kimi's delta attention, Mamba's and Mamba-2's selective scans, RWKV's linear attention.
-_OTHERS = r"(torch_)?(chunk|recurrent)_kimi_delta_attention|mamba\w*(scan\w*|inner_fn|state_update)|rwkv_linear_\w+"
+# Kimi's delta attention and RWKV's linear attention.
+_OTHERS = r"(torch_)?(chunk|recurrent)_kimi_delta_attention|rwkv_linear_\w+"
 
 _BY_DOCUMENT = '''
 def _opslot_delta_rule_by_document(

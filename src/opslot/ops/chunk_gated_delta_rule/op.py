@@ -10,7 +10,6 @@ Shape suffixes below: N chunks, D documents, H value heads, T tokens of a chunk,
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from opslot.ops._common.arguments import reject
+from opslot.ops._common.chunk_schedule import ChunkSchedule, document_bounds, step_slices
 from opslot.ops._common.documents import check_cu_seqlens
 from opslot.ops.chunk_gated_delta_rule.cases import CASES
 from opslot.slots import Cost, OpSpec, OpVariant
@@ -54,9 +54,8 @@ def reference(
     check_shapes("chunk_gated_delta_rule", key, value, initial_state, cu_seqlens)
     dtype = torch.promote_types(query.dtype, torch.float32)
     batch, length, heads, v_width = value.shape
-    # len(range(n)) makes a symbolic n of torch.compile a number, which the number of chunks requires.
-    bounds = [len(range(length * i)) for i in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
-    plan = _Schedule(bounds, value.device)
+    bounds = document_bounds(batch, length, cu_seqlens)
+    plan = ChunkSchedule(bounds, _CHUNK, value.device)
     q, k, v, log_decay, rate = (plan.chunks(x, dtype) for x in (query, key, value, g[..., None], beta[..., None]))
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
@@ -88,60 +87,6 @@ def check_shapes(
         reject(kernel, "initial_state", f"its shape is {tuple(initial_state.shape)}", f"give it the shape {wanted}")
 
 
-class _Schedule:
-    """Chunks of all documents, in the order in which their states need them.
-
-    Attributes:
-        order: documents, those of most chunks first.
-        active: by step, how many documents (of `order`) have a chunk left; the chunks of a step are adjacent.
-    """
-
-    def __init__(self, bounds: list[int], device: torch.device) -> None:
-        counts = [-(-(stop - start) // _CHUNK) for start, stop in itertools.pairwise(bounds)]
-        order = sorted(range(len(counts)), key=lambda d: -counts[d])
-        self.active = [sum(c > step for c in counts) for step in range(max(counts, default=0))]
-        firsts = [bounds[d] + step * _CHUNK for step, n in enumerate(self.active) for d in order[:n]]
-        stops = [bounds[d + 1] for n in self.active for d in order[:n]]
-        self.order = torch.tensor(order, dtype=torch.int64, device=device)
-        first, stop = torch.tensor([firsts, stops], dtype=torch.int64, device=device)[..., None]
-        index = first + torch.arange(_CHUNK, device=device)
-        self.total = bounds[-1]
-        # Padding positions read a row of zeros after the last token, which neither decays the state nor adds to it.
-        self.source = index.where(index < stop, self.total).flatten()
-        inverse_index = self.source.new_empty(self.total + 1)
-        inverse_index[self.source] = torch.arange(self.source.numel(), device=device)
-        self.inverse_index = inverse_index[:-1]
-
-    def chunks(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, S, heads, width] -> [N, heads, T, width] in `dtype`."""
-        flat = x.reshape(self.total, *x.shape[2:]).to(dtype)
-        return _Move.apply(flat, self.source, self.inverse_index).view(-1, _CHUNK, *flat.shape[1:]).transpose(1, 2)
-
-    def tokens(self, x: Tensor) -> Tensor:
-        """[N, heads, T, width] -> [B * S, heads, width]."""
-        return _Move.apply(x.transpose(1, 2).flatten(0, 1), self.inverse_index, self.source)
-
-
-class _Move(torch.autograd.Function):
-    """Rows of `x` at `index`, zeros for the index one past the end; `inverse` is the inverse index.
-
-    No row occurs twice, so backward is also a gather; that of indexing would use atomics.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return _taken(x, index)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _taken(grad, *ctx.saved_tensors), None, None
-
-
-def _taken(x: Tensor, index: Tensor) -> Tensor:
-    return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[index]
-
-
 def _scan(
     q_NHTK: Tensor,
     k_NHTK: Tensor,
@@ -171,17 +116,13 @@ def _scan(
     decay_NH11 = cumulated[:, :, -1:].exp()
 
     outputs, finished = [v_NHTV[:0]], []
-    for step, count in zip(_slices(active), active, strict=True):
+    for step, count in zip(step_slices(active), active, strict=True):
         finished.append(state_DHKV[count:])
         state_DHKV = state_DHKV[:count]
         correction = writes[step] - reads[step] @ state_DHKV
         outputs.append(q_NHTK[step] @ state_DHKV + within[step] @ correction)
         state_DHKV = state_DHKV * decay_NH11[step] + k_NHTK[step].mT @ correction
     return torch.cat(outputs), torch.cat([state_DHKV, *reversed(finished)])
-
-
-def _slices(sizes: list[int]) -> list[slice]:
-    return [slice(stop - size, stop) for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
 def _cost(arguments: Mapping[str, Any]) -> Cost:

@@ -6,6 +6,7 @@ import torch
 
 from opslot.ops._common.specs import H200, liger_kernel, npu_kernel, triton_kernel
 from opslot.ops.cross_entropy_loss.heads import loss_only
+from opslot.ops.cross_entropy_loss.low_rank import has_low_rank
 from opslot.ops.cross_entropy_loss.op import OP, head_of
 from opslot.slots import KERNEL_REGISTRY, KernelRequest, KernelSpec
 
@@ -26,6 +27,11 @@ def _for_large_heads(value: int, smallest: int) -> Callable[[KernelRequest], int
         return value if large and not slow else None
 
     return priority
+
+
+def _without_adapters(request: KernelRequest) -> str | None:
+    has_adapters = request.module is not None and has_low_rank(head_of(request.module))
+    return "adds no LoRA adapters of the output head" if has_adapters else None
 
 
 KERNEL_REGISTRY.register_op(OP)
@@ -68,5 +74,10 @@ for _variant in OP.variants:
 for _variant in ("causal", "sequence_classification"):
     # 93 ms, eager 57: it needs a float32 accumulator to be accurate, which each of 64 chunks reads and writes.
     KERNEL_REGISTRY.register(
-        liger_kernel(OP.name, _variant, description="Liger's fused linear cross entropy, summed in float32")
+        liger_kernel(
+            OP.name,
+            _variant,
+            supports=_without_adapters,
+            description="Liger's fused linear cross entropy, summed in float32",
+        )
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +26,30 @@ _MAX_16_BIT_SUMS = 8
 _WORTH_COMPACTING = 0.9
 
 
-Wanted = tuple[bool, bool, bool]
-"""Whether the gradients by hidden states, weight and bias are wanted."""
+class Head(NamedTuple):
+    """The logits: hidden weight^T + bias, plus low_hidden low_weight^T of the head's adapters (LoRA).
+
+    Attributes:
+        hidden, weight, bias: [N, H], [V, H] and [V].
+        low_hidden, low_weight: [N, r] and [V, r], or None without adapters.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    low_hidden: Tensor | None = None
+    low_weight: Tensor | None = None
+
+    def of_rows(self, rows: Tensor) -> Head:
+        low_hidden = None if self.low_hidden is None else self.low_hidden[rows]
+        return self._replace(hidden=self.hidden[rows], low_hidden=low_hidden)
+
+
+Wanted = tuple[bool, bool, bool, bool, bool]
+"""Whether the gradients by the tensors of `Head` are wanted."""
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""By the tensors of `Head`; empty where not wanted."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +100,17 @@ class Backend:
     factor_last: bool = False
     linear_into: Callable[[Tensor, Tensor, Tensor, Tensor | None], None] = _torch_linear_into
 
+    def logits_into(self, out: Tensor, head: Head, rows: slice) -> None:
+        """The logits of some rows."""
+        self.linear_into(out, head.hidden[rows], head.weight, head.bias)
+        if head.low_hidden is not None and head.low_weight is not None:
+            if self.linear_into is _torch_linear_into:
+                out.addmm_(head.low_hidden[rows], head.low_weight.t())
+            else:
+                added = torch.empty_like(out)
+                self.linear_into(added, head.low_hidden[rows], head.low_weight, None)
+                out.add_(added)
+
 
 def loss_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of softmax and loss: float32 or float64."""
@@ -92,71 +126,63 @@ def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def loss_and_gradients(
-    backend: Backend,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    divisor: Tensor,
-    shaping: Shaping,
-    wanted: Wanted,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Summed loss / `divisor`, and its gradients by `hidden` [N, H], `weight` [V, H], `bias` [V] in `gradient_dtype`.
+    backend: Backend, head: Head, labels: Tensor, divisor: Tensor, shaping: Shaping, wanted: Wanted
+) -> tuple[Tensor, Gradients]:
+    """Summed loss / `divisor`, and its gradients in `gradient_dtype`.
 
-    A gradient that is not wanted is an empty tensor. `divisor` is a 0-d tensor in `loss_dtype`. If all labels are
-    ignored, the loss is 0 / divisor and the gradients are 0.
+    `divisor` is a 0-d tensor in `loss_dtype`. If all labels are ignored, the loss is 0 / divisor and the gradients are
+    0.
     """
     kept = _rows_that_count(labels, shaping.ignore_index)
     if kept is not None:
-        loss, grad_kept, grad_weight, grad_bias = loss_and_gradients(
-            backend, hidden[kept], weight, bias, labels[kept], divisor, shaping, wanted
-        )
-        grad_hidden = grad_kept.new_zeros(hidden.shape if wanted[0] else 0)
-        if wanted[0]:
-            grad_hidden.index_copy_(0, kept, grad_kept)
-        return loss, grad_hidden, grad_weight, grad_bias
+        loss, found = loss_and_gradients(backend, head.of_rows(kept), labels[kept], divisor, shaping, wanted)
+        by_hidden, by_weight, by_bias, by_low_hidden, by_low_weight = found
+        by_hidden = _in_all_rows(by_hidden, kept, len(labels)) if wanted[0] else by_hidden
+        by_low_hidden = _in_all_rows(by_low_hidden, kept, len(labels)) if wanted[3] else by_low_hidden
+        return loss, (by_hidden, by_weight, by_bias, by_low_hidden, by_low_weight)
 
     # The divisor is at least 1 unless all labels are ignored; then 0 instead of 1 / 0 keeps the gradients 0.
     factor = torch.where(divisor == 0, 0.0, shaping.scale / divisor)
-    last = backend.factor_last or hidden.dtype == torch.float16
-    losses = torch.empty(hidden.shape[0], dtype=divisor.dtype, device=hidden.device)
-    sums = _GradientSums(backend, hidden, weight, wanted, upcast=last)
-    for rows, logits in _logit_chunks(backend, hidden, weight, bias):
+    dtype = head.hidden.dtype
+    last = backend.factor_last or dtype == torch.float16
+    losses = labels.new_empty(len(labels), dtype=divisor.dtype)
+    sums = _GradientSums(backend, head, wanted, upcast=last)
+    for rows, logits in _logit_chunks(backend, head):
         grad = backend.loss_step(logits, labels[rows], losses[rows], None if last else factor, shaping, any(wanted))
         sums.add(rows, grad)
-    return _mean(losses, divisor), *sums.finish(factor if last else None, gradient_dtype(hidden.dtype))
+    return _mean(losses, divisor), sums.finish(factor if last else None, gradient_dtype(dtype))
 
 
-def tokens(
-    backend: Backend, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shaping: Shaping
-) -> tuple[Tensor, Tensor]:
+def _in_all_rows(rows: Tensor, kept: Tensor, count: int) -> Tensor:
+    return rows.new_zeros(count, rows.shape[1]).index_copy_(0, kept, rows)
+
+
+def tokens(backend: Backend, head: Head, labels: Tensor, shaping: Shaping) -> tuple[Tensor, Tensor]:
     """Log-probability of each label and entropy of each row, [N] in float32 or float64."""
-    log_probs = hidden.new_empty(hidden.shape[0], dtype=loss_dtype(hidden.dtype))
+    log_probs = labels.new_empty(len(labels), dtype=loss_dtype(head.hidden.dtype))
     entropy = torch.empty_like(log_probs)
-    for rows, logits in _logit_chunks(backend, hidden, weight, bias):
+    for rows, logits in _logit_chunks(backend, head):
         backend.token_step(logits, labels[rows], log_probs[rows], entropy[rows], shaping)
     return log_probs, entropy
 
 
 def token_gradients(
     backend: Backend,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     labels: Tensor,
     entropy: Tensor,
     grad_log_probs: Tensor,
     grad_entropy: Tensor,
     shaping: Shaping,
     wanted: Wanted,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `tokens` by `hidden`, `weight` and `bias`, empty where not wanted; `entropy` is its output."""
+) -> Gradients:
+    """Gradients of `tokens`; `entropy` is its output."""
     grad_log_probs, grad_entropy = grad_log_probs.contiguous(), grad_entropy.contiguous()
-    sums = _GradientSums(backend, hidden, weight, wanted)
-    for rows, logits in _logit_chunks(backend, hidden, weight, bias):
+    sums = _GradientSums(backend, head, wanted)
+    for rows, logits in _logit_chunks(backend, head):
         per_row = labels[rows], entropy[rows], grad_log_probs[rows], grad_entropy[rows]
         sums.add(rows, backend.token_grad_step(logits, *per_row, shaping))
-    return sums.finish(None, hidden.dtype)
+    return sums.finish(None, head.hidden.dtype)
 
 
 def _mean(losses: Tensor, divisor: Tensor) -> Tensor:
@@ -188,10 +214,9 @@ def _chunk_rows(backend: Backend, hidden: Tensor, vocab: int) -> int:
     return min(most, max(1, -(-even // _ROW_TILE)) * _ROW_TILE)
 
 
-def _logit_chunks(
-    backend: Backend, hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> Iterator[tuple[slice, Tensor]]:
+def _logit_chunks(backend: Backend, head: Head) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their logits [R, V]) chunk by chunk; every chunk uses the same memory."""
+    hidden, weight = head.hidden, head.weight
     total, vocab = hidden.shape[0], weight.shape[0]
     rows = _chunk_rows(backend, hidden, vocab)
     # On a GPU, matmuls and kernels are fastest when every row starts on 16 bytes.
@@ -200,45 +225,56 @@ def _logit_chunks(
     for start in range(0, total, rows):
         chunk = slice(start, min(start + rows, total))
         logits = buffer[: chunk.stop - start]
-        backend.linear_into(logits, hidden[chunk], weight, bias)
+        backend.logits_into(logits, head, chunk)
         yield chunk, logits
 
 
 class _GradientSums:
-    """Gradients of hidden states, weight and bias, accumulated from chunks of the logits' gradient."""
+    """Gradients of the tensors of a head, accumulated from chunks of the logits' gradient."""
 
-    def __init__(self, backend: Backend, hidden: Tensor, weight: Tensor, wanted: Wanted, upcast: bool = False) -> None:
-        self.hidden, self.weight, self.wanted = hidden, weight, wanted
+    def __init__(self, backend: Backend, head: Head, wanted: Wanted, upcast: bool = False) -> None:
+        self.head, self.wanted = head, wanted
+        hidden, weight, _, low_hidden, low_weight = head
         input_dtype, upcast_dtype = hidden.dtype, loss_dtype(hidden.dtype)
         chunks = -(-hidden.shape[0] // _chunk_rows(backend, hidden, weight.shape[0]))
         sum_dtype = upcast_dtype if upcast or chunks > _MAX_16_BIT_SUMS else input_dtype
-        want_hidden, want_weight, want_bias = wanted
-        self.grad_hidden = torch.empty(
-            hidden.shape if want_hidden else 0, dtype=upcast_dtype if upcast else input_dtype, device=hidden.device
-        )
+        row_dtype = upcast_dtype if upcast else input_dtype
+
+        def empty(like: Tensor | None, wanted: bool, dtype: torch.dtype) -> Tensor:
+            return hidden.new_empty(like.shape if wanted and like is not None else 0, dtype=dtype)
+
+        self.grad_hidden = empty(hidden, wanted[0], row_dtype)
         self.grad_weight = (
-            torch.empty_like(weight, dtype=sum_dtype) if want_weight else weight.new_empty(0, dtype=sum_dtype)
+            torch.empty_like(weight, dtype=sum_dtype) if wanted[1] else weight.new_empty(0, dtype=sum_dtype)
         )
-        self.grad_bias = weight.new_zeros(weight.shape[0] if want_bias else 0, dtype=upcast_dtype)
+        self.grad_bias = weight.new_zeros(weight.shape[0] if wanted[2] else 0, dtype=upcast_dtype)
+        self.grad_low_hidden = empty(low_hidden, wanted[3], row_dtype)
+        self.grad_low_weight = empty(low_weight, wanted[4], upcast_dtype)
         if not hidden.shape[0]:
             self.grad_weight.zero_()
+            self.grad_low_weight.zero_()
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
-        want_hidden, want_weight, want_bias = self.wanted
+        hidden, weight, _, low_hidden, low_weight = self.head
+        want_hidden, want_weight, want_bias, want_low_hidden, want_low_weight = self.wanted
         if want_hidden:
-            _matmul(grad_logits, self.weight, self.grad_hidden[rows], add=False)
+            _matmul(grad_logits, weight, self.grad_hidden[rows], add=False)
         if want_weight:
-            _matmul(grad_logits.t(), self.hidden[rows], self.grad_weight, add=rows.start > 0)
+            _matmul(grad_logits.t(), hidden[rows], self.grad_weight, add=rows.start > 0)
         if want_bias:
             self.grad_bias += grad_logits.sum(0, dtype=self.grad_bias.dtype)
+        if want_low_hidden and low_weight is not None:
+            _matmul(grad_logits, low_weight, self.grad_low_hidden[rows], add=False)
+        if want_low_weight and low_hidden is not None:
+            _matmul(grad_logits.t(), low_hidden[rows], self.grad_low_weight, add=rows.start > 0)
 
-    def finish(self, factor: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        sums = self.grad_hidden, self.grad_weight, self.grad_bias
+    def finish(self, factor: Tensor | None, dtype: torch.dtype) -> Gradients:
+        sums = self.grad_hidden, self.grad_weight, self.grad_bias, self.grad_low_hidden, self.grad_low_weight
         if factor is not None:
             for gradient in sums:
                 gradient.mul_(factor)
-        hidden, weight, bias = (gradient.to(dtype) for gradient in sums)
-        return hidden, weight, bias
+        hidden, weight, bias, low_hidden, low_weight = (gradient.to(dtype) for gradient in sums)
+        return hidden, weight, bias, low_hidden, low_weight
 
 
 def _matmul(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import custom_op, once_differentiable
 from opslot.ops.cross_entropy_loss.chunked import (
     Backend,
+    Head,
     Shaping,
     gradient_dtype,
     loss_and_gradients,
@@ -22,10 +23,12 @@ from opslot.ops.cross_entropy_loss.chunked import (
     token_gradients,
     tokens,
 )
+from opslot.ops.cross_entropy_loss.low_rank import low_rank_of, set_adds_adapters
 
-_INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels"
+_INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? low_hidden, Tensor? low_weight, Tensor labels"
 _SHAPING = "int ignore_index, float smoothing, float cap, float scale"
-_WANTED = "bool want_hidden, bool want_weight, bool want_bias"
+_WANTED = "bool want_hidden, bool want_weight, bool want_bias, bool want_low_hidden, bool want_low_weight"
+_GRADIENTS = ", ".join(["Tensor"] * 5)
 
 ShapingArguments = tuple[int, float, float, float]
 
@@ -43,9 +46,9 @@ class Kernels:
 class _Ops:
     """One backend's custom ops, and the properties that their callers need."""
 
-    loss: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+    loss: Callable[..., tuple[Tensor, ...]]
     tokens: Callable[..., tuple[Tensor, Tensor]]
-    token_gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    token_gradients: Callable[..., tuple[Tensor, ...]]
     rescale: Callable[[Tensor, Tensor], None]
     unsupported: Callable[[Tensor], str | None]
 
@@ -76,7 +79,8 @@ def make_kernels(backend: Backend) -> Kernels:
         if shift_labels is None:
             shift_labels = shifted(labels, ignore_index)
         shaping = (ignore_index, float(label_smoothing), *_shape(name, softcap, logit_scale))
-        return _loss(name, hidden_states, weight, bias, shift_labels, num_items_in_batch, shaping)
+        logits = _logits(name, hidden_states, weight, bias, shift_labels, kwargs.get("head"))
+        return _loss(name, *logits, num_items_in_batch, shaping)
 
     def sequence_classification(
         hidden_states: Tensor,
@@ -90,7 +94,8 @@ def make_kernels(backend: Backend) -> Kernels:
         **kwargs: Any,
     ) -> Tensor:
         shaping = (ignore_index, float(label_smoothing), 0.0, 1.0)
-        return _loss(name, hidden_states, weight, bias, labels, num_items_in_batch, shaping)
+        logits = _logits(name, hidden_states, weight, bias, labels, kwargs.get("head"))
+        return _loss(name, *logits, num_items_in_batch, shaping)
 
     def token_log_probs(
         hidden_states: Tensor,
@@ -107,10 +112,12 @@ def make_kernels(backend: Backend) -> Kernels:
         if shift_labels is None:
             shift_labels = shifted(labels, ignore_index)
         shaping = (ignore_index, 0.0, *_shape(name, softcap, logit_scale))
-        flat = _served(name, *flat_inputs(name, hidden_states, weight, bias, shift_labels))
-        log_probs, entropy = _TokenLogProbs.apply(name, *flat, *shaping)
+        head, flat = _logits(name, hidden_states, weight, bias, shift_labels, kwargs.get("head"))
+        log_probs, entropy = _TokenLogProbs.apply(name, *head, flat, *shaping)
         return log_probs.view(shift_labels.shape), entropy.view(shift_labels.shape)
 
+    for kernel in (causal, sequence_classification, token_log_probs):
+        set_adds_adapters(kernel)
     return Kernels(causal, sequence_classification, token_log_probs)
 
 
@@ -189,11 +196,17 @@ def loss_divisor(
     return num_items.reshape(()).to(dtype)
 
 
-def _served(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Flat:
+def _logits(
+    name: str, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: Any
+) -> tuple[Head, Tensor]:
+    """The logits to compute, with the adapters of the module `head`, and the labels [N]."""
+    hidden, weight, bias, labels = flat_inputs(name, hidden_states, weight, bias, labels)
     reason = _OPS[name].unsupported(hidden)
     if reason:
         _reject(name, "hidden_states", reason)
-    return hidden, weight, bias, labels
+    low_rank = None if head is None else low_rank_of(head, hidden)
+    low_hidden, low_weight = (None, None) if low_rank is None else (t.to(hidden.dtype) for t in low_rank)
+    return Head(hidden, weight, bias, low_hidden, low_weight), labels
 
 
 def _reject(name: str, argument: str, found: str) -> NoReturn:
@@ -201,24 +214,15 @@ def _reject(name: str, argument: str, found: str) -> NoReturn:
     reject(f"{field}={name!r}", argument, found, f"fix the argument, or set {field} to 'eager'")
 
 
-def _loss(
-    name: str,
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    num_items: Tensor | int | None,
-    shaping: ShapingArguments,
-) -> Tensor:
-    hidden, weight, bias, labels = _served(name, *flat_inputs(name, hidden_states, weight, bias, labels))
+def _loss(name: str, head: Head, labels: Tensor, num_items: Tensor | int | None, shaping: ShapingArguments) -> Tensor:
     if not 0.0 <= shaping[1] <= 1.0:
         _reject(name, "label_smoothing", f"{shaping[1]}, not between 0 and 1")
-    divisor = loss_divisor(name, labels, num_items, shaping[0], loss_dtype(hidden.dtype))
+    divisor = loss_divisor(name, labels, num_items, shaping[0], loss_dtype(head.hidden.dtype))
     recording = torch.is_grad_enabled()
-    wanted = tuple(recording and x is not None and x.requires_grad for x in (hidden, weight, bias))
+    wanted = tuple([recording and x is not None and x.requires_grad for x in head])
     if any(wanted):
-        return _LinearCrossEntropy.apply(name, hidden, weight, bias, labels, divisor, *shaping, *wanted)
-    return _OPS[name].loss(hidden, weight, bias, labels, divisor, *shaping, *wanted)[0]
+        return _LinearCrossEntropy.apply(name, *head, labels, divisor, *shaping, *wanted)
+    return _OPS[name].loss(*head, labels, divisor, *shaping, *wanted)[0]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -226,7 +230,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, name: str, hidden: Tensor, *arguments: Any) -> Tensor:
         loss, *gradients = _OPS[name].loss(hidden, *arguments)
         ctx.save_for_backward(*gradients)
-        ctx.name, ctx.dtype, ctx.wanted = name, hidden.dtype, arguments[-3:]
+        ctx.name, ctx.dtype, ctx.wanted = name, hidden.dtype, arguments[-5:]
         return loss
 
     @staticmethod
@@ -236,7 +240,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             _times(ctx.name, grad, grad_output).to(ctx.dtype) if wanted else None
             for grad, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)
         ]
-        return None, *gradients, *[None] * 9
+        return None, *gradients, *[None] * 11
 
 
 def _times(name: str, grad: Tensor, factor: Tensor) -> Tensor:
@@ -249,80 +253,70 @@ def _times(name: str, grad: Tensor, factor: Tensor) -> Tensor:
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *shaping: Any
-    ) -> tuple[Tensor, Tensor]:
-        log_probs, entropy = _OPS[name].tokens(hidden, weight, bias, labels, *shaping)
-        ctx.save_for_backward(hidden, weight, bias, labels, entropy)
-        ctx.name, ctx.shaping = name, shaping
+    def forward(ctx: Any, name: str, *arguments: Any) -> tuple[Tensor, Tensor]:
+        log_probs, entropy = _OPS[name].tokens(*arguments)
+        ctx.save_for_backward(*arguments[:6], entropy)
+        ctx.name, ctx.shaping = name, arguments[6:]
         return log_probs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> Any:
-        wanted = ctx.needs_input_grad[1:4]
+        wanted = ctx.needs_input_grad[1:6]
         op = _OPS[ctx.name].token_gradients
         found = op(*ctx.saved_tensors, grad_log_probs, grad_entropy, *ctx.shaping, *wanted)
         return None, *(grad if wants else None for grad, wants in zip(found, wanted, strict=True)), *[None] * 5
 
 
-def _empty_grads(
-    hidden: Tensor, weight: Tensor, dtype: torch.dtype, want_hidden: bool, want_weight: bool, want_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        torch.empty(hidden.shape if want_hidden else 0, dtype=dtype, device=hidden.device),
-        torch.empty_like(weight, dtype=dtype) if want_weight else weight.new_empty(0, dtype=dtype),
-        weight.new_empty(weight.shape[0] if want_bias else 0, dtype=dtype),
+def _empty_grads(head: Sequence[Tensor | None], dtype: torch.dtype, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+    like = head[0]
+    assert like is not None
+    return tuple(
+        [
+            torch.empty_like(t, dtype=dtype) if wants and t is not None else like.new_empty(0, dtype=dtype)
+            for t, wants in zip(head, wanted, strict=True)
+        ]
     )
 
 
 def _loss_op(backend: Backend) -> Callable[..., Any]:
-    def loss(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, divisor: Tensor, *rest: Any
-    ) -> tuple[Tensor, ...]:
+    def loss(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        head, (labels, divisor), rest = Head(hidden, *arguments[:4]), arguments[4:6], arguments[6:]
         with torch.autocast(hidden.device.type, enabled=False):
-            return loss_and_gradients(backend, hidden, weight, bias, labels, divisor, Shaping(*rest[:-3]), rest[-3:])
+            value, gradients = loss_and_gradients(backend, head, labels, divisor, Shaping(*rest[:-5]), rest[-5:])
+        return value, *gradients
 
-    def fake(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, divisor: Tensor, *rest: Any
-    ) -> tuple[Tensor, ...]:
-        return divisor.new_empty(()), *_empty_grads(hidden, weight, gradient_dtype(hidden.dtype), *rest[-3:])
+    def fake(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        head = (hidden, *arguments[:4])
+        return arguments[5].new_empty(()), *_empty_grads(head, gradient_dtype(hidden.dtype), arguments[-5:])
 
     arguments = f"{_INPUTS}, Tensor divisor, {_SHAPING}, {_WANTED}"
-    schema = f"linear_cross_entropy_{backend.name}({arguments}) -> (Tensor, Tensor, Tensor, Tensor)"
+    schema = f"linear_cross_entropy_{backend.name}({arguments}) -> (Tensor, {_GRADIENTS})"
     return custom_op(schema, loss, fake)
 
 
 def _token_ops(backend: Backend) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def forward(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *shaping: Any
-    ) -> tuple[Tensor, Tensor]:
+    def forward(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         with torch.autocast(hidden.device.type, enabled=False):
-            return tokens(backend, hidden, weight, bias, labels, Shaping(*shaping))
+            return tokens(backend, Head(hidden, *arguments[:4]), arguments[4], Shaping(*arguments[5:]))
 
-    def forward_fake(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *shaping: Any
-    ) -> tuple[Tensor, Tensor]:
-        dtype = loss_dtype(hidden.dtype)
+    def forward_fake(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        labels, dtype = arguments[4], loss_dtype(hidden.dtype)
         return torch.empty_like(labels, dtype=dtype), torch.empty_like(labels, dtype=dtype)
 
-    def backward(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        (entropy, grad_log_probs, grad_entropy), shaping, wanted = rest[:3], rest[3:-3], rest[-3:]
-        rows = labels, entropy, grad_log_probs, grad_entropy
+    def backward(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        head, (labels, entropy, *grads) = Head(hidden, *arguments[:4]), arguments[4:8]
+        shaping, wanted = Shaping(*arguments[8:-5]), arguments[-5:]
         with torch.autocast(hidden.device.type, enabled=False):
-            return token_gradients(backend, hidden, weight, bias, *rows, Shaping(*shaping), wanted)
+            return token_gradients(backend, head, labels, entropy, grads[0], grads[1], shaping, wanted)
 
-    def backward_fake(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _empty_grads(hidden, weight, hidden.dtype, *rest[-3:])
+    def backward_fake(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        return _empty_grads((hidden, *arguments[:4]), hidden.dtype, arguments[-5:])
 
     per_row = "Tensor entropy, Tensor grad_log_probs, Tensor grad_entropy"
     name, backward_name = f"token_log_probs_{backend.name}", f"token_log_probs_{backend.name}_backward"
     gradients = f"{_INPUTS}, {per_row}, {_SHAPING}, {_WANTED}"
     return (
         custom_op(f"{name}({_INPUTS}, {_SHAPING}) -> (Tensor, Tensor)", forward, forward_fake),
-        custom_op(f"{backward_name}({gradients}) -> (Tensor, Tensor, Tensor)", backward, backward_fake),
+        custom_op(f"{backward_name}({gradients}) -> ({_GRADIENTS})", backward, backward_fake),
     )

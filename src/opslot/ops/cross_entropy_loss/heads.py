@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from opslot._base.errors import KernelError
+from opslot.ops.cross_entropy_loss.low_rank import adds_adapters, has_low_rank, linear_of, low_rank_problem
 from opslot.slots import BoundKernel, protocol, walk_slots
 
 
@@ -17,7 +18,8 @@ def can_serve(kernel: BoundKernel, model: Any, head: Any) -> bool:
     """Whether a fused linear + loss kernel computes the same as the model's head and loss.
 
     True if `head` is an nn.Linear whose forward is not replaced, without hooks, and the loss is Transformers', except
-    in evaluation (eval mode without gradients, outside `loss_only`), where callers may read the logits.
+    in evaluation (eval mode without gradients, outside `loss_only`), where callers may read the logits. The head may
+    be the trained copy of PEFT's `modules_to_save`, and have LoRA adapters if the kernel adds them.
 
     Raises:
         KernelError: it does not compute the same, and the kernel was named explicitly.
@@ -34,13 +36,20 @@ def can_serve(kernel: BoundKernel, model: Any, head: Any) -> bool:
 
 
 def _head_problem(kernel: BoundKernel, model: Any, head: Any) -> str | None:
-    if "linear" in protocol.attached(head):
+    linear = linear_of(head)
+    if "linear" in protocol.attached(linear):
         if kernel.name != "batch_invariant":
             return "the output head is bound by linear_implementation, which only batch_invariant computes too"
-    elif type(head).forward is not nn.Linear.forward or "forward" in head.__dict__:
+    elif type(linear).forward is not nn.Linear.forward or "forward" in linear.__dict__:
         return f"the output head is a {type(head).__name__}, whose forward is more than a linear layer's"
-    if head._forward_hooks or head._forward_pre_hooks:
+    if any(module._forward_hooks or module._forward_pre_hooks for module in (head, linear)):
         return "the output head has forward hooks, which need its output"
+    if has_low_rank(head):
+        if not adds_adapters(kernel.kernel):
+            return "the output head has LoRA adapters, which this kernel does not add"
+        problem = low_rank_problem(head)
+        if problem:
+            return problem
     if getattr(model, "_loss_function", None) is not None:
         return "the model's loss_function was replaced by one of your own"
     return None

@@ -141,6 +141,7 @@ class _TokenLoss:
                 bias=bias,
                 softcap=softcap,
                 logit_scale=logit_scale,
+                head=self.head,
             )
         else:
             logits = scaled_and_capped(self.head(hidden_states), softcap, logit_scale)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from opslot.ops.cross_entropy_loss.cases import CAUSAL_CASES, CLASSIFICATION_CASES, TOKEN_CASES, benchmark_case
 from opslot.ops.cross_entropy_loss.heads import can_serve
+from opslot.ops.cross_entropy_loss.low_rank import linear_of, low_rank_problem
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 
 
@@ -45,7 +46,8 @@ def causal(
         bias: [V], the head's.
         softcap: logits become softcap * tanh(logits / softcap), after `logit_scale`.
         logit_scale: factor of the logits.
-        kwargs: other arguments of a model's forward (position_ids, cu_seq_lens_q, ...); ignored.
+        kwargs: other arguments of a model's forward (position_ids, cu_seq_lens_q, ...), ignored, and `head`, the module
+            of `weight` and `bias`: kernels marked by `set_adds_adapters` add its LoRA adapters.
 
     Returns:
         A scalar, float32 or float64.
@@ -154,9 +156,11 @@ def _head_problem(module: Any) -> str | None:
     head = head_of(module)
     if head is None:
         return None
-    if not isinstance(head, nn.Linear):
+    if not isinstance(linear_of(head), nn.Linear):
         kind = f"{type(head).__module__}.{type(head).__name__}"
         return f"the head is a {kind}, whose output is more than a linear layer's"
+    if problem := low_rank_problem(head):
+        return problem
     if not head.weight.is_floating_point():
         return f"the head's weight is stored as {head.weight.dtype}"
     return None

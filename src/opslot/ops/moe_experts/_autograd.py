@@ -95,7 +95,7 @@ Forward = Callable[[Tensor, Experts, Tensor, Tensor], tuple[Tensor, ...]]
 Backward = Callable[[Tensor, Tensor, Experts, Tensor, Sequence[Tensor], Wanted], Grads]
 
 _EXPERTS = "Tensor? up_proj, Tensor? gate_up_bias, Tensor? down_bias"
-_GATING = (
+GATING = (
     "float? limit, float alpha, float up_offset, str activation, bool clamps_activation, bool gated, bool transposed,"
     " bool down_transposed"
 )
@@ -116,7 +116,7 @@ def differentiable(
     returned = ", ".join(["Tensor"] * len(fake(x, Experts(gate_up, down), index, weights)))
 
     def run(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        return _on_its_device(forward, x, Experts(gate_up, down, *rest), index, weights)
+        return on_its_device(forward, x, Experts(gate_up, down, *rest), index, weights)
 
     def run_fake(
         x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, *rest: Any
@@ -129,17 +129,17 @@ def differentiable(
         *optional, saved = rest[:4]
         options, needs = rest[4 : 4 + _OPTIONS], rest[4 + _OPTIONS :]
         experts, wanted = Experts(gate_up, down, *optional, *options), Wanted(*needs)
-        grads = _on_its_device(backward, grad, x, experts, weights, saved, wanted)
+        grads = on_its_device(backward, grad, x, experts, weights, saved, wanted)
         # An op must not return a tensor that was not requested: another gradient may share its memory.
         return tuple([g if w else None for g, w in zip(grads, _each(wanted), strict=True)])
 
     op = custom_op(
-        f"{name}({_INPUTS}, Tensor top_k_index, Tensor top_k_weights, {_EXPERTS}, {_GATING}) -> ({returned})",
+        f"{name}({_INPUTS}, Tensor top_k_index, Tensor top_k_weights, {_EXPERTS}, {GATING}) -> ({returned})",
         run,
         run_fake,
     )
     backward_op = custom_op(
-        f"{name}_backward(Tensor grad, {_INPUTS}, Tensor top_k_weights, {_EXPERTS}, Tensor[] saved, {_GATING},"
+        f"{name}_backward(Tensor grad, {_INPUTS}, Tensor top_k_weights, {_EXPERTS}, Tensor[] saved, {GATING},"
         f" bool input_grad, bool weight_grad, bool bias_grad) -> ({', '.join(['Tensor'] * len(Grads._fields))})",
         run_backward,
         _fake_backward,
@@ -187,7 +187,7 @@ def _each(wanted: Wanted) -> tuple[bool, ...]:
     return (wanted.inputs, wanted.weights, wanted.weights, True, wanted.weights, wanted.biases, wanted.biases)
 
 
-def _on_its_device(function: Callable[..., Any], tensor: Tensor, *rest: Any) -> Any:
+def on_its_device(function: Callable[..., Any], tensor: Tensor, *rest: Any) -> Any:
     """Kernels launch on the current GPU, which may not be that of the tensors if a model spans several GPUs."""
     if tensor.device.type != "cuda":
         return function(tensor, *rest)

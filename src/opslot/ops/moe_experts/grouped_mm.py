@@ -13,17 +13,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opslot.ops._common.activations import ACTIVATIONS
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare, variants
+from opslot.ops.moe_experts._gating import (
+    Parts,
+    activate_backward,
+    activate_parts,
+    empty_parts,
+    halves_of,
+    row_dots,
+)
 from opslot.ops.moe_experts.low_rank import add_adapters
 
 # Output [T, H]; gate and up of the sorted rows, [P, 2I] or, not gated, [P, I], and an empty tensor, or [P, I] each for
 # separate weights; the
 # pair of each row [P], token * K + k; the end of each expert's rows [E].
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-# (gate and up [P, 2I],), (up [P, I],) or (gate [P, I], up [P, I])
-Parts = tuple[Tensor, ...]
 # (rows [P, M], weights [E, M, N], ends) -> [P, N], or (rows [M, P], rows [P, N], ends) -> [E, M, N]
 GroupedGemm = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -66,7 +71,11 @@ class _SortedRows:
 
 grouped_mm, clamped, biased, split, transposed, ungated = variants(_run)
 add_adapters(
-    (grouped_mm, clamped, biased, split, transposed, ungated), functools.partial(prepare, "grouped_mm"), _SortedRows
+    "grouped_mm",
+    (grouped_mm, clamped, biased, split, transposed, ungated),
+    functools.partial(prepare, "grouped_mm"),
+    _SortedRows,
+    lambda index, experts: index.numel(),
 )
 
 
@@ -80,16 +89,10 @@ def fake(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs
     count = experts.sizes[0]
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
-        *_saved(_empty_parts(x, experts, index.numel(), experts.sizes[2])),
+        *_saved(empty_parts(x, experts, index.numel(), experts.sizes[2])),
         index.new_empty(index.numel(), dtype=torch.int64),
         index.new_empty(count, dtype=torch.int32),
     )
-
-
-def _empty_parts(like: Tensor, experts: Experts, rows: int, width: int) -> Parts:
-    if experts.up_proj is None:
-        return (like.new_empty(rows, experts.halves * width),)
-    return (like.new_empty(rows, width), like.new_empty(rows, width))
 
 
 def _saved(parts: Parts) -> tuple[Tensor, Tensor]:
@@ -156,7 +159,7 @@ def forward_grouped(gemm: GroupedGemm, x: Tensor, experts: Experts, index: Tenso
     parts = _gate_up(gemm, x[order // index.shape[1]], experts, ends)
     if experts.gate_up_bias is not None:
         parts[0].add_(experts.gate_up_bias[_owners(order, ends)])
-    rows = gemm(_gate(*_halves(parts, experts), experts), _columns_last_down(experts), ends)
+    rows = gemm(activate_parts(*halves_of(parts, experts), experts), _columns_last_down(experts), ends)
     if experts.down_bias is not None:
         rows += experts.down_bias[_owners(order, ends)]
     return _gather_sum(rows, pair_to_row, weights, ends, index.shape), *_saved(parts), order, ends
@@ -178,10 +181,10 @@ def backward_grouped(
     row_grad = grad[token]
     act_grad = gemm(row_grad, _columns_last_down(experts).transpose(1, 2), ends)
     scales = weights.reshape(-1)[order].unsqueeze(-1).to(x.dtype)
-    halves = _halves((gate_up, up)[: len(experts.gate_up_weights)], experts)
-    parts_grad, weighted_act, dots = _gate_grad(*halves, act_grad, scales, experts)
+    halves = halves_of((gate_up, up)[: len(experts.gate_up_weights)], experts)
+    parts_grad, weighted_act, dots = activate_backward(*halves, act_grad, scales, experts)
     if experts.down_bias is not None:
-        dots += _row_dots(row_grad, experts.down_bias[_owners(order, ends)])
+        dots += row_dots(row_grad, experts.down_bias[_owners(order, ends)])
     weights_grad = weights.new_zeros(weights.numel())
     weights_grad[order] = torch.where(mine, dots, 0.0).to(weights.dtype)
     x_grad = gate_up_grad = up_grad = down_grad = gate_up_bias_grad = down_bias_grad = None
@@ -245,97 +248,6 @@ def _owners(order: Tensor, ends: Tensor) -> Tensor:
     return torch.searchsorted(ends, rows, right=True).clamp_(max=ends.numel() - 1)
 
 
-def _row_dots(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum(-1, dtype=torch.promote_types(a.dtype, torch.float32))
-
-
-def _halves(parts: Parts, experts: Experts) -> tuple[Tensor, Tensor]:
-    """Gate and up; without a gate, twice the same."""
-    if not experts.gated:
-        return parts[0], parts[0]
-    if experts.biased:
-        return parts[0][:, ::2], parts[0][:, 1::2]
-    gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
-    return gate, up
-
-
-def _bounded(gate: Tensor, up: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    limit = experts.limit
-    if limit is None:
-        return gate, up
-    return gate if experts.clamps_activation else gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-
-
-def _gate(gate: Tensor, up: Tensor, experts: Experts) -> Tensor:
-    gate, up = _bounded(gate, up, experts)
-    if experts.alpha != 1.0:
-        activated = torch.sigmoid(gate * experts.alpha).mul_(gate)
-    else:
-        activated = ACTIVATIONS[experts.activation](gate)
-    if not experts.gated:
-        return activated
-    if experts.clamps_activation and experts.limit is not None:
-        activated = activated.clamp_(max=experts.limit)
-    return activated.mul_(up + experts.up_offset if experts.up_offset else up)
-
-
-def _gate_grad(
-    given_gate: Tensor, given_up: Tensor, act_grad: Tensor, scales: Tensor, experts: Experts
-) -> tuple[Parts, Tensor, Tensor]:
-    """Gradient of gate and up, scale * act [P, I], row dots of act and `act_grad`; overwrites `act_grad`."""
-    if experts.plain:
-        return _swiglu_grad(given_gate, given_up, act_grad, scales, experts)
-    dtype = torch.promote_types(act_grad.dtype, torch.float32)
-    gate, up = _bounded(given_gate.to(dtype), given_up.to(dtype), experts)
-    glu, slope = _activation_and_slope(gate, experts)
-    grad = act_grad.to(dtype)
-    if not experts.gated:
-        dots = (glu * grad).sum(-1)
-        return ((grad * scales).mul_(slope).to(act_grad.dtype),), glu.mul_(scales).to(act_grad.dtype), dots
-    limited = given_gate
-    if experts.clamps_activation:
-        limited, glu = glu, glu.clamp(max=experts.limit)
-    lifted = up + experts.up_offset
-    act = glu * lifted
-    dots = (act * grad).sum(-1)
-    grad = grad * scales
-    gate_grad = lifted.mul_(grad) * slope
-    up_grad = glu.mul_(grad)
-    parts_grad = _empty_parts(act_grad, experts, *act_grad.shape)
-    gate_part, up_part = _halves(parts_grad, experts)
-    if experts.limit is not None:
-        gate_grad.masked_fill_(limited > experts.limit, 0)
-        up_grad.masked_fill_(given_up.abs() > experts.limit, 0)
-    gate_part.copy_(gate_grad)
-    up_part.copy_(up_grad)
-    return parts_grad, act.mul_(scales).to(act_grad.dtype), dots
-
-
-def _activation_and_slope(gate: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    if experts.activation != "silu":
-        with torch.enable_grad():
-            leaf = gate.detach().requires_grad_()
-            activated = ACTIVATIONS[experts.activation](leaf)
-            return activated.detach(), torch.autograd.grad(activated.sum(), leaf)[0]
-    sigmoid = torch.sigmoid(gate * experts.alpha)
-    activated = gate * sigmoid
-    return activated, (activated * (1 - sigmoid)).mul_(experts.alpha).add_(sigmoid)
-
-
-def _swiglu_grad(
-    gate: Tensor, up: Tensor, act_grad: Tensor, scales: Tensor, experts: Experts
-) -> tuple[Parts, Tensor, Tensor]:
-    silu = F.silu(gate)
-    act = silu * up
-    dots = _row_dots(act, act_grad)
-    act_grad.mul_(scales)
-    parts_grad = _empty_parts(act_grad, experts, *act_grad.shape)
-    gate_grad, up_grad = _halves(parts_grad, experts)
-    torch.mul(act_grad, silu, out=up_grad)
-    torch.ops.aten.silu_backward(act_grad.mul_(up), gate, grad_input=gate_grad)
-    return parts_grad, act.mul_(scales), dots
-
-
 def _segments(ends: Tensor) -> list[tuple[int, slice]]:
     """(expert, its rows) for the experts that have rows."""
     found, start = [], 0
@@ -349,15 +261,15 @@ def _segments(ends: Tensor) -> list[tuple[int, slice]]:
 def _forward_segments(x: Tensor, experts: Experts, index: Tensor, weights: Tensor) -> Outputs:
     order, pair_to_row, ends = _sort(index, experts.sizes[0])
     token = order // index.shape[1]
-    parts = _empty_parts(x, experts, order.numel(), experts.sizes[2])
-    gate, up = _halves(parts, experts)
+    parts = empty_parts(x, experts, order.numel(), experts.sizes[2])
+    gate, up = halves_of(parts, experts)
     rows = x.new_empty(order.numel(), x.shape[1])
     up_weights, down = [_columns_last(w, experts) for w in experts.gate_up_weights], _columns_last_down(experts)
     for expert, mine in _segments(ends):
         tokens = x[token[mine]]
         for weight, part in zip(up_weights, parts, strict=True):
             _linear(tokens, weight[expert], experts.gate_up_bias, expert, part[mine])
-        _linear(_gate(gate[mine], up[mine], experts), down[expert], experts.down_bias, expert, rows[mine])
+        _linear(activate_parts(gate[mine], up[mine], experts), down[expert], experts.down_bias, expert, rows[mine])
     return _gather_sum(rows, pair_to_row, weights, ends, index.shape), *_saved(parts), order, ends
 
 
@@ -384,14 +296,14 @@ def _backward_segments(
         fresh(b) if b is not None and wanted.biases else None for b in (experts.gate_up_bias, experts.down_bias)
     )
     up_weights, down = [_columns_last(w, experts) for w in experts.gate_up_weights], _columns_last_down(experts)
-    gate, up = _halves((gate_up, up)[: len(up_weights)], experts)
+    gate, up = halves_of((gate_up, up)[: len(up_weights)], experts)
     rows = x.new_empty(order.numel() if wanted.inputs else 0, x.shape[1])
     for expert, mine in segments:
         row_grad = grad[token[mine]]
         act_grad = torch.mm(row_grad, down[expert].t())
-        parts_grad, weighted_act, dots = _gate_grad(gate[mine], up[mine], act_grad, scales[mine], experts)
+        parts_grad, weighted_act, dots = activate_backward(gate[mine], up[mine], act_grad, scales[mine], experts)
         if experts.down_bias is not None:
-            dots += _row_dots(row_grad, experts.down_bias[expert])
+            dots += row_dots(row_grad, experts.down_bias[expert])
         weights_grad[order[mine]] = dots.to(weights.dtype)
         if down_grad is not None:
             tokens = x[token[mine]]

@@ -11,17 +11,16 @@ weight: for [E, outputs, inputs] they are U^T [E, outputs, r] and D^T [E, r, inp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opslot.ops._common.activations import activate
-from opslot.ops._common.custom_op import once_differentiable
-from opslot.ops.moe_experts._autograd import Experts
-from opslot.ops.moe_experts._call import Contract, Run, variants
-from opslot.ops.moe_experts.op import gated
+from opslot.ops._common.custom_op import autograd_function, custom_op
+from opslot.ops.moe_experts._autograd import GATING, Experts, on_its_device
+from opslot.ops.moe_experts._call import Contract, variants
+from opslot.ops.moe_experts._gating import activate_backward, activate_parts, halves_of, row_dots
 
 Factors = tuple[Tensor, Tensor] | None
 
@@ -51,144 +50,273 @@ class ExpertRows(Protocol):
         """[T, H]: the sum of each token's rows [R, H], times the routing weights [T, K] if `weighted`."""
 
 
+Sort = Callable[[Tensor, Tensor, Experts], ExpertRows]
+
+
 def add_adapters(
+    name: str,
     contracts: Sequence[Contract],
     prepare: Callable[[Tensor, Experts, Tensor, Tensor], tuple[Tensor, Experts]],
-    sort: Callable[[Tensor, Tensor, Experts], ExpertRows],
+    sort: Sort,
+    count_rows: Callable[[Tensor, Experts], int],
 ) -> None:
     """Give the kernels, the outputs of `variants`, their attribute `with_adapters`.
 
     Args:
+        name: of the kernels; the custom op is opslot::moe_<name>_adapters.
         prepare: checks the arguments and casts tokens and experts.
         sort: (hidden_states, top_k_index, experts) -> the rows.
+        count_rows: (top_k_index, experts) -> the number of rows, also for fake tensors.
     """
-    for number, contract in enumerate(contracts):
-        contract.with_adapters = _Adapted(number, prepare, sort)  # type: ignore[attr-defined]
+    function = _differentiable(name, sort, count_rows)
+    for pack, contract in zip(_PACKERS, contracts, strict=True):
+        contract.with_adapters = _Adapted(pack, prepare, function)  # type: ignore[attr-defined]
+
+
+# The arguments of each variant as (hidden_states, experts, top_k_index, top_k_weights).
+_PACKERS: Sequence[Callable[..., Any]] = variants(lambda *arguments: arguments)  # type: ignore[arg-type]
 
 
 class _Adapted:
-    def __init__(self, number: int, prepare: Callable[..., Any], sort: Callable[..., ExpertRows]) -> None:
-        self._number, self._prepare, self._sort = number, prepare, sort
+    def __init__(self, pack: Callable[..., Any], prepare: Callable[..., Any], function: Callable[..., Tensor]) -> None:
+        self._pack, self._prepare, self._function = pack, prepare, function
 
-    @torch.compiler.disable
     def __call__(self, hidden_states: Tensor, *arguments: Any) -> Tensor:
         weights = next(i for i, value in enumerate(arguments) if not value.is_floating_point())
         arguments, factors = arguments[: -2 * weights], arguments[-2 * weights :]
-        pairs = [None if a is None else (a, b) for a, b in zip(factors[::2], factors[1::2], strict=True)]
-        return variants(self._run_with(pairs))[self._number](hidden_states, *arguments)
-
-    def _run_with(self, pairs: Sequence[Factors]) -> Run:
-        def run(hidden_states: Tensor, experts: Experts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            x, experts = self._prepare(hidden_states, experts, top_k_index, top_k_weights)
-            with torch.autocast(x.device.type, enabled=False):
-                rows = self._sort(x, top_k_index, experts)
-                return _experts(rows, x, experts, pairs, top_k_weights).to(hidden_states.dtype)
-
-        return run
+        given, experts, index, routing = self._pack(hidden_states, *arguments)
+        x, experts = self._prepare(given, experts, index, routing)
+        pairs = [_padded(a, b, x.dtype) for a, b in zip(factors[::2], factors[1::2], strict=True)]
+        if experts.up_proj is None:
+            pairs.insert(1, (None, None))
+        flat = [factor for pair in pairs for factor in pair]
+        return self._function(x, *experts[:2], index, routing, *experts[2:5], *flat, *experts[5:]).to(given.dtype)
 
 
-def _experts(rows: ExpertRows, x: Tensor, experts: Experts, pairs: Sequence[Factors], weights: Tensor) -> Tensor:
-    tokens = _Dispatch.apply(x, rows, weights)
-    *firsts, down = pairs
+def _padded(first: Tensor | None, second: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Factors whose rank is a multiple of 8: grouped GEMMs need rows of a multiple of 16 bytes."""
+    if first is None or second is None:
+        return None, None
+    extra = -second.shape[1] % 8
+    first, second = F.pad(first, (0, extra)), F.pad(second, (0, 0, 0, extra))
+    return first.to(dtype).contiguous(), second.to(dtype).contiguous()
+
+
+class _Call(NamedTuple):
+    """One call of the op, and what its forward and backward share.
+
+    Attributes:
+        factors: of `experts.gate_up_weights` and of `down_proj`.
+    """
+
+    x: Tensor
+    experts: Experts
+    weights: Tensor
+    factors: Sequence[Factors]
+    rows: ExpertRows
+
+    @property
+    def token(self) -> Tensor:
+        """The token index of each row, [R]."""
+        return self.rows.pair // self.weights.shape[1]
+
+
+# Two factors of up to three weights.
+_FACTORS = 6
+_INPUTS = (
+    "Tensor hidden_states, Tensor gate_up_proj, Tensor down_proj, Tensor top_k_index, Tensor top_k_weights,"
+    " Tensor? up_proj, Tensor? gate_up_bias, Tensor? down_bias"
+)
+_OUTPUTS = 4 + 3 + _FACTORS
+
+
+def _differentiable(name: str, sort: Sort, count_rows: Callable[[Tensor, Experts], int]) -> Callable[..., Tensor]:
+    """Register opslot::moe_<name>_adapters and its backward; returns the function of their flat arguments."""
+
+    def call(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, *rest: Any) -> _Call:
+        experts = Experts(gate_up, down, *rest[:3], *rest[4:])
+        flat = rest[3]
+        pairs: list[Factors] = [None if a is None else (a, b) for a, b in zip(flat[::2], flat[1::2], strict=True)]
+        if experts.up_proj is None:
+            del pairs[1]
+        return _Call(x, experts, weights, pairs, sort(x, index, experts))
+
+    def fake(
+        x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, *rest: Any
+    ) -> tuple[Tensor, ...]:
+        experts = Experts(gate_up, down, *rest[:3], *rest[4:])
+        rows, width = count_rows(index, experts), experts.halves * experts.sizes[2]
+        up = x.new_empty(0 if experts.up_proj is None else (rows, width))
+        return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(rows, width), up
+
+    def fake_backward(grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, *rest: Any) -> Any:
+        return _empty_gradients((x, gate_up, down, *rest[:4], *rest[6]), rest[-1])
+
+    def run_backward(grad: Tensor, *arguments: Any) -> Any:
+        *inputs, gate_up, up, factors = arguments[:11]
+        found = _backward(grad, call(*inputs, factors, *arguments[11:-1]), (gate_up, up), arguments[-1])
+        return tuple([g if w else None for g, w in zip(found, arguments[-1], strict=True)])
+
+    op = custom_op(
+        f"moe_{name}_adapters({_INPUTS}, Tensor?[] factors, {GATING}) -> (Tensor, Tensor, Tensor)",
+        lambda x, *rest: on_its_device(lambda x: _forward(call(x, *rest)), x),
+        fake,
+    )
+    backward_op = custom_op(
+        f"moe_{name}_adapters_backward(Tensor grad, {_INPUTS}, Tensor gate_up, Tensor up, Tensor?[] factors, {GATING},"
+        f" bool[] wanted) -> ({', '.join(['Tensor'] * _OUTPUTS)})",
+        lambda grad, *rest: on_its_device(lambda grad: run_backward(grad, *rest), grad),
+        fake_backward,
+    )
+    inputs, all_tensors = 8, 8 + _FACTORS
+
+    def apply_forward(ctx: Any, *arguments: Any) -> Tensor:
+        gating = arguments[all_tensors:]
+        out, *parts = op(*arguments[:inputs], list(arguments[inputs:all_tensors]), *gating)
+        ctx.save_for_backward(*arguments[:all_tensors], *parts)
+        ctx.gating = gating
+        return out
+
+    def apply_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+        wanted = [*needs[:3], *needs[4:all_tensors]]
+        given, factors, parts = saved[:inputs], saved[inputs:all_tensors], saved[all_tensors:]
+        grads = backward_op(grad.contiguous(), *given, *parts, list(factors), *ctx.gating, wanted)
+        kept = [g if w else None for g, w in zip(grads, wanted, strict=True)]
+        return *kept[:3], None, *kept[3:], *[None] * len(ctx.gating)
+
+    return autograd_function(f"moe_{name}_adapters", apply_forward, apply_backward, sort.__module__)
+
+
+def _empty_gradients(like: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    return tuple(
+        [
+            torch.empty_like(t, memory_format=torch.contiguous_format) if w and t is not None else None
+            for t, w in zip(like, wanted, strict=True)
+        ]
+    )
+
+
+def _forward(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, and the outputs of the first GEMMs for backward."""
+    experts, rows = call.experts, call.rows
+    *firsts, down = call.factors
+    tokens = call.x[call.token]
     parts = [
         _linear(rows, tokens, weight, factors, experts.transposed)
         for weight, factors in zip(experts.gate_up_weights, firsts, strict=True)
     ]
     if experts.gate_up_bias is not None:
-        parts[0] = parts[0] + experts.gate_up_bias[rows.expert]
-    out = _linear(rows, _act(parts, experts), experts.down_proj, down, experts.down_transposed)
-    if experts.down_bias is not None:
-        out = out + experts.down_bias[rows.expert]
-    return _Combine.apply(out, weights, rows)
-
-
-def _act(parts: Sequence[Tensor], experts: Experts) -> Tensor:
-    if not experts.gated:
-        return activate(experts.activation, parts[0])
-    gate, up = _halves(parts, experts)
-    return gated(
-        gate,
-        up,
-        experts.limit,
-        experts.alpha,
-        experts.up_offset,
-        clamps_activation=experts.clamps_activation,
-        activation=experts.activation,
+        parts[0] += experts.gate_up_bias[rows.expert]
+    out = _linear(
+        rows,
+        activate_parts(*halves_of(tuple(parts), experts), experts),
+        experts.down_proj,
+        down,
+        experts.down_transposed,
     )
+    if experts.down_bias is not None:
+        out += experts.down_bias[rows.expert]
+    gate_up, up, *_ = (*parts, call.x.new_empty(0))
+    return rows.combine(out, call.weights.contiguous(), True), gate_up, up
 
 
-def _halves(parts: Sequence[Tensor], experts: Experts) -> Sequence[Tensor]:
-    if len(parts) == 2:
-        return parts
-    return (parts[0][:, ::2], parts[0][:, 1::2]) if experts.biased else parts[0].chunk(2, dim=-1)
+def _backward(grad: Tensor, call: _Call, parts: tuple[Tensor, Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients of x, the weights, routing weights and biases, and the factors. Padding may hold anything, also NaN."""
+    x, experts, weights, (*firsts, down), rows = call
+    want_x, want_gate_up, want_down, _, want_up, want_gate_up_bias, want_down_bias = wanted[:7]
+    row_grad = grad[call.token]
+    scales = weights.reshape(-1)[rows.pair].masked_fill(~rows.is_pair, 0).unsqueeze(-1).to(x.dtype)
+    gate, up = halves_of(parts[: len(firsts)], experts)
+    by_act = _by_inputs(rows, row_grad, experts.down_proj, down, experts.down_transposed)
+    parts_grad, weighted_act, dots = activate_backward(gate, up, by_act, scales, experts)
+    down_grad, down_factors = _by_weight(
+        rows, weighted_act, row_grad, experts.down_proj, down, experts.down_transposed, want_down
+    )
+    if experts.down_bias is not None:
+        dots += row_dots(row_grad, experts.down_bias[rows.expert])
+    weights_grad = torch.zeros_like(weights, dtype=dots.dtype).view(-1)
+    weights_grad.index_add_(0, rows.pair, dots.masked_fill(~rows.is_pair, 0))
+    tokens = x[call.token]
+    by_tokens = None
+    weight_grads: list[Tensor | None] = []
+    factor_grads: list[Tensor | None] = []
+    for part, weight, factors, wants in zip(
+        parts_grad, experts.gate_up_weights, firsts, (want_gate_up, want_up), strict=False
+    ):
+        by_input = _by_inputs(rows, part, weight, factors, experts.transposed)
+        by_tokens = by_input if by_tokens is None else by_tokens.add_(by_input)
+        weight_grad, by_factors = _by_weight(rows, tokens, part, weight, factors, experts.transposed, wants)
+        weight_grads.append(weight_grad)
+        factor_grads += by_factors
+    if experts.up_proj is None:
+        weight_grads.append(None)
+        factor_grads += [None, None]
+    assert by_tokens is not None
+    return [
+        rows.combine(by_tokens, weights.contiguous(), False) if want_x else None,
+        weight_grads[0],
+        down_grad,
+        weights_grad.view_as(weights).to(weights.dtype),
+        weight_grads[1],
+        _bias_grad(rows, parts_grad[0], experts.gate_up_bias) if want_gate_up_bias else None,
+        _bias_grad(rows, row_grad * scales, experts.down_bias) if want_down_bias else None,
+        *factor_grads,
+        *down_factors,
+    ]
+
+
+def _bias_grad(rows: ExpertRows, grad: Tensor, bias: Tensor | None) -> Tensor | None:
+    if bias is None:
+        return None
+    dtype = torch.promote_types(bias.dtype, torch.float32)
+    kept = grad.to(dtype).masked_fill(~rows.is_pair.unsqueeze(-1), 0)
+    return torch.zeros_like(bias, dtype=dtype).index_add_(0, rows.expert, kept).to(bias.dtype)
+
+
+def _columns_last(weight: Tensor, factors: Factors, transposed: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The weight as [E, inputs, outputs], and its factors as [E, inputs, r] and [E, r, outputs]."""
+    first, second = factors or (None, None)
+    if transposed:
+        return weight, first, second
+    return weight.mT, None if second is None else second.mT, None if first is None else first.mT
 
 
 def _linear(rows: ExpertRows, inputs: Tensor, weight: Tensor, factors: Factors, transposed: bool) -> Tensor:
-    # As [E, inputs, outputs].
-    out = _Gemm.apply(inputs, weight if transposed else weight.mT, rows)
-    if factors is None:
-        return out
-    # Grouped GEMMs need rows of a multiple of 16 bytes.
-    extra = -factors[1].shape[1] % 8
-    first, second = F.pad(factors[0], (0, extra)), F.pad(factors[1], (0, 0, 0, extra))
-    down, up = (t.to(inputs.dtype).contiguous() for t in (first, second))
-    if not transposed:
-        down, up = up.mT, down.mT
-    return out + _Gemm.apply(_Gemm.apply(inputs, down, rows), up, rows)
+    matrix, down, up = _columns_last(weight, factors, transposed)
+    out = rows.gemm(inputs, matrix)
+    if down is not None and up is not None:
+        out += rows.gemm(rows.gemm(inputs, down), up)
+    return out
 
 
-class _Gemm(torch.autograd.Function):
-    """A grouped GEMM of rows [R, M] and weights [E, M, N]."""
-
-    @staticmethod
-    def forward(ctx: Any, left: Tensor, weight: Tensor, rows: ExpertRows) -> Tensor:
-        ctx.rows = rows
-        ctx.save_for_backward(left if ctx.needs_input_grad[1] else None, weight)
-        return rows.gemm(left, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        left, weight = ctx.saved_tensors
-        grad = grad.contiguous()
-        left_grad = ctx.rows.gemm(grad, weight.mT) if ctx.needs_input_grad[0] else None
-        return left_grad, None if left is None else ctx.rows.weight_grad(left, grad), None
+def _by_inputs(rows: ExpertRows, grad: Tensor, weight: Tensor, factors: Factors, transposed: bool) -> Tensor:
+    """The gradient of `_linear` by its inputs."""
+    matrix, down, up = _columns_last(weight, factors, transposed)
+    out = rows.gemm(grad, matrix.mT)
+    if down is not None and up is not None:
+        out += rows.gemm(rows.gemm(grad, up.mT), down.mT)
+    return out
 
 
-class _Dispatch(torch.autograd.Function):
-    """The token of each row, [R, H]."""
+def _by_weight(
+    rows: ExpertRows,
+    inputs: Tensor,
+    grad: Tensor,
+    weight: Tensor,
+    factors: Factors,
+    transposed: bool,
+    want_weight: bool,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """The gradients of `_linear` by its weight and its factors."""
+    _, down, up = _columns_last(weight, factors, transposed)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: ExpertRows, weights: Tensor) -> Tensor:
-        ctx.rows = rows
-        ctx.save_for_backward(weights)
-        return x[rows.pair // weights.shape[1]]
+    def stored(grad: Tensor) -> Tensor:
+        return grad if transposed else grad.mT.contiguous()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.rows.combine(grad.contiguous(), *ctx.saved_tensors, False), None, None
-
-
-class _Combine(torch.autograd.Function):
-    """The sum over each token's rows, times their routing weights."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, weights: Tensor, rows: ExpertRows) -> Tensor:
-        ctx.rows = rows
-        ctx.save_for_backward(out, weights)
-        return rows.combine(out, weights.contiguous(), True)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        out, weights = ctx.saved_tensors
-        rows = ctx.rows
-        row_grad = grad[rows.pair // weights.shape[1]]
-        dtype = torch.promote_types(out.dtype, torch.float32)
-        dots = (row_grad * out).sum(-1, dtype=dtype).masked_fill(~rows.is_pair, 0)
-        weights_grad = torch.zeros_like(weights, dtype=dtype).view(-1).index_add(0, rows.pair, dots)
-        scales = weights.reshape(-1)[rows.pair].masked_fill(~rows.is_pair, 0)
-        # Padding may hold anything, also NaN.
-        row_grad = (row_grad * scales.unsqueeze(-1)).to(out.dtype)
-        return row_grad, weights_grad.view_as(weights).to(weights.dtype), None
+    by_weight = stored(rows.weight_grad(inputs, grad)) if want_weight else None
+    if down is None or up is None:
+        return by_weight, [None, None]
+    by_down = stored(rows.weight_grad(inputs, rows.gemm(grad, up.mT)))
+    by_up = stored(rows.weight_grad(rows.gemm(inputs, down), grad))
+    return by_weight, [by_down, by_up] if transposed else [by_up, by_down]

@@ -30,7 +30,7 @@ from opslot.ops.moe_experts import triton_kernels as kernels
 from opslot.ops.moe_experts._autograd import Experts, Grads, Wanted, differentiable
 from opslot.ops.moe_experts._call import prepare, variants
 from opslot.ops.moe_experts.low_rank import add_adapters
-from opslot.ops.moe_experts.routing import Routing, empty_routing, route
+from opslot.ops.moe_experts.routing import Routing, empty_routing, route, row_bound
 
 
 @dataclass(frozen=True)
@@ -174,9 +174,11 @@ class _AlignedRows:
 
 fused_triton, clamped, biased, split, transposed, ungated = variants(_run)
 add_adapters(
+    "fused_triton",
     (fused_triton, clamped, biased, split, transposed, ungated),
     functools.partial(prepare, "fused_triton", dtypes=FLOATS, contiguous=True),
     _AlignedRows,
+    lambda index, experts: row_bound(index.numel(), experts.sizes[0], plan_for(experts, real=False).align),
 )
 
 

@@ -23,13 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.jit import dot, downcast
-from opslot.ops._common.triton import KernelLauncher, cdiv
-from opslot.ops.chunk_gated_delta_rule.kernels.call import Call, as_tokens, strides
-from opslot.ops.chunk_gated_delta_rule.kernels.chunks import CHUNK
-from opslot.ops.chunk_gated_delta_rule.kernels.forward import Recurrence
-from opslot.ops.chunk_gated_delta_rule.kernels.segments import chain
-from opslot.ops.chunk_gated_delta_rule.kernels.system import CUMULATED, QUERY, READ, SCALES, WRITE
-from opslot.ops.chunk_gated_delta_rule.kernels.tiles import (
+from opslot.ops._common.kernels.tiles import (
+    as_tokens,
     decay,
     load_plane,
     load_plane_transposed,
@@ -40,7 +35,13 @@ from opslot.ops.chunk_gated_delta_rule.kernels.tiles import (
     store_plane,
     store_plane_transposed,
     store_tokens,
+    strides,
 )
+from opslot.ops._common.triton import KernelLauncher, cdiv
+from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, Call
+from opslot.ops.chunk_gated_delta_rule.kernels.forward import Recurrence
+from opslot.ops.chunk_gated_delta_rule.kernels.segments import chain
+from opslot.ops.chunk_gated_delta_rule.kernels.system import CUMULATED, QUERY, READ, SCALES, WRITE
 
 
 @triton.jit(do_not_specialize=["segments"])

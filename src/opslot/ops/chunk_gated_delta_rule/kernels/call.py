@@ -9,8 +9,12 @@ import torch
 import triton
 from torch import Tensor
 
+from opslot.ops._common.kernels.chunks import Chunks, chunk_table
+from opslot.ops._common.kernels.tiles import as_tokens
 from opslot.ops._common.triton import cdiv, sm_count
-from opslot.ops.chunk_gated_delta_rule.kernels.chunks import Chunks, chunk_table
+
+# Tokens of a chunk.
+CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,7 @@ def prepare(
 ) -> Call:
     batch, length = value.shape[:2]
     plan = plan_for(key.shape[3], value.shape[3], key.element_size())
-    chunks = chunk_table(cu_seqlens, batch, length, value.device)
+    chunks = chunk_table(cu_seqlens, batch, length, value.device, CHUNK)
     programs = chunks.documents * value.shape[2] * cdiv(value.shape[3], plan.state_block)
     return Call(
         q=as_tokens(query),
@@ -161,16 +165,5 @@ def prepare(
     )
 
 
-def as_tokens(x: Tensor) -> Tensor:
-    """[B, S, heads, width] as [B * S, heads, width] with adjacent columns: a view where the strides have one."""
-    rows = x.reshape(-1, *x.shape[2:])
-    return rows if rows.stride(2) == 1 else rows.contiguous()
-
-
 def _scalars(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[2]).contiguous()
-
-
-def strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Token and head strides of each tensor [T, heads, width]."""
-    return tuple(stride for x in tensors for stride in x.stride()[:2])

@@ -19,12 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.jit import dot, downcast
-from opslot.ops._common.triton import KernelLauncher, cdiv
-from opslot.ops.chunk_gated_delta_rule.kernels.call import Call, strides
-from opslot.ops.chunk_gated_delta_rule.kernels.chunks import CHUNK
-from opslot.ops.chunk_gated_delta_rule.kernels.segments import chain
-from opslot.ops.chunk_gated_delta_rule.kernels.system import CUMULATED, QUERY, READ, SCALES, WRITE, solve
-from opslot.ops.chunk_gated_delta_rule.kernels.tiles import (
+from opslot.ops._common.kernels.tiles import (
     load_plane,
     load_plane_transposed,
     load_segment,
@@ -33,7 +28,12 @@ from opslot.ops.chunk_gated_delta_rule.kernels.tiles import (
     store_plane,
     store_plane_transposed,
     store_tokens,
+    strides,
 )
+from opslot.ops._common.triton import KernelLauncher, cdiv
+from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, Call
+from opslot.ops.chunk_gated_delta_rule.kernels.segments import chain
+from opslot.ops.chunk_gated_delta_rule.kernels.system import CUMULATED, QUERY, READ, SCALES, WRITE, solve
 
 
 @triton.jit(do_not_specialize=["segments"])

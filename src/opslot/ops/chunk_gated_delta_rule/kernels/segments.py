@@ -11,15 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot.ops._common.triton import KernelLauncher, cdiv
-from opslot.ops.chunk_gated_delta_rule.kernels.call import Call
-from opslot.ops.chunk_gated_delta_rule.kernels.tiles import (
+from opslot.ops._common.kernels.tiles import (
     dot_fp32,
     load_plane,
     load_plane_transposed,
     store_plane,
     store_plane_transposed,
 )
+from opslot.ops._common.triton import KernelLauncher, cdiv
+from opslot.ops.chunk_gated_delta_rule.kernels.call import Call
 
 
 @triton.jit(do_not_specialize=["segments"])

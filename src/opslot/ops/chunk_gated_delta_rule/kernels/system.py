@@ -19,10 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.jit import dot
+from opslot.ops._common.kernels.tiles import FP32_DOT, decay, load_scalars, load_tokens, store_plane, strides
 from opslot.ops._common.triton import KernelLauncher
-from opslot.ops.chunk_gated_delta_rule.kernels.call import Call, strides
-from opslot.ops.chunk_gated_delta_rule.kernels.chunks import CHUNK
-from opslot.ops.chunk_gated_delta_rule.kernels.tiles import FP32_DOT, decay, load_scalars, load_tokens, store_plane
+from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, Call
 
 # Rows of the scales of a chunk, [SCALES, CHUNK].
 CUMULATED, READ, WRITE, QUERY = (tl.constexpr(n) for n in range(4))

@@ -1,8 +1,8 @@
 """Loads and stores of tokens, chunks and states.
 
-Tokens are [T, heads, width] with strides, T over all rows. Intermediates are stored by chunk and value head: planes
-[chunks * V_heads, rows, columns], of which those with 64 columns are zero after a chunk's last token. The table of
-chunks may have chunks of length 0 at its end; nothing is read or written for those.
+Tokens are [T, heads, width] with strides, T over all rows. Intermediates are stored by chunk and head: planes
+[chunks * heads, rows, columns], of which those with a column per token are zero after a chunk's last token. The table
+of chunks may have chunks of length 0 at its end; nothing is read or written for those.
 
 In all kernels, no operand of a matmul is the transpose of a computed tile; it is computed transposed or stored and
 loaded. Triton 3.4 and later compute wrong matmuls from such operands on Hopper
@@ -14,11 +14,23 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opslot._base.jit import downcast
 
 # fp32 accuracy on tensor cores; Triton has it for NVIDIA GPUs.
 FP32_DOT = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
+
+
+def as_tokens(x: Tensor) -> Tensor:
+    """[B, S, heads, width] as [B * S, heads, width] with adjacent columns: a view where the strides have one."""
+    rows = x.reshape(-1, *x.shape[2:])
+    return rows if rows.stride(2) == 1 else rows.contiguous()
+
+
+def strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Token and head strides of each tensor [T, heads, width]."""
+    return tuple(stride for x in tensors for stride in x.stride()[:2])
 
 
 @triton.jit

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from opslot.ops._common.triton import KernelLauncher, cdiv
 
-CHUNK = 64
-
 
 @triton.jit(do_not_specialize=["documents", "chunks"])
 def chunk_table_kernel(
@@ -74,20 +72,24 @@ class Chunks:
     documents: int
 
 
-def chunk_table(cu_seqlens: Tensor | None, batch: int, length: int, device: torch.device) -> Chunks:
-    """The chunks of `batch` rows of `length` tokens, or of the documents between `cu_seqlens` [documents + 1]."""
+def chunk_table(cu_seqlens: Tensor | None, batch: int, length: int, device: torch.device, chunk: int) -> Chunks:
+    """The chunks of `batch` rows of `length` tokens, or of the documents between `cu_seqlens` [documents + 1].
+
+    Args:
+        chunk: tokens of a chunk; the last one of a document may have fewer.
+    """
     if cu_seqlens is None:
-        documents, count = batch, batch * cdiv(length, CHUNK)
+        documents, count = batch, batch * cdiv(length, chunk)
         cu_seqlens = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
     else:
         documents = cu_seqlens.numel() - 1
         # Each document may end with a chunk of one token.
-        count = min((length + (CHUNK - 1) * documents) // CHUNK, length)
+        count = min((length + (chunk - 1) * documents) // chunk, length)
         cu_seqlens = cu_seqlens.contiguous()
     first = torch.empty(documents + 1, dtype=torch.int32, device=device)
     start, tokens = (torch.empty(count, dtype=torch.int32, device=device) for _ in range(2))
     rows = 32
     _launch_chunk_table(
-        (cdiv(count, rows), 1, 1), (cu_seqlens, first, start, tokens), (), (documents, count), (CHUNK, rows, 128), 4
+        (cdiv(count, rows), 1, 1), (cu_seqlens, first, start, tokens), (), (documents, count), (chunk, rows, 128), 4
     )
     return Chunks(cu_seqlens, first, start, tokens, count, documents)

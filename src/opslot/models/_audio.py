@@ -1,0 +1,118 @@
+"""The smallest legal audio of a model, from the code of its audio encoder."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opslot.models._probe import Inputs, Probe
+
+METHOD = "get_audio_features"
+# Names of inputs: mel features, a waveform, or codes.
+_KINDS = ("input_features", "input_values", "audio_input_ids")
+_SHORT = tuple(2**n for n in range(9))
+_LONGEST = 6000
+_USUAL_MELS = (80, 128)
+
+
+class AudioInputs:
+    """What a method that computes features of audio takes, for the shortest audio that gives features.
+
+    Args:
+        holder: the module with `get_audio_features`.
+    """
+
+    def __init__(self, holder: Any) -> None:
+        self._holder = holder
+        self._parameters = {
+            name: p
+            for name, p in inspect.signature(getattr(type(holder), METHOD)).parameters.items()
+            if p.kind is not p.VAR_KEYWORD and name != "self"
+        }
+        self._config: Any = getattr(holder.config, "audio_config", None) or getattr(holder.config, "encoder_config", None)
+
+    def make(self, count: int = 1) -> Inputs | None:
+        """Arguments for `count` such audios on the module's device; None where they are unknown."""
+        if self._smallest is None:
+            return None
+        parameter = next(self._holder.parameters())
+        found = {}
+        for name, value in self._smallest.items():
+            whole = value.expand(count, *value.shape[1:])
+            dtype = parameter.dtype if value.is_floating_point() else value.dtype
+            found[name] = torch.ones(whole.shape, dtype=dtype) if value.is_floating_point() else whole.clone()
+        return {name: value.to(parameter.device) for name, value in found.items()}
+
+    @cached_property
+    def _smallest(self) -> Inputs | None:
+        name = next((name for name in self._parameters if name in _KINDS), None)
+        if name is None or self._config is None:
+            return None
+        try:
+            probe = Probe(self._holder, METHOD)
+        # The code of any model.
+        except Exception:
+            return None
+        return probe.first(self._candidates(name, probe.model))
+
+    def _candidates(self, name: str, model: nn.Module) -> Iterator[Inputs]:
+        """Inputs of one audio, the shortest first."""
+        for dtype in (torch.bool, torch.int64):
+            for length in self._lengths():
+                rest = self._rest(name, length, dtype)
+                for features in self._forms(name, length, model) if rest is not None else ():
+                    yield {name: features, **rest}
+
+    def _rest(self, name: str, length: int, dtype: torch.dtype) -> Inputs | None:
+        """Masks of `length` frames that are all real. None where the method requires something else too."""
+        others = {other: p for other, p in self._parameters.items() if other != name}
+        if any(p.default is p.empty and "mask" not in other for other, p in others.items()):
+            return None
+        return {other: torch.ones(1, length, dtype=dtype) for other in others if "mask" in other}
+
+    def _forms(self, name: str, length: int, model: nn.Module) -> Iterator[Tensor]:
+        """Features of one audio of `length` frames or samples, in each order of dims that an encoder may take."""
+        if name == "input_values":
+            yield torch.ones(1, length)
+        elif name == "audio_input_ids":
+            yield from (torch.ones(1, length, size, dtype=torch.int64) for size in self._sizes())
+        else:
+            first = self._first_layer(model)
+            if isinstance(first, nn.Linear):
+                yield torch.ones(1, length, first.in_features)
+            elif isinstance(first, nn.Conv1d):
+                yield torch.ones(1, first.in_channels, length)
+            else:
+                # Dims of the same size could be confused.
+                for size in (size for size in self._sizes() if size != length):
+                    yield from (torch.ones(1, size, length), torch.ones(1, length, size))
+
+    def _first_layer(self, model: nn.Module) -> nn.Module | None:
+        """The layer of the encoder that takes mel features; a Conv2d takes them as an image. None without encoder."""
+        tower = next((m for m in model.modules() if type(getattr(m, "config", None)) is type(self._config)), None)
+        found = list(tower.modules()) if tower is not None else []
+        inside = {m for stack in found if isinstance(stack, nn.ModuleList) for m in stack.modules()}
+        images = (m for m in found if isinstance(m, nn.Conv2d) and m.in_channels == 1)
+        others = (m for m in found if isinstance(m, nn.Linear | nn.Conv1d) and m not in inside)
+        return next(images, None) or next(others, None)
+
+    def _sizes(self) -> list[int]:
+        """Sizes in the configs of the encoder and the model, those of mel features first."""
+        cls = type(self._config)
+        properties = [name for name in dir(cls) if isinstance(getattr(cls, name), property)]
+        computed = {name: getattr(self._config, name, None) for name in properties}
+        named = {**self._holder.config.to_dict(), **self._config.to_dict(), **computed}
+        ordered = sorted(named.items(), key=lambda item: "mel" not in item[0] and "feat" not in item[0])
+        listed = [size for _, value in ordered for size in (value if isinstance(value, list | tuple) else [value])]
+        found = [size for size in listed if type(size) is int and 1 < size <= _LONGEST]
+        return list(dict.fromkeys([*found, *_USUAL_MELS]))
+
+    def _lengths(self) -> list[int]:
+        sizes = self._sizes()
+        return sorted({*_SHORT, *sizes, *(2 * size for size in sizes if 2 * size <= _LONGEST)})
+

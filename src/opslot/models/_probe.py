@@ -1,0 +1,81 @@
+"""What an encoder takes, found by running it: a small copy on the CPU, with random weights and no decoder layers.
+
+Configs give sizes under different names, and no name says in which order dims are or which lengths are legal. Inputs
+are tried, the smallest first, on the code that will run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Inputs = dict[str, Tensor]
+
+
+class Probe:
+    """A copy of the module that computes features. Layers of the same form share their weights, to be small.
+
+    Args:
+        holder: the module, also on the meta device or sharded.
+        method: its method that computes features.
+    """
+
+    def __init__(self, holder: Any, method: str) -> None:
+        self.model = _copy(holder)
+        self.method = method
+
+    def first(self, candidates: Iterable[Inputs]) -> Inputs | None:
+        """The first of `candidates` that gives features; None if there is none."""
+        return next((inputs for inputs in candidates if self.features(inputs)), None)
+
+    def features(self, inputs: Mapping[str, Tensor]) -> int:
+        """Number of features of some inputs; 0 where the encoder raises an error."""
+        try:
+            with torch.no_grad():
+                return count_features(getattr(self.model, self.method)(**inputs))
+        # The code of any model.
+        except Exception:
+            return 0
+
+
+def count_features(outputs: Any) -> int:
+    """Number of features in what a method such as `get_image_features` returns."""
+    names = ("pooler_output", "last_hidden_state")
+    features = next(outputs[name] for name in names if name in outputs) if isinstance(outputs, Mapping) else outputs
+    while isinstance(features, tuple | list) and isinstance(features[0], tuple | list):
+        features = features[0]
+    parts = [features] if isinstance(features, Tensor) else features
+    return sum(part.shape[:-1].numel() for part in parts)
+
+
+def _copy(holder: Any) -> Any:
+    modules = ("transformers.", "opslot.generated.")
+    cls: Any = next(cls for cls in type(holder).__mro__ if cls.__module__.startswith(modules))
+    with torch.device("meta"):
+        model = cls._from_config(copy.deepcopy(holder.config), attn_implementation="eager", dtype=torch.float32)
+    decoder = set(model.get_decoder().modules())
+    for module in list(model.modules()):
+        if isinstance(module, nn.Embedding) and module in decoder:
+            module.weight = nn.Parameter(module.weight[:1])
+        for child in module.children():
+            if isinstance(child, nn.ModuleList) and child in decoder:
+                del child[:]
+            elif isinstance(child, nn.ModuleList):
+                _share_equal(child)
+    model.to_empty(device="cpu")
+    model.initialize_weights()
+    return model.eval()
+
+
+def _share_equal(layers: nn.ModuleList) -> None:
+    """Let layers of the same class and sizes have the weights of the first of them."""
+    known: dict[Any, nn.Module] = {}
+    for layer in layers:
+        sizes = tuple((name, p.shape) for name, p in layer.named_parameters())
+        first = known.setdefault((type(layer), sizes), layer)
+        for path, module in layer.named_modules() if first is not layer else ():
+            module._parameters.update(first.get_submodule(path)._parameters)

@@ -1,0 +1,163 @@
+"""Images and videos shared over the sequence-parallel ranks of their sequences.
+
+Each rank computes a contiguous part of them, balanced by patches, and all ranks get all features. This needs inputs from
+which the number of features of each image follows without computing it: patches with a grid, or images of one size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from opslot.distributed import gather_outputs, get_parallel_state
+
+_INTERNAL = ("last_hidden_state", "hidden_states", "attentions")
+_IMAGE_DIMS = 4
+
+
+@dataclass(frozen=True)
+class _Images:
+    """The inputs of a method that computes features.
+
+    Attributes:
+        tensors: arguments with a first dim of patches or of images, and the rows of it that an image has.
+        patches: of each image or video; 1 where all have the same size.
+    """
+
+    tensors: dict[str, list[int]]
+    patches: list[int]
+
+
+def share_images(
+    method: Callable[..., Any],
+    dummy: Callable[[], Mapping[str, Any] | None],
+    given: Mapping[str, Any],
+    rest: Mapping[str, Any],
+) -> Any:
+    """`method(**given, **rest)`, computed by the ranks together.
+
+    Args:
+        method: returns features of images or videos; the same call on all ranks of the sequences.
+        dummy: makes the smallest arguments, for a rank that gets no image.
+        given: arguments that the method names.
+        rest: those that it passes on.
+    """
+    group = get_parallel_state().sp_group
+    # Precomputed inputs of the encoder, such as image_cu_seqlens, are of all images.
+    precomputed = any(name.startswith(("image_", "video_")) for name in rest)
+    images = _images(given) if group is not None and not precomputed else None
+    if group is None or images is None:
+        return method(**given, **rest)
+    bounds = _bounds(images.patches, group.size())
+    start, stop = bounds[group.rank()], bounds[group.rank() + 1]
+    if start == stop:
+        used = dict(dummy() or {})
+        smallest = _images(used)
+        assert smallest is not None, "the smallest inputs have the same form"
+        computed = sum(smallest.patches)
+    else:
+        used = {name: given[name][sum(rows[:start]) : sum(rows[:stop])] for name, rows in images.tensors.items()}
+        computed = sum(images.patches[start:stop])
+    outputs = method(**{**given, **used}, **rest)
+    return _Gathering(group, images.patches, bounds, computed, start == stop).outputs(outputs)
+
+
+def _images(arguments: Mapping[str, Any]) -> _Images | None:
+    """The images in the arguments of a method; None where the numbers of their features do not follow from them."""
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.dim()}
+    grid = next((value for name, value in tensors.items() if name.endswith("_grid_thw")), None)
+    pixels = next((value for name, value in tensors.items() if name.startswith("pixel_values")), None)
+    if pixels is None:
+        return None
+    if grid is not None:
+        patches = grid.prod(-1).tolist()
+    elif pixels.dim() == _IMAGE_DIMS and len(tensors) == 1:
+        patches = [1] * len(pixels)
+    else:
+        return None
+    rows = {name: _rows(value, patches) for name, value in tensors.items()}
+    if any(value is None for value in rows.values()):
+        return None
+    return _Images({name: value for name, value in rows.items() if value is not None}, patches)
+
+
+def _rows(value: Tensor, patches: list[int]) -> list[int] | None:
+    """How many rows of `value` each image has."""
+    if len(value) == len(patches):
+        return [1] * len(patches)
+    return patches if len(value) == sum(patches) else None
+
+
+def _bounds(patches: Sequence[int], ranks: int) -> list[int]:
+    """Where each rank's images start, and their end: contiguous parts with about the same number of patches."""
+    ends = list(accumulate(patches, initial=0))
+    found = [0]
+    for rank in range(1, ranks):
+        wanted = ends[-1] * rank / ranks
+        nearest = min(range(len(ends)), key=lambda number: abs(ends[number] - wanted))
+        found.append(max(found[-1], nearest))
+    return [*found, len(patches)]
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    """Joins the features that the ranks computed.
+
+    Attributes:
+        patches: of all images.
+        bounds: of the ranks' images.
+        computed: patches that this rank computed.
+        is_dummy: they are of no image.
+    """
+
+    group: ProcessGroup
+    patches: list[int]
+    bounds: list[int]
+    computed: int
+    is_dummy: bool
+
+    def outputs(self, outputs: Any) -> Any:
+        """The method's outputs with the features of all images, and without the states that only this rank has."""
+        if not isinstance(outputs, Mapping):
+            return self._of_images(outputs)
+        main = next(name for name in ("pooler_output", "last_hidden_state") if outputs.get(name) is not None)
+        found: Any = outputs
+        for name, value in list(outputs.items()):
+            if name == main:
+                found[name] = self._of_images(value)
+            elif name in _INTERNAL:
+                found[name] = None
+            elif isinstance(value, list | tuple):
+                # Of one layer each.
+                found[name] = type(value)(self._of_images(layer) for layer in value)
+            elif isinstance(value, Tensor):
+                found[name] = self._joined(value)
+        return found
+
+    def _of_images(self, value: Any) -> Any:
+        """A tensor of all images, or a list with one for each."""
+        if isinstance(value, Tensor):
+            return self._joined(value)
+        own = list(value)
+        nested = own[0].dim() - 1
+        joined = self._joined(torch.cat([x.flatten(0, nested - 1) if nested > 1 else x for x in own]))
+        share = Fraction(len(joined), sum(self.patches))
+        sizes = [int(share * count) for count in self.patches]
+        parts = joined.split(sizes)
+        return type(value)(part.unflatten(0, (-1, *own[0].shape[1:nested])) if nested > 1 else part for part in parts)
+
+    def _joined(self, own: Tensor) -> Tensor:
+        """Features [rows of all images, ...] from those of this rank."""
+        share = Fraction(len(own), self.computed)
+        counts = [int(share * sum(self.patches[start:stop])) for start, stop in pairwise(self.bounds)]
+        rows = own[:0] if self.is_dummy else own
+        padding = own.new_zeros(max(counts) - len(rows), *own.shape[1:])
+        parts = gather_outputs(torch.cat([rows, padding]), 0, self.group).chunk(len(counts))
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

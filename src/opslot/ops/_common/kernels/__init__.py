@@ -1,0 +1,1 @@
+"""Triton functions and kernels that several ops use."""

@@ -1,0 +1,80 @@
+"""Output heads with adapters of PEFT: the linear layer below them, and what LoRA adds to its logits.
+
+PEFT is not imported: a head has its layers only if it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def set_adds_adapters(kernel: Any) -> None:
+    """Note that a kernel adds the adapters of the module that it gets as the keyword `head`."""
+    kernel.adds_adapters = True
+
+
+def adds_adapters(kernel: Callable[..., Any]) -> bool:
+    return getattr(kernel, "adds_adapters", False)
+
+
+def has_low_rank(head: Any) -> bool:
+    """Whether `head` is PEFT's LoRA layer around a linear layer."""
+    return _is(head, "peft.tuners.lora.layer", "Linear")
+
+
+def _is(module: Any, source: str, name: str) -> bool:
+    cls = type(module)
+    return cls.__module__ == source and cls.__name__ == name
+
+
+def linear_of(head: Any) -> Any:
+    """The layer whose weight `head.weight` is: the one below LoRA, or the trained copy of `modules_to_save`."""
+    if has_low_rank(head):
+        return head.base_layer
+    if _is(head, "peft.utils.other", "ModulesToSaveWrapper"):
+        names = head.active_adapters
+        trained = not head.disable_adapters and names and all(name in head.modules_to_save for name in names)
+        return head.modules_to_save[names[0]] if trained else head.original_module
+    return head
+
+
+def low_rank_problem(head: Any) -> str | None:
+    """Why the adapters of `head` are more than a low-rank product that is added to the logits; None if they are not."""
+    if not has_low_rank(head) or head.merged or head.disable_adapters:
+        return None
+    for name in _active(head):
+        if name in head.lora_variant:
+            return f"the output head has an adapter of the kind {type(head.lora_variant[name]).__name__}"
+        if head.lora_B[name].bias is not None:
+            return "the output head has an adapter with a bias"
+    return None
+
+
+def _active(head: Any) -> list[str]:
+    return [name for name in head.active_adapters if name in head.lora_A]
+
+
+def low_rank_of(head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(u [N, r], B [V, r]) of the adapters of `head`, which add u B^T to its logits; None without active adapters.
+
+    Args:
+        hidden: [N, H].
+    """
+    layer: Any = head
+    if not has_low_rank(layer) or layer.merged or layer.disable_adapters:
+        return None
+    products, weights = [], []
+    for name in _active(layer):
+        down = layer.lora_A[name]
+        inputs = layer.lora_dropout[name](hidden.to(down.weight.dtype))
+        products.append(down(inputs) * layer.scaling[name])
+        weights.append(layer.lora_B[name].weight)
+    if not products:
+        return None
+    if len(products) == 1:
+        return products[0], weights[0]
+    return torch.cat(products, dim=-1), torch.cat(weights, dim=-1)

@@ -1,0 +1,46 @@
+"""mamba_chunk_scan: registration of the op and of its kernels."""
+
+from opslot.ops._common.specs import FLOATS, TRITON, triton_kernel
+from opslot.ops.mamba_chunk_scan.op import OP, WIDEST_HEAD
+from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec, Requirement
+
+
+def _heads_fit(request: KernelRequest) -> str | None:
+    width = getattr(request.module, "head_dim", None)
+    fits = not isinstance(width, int) or width <= WIDEST_HEAD
+    return None if fits else f"takes heads up to {WIDEST_HEAD} wide, this module's are {width}"
+
+
+KERNEL_REGISTRY.register_op(OP)
+KERNEL_REGISTRY.register(
+    triton_kernel(
+        OP.name,
+        "standard",
+        function="mamba_chunk_scan",
+        supports=_heads_fit,
+        description="chunks of 64 tokens (32 in fp32), deterministic, packed documents by cu_seqlens",
+    )
+)
+KERNEL_REGISTRY.register(
+    KernelSpec(
+        "mamba_ssm",
+        OP.name,
+        "standard",
+        "opslot.ops.mamba_chunk_scan.mamba_ssm:mamba_chunk_scan",
+        HardwareRequirement("gpu", min_compute_capability=(8, 0)),
+        requires=(Requirement("mamba_ssm", "mamba-ssm"), TRITON),
+        dtypes=FLOATS,
+        description="mamba_ssm's chunked kernel, packed documents by cu_seqlens, without states",
+    )
+)
+KERNEL_REGISTRY.register(
+    KernelSpec(
+        "torch_chunked",
+        OP.name,
+        "standard",
+        "opslot.ops.mamba_chunk_scan.op:reference",
+        # Right for packed documents, which Transformers mixes.
+        priority={"cpu": 10},
+        description="torch alone, chunk by chunk, packed documents by cu_seqlens, any device",
+    )
+)

@@ -1,0 +1,171 @@
+"""Transformers' code that computes the scan of Mamba-2, and other state space models. Does not import torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from opslot.patchgen import PatchConfig, Slot
+from opslot.patchgen.documents import add_helpers, bound_arguments, documents_of, pass_documents, undecorated
+from opslot.patchgen.forms import Match, ModuleView, Skip, skip_callers
+
+OP = "mamba_chunk_scan"
+_FUNCTION = "mamba2_chunk_scan"
+# With einsums, from 5.18; with sums of products, from 5.15.
+_REVIEWED = ("900d8cf1b2a6", "9766343fe097")
+_HELPERS = {
+    "segment_sum": "d25877a776fa",
+    "reshape_into_chunks": "43770a6870be",
+    "pad_tensor_by_size": "70663340e323",
+}
+_DEFAULTS = {
+    "D": "None",
+    "dt_bias": "None",
+    "initial_states": "None",
+    "dt_softplus": "False",
+    "dt_limit": "(0.0, float('inf'))",
+    "return_final_states": "False",
+}
+_PARAMETERS = ("hidden_states", "dt", "A", "B", "C", "chunk_size", *_DEFAULTS)
+_SLOT = Slot(OP)
+# A function of mamba_ssm that computes the whole mixer in training where that package is installed.
+_FUSED = "mamba2_split_conv1d_scan_combined"
+_FUSED_RESULT = "if fused_output is not None:\n    return fused_output"
+# Mamba-1's and Mamba-2's scans, of this module or of mamba_ssm.
+_SCANS = r"mamba\w*(scan\w*|inner_fn)|(torch_)?selective_scan\w*"
+
+_BY_DOCUMENT = '''
+def _opslot_scan_by_document(
+    scan, chunk_size, x, dt, A, B, C, D, dt_bias, initial_states, dt_softplus, dt_limit, return_final_states, cu_seqlens
+):
+    """Transformers' scan `scan`, of each document alone if there are several."""
+
+    def run(x, dt, B, C, states):
+        return scan(
+            x,
+            dt,
+            A,
+            B,
+            C,
+            chunk_size=chunk_size,
+            D=D,
+            dt_bias=dt_bias,
+            initial_states=states,
+            dt_softplus=dt_softplus,
+            dt_limit=dt_limit,
+            return_final_states=return_final_states,
+        )
+
+    if cu_seqlens is None:
+        return run(x, dt, B, C, initial_states)
+    lengths = cu_seqlens.diff().tolist()
+    documents = zip(*(tensor.flatten(0, 1).split(lengths) for tensor in (x, dt, B, C)))
+    given = initial_states.split(1) if initial_states is not None else [None] * len(lengths)
+    results = [run(*(tokens[None] for tokens in d), states) for d, states in zip(documents, given) if len(d[0])]
+    outputs = [result[0][0] if return_final_states else result[0] for result in results]
+    outputs = torch.cat(outputs).unflatten(0, x.shape[:2])
+    return (outputs, torch.cat([result[1] for result in results])) if return_final_states else outputs
+'''
+
+# Forwards of lightning attention, in blocks, with a state that decays by a constant per head and token.
+_LIGHTNING = ("957c1875ec74", "20f4d40bc0a0", "307816f12796")
+_LIGHTNING_START = "batch_size, seq_len, hidden_size = hidden_states.shape"
+_LIGHTNING_BLOCKS = "range(num_blocks)"
+_LIGHTNING_OUTPUT = "attn_output = torch.cat(attn_output, dim=-2)"
+_LIGHTNING_HELPERS = '''
+def _opslot_lightning_attention(scan, slope_rate, query, key, value, want_state, cu_seqlens):
+    """Output and last state of lightning attention, computed by a scan with steps of 1."""
+    x, B, C = (tensor.transpose(1, 2) for tensor in (value, key, query))
+    dt = torch.ones(x.shape[:3], dtype=torch.float32, device=x.device)
+    found = scan(x, dt, -slope_rate.flatten().float(), B, C, return_final_states=want_state, cu_seqlens=cu_seqlens)
+    out, state = found if want_state else (found, None)
+    return out.transpose(1, 2), None if state is None else state.mT.to(value.dtype)
+
+
+def _opslot_lightning_by_document(attention, hidden_states, cu_seqlens):
+    """Transformers' lightning attention of each document alone."""
+    documents = hidden_states.flatten(0, 1).split(cu_seqlens.diff().tolist())
+    outputs = [attention.forward(tokens[None], None, None)[0][0] for tokens in documents if len(tokens)]
+    return torch.cat(outputs).unflatten(0, hidden_states.shape[:2])
+'''
+
+
+@dataclass(frozen=True)
+class Scans:
+    """Classes that call Mamba-2's scan in chunks; its recurrent form, for single tokens, stays Transformers'."""
+
+    def find(self, module: ModuleView) -> Iterator[Match | Skip]:
+        matched = set()
+        for method, calls in module.callers(_FUNCTION).items():
+            if match := _call(module, method, calls):
+                matched.add(match.symbol)
+                yield match
+        reason = "calls {function} in another way than the reviewed forms"
+        for skip in skip_callers(module, OP, _SCANS, reason):
+            if skip.symbol not in matched:
+                yield skip
+
+
+def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | None:
+    """A match if the method calls the reviewed function once, with arguments of the op's contract."""
+    reviewed = module.fingerprint(_FUNCTION) in _REVIEWED and all(
+        module.fingerprint(name) == expected for name, expected in _HELPERS.items()
+    )
+    arguments = bound_arguments(calls[0], _PARAMETERS, ("z", "seq_idx"))
+    fused = module.calls(method, _FUSED)
+    if not reviewed or len(calls) != 1 or arguments is None or _is_gated(calls[0]):
+        return None
+    if len(fused) > 1 or (fused and module.count(method, _FUSED_RESULT) != 1):
+        return None
+    arguments = _DEFAULTS | arguments
+    if set(arguments) != set(_PARAMETERS):
+        return None
+    size = arguments.pop("chunk_size")
+    names = [name for name in _PARAMETERS if name in arguments]
+    values = ", ".join([*(arguments[name] for name in names), documents_of(module, method, calls[0])])
+
+    def write(patch: PatchConfig) -> None:
+        original, bound = undecorated(module, patch, _FUNCTION), f"self.{_SLOT.attribute}"
+        eager = f"_opslot_scan_by_document({original}, {size}, {values})"
+        template = f"{bound}({values}) if {bound} is not None else {eager}"
+        patch.replace(method, ast.unparse(calls[0]), template, slot=_SLOT)
+        for call in fused:
+            patch.replace(method, ast.unparse(call), f"None if {bound} is not None else $match")
+        add_helpers(patch, _BY_DOCUMENT)
+        pass_documents(module, patch)
+        patch.depends_on(module.upstream.name, _FUNCTION, *_HELPERS)
+
+    return Match(method.partition(".")[0], OP, _SLOT.variant, write)
+
+
+def _is_gated(call: ast.Call) -> bool:
+    """Whether the scan also multiplies its output by a gate `z`."""
+    return any(keyword.arg == "z" and ast.unparse(keyword.value) != "None" for keyword in call.keywords)
+
+
+@dataclass(frozen=True)
+class LightningAttention:
+    """Classes with lightning attention (MiniMax); single tokens that continue from a state stay Transformers'."""
+
+    def find(self, module: ModuleView) -> Iterator[Match]:
+        for name, forward in module.methods():
+            if module.fingerprint(forward) in _LIGHTNING:
+                yield Match(name, OP, _SLOT.variant, partial(_write_lightning, forward))
+
+
+def _write_lightning(forward: str, patch: PatchConfig) -> None:
+    bound, documents = f"self.{_SLOT.attribute}", "_opslot_cu_seqlens(kwargs)"
+    alone = f"_opslot_lightning_by_document(self, hidden_states, {documents})"
+    patch.insert_before(
+        forward, _LIGHTNING_START, f"if {bound} is None and {documents} is not None:\n    return {alone}, None"
+    )
+    patch.replace(forward, _LIGHTNING_BLOCKS, f"range(num_blocks if {bound} is None else 0)", slot=_SLOT)
+    given = f"self.slope_rate, query_states, key_states, value_states, past_key_values is not None, {documents}"
+    call = f"attn_output, attn_weights_inter = _opslot_lightning_attention({bound}, {given})"
+    patch.replace(forward, _LIGHTNING_OUTPUT, f"if attn_output:\n    $match\nelse:\n    {call}")
+    add_helpers(patch, _LIGHTNING_HELPERS)
+
+
+FORMS = (Scans(), LightningAttention())

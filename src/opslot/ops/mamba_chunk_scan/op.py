@@ -1,0 +1,178 @@
+"""The scan of Mamba-2 (Dao and Gu 2024, "Transformers are SSMs", section 6): contract, reference, cost.
+
+Shapes: `x` [B, S, heads, P]; `dt` [B, S, heads]; `A`, `D`, `dt_bias` [heads]; `B` and `C` [B, S, groups, N], with heads
+a multiple of groups; state [B, heads, P, N]. `cu_seqlens` (int32 or int64, [documents + 1], over the B * S tokens, no
+document crosses rows) gives every document a separate state, so packed documents do not affect each other;
+Transformers' code does not support it.
+
+Shape suffixes below: N chunks, D documents, H heads, T tokens of a chunk, P and S widths of a head and of a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opslot.ops._common.arguments import reject
+from opslot.ops._common.chunk_schedule import ChunkSchedule, document_bounds, step_slices
+from opslot.ops._common.documents import check_cu_seqlens, remove_hooks, separate_documents
+from opslot.ops.mamba_chunk_scan.cases import CASES
+from opslot.slots import Cost, OpSpec, OpVariant, walk_slots
+
+_CHUNK = 64
+# The limit of opslot's Triton kernels, which hold the columns of a head in registers.
+WIDEST_HEAD = 128
+NO_LIMIT = (0.0, float("inf"))
+
+
+def reference(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = NO_LIMIT,
+    return_final_states: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Per token and head: state = exp(dt A) state + dt x B^T; out = state C + D x.
+
+    First, dt becomes clamp(softplus(dt + dt_bias), *dt_limit), without softplus unless `dt_softplus`. Computed in
+    chunks, for all documents in parallel (section 6 of the paper); in fp32, or fp64 for fp64 input.
+
+    Returns:
+        The output [B, S, heads, P] in `x`'s dtype; with `return_final_states` also the last state of each row (with
+        `cu_seqlens`: of each document) in the dtype computed in. `initial_states` has the same shape.
+
+    Raises:
+        KernelError: `cu_seqlens` that do not cover the tokens or cross rows, or shapes that do not match.
+    """
+    check_shapes("mamba_chunk_scan", x, dt, A, B, C, D, dt_bias, initial_states, cu_seqlens)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    batch, length, heads, width = x.shape
+    step = dt.to(dtype)
+    if dt_bias is not None:
+        step = step + dt_bias.to(dtype)
+    if dt_softplus:
+        step = nn.functional.softplus(step)
+    step = step.clamp(*dt_limit)
+    plan = ChunkSchedule(document_bounds(batch, length, cu_seqlens), _CHUNK, x.device)
+    given = (x, step[..., None], (step * A.to(dtype))[..., None], B, C)
+    x_NHTP, dt_NHT1, log_decay, B_NGTS, C_NGTS = (plan.chunks(tensor, dtype) for tensor in given)
+    state = x_NHTP.new_zeros(len(plan.order), heads, width, B.shape[-1])
+    if initial_states is not None:
+        state = initial_states.to(dtype)[plan.order]
+    # Autocast would round the operands of every matmul, and so the states between chunks.
+    with torch.autocast(x.device.type, enabled=False):
+        out_NHTP, state = _scan(x_NHTP * dt_NHT1, log_decay, B_NGTS, C_NGTS, state, plan.active)
+    out = plan.tokens(out_NHTP).view(x.shape)
+    if D is not None:
+        out = out + D.to(dtype)[:, None] * x.to(dtype)
+    out = out.to(x.dtype)
+    return (out, state[plan.order.argsort()]) if return_final_states else out
+
+
+def check_shapes(
+    kernel: str,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_states: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Raise KernelError, naming `kernel`, for inconsistent arguments."""
+    batch, length, heads, width = x.shape
+    if heads % B.shape[2]:
+        reject(kernel, "x", f"{heads} heads, which is not a multiple of B's {B.shape[2]} groups", "use a multiple")
+    if cu_seqlens is not None:
+        check_cu_seqlens(kernel, "cu_seqlens", cu_seqlens, batch, length)
+    states = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+    by_head, by_group = (heads,), (batch, length, *B.shape[2:])
+    wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+        "dt": (dt, (batch, length, heads)),
+        "A": (A, by_head),
+        "B": (B, by_group),
+        "C": (C, by_group),
+        "D": (D, by_head),
+        "dt_bias": (dt_bias, by_head),
+        "initial_states": (initial_states, (states, heads, width, B.shape[3])),
+    }
+    for name, (tensor, shape) in wanted.items():
+        if tensor is not None and tensor.shape != shape:
+            reject(kernel, name, f"its shape is {tuple(tensor.shape)}", f"give it the shape {shape}")
+
+
+def _scan(
+    x_NHTP: Tensor,
+    log_decay_NHT1: Tensor,
+    B_NGTS: Tensor,
+    C_NGTS: Tensor,
+    state_DHPS: Tensor,
+    active: list[int],
+) -> tuple[Tensor, Tensor]:
+    """Outputs of all chunks and the documents' last states; x is multiplied by dt."""
+    groups = x_NHTP.shape[1] // B_NGTS.shape[1]
+    cumulated = log_decay_NHT1.cumsum(2)
+    future = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=x_NHTP.device).triu(1)
+    between = (cumulated - cumulated.mT).masked_fill(future, float("-inf")).exp()
+    within = (C_NGTS @ B_NGTS.mT).repeat_interleave(groups, 1) * between @ x_NHTP
+    B_NHTS, C_NHTS = (tensor.repeat_interleave(groups, 1) for tensor in (B_NGTS, C_NGTS))
+    last_NH11 = cumulated[:, :, -1:]
+    added_NHPS = (x_NHTP * (last_NH11 - cumulated).exp()).mT @ B_NHTS
+    reads, decay_NH11 = C_NHTS * cumulated.exp(), last_NH11.exp()
+
+    outputs, finished = [within[:0]], []
+    for step, count in zip(step_slices(active), active, strict=True):
+        finished.append(state_DHPS[count:])
+        state_DHPS = state_DHPS[:count]
+        outputs.append(within[step] + reads[step] @ state_DHPS.mT)
+        state_DHPS = state_DHPS * decay_NH11[step] + added_NHPS[step]
+    return torch.cat(outputs), torch.cat([state_DHPS, *reversed(finished)])
+
+
+def _cost(arguments: Mapping[str, Any]) -> Cost:
+    """Forward reads x, dt, B and C and writes the output; backward reads all five and writes four gradients.
+
+    Two state-vector matmuls per head and token in forward (write, read), four in backward.
+    """
+    x, dt, B = arguments["x"], arguments["dt"], arguments["B"]
+    bytes_moved = (5 * x.numel() + 6 * B.numel()) * x.element_size() + 3 * dt.numel() * dt.element_size()
+    return Cost(bytes=bytes_moved, flops=12 * x.numel() * B.shape[-1])
+
+
+def _attach(model: nn.Module, slot: Any, kernel: Any) -> list[Any]:
+    """Models with a causal convolution get cu_seqlens by its hooks."""
+    convolves = any(found.op_name == "causal_conv1d" for found in walk_slots(model))
+    return [] if convolves else separate_documents(model, "mamba_chunk_scan")
+
+
+OP = OpSpec(
+    name="mamba_chunk_scan",
+    attach=_attach,
+    detach=remove_hooks,
+    description="scan of Mamba-2 (SSD)",
+    variants={
+        "standard": OpVariant(
+            "standard",
+            reference,
+            CASES,
+            ("x", "dt", "A", "B", "C", "D", "dt_bias"),
+            _cost,
+            # A chunked kernel reads x, B and C with their decay, rounded to the input's dtype, into every matmul of a
+            # chunk, where the reference rounds once at the end.
+            tolerance_ulps={"bfloat16": 4, "float16": 4, "float32": 64},
+            compiles=False,
+        )
+    },
+)

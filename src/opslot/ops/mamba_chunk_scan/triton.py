@@ -1,0 +1,137 @@
+"""The scan of Mamba-2 in Triton: chunks of tokens, forward and backward, deterministic.
+
+Forward: cumulate the log decay within every chunk, walk along each document with the state in registers, writing the
+state that arrives at each chunk, and compute the outputs of all chunks in parallel. Backward computes the states again
+from the arguments, which are all that is saved; walks back with the state's gradient; and computes the gradients of
+tokens in one kernel over chunks and heads, and those of B and C in one over chunks and groups, which sums over the
+heads of a group in registers. No chunk has tokens of two documents: a table of chunks is computed on the device, with
+the maximum length that the documents could need, so that the host never waits for `cu_seqlens`. The modules of
+`kernels` give the formulas.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opslot.ops._common.arguments import reject
+from opslot.ops._common.custom_op import differentiable_op
+from opslot.ops._common.documents import one_row
+from opslot.ops._common.kernels.tiles import as_tokens
+from opslot.ops._common.specs import FLOATS, unsupported_dtype
+from opslot.ops.mamba_chunk_scan.kernels.call import prepare
+from opslot.ops.mamba_chunk_scan.kernels.gradients import write_gradients
+from opslot.ops.mamba_chunk_scan.kernels.outputs import write_output
+from opslot.ops.mamba_chunk_scan.kernels.states import walk
+from opslot.ops.mamba_chunk_scan.kernels.steps import cumulate
+from opslot.ops.mamba_chunk_scan.op import NO_LIMIT, WIDEST_HEAD, check_shapes
+
+_LABEL = "mamba_chunk_scan_implementation='triton'"
+# x, dt, A, B, C, D, dt_bias and initial_states.
+_DIFFERENTIABLE = 8
+
+
+def _allocate(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
+    cu_seqlens, want_final = rest[4], rest[-1]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    documents = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    shape = (documents, *x.shape[2:], B.shape[3])
+    return out, x.new_empty(shape, dtype=torch.float32) if want_final else None
+
+
+def _forward(outputs: tuple[Tensor, Tensor | None], *args: Any) -> None:
+    *inputs, initial_states, cu_seqlens, softplus, low, high, _ = args
+    out, final = outputs
+    if out.numel() == 0:
+        if final is not None:
+            final.copy_(initial_states) if initial_states is not None else final.zero_()
+        return
+    call = prepare(*inputs, cu_seqlens, softplus, low, high)
+    steps = cumulate(call)
+    write_output(call, steps, walk(call, call.x, steps, initial_states, final), out)
+
+
+def _allocate_gradients(dout: Tensor | None, dfinal: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
+    """All but the gradient of the initial states are always computed."""
+    inputs = list(args[:_DIFFERENTIABLE])
+    if not args[-1]:
+        inputs[-1] = None
+    return tuple(None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
+
+
+def _backward(gradients: tuple[Tensor | None, ...], dout: Tensor | None, dfinal: Tensor | None, *args: Any) -> None:
+    *inputs, initial_states, cu_seqlens, softplus, low, high, want_final = args[:-_DIFFERENTIABLE]
+    *grads, dinitial = gradients
+    x = inputs[0]
+    if not want_final:
+        # Under torch.compile, an output that is not wanted is an empty tensor, and so is its gradient.
+        dfinal = None
+    if x.numel() == 0:
+        for grad in grads:
+            if grad is not None:
+                grad.zero_()
+        if dinitial is not None:
+            dinitial.copy_(dfinal) if dfinal is not None else dinitial.zero_()
+        return
+    call = prepare(*inputs, cu_seqlens, softplus, low, high)
+    dout = as_tokens(torch.zeros_like(x) if dout is None else dout)
+    steps = cumulate(call)
+    states = walk(call, call.x, steps, initial_states, None)
+    dstates = walk(call, dout, steps, dfinal, dinitial, backward=True)
+    write_gradients(call, dout, steps, states, dstates, tuple(grads))
+
+
+_scan = differentiable_op(
+    "mamba_chunk_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias,"
+    " Tensor? initial_states, Tensor? cu_seqlens, bool softplus, float low, float high, bool want_final)"
+    " -> (Tensor, Tensor)",
+    allocate=_allocate,
+    launch=_forward,
+    allocate_gradients=_allocate_gradients,
+    launch_backward=_backward,
+    differentiable=_DIFFERENTIABLE,
+)
+
+
+def mamba_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = NO_LIMIT,
+    return_final_states: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`op.reference` for float32, bfloat16 and float16, and heads up to 128 wide; the last state in float32.
+
+    x, B and C must have the same dtype; the others may have any of the three. Inputs are copied unless their columns
+    are adjacent and rows of the batch can be flattened.
+
+    Raises:
+        KernelError: another dtype, wider heads, or arguments that the reference rejects.
+    """
+    per_head = {"A": A, "D": D, "dt_bias": dt_bias}
+    for name, tensor in {"x": x, "dt": dt, "B": B, "C": C, "initial_states": initial_states, **per_head}.items():
+        if tensor is not None and tensor.dtype not in FLOATS:
+            reject(_LABEL, name, unsupported_dtype(tensor.dtype), "use torch_chunked")
+    for name, tensor in (("B", B), ("C", C)):
+        if tensor.dtype != x.dtype:
+            reject(_LABEL, name, f"its dtype is {tensor.dtype}, x's is {x.dtype}", "give all three the same")
+    if x.shape[3] > WIDEST_HEAD:
+        reject(_LABEL, "x", f"its heads are {x.shape[3]} wide, the limit is {WIDEST_HEAD}", "use torch_chunked")
+    check_shapes(_LABEL, x, dt, A, B, C, D, dt_bias, initial_states, cu_seqlens)
+    shape = x.shape
+    if cu_seqlens is not None:
+        x, dt, B, C = map(one_row, (x, dt, B, C))
+    out, final = _scan(
+        x, dt, A, B, C, D, dt_bias, initial_states, cu_seqlens, dt_softplus, *dt_limit, return_final_states
+    )
+    out = out.view(shape)
+    return (out, final) if return_final_states else out

@@ -1,0 +1,232 @@
+"""Samples with images, videos and audio for a tiny random model of any multimodal architecture.
+
+Sizes of inputs come from the config and the model's code, the number of their placeholder tokens from the features that
+the model computes, and positions from the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opslot._base.errors import ConfigError, error_text
+from opslot.data.rope_positions import RopePositions
+from opslot.models._audio import AudioInputs
+from opslot.models._images import Size, visual_inputs
+from opslot.models._modalities import feature_module
+from opslot.models._probe import count_features
+from opslot.verify.random_model import text_ids
+
+KINDS = ("image", "video", "audio")
+# What the samples consist of, besides text. "mixed" has what a model takes of its kinds.
+SAMPLES: dict[str, tuple[str, ...]] = {
+    "text": (),
+    "image": ("image", "image"),
+    "video": ("video",),
+    "audio": ("audio", "audio"),
+    "mixed": ("image", "video", "audio", "image"),
+}
+_TYPE_IDS = {"image": 1, "video": 2, "audio": 3}
+_SIZES: tuple[Size, ...] = ((1, 1, 2), (1, 2, 2))
+_TEXT = 7
+# Some models pad features to a number of tokens that only their forward has.
+_MOST_TOKENS = 64
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class MediaSamples:
+    """Samples of one row each, by their names in `SAMPLES`.
+
+    Attributes:
+        batches: arguments of the model's forward, with labels.
+        missing: why a sample is missing.
+    """
+
+    batches: Mapping[str, Batch]
+    missing: Mapping[str, str]
+
+
+def media_samples(model: Any, seed: int) -> MediaSamples | None:
+    """The samples that `model`, of Transformers' own class, takes; None for a model without encoders."""
+    holder = feature_module(model)
+    if holder is None:
+        return None
+    own = [kind for kind in KINDS if hasattr(holder, f"get_{kind}_features")]
+    batches: dict[str, Batch] = {}
+    missing: dict[str, str] = {}
+    for name, kinds in SAMPLES.items():
+        taken = tuple(kind for kind in kinds if kind in own)
+        if name in KINDS and name not in own:
+            if name != "audio" and "image" in own:
+                missing[name] = f"it takes no {name}s"
+            continue
+        if name == "mixed" and len({*taken}) < 2:
+            continue
+        found, error = _first_that_runs(model, holder, taken, seed)
+        if found is None:
+            missing[name] = error
+        else:
+            batches[name] = found
+    return MediaSamples(batches, missing)
+
+
+def _first_that_runs(model: Any, holder: Any, kinds: Sequence[str], seed: int) -> tuple[Batch | None, str]:
+    """A sample that the model takes, or why there is none."""
+    error = ""
+    try:
+        for video_token, counts in _ways(holder, kinds):
+            try:
+                batch = _sample(model, holder, kinds, video_token, counts, seed)
+                with torch.no_grad():
+                    model(**batch, use_cache=False)
+            except ConfigError:
+                raise
+            except Exception as raised:
+                error = error or _raised(raised)
+            else:
+                return batch, ""
+    except ConfigError as raised:
+        return None, str(raised).splitlines()[0]
+    except Exception as raised:
+        error = error or _raised(raised)
+    return None, error
+
+
+def _raised(error: Exception) -> str:
+    return error_text(f"Transformers raises {type(error).__name__}: {error}").splitlines()[0]
+
+
+def _ways(holder: Any, kinds: Sequence[str]) -> Iterator[tuple[str, Sequence[int]]]:
+    """The kind whose token marks videos, and the tokens of each image, video and audio.
+
+    Some models mark videos with the token of images, and some have other numbers of tokens than of features.
+    """
+    counts = [_tokens(holder, kind, _SIZES[kinds[:place].count(kind)]) for place, kind in enumerate(kinds)]
+    yield "video", counts
+    if "video" in kinds:
+        yield "image", counts
+    if len({*kinds}) == 1:
+        yield from (("video", [count] * len(kinds)) for count in range(1, _MOST_TOKENS))
+
+
+def _sample(
+    model: Any, holder: Any, kinds: Sequence[str], video_token: str, counts: Sequence[int], seed: int
+) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    text = partial(_text, text_ids(model.config), generator)
+    ids, types = text(), [0] * _TEXT
+    inputs: Batch = {}
+    for kind in dict.fromkeys(kinds):
+        inputs |= _random_inputs(holder, kind, _SIZES[: kinds.count(kind)], generator)
+    for kind, count in zip(kinds, counts, strict=True):
+        start = getattr(model.config, f"{'audio' if kind == 'audio' else 'vision'}_start_token_id", None)
+        before = [] if start is None else [start]
+        ids += before + [_token_id(model.config, video_token if kind == "video" else kind)] * count + text()
+        types += [0] * len(before) + [_TYPE_IDS[kind]] * count + [0] * _TEXT
+    type_ids = torch.tensor([types])
+    input_ids = torch.tensor([ids])
+    batch = {"input_ids": input_ids, "labels": input_ids.masked_fill(type_ids != 0, -100), **inputs}
+    taken = inspect.signature(type(model).forward).parameters
+    seconds = torch.ones(kinds.count("video"))
+    if hasattr(holder, "get_rope_index"):
+        # Some models compute multimodal positions only where they get a mask.
+        batch["attention_mask"] = torch.ones_like(input_ids)
+    if "video" in kinds:
+        batch |= {name: seconds for name in ("video_second_per_grid", "second_per_grid_ts") if name in taken}
+    return batch | {name: type_ids for name in ("mm_token_type_ids", "token_type_ids") if name in taken}
+
+
+def _text(ids: Tensor, generator: torch.Generator) -> list[int]:
+    return ids[torch.randint(len(ids), (_TEXT,), generator=generator)].tolist()
+
+
+def _inputs(holder: Any, kind: str, sizes: Sequence[Size]) -> Batch:
+    """Arguments of the method that computes features of images, videos or audio, one of each size."""
+    method = f"get_{kind}_features"
+    found = AudioInputs(holder).make(len(sizes)) if kind == "audio" else visual_inputs(holder, method, sizes)
+    if found is None:
+        raise ConfigError(f"the inputs of {type(holder).__name__}.{method} are unknown")
+    return found
+
+
+def _random_inputs(holder: Any, kind: str, sizes: Sequence[Size], generator: torch.Generator) -> Batch:
+    return {
+        name: torch.rand(value.shape, generator=generator) if value.is_floating_point() else value
+        for name, value in _inputs(holder, kind, sizes).items()
+    }
+
+
+def _tokens(holder: Any, kind: str, size: Size) -> int:
+    """Features of one image, video or audio."""
+    with torch.no_grad():
+        return count_features(getattr(holder, f"get_{kind}_features")(**_inputs(holder, kind, (size,))))
+
+
+def _token_id(config: Any, kind: str) -> int:
+    for inside in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        for name in (f"{kind}_token_id", f"{kind}_token_index"):
+            if isinstance(getattr(inside, name, None), int):
+                return getattr(inside, name)
+    raise ConfigError(f"{type(config).__name__} has no {kind}_token_id")
+
+
+def with_common_divisor(batches: Sequence[Batch]) -> list[Batch]:
+    """The batches with the number of labels in all of them, so that their losses add up to one mean."""
+    targets = torch.tensor(sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches))
+    return [{**batch, "num_items_in_batch": targets} for batch in batches]
+
+
+def parallel_samples(samples: MediaSamples, check: str) -> list[list[Batch]]:
+    """The samples of each of two processes, which have images, videos and text in different steps."""
+    found = list(samples.batches)
+    order = found if check == "sp" else [*found, *found[:1]] if len(found) % 2 else found
+    batches = with_common_divisor([samples.batches[name] for name in order])
+    return [batches[::2], batches[1::2]]
+
+
+def packed_samples(positions: RopePositions, samples: MediaSamples) -> tuple[list[Batch], list[Batch]]:
+    """Samples packed in one row, and each alone, with the labels of all in both losses."""
+    names = [name for name in samples.batches if name != "mixed"]
+    # Models that mark videos as images take no image and video in one row.
+    together = names if "mixed" in samples.batches else [name for name in names if name != "video"]
+    documents = [samples.batches[name] for name in together]
+    packed = pack(positions, documents)
+    targets = torch.tensor(int((packed["labels"] != -100).sum()))
+    alone = []
+    for document in documents:
+        labels = document["labels"].clone()
+        labels[:, 0] = -100
+        alone.append({**document, "labels": labels, "num_items_in_batch": targets})
+    return [{**packed, "num_items_in_batch": targets}], alone
+
+
+def pack(positions: RopePositions, batches: Sequence[Batch]) -> Batch:
+    """Samples of one row in one row, as documents."""
+    lengths = [batch["input_ids"].shape[1] for batch in batches]
+    text = torch.cat([torch.arange(length) for length in lengths])
+    per_token = ("input_ids", "labels", "mm_token_type_ids", "token_type_ids")
+    names = list(dict.fromkeys(name for batch in batches for name in batch if name != "attention_mask"))
+    packed = {
+        name: torch.cat([batch[name] for batch in batches if name in batch], 1 if name in per_token else 0)
+        for name in names
+    }
+    packed["labels"] = packed["labels"].masked_fill(text == 0, -100)
+    position_ids = text[None]
+    if positions.axes > 1:
+        rotary = torch.cat([positions(batch["input_ids"][0], _features(batch)) for batch in batches], 1)[:, None]
+        position_ids = torch.cat([text[None, None], rotary]) if positions.takes_text_axis else rotary
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    packed |= {"position_ids": position_ids, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    return packed | {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+
+
+def _features(batch: Batch) -> Batch:
+    return {name: value for name, value in batch.items() if name not in ("input_ids", "labels")}

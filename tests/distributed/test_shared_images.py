@@ -1,0 +1,80 @@
+"""Images and videos shared over sequence-parallel ranks: each rank's encoder runs on a part of them."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import opslot
+from opslot.distributed import init_parallel_state, shard_sequence
+from opslot.models._modalities import feature_module
+from opslot.models._shared_images import _bounds
+from opslot.verify.media import media_samples, pack, with_common_divisor
+from opslot.data.rope_positions import RopePositions
+from opslot.verify.random_model import random_model, train_step, worst_difference
+from opslot.verify.tiny import tiny_config
+
+# Two images, one video (fewer than ranks), text, and several of each packed.
+KINDS = {"qwen3_vl": ("image", "video", "text", "packed"), "qwen2_5_vl": ("mixed", "video"), "gemma3": ("image", "one")}
+
+
+def build(name):
+    config = tiny_config(name)
+    model = random_model(config, 0).eval()
+    batches = dict(media_samples(model, 0).batches)
+    positions = RopePositions(config, type(model).__name__)
+    batches["packed"] = pack(positions, [batches["image"], batches["text"], batches["image"]])
+    if name == "gemma3":
+        batches["one"] = _without_second_image(batches["image"], config.image_token_id)
+    opslot.apply(model, "eager")
+    return model, [batches[kind] for kind in KINDS[name]]
+
+
+def _without_second_image(batch, token):
+    ids = batch["input_ids"][0]
+    places = (ids == token).nonzero().flatten()
+    start = places[len(places) // 2]
+    per_token = {key: value[:, :start] for key, value in batch.items() if value.shape == batch["input_ids"].shape}
+    return {**batch, **per_token, "pixel_values": batch["pixel_values"][:1]}
+
+
+def on_ranks(name):
+    state = init_parallel_state(device_type="cpu", sp=2)
+    model, batches = build(name)
+    opslot.parallelize(model, state)
+    seen = []
+    patch_embed = next(m for m in feature_module(model).modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Conv3d))
+    patch_embed.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    own = [shard_sequence(batch, state) for batch in with_common_divisor(batches)]
+    found = {key: value.tolist() for key, value in train_step(model, own).items()}
+    return found, sum(seen)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_two_ranks_equal_one_process(ranks, name):
+    model, batches = build(name)
+    expected = train_step(model, with_common_divisor(batches))
+    parts = ranks.run(on_ranks, name, timeout=60)
+    found = [{key: torch.tensor(value) for key, value in part.items()} for part, _ in parts]
+    found[0]["loss"] += found[1]["loss"]
+    assert worst_difference(found[0], expected) == ""
+
+
+def test_each_rank_computes_a_part(ranks):
+    rows = [seen for _, seen in ranks.run(on_ranks, "gemma3", timeout=60)]
+    # Three images over two ranks, and one smallest input on the rank that has none of a single image.
+    assert sum(rows) == 4
+
+
+@pytest.mark.parametrize(
+    ("patches", "ranks", "most"),
+    [([4, 4, 4, 4], 2, 8), ([12, 2, 2, 2], 2, 12), ([2, 2, 12], 2, 12), ([8], 2, 8), ([8], 4, 8), ([3, 3], 4, 3)],
+)
+def test_parts_are_contiguous_and_balanced(patches, ranks, most):
+    bounds = _bounds(patches, ranks)
+    assert len(bounds) == ranks + 1
+    assert (bounds[0], bounds[-1]) == (0, len(patches))
+    assert bounds == sorted(bounds)
+    assert max(sum(patches[start:stop]) for start, stop in pairwise(bounds)) == most

@@ -1,0 +1,128 @@
+"""Models with Mamba-2 mixers: checks, decoding, kernels of other packages, FLOPs, and recurrences without slots."""
+
+import pytest
+import torch
+
+import opslot
+from opslot._base.errors import ConfigError
+from opslot.slots.protocol import keeps_sequences
+from opslot.verify import check_architecture
+from opslot.verify.random_model import packed_batches, random_ids, random_model, train_step, worst_difference
+from opslot.verify.tiny import tiny_config
+
+
+@pytest.mark.parametrize("arch", ["bamba", "nemotron_h", "mamba2"])
+def test_eager_auto_and_packed(arch):
+    found = check_architecture(arch, checks=("eager", "auto", "packed"))
+    assert [(outcome.name, outcome.result) for outcome in found.outcomes] == [
+        ("eager", "passed"),
+        ("auto", "passed"),
+        ("packed", "passed"),
+    ], str(found)
+    assert "mamba_chunk_scan/standard" in str(found.kernels)
+
+
+@pytest.mark.parametrize("arch", ["falcon_h1", "granitemoehybrid", "zamba2", "minimax"])
+def test_packed_documents_of_other_hybrids(arch):
+    found = check_architecture(arch, checks=("packed",))
+    assert found["packed"].result == "passed", str(found)
+
+
+@pytest.mark.parametrize("arch", ["bamba", "mamba2", "minimax"])
+def test_eager_separates_packed_documents(arch):
+    config = tiny_config(arch)
+    model = random_model(config, 0)
+    opslot.apply(model, "eager")
+    packed, alone = packed_batches(random_ids(config, 0))
+    assert worst_difference(train_step(model, packed), train_step(model, alone)) == ""
+
+
+def test_named_kernels_serve_packed_documents():
+    config = tiny_config("bamba")
+    model = random_model(config, 0)
+    opslot.apply(model, {"causal_conv1d_implementation": "triton", "mamba_chunk_scan_implementation": "triton"})
+    packed, alone = packed_batches(random_ids(config, 0))
+    assert worst_difference(train_step(model, packed), train_step(model, alone)) == ""
+
+
+def decoded(model, ids):
+    """Logits of a forward on the first tokens, of one that continues from its states, and of a token at a time."""
+    with torch.no_grad():
+        found = [model(input_ids=ids[:, :10], use_cache=True)]
+        for part in (ids[:, 10:15], ids[:, 15:16], ids[:, 16:17]):
+            found.append(model(input_ids=part, past_key_values=found[0].past_key_values, use_cache=True))
+    return [outputs.logits for outputs in found]
+
+
+@pytest.mark.parametrize("arch", ["bamba", "minimax"])
+def test_decoding_with_a_cache_equals_transformers(arch):
+    config = tiny_config(arch)
+    model, ids = random_model(config, 0).eval(), random_ids(config, 0)
+    expected = decoded(model, ids)
+    for ops in ("eager", "auto"):
+        opslot.apply(model, ops)
+        for got, want in zip(decoded(model, ids), expected, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("op", ["causal_conv1d", "mamba_chunk_scan"])
+def test_bound_kernel_replaces_the_fused_mixer_of_mamba_ssm(monkeypatch, op):
+    """Where mamba_ssm is installed, Transformers calls a function of it that computes the whole mixer in training."""
+    import opslot.generated.bamba as generated
+
+    calls = []
+
+    def fused(*args, **kwargs):
+        calls.append(args)
+
+    monkeypatch.setattr(generated, "mamba2_split_conv1d_scan_combined", fused)
+    config = tiny_config("bamba")
+    model, ids = random_model(config, 0), random_ids(config, 0)
+    others = {"causal_conv1d_implementation": "eager", "mamba_chunk_scan_implementation": "eager"}
+    opslot.apply(model, others)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert calls
+    calls.clear()
+    opslot.apply(model, others | {f"{op}_implementation": "auto"})
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert not calls
+
+
+def test_documents_are_known_by_positions_alone():
+    config = tiny_config("minimax")
+    model = random_model(config, 0)
+    opslot.apply(model)
+    packed, alone = packed_batches(random_ids(config, 0))
+    packed = [{n: x for n, x in packed[0].items() if not n.startswith(("cu_seq", "max_length"))}]
+    assert worst_difference(train_step(model, packed), train_step(model, alone)) == ""
+    opslot.restore(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_flops_of_lightning_attention():
+    model = random_model(tiny_config("minimax"), 0)
+    mixers = [module for module in model.modules() if hasattr(module, "slope_rate")]
+    expected = sum(4 * m.num_attention_heads * m.head_dim**2 for m in mixers)
+    assert mixers
+    assert opslot.count_flops(model, [16]).parts["scan"].forward == 16 * expected
+
+
+def test_flops_of_the_scan():
+    model = random_model(tiny_config("bamba"), 0)
+    count = opslot.count_flops(model, [16])
+    assert count.uncounted == ()
+    mixers = [module for module in model.modules() if hasattr(module, "ssm_state_size")]
+    # Update of the state and output: two matmuls per token and head.
+    expected = sum(4 * m.num_heads * m.head_dim * m.ssm_state_size for m in mixers)
+    assert mixers
+    assert count.parts["scan"].forward == 16 * expected
+    opslot.apply(model)
+    assert opslot.count_flops(model, [16]).parts == count.parts
+
+
+def test_mamba_1_keeps_whole_sequences():
+    model = random_model(tiny_config("jamba"), 0)
+    opslot.apply(model)
+    assert keeps_sequences(model) == "JambaMambaMixer has a Conv1d, which may mix tokens"
+    with pytest.raises(ConfigError, match="JambaMambaMixer has no slot: calls mamba_selective_scan"):
+        opslot.apply(model, {"mamba_chunk_scan_implementation": "triton"})

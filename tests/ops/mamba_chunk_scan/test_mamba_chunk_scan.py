@@ -1,0 +1,436 @@
+"""mamba_chunk_scan: the chunked reference equals the token-by-token recurrence, and documents are independent."""
+
+import importlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import types
+
+import pytest
+import torch
+
+from opslot import KERNEL_REGISTRY
+from opslot._base.device import DeviceFacts, facts_of
+from opslot._base.errors import ConfigError, KernelError
+from opslot.ops.mamba_chunk_scan import op
+from opslot.slots import KernelRequest
+
+OPTIONS = {"dt_softplus": True, "dt_limit": (0.01, 2.0)}
+
+
+def inputs(length, batch=1, heads=4, width=16, groups=2, state=24, dtype=torch.float64, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    made = {
+        "x": draw(batch, length, heads, width),
+        "dt": draw(batch, length, heads) - 1,
+        "A": -draw(heads).exp(),
+        "B": draw(batch, length, groups, state) / state**0.5,
+        "C": draw(batch, length, groups, state),
+        "D": draw(heads),
+        "dt_bias": draw(heads),
+    }
+    return {n: t.to(device, dtype).requires_grad_() for n, t in made.items()}
+
+
+def draw_states(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def token_by_token(x, dt, A, B, C, D, dt_bias, initial_states=None, dt_softplus=True, dt_limit=(0.01, 2.0)):
+    """The recurrence of the paper."""
+    dt = dt + dt_bias
+    dt = (torch.nn.functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    groups = x.shape[2] // B.shape[2]
+    B, C = (tensor.repeat_interleave(groups, 2) for tensor in (B, C))
+    state = initial_states
+    if state is None:
+        state = x.new_zeros(x.shape[0], x.shape[2], x.shape[3], B.shape[3])
+    outputs = []
+    for t in range(x.shape[1]):
+        added = torch.einsum("bhp,bhn->bhpn", x[:, t] * dt[:, t, :, None], B[:, t])
+        state = state * (dt[:, t] * A).exp()[..., None, None] + added
+        outputs.append(torch.einsum("bhpn,bhn->bhp", state, C[:, t]) + D[:, None] * x[:, t])
+    return torch.stack(outputs, 1), state
+
+
+def gradients(outputs, leaves):
+    generator = torch.Generator().manual_seed(1)
+    douts = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in outputs]
+    return torch.autograd.grad(outputs, leaves, douts)
+
+
+def assert_same(found, expected, atol=1e-11):
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("length", [1, 64, 130])
+@pytest.mark.parametrize("softplus", [True, False])
+def test_chunked_equals_token_by_token_recurrence(length, softplus):
+    given = inputs(length, batch=2)
+    states = draw_states(2, 4, 16, 24).requires_grad_()
+    options = {"dt_softplus": softplus, "dt_limit": (0.01, 2.0)}
+    found = op.reference(**given, **options, initial_states=states, return_final_states=True)
+    expected = token_by_token(**given, **options, initial_states=states)
+    assert_same(found, expected)
+    leaves = [*given.values(), states]
+    assert_same(gradients(found, leaves), gradients(expected, leaves), atol=1e-10)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_packed_documents_equal_separate_documents(index):
+    documents = [3, 65, 0, 1, 20]
+    given = inputs(sum(documents))
+    states = draw_states(len(documents), 4, 16, 24)
+    bounds = list(itertools.accumulate(documents, initial=0))
+    offsets = torch.tensor(bounds, dtype=index)
+    found = op.reference(**given, **OPTIONS, initial_states=states, return_final_states=True, cu_seqlens=offsets)
+    alone = []
+    for i, (a, b) in enumerate(itertools.pairwise(bounds)):
+        document = {n: t[:, a:b] if t.dim() > 1 else t for n, t in given.items()}
+        known = states[i : i + 1]
+        alone.append((given["x"][:, :0], known) if a == b else token_by_token(**document, initial_states=known))
+    expected = torch.cat([out for out, _ in alone], 1), torch.cat([state for _, state in alone])
+    assert_same(found, expected)
+    leaves = list(given.values())
+    assert_same(gradients(found, leaves), gradients(expected, leaves), atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["triton", "torch_chunked"])
+def test_documents_are_independent(name):
+    kernel = KERNEL_REGISTRY.load("mamba_chunk_scan", "standard", name)
+    given = {n: t.detach() for n, t in inputs(80, heads=1, groups=1, dtype=torch.float32).items()}
+    other = {n: t.clone() for n, t in given.items()}
+    other["x"][:, :70] = 1e6
+    cu_seqlens = torch.tensor([0, 70, 80])
+    out = [kernel(**each, **OPTIONS, cu_seqlens=cu_seqlens) for each in (given, other)]
+    assert torch.equal(out[0][:, 70:], out[1][:, 70:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reference_matches_transformers(dtype):
+    upstream = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    if not hasattr(upstream, "mamba2_chunk_scan"):
+        pytest.skip("this release has no function of the scan")
+    given = inputs(150, batch=2, dtype=dtype)
+    options = OPTIONS | {"return_final_states": True}
+    expected = upstream.mamba2_chunk_scan(**rename(given), chunk_size=32, **options)
+    found = op.reference(**given, **options)
+    assert found[1].dtype == expected[1].dtype == torch.float32
+    tolerance = 16 * torch.finfo(dtype).eps
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=tolerance * want.abs().max().item())
+
+
+def rename(given):
+    return {"hidden_states" if name == "x" else name: tensor for name, tensor in given.items()}
+
+
+def test_autocast_does_not_round_the_states():
+    given = {n: t.detach() for n, t in inputs(130, dtype=torch.float32).items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        found = op.reference(**given, **OPTIONS)
+    assert torch.equal(found, op.reference(**given, **OPTIONS))
+
+
+@pytest.mark.parametrize("name", ["triton", "torch_chunked"])
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [
+        ({"x": torch.zeros(1, 8, 3, 16)}, "x"),
+        ({"dt": torch.zeros(1, 8, 2)}, "dt"),
+        ({"C": torch.zeros(1, 8, 1, 24)}, "C"),
+        ({"D": torch.zeros(4, 16)}, "D"),
+        ({"initial_states": torch.zeros(2, 4, 16, 24)}, "initial_states"),
+        ({"cu_seqlens": torch.tensor([0, 4, 8]), "initial_states": torch.zeros(1, 4, 16, 24)}, "initial_states"),
+        ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens: it ends with 5 where there are 8 tokens"),
+    ],
+)
+def test_invalid_arguments_raise_with_the_argument(name, change, argument):
+    kernel = KERNEL_REGISTRY.load("mamba_chunk_scan", "standard", name)
+    with pytest.raises(KernelError, match=f"cannot take {argument}"):
+        kernel(**(inputs(8, dtype=torch.float32) | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [
+        ({"x": torch.zeros(1, 8, 4, 16, dtype=torch.float64)}, "x"),
+        ({"B": torch.zeros(1, 8, 2, 24, dtype=torch.bfloat16)}, "B"),
+        ({"x": torch.zeros(1, 8, 4, 129)}, "x"),
+        ({"A": torch.zeros(4, dtype=torch.float64)}, "A"),
+    ],
+)
+def test_triton_errors_name_kernel_and_argument(change, argument):
+    with pytest.raises(KernelError, match=f"mamba_chunk_scan_implementation='triton' cannot take {argument}"):
+        load_triton()(**(inputs(8, dtype=torch.float32) | change))
+
+
+def load_triton():
+    return KERNEL_REGISTRY.load("mamba_chunk_scan", "standard", "triton")
+
+
+def to_float64(arguments):
+    return {
+        n: t.detach().double().requires_grad_(t.requires_grad)
+        if isinstance(t, torch.Tensor) and t.is_floating_point()
+        else t
+        for n, t in arguments.items()
+    }
+
+
+def leaves_of(arguments):
+    return [t for t in arguments.values() if isinstance(t, torch.Tensor) and t.requires_grad]
+
+
+def assert_like_fp64(arguments, rtol=1e-5, want=(True, True)):
+    """Compare the kernel in fp32 with the reference in fp64, gradients too; `want`: the outputs used in the loss."""
+    exact = to_float64(arguments)
+    found, expected = load_triton()(**arguments), op.reference(**exact)
+    if isinstance(found, torch.Tensor):
+        found, expected = (found,), (expected,)
+    rooted = [pair for pair, wanted in zip(zip(found, expected, strict=True), want, strict=False) if wanted]
+    got, known = ([pair[i] for pair in rooted] for i in (0, 1))
+    pairs = [
+        *zip(found, expected, strict=True),
+        *zip(gradients(got, leaves_of(arguments)), gradients(known, leaves_of(exact)), strict=True),
+    ]
+    for got, known in pairs:
+        torch.testing.assert_close(got.double(), known, rtol=0, atol=rtol * max(1.0, known.abs().max().item()))
+
+
+def test_triton_states_of_packed_documents():
+    documents = [3, 66, 0, 1]
+    given = inputs(sum(documents), heads=2, groups=1, width=24, state=40, dtype=torch.float32)
+    given["initial_states"] = draw_states(4, 2, 24, 40).float().requires_grad_()
+    given["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(documents)])
+    assert_like_fp64(given | OPTIONS | {"return_final_states": True})
+
+
+def test_triton_gradients_from_the_final_state_alone():
+    given = inputs(40, heads=1, groups=1, dtype=torch.float32)
+    given["C"], given["D"] = given["C"].detach(), given["D"].detach()
+    assert_like_fp64(given | OPTIONS | {"return_final_states": True}, want=(False, True))
+
+
+@pytest.mark.parametrize("missing", [("D", "dt_bias"), ()])
+def test_triton_optional_arguments_and_plain_steps(missing):
+    given = {n: t for n, t in inputs(40, heads=2, groups=2, dtype=torch.float32).items() if n not in missing}
+    given["dt"] = given["dt"].detach().exp().requires_grad_()
+    assert_like_fp64(given)
+
+
+def test_triton_steps_of_any_size():
+    """softplus over its whole range, steps at and beyond the limits, and sums of the log decay down to -600."""
+    given = inputs(70, heads=2, groups=1, dtype=torch.float32)
+    raw = torch.linspace(-30, 30, 70).view(1, 70, 1).expand(1, 70, 2).clone()
+    given["dt"] = raw.requires_grad_()
+    assert_like_fp64(given | {"dt_softplus": True, "dt_limit": (0.0, 10.0)}, rtol=5e-5)
+
+
+def test_triton_sums_parts_of_a_group(monkeypatch):
+    """Heads of a group in several programs, of which the last has fewer heads."""
+    from opslot.ops.mamba_chunk_scan.kernels.call import Call
+
+    given = inputs(40, heads=6, groups=2, dtype=torch.float32)
+    for parts in (1, 2, 3):
+        monkeypatch.setattr(Call, "parts", parts)
+        assert_like_fp64(given | OPTIONS)
+
+
+def test_triton_bf16_gradients_are_within_the_unit_roundoff():
+    """Gradients of the decays are differences of nearly equal sums, which must come from the same rounded values."""
+    given = inputs(130, heads=2, groups=1, width=64, state=64, dtype=torch.bfloat16)
+    for name in ("dt", "A", "dt_bias"):
+        given[name] = given[name].detach().float().requires_grad_()
+    exact = to_float64(given)
+    found, expected = [load_triton()(**given, **OPTIONS)], [op.reference(**exact, **OPTIONS)]
+    pairs = zip(gradients(found, leaves_of(given)), gradients(expected, leaves_of(exact)), strict=True)
+    errors = {name: ((got - want).norm() / want.norm()).item() for name, (got, want) in zip(given, pairs, strict=True)}
+    assert max(errors.values()) <= torch.finfo(torch.bfloat16).eps / 2, errors
+
+
+def test_triton_reads_slices_of_a_projection_without_copying(monkeypatch):
+    given = inputs(20, batch=2, heads=2, groups=1, dtype=torch.float32)
+    mixed = torch.cat([given[n].detach().flatten(2) for n in ("x", "B", "C", "dt")], -1)
+    x, b, c, dt = mixed.split([32, 24, 24, 2], -1)
+    views = {"x": x.unflatten(2, (2, 16)), "B": b.unflatten(2, (1, 24)), "C": c.unflatten(2, (1, 24)), "dt": dt}
+    expected = load_triton()(**given, **OPTIONS)
+
+    def forbidden(tensor):
+        assert tensor.dim() != 3, f"copied {tuple(tensor.shape)}"
+        return tensor.clone()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "contiguous", lambda tensor, **_: forbidden(tensor))
+        assert torch.equal(load_triton()(**(given | views), **OPTIONS), expected)
+    # Batch rows that are not contiguous are copied.
+    turned = {n: t.transpose(0, 1).contiguous().transpose(0, 1) if t.dim() > 1 else t for n, t in given.items()}
+    assert torch.equal(load_triton()(**turned, **OPTIONS), expected)
+
+
+@pytest.mark.parametrize("name", ["triton", "torch_chunked"])
+def test_empty_input(name):
+    kernel = KERNEL_REGISTRY.load("mamba_chunk_scan", "standard", name)
+    given = inputs(0, dtype=torch.float32)
+    states = torch.randn(1, 4, 16, 24, requires_grad=True)
+    out, final = kernel(**given, initial_states=states, return_final_states=True)
+    assert out.shape == (1, 0, 4, 16)
+    assert torch.equal(final, states)
+    (dstates,) = torch.autograd.grad(final.square().sum(), states)
+    assert torch.equal(dstates, 2 * states.detach())
+    assert torch.equal(kernel(**given, return_final_states=True)[1], torch.zeros(1, 4, 16, 24))
+
+
+def test_triton_compiles_with_fullgraph():
+    given = inputs(3, heads=1, groups=1, dtype=torch.bfloat16)
+    options = OPTIONS | {"cu_seqlens": torch.tensor([0, 1, 3])}
+    kernel = load_triton()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **given: kernel(**given, **options), fullgraph=True, backend="aot_eager")
+    expected, found = kernel(**given, **options), compiled(**given)
+    assert torch.equal(found, expected)
+    leaves = list(given.values())
+    for got, want in zip(gradients([found], leaves), gradients([expected], leaves), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("width", "fits"), [(128, True), (256, False)])
+def test_unsupported_head_size_is_reported_when_bound(width, fits):
+    pytest.importorskip("triton")
+    module = torch.nn.Module()
+    module.head_dim = width
+    request = KernelRequest("mamba_chunk_scan", "standard", DeviceFacts("gpu", (9, 0)), torch.bfloat16, module)
+    if fits:
+        assert KERNEL_REGISTRY.resolve(request, "triton").chosen == "triton"
+        return
+    with pytest.raises(ConfigError, match="heads up to 128 wide, this module's are 256"):
+        KERNEL_REGISTRY.resolve(request, "triton")
+
+
+def test_mamba_ssm_gets_sequence_indices(monkeypatch):
+    """With a function of that package's signature that computes the reference."""
+
+    def combined(x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, **rest):
+        bounds = None
+        if seq_idx is not None:
+            assert seq_idx.dtype == torch.int32
+            assert seq_idx.shape == x.shape[:2]
+            bounds = torch.tensor([0, *seq_idx[0].unique_consecutive(return_counts=True)[1].cumsum(0).tolist()])
+        return op.reference(x, dt, A, B, C, D, dt_bias, initial_states, cu_seqlens=bounds, **rest)
+
+    vendor = types.ModuleType("mamba_ssm.ops.triton.ssd_combined")
+    vendor.mamba_chunk_scan_combined = combined
+    for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, vendor.__name__, vendor)
+    monkeypatch.delitem(sys.modules, "opslot.ops.mamba_chunk_scan.mamba_ssm", raising=False)
+    kernel = importlib.import_module("opslot.ops.mamba_chunk_scan.mamba_ssm").mamba_chunk_scan
+    monkeypatch.delitem(sys.modules, "opslot.ops.mamba_chunk_scan.mamba_ssm")
+    given = {n: t.detach() for n, t in inputs(10, batch=2).items()}
+    offsets = torch.tensor([0, 3, 3, 10, 11, 20])
+    assert torch.equal(
+        kernel(**given, **OPTIONS, cu_seqlens=offsets), op.reference(**given, **OPTIONS, cu_seqlens=offsets)
+    )
+    options = OPTIONS | {"return_final_states": True, "initial_states": draw_states(2, 4, 16, 24)}
+    for got, want in zip(kernel(**given, **options), op.reference(**given, **options), strict=True):
+        assert torch.equal(got, want)
+    with pytest.raises(KernelError, match="mamba_ssm' cannot take cu_seqlens: states of packed documents"):
+        kernel(**given, return_final_states=True, cu_seqlens=offsets)
+
+
+COMPILE = """
+    import json, os, sys
+
+    import torch, triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from opslot.ops.mamba_chunk_scan.kernels import gradients, outputs, states
+    from opslot.ops.mamba_chunk_scan.kernels.call import plan_for
+
+    FLOATS = {"step_ptr", "cumulated_ptr", "sums_ptr", "A_ptr", "D_ptr", "bias_ptr"}
+    INDICES = {"start_ptr", "length_ptr", "first_chunk_ptr", "cu_seqlens_ptr"}
+
+    def kind(name):
+        if name in FLOATS:
+            return "*fp32"
+        if name.endswith("_ptr"):
+            return "*i32" if name in INDICES else "*bf16"
+        return "fp32" if name in ("low", "high") else "i32"
+
+    def shared_memory(kernel, warps, constants):
+        names = kernel.arg_names
+        signature = {n: "constexpr" if n in constants else kind(n) for n in names}
+        divisible = [i for i, n in enumerate(names) if signature[n] not in ("constexpr", "fp32")]
+        attrs = {(i,): [["tt.divisibility", 16]] for i in divisible}
+        source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attrs)
+        done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+        return done.metadata.shared
+
+    found = {}
+    for head, state, groups in SIZES:
+        plan = plan_for(head, state, 2)
+        base = {"HEADS": 32, "GROUP": 32 // groups, "P": head, "N": state, "CHUNK": plan.chunk}
+        walk = {"BP": plan.rows, "BN": plan.columns, "STAGES": plan.stages, "BACKWARD": False, "HAS_GIVEN": False}
+        walk |= {"WANT_END": False, "given_ptr": None, "end_ptr": None}
+        tokens = {"HAS_D": True, "BP": plan.head, "BN": plan.read}
+        shared = {"WRITES": True, "PARTS": 1, "BP": plan.head, "BN": plan.shared, "STAGES": plan.stages}
+        for kernel, warps, constants in (
+            (states.states_kernel, plan.walk_warps, walk),
+            (outputs.outputs_kernel, plan.out_warps, tokens),
+            (gradients.token_gradients_kernel, plan.token_warps, tokens | {"HAS_BIAS": True, "SOFTPLUS": True}),
+            (gradients.group_gradients_kernel, plan.shared_warps, shared),
+        ):
+            found[f"{kernel.fn.__name__} {head} {state}"] = shared_memory(kernel, warps, base | constants)
+    print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_triton_kernels_compile_for_hopper_within_its_shared_memory():
+    """Without the interpreter, and without a GPU."""
+    pytest.importorskip("triton")
+    code = textwrap.dedent(COMPILE).replace("SIZES", "((64, 128, 8), (128, 256, 2))")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == 8
+    assert max(found.values()) <= 227 * 1024, found
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("width", "state", "groups"), [(64, 128, 2), (128, 256, 1), (64, 64, 4)])
+def test_triton_on_a_gpu(width, state, groups):
+    """Packed documents with given states, forward and backward, within the error of bf16 matmuls."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    spec = KERNEL_REGISTRY.get("mamba_chunk_scan", "standard", "triton")
+    if spec.unsupported(KernelRequest(spec.op_name, "standard", facts_of("cuda"))):
+        pytest.skip("triton cannot run here")
+    given = inputs(400, 1, 8, width, groups, state, dtype=torch.bfloat16, device="cuda")
+    for name in ("dt", "A", "dt_bias"):
+        given[name] = given[name].detach().float().requires_grad_()
+    given["initial_states"] = draw_states(2, 8, width, state).to("cuda", torch.float32).requires_grad_()
+    options = OPTIONS | {
+        "return_final_states": True,
+        "cu_seqlens": torch.tensor([0, 150, 400], device="cuda", dtype=torch.int32),
+    }
+    exact = to_float64(given)
+    found, expected = load_triton()(**given, **options), op.reference(**exact, **options)
+    found += gradients(found, leaves_of(given))
+    expected += gradients(expected, leaves_of(exact))
+    for got, want in zip(found, expected, strict=True):
+        assert (got.double() - want).norm() <= 1e-2 * want.norm()
+    again = load_triton()(**given, **options)
+    again += gradients(again, leaves_of(given))
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
