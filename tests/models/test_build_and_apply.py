@@ -301,7 +301,7 @@ def test_replaced_forward_is_reported():
     assert any(row.chosen == "eager" and row.modules == ("model.norm",) for row in report)
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("arch", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_moe"])
 def test_bound_models_can_be_copied_pickled_saved_and_compiled(arch, tmp_path):
     model = opslot.build_foundation_model(config_of(arch))
     # Before the first forward: Transformers' hooks that record router logits are local functions, not picklable.
