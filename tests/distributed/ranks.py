@@ -70,6 +70,8 @@ class Ranks:
             connection.close()
         for process in self._processes:
             process.kill()
+            if isinstance(process, subprocess.Popen):
+                process.wait()
 
 
 def _start(forks: Any, *arguments: str) -> Any:
