@@ -173,7 +173,7 @@ def test_inits_from_the_weights_equal_those_of_peft(trainer, write, tmp_path, in
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
     assert run_config(write("split", lora, lr_scheduler="constant", micro_batch_size=None, max_steps=2)) == 0
-    more = write("split", lora, lr_scheduler="constant", micro_batch_size=None, resume_from="latest")
+    more = write("split", lora, lr_scheduler="constant", micro_batch_size=None, **{"checkpoint.resume_from": "latest"})
     assert run_config(more) == 0
     assert losses(tmp_path / "split") == pytest.approx(found, rel=1e-5)
 

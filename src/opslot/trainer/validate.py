@@ -317,7 +317,7 @@ def _unsupported_adapters(lora: LoraConfig, sharded: bool) -> list[str]:
         f"lora.use_dora cannot be combined with {name}" for name, given in kinds.items() if lora.use_dora and given
     ]
     if lora.init in ("pissa", "olora"):
-        kinds |= {"lora.use_dora": lora.use_dora, "several processes or train.fsdp.compute_dtype": sharded}
+        kinds |= {"lora.use_dora": lora.use_dora, "several processes or train.fsdp.param_dtype": sharded}
         found += [
             f"lora.init={lora.init} changes the base weights, which cannot be combined with {name}; use kaiming"
             for name, given in kinds.items()
