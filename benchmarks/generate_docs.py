@@ -132,7 +132,7 @@ _PARTS = {
     "rotary": ("rotary_pos_emb",),
     "MLP": ("swiglu_mlp",),
     "attention": ("attention",),
-    "recurrence": ("chunk_gated_delta_rule", "causal_conv1d"),
+    "recurrence": ("chunk_gated_delta_rule", "mamba_chunk_scan", "causal_conv1d"),
     "experts": ("moe_experts",),
     "loss": ("cross_entropy_loss",),
 }

@@ -66,8 +66,11 @@ def test_decoding_with_a_cache_equals_transformers(arch):
 
 
 @pytest.mark.parametrize("op", ["causal_conv1d", "mamba_chunk_scan"])
-def test_bound_kernel_replaces_the_fused_mixer_of_mamba_ssm(monkeypatch, op):
-    """Where mamba_ssm is installed, Transformers calls a function of it that computes the whole mixer in training."""
+def test_bound_kernels_and_documents_replace_the_fused_mixer_of_mamba_ssm(monkeypatch, op):
+    """Where mamba_ssm is installed, Transformers calls a function of it that computes the whole mixer in training.
+
+    It mixes packed documents, so it does not run for these either.
+    """
     import opslot.generated.bamba as generated
 
     calls = []
@@ -83,9 +86,24 @@ def test_bound_kernel_replaces_the_fused_mixer_of_mamba_ssm(monkeypatch, op):
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     assert calls
     calls.clear()
-    opslot.apply(model, others | {f"{op}_implementation": "auto"})
+    packed, alone = packed_batches(ids)
+    assert worst_difference(train_step(model.train(), packed), train_step(model.eval(), alone)) == ""
+    assert not calls
+    opslot.apply(model.train(), others | {f"{op}_implementation": "auto"})
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     assert not calls
+
+
+def test_mixer_compiles_with_fullgraph():
+    model = random_model(tiny_config("mamba2"), 0)
+    opslot.apply(model, {"causal_conv1d_implementation": "triton", "mamba_chunk_scan_implementation": "triton"})
+    mixer = model.backbone.layers[0].mixer
+    hidden_states = torch.randn(1, 20, mixer.hidden_size, generator=torch.Generator().manual_seed(1))
+    bounds = torch.tensor([0, 7, 20], dtype=torch.int32)
+    expected = mixer(hidden_states, cu_seq_lens_q=bounds)
+    torch._dynamo.reset()
+    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(hidden_states, cu_seq_lens_q=bounds), expected)
 
 
 def test_documents_are_known_by_positions_alone():

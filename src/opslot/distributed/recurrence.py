@@ -161,10 +161,10 @@ class UlyssesScan:
             B, C = B.repeat_interleave(repeats, 2), C.repeat_interleave(repeats, 2)
         x, B, C = _to_heads((x, B, C), group)
         dt = gather_seq_scatter_heads(dt, 1, 2, group)
-        A, D, dt_bias = (None if p is None else slice_input_tensor(p, 0, group) for p in (A, D, dt_bias))
+        per_head = [None if p is None else slice_input_tensor(p, 0, group) for p in (A, D, dt_bias)]
         if initial_states is not None:
             initial_states = slice_input_tensor(initial_states, 1, group)
-        result = self.scan(x, dt, A, B, C, D, dt_bias, initial_states, *options)
+        result = self.scan(x, dt, per_head[0], B, C, *per_head[1:], initial_states, *options)
         if not return_final_states:
             return gather_heads_scatter_seq(result, 2, 1, group)
         output, states = result

@@ -124,7 +124,8 @@ def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | Non
         return None
     size = arguments.pop("chunk_size")
     names = [name for name in _PARAMETERS if name in arguments]
-    values = ", ".join([*(arguments[name] for name in names), documents_of(module, method, calls[0])])
+    documents = documents_of(module, method, calls[0])
+    values = ", ".join([*(arguments[name] for name in names), documents])
 
     def write(patch: PatchConfig) -> None:
         original, bound = undecorated(module, patch, _FUNCTION), f"self.{_SLOT.attribute}"
@@ -132,7 +133,9 @@ def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | Non
         template = f"{bound}({values}) if {bound} is not None else {eager}"
         patch.replace(method, ast.unparse(calls[0]), template, slot=_SLOT)
         for call in fused:
-            patch.replace(method, ast.unparse(call), f"None if {bound} is not None else $match")
+            # It would mix documents, also where both slots are eager.
+            condition = f"{bound} is not None or {documents} is not None"
+            patch.replace(method, ast.unparse(call), f"None if {condition} else $match")
         add_helpers(patch, _BY_DOCUMENT)
         pass_documents(module, patch)
         patch.depends_on(module.upstream.name, _FUNCTION, *_HELPERS)

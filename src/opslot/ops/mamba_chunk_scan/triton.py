@@ -48,7 +48,7 @@ def _forward(outputs: tuple[Tensor, Tensor | None], *args: Any) -> None:
         if final is not None:
             final.copy_(initial_states) if initial_states is not None else final.zero_()
         return
-    call = prepare(*inputs, cu_seqlens, softplus, low, high)
+    call = prepare(inputs, cu_seqlens, softplus, low, high)
     steps = cumulate(call)
     write_output(call, steps, walk(call, call.x, steps, initial_states, final), out)
 
@@ -75,7 +75,7 @@ def _backward(gradients: tuple[Tensor | None, ...], dout: Tensor | None, dfinal:
         if dinitial is not None:
             dinitial.copy_(dfinal) if dfinal is not None else dinitial.zero_()
         return
-    call = prepare(*inputs, cu_seqlens, softplus, low, high)
+    call = prepare(inputs, cu_seqlens, softplus, low, high)
     dout = as_tokens(torch.zeros_like(x) if dout is None else dout)
     steps = cumulate(call)
     states = walk(call, call.x, steps, initial_states, None)
@@ -131,7 +131,9 @@ def mamba_chunk_scan(
     if cu_seqlens is not None:
         x, dt, B, C = map(one_row, (x, dt, B, C))
     out, final = _scan(
-        x, dt, A, B, C, D, dt_bias, initial_states, cu_seqlens, dt_softplus, *dt_limit, return_final_states
+        *(x, dt, A, B, C, D, dt_bias, initial_states, cu_seqlens, dt_softplus),
+        *map(float, dt_limit),
+        return_final_states,
     )
     out = out.view(shape)
     return (out, final) if return_final_states else out

@@ -41,7 +41,7 @@ class ChunkTiling:
 
 @functools.cache
 def plan_for(key: int, value: int, element_bytes: int) -> ChunkTiling:
-    """Measured on an H200 for bf16 and keys of 128 (benchmarks/tune_delta.py); others fit into shared memory.
+    """Measured on an H200 for bf16 and keys of 128 (benchmarks/tune_recurrence.py); others fit into shared memory.
 
     In the recurrence, two stages take 1.4 times as long as three, and 32 columns as long as 64.
     """

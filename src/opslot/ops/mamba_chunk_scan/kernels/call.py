@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -134,19 +136,9 @@ class Call:
         return self.x.new_empty((self.per_chunk, *shape), dtype=dtype)
 
 
-def prepare(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    cu_seqlens: Tensor | None,
-    softplus: bool,
-    low: float,
-    high: float,
-) -> Call:
+def prepare(inputs: Sequence[Any], cu_seqlens: Tensor | None, softplus: bool, low: float, high: float) -> Call:
+    """`inputs` are x, dt, A, B, C, D and dt_bias; the last two may be None."""
+    x, dt, A, B, C, D, dt_bias = inputs
     batch, length = x.shape[:2]
     plan = plan_for(x.shape[3], B.shape[3], x.element_size())
     steps = dt.reshape(-1, dt.shape[2])
