@@ -391,7 +391,7 @@ _type_hints = functools.cache(get_type_hints)
 def _record(cls: type[_Record], data: Any, where: str) -> _Record:
     if not isinstance(data, Mapping):
         raise ValueError(f"{where} is {type(data).__name__}, not an object")
-    hints = _type_hints(cls)
+    hints = _type_hints(cls)  # type: ignore[arg-type]
     if unknown := sorted(set(data) - set(hints)):
         raise ValueError(f"{where} has unknown fields: {', '.join(unknown)}")
     missing = [f.name for f in dataclasses.fields(cls) if f.name not in data and _default(f) is dataclasses.MISSING]  # type: ignore[arg-type]
