@@ -11,6 +11,7 @@ the best implementation of a line is bold, whichever it is; "not measured" where
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import re
@@ -140,7 +141,10 @@ _Cell = tuple[str, float | None]
 
 
 def load(name: str) -> Result:
-    return read(RESULTS / name)
+    return _read(RESULTS / name)
+
+
+_read = functools.cache(read)
 
 
 def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -116,6 +116,7 @@ def check_of(kernel, case=STANDARD.cases[0].name, **fields):
     )
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_checks_in_worker_processes_have_the_same_outcome():
     first, second = (c.name for c in STANDARD.cases[:2])
     checks = [

@@ -310,7 +310,7 @@ def test_tied_embeddings(ranks):
     check(ranks, "qwen3", SIZES["fsdp"], micro_batches=2, ops="auto", changes={"tie_word_embeddings": True})
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_moe"])
 @pytest.mark.parametrize("axis", ["fsdp", "sp"])
 def test_fused_loss(ranks, name, axis):
     """It reads the head's weight, which has an FSDP group separate from the root."""
@@ -324,7 +324,13 @@ def test_cpu_offload(ranks):
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"ep": 2}, {"dp_replicate": 2, "ep": 2}, {"sp": 2, "ep": 2}, {"sp": 2, "ep": 4}, {"dp_replicate": 2, "sp": 2}],
+    [
+        pytest.param({"ep": 2}, marks=pytest.mark.slow),
+        {"dp_replicate": 2, "ep": 2},
+        {"sp": 2, "ep": 2},
+        pytest.param({"sp": 2, "ep": 4}, marks=pytest.mark.slow),
+        pytest.param({"dp_replicate": 2, "sp": 2}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_four_ranks_equal_one_process(ranks, sizes):

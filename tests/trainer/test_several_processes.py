@@ -64,7 +64,10 @@ def write(settings, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("axis", list(SIZES))
+@pytest.mark.parametrize(
+    "axis",
+    ["fsdp", pytest.param("sp", marks=pytest.mark.slow), pytest.param("ep", marks=pytest.mark.slow), "sp and ep"],
+)
 def test_two_processes_have_the_losses_of_one(ranks, write, tmp_path, axis):
     assert run_config(write("one")) == 0
     assert ranks.run(run_config, write("two", **SIZES[axis])) == [0, 0]
@@ -76,7 +79,9 @@ def test_two_processes_have_the_losses_of_one(ranks, write, tmp_path, axis):
         torch.testing.assert_close(exported[1][name], tensor, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("before", "after"), [("ep", None), (None, "sp and ep"), ("sp", "fsdp")])
+@pytest.mark.parametrize(
+    ("before", "after"), [pytest.param("ep", None, marks=pytest.mark.slow), (None, "sp and ep"), ("sp", "fsdp")]
+)
 def test_resume_with_another_number_of_processes(ranks, write, tmp_path, before, after):
     def run(name, axis, **changes):
         file = write(name, **changes, **(SIZES[axis] if axis else {}))
@@ -97,7 +102,7 @@ def by_tokens(settings, write):
     settings["train"] |= {"micro_batch_size": None, "global_batch_size": 10, "eval_steps": None}
 
 
-@pytest.mark.parametrize("axis", ["fsdp", "sp and ep"])
+@pytest.mark.parametrize("axis", [pytest.param("fsdp", marks=pytest.mark.slow), "sp and ep"])
 def test_token_batches_have_the_losses_of_one(ranks, write, by_tokens, tmp_path, axis):
     assert run_config(write("one")) == 0
     assert ranks.run(run_config, write("two", **SIZES[axis])) == [0, 0]
@@ -109,7 +114,10 @@ def test_token_batches_have_the_losses_of_one(ranks, write, by_tokens, tmp_path,
     assert_same_curve(two, one)
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, {"ep_size": 2}), (1, {})), ((2, {}), (4, {"ep_size": 2}))])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, {"ep_size": 2}), (1, {})), pytest.param((2, {}), (4, {"ep_size": 2}), marks=pytest.mark.slow)],
+)
 def test_token_batches_resume_with_other_processes(ranks, write, by_tokens, tmp_path, before, after):
     def run(name, world, **changes):
         file = write(name, **changes)

@@ -19,7 +19,7 @@ ONE_PROCESS = ("eager", "auto", "packed", "frozen", "checkpoint")
 
 
 @pytest.fixture(scope="module")
-def processes():
+def processes(forked_workers):
     with Processes(2) as pool:
         yield pool
 

@@ -1,10 +1,8 @@
 """Worker processes: results, and items that kill their process, hang or make it unusable."""
 
-import multiprocessing
 import os
 import signal
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,12 +12,7 @@ from opslot.verify.isolated import Lost, Processes
 _calls = 0
 
 
-@pytest.fixture(autouse=True)
-def forked_workers(monkeypatch):
-    """Fork workers from a process with their imports, which is faster than spawning them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["opslot.verify.isolated"])
-    monkeypatch.setattr("opslot.verify.isolated.multiprocessing", SimpleNamespace(get_context=lambda _: context))
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
 def work(item):

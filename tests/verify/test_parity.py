@@ -243,6 +243,7 @@ def test_unknown_op_or_kernel_raises_at_the_call(op, kernel, message):
         verify_kernels(op, kernel)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_workers_give_the_same_results():
     alone = list(verify_kernels("rms_norm", "torch_fused", device="cpu", dtypes=(torch.float32, torch.bfloat16)))
     shared = list(

@@ -8,6 +8,7 @@ ones, never single rows of them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import platform
@@ -383,10 +384,14 @@ def read(path: Path) -> Result:
         ) from error
 
 
+# Evaluating the annotations takes longer than reading the record.
+_type_hints = functools.cache(get_type_hints)
+
+
 def _record(cls: type[_Record], data: Any, where: str) -> _Record:
     if not isinstance(data, Mapping):
         raise ValueError(f"{where} is {type(data).__name__}, not an object")
-    hints = get_type_hints(cls)
+    hints = _type_hints(cls)  # type: ignore[arg-type]
     if unknown := sorted(set(data) - set(hints)):
         raise ValueError(f"{where} has unknown fields: {', '.join(unknown)}")
     missing = [f.name for f in dataclasses.fields(cls) if f.name not in data and _default(f) is dataclasses.MISSING]  # type: ignore[arg-type]

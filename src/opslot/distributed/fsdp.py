@@ -178,7 +178,7 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_
 
 @torch.no_grad()
 def _scale(grads: list[Tensor], factor: Tensor) -> None:
-    """Of local shards, since torch's sharding propagation for lists of DTensors takes longer than the multiplication."""
+    """Of local shards: torch's sharding propagation for a list of DTensors takes longer than the multiplication."""
     local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     torch._foreach_mul_(local, factor.to(local[0].device))
 
