@@ -181,7 +181,8 @@ def _step_cell(implementation: str, rows: Sequence[StepRow]) -> _Cell:
     if not row.valid or row.tokens_per_s is None:
         return (_failure(row.error) if row.error else "wrong loss"), None
     memory = f", {row.peak_gib:.1f} GiB" if row.peak_gib is not None else ""
-    return f"{row.tokens_per_s:,.0f}{memory}", row.tokens_per_s
+    mark = "*" if row.check.startswith("unchecked: Transformers") else ""
+    return f"{row.tokens_per_s:,.0f}{mark}{memory}", row.tokens_per_s
 
 
 def _fastest_step(names: Sequence[str], rows: Sequence[StepRow]) -> _Cell:
