@@ -21,6 +21,8 @@ def test_script_imports(script, monkeypatch):
     monkeypatch.syspath_prepend(script.parent)
     spec = importlib.util.spec_from_file_location(script.stem, script)
     module = importlib.util.module_from_spec(spec)
+    # Data classes look their module up.
+    monkeypatch.setitem(sys.modules, script.stem, module)
     spec.loader.exec_module(module)
     assert callable(module.main)
     assert module.__doc__

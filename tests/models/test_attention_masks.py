@@ -135,3 +135,17 @@ def test_split_documents(lengths, expected):
     assert found.unique().tolist() == expected
     assert found.tolist() == sorted(found.tolist())
     assert len(found) == len(lengths) + sum(lengths) // 4 + 1
+
+
+def test_mask_passed_to_a_model_inside_that_makes_masks_again():
+    """As Molmo 2 does, with packed documents given by positions alone."""
+    from opslot.verify.random_model import random_model
+    from opslot.verify.tiny import tiny_config
+
+    upstream = random_model(tiny_config("molmo2"), 0).eval()
+    model = copy.deepcopy(upstream)
+    opslot.apply(model, "auto")
+    ids = torch.randint(3, 50, (1, 20), generator=torch.Generator().manual_seed(0))
+    call = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[*range(12), *range(8)]])}
+    found, expected = (m(**call, use_cache=False).loss for m in (model, upstream))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -286,3 +286,8 @@ def test_other_gradient_beside_frozen_parts_is_named(monkeypatch):
     found = check_architecture("gemma3", checks=["frozen"])["frozen"]
     assert found.result == "failed"
     assert found.detail.startswith("vision frozen: ")
+
+
+def test_encoder_decoders_with_images_are_not_packed():
+    found = check_architecture("t5gemma2", checks=("packed",))
+    assert [(o.result, o.detail) for o in found.outcomes] == [("unsupported", "it is not only a language model")]

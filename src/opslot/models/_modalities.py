@@ -118,9 +118,11 @@ def feature_module(model: nn.Module) -> Any:
 
 
 def decoder_of(model: nn.Module) -> nn.Module | None:
-    """The language model of a model with towers; None for a model without."""
+    """The language model of a model with towers; None for one without, and where it attends to an encoder's output."""
     holder = feature_module(model)
-    return None if holder is None else holder.get_decoder()
+    whole = next((module.config for module in model.modules() if hasattr(module, "config")), None)
+    attends_to_encoder = getattr(whole, "is_encoder_decoder", False)
+    return None if holder is None or attends_to_encoder else holder.get_decoder()
 
 
 def keep_documents_from_towers(model: nn.Module) -> None:

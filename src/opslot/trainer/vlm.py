@@ -11,7 +11,8 @@ from opslot.checkpoint import export_hf
 from opslot.data.multimodal import MultimodalEncoder
 from opslot.distributed import shard_sequence
 from opslot.models._host_inputs import keep_inputs_on_host
-from opslot.models._parts import freeze, language_model_of, select
+from opslot.models._modalities import decoder_of
+from opslot.models._parts import freeze, select
 from opslot.slots.protocol import keeps_sequences
 from opslot.trainer.processors import multimodal_class
 from opslot.trainer.text import TextTrainer
@@ -41,7 +42,7 @@ class VLMTrainer(TextTrainer):
         if positions.axes > 1 and not positions.takes_text_axis:
             return f"it takes no positions of documents beside the {positions.axes} axes of its rotary embedding"
         # Encoders compute each image, video and audio by itself.
-        return keeps_sequences(language_model_of(model))
+        return keeps_sequences(decoder_of(model) or model)
 
     def build_model(self) -> PreTrainedModel:
         model = super().build_model()

@@ -367,24 +367,21 @@ def _frozen_parts(model: Any, has_media: bool) -> dict[str, set[str]]:
 
 def _run_the_same_code(original: Any, model: Any) -> None:
     """Give the original model, and each model in it, the implementations that `model` runs, bound to eager."""
-    attention = _other_parts(original.config, model.config, "_attn_implementation")
-    if attention:
-        original.set_attn_implementation(attention)
-    experts = _other_parts(original.config, model.config, "_experts_implementation")
-    if experts:
-        original.set_experts_implementation(experts)
+    for theirs, ours in _configs(original.config, model.config):
+        for attribute in ("_attn_implementation", "_experts_implementation"):
+            wanted = getattr(ours, attribute, None)
+            if wanted is not None and not str(wanted).startswith("opslot_"):
+                # The property would set it on the configs in it too.
+                setattr(theirs, f"{attribute}_internal", wanted)
 
 
-def _other_parts(original: Any, config: Any, attribute: str) -> dict[str, Any]:
-    """By sub-config ("" is the config itself), the implementations of `config` that `original` does not have."""
-    found: dict[str, Any] = {}
-    for name in ("", *config.sub_configs):
-        theirs, ours = (getattr(c, name, None) if name else c for c in (original, config))
-        wanted = getattr(ours, attribute, None)
-        known = wanted is not None and not str(wanted).startswith("opslot_")
-        if known and theirs is not None and wanted != getattr(theirs, attribute, None):
-            found[name] = wanted
-    return found
+def _configs(original: Any, config: Any) -> Iterator[tuple[Any, Any]]:
+    """Two configs, and those in them, which may be the same."""
+    yield original, config
+    for name in config.sub_configs:
+        theirs, ours = (getattr(c, name, None) for c in (original, config))
+        if theirs is not None and ours is not None:
+            yield from _configs(theirs, ours)
 
 
 def _differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[str, ...]:

@@ -97,6 +97,14 @@ _SIZES: dict[str, Any] = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 64,
     "laurel_rank": 8,
+    # Encoders and decoders with fields of their own
+    "encoder_layers": _LAYERS,
+    "decoder_layers": _LAYERS,
+    "encoder_attention_heads": _HEADS,
+    "decoder_attention_heads": _HEADS,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "ffn_dim": 48,
     # Vision and audio encoders
     "depth": _LAYERS,
     "encoder_hidden_size": 32,

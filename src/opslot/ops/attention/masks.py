@@ -31,6 +31,7 @@ class Layout(NamedTuple):
         longest: tokens of the longest document, with `cu_seqlens`.
         window: sliding window, in tokens.
         chunk: keys are visible to queries of the same chunk; chunks are counted from the start of each document.
+        length: tokens of a row, where they are known.
     """
 
     causal: bool | None = None
@@ -38,6 +39,17 @@ class Layout(NamedTuple):
     longest: int | None = None
     window: int | None = None
     chunk: int | None = None
+    length: int = 0
+
+    @property
+    def shape(self) -> tuple[int]:
+        """What Transformers reads of a mask that a model passes to a model in it, which makes masks again (Molmo 2)."""
+        return (self.length,)
+
+    @property
+    def ndim(self) -> int:
+        """Not 2, which a padding mask has."""
+        return len(self.shape)
 
     def arguments(self, query: Tensor, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a kernel's call with this mask; documents in `kwargs` come before its own."""
@@ -247,6 +259,8 @@ def mask_function(own: Callable[..., Any], name: str, *, falls_back: bool = Fals
         local_size: int | None = None,
         **kwargs: Any,
     ) -> Any:
+        if isinstance(attention_mask, Layout):
+            return attention_mask
         given = {
             "batch_size": batch_size,
             "q_length": q_length,
@@ -267,7 +281,7 @@ def mask_function(own: Callable[..., Any], name: str, *, falls_back: bool = Fals
             if whole and (skips or pattern.documents is not None):
                 layout = _layout(pattern, attention_mask)
                 if not isinstance(layout, str):
-                    return layout
+                    return layout and layout._replace(length=kv_length)
         else:
             given["mask_function"] = _by_index(mask_function)
         chunked = pattern is not None and pattern.chunk is not None and kv_length + kv_offset > pattern.chunk
