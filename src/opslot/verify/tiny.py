@@ -155,7 +155,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "glm5_next_text": {"index_topk": 16},
     "aria": {"projector_patch_to_query_dict": {"16": 4}},
     "glm4v_moe_text": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [0, 1, 1]}},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "step3p5": {"sliding_window": 8, "share_expert_dim": 16, "swiglu_limits": [0.5, 0.5]},
