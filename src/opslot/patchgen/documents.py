@@ -20,7 +20,7 @@ def _opslot_cu_seqlens(kwargs):
 
 _PASSED = '''
 def _opslot_passed(kwargs):
-    """What tells the layers of a model the boundaries of packed documents, of a head's keyword arguments."""
+    """The keyword arguments of a head from which the layers of its model read the boundaries of documents."""
     names = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
     return {name: kwargs[name] for name in names if name in kwargs}
 '''

@@ -11,6 +11,7 @@ from opslot._base.device import DeviceFacts, facts_of
 from opslot._base.errors import ConfigError, KernelError
 from opslot.ops.chunk_gated_delta_rule import op
 from opslot.slots import KernelRequest
+from tests.gradients import gradients, leaves_of, to_float64
 
 
 def inputs(length, batch=1, k_heads=2, heads=4, width=16, v_width=24, dtype=torch.float64, device="cpu"):
@@ -47,12 +48,6 @@ def token_by_token(query, key, value, g, beta, initial_state=None, l2norm=True):
         state = state + k[:, t, :, :, None] * correction[:, :, None, :]
         outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
     return torch.stack(outputs, 1), state
-
-
-def gradients(outputs, leaves):
-    generator = torch.Generator().manual_seed(1)
-    douts = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in outputs]
-    return torch.autograd.grad(outputs, leaves, douts)
 
 
 def assert_same(found, expected, atol=1e-12):
@@ -202,19 +197,6 @@ def test_fla_raises_where_triton_miscomputes_its_gradients(monkeypatch, capabili
 
 def load_triton():
     return KERNEL_REGISTRY.load("chunk_gated_delta_rule", "standard", "triton")
-
-
-def to_float64(arguments):
-    return {
-        n: t.detach().double().requires_grad_(t.requires_grad)
-        if isinstance(t, torch.Tensor) and t.is_floating_point()
-        else t
-        for n, t in arguments.items()
-    }
-
-
-def leaves_of(arguments):
-    return [t for t in arguments.values() if isinstance(t, torch.Tensor) and t.requires_grad]
 
 
 def assert_like_fp64(arguments, rtol=1e-5, want=(True, True)):

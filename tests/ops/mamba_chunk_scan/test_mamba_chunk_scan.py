@@ -17,6 +17,7 @@ from opslot._base.device import DeviceFacts, facts_of
 from opslot._base.errors import ConfigError, KernelError
 from opslot.ops.mamba_chunk_scan import op
 from opslot.slots import KernelRequest
+from tests.gradients import gradients, leaves_of, to_float64
 
 OPTIONS = {"dt_softplus": True, "dt_limit": (0.01, 2.0)}
 
@@ -58,12 +59,6 @@ def token_by_token(x, dt, A, B, C, D, dt_bias, initial_states=None, dt_softplus=
         state = state * (dt[:, t] * A).exp()[..., None, None] + added
         outputs.append(torch.einsum("bhpn,bhn->bhp", state, C[:, t]) + D[:, None] * x[:, t])
     return torch.stack(outputs, 1), state
-
-
-def gradients(outputs, leaves):
-    generator = torch.Generator().manual_seed(1)
-    douts = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in outputs]
-    return torch.autograd.grad(outputs, leaves, douts)
 
 
 def assert_same(found, expected, atol=1e-11):
@@ -175,19 +170,6 @@ def test_triton_errors_name_kernel_and_argument(change, argument):
 
 def load_triton():
     return KERNEL_REGISTRY.load("mamba_chunk_scan", "standard", "triton")
-
-
-def to_float64(arguments):
-    return {
-        n: t.detach().double().requires_grad_(t.requires_grad)
-        if isinstance(t, torch.Tensor) and t.is_floating_point()
-        else t
-        for n, t in arguments.items()
-    }
-
-
-def leaves_of(arguments):
-    return [t for t in arguments.values() if isinstance(t, torch.Tensor) and t.requires_grad]
 
 
 def assert_like_fp64(arguments, rtol=1e-5, want=(True, True)):
