@@ -63,10 +63,10 @@ def test_equals_padding_and_slicing(monkeypatch, shapes, widths, layout, with_ke
 @pytest.mark.parametrize("frozen", [0, 2])
 def test_tensors_without_gradient(frozen):
     tensors = [torch.randn(3, 2, 40, device=DEVICE, requires_grad=i != frozen) for i in range(3)]
-    q, k, v = resize_heads(tensors, (64, 64, 64))
+    q, _, v = resize_heads(tensors, (64, 64, 64))
     (q.square().sum() + v.square().sum()).backward()
     for i, x in enumerate(tensors):
-        # `k` has no gradient, since it is not used.
+        # The second has no gradient, since it is not used.
         assert (x.grad is None) == (i in (1, frozen))
         if x.grad is not None:
             torch.testing.assert_close(x.grad, 2 * x)
