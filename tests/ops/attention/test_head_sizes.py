@@ -78,7 +78,7 @@ def test_equal_sizes_are_not_copied():
 
 
 def test_one_launch_for_queries_keys_and_values(monkeypatch):
-    kernels = pytest.importorskip("opslot.ops.attention.kernels.head_sizes")
+    kernels = pytest.importorskip("opslot.ops._common.kernels.heads")
     launches = []
     launch = kernels._launch
     monkeypatch.setattr(kernels, "_launch", lambda grid, *rest: launches.append(grid) or launch(grid, *rest))

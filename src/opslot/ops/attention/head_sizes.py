@@ -56,13 +56,10 @@ def _run(tensors: list[Tensor], widths: list[int]) -> list[Tensor]:
     if not _has_kernel(tensors[0]):
         # A negative padding cuts.
         return [F.pad(x, (0, width - x.shape[-1])).contiguous() for x, width in zip(tensors, widths, strict=True)]
-    from opslot.ops.attention.kernels.head_sizes import MOST, resize
+    from opslot.ops._common.kernels.heads import resize_heads
 
     targets = _allocate(tensors, widths)
-    sources = [_four_dimensions(x if x.stride(-1) == 1 else x.contiguous()) for x in tensors]
-    together = {x.shape[:2] for x in sources} == {sources[0].shape[:2]} and len(sources) <= MOST
-    for at in (slice(None),) if together else (slice(i, i + 1) for i in range(len(sources))):
-        resize(sources[at], [_four_dimensions(x) for x in targets[at]])
+    resize_heads(tensors, targets)
     return targets
 
 
@@ -73,10 +70,6 @@ def _has_kernel(x: Tensor) -> bool:
 @functools.cache
 def _has_triton() -> bool:
     return TRITON.unsupported() is None
-
-
-def _four_dimensions(x: Tensor) -> Tensor:
-    return x if x.dim() == 4 else x[None]
 
 
 _resize = custom_op("resize_heads(Tensor[] tensors, int[] widths) -> Tensor[]", _run, _allocate)
