@@ -20,10 +20,10 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
             "DeepseekV4Attention",
             "Glm5NextTextAttention",
         ),
+        "gets a mask of blocks even where FlashAttention runs, before 5.20": ("PixtralAttention",),
         "is in an image or audio tower, or attends to its output": (
             "*Vision*Attention",
             "*CrossAttention",
-            "PixtralAttention",
         ),
     },
     "chunk_gated_delta_rule": {
