@@ -14,6 +14,7 @@ import yaml
 from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from opslot import KERNEL_REGISTRY, KernelSpec, explain
@@ -516,3 +517,13 @@ def test_torchrun_with_one_process(settings, torchrun, tmp_path):
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert [record["step"] for record in read_metrics(tmp_path / "out")] == [1, 2, 3, 4]
+
+
+def test_compile_compiles_each_layer(settings, tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(type(self).__name__))
+    settings["train"] |= {"compile": True, "output_dir": str(tmp_path / "out"), "max_steps": 1}
+    trainer = trainer_of(settings, tmp_path)
+    trainer.train()
+    assert len(compiled) == trainer.model.config.num_hidden_layers
+    assert len(set(compiled)) == 1

@@ -173,6 +173,8 @@ class TrainConfig:
         activation_checkpointing: full recomputes each layer in the backward pass instead of storing its activations;
             selective stores the outputs of matmuls and attention and recomputes the rest.
         activation_offload: with activation checkpointing, keep the inputs of layers in host memory.
+        compile: run each layer through torch.compile: steps of small models, which wait for the host, get faster, the
+            first ones take minutes.
         eval_steps: number of steps between two evaluations; the last step is always evaluated. null: no evaluation.
         freeze: parts that are not trained: vision, audio, merger, language_model (with its output layer), or globs of
             fully qualified parameter names such as model.language_model.layers.0.*.
@@ -199,6 +201,7 @@ class TrainConfig:
     seed: int = 0
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     activation_offload: bool = False
+    compile: bool = False
     eval_steps: int | None = None
     freeze: list[str] | None = None
     lr_of: dict[str, float] | None = None

@@ -74,6 +74,7 @@ def _parallelize(model: PreTrainedModel, config: RunConfig, state: ParallelState
     options: dict[str, Any] = {
         "activation_checkpointing": train.activation_checkpointing,
         "activation_offload": train.activation_offload,
+        "compile": train.compile,
         "ulysses_overlap": fsdp.ulysses_overlap,
     }
     if config.lora.r is not None or any(parameter.is_meta for parameter in model.parameters()):
