@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -177,7 +178,9 @@ def draw_adapters(model: Any) -> None:
             plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
             seed = zlib.crc32(f"{plain} {list(parameter.shape)}".encode())
             generator = torch.Generator(parameter.device).manual_seed(seed)
-            parameter.normal_(0.0, _STD, generator=generator)
+            # In one dtype: Unsloth's adapters are float32.
+            drawn = torch.empty(parameter.shape, device=parameter.device).normal_(0.0, _STD, generator=generator)
+            parameter.copy_(drawn)
 
 
 def _build_opslot(task: Task, device: torch.device) -> tuple[Any, Any, str]:
@@ -283,9 +286,10 @@ def _transformers_model(task: Task, device: torch.device) -> Any:
 def _build_unsloth(task: Task, device: torch.device) -> tuple[Any, Any, str]:
     from unsloth import FastLanguageModel
 
-    # In memory where there is room: it holds the weights.
+    # It holds the weights, so in memory where there is room.
     shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
+    has_room = shared.is_dir() and shutil.disk_usage(shared).free > 32 << 30
+    with tempfile.TemporaryDirectory(dir=shared if has_room else None) as folder:
         _transformers_model(task, device).save_pretrained(folder)
         _save_tokenizer(folder, task.config["vocab_size"])
         if device.type == "cuda":

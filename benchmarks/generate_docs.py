@@ -68,6 +68,7 @@ _VEOMNI = (("moe_experts", "standard"), ("load_balancing_loss", "standard"))
 _MODEL_LABELS = {
     "qwen3_8b_width": "Qwen3-8B width",
     "qwen3_30b_a3b_width": "Qwen3-30B-A3B width",
+    "qwen3_30b_a3b_width_4": "Qwen3-30B-A3B width, 4 layers",
     "qwen3_0.6b": "Qwen3-0.6B, whole",
     "qwen3_8b": "Qwen3-8B, whole",
     "llama_3b_width": "Llama-3.2-3B width",

@@ -45,7 +45,7 @@ def tasks(models: Sequence[Path], layers: int | None, shrink: int, batch: int, l
                     continue
                 found.append(
                     Task(
-                        name=file.stem,
+                        name=file.stem if layers is None else f"{file.stem}_{layers}",
                         implementation=name,
                         config=config,
                         method=method,
