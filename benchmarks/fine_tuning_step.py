@@ -303,6 +303,8 @@ def _build_unsloth(task: Task, device: torch.device) -> tuple[Any, Any, str]:
     model = FastLanguageModel.get_peft_model(
         model, r=RANK, lora_alpha=2 * RANK, target_modules=list(targets), use_gradient_checkpointing=checkpointing
     )
+    # As TRL's trainer, with which it is used: the adapters are float32.
+    model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
     model.train()
     return model, _adamw(model), ""
 
