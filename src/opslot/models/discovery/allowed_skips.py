@@ -26,13 +26,6 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
             "PixtralAttention",
         ),
     },
-    "chunk_gated_delta_rule": {
-        "is Kimi delta attention, whose decay has a value per channel instead of one per head": (
-            "BailingHybridDeltaAttention",
-            "Glm5NextTextLinearAttention",
-            "KimiLinearDeltaAttention",
-        ),
-    },
     "cross_entropy_loss": {
         "takes the logits of the ForCausalLM inside it, whose loss has the slot": ("Llama4ForConditionalGeneration",),
         "predicts speech codes with a head per generation step": (
