@@ -257,7 +257,6 @@ def test_skips_are_attributes_of_the_owning_class():
         ("chameleon", "ChameleonForConditionalGeneration", "cross_entropy_loss", "changes the logits between head and"),
         ("nanochat", "NanoChatPreTrainedModel", "rotary_pos_emb", "rotates in another way"),
         ("glm_moe_dsa", "GlmMoeDsaAttention", "attention", "that an indexer selects (sparse attention)"),
-        ("jamba", "JambaMambaMixer", "mamba_chunk_scan", "mamba_selective_scan in another way than the reviewed"),
     ],
 )
 def test_unrecognized_parts_are_skipped_with_a_reason(arch, name, op, reason):
@@ -312,7 +311,6 @@ def test_packed_documents_do_not_attend_to_each_other(model_type):
 @pytest.mark.parametrize(
     ("arch", "why"),
     [
-        ("jamba", "JambaMambaMixer has a Conv1d, which may mix tokens"),
         ("gemma3", "it is not only a language model"),
         ("recurrent_gemma", "RecurrentGemmaRecurrentBlock has a Conv1d, which may mix tokens"),
         ("doge", "DogeCDMoE calls matmul of activations, which may mix tokens"),

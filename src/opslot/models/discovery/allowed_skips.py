@@ -32,9 +32,6 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
             "Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration",
         ),
     },
-    "mamba_chunk_scan": {
-        "is Mamba-1's scan, whose decay has a value per channel instead of one per head": ("JambaMambaMixer",),
-    },
     "rms_norm": {
         "has no weight, or one that is optional": ("*UnweightedRMSNorm", "Gemma3nRMSNorm", "Gemma4RMSNorm"),
         "subtracts the mean (a layer norm)": ("Cohere*LayerNorm",),
