@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from opslot import KERNEL_REGISTRY, KernelSpec, explain
+from opslot._base.device import DeviceFacts
 from opslot._base.errors import ConfigError
 from opslot.checkpoint import ExpertTensorConverter
 from opslot.distributed import destroy_parallel_state
@@ -27,6 +28,7 @@ from opslot.trainer import TextTrainer, load_config
 from opslot.trainer.callbacks import Callback, MetricsCallback, read_metrics
 from opslot.trainer.checkpointing import find_checkpoints
 from opslot.trainer.saver import CheckpointSaver
+from opslot.trainer.setup import with_default_precision
 
 TIMELESS = ("step", "loss", "grad_norm", "lr", "epoch", "tokens", "eval_loss")
 
@@ -527,3 +529,22 @@ def test_compile_compiles_each_layer(settings, tmp_path, monkeypatch):
     trainer.train()
     assert len(compiled) == trainer.model.config.num_hidden_layers
     assert len(set(compiled)) == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "expected"),
+    [
+        ((9, 0), [], "bfloat16"),
+        ((9, 0), ["--train.fsdp.param_dtype", "float32"], "float32"),
+        ((9, 0), ["--model.torch_dtype", "bfloat16"], None),
+        ((9, 0), ["--model.device", "cpu"], None),
+        ((7, 5), [], None),
+        (None, [], None),
+    ],
+)
+def test_default_precision(capability, changes, expected, monkeypatch):
+    facts = DeviceFacts("cpu" if capability is None else "gpu", capability)
+    monkeypatch.setattr("opslot.trainer.setup.best_device", lambda: facts)
+    assert (
+        with_default_precision(load_config(["--train.output_dir", "out", *changes])).train.fsdp.param_dtype == expected
+    )

@@ -17,7 +17,7 @@ class ModelConfig:
         model_path: folder of the Hugging Face checkpoint to start from; default random weights.
         tokenizer_path: folder of the tokenizer (for task vlm, of the processor), or its tokenizer.json; default
             `model_path`, then `config_path`.
-        torch_dtype: dtype of the parameters and of the optimizer state; see also `train.fsdp.param_dtype`.
+        torch_dtype: dtype of the trained parameters and of the optimizer state; see also `train.fsdp.param_dtype`.
         device: where to train; auto selects a GPU if there is one.
         export_excluded: keep in the export the weights of `model_path` that are not built for training, such as the
             speech parts of an omni model.
@@ -75,8 +75,8 @@ class FSDPConfig:
 
     Args:
         dp_replicate: number of replicas (HSDP): parameters are sharded within each; 1 shards over all processes.
-        param_dtype: dtype of the gathered parameters, thus of the forward and backward pass; default
-            `model.torch_dtype`. float16 trains with a dynamic loss scale.
+        param_dtype: dtype of the gathered parameters, thus of the forward and backward pass; default bfloat16 on a GPU
+            that supports it, else `model.torch_dtype`. float16 trains with a dynamic loss scale.
         reduce_dtype: dtype of the gradient reduction.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         reshard_after_forward: free a layer's gathered parameters after the forward pass and gather them again for the

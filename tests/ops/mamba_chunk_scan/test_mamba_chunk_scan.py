@@ -113,7 +113,7 @@ def test_documents_are_independent(name):
 
 
 def test_wide_heads_with_a_decay_per_value_raise():
-    with pytest.raises(KernelError, match=r"A: its shape is \\(4, 24\\)"):
+    with pytest.raises(KernelError, match=r"A: its shape is \(4, 24\)"):
         op.reference(**inputs(3, columns=(24,)))
 
 
