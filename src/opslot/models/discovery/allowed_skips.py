@@ -26,21 +26,11 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
             "*CrossAttention",
         ),
     },
-    "chunk_gated_delta_rule": {
-        "is Kimi delta attention, whose decay has a value per channel instead of one per head": (
-            "BailingHybridDeltaAttention",
-            "Glm5NextTextLinearAttention",
-            "KimiLinearDeltaAttention",
-        ),
-    },
     "cross_entropy_loss": {
         "takes the logits of the ForCausalLM inside it, whose loss has the slot": ("Llama4ForConditionalGeneration",),
         "predicts speech codes with a head per generation step": (
             "Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration",
         ),
-    },
-    "mamba_chunk_scan": {
-        "is Mamba-1's scan, whose decay has a value per channel instead of one per head": ("JambaMambaMixer",),
     },
     "rms_norm": {
         "has no weight, or one that is optional": ("*UnweightedRMSNorm", "Gemma3nRMSNorm", "Gemma4RMSNorm"),
