@@ -86,6 +86,8 @@ _MODEL_LABELS = {
     "qwen3_vl_30b_a3b_width": "Qwen3-VL-30B-A3B width",
     "qwen3.5_9b_vision_width": "Qwen3.5-9B width with images",
     "qwen2.5_vl_7b_width": "Qwen2.5-VL-7B width",
+    "nemotron_h_8b_width": "Nemotron-H-8B width",
+    "granite4_h_tiny_width": "Granite-4.0-H-Tiny width",
 }
 # Ops whose memory matters as much as their time.
 _WITH_MEMORY = ("cross_entropy_loss", "load_balancing_loss", "adamw")
@@ -127,6 +129,8 @@ _ARCH_OF_MODEL = {
     "phi4_width": "phi3",
     "olmo3_7b_width": "olmo3",
     "moonlight_width": "deepseek_v3",
+    "nemotron_h_8b_width": "nemotron_h",
+    "granite4_h_tiny_width": "granitemoehybrid",
 }
 # Columns of the table of architectures, and the ops in each.
 _PARTS = {
