@@ -128,6 +128,7 @@ _SIZES: dict[str, Any] = {
     "projector_hidden_size": 32,
     "patch_size": _PATCH,
     "image_size": _IMAGE,
+    "resolution": _IMAGE,
     "num_position_embeddings": 16,
     "position_embedding_size": 16,
     "pos_emb_height": 4,
