@@ -186,11 +186,13 @@ class _Reader:
         return found
 
     def _other_images(self) -> dict[str, Any]:
-        """Required parameters with the same images in other sizes, such as `high_res_pixel_values`, and their configs."""
+        """Required parameters with the same images in another size, such as `high_res_pixel_values`, with configs."""
         required = {name for name, p in self.parameters.items() if p.default is p.empty}
         others = [name for name in required if name.endswith(f"_{self.pixels}")]
         prefixes = {name: name.removesuffix(self.pixels) for name in others}
-        configs = {name: getattr(self.holder.config, f"{prefix}vision_config", None) for name, prefix in prefixes.items()}
+        configs = {
+            name: getattr(self.holder.config, f"{prefix}vision_config", None) for name, prefix in prefixes.items()
+        }
         return {name: config for name, config in configs.items() if config is not None}
 
     def _takes_outer_dim(self) -> bool:

@@ -173,7 +173,7 @@ def check_architecture(
 def _first_that_runs(
     configs: Iterable[PreTrainedConfig], seed: int
 ) -> tuple[PreTrainedConfig, Any, MediaSamples | None, Mapping[str, str]]:
-    """A config and its model with samples of media: the first that Transformers' class runs, else the first that builds.
+    """A config and its model with samples of media: the first whose media Transformers runs, else that with the most.
 
     Raises:
         Exception: what Transformers raises for the first config, if none builds.

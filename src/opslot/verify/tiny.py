@@ -332,8 +332,8 @@ def _sizes_by_width(given: dict[str, Any], widths: frozenset[int], ratios: bool)
         if name not in _SIZES and value in widths:
             found[name] = _SIZES["hidden_size"]
         elif ratios and name.endswith(_SIZES_BY_WIDTH):
-            sizes = [_scaled(value, width) for width in (*own, *sorted(widths))]
-            found |= {name: size for size in [next((size for size in sizes if size), None)] if size}
+            scaled = next((size for width in (*own, *sorted(widths)) if (size := _scaled(value, width))), None)
+            found |= {} if scaled is None else {name: scaled}
     return found
 
 
@@ -379,7 +379,7 @@ def _special_token_ids(given: dict[str, Any]) -> dict[str, int]:
     names = [f"{kind}_token_id" for kind in _KINDS]
     found = [name for name in names if isinstance(given.get(name), int)]
     found += [name for name in given if name.endswith("_token_id") and name not in (*_SIZES, *names)]
-    found = [name for name in found if name in names or type(given[name]) is int and given[name] >= _VOCABULARY]
+    found = [name for name in found if name in names or (type(given[name]) is int and given[name] >= _VOCABULARY)]
     return {name: _VOCABULARY - 1 - i for i, name in enumerate(found)}
 
 
