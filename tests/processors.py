@@ -118,7 +118,7 @@ def _sizes(cls, config, vision):
         "temporal_patch_size": getattr(vision, "temporal_patch_size", 2),
         "image_grid_pinpoints": getattr(config, "image_grid_pinpoints", None),
         "pooling_kernel_size": getattr(vision, "pooling_kernel_size", None),
-        "max_soft_tokens": 4,
+        "max_soft_tokens": 70,
         "max_image_size": {"longest_edge": side},
         "image_seq_length": (side // patch) ** 2,
         "max_patches": 4,

@@ -171,6 +171,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "step3p5": {"sliding_window": 8, "share_expert_dim": 16, "swiglu_limits": [0.5, 0.5]},
     # Heads times their size is the width of the state.
     "mamba2": {"num_heads": 8, "head_dim": 8},
+    "emu3": {"vocabulary_map": {"<image>": 60, "<|extra_200|>": 61, "<|visual token 000000|>": 62}},
     # Ids of images and audio have embeddings of their own, behind those of text.
     "gemma3n": {"image_token_id": 49, "audio_token_id": 57},
     "gemma3n_vision": {"vocab_size": 8, "vocab_offset": 48},
