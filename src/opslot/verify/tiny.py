@@ -129,6 +129,7 @@ _SIZES: dict[str, Any] = {
     "patch_size": _PATCH,
     "image_size": _IMAGE,
     "resolution": _IMAGE,
+    "base_channels": 32,
     "num_position_embeddings": 16,
     "position_embedding_size": 16,
     "pos_emb_height": 4,
