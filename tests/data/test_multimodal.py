@@ -224,6 +224,62 @@ def test_more_images_than_placeholders(encoder_of, tmp_path):
     assert "1 more of image than the messages use" in problem
 
 
+@pytest.mark.parametrize(
+    ("merge", "problem"),
+    [(4, "4 x 4 patches"), (3, "do not divide by the merge size 3 of the model"), (1, "placeholders in the text, but")],
+)
+def test_processor_of_another_merge_size_raises(encoder_of, tmp_path, merge, problem):
+    encoder = encoder_of()
+    encoder.config.vision_config.spatial_merge_size = merge
+    image = Image.new("RGB", (48, 32) if merge == 4 else (32, 32))
+    image.save(tmp_path / "1.png")
+    _, (found,), _ = encode(encoder, write(tmp_path, {"messages": talk("1.png")}))
+    assert found.startswith(f"{tmp_path / 'a.jsonl'}, line 1: ")
+    assert problem.replace("4 x 4", "4 x 6") in found
+    assert "the processor that ships with the checkpoint" in found
+
+
+def test_images_without_a_token_between_them_raise(encoder_of, tmp_path, monkeypatch):
+    encoder = encoder_of()
+
+    def rejects(*args):
+        raise RuntimeError("shape mismatch")
+
+    monkeypatch.setattr(RopePositions, "__call__", rejects)
+    png(tmp_path)
+    _, (found,), _ = encode(encoder, write(tmp_path, {"messages": talk("1.png")}))
+    assert "line 1: the model computes no position ids for it: shape mismatch" in found
+    assert "separate its images and videos by a token" in found
+
+
+def test_frames_of_videos_marked_as_images():
+    def patches(*grids):
+        count = sum(t * h * w for t, h, w in grids)
+        return torch.arange(count * 2.0).view(count, 2), torch.tensor(grids)
+
+    images, image_grid = patches((1, 2, 2), (1, 4, 2))
+    videos, video_grid = patches((2, 2, 4))
+    inputs = {"pixel_values": images, "image_grid_thw": image_grid, "mm_token_type_ids": torch.zeros(1, 3)}
+    inputs |= {"pixel_values_videos": -videos, "video_grid_thw": video_grid}
+    found = multimodal._videos_as_images(inputs, ["image", "video", "image"])
+    assert found.keys() == {"pixel_values", "image_grid_thw", "mm_token_type_ids"}
+    assert found["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4], [1, 2, 4], [1, 4, 2]]
+    assert torch.equal(found["pixel_values"], torch.cat([images[:4], -videos, images[4:]]))
+
+
+def test_videos_marked_as_images_have_the_features_of_videos():
+    from opslot.verify.random_model import random_model
+    from opslot.verify.tiny import tiny_config
+
+    model = random_model(tiny_config("glm4v"), 0).model
+    grid = torch.tensor([[2, 4, 2], [1, 2, 2]])
+    pixels = torch.rand(20, model.visual.patch_embed.proj.weight[0].numel())
+    found = multimodal._videos_as_images({"pixel_values_videos": pixels, "video_grid_thw": grid}, ["video", "video"])
+    images = model.get_image_features(**found).pooler_output
+    videos = model.get_video_features(pixels, grid).pooler_output
+    assert torch.equal(torch.cat(images), torch.cat(videos))
+
+
 def test_long_samples(encoder_of, tmp_path):
     png(tmp_path)
     late = [*talk(question="x" * 60, answer="y"), *talk("1.png")]
@@ -394,3 +450,18 @@ def test_cost_grows_with_the_image(model):
     assert two == pytest.approx(2 * small)
     assert large > two
     assert encoder_cost(config, {}) == 0
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"pixel_values_videos": torch.zeros(1, 2, 3, 16, 16)},
+        {"pixel_values": torch.zeros(2, 3, 16, 16)},
+        {"pixel_values": torch.zeros(2, 4, 192)},
+    ],
+    ids=["frames", "images", "patches"],
+)
+def test_cost_of_images_without_a_grid(model, inputs):
+    config = AutoConfig.from_pretrained(model)
+    grid = {"image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 2]])}
+    assert encoder_cost(config, inputs) == pytest.approx(encoder_cost(config, grid))

@@ -204,3 +204,21 @@ def test_long_documents_are_split_into_samples():
     assert dataset.token_counts(2, 7).tolist() == [6, 5, 32, 32, 6]
     assert [len(dataset.tokens(i)[0]) for i in range(4)] == [32, 32, 6, 5]
     assert torch.equal(dataset[3]["input_ids"][:5], torch.ones(5, dtype=torch.int64))
+
+
+def test_ranks_have_equal_costs_with_long_videos_images_and_text():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        lengths, encoders = [], []
+        while sum(lengths) < 2 * 2 * 16384:
+            kind = rng.choice(3, p=[0.5, 0.4, 0.1])
+            images, frames = int(rng.integers(1, 5)), int(rng.integers(8, 32))
+            lengths.append(int(rng.integers(50, 800)) + [0, 1024 * images, 144 * frames][kind])
+            # Of an encoder as wide as the decoder.
+            encoders.append([0.0, 4096.0 * images, 576.0 * frames][kind])
+        by_rank = balance_micro_batches(lengths, 2, 16384, 1 / 24576, encoders)
+        costs = [
+            sum(lengths[i] + lengths[i] ** 2 / 24576 + encoders[i] for members in batches for i in members)
+            for batches in by_rank
+        ]
+        assert max(costs) < 1.1 * min(costs)

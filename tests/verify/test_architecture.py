@@ -180,6 +180,17 @@ def test_tiny_config_keeps_the_structure(arch):
     assert sum(p.numel() for p in random_model(config, 0).parameters()) < 300_000
 
 
+def test_settings_that_a_config_gives_to_its_parts_are_kept():
+    config = tiny_config("got_ocr2")
+    assert type(config.text_config)().tie_word_embeddings is False
+    assert config.text_config.tie_word_embeddings is True
+
+
+def test_special_tokens_are_in_the_vocabulary():
+    config = tiny_config("kyutai_speech_to_text")
+    assert max(config.audio_bos_token_id, config.audio_pad_token_id) < config.vocab_size
+
+
 def test_switched_off_parts_stay_off():
     assert tiny_config("kimi_linear").q_lora_rank is None
     assert tiny_config("gemma4_text").num_kv_shared_layers == 0
@@ -239,7 +250,17 @@ def test_every_modality_is_checked(arch, samples):
 
 
 @pytest.mark.parametrize(
-    ("arch", "samples"), [("florence2", ("text", "image")), ("minicpmv4_6", ("text", "image", "video", "mixed"))]
+    ("arch", "samples"),
+    [
+        ("florence2", ("text", "image")),
+        ("minicpmv4_6", ("text", "image", "video", "mixed")),
+        # Tiles with a mask, and images in two sizes.
+        ("granite_docling", ("text", "image")),
+        ("deepseek_vl_hybrid", ("text", "image")),
+        # Sizes that must have a ratio to the hidden size of another part.
+        ("muse_glimmer", ("text", "image", "video", "mixed")),
+        ("fun_asr_nano", ("text", "audio")),
+    ],
 )
 def test_other_forms_of_images(arch, samples):
     found = check_architecture(arch, checks=["eager"])

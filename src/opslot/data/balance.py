@@ -17,9 +17,9 @@ def balance_micro_batches(
 ) -> list[list[list[int]]]:
     """Assign documents to ranks and micro batches; a function of the arguments alone.
 
-    Bin packing, longest first: each document goes to the cheapest micro batch with room for it. Micro batches of
-    similar cost run at the same time on all ranks, which wait for each other. There are as few micro batches as
-    possible; some are empty if there are fewer documents.
+    Bin packing, most expensive first (or longest first, where that is more even): each document goes to the cheapest
+    micro batch with room for it. Micro batches of similar cost run at the same time on all ranks, which wait for each
+    other. There are as few micro batches as possible; some are empty if there are fewer documents.
 
     Args:
         lengths: tokens of each document, none above `max_tokens`.
@@ -36,7 +36,17 @@ def balance_micro_batches(
     others = [0.0] * len(sizes) if other_costs is None else [float(cost) for cost in other_costs]
     costs = [size + attention_cost * size**2 + other for size, other in zip(sizes, others, strict=True)]
     rounds = max(1, -(-sum(sizes) // (ranks * max_tokens)))
-    while (bins := _fill(sizes, costs, ranks * rounds, max_tokens)) is None:
+    orders = [
+        sorted(range(len(sizes)), key=lambda i: (-costs[i], -sizes[i], i)),
+        # Long documents of low cost may need to be first to fit.
+        sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)),
+    ]
+    while True:
+        found = [_fill(order, sizes, costs, ranks * rounds, max_tokens) for order in orders]
+        fitting = [bins for bins in found if bins is not None]
+        if fitting:
+            bins = min(fitting, key=lambda bins: max(sum(costs[i] for i in members) for members in bins))
+            break
         rounds += 1
     bins.sort(key=lambda members: (-sum(costs[i] for i in members), members))
     by_rank: list[list[list[int]]] = [[] for _ in range(ranks)]
@@ -49,12 +59,14 @@ def balance_micro_batches(
     return by_rank
 
 
-def _fill(sizes: list[int], costs: list[float], count: int, max_tokens: int) -> list[list[int]] | None:
+def _fill(
+    order: list[int], sizes: list[int], costs: list[float], count: int, max_tokens: int
+) -> list[list[int]] | None:
     """`count` bins of indices; None if a document does not fit in this order."""
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     cheapest = [(0.0, number) for number in range(count)]
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+    for index in order:
         full = []
         while cheapest and tokens[cheapest[0][1]] + sizes[index] > max_tokens:
             full.append(heapq.heappop(cheapest))

@@ -22,6 +22,7 @@ from opslot._base.errors import ConfigError, DataError
 from opslot.data.chat import ChatEncoder, Rendered, trained_tokens
 from opslot.data.collation import IGNORE_INDEX, LABELED, collate, collate_padded
 from opslot.data.encoder import SampleError, digest, limit_length
+from opslot.data.encoder_cost import encoder_cost
 from opslot.data.media import (
     KINDS,
     Limits,
@@ -43,7 +44,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
 
 # What processors raise for input that they do not take.
-_REJECTED = (ValueError, TypeError, LookupError, RuntimeError, AttributeError, ArithmeticError, OSError)
+_REJECTED = (
+    ValueError,
+    TypeError,
+    LookupError,
+    RuntimeError,
+    AttributeError,
+    ArithmeticError,
+    OSError,
+    # More placeholders than images.
+    StopIteration,
+)
 # The part of a processor that each kind of media needs; some have another name in some releases.
 _COMPONENTS = {
     "image": ("image_processor",),
@@ -142,7 +153,7 @@ class MultimodalEncoder(ChatEncoder):
             "text": sample.text,
             "media": [list(item) for item in used],
         }
-        inputs, expanded, _ = self._process(description)
+        inputs, expanded, has_tracks = self._process(description)
         ids = inputs["input_ids"][0]
         encoded = self.tokenizer(expanded, add_special_tokens=self.plain, return_offsets_mapping=True, verbose=False)
         if encoded["input_ids"] != ids.tolist():
@@ -154,6 +165,7 @@ class MultimodalEncoder(ChatEncoder):
         tokens["token"] = ids
         tokens["label"] = np.where(trained_tokens(spans, encoded["offset_mapping"]), ids, IGNORE_INDEX)
         self._check_placeholders(ids, inputs, used)
+        self._rotary_positions(ids, inputs, has_tracks)
         placeholder = torch.isin(ids, torch.tensor(self._media_tokens))
         tokens["label"][placeholder.numpy()] = IGNORE_INDEX
         kept = self._shortened(tokens, placeholder, counts)
@@ -186,20 +198,22 @@ class MultimodalEncoder(ChatEncoder):
         where = description["where"]
         try:
             inputs, _, has_tracks = self._process(description)
+            ids = inputs["input_ids"][0]
+            if not torch.equal(ids[: len(tokens)], tokens):
+                raise DataError(
+                    f"{where}: its images, video or audio have changed since it was tokenized",
+                    hint="restore the files, or delete the token cache (data.cache_dir) and start a new run",
+                )
+            positions = self._rotary_positions(ids, inputs, has_tracks)
         except SampleError as error:
             raise DataError(
                 f"{where}: {error}",
                 found="it could be read when it was tokenized",
                 hint="restore the file and continue with train.checkpoint.resume_from: latest",
             ) from error
-        ids = inputs["input_ids"][0]
-        if not torch.equal(ids[: len(tokens)], tokens):
-            raise DataError(
-                f"{where}: its images, video or audio have changed since it was tokenized",
-                hint="restore the files, or delete the token cache (data.cache_dir) and start a new run",
-            )
         found = {name: value for name, value in inputs.items() if name not in _OWN}
-        positions = self.positions(ids, {**found, "use_audio_in_video": True} if has_tracks else found)
+        if self._marks_videos_as_images(ids, found):
+            found = _videos_as_images(found, [kind for kind, _ in description["media"]])
         used = ("mm_token_type_ids",) if self.positions.axes > 1 else ()
         found = {
             name: value[0, : len(tokens)] if name in _PER_TOKEN else value
@@ -207,6 +221,19 @@ class MultimodalEncoder(ChatEncoder):
             if name not in used
         }
         return {**found, "position_ids": positions[:, : len(tokens)]}
+
+    def _rotary_positions(
+        self, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor], has_tracks: bool
+    ) -> torch.Tensor:
+        """int64 [axes, S] for the tokens [S] of a sample with what the processor returned."""
+        found = {name: value for name, value in inputs.items() if name not in _OWN}
+        try:
+            return self.positions(ids, {**found, "use_audio_in_video": True} if has_tracks else found)
+        except _REJECTED as error:
+            raise SampleError(
+                f"the model computes no position ids for it: {error}; the chat template must separate its images and "
+                "videos by a token"
+            ) from error
 
     def _process(self, description: dict[str, Any]) -> tuple[dict[str, torch.Tensor], str, bool]:
         """The processor's outputs for a sample, its text with all placeholders, and whether its videos have audio."""
@@ -285,18 +312,40 @@ class MultimodalEncoder(ChatEncoder):
         """Compare the placeholders of images and videos with the features that the model will compute."""
         if not used and bool(torch.isin(ids, torch.tensor(self._media_tokens)).any()):
             raise SampleError("its text holds a placeholder of an image, video or audio, but it has none")
+        marked = "image" if self._marks_videos_as_images(ids, inputs) else "video"
+        features: Counter[str] = Counter()
         for kind in ("image", "video"):
-            grid, token = inputs.get(f"{kind}_grid_thw"), getattr(self.config, f"{kind}_token_id", None)
-            part = getattr(self.processor, f"{kind}_processor", None)
-            merge = getattr(part, "merge_size", None)
-            if grid is None or token is None or merge is None:
+            grid, merge = inputs.get(f"{kind}_grid_thw"), self._merge_size(kind, inputs)
+            if grid is None or merge is None:
                 continue
-            placeholders, features = int((ids == token).sum()), int(grid.prod(-1).sum()) // merge**2
-            if placeholders != features:
+            if bool((grid[:, 1:] % merge).any()):
+                sizes = ", ".join(f"{h} x {w}" for _, h, w in grid.tolist())
                 raise SampleError(
-                    f"{placeholders} {kind} placeholders in the text, but {features} features; remove the placeholder "
+                    f"its {kind} has {sizes} patches, which do not divide by the merge size {merge} of the model; use "
+                    "the processor that ships with the checkpoint"
+                )
+            features[marked if kind == "video" else kind] += int(grid.prod(-1).sum()) // merge**2
+        for kind, count in features.items():
+            token = getattr(self.config, f"{kind}_token_id", None)
+            placeholders = count if token is None else int((ids == token).sum())
+            if placeholders != count:
+                raise SampleError(
+                    f"{placeholders} {kind} placeholders in the text, but {count} features; remove the placeholder "
                     "from the text, or use the processor that ships with the checkpoint"
                 )
+
+    def _merge_size(self, kind: str, inputs: Mapping[str, torch.Tensor]) -> int | None:
+        """Patches along each axis that the model merges to one feature."""
+        sizes = [getattr(getattr(self.processor, f"{kind}_processor", None), "merge_size", None)]
+        if f"{kind}_merge_sizes" not in inputs:
+            sizes.insert(0, getattr(getattr(self.config, "vision_config", None), "spatial_merge_size", None))
+        return next((size for size in sizes if isinstance(size, int)), None)
+
+    def _marks_videos_as_images(self, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the placeholders of the frames of a sample's videos are those of images."""
+        token = getattr(self.config, "video_token_id", None)
+        has_frames = "video_grid_thw" in inputs and "pixel_values_videos" in inputs
+        return has_frames and token is not None and not bool((ids == token).any())
 
 
 class MultimodalCollator:
@@ -339,42 +388,6 @@ class MultimodalCollator:
         if axes > 1:
             batch["position_ids"] = torch.cat([text[None], rotary]) if positions.takes_text_axis else rotary
         return {**batch, **per_token, **{name: _joined(values) for name, values in features.items()}}
-
-
-def encoder_cost(config: Any, inputs: Mapping[str, torch.Tensor]) -> float:
-    """Estimated FLOPs of a sample's encoders, in tokens of the language model (without its attention).
-
-    A layer of width h takes 24 h^2 FLOPs per token, and bidirectional attention 4 h for each token of the same image:
-    n patches cost n * (layers * h * (h + s / 6)) / (layers * h^2 of the language model), with s patches an image.
-    """
-    text = config.get_text_config()
-    decoder = _number(text, "num_hidden_layers") * _number(text, "hidden_size") ** 2
-    total = 0.0
-    for kind, names in {"vision": ("image_grid_thw", "video_grid_thw"), "audio": ()}.items():
-        tower = getattr(config, f"{kind}_config", None)
-        if tower is None:
-            continue
-        width = _number(tower, "embed_dim", "hidden_size", "d_model")
-        layers = _number(tower, "depth", "num_hidden_layers", "encoder_layers", "num_layers")
-        counts: list[tuple[int, int]] = []
-        for name in names:
-            for t, h, w in inputs[name].tolist() if name in inputs else ():
-                counts.append((t * h * w, h * w))
-        if kind == "vision" and not counts and "pixel_values" in inputs and inputs["pixel_values"].ndim >= 4:
-            patch = _number(tower, "patch_size")
-            pixels = inputs["pixel_values"]
-            own = pixels.shape[-1] * pixels.shape[-2] // patch**2
-            counts = [(own, own)] * (pixels.numel() // (pixels.shape[-1] * pixels.shape[-2] * pixels.shape[-3]))
-        if kind == "audio" and "input_features" in inputs:
-            own = inputs["input_features"].shape[-1] // 2
-            counts = [(own, own)] * len(inputs["input_features"])
-        total += sum(n * layers * width * (width + s / 6) for n, s in counts)
-    return total / decoder
-
-
-def _number(config: Any, *names: str) -> int:
-    found = next((getattr(config, name) for name in names if getattr(config, name, None)), 1)
-    return int(found[0] if isinstance(found, list | tuple) else found)
 
 
 class _Recorder:
@@ -470,6 +483,23 @@ def _split(text: str, start: int, stop: int, value: str) -> Iterator[tuple[int, 
         start = at + len(value)
     if start < stop:
         yield start, stop
+
+
+def _videos_as_images(inputs: dict[str, torch.Tensor], kinds: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The frames of videos as images, in the order of the text; `kinds` are those of its media.
+
+    A model that marks both with one token takes either images or videos in a batch, and computes the same features.
+    """
+    left = {name: value for name, value in inputs.items() if name not in ("pixel_values_videos", "video_grid_thw")}
+    parts: dict[str, Iterator[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for kind, pixels in {"image": "pixel_values", "video": "pixel_values_videos"}.items():
+        grid = inputs.get(f"{kind}_grid_thw")
+        if grid is not None:
+            frames = [torch.tensor([[1, h, w]] * t) for t, h, w in grid.tolist()]
+            parts[kind] = zip(inputs[pixels].split(grid.prod(-1).tolist()), frames, strict=True)
+    ordered = [next(parts[kind]) for kind in kinds if kind in parts]
+    patches, grids = zip(*ordered, strict=True)
+    return {**left, "pixel_values": torch.cat(patches), "image_grid_thw": torch.cat(grids)}
 
 
 def _joined(values: list[torch.Tensor]) -> torch.Tensor:

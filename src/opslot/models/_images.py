@@ -18,6 +18,8 @@ from torch import Tensor, nn
 Size = tuple[int, int, int]
 # Some models squeeze the axis of tokens, so one token is not legal.
 _SMALLEST = ((1, 1, 2),)
+_CONFIGS = ("vision_config", "vq_config")
+_SIDES = ("image_size", "resolution")
 _MERGE = ("spatial_merge_size", "merge_size", "merge_kernel_size")
 
 
@@ -53,7 +55,8 @@ class _Reader:
         self.source = inspect.getsource(function)
         self.pixels = next(name for name in self.parameters if name.startswith("pixel_values"))
         self.kind = "video" if method == "get_video_features" else "image"
-        self.vision: Any = getattr(holder.config, "vision_config", None)
+        configs = (getattr(holder.config, name, None) for name in _CONFIGS)
+        self.vision: Any = next((config for config in configs if config is not None), None)
         towers = (
             m for m in holder.modules() if m is not holder and type(getattr(m, "config", None)) is type(self.vision)
         )
@@ -66,8 +69,10 @@ class _Reader:
         return next((v for c in (self.holder.config, self.vision) if (v := getattr(c, name, None)) is not None), None)
 
     def inputs(self, sizes: Sequence[Size]) -> dict[str, Tensor] | None:
-        if self.vision is None or not hasattr(self.vision, "patch_size"):
+        if self.vision is None:
             return None
+        if not hasattr(self.vision, "patch_size"):
+            return self._one_size(sizes)
         if f"{self.kind}_grid_thw" in self.parameters:
             return self._patches(sizes)
         if f"{self.kind}_position_ids" in self.parameters:
@@ -152,7 +157,7 @@ class _Reader:
 
     def _crops(self, count: int) -> dict[str, Tensor] | None:
         """Crops of one size and the whole image in that size, for the smallest resolution."""
-        side = self._image_size()
+        side = self._image_size(self.vision)
         if side is None:
             return None
         height, width = min(self.holder.config.image_grid_pinpoints, key=math.prod)
@@ -164,14 +169,31 @@ class _Reader:
 
     def _one_size(self, sizes: Sequence[Size]) -> dict[str, Tensor] | None:
         """Images of the config's size; where a model takes several images a sample, or frames, each has its own dim."""
-        side = self._image_size()
+        side = self._image_size(self.vision)
         if side is None:
             return None
         dims = re.search(rf"^\s*(\w+(?:, \w+)+) = {self.pixels}\.shape$", self.source, re.M)
-        nested = (dims is not None and dims[1].count(",") == 4) or self._takes_outer_dim()
+        masks = re.findall(rf"\b{self.pixels}\[(\w+)\]", self.source)
+        nested = (dims is not None and dims[1].count(",") == 4) or bool(masks) or self._takes_outer_dim()
         frames = sizes[0][0] if self.kind == "video" else 1
         outer = (len(sizes), frames) if nested else (len(sizes),)
-        return {self.pixels: self._ones(*outer, self._channels(), *side)}
+        found = {self.pixels: self._ones(*outer, self._channels(), *side)}
+        found |= {name: self._ones(*outer).bool() for name in masks if name in self.parameters}
+        for name, config in self._other_images().items():
+            other = self._image_size(config)
+            if other is not None:
+                found[name] = self._ones(*outer, self._channels(), *other)
+        return found
+
+    def _other_images(self) -> dict[str, Any]:
+        """Required parameters with the same images in another size, such as `high_res_pixel_values`, with configs."""
+        required = {name for name, p in self.parameters.items() if p.default is p.empty}
+        others = [name for name in required if name.endswith(f"_{self.pixels}")]
+        prefixes = {name: name.removesuffix(self.pixels) for name in others}
+        configs = {
+            name: getattr(self.holder.config, f"{prefix}vision_config", None) for name, prefix in prefixes.items()
+        }
+        return {name: config for name, config in configs.items() if config is not None}
 
     def _takes_outer_dim(self) -> bool:
         """Whether the first dim is of samples or videos, and the second of their images or frames."""
@@ -189,9 +211,11 @@ class _Reader:
         found = (getattr(config, name, None) for config in (self.vision, self.holder.config) for name in _MERGE)
         return next((_pair(value)[0] for value in found if value is not None), 1)
 
-    def _image_size(self) -> tuple[int, int] | None:
-        size = getattr(self.vision, "image_size", None)
-        strides = getattr(self.vision, "patch_stride", None)
+    def _image_size(self, config: Any) -> tuple[int, int] | None:
+        nested = (getattr(config, name, None) for name in config.sub_configs)
+        configs = [config, *(inside for inside in nested if inside is not None)]
+        size = next((v for c in configs for name in _SIDES if (v := getattr(c, name, None)) is not None), None)
+        strides = getattr(config, "patch_stride", None)
         if size is None and isinstance(strides, list | tuple):
             # A pyramid of stages, which takes any size.
             size = 2 * math.prod(strides)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ from opslot.slots import BindingReport, OpsImplementationConfig, format_table
 from opslot.slots.protocol import keeps_sequences
 from opslot.verify.bisect import bisect, in_fp64, loss_and_gradients
 from opslot.verify.isolated import Processes
-from opslot.verify.media import KINDS, MediaSamples, media_samples, packed_samples, parallel_samples
+from opslot.verify.media import KINDS, RAISES, MediaSamples, media_samples, packed_samples, parallel_samples
 from opslot.verify.random_model import (
     packed_batches,
     random_ids,
@@ -45,7 +45,7 @@ from opslot.verify.random_model import (
     whole_batch,
     worst_difference,
 )
-from opslot.verify.tiny import model_type_of, tiny_config
+from opslot.verify.tiny import model_type_of, tiny_config, tiny_configs
 from opslot.verify.two_processes import SIZES, WORLD, two_process_step
 
 if TYPE_CHECKING:
@@ -157,9 +157,8 @@ def check_architecture(
         raise ConfigError(f"unknown check {unknown[0]!r}", hint=f"use {', '.join(CHECKS)}")
     name = model_type_of(arch_or_config) if isinstance(arch_or_config, str) else arch_or_config.model_type
     try:
-        config = tiny_config(name) if isinstance(arch_or_config, str) else arch_or_config
-        model = random_model(config, seed)
-        media, missing = _media_samples(model, seed)
+        configs = tiny_configs(name) if isinstance(arch_or_config, str) else (arch_or_config,)
+        config, model, media, missing = _first_that_runs(configs, seed)
         kernels = apply(model, ops)
     except OpslotError as error:
         return ArchitectureCheck(name, error=str(error))
@@ -169,6 +168,31 @@ def check_architecture(
     with run:
         outcomes = tuple(run.outcome(check) for check in CHECKS if check in checks)
     return ArchitectureCheck(name, outcomes, kernels, "", tuple(media.batches) if media else ("text",), missing)
+
+
+def _first_that_runs(
+    configs: Iterable[PreTrainedConfig], seed: int
+) -> tuple[PreTrainedConfig, Any, MediaSamples | None, Mapping[str, str]]:
+    """A config and its model with samples of media: the first whose media Transformers runs, else that with the most.
+
+    Raises:
+        Exception: what Transformers raises for the first config, if none builds.
+    """
+    found: list[tuple[PreTrainedConfig, Any, MediaSamples | None, Mapping[str, str]]] = []
+    error: Exception | None = None
+    for config in configs:
+        try:
+            model = random_model(config, seed)
+            found.append((config, model, *_media_samples(model, seed)))
+        except Exception as raised:
+            error = error or raised
+            continue
+        if not any(RAISES in reason for reason in found[-1][-1].values()):
+            return found[-1]
+    if not found:
+        assert error is not None, "no config"
+        raise error
+    return min(found, key=lambda each: len(each[-1]))
 
 
 def _media_samples(model: Any, seed: int) -> tuple[MediaSamples | None, Mapping[str, str]]:

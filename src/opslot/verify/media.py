@@ -32,6 +32,8 @@ SAMPLES: dict[str, tuple[str, ...]] = {
     "audio": ("audio", "audio"),
     "mixed": ("image", "video", "audio", "image"),
 }
+# How the reason of a missing sample begins where the model raised an error.
+RAISES = "Transformers raises"
 _TYPE_IDS = {"image": 1, "video": 2, "audio": 3}
 _SIZES: tuple[Size, ...] = ((1, 1, 2), (1, 2, 2))
 _TEXT = 7
@@ -106,7 +108,7 @@ def _first_that_runs(model: Any, holder: Any, kinds: Sequence[str], seed: int) -
 
 
 def _raised(error: Exception) -> str:
-    return error_text(f"Transformers raises {type(error).__name__}: {error}").splitlines()[0]
+    return error_text(f"{RAISES} {type(error).__name__}: {error}").splitlines()[0]
 
 
 def _ways(holder: Any, kinds: Sequence[str]) -> Iterator[tuple[str, Sequence[int]]]:

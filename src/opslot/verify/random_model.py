@@ -36,7 +36,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
     kinds = ["CausalLM", "ImageTextToText", "MultimodalLM"]
     names = {"CausalLM": "CAUSAL_LM", "ImageTextToText": "IMAGE_TEXT_TO_TEXT", "MultimodalLM": "MULTIMODAL_LM"}
-    if "vision_config" in config.sub_configs or "audio_config" in config.sub_configs:
+    if config.sub_configs.keys() - {"text_config"}:
         kinds = [*kinds[1:], kinds[0]]
     for kind in kinds:
         if type(config) in getattr(modeling_auto, f"MODEL_FOR_{names[kind]}_MAPPING", {}):

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +128,8 @@ _SIZES: dict[str, Any] = {
     "projector_hidden_size": 32,
     "patch_size": _PATCH,
     "image_size": _IMAGE,
+    "resolution": _IMAGE,
+    "base_channels": 32,
     "num_position_embeddings": 16,
     "position_embedding_size": 16,
     "pos_emb_height": 4,
@@ -137,6 +140,12 @@ _SIZES: dict[str, Any] = {
 }
 # Fields that config classes leave at None although their models need a value.
 _NEEDED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts")
+
+# Names of the hidden size.
+_WIDTHS = ("hidden_size", "d_model", "embed_dim", "n_embd", "dim")
+_SIZES_BY_WIDTH = ("hidden_size", "intermediate_size", "_in_dim", "_out_dim", "input_dim", "output_dim", "_width")
+_SMALLEST_WIDTH = 64
+_MOST_RATIO = 16
 
 _STARTS = {"vision_start_token_id": 60, "vision_end_token_id": 61, "audio_start_token_id": 62, "audio_end_token_id": 63}
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
@@ -151,6 +160,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_top_k": 2},
     },
+    "chameleon": {"vocabulary_map": {"<image>": 60}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "dots1": {"n_shared_experts": 1},
     "glm5_next_text": {"index_topk": 16},
     "aria": {"projector_patch_to_query_dict": {"16": 4}},
@@ -161,6 +172,11 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "step3p5": {"sliding_window": 8, "share_expert_dim": 16, "swiglu_limits": [0.5, 0.5]},
     # Heads times their size is the width of the state.
     "mamba2": {"num_heads": 8, "head_dim": 8},
+    "emu3": {"vocabulary_map": {"<image>": 60, "<|extra_200|>": 61, "<|visual token 000000|>": 62}},
+    # Ids of images and audio have embeddings of their own, behind those of text.
+    "gemma3n": {"image_token_id": 49, "audio_token_id": 57},
+    "gemma3n_vision": {"vocab_size": 8, "vocab_offset": 48},
+    "gemma3n_audio": {"vocab_size": 8, "vocab_offset": 56},
     # Four patches are one feature.
     "llama4_vision_model": {"intermediate_size": 128},
     # Read by `get_rope_index`.
@@ -183,9 +199,34 @@ def tiny_config(arch: str) -> PreTrainedConfig:
     Raises:
         ConfigError: Transformers has no such architecture.
     """
+    return shrink(_default_config(arch))
+
+
+def tiny_configs(arch: str) -> Iterator[PreTrainedConfig]:
+    """`tiny_config`, and another whose sizes have the ratios of the default config; those that the class accepts.
+
+    Raises:
+        ConfigError: Transformers has no such architecture.
+        Exception: what the config class raises, if it accepts none.
+    """
+    default = _default_config(arch)
+    error: Exception | None = None
+    for ratios in (False, True):
+        try:
+            found = shrink(default, ratios=ratios)
+        # Validation of any config class.
+        except Exception as raised:
+            if ratios and error is not None:
+                raise error from raised
+            error = raised
+        else:
+            yield found
+
+
+def _default_config(arch: str) -> PreTrainedConfig:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return shrink(_with_language_model(CONFIG_MAPPING[model_type_of(arch)]()))
+    return _with_language_model(CONFIG_MAPPING[model_type_of(arch)]())
 
 
 def _with_language_model(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -226,11 +267,21 @@ def model_type_of(arch: str) -> str:
     return next((name for name in inside if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), inside[0])
 
 
-def shrink(default: PreTrainedConfig) -> PreTrainedConfig:
-    """A tiny config of the same class as `default`; nested configs are made tiny too."""
+def shrink(default: PreTrainedConfig, *, ratios: bool = False) -> PreTrainedConfig:
+    """A tiny config of the same class as `default`; nested configs are made tiny too.
+
+    Args:
+        ratios: keep the ratios of sizes to the hidden size, as far as they are whole, instead of usual sizes.
+    """
+    return _shrink(default, frozenset(_widths(default)), ratios)
+
+
+def _shrink(default: PreTrainedConfig, widths: frozenset[int], ratios: bool) -> PreTrainedConfig:
     given = default.to_dict()
     given |= {name: given.get(stored) for name, stored in default.attribute_map.items()}
-    values = {name: size for name, size in _SIZES.items() if given.get(name) or (name in given and name in _NEEDED)}
+    values = _set_by_the_model(default, given)
+    values |= {name: size for name, size in _SIZES.items() if given.get(name) or (name in given and name in _NEEDED)}
+    values |= _sizes_by_width(given, widths, ratios)
     if given.get("num_key_value_heads") == given.get("num_attention_heads"):
         values["num_key_value_heads"] = _HEADS
     if given.get("n_group") == 1:
@@ -247,12 +298,59 @@ def shrink(default: PreTrainedConfig) -> PreTrainedConfig:
     overrides = _OVERRIDES.get(default.model_type, {})
     values |= overrides
     nested = {name: config for name in default.sub_configs if (config := _sub_config(default, name)) is not None}
-    values |= {name: shrink(config).to_dict() for name, config in nested.items() if name not in values}
-    values |= _token_ids(given) if len(nested) > 1 else _media_token_ids(given)
+    values |= {name: _shrink(config, widths, ratios).to_dict() for name, config in nested.items() if name not in values}
+    values |= _token_ids(given) if len(nested) > 1 else _special_token_ids(given)
     if given.get("image_grid_pinpoints"):
         values["image_grid_pinpoints"] = [[_IMAGE, 2 * _IMAGE], [2 * _IMAGE, _IMAGE], [2 * _IMAGE, 2 * _IMAGE]]
+    values |= overrides
     stored = {name: value for name, value in values.items() if default.attribute_map.get(name) not in values}
-    return type(default)(**{name: value for name, value in stored.items() if name in given or name in overrides})
+    stored = {name: value for name, value in stored.items() if name in given or name in overrides}
+    try:
+        return type(default)(**stored)
+    # Validation of any config class, such as of rotary parameters by kind of layer.
+    except Exception:
+        if stored.pop("rope_parameters", None) in (None, given.get("rope_parameters")):
+            raise
+        return type(default)(**stored)
+
+
+def _widths(config: PreTrainedConfig) -> Iterator[int]:
+    """Hidden sizes of a config and those in it."""
+    own = (getattr(config, name, None) for name in _WIDTHS)
+    yield from (width for width in own if type(width) is int and width)
+    for name in config.sub_configs:
+        nested = _sub_config(config, name)
+        if nested is not None:
+            yield from _widths(nested)
+
+
+def _sizes_by_width(given: dict[str, Any], widths: frozenset[int], ratios: bool) -> dict[str, int]:
+    """Sizes that follow from a hidden size of the model: those that no rule knows, and with `ratios` all."""
+    own = [given[name] for name in _WIDTHS if type(given.get(name)) is int and given[name]]
+    found = {}
+    for name, value in given.items():
+        if type(value) is not int or value < _SMALLEST_WIDTH or not name.endswith(("_dim", "_size", "_width")):
+            continue
+        if name not in _SIZES and value in widths:
+            found[name] = _SIZES["hidden_size"]
+        elif ratios and name.endswith(_SIZES_BY_WIDTH):
+            scaled = next((size for width in (*own, *sorted(widths)) if (size := _scaled(value, width))), None)
+            found |= {} if scaled is None else {name: scaled}
+    return found
+
+
+def _scaled(value: int, width: int) -> int | None:
+    """The tiny size whose ratio to the tiny hidden size is that of `value` to `width`; None if that is not whole."""
+    size, rest = divmod(_SIZES["hidden_size"] * value, width)
+    small, large = min(value, width), max(value, width)
+    return size if not rest and not large % small and large <= _MOST_RATIO * small else None
+
+
+def _set_by_the_model(default: PreTrainedConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """Fields to which the config that holds this one gives other values than its class."""
+    usual = type(default)().to_dict()
+    kept = (int, float, str, bool)
+    return {name: v for name, v in given.items() if isinstance(v, kept) and name in usual and usual[name] != v}
 
 
 def _sum(given: dict[str, Any], *names: str) -> int:
@@ -277,10 +375,14 @@ def _token_ids(given: dict[str, Any]) -> dict[str, int]:
     return {name: _TEXT_VOCABULARY + i % (_VOCABULARY - _TEXT_VOCABULARY) for i, name in enumerate(media)}
 
 
-def _media_token_ids(given: dict[str, Any]) -> dict[str, int]:
-    """Different ids of the placeholders that the config of an encoder has itself."""
+def _special_token_ids(given: dict[str, Any]) -> dict[str, int]:
+    """Different ids of the placeholders that the config of an encoder has itself, and of what is outside of a tiny
+    vocabulary."""
     names = [f"{kind}_token_id" for kind in _KINDS]
-    return {name: _VOCABULARY - 1 - i for i, name in enumerate(names) if isinstance(given.get(name), int)}
+    found = [name for name in names if isinstance(given.get(name), int)]
+    found += [name for name in given if name.endswith("_token_id") and name not in (*_SIZES, *names)]
+    found = [name for name in found if name in names or (type(given[name]) is int and given[name] >= _VOCABULARY)]
+    return {name: _VOCABULARY - 1 - i for i, name in enumerate(found)}
 
 
 def _rotary_sections(given: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -289,7 +391,9 @@ def _rotary_sections(given: dict[str, Any], values: dict[str, Any]) -> dict[str,
     found: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
         rope: Any = given.get(name)
-        if name == "rope_parameters" and "num_key_value_heads" in given and _reads_sections(given["model_type"]):
+        per_layer_kind = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
+        reads = name == "rope_parameters" and "num_key_value_heads" in given and _reads_sections(given["model_type"])
+        if reads and not per_layer_kind:
             rope = {**_MROPE, **(rope or {})}
         for key, sections in rope.items() if isinstance(rope, dict) else ():
             if key.endswith("_section") and isinstance(sections, list | tuple):
@@ -347,6 +451,8 @@ def _layers(given: dict[str, Any], counted: str) -> dict[str, Any]:
 
 def _are_layers(name: str, value: list[Any], count: Any) -> bool:
     """Whether a list has numbers of layers, e.g. those with experts."""
+    if not isinstance(count, int):
+        return False
     named = "layer" in name or name.endswith(("_idxs", "_indices", "_indexes"))
     integers = all(type(n) is int for n in value)
     return named and bool(value) and integers and value == sorted({*value}) and value[-1] < count
