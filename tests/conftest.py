@@ -1,3 +1,4 @@
+import fnmatch
 import gc
 import importlib.util
 import json
@@ -55,6 +56,22 @@ def _module(path: str):
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`@pytest.mark.quick(*patterns)`: parameters of the test whose id matches no pattern are slow."""
+    unmatched = {}
+    for item in items:
+        if (marker := item.get_closest_marker("quick")) is None:
+            continue
+        found = {pattern for pattern in marker.args if fnmatch.fnmatchcase(item.callspec.id, pattern)}
+        if not found:
+            item.add_marker(pytest.mark.slow)
+        function = item.nodeid.partition("[")[0]
+        unmatched[function] = unmatched.get(function, set(marker.args)) - found
+    if config.args == config.getini("testpaths") and (wrong := {f: p for f, p in unmatched.items() if p}):
+        raise pytest.UsageError(f"no parameter matches these patterns of pytest.mark.quick: {wrong}")
 
 
 def pytest_collection_finish() -> None:

@@ -66,7 +66,9 @@ def assert_invariant(model, *lengths):
 
 
 @ON_CPU
-@pytest.mark.parametrize(("arch", "layers", "kv_heads"), [("deepseek_v3", 2, 2), ("qwen3", 1, 1)])
+@pytest.mark.parametrize(
+    ("arch", "layers", "kv_heads"), [pytest.param("deepseek_v3", 2, 2, marks=pytest.mark.slow), ("qwen3", 1, 1)]
+)
 def test_log_probs_do_not_depend_on_the_batch(arch, layers, kv_heads):
     heads = {"num_attention_heads": 2, "num_key_value_heads": kv_heads}
     assert_invariant(model_of(arch, num_hidden_layers=layers, **heads), 9, 70, 5)

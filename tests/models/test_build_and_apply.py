@@ -99,6 +99,7 @@ def test_auto_is_as_accurate_as_eager(arch):
         assert error(grads[name], true) <= 2 * worst + 1e-7, name
 
 
+@pytest.mark.quick("eager-qwen3_moe", "auto-llama", "auto-qwen3_moe")
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("ops", ["eager", "auto"])
 def test_sequence_classification(arch, ops):

@@ -17,6 +17,7 @@ def loss_and_gradients(model, ids):
     return loss, {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.quick("gpt_oss-*", "nemotron_h-grouped_mm", "qwen3_moe-grouped_mm")
 @pytest.mark.parametrize("kernel", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "llama4_text", "nemotron_h"])
 def test_equals_the_parametrization_of_peft(arch, kernel):
@@ -43,6 +44,7 @@ def test_equals_the_parametrization_of_peft(arch, kernel):
         torch.testing.assert_close(found(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick("*-grouped_mm", "standard-fused_triton", "split-fused_triton")
 @pytest.mark.parametrize("kernel", ["grouped_mm", "fused_triton"])
 @pytest.mark.parametrize("variant", ["standard", "split", "clamped", "transposed", "ungated", "biased"])
 def test_kernels_equal_added_weights(variant, kernel):
@@ -131,6 +133,7 @@ def test_compiled_adapters_on_a_gpu(kernel):
             assert (parameter.grad - gradients[name]).norm() < 0.1 * gradients[name].norm(), name
 
 
+@pytest.mark.quick("qwen3_moe")
 @pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss"])
 def test_compile_has_no_graph_break(arch):
     torch.manual_seed(0)

@@ -35,10 +35,22 @@ def selected_cases(spec):
     return [case for case in cases if case.name in OF_EVERY_VARIANT[spec.op_name] or case.name not in of_standard]
 
 
+def quick_cases(spec):
+    """In Triton's interpreter, the first kernel of an op runs all cases, others the first, the last and their own."""
+    cases = [case.name for case in selected_cases(spec)]
+    first = next((s for s in usable_specs() if s.op_name == spec.op_name and s.interpretable), spec)
+    if DEVICE == "cuda" or not spec.interpretable or spec is first:
+        return set(cases)
+    shared = {case.name for case in selected_cases(first)}
+    return {cases[0], cases[-1], *(name for name in cases if name not in shared)}
+
+
 def cases():
     for spec in usable_specs():
+        quick = quick_cases(spec)
         for case in selected_cases(spec):
-            yield pytest.param(spec, case, id=f"{'-'.join(spec.key)}-{case.name}")
+            marks = [] if case.name in quick else [pytest.mark.slow]
+            yield pytest.param(spec, case, id=f"{'-'.join(spec.key)}-{case.name}", marks=marks)
 
 
 def selected_dtypes(spec, case):

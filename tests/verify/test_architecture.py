@@ -224,11 +224,11 @@ def test_images_that_cannot_be_made_leave_the_checks_of_text(monkeypatch):
     [
         ("llama4", ("text", "image")),
         ("pixtral", ("text", "image")),
-        ("gemma4", ("text", "image", "video", "audio", "mixed")),
+        pytest.param("gemma4", ("text", "image", "video", "audio", "mixed"), marks=pytest.mark.slow),
         ("qwen2_5_omni", ("text", "image", "video", "audio", "mixed")),
-        ("qwen3_omni_moe", ("text", "image", "video", "audio", "mixed")),
+        pytest.param("qwen3_omni_moe", ("text", "image", "video", "audio", "mixed"), marks=pytest.mark.slow),
         ("voxtral", ("text", "audio")),
-        ("granite_speech", ("text", "audio")),
+        pytest.param("granite_speech", ("text", "audio"), marks=pytest.mark.slow),
     ],
 )
 def test_every_modality_is_checked(arch, samples):
@@ -254,6 +254,7 @@ def test_inputs_without_a_method_for_features_have_a_reason():
     assert found.missing["audio"] == f"Qwen2AudioForConditionalGeneration {reason}"
 
 
+@pytest.mark.quick("llama4")
 @pytest.mark.parametrize("arch", ["llama4", "qwen2_5_omni", "voxtral"])
 def test_modalities_on_two_processes(processes, arch):
     found = check_architecture(arch, checks=["fsdp", "sp"], processes=processes)
