@@ -8,19 +8,20 @@ Run as a script, this file is the process that forks.
 from __future__ import annotations
 
 import atexit
-import contextlib
+import fcntl
 import gc
 import importlib
 import os
 import runpy
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NoReturn
 
@@ -71,11 +72,7 @@ class Forks:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._started = 0
-        self._server, end = Pipe()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        command = [sys.executable, "-P", __file__, str(end.fileno())]
-        self._process = subprocess.Popen(command, env=environment, pass_fds=[end.fileno()])
-        end.close()
+        self._server = _connect()
 
     def start(self, script: str | Path, *arguments: str, env: dict[str, str] | None = None) -> Fork:
         """Run a script with `env` added to the environment."""
@@ -87,24 +84,62 @@ class Forks:
 
     def close(self) -> None:
         self._server.close()
-        self._process.kill()
-        self._process.wait()
         self._folder.cleanup()
 
 
-def _serve(connection: Connection) -> None:
-    """Reply to a task with the pid of its fork, and to a pid with its exit code."""
-    while True:
-        task = connection.recv()
-        if isinstance(task, int):
-            pid, status = os.waitpid(task, os.WNOHANG)
-            connection.send(os.waitstatus_to_exitcode(status) if pid else None)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            connection.close()
-            _become(*task)
-        connection.send(pid)
+def _connect() -> Connection:
+    """Connect to the process that forks. The first pytest-xdist worker that needs it starts it for all of them."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or secrets.token_hex()
+    path = Path(tempfile.gettempdir(), f"opslot-{run}")
+    client = socket.socket(socket.AF_UNIX)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            client.connect(str(path))
+        except OSError:
+            _start_server(path)
+            client.connect(str(path))
+    return Connection(client.detach())
+
+
+def _start_server(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        listener.set_inheritable(True)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        # It may outlive this process, and exits after the last one that is connected to it.
+        os.posix_spawn(sys.executable, [sys.executable, "-P", __file__, str(listener.fileno())], environment)
+
+
+def _serve(listener: socket.socket) -> None:
+    """Reply to a task with the pid of its fork, and to a pid with its exit code, until no client is left."""
+    clients = [_accept(listener)]
+    while clients:
+        for ready in wait([listener, *clients]):
+            if ready is listener:
+                clients.append(_accept(listener))
+                continue
+            try:
+                task = ready.recv()
+            except (EOFError, OSError):
+                clients.remove(ready)
+                continue
+            if isinstance(task, int):
+                pid, status = os.waitpid(task, os.WNOHANG)
+                ready.send(os.waitstatus_to_exitcode(status) if pid else None)
+                continue
+            pid = os.fork()
+            if pid == 0:
+                for inherited in (listener, *clients):
+                    inherited.close()
+                _become(*task)
+            ready.send(pid)
+
+
+def _accept(listener: socket.socket) -> Connection:
+    return Connection(listener.accept()[0].detach())
 
 
 def _become(script: str, arguments: tuple[str, ...], environment: dict[str, str], output: Path) -> NoReturn:
@@ -145,5 +180,8 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()
 
-    with contextlib.suppress(EOFError):
-        _serve(Connection(int(sys.argv[1])))
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    path = Path(listener.getsockname())
+    _serve(listener)
+    for file in (path, path.with_suffix(".lock")):
+        file.unlink(missing_ok=True)
