@@ -8,6 +8,7 @@ Run as a script, this file is the process that forks.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -176,6 +177,9 @@ if __name__ == "__main__":
     # Slow imports, but no modeling module: tests check which of them are imported.
     for name in ("transformers.modeling_utils", "opslot.distributed", "opslot.models", "opslot.trainer.text"):
         importlib.import_module(name)
+    for name in ("jsonargparse", "pandas"):  # pyarrow imports pandas where it is installed.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     # Collecting garbage in a fork would copy what was imported.
     gc.collect()
     gc.freeze()

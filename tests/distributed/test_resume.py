@@ -39,8 +39,8 @@ def whole():
         pytest.param("one", "fsdp", marks=pytest.mark.slow),
         ("ep", "one"),
         pytest.param("one", "ep", marks=pytest.mark.slow),
-        pytest.param("ep", "fsdp", marks=pytest.mark.slow),
-        ("sp and ep", "hsdp"),
+        ("ep", "fsdp"),
+        pytest.param("sp and ep", "hsdp", marks=pytest.mark.slow),
         pytest.param("hsdp", "ep", marks=pytest.mark.slow),
     ],
 )

@@ -75,7 +75,7 @@ MOE = {
 }
 
 
-@pytest.mark.quick("gpt_oss", "deepseek_v3", "qwen3_5_moe_text")
+@pytest.mark.quick("gpt_oss", "deepseek_v3")
 @pytest.mark.parametrize("name", list(MOE))
 def test_experts_of_each_architecture_equal_one_process(ranks, name):
     """Biases of experts, routers with groups, and shared experts with or without a gate; the plan is the default."""
@@ -321,6 +321,7 @@ def test_tied_embeddings(ranks):
     check(ranks, "qwen3", SIZES["fsdp"], micro_batches=2, ops="auto", changes={"tie_word_embeddings": True})
 
 
+@pytest.mark.quick("fsdp-qwen3_moe")
 @pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_moe"])
 @pytest.mark.parametrize("axis", ["fsdp", "sp"])
 def test_fused_loss(ranks, name, axis):

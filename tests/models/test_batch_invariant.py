@@ -147,6 +147,7 @@ def test_gradients_equal_the_eager_model():
             )
 
 
+@pytest.mark.quick("deepcopy")
 @ON_CPU
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_use_their_own_weights(copied):

@@ -14,7 +14,7 @@ from opslot.trainer.callbacks import read_metrics
 SCRIPT = """
 import os, resource, signal, sys, threading
 from opslot.checkpoint import training_state
-from opslot.trainer import TextTrainer, cli_train
+from opslot.trainer import TextTrainer, cli_train, loss_curve
 from opslot.trainer.callbacks import Callback
 
 case, file, flag = sys.argv[1:]
@@ -42,6 +42,7 @@ def never_finish(unfinished, final, snapshot, files):
     finish(unfinished, final, snapshot, files)
 
 training_state._finish = never_finish
+loss_curve.draw_loss_curve = lambda records, path, **_: path.touch()
 sys.exit(cli_train([file]))
 """
 
