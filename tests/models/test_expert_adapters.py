@@ -137,7 +137,9 @@ def test_compiled_adapters_on_a_gpu(kernel):
 @pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss"])
 def test_compile_has_no_graph_break(arch):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(arch))
+    config = tiny_config(arch)
+    config.num_hidden_layers = 1
+    model = AutoModelForCausalLM.from_config(config)
     names = ["experts.gate_up_proj", "experts.down_proj"]
     model = get_peft_model(model, LoraConfig(r=2, target_parameters=names, init_lora_weights=False))
     opslot.apply(model, {"preset": "eager", "moe_implementation": "grouped_mm"})
@@ -151,7 +153,7 @@ def test_compile_has_no_graph_break(arch):
     found = compiled(ids).loss
     found.backward()
     torch.testing.assert_close(found, loss)
-    assert len(gradients) == 2 * 2 * 2
+    assert len(gradients) == 2 * 2
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-5)
