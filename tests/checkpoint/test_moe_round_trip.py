@@ -175,7 +175,7 @@ def reload(model: Any, folder: Path) -> nn.Module:
 
 
 @pytest.mark.quick(
-    "mixtral", "gpt_oss", "deepseek_v3", "llama4_text", "qwen3_moe", "qwen3_vl_moe", "granitemoe", "jamba"
+    "mixtral", "gpt_oss", "deepseek_v3", "llama4_text", "qwen3_moe", "qwen3_vl_moe", "granitemoe", "jamba", "lfm2_moe"
 )
 @pytest.mark.parametrize("model_type", [*TEXT, *VISION_LANGUAGE])
 def test_default_layout_is_read_by_transformers_and_opslot(model_type: str, tmp_path: Path) -> None:

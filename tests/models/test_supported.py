@@ -55,12 +55,12 @@ def test_every_supported_architecture_was_checked():
 
 
 def representatives():
-    """A dense, an MoE, an MLA and a vision-language architecture, and others until every op and variant has a slot."""
+    """Architectures with every op and variant, and with forms that no other has."""
     lock, version = Lock.load(lock_path()), installed_release().version
     variants = {
         arch: {slot.split()[-1] for slot in lock.slots[arch].get(version, ())} for arch in supported_architectures()
     }
-    chosen = {"llama", "qwen3_moe", "deepseek_v3", "qwen3_vl"}
+    chosen = {"llama", "qwen3_moe", "deepseek_v3", "qwen3_vl", "falcon_h1", "mamba2", "minimax"}
     while missing := set().union(*variants.values()) - set().union(*(variants[arch] for arch in chosen)):
         chosen.add(max(sorted(variants), key=lambda arch: len(variants[arch] & missing)))
     return chosen

@@ -271,7 +271,7 @@ def test_two_processes_have_the_losses_of_one(ranks, write, tmp_path, axis):
             torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.quick("adamw_torch")
+@pytest.mark.quick("muon")
 @pytest.mark.parametrize("optimizer", ["muon", "adamw_torch"])
 def test_resume_of_an_optimizer_on_other_ranks(ranks, write, settings, tmp_path, optimizer):
     """fsdp=2 and ep=2 equal one process, and a run of one continues on the other."""

@@ -143,7 +143,7 @@ def test_run_from_a_checkpoint_keeps_the_speech_parts(omni_settings, tmp_path, t
     assert type(load_processor(folder)).__name__ == "Qwen2_5OmniProcessor"
 
 
-@pytest.mark.quick("source0-*")
+@pytest.mark.quick("chat.jsonl-*")
 @pytest.mark.parametrize(
     ("source", "problem"),
     [

@@ -222,13 +222,13 @@ def test_images_that_cannot_be_made_leave_the_checks_of_text(monkeypatch):
 @pytest.mark.parametrize(
     ("arch", "samples"),
     [
-        ("llama4", ("text", "image")),
+        pytest.param("llama4", ("text", "image"), marks=pytest.mark.slow),
         ("pixtral", ("text", "image")),
-        pytest.param("gemma4", ("text", "image", "video", "audio", "mixed"), marks=pytest.mark.slow),
+        ("gemma4", ("text", "image", "video", "audio", "mixed")),
         ("qwen2_5_omni", ("text", "image", "video", "audio", "mixed")),
         pytest.param("qwen3_omni_moe", ("text", "image", "video", "audio", "mixed"), marks=pytest.mark.slow),
         ("voxtral", ("text", "audio")),
-        pytest.param("granite_speech", ("text", "audio"), marks=pytest.mark.slow),
+        ("granite_speech", ("text", "audio")),
     ],
 )
 def test_every_modality_is_checked(arch, samples):
