@@ -95,6 +95,11 @@ def test_experts_on_four(ranks, sizes):
     check(ranks, 4, "qwen3_moe", sizes, ops="auto", aux_loss=True)
 
 
+@pytest.mark.parametrize("sizes", [{}, {"ep": 2}, {"sp": 2}], ids=str)
+def test_compiled_layers_on_two(ranks, sizes):
+    check(ranks, 2, "qwen3_moe", sizes, ops="auto", options={"compile": True})
+
+
 @pytest.mark.parametrize("kernel", ["fused_quack", "fused_triton", "grouped_mm"])
 def test_named_kernel_of_experts_on_two(ranks, kernel):
     if kernel == "fused_quack":

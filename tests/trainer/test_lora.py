@@ -16,6 +16,7 @@ from opslot import explain
 from opslot.checkpoint import save_adapter
 from opslot.checkpoint.adapters import adapter_layers
 from opslot.cli import main
+from opslot.distributed import destroy_parallel_state
 from opslot.trainer.callbacks import read_metrics
 
 LORA = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
@@ -153,6 +154,18 @@ def test_losses_equal_those_of_peft(trainer, tmp_path, lora):
     found = losses(tmp_path / "run")
     assert found == pytest.approx(expected, rel=1e-5)
     assert found[-1] != pytest.approx(found[0], rel=1e-4)
+
+
+def test_frozen_weights_are_stored_in_the_dtype_of_the_computation(trainer, monkeypatch, request):
+    request.addfinalizer(destroy_parallel_state)
+    run = trainer("run", fsdp={"param_dtype": "bfloat16"})
+    assert {p.requires_grad: p.dtype for p in run.model.parameters()} == {False: torch.bfloat16, True: torch.float32}
+    run.train()
+    monkeypatch.setattr("opslot.trainer.text.dtype_of_weights", lambda config: "float32")
+    cast = trainer("cast", fsdp={"param_dtype": "bfloat16"})
+    assert {p.dtype for p in cast.model.parameters()} == {torch.float32}
+    cast.train()
+    assert losses(run.output_dir) == losses(cast.output_dir)
 
 
 @pytest.mark.quick("pissa")

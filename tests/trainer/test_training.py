@@ -14,9 +14,11 @@ import yaml
 from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from opslot import KERNEL_REGISTRY, KernelSpec, explain
+from opslot._base.device import DeviceFacts
 from opslot._base.errors import ConfigError
 from opslot.checkpoint import ExpertTensorConverter
 from opslot.distributed import destroy_parallel_state
@@ -26,6 +28,7 @@ from opslot.trainer import TextTrainer, load_config
 from opslot.trainer.callbacks import Callback, MetricsCallback, read_metrics
 from opslot.trainer.checkpointing import find_checkpoints
 from opslot.trainer.saver import CheckpointSaver
+from opslot.trainer.setup import with_default_precision
 
 TIMELESS = ("step", "loss", "grad_norm", "lr", "epoch", "tokens", "eval_loss")
 
@@ -516,3 +519,32 @@ def test_torchrun_with_one_process(settings, torchrun, tmp_path):
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert [record["step"] for record in read_metrics(tmp_path / "out")] == [1, 2, 3, 4]
+
+
+def test_compile_compiles_each_layer(settings, tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(type(self).__name__))
+    settings["train"] |= {"compile": True, "output_dir": str(tmp_path / "out"), "max_steps": 1}
+    trainer = trainer_of(settings, tmp_path)
+    trainer.train()
+    assert len(compiled) == trainer.model.config.num_hidden_layers
+    assert len(set(compiled)) == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "expected"),
+    [
+        ((9, 0), [], "bfloat16"),
+        ((9, 0), ["--train.fsdp.param_dtype", "float32"], "float32"),
+        ((9, 0), ["--model.torch_dtype", "bfloat16"], None),
+        ((9, 0), ["--model.device", "cpu"], None),
+        ((7, 5), [], None),
+        (None, [], None),
+    ],
+)
+def test_default_precision(capability, changes, expected, monkeypatch):
+    facts = DeviceFacts("cpu" if capability is None else "gpu", capability)
+    monkeypatch.setattr("opslot.trainer.setup.best_device", lambda: facts)
+    assert (
+        with_default_precision(load_config(["--train.output_dir", "out", *changes])).train.fsdp.param_dtype == expected
+    )

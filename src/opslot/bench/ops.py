@@ -45,8 +45,12 @@ def call_sites_of(model: Any, device: torch.device, dtype: torch.dtype) -> list[
     config = getattr(model, "config", None)
     asked = [(op, variant, module) for _, module, _, op, variant in walk_slots(model)]
     for op in KERNEL_REGISTRY.ops.values():
-        if op.applies_to is not None and not op.per_module and (variant := op.applies_to(model)) is not None:
-            asked.append((op.name, variant, model))
+        if op.applies_to is None or (op.per_module and not KERNEL_REGISTRY.selected_by_auto(op.name)):
+            continue
+        for module in model.modules() if op.per_module else (model,):
+            variant = op.applies_to(module, config) if op.per_module else op.applies_to(module)
+            if variant is not None:
+                asked.append((op.name, variant, module))
     found: dict[CallSite, None] = {}
     for op_name, variant, module in asked:
         static_shape = KERNEL_REGISTRY.op(op_name).variant(variant).static_shape

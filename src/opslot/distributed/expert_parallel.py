@@ -53,6 +53,8 @@ class ExpertParallel:
         """The same for another kernel."""
         return ExpertParallel(kernel, self._group, self.add)
 
+    # How many rows are exchanged depends on the router's choices.
+    @torch.compiler.disable
     def __call__(self, hidden_states: Tensor, *arguments: Any) -> Tensor:
         # The variants have different numbers of weights, all before the indices.
         at = next(i for i, value in enumerate(arguments) if not value.is_floating_point())

@@ -40,6 +40,7 @@ def parallelize(
     reduce_dtype: torch.dtype | None = torch.float32,
     activation_checkpointing: CheckpointingMode | bool = False,
     activation_offload: bool = False,
+    compile: bool = False,
     cpu_offload: bool = False,
     reshard_after_forward: bool = True,
     prefetch: int = 1,
@@ -65,6 +66,7 @@ def parallelize(
         reduce_dtype: dtype in which gradients are accumulated.
         activation_checkpointing: none, full or selective; see `opslot.distributed.activations`. True is full.
         activation_offload: keep the inputs of checkpointed layers in host memory.
+        compile: run each layer through torch.compile; layers of one class share its graphs.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         reshard_after_forward: gather a layer's parameters again for the backward pass instead of keeping them.
         prefetch: number of layers whose parameters are gathered ahead.
@@ -83,6 +85,10 @@ def parallelize(
     """
     state = state or get_parallel_state()
     checkpoint_activations(model, activation_checkpointing, activation_offload)
+    if compile:
+        # Before FSDP, whose hooks stay outside of the graphs.
+        for layer in _find_layers(model, layers):
+            layer.compile()
     experts = plan.apply(model, state) if plan is not None else []
     if state.mesh is not None:
         options = {

@@ -43,6 +43,7 @@ class ShardedConvolution:
         self.convolve = convolve
         self.group = group
 
+    @torch.compiler.disable
     def __call__(
         self,
         hidden_states: Tensor,
@@ -91,6 +92,7 @@ class UlyssesDeltaRule:
         self.rule = rule
         self.group = group
 
+    @torch.compiler.disable
     def __call__(
         self,
         query: Tensor,
@@ -136,6 +138,7 @@ class UlyssesScan:
         self.scan = scan
         self.group = group
 
+    @torch.compiler.disable
     def __call__(
         self,
         x: Tensor,

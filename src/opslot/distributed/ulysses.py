@@ -172,6 +172,7 @@ class OverlappedAllToAll:
         """Let `ulysses_attention` find the transfers of `module`."""
         module.__dict__[self._ATTRIBUTE] = self
 
+    @torch.compiler.disable
     def start(self, name: str, x: Tensor, repeats: int = 1) -> Tensor:
         """Start the all-to-all of `x` [B, S / sp, heads, D], each head repeated `repeats` times.
 
@@ -185,6 +186,7 @@ class OverlappedAllToAll:
         handle = self._running[name] = AsyncAllToAll(_split(x, 2, group), group)
         return handle.pending.view(x.shape)
 
+    @torch.compiler.disable
     def wait(self, name: str, x: Tensor) -> Tensor:
         """Wait for the all-to-all started as `name`; returns [B, heads / sp, S, D].
 
@@ -224,6 +226,8 @@ def ulysses_attention(
         global already.
     """
 
+    # Kernels are single ops, and torch 2.11 cannot trace the mesh of the ranks.
+    @torch.compiler.disable
     @functools.wraps(attention)
     def attend(
         module: nn.Module,

@@ -56,8 +56,8 @@ def parallelize(
         ulysses_pipeline: chunks that a rank's heads are exchanged in; see `ulysses_attention`.
         ulysses_overlap: start the all-to-all of query, key and value each while the next one is projected; the same
             numbers, bit for bit where sp does not make it repeat key/value heads. Excludes a pipeline.
-        options: of `opslot.distributed.parallelize`: param_dtype, reduce_dtype, activation_checkpointing, load,
-            cpu_offload, reshard_after_forward, prefetch, ...
+        options: of `opslot.distributed.parallelize`: param_dtype, reduce_dtype, activation_checkpointing, compile,
+            load, cpu_offload, reshard_after_forward, prefetch, ...
 
     Returns:
         `model`.

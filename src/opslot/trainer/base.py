@@ -51,7 +51,7 @@ from opslot.trainer.parse import config_changes, to_yaml
 from opslot.trainer.prepare import prepare_model
 from opslot.trainer.random_states import restore_random_states, seed_everything
 from opslot.trainer.saver import CheckpointSaver
-from opslot.trainer.setup import disk_errors, dtype_of, peak_memory, start_processes
+from opslot.trainer.setup import disk_errors, dtype_of, peak_memory, start_processes, with_default_precision
 from opslot.trainer.stopping import StopRequest
 from opslot.trainer.throughput import StepMeter
 from opslot.trainer.validate import Inputs, micro_batch_size, validate
@@ -109,6 +109,7 @@ class BaseTrainer(ABC):
     def __init__(
         self, config: RunConfig, callbacks: Sequence[Callback] | None = None, console: Console | None = None
     ) -> None:
+        config = with_default_precision(config)
         self.config = config
         self.console = console or make_console()
         self.inputs: Inputs = validate(config)

@@ -17,7 +17,7 @@ class ModelConfig:
         model_path: folder of the Hugging Face checkpoint to start from; default random weights.
         tokenizer_path: folder of the tokenizer (for task vlm, of the processor), or its tokenizer.json; default
             `model_path`, then `config_path`.
-        torch_dtype: dtype of the parameters and of the optimizer state; see also `train.fsdp.param_dtype`.
+        torch_dtype: dtype of the trained parameters and of the optimizer state; see also `train.fsdp.param_dtype`.
         device: where to train; auto selects a GPU if there is one.
         export_excluded: keep in the export the weights of `model_path` that are not built for training, such as the
             speech parts of an omni model.
@@ -75,8 +75,8 @@ class FSDPConfig:
 
     Args:
         dp_replicate: number of replicas (HSDP): parameters are sharded within each; 1 shards over all processes.
-        param_dtype: dtype of the gathered parameters, thus of the forward and backward pass; default
-            `model.torch_dtype`. float16 trains with a dynamic loss scale.
+        param_dtype: dtype of the gathered parameters, thus of the forward and backward pass; default bfloat16 on a GPU
+            that supports it, else `model.torch_dtype`. float16 trains with a dynamic loss scale.
         reduce_dtype: dtype of the gradient reduction.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         reshard_after_forward: free a layer's gathered parameters after the forward pass and gather them again for the
@@ -173,6 +173,8 @@ class TrainConfig:
         activation_checkpointing: full recomputes each layer in the backward pass instead of storing its activations;
             selective stores the outputs of matmuls and attention and recomputes the rest.
         activation_offload: with activation checkpointing, keep the inputs of layers in host memory.
+        compile: run each layer through torch.compile: steps of small models, which wait for the host, get faster, the
+            first ones take minutes.
         eval_steps: number of steps between two evaluations; the last step is always evaluated. null: no evaluation.
         freeze: parts that are not trained: vision, audio, merger, language_model (with its output layer), or globs of
             fully qualified parameter names such as model.language_model.layers.0.*.
@@ -199,6 +201,7 @@ class TrainConfig:
     seed: int = 0
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     activation_offload: bool = False
+    compile: bool = False
     eval_steps: int | None = None
     freeze: list[str] | None = None
     lr_of: dict[str, float] | None = None

@@ -60,7 +60,7 @@ _FIELDS = {
     "overwrite_output_dir": "another train.output_dir, or train.checkpoint.resume_from: latest",
     "dataloader_num_workers": "data.num_workers",
     "data_seed": "train.seed",
-    "torch_compile": "opslot.build_foundation_model and model.compile() in your own script",
+    "torch_compile": "train.compile",
     "use_cpu": "model.device: cpu",
     "no_cuda": "model.device: cpu",
     "use_liger_kernel": "model.ops_implementation",

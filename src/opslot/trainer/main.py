@@ -68,8 +68,9 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
     """
     from opslot.distributed import destroy_parallel_state, fail_together
     from opslot.trainer.display import make_console
-    from opslot.trainer.setup import start_processes
+    from opslot.trainer.setup import start_processes, with_default_precision
 
+    config = with_default_precision(config)
     console = console or make_console()
     with _logging_to(console), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

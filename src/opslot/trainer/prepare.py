@@ -45,6 +45,11 @@ def prepare_model(
     if config.lora.r is not None:
         base = config.model.model_path
         add_adapters(model, config.lora, base and str(Path(base).expanduser().resolve()))
+        trained = getattr(torch, config.model.torch_dtype)
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.dtype != trained:
+                # PEFT made it in the dtype of the frozen weights.
+                parameter.data = parameter.data.to(trained)
     require_trainable_dtype(model)
     _require_shared_mean(model, config, state)
     if checkpoint is not None:
@@ -74,6 +79,7 @@ def _parallelize(model: PreTrainedModel, config: RunConfig, state: ParallelState
     options: dict[str, Any] = {
         "activation_checkpointing": train.activation_checkpointing,
         "activation_offload": train.activation_offload,
+        "compile": train.compile,
         "ulysses_overlap": fsdp.ulysses_overlap,
     }
     if config.lora.r is not None or any(parameter.is_meta for parameter in model.parameters()):

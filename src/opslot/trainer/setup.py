@@ -6,11 +6,13 @@ import contextlib
 import errno
 import resource
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from opslot._base.device import best_device
 from opslot._base.errors import ConfigError, TrainingError
 from opslot.distributed import ParallelState, init_parallel_state
 from opslot.distributed.copy_engine import opened_bytes
@@ -21,6 +23,29 @@ if TYPE_CHECKING:
 
 # errno values of a disk that is full, read-only or failing.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
+
+
+def with_default_precision(config: RunConfig) -> RunConfig:
+    """`config` with `train.fsdp.param_dtype` set.
+
+    Where it is not set, parameters in float32 are computed with in bfloat16 on a GPU that supports it.
+    """
+    fsdp, model = config.train.fsdp, config.model
+    if fsdp.param_dtype is not None or model.torch_dtype != "float32" or model.device == "cpu":
+        return config
+    capability = best_device().capability
+    if capability is None or capability < (8, 0):
+        return config
+    return replace(config, train=replace(config.train, fsdp=replace(fsdp, param_dtype="bfloat16")))
+
+
+def dtype_of_weights(config: RunConfig) -> str:
+    """The dtype in which a model's weights are built: of weights that adapters leave frozen, that of the computation.
+
+    They would be cast to it in every forward pass.
+    """
+    adapted = config.lora.r is not None and config.train.fsdp.param_dtype
+    return adapted or config.model.torch_dtype
 
 
 def start_processes(config: RunConfig) -> ParallelState:

@@ -24,6 +24,7 @@ from opslot.slots.protocol import keeps_sequences
 from opslot.trainer.base import BaseTrainer, TrainResult
 from opslot.trainer.generating import generate_answers
 from opslot.trainer.run_data import CHAT_TASKS, RunData, open_tokenizer
+from opslot.trainer.setup import dtype_of_weights
 from opslot.trainer.validate import micro_batch_size
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class TextTrainer(BaseTrainer):
         built = build_foundation_model(
             self.inputs.config_path,
             weights_path=None if later else model.model_path,
-            torch_dtype=model.torch_dtype,
+            torch_dtype=dtype_of_weights(self.config),
             init_device="meta" if later else self.device.type,
             run_device=self.device.type,
             run_dtype=self.config.train.fsdp.param_dtype,

@@ -376,6 +376,14 @@ COMPILE = """
 """
 
 
+@pytest.mark.parametrize(("head", "state"), [(8, 8), (24, 40), (32, 64), (64, 16), (128, 256)])
+def test_tiles_in_16_bit_have_one_layout_in_shared_memory(head, state):
+    """See plan_for: ptxas 12.8 computes wrong addresses where narrower tiles are mixed with these."""
+    pytest.importorskip("triton")
+    plan = importlib.import_module("opslot.ops.mamba_chunk_scan.kernels.call").plan_for(head, state, 2)
+    assert min(plan.head, plan.rows, plan.columns, plan.read, plan.shared, plan.chunk) >= 64
+
+
 @pytest.mark.slow
 def test_triton_kernels_compile_for_hopper_within_its_shared_memory():
     """Without the interpreter, and without a GPU."""
@@ -391,7 +399,9 @@ def test_triton_kernels_compile_for_hopper_within_its_shared_memory():
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(("width", "state", "groups"), [(64, 128, 2), (128, 256, 1), (64, 64, 4)])
+@pytest.mark.parametrize(
+    ("width", "state", "groups"), [(64, 128, 2), (128, 256, 1), (64, 64, 4), (24, 40, 1), (32, 64, 4)]
+)
 def test_triton_on_a_gpu(width, state, groups):
     """Packed documents with given states, forward and backward, within the error of bf16 matmuls."""
     if not torch.cuda.is_available():

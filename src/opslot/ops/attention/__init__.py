@@ -134,7 +134,6 @@ def _by_length() -> Callable[..., Any]:
 
 
 _FLASH_4 = (Requirement("flash_attn.cute", "flash-attn-4"), CUTLASS)
-# Both of its kernels were measured, but it has not run on a GPU itself, so `auto` never selects it.
 _BY_LENGTH = KernelSpec(
     "flash_attention_4_or_triton",
     "attention",
@@ -144,6 +143,7 @@ _BY_LENGTH = KernelSpec(
     requires=(*_FLASH_4, TRITON),
     dtypes=HALF_FLOATS,
     supports=_all_of(_allowed("_supports_flash_attn"), _head_dims_of_flash_4, _no_dropout),
+    priority={H200: 85},
     description="FlashAttention 4, and triton for short sequences",
 )
 

@@ -13,6 +13,7 @@ from transformers.masking_utils import flash_attention_mask
 
 from opslot._base.errors import KernelError
 from opslot.ops._common.documents import check_cu_seqlens, longest_document
+from opslot.ops.attention.head_sizes import resize_heads
 from opslot.ops.attention.reference import causal_of, reject_options
 from opslot.ops.attention.widths import padded_widths
 
@@ -38,8 +39,7 @@ def make_flash(version: int) -> Callable[..., Any]:
         """`op.reference`, but `attention_mask` is a [B, S] padding mask or None; only version 4 supports sinks."""
         options = _options(version, module, query, dropout, scaling, kwargs)
         sinks = kwargs.get("s_aux")
-        value_width = value.shape[-1]
-        query, key, value = _pad_heads(version, query, key, value)
+        q, k, v = _pad_heads(version, *(x.transpose(1, 2) for x in (query, key, value)))
 
         def run(function: Callable[..., Any], *args: Any, **bounds: Any) -> Tensor:
             out = function(*args, **bounds, **options)
@@ -48,7 +48,6 @@ def make_flash(version: int) -> Callable[..., Any]:
                 return _sunk(attended, logsumexp, sinks)
             return out[0] if isinstance(out, tuple) else out
 
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         if kwargs.get("cu_seq_lens_q") is not None:
             out = _packed(
                 f"attn_implementation='flash_attention_{version}'", functools.partial(run, varlen), q, k, v, kwargs
@@ -57,7 +56,7 @@ def make_flash(version: int) -> Callable[..., Any]:
             out = _padded(functools.partial(run, varlen), q, k, v, attention_mask)
         else:
             out = run(dense, q, k, v)
-        return out if out.shape[-1] == value_width else out[..., :value_width], None
+        return resize_heads([out], [value.shape[-1]])[0], None
 
     flash.mask_function = flash_attention_mask  # type: ignore[attr-defined]
     return flash
@@ -98,20 +97,16 @@ def _options(
     return options
 
 
-def _pad_heads(version: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad the head sizes with zeros to those that the library computes; the output is sliced afterwards."""
-    padded = padded_widths(version, query.shape[-1], value.shape[-1])
+def _pad_heads(version: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Pad the head sizes with zeros to those that the library computes; the output is cut afterwards."""
+    padded = padded_widths(version, q.shape[-1], v.shape[-1])
     if padded is None:
         raise KernelError(
             f"attn_implementation='flash_attention_{version}' supports head sizes up to 256, query has "
-            f"{query.shape[-1]} and value {value.shape[-1]}",
+            f"{q.shape[-1]} and value {v.shape[-1]}",
             hint="use sdpa or eager",
         )
-    widths = (padded[0], padded[0], padded[1])
-    return tuple(  # type: ignore[return-value]
-        x if x.shape[-1] == width else nn.functional.pad(x, (0, width - x.shape[-1]))
-        for x, width in zip((query, key, value), widths, strict=True)
-    )
+    return resize_heads([q, k, v], [padded[0], padded[0], padded[1]])
 
 
 def _sunk(out: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask
 from opslot._base.errors import KernelError
 from opslot._base.host_values import host_values
 from opslot.ops._common.documents import check_cu_seqlens, longest_document
+from opslot.ops.attention.head_sizes import resize_heads
 from opslot.ops.attention.reference import causal_of, reject_options, visible, window_of
 
 # Without math, which computes the full score matrix and is an order of magnitude slower at training lengths.
@@ -183,10 +184,10 @@ def _varlen(
             hint="use eager or flex_attention",
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    query, key, value = (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
     batch, _, length, _ = query.shape
     cu_q, cu_k, longest_q, longest_k = _bounds(name, query, key, kwargs)
-    q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], width) for x in (query, key, value))
+    heads = resize_heads([x.transpose(1, 2) for x in (query, key, value)], [width] * 3)
+    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in heads)
     out = torch.ops.aten._flash_attention_forward(
         q,
         k,
@@ -202,7 +203,7 @@ def _varlen(
         window_size_left=None if window is None else window - 1,
         window_size_right=None if window is None else 0,
     )[0]
-    return out.view(batch, length, -1, width)[..., :value_width]
+    return resize_heads([out.view(batch, length, -1, width)], [value_width])[0]
 
 
 def _bounds(name: str, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, int, int]:

@@ -1,6 +1,8 @@
 """mamba_chunk_scan: registration of the op and of its kernels."""
 
-from opslot.ops._common.specs import FLOATS, TRITON, triton_kernel
+import torch
+
+from opslot.ops._common.specs import FLOATS, H200, TRITON, triton_kernel
 from opslot.ops.mamba_chunk_scan.op import OP, WIDEST_HEAD
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec, Requirement
 
@@ -11,6 +13,14 @@ def _heads_fit(request: KernelRequest) -> str | None:
     return None if fits else f"takes heads up to {WIDEST_HEAD} wide, this module's are {width}"
 
 
+def _bf16_priority(request: KernelRequest) -> int | None:
+    """On an H200 in bf16, the one dtype timed, forward + backward, 128 heads of 64, states of 128.
+
+    8192 tokens with 8 groups take 1.6 ms, 16,384 tokens in 16 documents with one group 3.2.
+    """
+    return 80 if request.dtype == torch.bfloat16 else None
+
+
 KERNEL_REGISTRY.register_op(OP)
 KERNEL_REGISTRY.register(
     triton_kernel(
@@ -18,6 +28,7 @@ KERNEL_REGISTRY.register(
         "standard",
         function="mamba_chunk_scan",
         supports=_heads_fit,
+        priority={H200: _bf16_priority},
         description="chunks of 64 tokens (32 in fp32), deterministic, packed documents by cu_seqlens",
     )
 )

@@ -161,8 +161,8 @@ def _with(name: str, dtype: torch.dtype, arguments: dict[str, Any]) -> dict[str,
 
 
 CASES = [
-    *(_case(name, 23, 4, 2, 40, 24, form=partial(_with, name)) for name in ACTIVATIONS if name != "silu"),
     *_unbounded_checks(),
+    *(_case(name, 23, 4, 2, 40, 24, form=partial(_with, name)) for name in ACTIVATIONS if name != "silu"),
     _qwen3(16384),
     _case("DeepSeek-V3 slice E=32, T=8192", 8192, 32, 8, 7168, 2048, float32_weights=True, role="bench"),
     _qwen3(256),

@@ -9,8 +9,6 @@ Times on an H200 are in benchmarks/results/bench_h200.json.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot.ops._common.arguments import as_rows, reject
+from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import custom_op, differentiable_op, launched, once_differentiable
+from opslot.ops._common.row_tiles import aligned_rows, backward_plan, forward_plan, sum_partials
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops._common.triton import KernelLauncher, cdiv, sm_count
 
@@ -142,54 +141,8 @@ def _backward_kernel(
         tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * WIDTH + column, total, mask=column < WIDTH)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _sum_partials_kernel(partial_ptr, out_ptr, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for start in range(0, count, ROWS):
-        row = start + tl.arange(0, ROWS)
-        mask = (row < count)[:, None] & (column < WIDTH)[None, :]
-        total += tl.load(partial_ptr + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
-    summed = tl.sum(total, axis=0)
-    tl.store(out_ptr + column, summed.to(out_ptr.dtype.element_ty), mask=column < WIDTH)
-
-
 _launch_forward = KernelLauncher(_forward_kernel)
 _launch_backward = KernelLauncher(_backward_kernel)
-_launch_sum_partials = KernelLauncher(_sum_partials_kernel)
-
-
-@dataclass(frozen=True)
-class RowTiling:
-    """Tile and grid of one launch: `rows` x `columns` elements, and for a persistent grid CTAs per SM."""
-
-    rows: int
-    columns: int
-    warps: int
-    programs: int = 0
-    stages: int = 1
-
-
-@functools.cache
-def forward_plan(width: int) -> RowTiling:
-    """Forward: tiles of 2048 elements, more for longer rows, at 32 elements a thread."""
-    columns = triton.next_power_of_2(width)
-    rows = max(1, 2048 // columns)
-    return RowTiling(rows, columns, warps=min(32, max(2 if rows == 1 else 4, rows * columns // 1024)))
-
-
-@functools.cache
-def backward_plan(width: int, element_bytes: int) -> RowTiling:
-    """Backward: tiles of 4096 elements, two CTAs per SM, each loading up to two tiles ahead.
-
-    Args:
-        element_bytes: summed over the tensors that a tile is loaded from. Tiles in flight stay within 64 KiB of shared
-            memory, so that two CTAs fit on every supported GPU.
-    """
-    columns = triton.next_power_of_2(width)
-    rows = max(1, 4096 // columns)
-    stages = min(3, max(1, 2**16 // (rows * columns * element_bytes)))
-    return RowTiling(rows, columns, warps=min(32, max(8, rows * columns // 512)), programs=2, stages=stages)
 
 
 def _out_dtype(x: Tensor, weight: Tensor | None, gate: Tensor | None, cast_after_weight: bool) -> torch.dtype:
@@ -201,18 +154,6 @@ def _out_dtype(x: Tensor, weight: Tensor | None, gate: Tensor | None, cast_after
 def _dense(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Uninitialized contiguous rows."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def aligned_rows(x: Tensor) -> tuple[Tensor, int]:
-    """`as_rows`, copied unless pointer and stride are aligned as those of contiguous rows.
-
-    The alignment determines Triton's tile layout, and so the order of the sum over a row. Without the copy, a single
-    row could differ in the last bit from the same row in a batch.
-    """
-    rows, stride = as_rows(x)
-    width = rows.shape[-1]
-    fits = stride == width if width & 15 else not (stride | rows.data_ptr()) & 15
-    return (rows, stride) if fits else (rows.clone(memory_format=torch.contiguous_format), width)
 
 
 def _run_forward(
@@ -301,7 +242,7 @@ def _run_backward(
         plan.warps,
     )
     if partial is not None:
-        _launch_sum_partials((cdiv(width, 8), 1, 1), (partial, dweight), (), (programs,), (width, 256, 8), 4)
+        sum_partials(partial, dweight)
 
 
 def _allocate(

@@ -45,16 +45,21 @@ class ScanTiling:
 
 @functools.cache
 def plan_for(head: int, state: int, element_bytes: int) -> ScanTiling:
-    """Sizes whose accumulators fit into registers, and loads into shared memory; not measured."""
-    head_full, state_full = (max(16, triton.next_power_of_2(n)) for n in (head, state))
+    """Sizes whose accumulators fit into registers, and loads into shared memory; not measured.
+
+    In 16 bit no tile has rows of less than 128 bytes. Narrower ones have another layout in shared memory, and ptxas
+    12.8, which Triton 3.6 has, computes the descriptor of a matmul's operand from an uninitialized register where tiles
+    of two layouts have the same address.
+    """
     half = element_bytes == 2
+    head_full, state_full = (max(64 if half else 16, triton.next_power_of_2(n)) for n in (head, state))
     wide = head_full > 64
     return ScanTiling(
         chunk=64 if half else 32,
         head=head_full,
-        rows=min(64 if half else 32, head_full),
-        columns=min(64 if half else 32, state_full),
-        read=min(64 if half else 16, state_full),
+        rows=64 if half else min(32, head_full),
+        columns=64 if half else min(32, state_full),
+        read=64 if half else 16,
         shared=min(128 if half else 64, state_full),
         stages=3 if half else 1,
         walk_warps=4,

@@ -1,0 +1,207 @@
+"""Triton kernel that copies heads of up to three tensors, such as q, k and v, in one launch: padded, cut or stacked.
+
+Strides are passed in units of UNIT elements, a constexpr that divides all of them, since Triton would load 2 bytes at a
+time for a stride that is not a multiple of 16, as with heads of 72 channels.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from opslot.ops._common.triton import KernelLauncher, cdiv
+
+# Tensors of a launch.
+MOST = 3
+# Elements of a tile.
+_TILE = 4096
+
+
+@triton.jit
+def _copy(
+    source,
+    target,
+    batch_stride,
+    token_stride,
+    head_stride,
+    batch_tokens,
+    tokens,
+    HEADS: tl.constexpr,
+    COPIED: tl.constexpr,
+    NEW_WIDTH: tl.constexpr,
+    STACKED: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    token, head = row // HEADS, row % HEADS
+    batch, position = token // batch_tokens, token % batch_tokens
+    start = (batch * batch_stride + position * token_stride + head * head_stride) * UNIT
+    inside = (token < tokens)[:, None]
+    x = tl.load(source + start[:, None] + column, mask=inside & (column < COPIED), other=0.0)
+    target += ((token * (STACKED * HEADS) + head) * NEW_WIDTH)[:, None]
+    tl.store(target + column, x, mask=inside & (column < NEW_WIDTH))
+
+
+_SCALARS = [f"{stride}_stride_{i}" for i in range(MOST) for stride in ("batch", "token", "head")]
+
+
+@triton.jit(do_not_specialize=[*_SCALARS, "batch_tokens", "tokens"])
+def _copy_kernel(
+    source_0,
+    target_0,
+    source_1,
+    target_1,
+    source_2,
+    target_2,
+    batch_stride_0,
+    token_stride_0,
+    head_stride_0,
+    batch_stride_1,
+    token_stride_1,
+    head_stride_1,
+    batch_stride_2,
+    token_stride_2,
+    head_stride_2,
+    batch_tokens,
+    tokens,
+    HEADS_0: tl.constexpr,
+    COPIED_0: tl.constexpr,
+    NEW_WIDTH_0: tl.constexpr,
+    HEADS_1: tl.constexpr,
+    COPIED_1: tl.constexpr,
+    NEW_WIDTH_1: tl.constexpr,
+    HEADS_2: tl.constexpr,
+    COPIED_2: tl.constexpr,
+    NEW_WIDTH_2: tl.constexpr,
+    STACKED: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The second coordinate of a program selects the tensor; HEADS is 0 for one that is not given.
+
+    A target has STACKED * HEADS heads from one token to the next.
+    """
+    if tl.program_id(1) == 0:
+        _copy(
+            source_0,
+            target_0,
+            batch_stride_0,
+            token_stride_0,
+            head_stride_0,
+            batch_tokens,
+            tokens,
+            HEADS_0,
+            COPIED_0,
+            NEW_WIDTH_0,
+            STACKED,
+            UNIT,
+            ROWS,
+            COLUMNS,
+        )
+    if HEADS_1 > 0:  # noqa: SIM102 (a constant, so the branch is not compiled)
+        if tl.program_id(1) == 1:
+            _copy(
+                source_1,
+                target_1,
+                batch_stride_1,
+                token_stride_1,
+                head_stride_1,
+                batch_tokens,
+                tokens,
+                HEADS_1,
+                COPIED_1,
+                NEW_WIDTH_1,
+                STACKED,
+                UNIT,
+                ROWS,
+                COLUMNS,
+            )
+    if HEADS_2 > 0:  # noqa: SIM102
+        if tl.program_id(1) == 2:
+            _copy(
+                source_2,
+                target_2,
+                batch_stride_2,
+                token_stride_2,
+                head_stride_2,
+                batch_tokens,
+                tokens,
+                HEADS_2,
+                COPIED_2,
+                NEW_WIDTH_2,
+                STACKED,
+                UNIT,
+                ROWS,
+                COLUMNS,
+            )
+
+
+_launch = KernelLauncher(_copy_kernel)
+
+
+@functools.lru_cache(maxsize=1024)
+def _arguments(
+    shapes: tuple[tuple[int, ...], ...], strides: tuple[tuple[int, ...], ...], widths: tuple[int, ...], stacked: int
+) -> tuple[tuple[int, int, int], tuple[int, ...], tuple[Any, ...]]:
+    """Grid, scalars and constants of a launch for tensors [B, S, heads, D] of one B and S."""
+    batch, batch_tokens = shapes[0][:2]
+    unit = math.gcd(16, *(stride for each in strides for stride in each[:3]))
+    columns = triton.next_power_of_2(max(widths))
+    rows = max(1, _TILE // columns)
+    blocks = max(cdiv(batch * batch_tokens * shape[2], rows) for shape in shapes)
+    absent = MOST - len(shapes)
+    scalars = [stride // unit for each in strides for stride in each[:3]] + [0] * (3 * absent)
+    sizes = [
+        size for shape, width in zip(shapes, widths, strict=True) for size in (shape[2], min(shape[3], width), width)
+    ]
+    return (
+        (blocks, len(shapes), 1),
+        (*scalars, batch_tokens, batch * batch_tokens),
+        (*sizes, *[0] * (3 * absent), stacked, unit, rows, columns),
+    )
+
+
+def _copy_heads(sources: Sequence[Tensor], targets: Sequence[Tensor], stacked: int) -> None:
+    grid, scalars, constants = _arguments(
+        tuple([x.shape for x in sources]),
+        tuple([x.stride() for x in sources]),
+        tuple([x.shape[3] for x in targets]),
+        stacked,
+    )
+    pointers: list[Tensor | None] = [x for pair in zip(sources, targets, strict=True) for x in pair]
+    pointers += [None] * (2 * MOST - len(pointers))
+    _launch(grid, tuple(pointers), (), scalars, constants, 4)
+
+
+def _four_dimensions(x: Tensor) -> Tensor:
+    """[B, S, heads, D] of that, or of [S, heads, D], with adjacent channels; heads and tokens may have any strides."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.dim() == 4 else x[None]
+
+
+def resize_heads(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy tensors [B, S, heads, D] or [S, heads, D] of any strides to contiguous ones of other D, cut or zero-padded.
+
+    In one launch if there are at most three, of one B and S.
+    """
+    sources, targets = ([_four_dimensions(x) for x in tensors] for tensors in (sources, targets))
+    together = len(sources) <= MOST and {x.shape[:2] for x in sources} == {sources[0].shape[:2]}
+    for at in (slice(None),) if together else (slice(i, i + 1) for i in range(len(sources))):
+        if sources[at][0].numel():
+            _copy_heads(sources[at], targets[at], 1)
+
+
+def stack_heads(sources: Sequence[Tensor], target: Tensor) -> None:
+    """Copy three tensors [B, S, heads, D] or [S, heads, D] of any strides to a contiguous [..., S, 3, heads, D]."""
+    if target.numel():
+        _copy_heads(*([_four_dimensions(x) for x in tensors] for tensors in (sources, target.unbind(-3))), MOST)

@@ -1,0 +1,75 @@
+"""Heads padded with zeros to a size that a kernel computes, and cut again: one copy of several tensors in each way."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from opslot._base.device import triton_interpreted
+from opslot.ops._common.custom_op import custom_op, once_differentiable
+from opslot.slots.spec import TRITON
+
+
+def resize_heads(tensors: Sequence[Tensor], widths: Sequence[int]) -> tuple[Tensor, ...]:
+    """Tensors [B, S, heads, D] or [S, heads, D] with D cut, or padded with zeros, to one of `widths` each.
+
+    A tensor of that width is returned as it is; the others are contiguous, and so are gradients.
+    """
+    results = list(tensors)
+    changed = [i for i, (x, width) in enumerate(zip(tensors, widths, strict=True)) if x.shape[-1] != width]
+    if changed:
+        resized = _Resize.apply([widths[i] for i in changed], *[tensors[i] for i in changed])
+        for i, x in zip(changed, resized, strict=True):
+            results[i] = x
+    return tuple(results)
+
+
+class _Resize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, widths: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.widths = [x.shape[-1] for x in tensors]
+        ctx.set_materialize_grads(False)
+        return tuple(_resize(list(tensors), widths))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradients: list[Tensor | None] = [None] * len(douts)
+        wanted = [i for i, dout in enumerate(douts) if dout is not None and ctx.needs_input_grad[i + 1]]
+        if wanted:
+            resized = _resize([douts[i] for i in wanted], [ctx.widths[i] for i in wanted])
+            for i, x in zip(wanted, resized, strict=True):
+                gradients[i] = x
+        return None, *gradients
+
+
+def _allocate(tensors: list[Tensor], widths: list[int]) -> list[Tensor]:
+    return [x.new_empty(*x.shape[:-1], width) for x, width in zip(tensors, widths, strict=True)]
+
+
+def _run(tensors: list[Tensor], widths: list[int]) -> list[Tensor]:
+    if not _has_kernel(tensors[0]):
+        # A negative padding cuts.
+        return [F.pad(x, (0, width - x.shape[-1])).contiguous() for x, width in zip(tensors, widths, strict=True)]
+    from opslot.ops._common.kernels.heads import resize_heads
+
+    targets = _allocate(tensors, widths)
+    resize_heads(tensors, targets)
+    return targets
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return (x.is_cuda or (x.is_cpu and triton_interpreted())) and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return TRITON.unsupported() is None
+
+
+_resize = custom_op("resize_heads(Tensor[] tensors, int[] widths) -> Tensor[]", _run, _allocate)

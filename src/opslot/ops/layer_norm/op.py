@@ -1,0 +1,85 @@
+"""Layer norm (Ba et al. 2016) of torch's modules: contract, reference, cost and binding.
+
+Shapes: `hidden_states` [..., H] with any strides, `weight` and `bias` [H] or None. Mean and variance are computed in
+float32 (float64 for float64 input). Returns the dtype of `hidden_states`; under torch.autocast on a GPU float32, as
+torch's function does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from opslot.ops.layer_norm.cases import CASES, benchmark_case
+from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
+
+MAX_WIDTH = 16384
+
+
+def standard(hidden_states: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
+    return nn.functional.layer_norm(hidden_states, hidden_states.shape[-1:], weight, bias, eps)
+
+
+def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
+    shape = getattr(request.module, "normalized_shape", ())
+    return {"width": shape[0]} if len(shape) == 1 else None
+
+
+def _cost(arguments: Mapping[str, Any]) -> Cost:
+    """Forward reads x and writes y, backward reads both x and dy and writes dx."""
+    x = arguments["hidden_states"]
+    return Cost(bytes=5 * x.numel() * x.element_size())
+
+
+def _applies_to(module: nn.Module, config: Any) -> str | None:
+    return "standard" if type(module).forward is nn.LayerNorm.forward else None
+
+
+def _other_forward(module: Any) -> str | None:
+    """Why a module runs more than its class says, or None."""
+    forward = module.__dict__.get("forward")
+    if forward is None or getattr(forward, "func", None) is _forward:
+        return None
+    return "the forward of the module was replaced"
+
+
+def _forward(module: Any, kernel: Callable[..., Tensor], input: Tensor) -> Tensor:
+    return kernel(input, module.weight, module.bias, module.eps)
+
+
+def _attach(module: nn.Module, slot: Any, kernel: Callable[..., Tensor] | None) -> None:
+    """Replace the forward of the instance."""
+    if kernel is not None:
+        module.__dict__["forward"] = functools.partial(_forward, module, kernel)
+
+
+def _detach(module: nn.Module, state: None) -> None:
+    if _other_forward(module) is None:
+        module.__dict__.pop("forward", None)
+
+
+OP = OpSpec(
+    name="layer_norm",
+    description="layer norms of torch",
+    variants={
+        "standard": OpVariant(
+            "standard",
+            standard,
+            CASES,
+            ("hidden_states", "weight", "bias"),
+            _cost,
+            check_module=_other_forward,
+            static_shape=_static_shape,
+            benchmark_case=benchmark_case,
+            description="of the last dimension, with or without weight and bias",
+        )
+    },
+    applies_to=_applies_to,
+    per_module=True,
+    attach=_attach,
+    detach=_detach,
+)

@@ -1,0 +1,250 @@
+"""Layer norm in Triton: one pass over the rows forward, one persistent pass backward.
+
+Forward saves mean and reciprocal standard deviation of each row. The gradients of weight and bias are summed per
+program in registers, then over programs in a fixed order: no atomics, bitwise deterministic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from opslot._base.jit import downcast
+from opslot.ops._common.custom_op import custom_op, launched, once_differentiable
+from opslot.ops._common.row_tiles import aligned_rows, backward_plan, forward_plan, sum_partials
+from opslot.ops._common.triton import KernelLauncher, cdiv, sm_count
+from opslot.ops.layer_norm.arguments import checked
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    x_stride,
+    rows,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = column < WIDTH
+    mask = (row < rows) & inside
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(x, axis=1, keep_dims=True) / WIDTH
+    centered = tl.where(inside, x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(centered * centered, axis=1, keep_dims=True) / WIDTH + eps)
+    tl.store(mean_ptr + row, mean, mask=row < rows)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    out = centered * rstd
+    if HAS_WEIGHT:
+        out *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + column, downcast(out, out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward_kernel(
+    dout_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    weight_ptr,
+    dx_ptr,
+    partial_ptr,
+    dout_stride,
+    x_stride,
+    rows,
+    HAS_WEIGHT: tl.constexpr,
+    NEED_X: tl.constexpr,
+    NEED_WEIGHT: tl.constexpr,
+    NEED_BIAS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """`partial` is [sums, programs, WIDTH]: the weight's gradient, if it is needed, and the bias's."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = column < WIDTH
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if NEED_WEIGHT:
+        dweight = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    if NEED_BIAS:
+        dbias = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = block * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        mask = (row < rows) & inside
+        x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+        dout = tl.load(dout_ptr + row * dout_stride + column, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        normalized = tl.where(inside, (x - mean) * rstd, 0.0)
+        if NEED_BIAS:
+            dbias += dout
+        if NEED_WEIGHT:
+            dweight += dout * normalized
+        if NEED_X:
+            if HAS_WEIGHT:
+                dout *= weight
+            along = tl.sum(dout * normalized, axis=1, keep_dims=True) / WIDTH
+            average = tl.sum(dout, axis=1, keep_dims=True) / WIDTH
+            dx = rstd * (dout - average - normalized * along)
+            tl.store(dx_ptr + row * WIDTH + column, downcast(dx, dx_ptr.dtype.element_ty), mask=mask)
+    column = tl.arange(0, COLUMNS)
+    program = tl.program_id(0).to(tl.int64)
+    if NEED_WEIGHT:
+        tl.store(partial_ptr + program * WIDTH + column, tl.sum(dweight, axis=0), mask=column < WIDTH)
+    if NEED_BIAS:
+        if NEED_WEIGHT:
+            program += tl.num_programs(0)
+        tl.store(partial_ptr + program * WIDTH + column, tl.sum(dbias, axis=0), mask=column < WIDTH)
+
+
+_launch_forward = KernelLauncher(_forward_kernel)
+_launch_backward = KernelLauncher(_backward_kernel)
+
+
+def _contiguous_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _allocate(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, and mean and reciprocal standard deviation of each row."""
+    mean, rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
+    return _contiguous_like(x, dtype), mean, rstd
+
+
+def _run_forward(
+    outputs: tuple[Tensor, Tensor, Tensor],
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> None:
+    if not x.numel():
+        return
+    width = x.shape[-1]
+    rows = x.numel() // width
+    x, x_stride = aligned_rows(x)
+    plan = forward_plan(width)
+    weight, bias = (None if each is None else each.contiguous() for each in (weight, bias))
+    _launch_forward(
+        (cdiv(rows, plan.rows), 1, 1),
+        (x, weight, bias, *outputs),
+        (x_stride,),
+        (rows, eps),
+        (weight is not None, bias is not None, width, plan.rows, plan.columns),
+        plan.warps,
+    )
+
+
+def _allocate_gradients(
+    dout: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    needs = ((x, need_x), (weight, need_weight), (bias, need_bias))
+    dx, dweight, dbias = (_contiguous_like(t, t.dtype) if t is not None and need else None for t, need in needs)
+    return dx, dweight, dbias
+
+
+def _run_backward(
+    gradients: tuple[Tensor | None, ...],
+    dout: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    *_: Any,
+) -> None:
+    """Write those of the `gradients` of x, weight and bias that are not None."""
+    dx, *sums = gradients
+    summed = [out for out in sums if out is not None]
+    if not x.numel():
+        for out in summed:
+            out.zero_()
+        return
+    width = x.shape[-1]
+    rows = x.numel() // width
+    plan = backward_plan(width, x.element_size() + dout.element_size())
+    programs = min(cdiv(rows, plan.rows), sm_count(x.device) * plan.programs)
+    partial = x.new_empty((len(summed), programs, width), dtype=torch.float32) if summed else None
+    dout, dout_stride = aligned_rows(dout)
+    x, x_stride = aligned_rows(x)
+    _launch_backward(
+        (programs, 1, 1),
+        (dout, x, mean, rstd, None if weight is None else weight.contiguous(), dx, partial),
+        (dout_stride, x_stride),
+        (rows,),
+        (
+            weight is not None,
+            dx is not None,
+            *(out is not None for out in sums),
+            width,
+            plan.rows,
+            plan.columns,
+            plan.stages,
+        ),
+        plan.warps,
+    )
+    if partial is not None:
+        sum_partials(partial, *summed)
+
+
+_layer_norm = custom_op(
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    launched(_allocate, _run_forward),
+    _allocate,
+)
+_layer_norm_backward = custom_op(
+    "layer_norm_backward(Tensor dout, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, bool need_x, "
+    "bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)",
+    launched(_allocate_gradients, _run_backward),
+    _allocate_gradients,
+)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+    ) -> Tensor:
+        out, mean, rstd = _layer_norm(x, weight, bias, eps, dtype)
+        ctx.save_for_backward(x, mean, rstd, weight, bias)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[:3]
+        gradients = _layer_norm_backward(dout, *ctx.saved_tensors, *needs)
+        return *[x if need else None for x, need in zip(gradients, needs, strict=True)], None, None
+
+
+def standard(hidden_states: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """`op.standard` for float32, bfloat16 and float16, also mixed, and rows of up to 16384 elements."""
+    dtype = checked("layer_norm_implementation='triton'", hidden_states, weight, bias)
+    return _LayerNorm.apply(hidden_states, weight, bias, float(eps), dtype)

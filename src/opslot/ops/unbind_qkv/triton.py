@@ -1,0 +1,46 @@
+"""q, k and v as views of one projection, whose gradients one launch gathers from any strides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opslot.ops._common.arguments import reject
+from opslot.ops._common.custom_op import custom_op, launched, once_differentiable
+from opslot.ops._common.kernels.heads import stack_heads
+from opslot.ops._common.specs import FLOATS, unsupported_dtype
+
+_LABEL = "unbind_qkv_implementation='triton'"
+
+
+def standard(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`op.standard` for float32, bfloat16 and float16."""
+    if qkv.dtype not in FLOATS:
+        reject(_LABEL, "qkv", unsupported_dtype(qkv.dtype), "use eager")
+    if qkv.dim() not in (4, 5) or qkv.shape[-3] != 3:
+        reject(_LABEL, "qkv", f"its shape is {tuple(qkv.shape)}, not [(B,) S, 3, heads, D]", "use eager")
+    return _UnbindQkv.apply(qkv)
+
+
+def _allocate(dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+    return dq.new_empty(*dq.shape[:-2], 3, *dq.shape[-2:])
+
+
+def _gather(out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    stack_heads((dq, dk, dv), out)
+
+
+_stack = custom_op("stack_heads(Tensor dq, Tensor dk, Tensor dv) -> Tensor", launched(_allocate, _gather), _allocate)
+
+
+class _UnbindQkv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor) -> tuple[Tensor, ...]:
+        return qkv.unbind(-3)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *douts: Tensor) -> Tensor:
+        return _stack(*douts)
