@@ -110,6 +110,35 @@ def test_forward_and_backward_without_synchronization(name):
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_host_tensors_are_computed_in_one_thread():
+    threads = []
+
+    class Records(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3, device="meta"))
+
+        def get_image_features(self):
+            """A method by which models with images are known."""
+
+        def forward(self, input_ids, fail=False):
+            threads.append(torch.get_num_threads())
+            assert not fail
+            return self.scale * input_ids
+
+    model, ids = keep_inputs_on_host(Records()), torch.ones(3, dtype=torch.int64)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        model(ids)
+        with pytest.raises(AssertionError):
+            model(ids, fail=True)
+        assert threads == [1, 1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 class WithImages(nn.Module):
     def get_image_features(self):
         """A method by which models with images are known."""

@@ -95,6 +95,7 @@ class _HostInputs(TorchFunctionMode):
         super().__init__()
         self._device: torch.device | None = None
         self._suspended: list[bool] = []
+        self._threads = 1
         self._given: Any = None
         self.hooks: list[RemovableHandle] = []
 
@@ -110,6 +111,9 @@ class _HostInputs(TorchFunctionMode):
             return None
         self._device = device
         _copies.clear()
+        # Host tensors are too small for several threads, which wait for each other while other processes use the cores.
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         self.__enter__()
         return args, kwargs | {name: x for name, x in given[1].items() if name in kwargs and _is_host_integer(x)}
 
@@ -117,6 +121,7 @@ class _HostInputs(TorchFunctionMode):
         if self._device is not None:
             self._device = None
             _copies.clear()
+            torch.set_num_threads(self._threads)
             self.__exit__(None, None, None)
 
     def suspend(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from opslot._base.device import has_package
@@ -54,6 +55,9 @@ def build(config: dict[str, Any], dtype: torch.dtype, device: str) -> nn.Module:
     from veomni.arguments.arguments_types import OpsImplementationConfig
     from veomni.models import build_foundation_model
 
+    if not dist.is_initialized():
+        # Its Qwen2.5-VL asks for its ranks.
+        dist.init_process_group("gloo" if device == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
     made = read_config(config)
     made.architectures = [
         image_class(config) if takes_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]
