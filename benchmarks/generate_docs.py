@@ -31,7 +31,7 @@ from opslot.slots import KERNEL_REGISTRY
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-BENCH, MEMORY = "bench_h200.json", "memory_h200.json"
+BENCH, MEMORY, LORA = "bench_h200.json", "memory_h200.json", "lora_h200.json"
 PARALLEL = ("parallel_h200x4.json", "parallel_h200x2.json")
 CPU = ("cpu_epyc.json", "cpu_demo_step_epyc.json", "loading_epyc.json")
 GEMM = "gemm_h200.json"
@@ -49,6 +49,7 @@ _STEP_COLUMNS: dict[str, tuple[str, ...]] = {
     "Transformers": ("Transformers", "Transformers + FlashAttention 4"),
     "Transformers + torch.compile": ("Transformers + torch.compile",),
 }
+_LORA_COLUMNS = ("opslot", "PEFT", "PEFT + Liger-Kernel", "Unsloth")
 # What `--baselines` calls the library, or the distribution that must have been installed.
 _MEASURED_WITH = {"VeOmni": "veomni", "Liger-Kernel": "liger", "quack": "quack", "fla": "fla-core"}
 _OP_COLUMNS = (
@@ -67,6 +68,7 @@ _VEOMNI = (("moe_experts", "standard"), ("load_balancing_loss", "standard"))
 _MODEL_LABELS = {
     "qwen3_8b_width": "Qwen3-8B width",
     "qwen3_30b_a3b_width": "Qwen3-30B-A3B width",
+    "qwen3_30b_a3b_width_4": "Qwen3-30B-A3B width, 4 layers",
     "qwen3_0.6b": "Qwen3-0.6B, whole",
     "qwen3_8b": "Qwen3-8B, whole",
     "llama_3b_width": "Llama-3.2-3B width",
@@ -269,6 +271,19 @@ def memory() -> str:
     return _table(["model", "method", "tokens", "implementation", "tokens/s, peak memory"], lines)
 
 
+def lora() -> str:
+    if not (RESULTS / LORA).exists():
+        return "Not measured."
+    lines = []
+    measured = load(LORA).steps
+    for comparison in dict.fromkeys(row.comparison for row in measured):
+        rows = [row for row in measured if row.comparison == comparison]
+        cells = [_step_cell(name, rows) for name in _LORA_COLUMNS]
+        model, batch, length, setup, _ = comparison
+        lines.append([_label(model), setup, f"{batch} x {length:,}", *_best_bold(cells, max)])
+    return _table(["tokens/s, peak memory", "method", "batch", *_LORA_COLUMNS], lines)
+
+
 def ops() -> str:
     result = load(BENCH)
     parts = []
@@ -419,6 +434,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "curve": curve,
     "parallel": parallel,
     "memory": memory,
+    "lora": lora,
     "ops": ops,
     "gemm": lambda: values(GEMM),
     "cpu": lambda: values(*CPU),

@@ -1,6 +1,7 @@
 """An output head with adapters of PEFT keeps the fused loss: no logits, and PEFT's losses and gradients."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,6 +94,29 @@ def test_no_tensor_of_the_size_of_the_logits_is_made(adapters, monkeypatch):
     with Sizes() as sizes:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     assert 128 * VOCAB <= sizes.largest < ids.numel() * VOCAB / 2
+
+
+def test_batch_invariant_adapters_are_added_to_the_logits_in_place():
+    """Without a second tensor of the size of a chunk's logits."""
+    from opslot.ops._common.batch_invariant import linear_into
+    from opslot.ops.cross_entropy_loss.triton import _BACKEND
+
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shapes = [(8, 16), (96, 16), (8, 3), (96, 3)]
+    hidden, weight, low_hidden, low_weight = (torch.randn(shape, device=device) for shape in shapes)
+    expected = torch.addmm(hidden @ weight.t(), low_hidden, low_weight.t())
+    out = torch.full((8, 112), float("nan"), device=device)[:, :96]
+    written = []
+
+    def record(into, *args, **kwargs):
+        written.append(into)
+        linear_into(into, *args, **kwargs)
+
+    head = chunked.Head(hidden, weight, None, low_hidden, low_weight)
+    replace(_BACKEND, linear_into=record).logits_into(out, head, slice(0, 8))
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert [into.data_ptr() for into in written] == [out.data_ptr()] * 2
 
 
 def test_other_adapters_of_the_head_compute_logits():

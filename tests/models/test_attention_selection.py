@@ -1,5 +1,7 @@
 """Attention without a slot: explain names what runs, `eager` is applied, and the user's selection is kept."""
 
+import sys
+
 import pytest
 import torch
 import transformers
@@ -129,27 +131,51 @@ def test_named_loss_without_a_slot_raises():
 
 
 def test_sub_models_get_their_own_attention():
-    """The language model of Mistral-3 gets a kernel, its vision tower keeps what Transformers runs."""
-    text = {**SIZES, "model_type": "mistral"}
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "head_dim": 8,
-    }
-    config = AutoConfig.for_model("mistral3", text_config=text, vision_config={**vision, "model_type": "pixtral"})
-    model = opslot.build_foundation_model(config, init_device="meta", run_device="cpu")
-    rows = {row.slot: (row.chosen, row.runs) for row in opslot.explain(model) if row.op == "attention"}
-    assert rows == {"PixtralVisionModel": ("eager", "sdpa"), "MistralModel": ("sdpa", "")}
+    """The language model of InternVL gets a kernel, its vision tower keeps what Transformers runs."""
+    model = random_model(tiny_config("internvl"), 0)
+    report = opslot.apply(model, "auto", device="cpu")
+    text, tower = type(model.model.language_model).__name__, type(model.model.vision_tower).__name__
+    rows = {row.slot: (row.chosen, row.runs) for row in report if row.op == "attention"}
+    assert rows == {tower: ("eager", "sdpa"), text: ("sdpa", "")}
     assert model.config.get_text_config()._attn_implementation == "opslot_sdpa"
     assert model.config.vision_config._attn_implementation == "sdpa"
     # A named kernel is used in the sub-models that support it.
     named = opslot.bind(model, {"attn_implementation": "sdpa"}, device="cpu")
-    assert {row.slot: row.chosen for row in named if row.op == "attention"} == {
-        "PixtralVisionModel": "eager",
-        "MistralModel": "sdpa",
-    }
+    assert {row.slot: row.chosen for row in named if row.op == "attention"} == {tower: "eager", text: "sdpa"}
+
+
+def test_pixtral_passes_cu_seqlens_instead_of_a_mask_of_all_images(monkeypatch):
+    """The mask would have the square of the patches of all images, and attention would compute all of it."""
+    config = transformers.PixtralVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        head_dim=8,
+        patch_size=4,
+        image_size=32,
+    )
+    torch.manual_seed(0)
+    model = transformers.PixtralVisionModel._from_config(config, attn_implementation="eager")
+    images = torch.randn(3, 3, 24, 32)
+    sizes = [(24, 32), (8, 16), (4, 4)]
+
+    def outcome():
+        model.zero_grad()
+        out = model(images, image_sizes=sizes).last_hidden_state
+        out.square().sum().backward()
+        return [out.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    expected = outcome()
+    opslot.apply(model, {"preset": "eager", "attn_implementation": "sdpa"})
+    if opslot.explain(model).chosen("attention") != ("sdpa",):
+        pytest.skip("this release of Transformers has no branch with cu_seqlens")
+    module = sys.modules[type(model).__module__]
+    monkeypatch.setattr(module, "generate_block_attention_mask", None)
+    for found, want in zip(outcome(), expected, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+    opslot.restore(model)
+    assert model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("glob", ["model.*", "model.layers.*.self_attn", "*"])

@@ -163,7 +163,8 @@ def test_discovered_slots_train_with_gpu_kernels(model_type):
         sizes["moe_intermediate_size"] = 128
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes)).train().cuda()
     ids = torch.randint(3, 512, (2, 160), device="cuda")
-    model.set_experts_implementation("eager")
+    # Transformers' torch code, also where it would run fla, which stops on Hopper with Triton 3.4 to 3.7.0.
+    opslot.apply(model, "eager")
     exact = step(model, ids)
     model.bfloat16()
     eager = step(model, ids)
@@ -254,16 +255,9 @@ def test_skips_are_attributes_of_the_owning_class():
 @pytest.mark.parametrize(
     ("arch", "name", "op", "reason"),
     [
-        (
-            "kimi_linear",
-            "KimiLinearDeltaAttention",
-            "chunk_gated_delta_rule",
-            "kimi_delta_attention, another recurrence",
-        ),
         ("chameleon", "ChameleonForConditionalGeneration", "cross_entropy_loss", "changes the logits between head and"),
         ("nanochat", "NanoChatPreTrainedModel", "rotary_pos_emb", "rotates in another way"),
         ("glm_moe_dsa", "GlmMoeDsaAttention", "attention", "that an indexer selects (sparse attention)"),
-        ("jamba", "JambaMambaMixer", "mamba_chunk_scan", "mamba_selective_scan in another way than the reviewed"),
     ],
 )
 def test_unrecognized_parts_are_skipped_with_a_reason(arch, name, op, reason):
@@ -319,7 +313,6 @@ def test_packed_documents_do_not_attend_to_each_other(model_type):
 @pytest.mark.parametrize(
     ("arch", "why"),
     [
-        ("jamba", "JambaMambaMixer has a Conv1d, which may mix tokens"),
         ("gemma3", "it is not only a language model"),
         ("recurrent_gemma", "RecurrentGemmaRecurrentBlock has a Conv1d, which may mix tokens"),
         ("doge", "DogeCDMoE calls matmul of activations, which may mix tokens"),

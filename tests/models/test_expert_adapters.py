@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import opslot
+from opslot.distributed import ParallelState
 from opslot.verify.architecture import tiny_config
 
 
@@ -111,8 +112,22 @@ def test_no_tensor_of_the_size_of_the_weights_is_made(monkeypatch):
     assert max(sizes) < weights[1].numel() <= weights[0].numel()
 
 
+def test_single_process_takes_the_device_of_the_parameters():
+    """Not that of a state without meshes, whose default is a CPU; on meta, the device that the model was bound for."""
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"))
+    opslot.apply(model, "eager")
+    opslot.parallelize(model, ParallelState(device=torch.device("cuda:7")))
+    assert opslot.explain(model).device.startswith("CPU")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"))
+    opslot.apply(model, "eager", device="cpu")
+    opslot.parallelize(model, ParallelState(device=torch.device("cuda:7")), load=lambda m: m.to_empty(device="cpu"))
+    assert opslot.explain(model).device.startswith("CPU")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize("kernel", ["grouped_mm", "fused_triton"])
 def test_compiled_adapters_on_a_gpu(kernel):
     torch.manual_seed(0)

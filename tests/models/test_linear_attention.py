@@ -11,6 +11,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import opslot
 from opslot.slots.protocol import keeps_sequences
+from opslot.verify.random_model import packed_batches, random_ids, random_model, train_step, worst_difference
+from opslot.verify.tiny import tiny_config
 
 SIZES = {
     "vocab_size": 61,
@@ -199,6 +201,16 @@ def test_layer_compiles_with_fullgraph():
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(hidden_states, cu_seq_lens_q=bounds), expected)
+
+
+@pytest.mark.parametrize("ops", ["eager", "auto"])
+def test_packed_documents_of_kimi_delta_attention(ops):
+    config = tiny_config("kimi_linear")
+    model = random_model(config, 0)
+    opslot.apply(model, ops)
+    assert "chunk_gated_delta_rule/per_channel" in {f"{row.op}/{row.variant}" for row in opslot.explain(model).rows}
+    packed_ids, alone = packed_batches(random_ids(config, 0))
+    assert worst_difference(train_step(model, packed_ids), train_step(model, alone)) == ""
 
 
 def test_named_kernels_serve_packed_documents():

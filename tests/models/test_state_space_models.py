@@ -5,7 +5,6 @@ import torch
 
 import opslot
 from opslot._base.errors import ConfigError
-from opslot.slots.protocol import keeps_sequences
 from opslot.verify import check_architecture
 from opslot.verify.random_model import packed_batches, random_ids, random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
@@ -138,9 +137,20 @@ def test_flops_of_the_scan():
     assert opslot.count_flops(model, [16]).parts == count.parts
 
 
-def test_mamba_1_keeps_whole_sequences():
+@pytest.mark.parametrize("arch", ["jamba", "mamba"])
+def test_packed_documents_of_mamba_1(arch):
+    """The boundaries of documents reach its mixers, which Transformers' layers call without keyword arguments."""
+    found = check_architecture(arch, checks=("auto", "packed"))
+    assert [found[check].result for check in ("auto", "packed")] == ["passed", "passed"], str(found)
+    assert "mamba_chunk_scan/per_channel" in str(found.kernels)
+    config = tiny_config(arch)
+    model = random_model(config, 0)
+    opslot.apply(model, "eager")
+    packed, alone = packed_batches(random_ids(config, 0))
+    assert worst_difference(train_step(model, packed), train_step(model, alone)) == ""
+
+
+def test_kernels_of_mamba_2_do_not_serve_mamba_1():
     model = random_model(tiny_config("jamba"), 0)
-    opslot.apply(model)
-    assert keeps_sequences(model) == "JambaMambaMixer has a Conv1d, which may mix tokens"
-    with pytest.raises(ConfigError, match="JambaMambaMixer has no slot: calls mamba_selective_scan"):
+    with pytest.raises(ConfigError, match=r"mamba_chunk_scan_implementation='triton'(.|\n)*torch_chunked"):
         opslot.apply(model, {"mamba_chunk_scan_implementation": "triton"})

@@ -3,16 +3,20 @@
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from opslot.data.config import DataConfig
 from opslot.trainer import load_config
 from opslot.trainer.callbacks import read_metrics
 from opslot.trainer.main import _trainer_class
 from opslot.trainer.parse import to_yaml
+from opslot.trainer.run_data import set_sample_length
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -236,6 +240,45 @@ def test_classifier_from_a_language_model(chat_settings, train, tmp_path):
     assert (code, err) == (0, "")
     config = json.loads((tmp_path / "classifier" / "hf" / "config.json").read_text())
     assert list(config["id2label"].values()) == ["LABEL_0", "LABEL_1", "LABEL_2"]
+
+
+def test_head_of_a_token_classifier_is_new_and_trained_whole(chat_settings, train, tmp_path):
+    """GPT-2's is named classifier, not score; data.max_seq_len is at most its number of positions by default."""
+    model = tmp_path / "gpt2"
+    sizes = {"vocab_size": 260, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 48, "eos_token_id": 0}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", bos_token_id=0, **sizes)).save_pretrained(model)
+    AutoTokenizer.from_pretrained(chat_settings["model"]["config_path"]).save_pretrained(model)
+    lines = [json.dumps({"tokens": ["a", str(i)], "labels": ["x", "y"]}) for i in range(8)]
+    (tmp_path / "labels.jsonl").write_text("\n".join(lines))
+    chat_settings |= {"task": "classification", "model": {"model_path": str(model)}, "lora": {"r": 2}}
+    chat_settings["data"] |= {"train_path": str(tmp_path / "labels.jsonl"), "max_seq_len": None}
+    chat_settings["train"] |= {"max_steps": 1}
+    code, _, err = train()
+    assert (code, err) == (0, "")
+    assert "max_seq_len: 48" in (tmp_path / "out" / "config.yaml").read_text()
+    adapter = tmp_path / "out" / "hf"
+    assert json.loads((adapter / "adapter_config.json").read_text())["modules_to_save"] == ["classifier"]
+    names = set(load_file(adapter / "adapter_model.safetensors"))
+    assert any("classifier" in name for name in names)
+    assert any("attn.c_attn.lora_A" in name for name in names), "Transformers' Conv1D is a linear layer"
+
+
+@pytest.mark.parametrize(
+    ("given", "positions", "tokenizer", "room", "expected"),
+    [
+        (None, 4096, 10**30, None, 2048),
+        (None, 1024, 10**30, None, 1024),
+        (None, None, 512, None, 512),
+        (None, 4096, 10**30, 256, 256),
+        (3000, 4096, 512, None, 3000),
+    ],
+)
+def test_sample_length(given, positions, tokenizer, room, expected):
+    config = SimpleNamespace(max_position_embeddings=positions)
+    config.get_text_config = lambda: config
+    data = DataConfig(max_seq_len=given, max_tokens_per_batch=room)
+    set_sample_length(data, config, SimpleNamespace(model_max_length=tokenizer))
+    assert data.sample_length == data.max_seq_len == expected
 
 
 def test_bad_labels_are_located(chat_settings, train, tmp_path):

@@ -39,6 +39,9 @@ _PACKAGES = (
     "tilelang",
     "cut-cross-entropy",
     "veomni",
+    "peft",
+    "bitsandbytes",
+    "unsloth",
 )
 _Record = TypeVar("_Record")
 

@@ -88,14 +88,17 @@ def draw_weights(model: nn.Module, seed: int, std: float) -> None:
     Vectors named "weight" are norms' and become 1, biases 0, all others normal with `std`.
     """
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            parameter.fill_(1.0 if name.endswith("weight") else 0.0)
-        else:
-            device = parameter.device
-            # torch.compile wraps a model in a module of that name.
-            plain = name.removeprefix("_orig_mod.")
-            generator = torch.Generator(device).manual_seed(seed + zlib.crc32(plain.encode()))
-            parameter.normal_(0.0, std, generator=generator)
+        # torch.compile wraps a model in a module of that name.
+        draw_weight(name.removeprefix("_orig_mod."), parameter, seed, std)
+
+
+def draw_weight(name: str, weight: Tensor, seed: int, std: float) -> None:
+    """The values of `draw_weights`, written into a tensor that does not require a gradient."""
+    if weight.ndim == 1:
+        weight.fill_(1.0 if name.endswith("weight") else 0.0)
+    else:
+        generator = torch.Generator(weight.device).manual_seed(seed + zlib.crc32(name.encode()))
+        weight.normal_(0.0, std, generator=generator)
 
 
 def measure_steps(

@@ -37,12 +37,13 @@ def preview(argv: Sequence[str], *, samples: int, tokens: bool, color: bool | No
 @contextlib.contextmanager
 def _opened(config: RunConfig) -> Iterator[Any]:
     from opslot.models import load_config
-    from opslot.trainer.run_data import RunData, open_tokenizer
+    from opslot.trainer.run_data import RunData, open_tokenizer, set_sample_length
     from opslot.trainer.validate import validate_data
 
     inputs = validate_data(config)
     model_config = load_config(inputs.config_path, trust_remote_code=config.model.trust_remote_code)
     tokenizer = open_tokenizer(config, inputs, model_config)
+    set_sample_length(config.data, model_config, tokenizer)
     with contextlib.closing(RunData(config, inputs, tokenizer, model_config)) as data:
         data.start_tokenizing()
         yield data
@@ -78,7 +79,7 @@ def _print_preview(config: RunConfig, data: Any, samples: int, tokens: bool, col
         later, seconds = lengths[1:], times[-1] - times[0]
         counts = sum(map(len, later)) / seconds, sum(map(sum, later)) / seconds
         print(f"loader: {counts[0]:,.0f} samples/s, {counts[1]:,.0f} tokens/s with {config.data.num_workers} workers")
-    limit = f"at most {data.max_tokens}" if data.max_tokens else f"{config.data.max_seq_len} per sample with padding"
+    limit = f"at most {data.max_tokens}" if data.max_tokens else f"{config.data.sample_length} per sample with padding"
     for number, own in enumerate(lengths[:samples], 1):
         listed = ", ".join(map(str, own[:12])) + (", ..." if len(own) > 12 else "")
         print(f"micro batch {number}: {sum(own)} tokens ({limit}) in {len(own)} documents of {listed}")

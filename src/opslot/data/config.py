@@ -41,7 +41,8 @@ class DataConfig:
         use_audio_in_video: read the audio tracks of videos too (omni models).
         sample_by: what a document is in a plain text file: the file (above 4 MiB it is split at ends of lines), a line,
             or a paragraph (up to a blank line).
-        max_seq_len: tokens per sample.
+        max_seq_len: tokens per sample; default 2048, or what the model, its tokenizer or `max_tokens_per_batch` allow
+            where that is less.
         max_tokens_per_batch: maximum number of tokens in a micro batch. With it, documents are packed whole, up to
             max_seq_len tokens each, without padding; a step has at most `train.global_batch_size` times max_seq_len
             tokens, balanced across ranks by estimated FLOPs.
@@ -77,7 +78,7 @@ class DataConfig:
     max_frames: int = 64
     use_audio_in_video: bool = False
     sample_by: Literal["document", "line", "paragraph"] = "document"
-    max_seq_len: int = 2048
+    max_seq_len: int | None = None
     max_tokens_per_batch: int | None = None
     packing: bool = True
     shuffle: bool = True
@@ -86,3 +87,9 @@ class DataConfig:
     num_workers: int = 0
     cache_dir: str | None = None
     allow_changes: bool = False
+
+    @property
+    def sample_length(self) -> int:
+        """`max_seq_len`, which a run sets where it was left out."""
+        assert self.max_seq_len is not None, "see `set_sample_length`"
+        return self.max_seq_len

@@ -27,6 +27,7 @@ from opslot.slots.protocol import sub_model
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from opslot.checkpoint import LoadReport
@@ -297,7 +298,7 @@ def load_foundation_weights(
     from opslot.checkpoint import load_weights
 
     # A classifier starts from a language model's checkpoint: its own head is new, and theirs has no place in it.
-    classifier = hasattr(model, "score")
+    heads = classifier_heads(model)
     declared = sub_model(type(model))
     excluded = [f"{part}.*" for part in declared.excluded] if declared is not None else []
     return load_weights(
@@ -305,6 +306,14 @@ def load_foundation_weights(
         folder,
         converters=converters_of(model),
         device=device,
-        allow_missing=["score.*"] if classifier else (),
-        allow_extra=["lm_head.weight"] if classifier else excluded,
+        allow_missing=[f"{name}.*" for name in heads],
+        allow_extra=["lm_head.weight"] if heads else excluded,
     )
+
+
+def classifier_heads(model: nn.Module) -> list[str]:
+    """Names of the modules with parameters that a sequence or token classifier adds to its base model."""
+    if not type(model).__name__.endswith(("ForSequenceClassification", "ForTokenClassification")):
+        return []
+    base: Any = getattr(model, "base_model_prefix", "")
+    return [name for name, child in model.named_children() if name != base and any(True for _ in child.parameters())]

@@ -32,7 +32,7 @@ def quantize_experts(module: nn.Module) -> None:
 
 
 def _load(module: nn.Module, name: str, weight: Tensor, device: torch.device | str | None) -> None:
-    import bitsandbytes  # type: ignore[import-not-found]
+    import bitsandbytes
 
     parameter = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
     module._parameters[name] = parameter.to(device or "cpu")
@@ -110,7 +110,7 @@ class _Saved:
 
 @torch.no_grad()
 def _dequantize(packed: Any) -> Tensor:
-    from bitsandbytes.functional import dequantize_4bit  # type: ignore[import-not-found]
+    from bitsandbytes.functional import dequantize_4bit
 
     state = packed.quant_state
     return dequantize_4bit(packed.data, state).view(state.shape).to(state.dtype)

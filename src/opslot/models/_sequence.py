@@ -248,9 +248,13 @@ def _kv_repeats(model: Any, state: ParallelState) -> int:
 
 def _check_recurrences(model: Any, state: ParallelState) -> None:
     """Raise ConfigError for recurrences whose heads sp does not divide."""
-    for _, module, _, op_name, _ in walk_slots(model):
+    for _, module, _, op_name, variant in walk_slots(model):
         if op_name == "chunk_gated_delta_rule":
-            kv_repeats(module.num_v_heads, module.num_k_heads, state.sp, HEADS)
+            # Kimi delta attention has as many key heads as value heads.
+            heads = getattr(module, "num_v_heads", None) or module.num_heads
+            kv_repeats(heads, getattr(module, "num_k_heads", heads), state.sp, HEADS)
+        elif op_name == "mamba_chunk_scan" and variant == "per_channel":
+            kv_repeats(module.intermediate_size, 1, state.sp, ("scan channels", "B and C"))
         elif op_name == "mamba_chunk_scan":
             # Lightning attention has a group per head.
             heads = getattr(module, "num_heads", None) or module.num_attention_heads

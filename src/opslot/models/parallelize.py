@@ -83,7 +83,8 @@ def parallelize(
         root, binding = bound
         mark_adapted_experts(root)
         dtype = options.get("param_dtype") or binding.dtype
-        binding = resolve(root, binding.config, device=state.device, dtype=dtype)
+        device = state.device if state.mesh is not None else _runs_on(root, binding)
+        binding = resolve(root, binding.config, device=device, dtype=dtype)
         if state.ep > 1:
             _check_experts(model, state, plan)
             binding = with_expert_parallel(binding, state)
@@ -110,6 +111,12 @@ def parallelize(
     if state.world_size > 1:
         run_towers_on_every_rank(model)
     return model
+
+
+def _runs_on(model: nn.Module, binding: Binding) -> torch.device | str:
+    """The device of the parameters; if they are on meta, the one that the model was bound for."""
+    first = next(model.parameters()).device
+    return binding.device.torch_type if first.type == "meta" else first
 
 
 def parallel_plan(model: Any) -> ParallelPlan | None:

@@ -70,7 +70,7 @@ def _routers(block: nn.Module, experts: nn.Module) -> list[nn.Module]:
 
 
 def _nf4_linear(linear: Any) -> nn.Module:
-    import bitsandbytes  # type: ignore[import-not-found]
+    import bitsandbytes
 
     class NF4Linear(bitsandbytes.nn.Linear4bit):
         """Its weight is frozen and not part of the state dict once it is quantized."""

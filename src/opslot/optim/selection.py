@@ -63,9 +63,9 @@ def _adamw_8bit(model: nn.Module) -> Callable[..., torch.optim.Optimizer]:
     if problem:
         raise ConfigError(problem)
     if has_package("torchao"):
-        from torchao.optim import AdamW8bit  # type: ignore[import-not-found]
+        from torchao.optim import AdamW8bit
 
         return AdamW8bit
-    from bitsandbytes.optim import AdamW8bit as BitsAndBytesAdamW  # type: ignore[import-not-found]
+    from bitsandbytes.optim import AdamW8bit as BitsAndBytesAdamW
 
     return BitsAndBytesAdamW

@@ -53,16 +53,83 @@ def documents_of(module: ModuleView, method: str, call: ast.Call) -> str:
 def pass_documents(module: ModuleView, patch: PatchConfig) -> None:
     """Let heads pass the boundaries of documents to a backbone that they call without their keyword arguments."""
     for method, calls in module.callers("self.backbone", "self.model").items():
-        definition = module.upstream.find(method)
-        assert isinstance(definition, ast.FunctionDef)
         for call in calls:
-            unpacks = any(keyword.arg is None for keyword in call.keywords)
-            if unpacks or definition.args.kwarg is None or not _takes_any(module, method, call):
-                continue
-            passed = ast.Call(call.func, call.args, [*call.keywords, ast.keyword(None, ast.Name("_PASSED"))])
-            text = ast.unparse(passed).replace("_PASSED", f"_opslot_passed({definition.args.kwarg.arg})")
-            patch.replace(method, ast.unparse(call), text)
-            add_helpers(patch, _PASSED)
+            if _takes_any(module, method, call):
+                _pass(module, patch, method, call)
+
+
+def callers_of(module: ModuleView, owner: str) -> list[tuple[str, ast.Call]]:
+    """The calls of the instances of a class, in the forwards of those whose constructors make them."""
+    found = []
+    for name in module.classes:
+        constructor, forward = (module.upstream.find(f"{name}.{method}") for method in ("__init__", "forward"))
+        if constructor is None or forward is None:
+            continue
+        for node in ast.walk(constructor):
+            if isinstance(node, ast.Assign) and _makes(node.value, owner):
+                called = _names_of(forward, ast.unparse(node.targets[0]))
+                found += [(f"{name}.forward", call) for call in _calls_of(forward, called)]
+    return found
+
+
+def _makes(value: ast.expr, owner: str) -> bool:
+    return any(isinstance(node, ast.Call) and ast.unparse(node.func) == owner for node in ast.walk(value))
+
+
+def _names_of(forward: ast.AST, attribute: str) -> set[str]:
+    """What a method calls the modules of an attribute: the attribute, and variables of loops over it."""
+    loops = (node for node in ast.walk(forward) if isinstance(node, ast.For) and attribute in ast.unparse(node.iter))
+    targets = {name.id for loop in loops for name in ast.walk(loop.target) if isinstance(name, ast.Name)}
+    return {attribute, *targets}
+
+
+def _calls_of(forward: ast.AST, names: set[str]) -> list[ast.Call]:
+    return [node for node in ast.walk(forward) if isinstance(node, ast.Call) and ast.unparse(node.func) in names]
+
+
+def documents_reach(module: ModuleView, owner: str) -> bool:
+    """Whether the callers of a class's instances have the boundaries of documents to pass, up to a model."""
+    callers = callers_of(module, owner)
+    if not callers:
+        return _layers_get_keywords(module)
+    for method, _ in callers:
+        definition = module.upstream.find(method)
+        if not isinstance(definition, ast.FunctionDef) or definition.args.kwarg is None:
+            return False
+        if not _is_model(module, method) and not documents_reach(module, method.partition(".")[0]):
+            return False
+    return True
+
+
+def _layers_get_keywords(module: ModuleView) -> bool:
+    """Whether models pass their keyword arguments to all layers: those that are made by a table of classes."""
+    models = [name for name, forward in module.methods() if _is_model(module, forward)]
+    forwards = [module.upstream.find(f"{name}.forward") for name in models]
+    called = [call for f in forwards if f is not None for call in _calls_of(f, _names_of(f, "self.layers"))]
+    return bool(called) and all(any(keyword.arg is None for keyword in call.keywords) for call in called)
+
+
+def pass_documents_to(module: ModuleView, patch: PatchConfig, owner: str) -> None:
+    """Let the callers of a class's instances, up to a model, pass the boundaries of documents where they do not."""
+    for method, call in callers_of(module, owner):
+        _pass(module, patch, method, call)
+        if not _is_model(module, method):
+            pass_documents_to(module, patch, method.partition(".")[0])
+
+
+def _is_model(module: ModuleView, method: str) -> bool:
+    return bool(set(module.bases(method.partition(".")[0])) & set(module.models))
+
+
+def _pass(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call) -> None:
+    definition = module.upstream.find(method)
+    assert isinstance(definition, ast.FunctionDef)
+    if any(keyword.arg is None for keyword in call.keywords) or definition.args.kwarg is None:
+        return
+    passed = ast.Call(call.func, call.args, [*call.keywords, ast.keyword(None, ast.Name("_PASSED"))])
+    text = ast.unparse(passed).replace("_PASSED", f"_opslot_passed({definition.args.kwarg.arg})")
+    patch.replace(method, ast.unparse(call), text)
+    add_helpers(patch, _PASSED)
 
 
 def _takes_any(module: ModuleView, method: str, call: ast.Call) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from opslot._base.errors import ConfigError, list_problems
 from opslot._base.logging import get_logger
 from opslot.checkpoint.adapters import ADAPTER, adapter_layers
+from opslot.models._build import classifier_heads
 from opslot.slots import walk_slots
 from opslot.trainer.config import LoraConfig
 
@@ -37,7 +38,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, base: str | None) -> 
 
     assert lora.r is not None, "adapters are made if there is a rank"
     alpha: Any = 2 * lora.r if lora.alpha is None else lora.alpha  # PEFT also takes a float
-    whole = [*(lora.modules_to_save or ()), *(["score"] if hasattr(model, "score") else ())]
+    whole = [*(lora.modules_to_save or ()), *classifier_heads(model)]
     _check_targets(model, lora, whole)
     config = peft.LoraConfig(
         r=lora.r,
@@ -59,6 +60,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, base: str | None) -> 
         with warnings.catch_warnings():
             # An error below.
             warnings.filterwarnings("ignore", message=".*_pattern keys did not match")
+            # PEFT sets it for the layers that need it.
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
             model.add_adapter(config, ADAPTER)
     except ValueError as error:
         raise ConfigError(
@@ -117,11 +120,15 @@ def _expert_weights(model: PreTrainedModel) -> list[str]:
 
 def _linear_layers(model: PreTrainedModel, whole: Iterable[str]) -> list[str]:
     """Paths of the linear layers but the output head and what is trained whole; experts are not among them."""
+    from transformers.pytorch_utils import Conv1D
+
     head = model.get_output_embeddings()
     paths = [
         path
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and not any(_matches(path, n, False) for n in whole)
+        if isinstance(module, (nn.Linear, Conv1D))
+        and module is not head
+        and not any(_matches(path, n, False) for n in whole)
     ]
     left = {name for name in {path.rsplit(".", 1)[-1] for path in paths} if _means_experts(model, name)}
     if left:

@@ -101,7 +101,7 @@ def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]
         steps = f"{max(0, trainer.max_steps - trainer.step):,} steps"
     trainer.say(
         f"{trainer.title} on {trainer.device}{processes}; {trainer.describe_data()}; {steps} of "
-        f"{size}{config.train.global_batch_size * config.data.max_seq_len:,} tokens"
+        f"{size}{config.train.global_batch_size * config.data.sample_length:,} tokens"
     )
     for line in trainer.meter.uncounted_lines():
         trainer.say(line)

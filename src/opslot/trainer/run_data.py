@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from opslot._base.errors import DataError, list_problems
+from opslot._base.errors import ConfigError, DataError, list_problems
 from opslot.data import (
     Documents,
     MixedDataset,
@@ -36,6 +36,10 @@ from opslot.trainer.validate import Inputs, micro_batch_size
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+    from opslot.data.config import DataConfig
+
+# Tokens per sample, where the model takes as many.
+_USUAL_LENGTH = 2048
 CHAT_TASKS = ("sft", "vlm")
 # Up to this many bytes of text are tokenized before the first step (seconds), so that the steps can be counted.
 _TOKENIZED_AT_START = 16 << 20
@@ -69,7 +73,7 @@ class RunData:
         self.tokenizer = tokenizer
         self.max_tokens = config.data.max_tokens_per_batch
         if config.task in CHAT_TASKS and config.data.packing and self.max_tokens is None:
-            self.max_tokens = micro_batch_size(config.train) * config.data.max_seq_len
+            self.max_tokens = micro_batch_size(config.train) * config.data.sample_length
         self.encoder = make_encoder(config, inputs, tokenizer, model_config)
         self._open = functools.partial(
             open_corpus,
@@ -162,7 +166,7 @@ class RunData:
             return SampleLoader(self.train_set, micro_batch_size(config.train), collate_fn=self.collate_fn, **options)
         # A layer of width h takes about 24 h^2 FLOPs per token, and causal attention 2 h for each previous token.
         attention_cost = 1 / (12 * hidden_size) if hidden_size else 0.0
-        step_tokens = config.train.global_batch_size * config.data.max_seq_len
+        step_tokens = config.train.global_batch_size * config.data.sample_length
         return TokenLoader(
             self.train_set,
             step_tokens,
@@ -223,7 +227,7 @@ class RunData:
         whole = task != "pretrain" or (train and self.max_tokens is not None)
         return PackedDataset(
             corpus,
-            data.max_seq_len,
+            data.sample_length,
             packing=data.packing and not whole,
             shuffle=shuffle,
             seed=self.config.train.seed,
@@ -249,6 +253,23 @@ def open_tokenizer(config: RunConfig, inputs: Inputs, model_config: PreTrainedCo
     return tokenizer
 
 
+def set_sample_length(data: DataConfig, model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set `data.max_seq_len` where it was left out.
+
+    Raises:
+        ConfigError: it was set to more than the model's number of positions.
+    """
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if data.max_seq_len is None:
+        limits = (positions, tokenizer.model_max_length, data.max_tokens_per_batch)
+        data.max_seq_len = min(_USUAL_LENGTH, *(limit for limit in limits if limit is not None and limit > 1))
+    elif positions is not None and data.max_seq_len > positions:
+        raise ConfigError(
+            f"data.max_seq_len={data.max_seq_len} exceeds the model's max_position_embeddings={positions}",
+            hint=f"set data.max_seq_len to {positions} or less, or increase max_position_embeddings in config.json",
+        )
+
+
 def make_encoder(
     config: RunConfig, inputs: Inputs, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig | None = None
 ) -> Encoder:
@@ -267,14 +288,14 @@ def make_encoder(
         load_chat_template(tokenizer, data.chat_template)
         return ChatEncoder(
             tokenizer,
-            data.max_seq_len,
+            data.sample_length,
             train_on=data.train_on,
             append_eos=data.append_eos,
             plain=data.chat_template == "none",
             **common,
         )
     encoder = LabelEncoder(
-        tokenizer, data.max_seq_len, text_field=data.text_field, label_field=data.label_field, **common
+        tokenizer, data.sample_length, text_field=data.text_field, label_field=data.label_field, **common
     )
     files = [file for source in inputs.sources for file in source.files]
     _inspect(encoder, [*files, *inputs.eval_files], data.format)
@@ -305,7 +326,7 @@ def _multimodal_encoder(
         processor,
         trained,
         RopePositions(trained, multimodal_class(trained)),
-        data.max_seq_len,
+        data.sample_length,
         Limits(data.max_pixels, data.max_frames),
         data.use_audio_in_video,
         train_on=data.train_on,

@@ -23,7 +23,7 @@ from opslot.ops.cross_entropy_loss import loss_only
 from opslot.slots.protocol import keeps_sequences
 from opslot.trainer.base import BaseTrainer, TrainResult
 from opslot.trainer.generating import generate_answers
-from opslot.trainer.run_data import CHAT_TASKS, RunData, open_tokenizer
+from opslot.trainer.run_data import CHAT_TASKS, RunData, open_tokenizer, set_sample_length
 from opslot.trainer.setup import dtype_of_weights
 from opslot.trainer.validate import micro_batch_size
 
@@ -44,6 +44,7 @@ class TextTrainer(BaseTrainer):
         self.model_config = load_config(self.inputs.config_path, trust_remote_code=config.model.trust_remote_code)
         self.tokenizer = open_tokenizer(config, self.inputs, self.model_config)
         self._check_sizes()
+        set_sample_length(config.data, self.model_config, self.tokenizer)
         self.data = RunData(config, self.inputs, self.tokenizer, self.model_config, open_corpus)
         self.train_set = self.data.train_set
         self.data.start_tokenizing()
@@ -142,7 +143,7 @@ class TextTrainer(BaseTrainer):
         size = micro_batch_size(self.config.train)
         if max_tokens is not None and self.config.task == "pretrain":
             # Evaluated as samples of one size.
-            size, max_tokens = max_tokens // data.max_seq_len, None
+            size, max_tokens = max_tokens // data.sample_length, None
         batches = itertools.chain.from_iterable(
             evaluation_batches(eval_set, size, max_tokens, self.data.collate_fn) for eval_set in self.data.eval_sets
         )
@@ -198,21 +199,14 @@ class TextTrainer(BaseTrainer):
         return self.data.describe()
 
     def _check_sizes(self) -> None:
-        """Check the tokenizer, the sample length and the routing against the model's config."""
+        """Check the tokenizer and the routing against the model's config."""
         text_config = self.model_config.get_text_config()
         tokens, vocab_size = len(self.tokenizer), text_config.vocab_size
-        positions = getattr(text_config, "max_position_embeddings", None)
         if tokens > vocab_size:
             raise ConfigError(
                 f"the tokenizer in {self.inputs.tokenizer_path} has {tokens} tokens, more than the model's "
                 f"vocab_size={vocab_size}",
                 hint="use the tokenizer that ships with the checkpoint, or increase vocab_size in config.json",
-            )
-        if positions is not None and self.config.data.max_seq_len > positions:
-            raise ConfigError(
-                f"data.max_seq_len={self.config.data.max_seq_len} exceeds the model's "
-                f"max_position_embeddings={positions}",
-                hint=f"set data.max_seq_len to {positions} or less, or increase max_position_embeddings in config.json",
             )
         top_k = getattr(text_config, "num_experts_per_tok", None)
         names = ("num_experts", "num_local_experts", "n_routed_experts")

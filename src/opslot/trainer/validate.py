@@ -399,7 +399,7 @@ def _check_processes(config: RunConfig, problems: list[str]) -> None:
 def _check_token_batch(config: RunConfig, problems: list[str]) -> None:
     train, ranks = config.train, data_parallel_size(config.train)
     room, longest = config.data.max_tokens_per_batch or 0, config.data.max_seq_len
-    if room < longest:
+    if longest is not None and room < longest:
         problems.append(
             f"data.max_tokens_per_batch={room} is less than data.max_seq_len={longest}, the length of the longest "
             f"document; increase it to at least {longest}, or lower data.max_seq_len"

@@ -126,7 +126,7 @@ def test_flash_attention_4_with_padded_heads_on_a_gpu(width):
 
     def exact(q, k, v):
         spans = itertools.pairwise(boundaries.tolist())
-        parts = [(x[:, :, a:b] for x in (q, k, v)) for a, b in spans]
+        parts = [[x[:, :, a:b] for x in (q, k, v)] for a, b in spans]
         return torch.cat([torch.softmax(q @ k.mT * width**-0.5, -1) @ v for q, k, v in parts], 2).transpose(1, 2)
 
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]

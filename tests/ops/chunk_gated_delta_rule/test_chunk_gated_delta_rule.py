@@ -14,7 +14,8 @@ from opslot.slots import KernelRequest
 from tests.gradients import gradients, leaves_of, to_float64
 
 
-def inputs(length, batch=1, k_heads=2, heads=4, width=16, v_width=24, dtype=torch.float64, device="cpu"):
+def inputs(length, batch=1, k_heads=2, heads=4, width=16, v_width=24, dtype=torch.float64, device="cpu", channels=()):
+    """`channels`: further dims of the decay, (width,) in the variant per_channel."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
@@ -24,7 +25,7 @@ def inputs(length, batch=1, k_heads=2, heads=4, width=16, v_width=24, dtype=torc
         "query": draw(batch, length, k_heads, width),
         "key": draw(batch, length, k_heads, width),
         "value": draw(batch, length, heads, v_width),
-        "g": torch.nn.functional.logsigmoid(draw(batch, length, heads) + 2),
+        "g": torch.nn.functional.logsigmoid(draw(batch, length, heads, *channels) + 2),
         "beta": draw(batch, length, heads).sigmoid(),
     }
     return {n: t.requires_grad_() for n, t in made.items()}
@@ -42,7 +43,7 @@ def token_by_token(query, key, value, g, beta, initial_state=None, l2norm=True):
         state = value.new_zeros(value.shape[0], value.shape[2], key.shape[3], value.shape[3])
     outputs = []
     for t in range(query.shape[1]):
-        state = state * g[:, t, :, None, None].exp()
+        state = state * g[:, t].reshape(*g.shape[0:3:2], -1, 1).exp()
         predicted = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
         correction = beta[:, t, :, None] * (value[:, t] - predicted)
         state = state + k[:, t, :, :, None] * correction[:, :, None, :]
@@ -57,8 +58,9 @@ def assert_same(found, expected, atol=1e-12):
 
 @pytest.mark.parametrize("length", [1, 63, 64, 130])
 @pytest.mark.parametrize("l2norm", [True, False])
-def test_chunked_equals_token_by_token_recurrence(length, l2norm):
-    given = inputs(length, batch=2)
+@pytest.mark.parametrize("channels", [(), (16,)])
+def test_chunked_equals_token_by_token_recurrence(length, l2norm, channels):
+    given = inputs(length, batch=2, channels=channels)
     if not l2norm:
         # Without L2 normalization the state diverges for keys longer than sqrt(2 / beta).
         given["key"] = (given["key"].detach() * 0.1).requires_grad_()
@@ -70,10 +72,25 @@ def test_chunked_equals_token_by_token_recurrence(length, l2norm):
     assert_same(gradients(found, leaves), gradients(expected, leaves), atol=1e-11)
 
 
+@pytest.mark.parametrize("decay", [20.0, 1000.0])
+def test_strong_decays_of_channels_do_not_overflow(decay):
+    """exp(-G) of a chunk is beyond float64 for these, while no decay between two tokens is above 1."""
+    given = inputs(100, channels=(16,), dtype=torch.float32)
+    given["g"] = (given["g"].detach() * decay).requires_grad_()
+    found, _ = op.reference(**given, use_qk_l2norm_in_kernel=True)
+    exact = to_float64(given)
+    expected, _ = token_by_token(**exact)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    grads = zip(gradients((found,), leaves_of(given)), gradients((expected,), leaves_of(exact)), strict=True)
+    for got, want in grads:
+        torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_packed_documents_equal_separate_documents(index):
+@pytest.mark.parametrize("channels", [(), (16,)])
+def test_packed_documents_equal_separate_documents(index, channels):
     documents = [3, 65, 0, 1, 128, 20]
-    given = inputs(sum(documents))
+    given = inputs(sum(documents), channels=channels)
     states = torch.randn(len(documents), 4, 16, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     states.requires_grad_()
     bounds = list(itertools.accumulate(documents, initial=0))

@@ -45,8 +45,12 @@ def outcome(model, x=None):
     return out.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def kernels(model):
+def listed(model):
     return {path: row.chosen for row in opslot.explain(model) if row.op == "layer_norm" for path in row.modules}
+
+
+def kernels(model):
+    return {path: chosen for path, chosen in listed(model).items() if chosen != "eager"}
 
 
 def test_named_kernel_runs_and_restore_undoes_it():
@@ -186,17 +190,21 @@ def test_model_trains_like_the_original(arch):
 def test_kernel_with_a_priority_is_listed_and_bound_under_auto():
     """As any other op; without a priority of any kernel, `auto` leaves the modules out."""
     model = net()
-    opslot.bind(model, "auto")
-    assert kernels(model) == {}
     spec = KERNEL_REGISTRY.get("layer_norm", "standard", "triton")
-    fast = dataclasses.replace(spec, priority=90, interpretable=False, hardware=opslot.HardwareRequirement("any"))
-    KERNEL_REGISTRY.register(fast, replace=True)
+
+    def set_priority(priority, **changes):
+        KERNEL_REGISTRY.register(dataclasses.replace(spec, priority=priority, **changes), replace=True)
+
     try:
+        set_priority(None)
+        opslot.bind(model, "auto")
+        assert listed(model) == {}
+        set_priority(90, interpretable=False, hardware=opslot.HardwareRequirement("any"))
         opslot.bind(model, {"overrides": {"other": {"layer_norm_implementation": "eager"}}})
-        assert kernels(model) == {"norm": "triton", "other": "eager"}
-        KERNEL_REGISTRY.register(dataclasses.replace(spec, priority={(9, 0): 90}), replace=True)
+        assert listed(model) == {"norm": "triton", "other": "eager"}
+        set_priority({(9, 0): 90})
         opslot.bind(model, "auto", device="cpu")
-        assert kernels(model) == {"norm": "eager", "other": "eager"}
+        assert listed(model) == {"norm": "eager", "other": "eager"}
     finally:
         KERNEL_REGISTRY.register(spec, replace=True)
 

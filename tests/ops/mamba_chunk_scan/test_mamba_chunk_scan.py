@@ -22,7 +22,8 @@ from tests.gradients import gradients, leaves_of, to_float64
 OPTIONS = {"dt_softplus": True, "dt_limit": (0.01, 2.0)}
 
 
-def inputs(length, batch=1, heads=4, width=16, groups=2, state=24, dtype=torch.float64, device="cpu"):
+def inputs(length, batch=1, heads=4, width=16, groups=2, state=24, dtype=torch.float64, device="cpu", columns=()):
+    """`columns`: further dims of A, (state,) in the variant per_channel."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
@@ -31,7 +32,7 @@ def inputs(length, batch=1, heads=4, width=16, groups=2, state=24, dtype=torch.f
     made = {
         "x": draw(batch, length, heads, width),
         "dt": draw(batch, length, heads) - 1,
-        "A": -draw(heads).exp(),
+        "A": -draw(heads, *columns).exp(),
         "B": draw(batch, length, groups, state) / state**0.5,
         "C": draw(batch, length, groups, state),
         "D": draw(heads),
@@ -56,7 +57,7 @@ def token_by_token(x, dt, A, B, C, D, dt_bias, initial_states=None, dt_softplus=
     outputs = []
     for t in range(x.shape[1]):
         added = torch.einsum("bhp,bhn->bhpn", x[:, t] * dt[:, t, :, None], B[:, t])
-        state = state * (dt[:, t] * A).exp()[..., None, None] + added
+        state = state * (dt[:, t, :, None] * A.view(A.shape[0], -1)).exp()[:, :, None] + added
         outputs.append(torch.einsum("bhpn,bhn->bhp", state, C[:, t]) + D[:, None] * x[:, t])
     return torch.stack(outputs, 1), state
 
@@ -68,9 +69,10 @@ def assert_same(found, expected, atol=1e-11):
 
 @pytest.mark.parametrize("length", [1, 64, 130])
 @pytest.mark.parametrize("softplus", [True, False])
-def test_chunked_equals_token_by_token_recurrence(length, softplus):
-    given = inputs(length, batch=2)
-    states = draw_states(2, 4, 16, 24).requires_grad_()
+@pytest.mark.parametrize(("columns", "width"), [((), 16), ((24,), 1)])
+def test_chunked_equals_token_by_token_recurrence(length, softplus, columns, width):
+    given = inputs(length, batch=2, width=width, columns=columns)
+    states = draw_states(2, 4, width, 24).requires_grad_()
     options = {"dt_softplus": softplus, "dt_limit": (0.01, 2.0)}
     found = op.reference(**given, **options, initial_states=states, return_final_states=True)
     expected = token_by_token(**given, **options, initial_states=states)
@@ -80,16 +82,17 @@ def test_chunked_equals_token_by_token_recurrence(length, softplus):
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_packed_documents_equal_separate_documents(index):
+@pytest.mark.parametrize(("columns", "width"), [((), 16), ((24,), 1)])
+def test_packed_documents_equal_separate_documents(index, columns, width):
     documents = [3, 65, 0, 1, 20]
-    given = inputs(sum(documents))
-    states = draw_states(len(documents), 4, 16, 24)
+    given = inputs(sum(documents), width=width, columns=columns)
+    states = draw_states(len(documents), 4, width, 24)
     bounds = list(itertools.accumulate(documents, initial=0))
     offsets = torch.tensor(bounds, dtype=index)
     found = op.reference(**given, **OPTIONS, initial_states=states, return_final_states=True, cu_seqlens=offsets)
     alone = []
     for i, (a, b) in enumerate(itertools.pairwise(bounds)):
-        document = {n: t[:, a:b] if t.dim() > 1 else t for n, t in given.items()}
+        document = {n: t[:, a:b] if t.dim() > 2 else t for n, t in given.items()}
         known = states[i : i + 1]
         alone.append((given["x"][:, :0], known) if a == b else token_by_token(**document, initial_states=known))
     expected = torch.cat([out for out, _ in alone], 1), torch.cat([state for _, state in alone])
@@ -107,6 +110,11 @@ def test_documents_are_independent(name):
     cu_seqlens = torch.tensor([0, 70, 80])
     out = [kernel(**each, **OPTIONS, cu_seqlens=cu_seqlens) for each in (given, other)]
     assert torch.equal(out[0][:, 70:], out[1][:, 70:])
+
+
+def test_wide_heads_with_a_decay_per_value_raise():
+    with pytest.raises(KernelError, match=r"A: its shape is \(4, 24\)"):
+        op.reference(**inputs(3, columns=(24,)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,17 +20,10 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
             "DeepseekV4Attention",
             "Glm5NextTextAttention",
         ),
+        "gets a mask of blocks even where FlashAttention runs, before 5.20": ("PixtralAttention",),
         "is in an image or audio tower, or attends to its output": (
             "*Vision*Attention",
             "*CrossAttention",
-            "PixtralAttention",
-        ),
-    },
-    "chunk_gated_delta_rule": {
-        "is Kimi delta attention, whose decay has a value per channel instead of one per head": (
-            "BailingHybridDeltaAttention",
-            "Glm5NextTextLinearAttention",
-            "KimiLinearDeltaAttention",
         ),
     },
     "cross_entropy_loss": {
@@ -38,9 +31,6 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "predicts speech codes with a head per generation step": (
             "Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration",
         ),
-    },
-    "mamba_chunk_scan": {
-        "is Mamba-1's scan, whose decay has a value per channel instead of one per head": ("JambaMambaMixer",),
     },
     "rms_norm": {
         "has no weight, or one that is optional": ("*UnweightedRMSNorm", "Gemma3nRMSNorm", "Gemma4RMSNorm"),

@@ -32,6 +32,7 @@ def _linear_kernel(
     columns,
     inner,
     BIASED: tl.constexpr,
+    ADD: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -40,7 +41,7 @@ def _linear_kernel(
 ):
     """out [rows, columns] = x [rows, inner] weight[columns, inner]^T + bias; columns of x and out are adjacent.
 
-    Columns of the weight are adjacent, or its rows if TRANSPOSED.
+    With ADD it is added to `out`. Columns of the weight are adjacent, or its rows if TRANSPOSED.
     """
     row_tiles, column_tiles = tl.cdiv(rows, BM), tl.cdiv(columns, BN)
     # Groups of GROUP row tiles share weights in the L2 cache.
@@ -70,14 +71,21 @@ def _linear_kernel(
     if BIASED:
         total += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     out = out_ptr + row[:, None] * out_stride + column[None, :]
-    tl.store(out, downcast(total, out_ptr.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
+    stored = (row < rows)[:, None] & (column < columns)[None, :]
+    if ADD:
+        total += tl.load(out, mask=stored, other=0.0).to(tl.float32)
+    tl.store(out, downcast(total, out_ptr.dtype.element_ty), mask=stored)
 
 
 _launch = KernelLauncher(_linear_kernel)
 
 
-def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """out [N, V] = x [N, K] weight^T [V, K] + bias [V], accumulated in float32; `weight` may have any strides."""
+def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, add: bool = False) -> None:
+    """out [N, V] = x [N, K] weight^T [V, K] + bias [V], accumulated in float32; `weight` may have any strides.
+
+    Args:
+        add: add it to `out`.
+    """
     rows, inner = x.shape
     columns = weight.shape[0]
     if not rows or not columns:
@@ -93,6 +101,6 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
         (x, weight, None if bias is None else bias.contiguous(), out),
         (x.stride(0), weight.stride(1 if transposed else 0), out.stride(0)),
         (rows, columns, inner),
-        (bias is not None, transposed, bm, bn, bk, 8),
+        (bias is not None, add, transposed, bm, bn, bk, 8),
         warps,
     )

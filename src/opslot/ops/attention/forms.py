@@ -125,18 +125,26 @@ class CuSeqlensForFlash:
 
     def find(self, module: ModuleView) -> Iterator[ClassFact]:
         for name, forward in module.methods():
-            definition = module.upstream.find(forward)
-            branches = (node for node in ast.walk(definition) if isinstance(node, ast.If)) if definition else ()
-            if any(_asks_for_flash(node.test) and "cu_seq_lens_q" in _texts(node.body) for node in branches):
+            if _cu_seqlens_branches(module, forward):
                 yield ClassFact(name, CU_SEQLENS_FOR_FLASH, True, _ASK_BINDING)
+
+
+def _cu_seqlens_branches(module: ModuleView, forward: str) -> list[str]:
+    """The text of each branch of a method that passes cu_seqlens to a FlashAttention of Transformers."""
+    definition = module.upstream.find(forward)
+    branches = (node for node in ast.walk(definition) if isinstance(node, ast.If)) if definition else ()
+    texts = ("\n".join(map(ast.unparse, node.body)) for node in branches if _asks_for_flash(node.test))
+    return [text for text in texts if "cu_seq_lens_q" in text]
 
 
 def _asks_for_flash(test: ast.expr) -> bool:
     return isinstance(test, ast.Call) and ast.unparse(test) == "is_flash_attention_requested(self.config)"
 
 
-def _texts(statements: list[ast.stmt]) -> str:
-    return "\n".join(map(ast.unparse, statements))
+def _has_cu_seqlens_for_mask(module: ModuleView) -> bool:
+    """Whether a class passes cu_seqlens and no mask where a FlashAttention of Transformers runs."""
+    texts = (text for _, forward in module.methods() for text in _cu_seqlens_branches(module, forward))
+    return any("attention_mask = None" in text for text in texts)
 
 
 def _eager_function(module: ModuleView, forward: str) -> str:
@@ -178,7 +186,8 @@ def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str
         return "changes the attention mask"
     if variant == "causal" and "self.is_causal" not in module.text(f"{name}.__init__"):
         return "does not state whether it is causal"
-    return other_masks(module, needed=variant == "causal" or any(_mask_of(call) for call in calls))
+    by_mask = any(_mask_of(call) for call in calls) and not _has_cu_seqlens_for_mask(module)
+    return other_masks(module, needed=variant == "causal" or by_mask)
 
 
 def _mask_of(call: ast.Call) -> str:

@@ -60,15 +60,16 @@ KERNEL_REGISTRY.register(
         description="flash-linear-attention's chunked kernel, packed documents by cu_seqlens",
     )
 )
-KERNEL_REGISTRY.register(
-    KernelSpec(
-        "torch_chunked",
-        OP.name,
-        "standard",
-        f"{_HERE}.op:reference",
-        # On a CPU as fast as Transformers' chunks (14 % slower at the smallest size measured), and right for packed
-        # documents, which Transformers mixes; not measured on a GPU.
-        priority={"cpu": 10},
-        description="torch alone, chunk by chunk, packed documents by cu_seqlens, any device",
+for variant in OP.variants:
+    KERNEL_REGISTRY.register(
+        KernelSpec(
+            "torch_chunked",
+            OP.name,
+            variant,
+            f"{_HERE}.op:reference",
+            # On a CPU as fast as Transformers' chunks (14 % slower at the smallest size measured), and right for packed
+            # documents, which Transformers mixes; not measured on a GPU.
+            priority={"cpu": 10},
+            description="torch alone, chunk by chunk, packed documents by cu_seqlens, any device",
+        )
     )
-)

@@ -17,7 +17,9 @@ def _case(
     shape: tuple[int, ...],
     documents: list[int] | None = None,
     role: str = "check",
+    per_channel: bool = False,
 ) -> InputCase:
+    """Shape: B, S, key heads, value heads, key width, value width; `per_channel` has decays of channels."""
     batch, length, k_heads, v_heads, width, v_width = shape
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
@@ -28,7 +30,7 @@ def _case(
             "query": draw(batch, length, k_heads, width),
             "key": draw(batch, length, k_heads, width),
             "value": draw(batch, length, v_heads, v_width),
-            "g": logsigmoid(draw(batch, length, v_heads) + 2.0),
+            "g": logsigmoid(draw(batch, length, v_heads, *([width] if per_channel else [])) + 2.0),
             "beta": draw(batch, length, v_heads).sigmoid(),
             "use_qk_l2norm_in_kernel": True,
         }
@@ -46,4 +48,17 @@ CASES = [
     _case("packed documents in two rows", (2, 40, 2, 4, 64, 64), documents=[17, 23, 1, 39]),
     _case("8192x32x128", (1, 8192, 16, 32, 128, 128), role="bench"),
     _case("16384x32x128 in 16 documents", (1, 16384, 16, 32, 128, 128), documents=[1024] * 16, role="bench"),
+]
+PER_CHANNEL_CASES = [
+    _case("two rows", (2, 70, 2, 2, 64, 64), per_channel=True),
+    _case("packed documents", (1, 88, 2, 4, 64, 32), documents=[17, 1, 0, 70], per_channel=True),
+    _case("packed documents in two rows", (2, 40, 2, 2, 32, 64), documents=[17, 23, 1, 39], per_channel=True),
+    _case("8192x32x128", (1, 8192, 32, 32, 128, 128), role="bench", per_channel=True),
+    _case(
+        "16384x32x128 in 16 documents",
+        (1, 16384, 32, 32, 128, 128),
+        documents=[1024] * 16,
+        role="bench",
+        per_channel=True,
+    ),
 ]

@@ -1,16 +1,17 @@
 """The gated delta rule (Yang et al. 2024, "Gated Delta Networks", equation 10): contract, reference, cost.
 
 Shapes: `query`, `key` [B, S, K_heads, K]; `value` [B, S, V_heads, V] with V_heads a multiple of K_heads; `g` (log
-decay, <= 0) and `beta` [B, S, V_heads]; state [B, V_heads, K, V]. `cu_seqlens` (int32 or int64, [documents + 1], over
-the B * S tokens, no document crosses rows) gives every document a separate state, so packed documents do not affect
-each other; Transformers' code does not support it.
+decay, <= 0) and `beta` [B, S, V_heads]; state [B, V_heads, K, V]. In the variant per_channel (Kimi delta attention,
+"Kimi Linear", 2025) each row of a state has its own decay: `g` is [B, S, V_heads, K]. `cu_seqlens` (int32 or int64,
+[documents + 1], over the B * S tokens, no document crosses rows) gives every document a separate state, so packed
+documents do not affect each other; Transformers' code does not support it.
 
 Shape suffixes below: N chunks, D documents, H value heads, T tokens of a chunk, K and V widths of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from torch import Tensor
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.chunk_schedule import ChunkSchedule, document_bounds, step_slices
 from opslot.ops._common.documents import check_cu_seqlens
-from opslot.ops.chunk_gated_delta_rule.cases import CASES
-from opslot.slots import Cost, OpSpec, OpVariant
+from opslot.ops.chunk_gated_delta_rule.cases import CASES, PER_CHANNEL_CASES
+from opslot.slots import Cost, InputCase, OpSpec, OpVariant
 
 # Tokens per chunk: matmuls and a triangular system within a chunk, one recurrent step between chunks.
 _CHUNK = 64
@@ -52,11 +53,12 @@ def reference(
         KernelError: `cu_seqlens` that do not cover the tokens or cross rows, or heads that do not divide.
     """
     check_shapes("chunk_gated_delta_rule", key, value, initial_state, cu_seqlens)
+    log_decays = g if g.dim() == 4 else g[..., None]
     dtype = torch.promote_types(query.dtype, torch.float32)
     batch, length, heads, v_width = value.shape
     bounds = document_bounds(batch, length, cu_seqlens)
     plan = ChunkSchedule(bounds, _CHUNK, value.device)
-    q, k, v, log_decay, rate = (plan.chunks(x, dtype) for x in (query, key, value, g[..., None], beta[..., None]))
+    q, k, v, log_decay, rate = (plan.chunks(x, dtype) for x in (query, key, value, log_decays, beta[..., None]))
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     groups = heads // key.shape[2]
@@ -91,7 +93,7 @@ def _scan(
     q_NHTK: Tensor,
     k_NHTK: Tensor,
     v_NHTV: Tensor,
-    log_decay_NHT1: Tensor,
+    log_decay_NHTC: Tensor,
     rate_NHT1: Tensor,
     state_DHKV: Tensor,
     active: list[int],
@@ -100,20 +102,20 @@ def _scan(
 
     Within a chunk token i corrects what the state and the tokens before it predict: its correction u solves
     (I + A) u = beta (v - k exp(G) S) with A_ij = beta_i (k_i . k_j) exp(G_i - G_j) below the diagonal and G the
-    cumulated log decay. The system is solved once for v and once for k, before the states are known.
+    cumulated log decay. The system is solved once for v and once for k, before the states are known. Decays are those
+    of a head (C = 1) or of its channels (C = K).
     """
     width = k_NHTK.shape[-1]
-    cumulated = log_decay_NHT1.cumsum(2)
-    future = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=q_NHTK.device).triu(1)
-    between = (cumulated - cumulated.mT).masked_fill(future, float("-inf")).exp()
-    system = rate_NHT1 * (k_NHTK @ k_NHTK.mT) * between
+    cumulated = log_decay_NHTC.cumsum(2)
+    decayed = _decayed_by_channel if cumulated.shape[-1] > 1 else _decayed_by_head
+    system = rate_NHT1 * decayed(k_NHTK, k_NHTK, cumulated)
     wanted = rate_NHT1 * torch.cat([k_NHTK * cumulated.exp(), v_NHTV], -1)
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     reads, writes = solved[..., :width], solved[..., width:]
-    within = (q_NHTK @ k_NHTK.mT) * between
+    within = decayed(q_NHTK, k_NHTK, cumulated)
     q_NHTK = q_NHTK * cumulated.exp()
     k_NHTK = k_NHTK * (cumulated[:, :, -1:] - cumulated).exp()
-    decay_NH11 = cumulated[:, :, -1:].exp()
+    decay_NHC1 = cumulated[:, :, -1:].exp().mT
 
     outputs, finished = [v_NHTV[:0]], []
     for step, count in zip(step_slices(active), active, strict=True):
@@ -121,34 +123,63 @@ def _scan(
         state_DHKV = state_DHKV[:count]
         correction = writes[step] - reads[step] @ state_DHKV
         outputs.append(q_NHTK[step] @ state_DHKV + within[step] @ correction)
-        state_DHKV = state_DHKV * decay_NH11[step] + k_NHTK[step].mT @ correction
+        state_DHKV = state_DHKV * decay_NHC1[step] + k_NHTK[step].mT @ correction
     return torch.cat(outputs), torch.cat([state_DHKV, *reversed(finished)])
 
 
+def _decayed_by_head(left_NHTK: Tensor, right_NHTK: Tensor, cumulated_NHT1: Tensor) -> Tensor:
+    """left_i . right_j exp(G_i - G_j) for i >= j, else 0."""
+    future = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=left_NHTK.device).triu(1)
+    between = (cumulated_NHT1 - cumulated_NHT1.mT).masked_fill(future, float("-inf")).exp()
+    return (left_NHTK @ right_NHTK.mT) * between
+
+
+def _decayed_by_channel(left_NHTK: Tensor, right_NHTK: Tensor, cumulated_NHTK: Tensor) -> Tensor:
+    """sum over channels of left_i right_j exp(G_i - G_j) for i >= j, else 0, as matmuls without positive exponents.
+
+    For i in the second half of a block and j in the first, with m the end of the first half, both exp(G_i - G_m) and
+    exp(G_m - G_j) are at most 1. Blocks of 2 tokens come first, then those of twice as many.
+    """
+    pairs = (left_NHTK * right_NHTK).sum(-1)[..., None, None]
+    half = 1
+    while half < _CHUNK:
+        left, right, cumulated = (
+            x.unflatten(2, (-1, 2, half)).unbind(3) for x in (left_NHTK, right_NHTK, cumulated_NHTK)
+        )
+        end = cumulated[0][..., -1:, :]
+        corner = (left[1] * (cumulated[1] - end).exp()) @ (right[0] * (end - cumulated[0]).exp()).mT
+        first, second = pairs.unflatten(2, (-1, 2)).unbind(3)
+        upper, lower = torch.cat([first, torch.zeros_like(corner)], -1), torch.cat([corner, second], -1)
+        pairs, half = torch.cat([upper, lower], -2), 2 * half
+    return pairs.squeeze(2)
+
+
 def _cost(arguments: Mapping[str, Any]) -> Cost:
-    """Forward reads q, k, v and writes the output; backward reads all four and writes three gradients.
+    """Forward reads q, k, v, g and writes the output; backward reads all five and writes four gradients.
 
     Three state-vector matmuls per head and token in forward (predict, correct, read), six in backward.
     """
-    q, v = arguments["query"], arguments["value"]
-    bytes_moved = (6 * q.numel() + 5 * v.numel()) * q.element_size()
+    q, v, g = (arguments[name] for name in ("query", "value", "g"))
+    bytes_moved = (6 * q.numel() + 5 * v.numel()) * q.element_size() + 3 * g.numel() * g.element_size()
     return Cost(bytes=bytes_moved, flops=18 * v.numel() * q.shape[-1])
+
+
+def _variant(name: str, cases: Sequence[InputCase]) -> OpVariant:
+    return OpVariant(
+        name,
+        reference,
+        cases,
+        ("query", "key", "value", "g", "beta"),
+        _cost,
+        # A chunked kernel reads keys and values rounded to the input's dtype into every matmul of a chunk, where the
+        # reference rounds once at the end.
+        tolerance_ulps={"bfloat16": 4, "float16": 4, "float32": 64},
+        compiles=False,
+    )
 
 
 OP = OpSpec(
     name="chunk_gated_delta_rule",
     description="linear attention with a gated delta rule",
-    variants={
-        "standard": OpVariant(
-            "standard",
-            reference,
-            CASES,
-            ("query", "key", "value", "g", "beta"),
-            _cost,
-            # A chunked kernel reads keys and values rounded to the input's dtype into every matmul of a chunk, where
-            # the reference rounds once at the end.
-            tolerance_ulps={"bfloat16": 4, "float16": 4, "float32": 64},
-            compiles=False,
-        )
-    },
+    variants={"standard": _variant("standard", CASES), "per_channel": _variant("per_channel", PER_CHANNEL_CASES)},
 )

@@ -65,8 +65,12 @@ class Shaping:
     scale: float
 
 
-def _torch_linear_into(out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if bias is None:
+def _torch_linear_into(
+    out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, add: bool = False
+) -> None:
+    if add:
+        out.addmm_(hidden, weight.t())
+    elif bias is None:
         torch.mm(hidden, weight.t(), out=out)
     else:
         torch.addmm(bias, hidden, weight.t(), out=out)
@@ -87,7 +91,7 @@ class Backend:
         rows: (vocabulary, dtype, device) -> rows whose logits fit the budget.
         unsupported: (hidden_states) -> why a tensor of this dtype or device is not supported, or None.
         factor_last: apply the factor to the summed gradients, which is cheaper if they are smaller than the logits.
-        linear_into: (out, hidden, weight, bias) writes the logits.
+        linear_into: (out, hidden, weight, bias) writes the logits; (out, hidden, weight, add=True) adds to them.
     """
 
     name: str
@@ -98,18 +102,13 @@ class Backend:
     rows: Callable[[int, torch.dtype, torch.device], int]
     unsupported: Callable[[Tensor], str | None] = lambda _: None
     factor_last: bool = False
-    linear_into: Callable[[Tensor, Tensor, Tensor, Tensor | None], None] = _torch_linear_into
+    linear_into: Callable[..., None] = _torch_linear_into
 
     def logits_into(self, out: Tensor, head: Head, rows: slice) -> None:
         """The logits of some rows."""
         self.linear_into(out, head.hidden[rows], head.weight, head.bias)
         if head.low_hidden is not None and head.low_weight is not None:
-            if self.linear_into is _torch_linear_into:
-                out.addmm_(head.low_hidden[rows], head.low_weight.t())
-            else:
-                added = torch.empty_like(out)
-                self.linear_into(added, head.low_hidden[rows], head.low_weight, None)
-                out.add_(added)
+            self.linear_into(out, head.low_hidden[rows], head.low_weight, add=True)
 
 
 def loss_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -25,7 +25,7 @@ def standard(hidden_states: Tensor, weight: Tensor | None, bias: Tensor | None, 
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
-    shape = getattr(request.module, "normalized_shape", ())
+    shape: tuple[int, ...] = getattr(request.module, "normalized_shape", ())
     return {"width": shape[0]} if len(shape) == 1 else None
 
 

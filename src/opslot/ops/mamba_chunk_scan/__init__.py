@@ -44,14 +44,15 @@ KERNEL_REGISTRY.register(
         description="mamba_ssm's chunked kernel, packed documents by cu_seqlens, without states",
     )
 )
-KERNEL_REGISTRY.register(
-    KernelSpec(
-        "torch_chunked",
-        OP.name,
-        "standard",
-        "opslot.ops.mamba_chunk_scan.op:reference",
-        # Right for packed documents, which Transformers mixes.
-        priority={"cpu": 10},
-        description="torch alone, chunk by chunk, packed documents by cu_seqlens, any device",
+for variant in OP.variants:
+    KERNEL_REGISTRY.register(
+        KernelSpec(
+            "torch_chunked",
+            OP.name,
+            variant,
+            "opslot.ops.mamba_chunk_scan.op:reference",
+            # Right for packed documents, which Transformers mixes.
+            priority={"cpu": 10},
+            description="torch alone, chunk by chunk, packed documents by cu_seqlens, any device",
+        )
     )
-)

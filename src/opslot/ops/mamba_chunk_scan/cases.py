@@ -17,8 +17,9 @@ def _case(
     documents: list[int] | None = None,
     role: str = "check",
     plain: bool = False,
+    per_channel: bool = False,
 ) -> InputCase:
-    """Shape: B, S, heads, P, groups, N; `plain` is without D, dt_bias and softplus."""
+    """Shape: B, S, heads, P, groups, N; `plain` is without D, dt_bias and softplus; `per_channel` decays as Mamba-1."""
     batch, length, heads, width, groups, state = shape
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def _case(
         arguments: dict[str, Any] = {
             "x": draw(batch, length, heads, width),
             "dt": draw(batch, length, heads) - 2.0,
-            "A": -draw(heads).exp(),
+            "A": -draw(heads, *([state] if per_channel else [])).exp(),
             "B": draw(batch, length, groups, state) * state**-0.5,
             "C": draw(batch, length, groups, state),
         }
@@ -52,4 +53,11 @@ CASES = [
     _case("packed documents in two rows", (2, 40, 2, 64, 1, 64), documents=[17, 23, 1, 39]),
     _case("8192x128x64, 8 groups, state 128", (1, 8192, 128, 64, 8, 128), role="bench"),
     _case("16384x128x64, 1 group, in 16 documents", (1, 16384, 128, 64, 1, 128), documents=[1024] * 16, role="bench"),
+]
+PER_CHANNEL_CASES = [
+    _case("two rows", (2, 70, 48, 1, 1, 16), per_channel=True),
+    _case("two groups, no D", (1, 20, 8, 1, 2, 5), plain=True, per_channel=True),
+    _case("packed documents", (1, 90, 24, 1, 1, 16), documents=[17, 1, 0, 72], per_channel=True),
+    _case("packed documents in two rows", (2, 40, 24, 1, 1, 8), documents=[17, 23, 1, 39], per_channel=True),
+    _case("4096x8192, state 16", (1, 4096, 8192, 1, 1, 16), role="bench", per_channel=True),
 ]

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
-from opslot.patchgen.documents import add_helpers, bound_arguments, documents_of, pass_documents, undecorated
+from opslot.patchgen.documents import (
+    add_helpers,
+    bound_arguments,
+    documents_of,
+    documents_reach,
+    pass_documents,
+    pass_documents_to,
+    undecorated,
+)
 from opslot.patchgen.forms import Match, ModuleView, Skip, skip_callers
 
 OP = "mamba_chunk_scan"
@@ -35,6 +43,24 @@ _FUSED = "mamba2_split_conv1d_scan_combined"
 _FUSED_RESULT = "if fused_output is not None:\n    return fused_output"
 # Mamba-1's and Mamba-2's scans, of this module or of mamba_ssm.
 _SCANS = r"mamba\w*(scan\w*|inner_fn)|(torch_)?selective_scan\w*"
+# Mamba-1's scan, from 5.15: token by token, or by another package's scan of all tokens.
+_SELECTIVE = "mamba_selective_scan"
+_SELECTIVE_REVIEWED = ("3d6186fbb095",)
+_SELECTIVE_PARAMETERS = (
+    "hidden_states",
+    "dt",
+    "A",
+    "B",
+    "C",
+    "D",
+    "z",
+    "delta_bias",
+    "delta_softplus",
+    "return_last_state",
+)
+# How the module's own scan is computed.
+_SELECTIVE_OPTIONS = ("use_mambapy", "use_associative_scan")
+_PER_CHANNEL = Slot(OP, "per_channel")
 
 _BY_DOCUMENT = '''
 def _opslot_scan_by_document(
@@ -69,6 +95,37 @@ def _opslot_scan_by_document(
     return (outputs, torch.cat([result[1] for result in results])) if return_final_states else outputs
 '''
 
+_SELECTIVE_HELPERS = '''
+def _opslot_selective_scan(scan, x, dt, A, B, C, D, z, dt_bias, softplus, want_state, cu_seqlens):
+    """Mamba-1's scan and gate, with a channel as a head of the slot's scan."""
+    tokens, steps = x.transpose(1, 2)[..., None], dt.transpose(1, 2)
+    B, C = (tensor.transpose(1, 2)[:, :, None].to(x.dtype) for tensor in (B, C))
+    limit = (0.0, float("inf"))
+    found = scan(tokens, steps, A, B, C, D, dt_bias, None, softplus, limit, want_state, cu_seqlens)
+    out, state = found if want_state else (found, None)
+    out = out.squeeze(-1).transpose(1, 2) * F.silu(z)
+    return (out, state.squeeze(2).to(x.dtype)) if want_state else out
+
+
+def _opslot_selective_scan_by_document(
+    scan, x, dt, A, B, C, D, z, dt_bias, softplus, want_state, cu_seqlens, **options
+):
+    """Transformers' scan of Mamba-1 `scan`, of each document alone if there are several."""
+
+    def run(x, dt, B, C, z):
+        options_of_all = {"delta_bias": dt_bias, "delta_softplus": softplus, "return_last_state": want_state}
+        return scan(x, dt, A, B, C, D=D, z=z, **options_of_all, **options)
+
+    if cu_seqlens is None:
+        return run(x, dt, B, C, z)
+    lengths = cu_seqlens.diff().tolist()
+    documents = zip(*(tensor.transpose(1, 2).flatten(0, 1).split(lengths) for tensor in (x, dt, B, C, z)))
+    results = [run(*(tokens.T[None] for tokens in document)) for document in documents if len(document[0])]
+    outputs = [result[0] if want_state else result for result in results]
+    out = torch.cat([output[0].T for output in outputs]).unflatten(0, (x.shape[0], -1)).transpose(1, 2)
+    return (out, torch.cat([result[1] for result in results])) if want_state else out
+'''
+
 # Forwards of lightning attention, in blocks, with a state that decays by a constant per head and token.
 _LIGHTNING = ("957c1875ec74", "20f4d40bc0a0", "307816f12796")
 _LIGHTNING_START = "batch_size, seq_len, hidden_size = hidden_states.shape"
@@ -94,14 +151,15 @@ def _opslot_lightning_by_document(attention, hidden_states, cu_seqlens):
 
 @dataclass(frozen=True)
 class Scans:
-    """Classes that call Mamba-2's scan in chunks; its recurrent form, for single tokens, stays Transformers'."""
+    """Classes that call a scan of all tokens; its recurrent form, for single tokens, stays Transformers'."""
 
     def find(self, module: ModuleView) -> Iterator[Match | Skip]:
         matched = set()
-        for method, calls in module.callers(_FUNCTION).items():
-            if match := _call(module, method, calls):
-                matched.add(match.symbol)
-                yield match
+        for function, call_form in ((_FUNCTION, _call), (_SELECTIVE, _selective_call)):
+            for method, calls in module.callers(function).items():
+                if match := call_form(module, method, calls):
+                    matched.add(match.symbol)
+                    yield match
         reason = "calls {function} in another way than the reviewed forms"
         for skip in skip_callers(module, OP, _SCANS, reason):
             if skip.symbol not in matched:
@@ -132,15 +190,47 @@ def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | Non
         eager = f"_opslot_scan_by_document({original}, {size}, {values})"
         template = f"{bound}({values}) if {bound} is not None else {eager}"
         patch.replace(method, ast.unparse(calls[0]), template, slot=_SLOT)
-        for call in fused:
-            # It would mix documents, also where both slots are eager.
-            condition = f"{bound} is not None or {documents} is not None"
-            patch.replace(method, ast.unparse(call), f"None if {condition} else $match")
+        _leave_out_fused(patch, method, fused, f"{bound} is not None or {documents} is not None")
         add_helpers(patch, _BY_DOCUMENT)
         pass_documents(module, patch)
         patch.depends_on(module.upstream.name, _FUNCTION, *_HELPERS)
 
     return Match(method.partition(".")[0], OP, _SLOT.variant, write)
+
+
+def _leave_out_fused(patch: PatchConfig, method: str, fused: list[ast.Call], condition: str) -> None:
+    """Do not call the function that computes the whole mixer: it would mix documents, also where slots are eager."""
+    for call in fused:
+        patch.replace(method, ast.unparse(call), f"None if {condition} else $match")
+
+
+def _selective_call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | None:
+    """A match if the method calls Mamba-1's reviewed function once, with a gate."""
+    arguments = bound_arguments(calls[0], _SELECTIVE_PARAMETERS, _SELECTIVE_OPTIONS)
+    fused = module.calls(method, "mamba_inner_fn")
+    if module.fingerprint(_SELECTIVE) not in _SELECTIVE_REVIEWED or len(calls) != 1 or arguments is None:
+        return None
+    owner = method.partition(".")[0]
+    if set(arguments) != set(_SELECTIVE_PARAMETERS) or not documents_reach(module, owner):
+        return None
+    if len(fused) > 1 or (fused and module.count(method, _FUSED_RESULT) != 1):
+        return None
+    documents = documents_of(module, method, calls[0])
+    values = ", ".join([*(arguments[name] for name in _SELECTIVE_PARAMETERS), documents])
+    options = "".join(f", {ast.unparse(k)}" for k in calls[0].keywords if k.arg in _SELECTIVE_OPTIONS)
+
+    def write(patch: PatchConfig) -> None:
+        original, bound = undecorated(module, patch, _SELECTIVE), f"self.{_PER_CHANNEL.attribute}"
+        eager = f"_opslot_selective_scan_by_document({original}, {values}{options})"
+        template = f"_opslot_selective_scan({bound}, {values}) if {bound} is not None else {eager}"
+        patch.replace(method, ast.unparse(calls[0]), template, slot=_PER_CHANNEL)
+        _leave_out_fused(patch, method, fused, f"{bound} is not None or {documents} is not None")
+        add_helpers(patch, _SELECTIVE_HELPERS)
+        pass_documents_to(module, patch, owner)
+        pass_documents(module, patch)
+        patch.depends_on(module.upstream.name, _SELECTIVE)
+
+    return Match(owner, OP, _PER_CHANNEL.variant, write)
 
 
 def _is_gated(call: ast.Call) -> bool:

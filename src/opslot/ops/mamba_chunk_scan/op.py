@@ -1,16 +1,17 @@
 """The scan of Mamba-2 (Dao and Gu 2024, "Transformers are SSMs", section 6): contract, reference, cost.
 
 Shapes: `x` [B, S, heads, P]; `dt` [B, S, heads]; `A`, `D`, `dt_bias` [heads]; `B` and `C` [B, S, groups, N], with heads
-a multiple of groups; state [B, heads, P, N]. `cu_seqlens` (int32 or int64, [documents + 1], over the B * S tokens, no
-document crosses rows) gives every document a separate state, so packed documents do not affect each other;
-Transformers' code does not support it.
+a multiple of groups; state [B, heads, P, N]. In the variant per_channel (Mamba-1, Gu and Dao 2023) a head is one
+channel, P = 1, whose decay differs along the state: `A` is [heads, N]. `cu_seqlens` (int32 or int64, [documents + 1],
+over the B * S tokens, no document crosses rows) gives every document a separate state, so packed documents do not
+affect each other; Transformers' code does not support it.
 
 Shape suffixes below: N chunks, D documents, H heads, T tokens of a chunk, P and S widths of a head and of a state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.chunk_schedule import ChunkSchedule, document_bounds, step_slices
 from opslot.ops._common.documents import check_cu_seqlens, remove_hooks, separate_documents
-from opslot.ops.mamba_chunk_scan.cases import CASES
-from opslot.slots import Cost, OpSpec, OpVariant, walk_slots
+from opslot.ops.mamba_chunk_scan.cases import CASES, PER_CHANNEL_CASES
+from opslot.slots import Cost, InputCase, OpSpec, OpVariant, walk_slots
 
 _CHUNK = 64
 # The limit of opslot's Triton kernels, which hold the columns of a head in registers.
@@ -64,14 +65,17 @@ def reference(
         step = nn.functional.softplus(step)
     step = step.clamp(*dt_limit)
     plan = ChunkSchedule(document_bounds(batch, length, cu_seqlens), _CHUNK, x.device)
-    given = (x, step[..., None], (step * A.to(dtype))[..., None], B, C)
+    # [B, S, heads, 1], or N instead of 1 in the variant per_channel.
+    log_decays = step[..., None] * (A if A.dim() == 2 else A[:, None]).to(dtype)
+    given = (x, step[..., None], log_decays, B, C)
     x_NHTP, dt_NHT1, log_decay, B_NGTS, C_NGTS = (plan.chunks(tensor, dtype) for tensor in given)
+    scan = _scan_by_channel if A.dim() == 2 else _scan
     state = x_NHTP.new_zeros(len(plan.order), heads, width, B.shape[-1])
     if initial_states is not None:
         state = initial_states.to(dtype)[plan.order]
     # Autocast would round the operands of every matmul, and so the states between chunks.
     with torch.autocast(x.device.type, enabled=False):
-        out_NHTP, state = _scan(x_NHTP * dt_NHT1, log_decay, B_NGTS, C_NGTS, state, plan.active)
+        out_NHTP, state = scan(x_NHTP * dt_NHT1, log_decay, B_NGTS, C_NGTS, state, plan.active)
     out = plan.tokens(out_NHTP).view(x.shape)
     if D is not None:
         out = out + D.to(dtype)[:, None] * x.to(dtype)
@@ -101,7 +105,7 @@ def check_shapes(
     by_head, by_group = (heads,), (batch, length, *B.shape[2:])
     wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
         "dt": (dt, (batch, length, heads)),
-        "A": (A, by_head),
+        "A": (A, by_head if A.dim() == 1 or width > 1 else (heads, B.shape[3])),
         "B": (B, by_group),
         "C": (C, by_group),
         "D": (D, by_head),
@@ -130,14 +134,51 @@ def _scan(
     B_NHTS, C_NHTS = (tensor.repeat_interleave(groups, 1) for tensor in (B_NGTS, C_NGTS))
     last_NH11 = cumulated[:, :, -1:]
     added_NHPS = (x_NHTP * (last_NH11 - cumulated).exp()).mT @ B_NHTS
-    reads, decay_NH11 = C_NHTS * cumulated.exp(), last_NH11.exp()
+    return _carry(within, C_NHTS * cumulated.exp(), last_NH11.exp(), added_NHPS, state_DHPS, active)
 
-    outputs, finished = [within[:0]], []
+
+def _scan_by_channel(
+    x_NHT1: Tensor,
+    log_decay_NHTS: Tensor,
+    B_NGTS: Tensor,
+    C_NGTS: Tensor,
+    state_DH1S: Tensor,
+    active: list[int],
+) -> tuple[Tensor, Tensor]:
+    """`_scan` with a decay for each value of a state: token by token within chunks, for all chunks in parallel."""
+    groups = x_NHT1.shape[1] // B_NGTS.shape[1]
+    B_NHTS, C_NHTS = (tensor.repeat_interleave(groups, 1) for tensor in (B_NGTS, C_NGTS))
+    state_NHS, within = torch.zeros_like(log_decay_NHTS[:, :, 0]), []
+    tokens = zip(log_decay_NHTS.exp().unbind(2), (x_NHT1 * B_NHTS).unbind(2), C_NHTS.unbind(2), strict=True)
+    for decay, added, read in tokens:
+        state_NHS = decay * state_NHS + added
+        within.append((state_NHS * read).sum(-1, keepdim=True))
+    decays_NHTS = log_decay_NHTS.cumsum(2).exp()
+    reads, decay_NH1S = C_NHTS * decays_NHTS, decays_NHTS[:, :, -1:]
+    return _carry(torch.stack(within, 2), reads, decay_NH1S, state_NHS[:, :, None], state_DH1S, active)
+
+
+def _carry(
+    within_NHTP: Tensor,
+    reads_NHTS: Tensor,
+    decay: Tensor,
+    added_NHPS: Tensor,
+    state_DHPS: Tensor,
+    active: list[int],
+) -> tuple[Tensor, Tensor]:
+    """Carry the states from chunk to chunk: outputs of all chunks and the documents' last states.
+
+    Args:
+        within_NHTP: outputs from the tokens of the same chunk.
+        reads_NHTS: what is read from the state that arrives at the chunk.
+        decay, added_NHPS: the state that leaves a chunk is decay * state + added.
+    """
+    outputs, finished = [within_NHTP[:0]], []
     for step, count in zip(step_slices(active), active, strict=True):
         finished.append(state_DHPS[count:])
         state_DHPS = state_DHPS[:count]
-        outputs.append(within[step] + reads[step] @ state_DHPS.mT)
-        state_DHPS = state_DHPS * decay_NH11[step] + added_NHPS[step]
+        outputs.append(within_NHTP[step] + reads_NHTS[step] @ state_DHPS.mT)
+        state_DHPS = state_DHPS * decay[step] + added_NHPS[step]
     return torch.cat(outputs), torch.cat([state_DHPS, *reversed(finished)])
 
 
@@ -157,22 +198,24 @@ def _attach(model: nn.Module, slot: Any, kernel: Any) -> list[Any]:
     return [] if convolves else separate_documents(model, "mamba_chunk_scan")
 
 
+def _variant(name: str, cases: Sequence[InputCase]) -> OpVariant:
+    return OpVariant(
+        name,
+        reference,
+        cases,
+        ("x", "dt", "A", "B", "C", "D", "dt_bias"),
+        _cost,
+        # A chunked kernel reads x, B and C with their decay, rounded to the input's dtype, into every matmul of a
+        # chunk, where the reference rounds once at the end.
+        tolerance_ulps={"bfloat16": 4, "float16": 4, "float32": 64},
+        compiles=False,
+    )
+
+
 OP = OpSpec(
     name="mamba_chunk_scan",
     attach=_attach,
     detach=remove_hooks,
-    description="scan of Mamba-2 (SSD)",
-    variants={
-        "standard": OpVariant(
-            "standard",
-            reference,
-            CASES,
-            ("x", "dt", "A", "B", "C", "D", "dt_bias"),
-            _cost,
-            # A chunked kernel reads x, B and C with their decay, rounded to the input's dtype, into every matmul of a
-            # chunk, where the reference rounds once at the end.
-            tolerance_ulps={"bfloat16": 4, "float16": 4, "float32": 64},
-            compiles=False,
-        )
-    },
+    description="scan of Mamba-2 (SSD) and Mamba-1",
+    variants={"standard": _variant("standard", CASES), "per_channel": _variant("per_channel", PER_CHANNEL_CASES)},
 )

@@ -241,7 +241,7 @@ def _run_backward(
         ),
         plan.warps,
     )
-    if partial is not None:
+    if partial is not None and dweight is not None:
         sum_partials(partial, dweight)
 
 

@@ -5,7 +5,8 @@ from opslot.ops.unbind_qkv.op import OP
 from opslot.slots import KERNEL_REGISTRY
 
 KERNEL_REGISTRY.register_op(OP)
-# Forward and backward on an H200, bf16, of 40,960 patches with 16 heads of 72: 0.29 ms, torch 0.48.
+# Gradients of 40,960 tokens with 16 heads of 72 in bf16 on an H200: 0.29 ms, 0.48 ms by autograd, which stacks and then
+# copies them. Of gradients that are contiguous, autograd's stack alone would be as fast.
 KERNEL_REGISTRY.register(
     triton_kernel(
         OP.name, "standard", priority={H200: 80}, description="gradients of q, k and v gathered in one launch"

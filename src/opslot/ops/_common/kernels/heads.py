@@ -204,4 +204,5 @@ def resize_heads(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 def stack_heads(sources: Sequence[Tensor], target: Tensor) -> None:
     """Copy three tensors [B, S, heads, D] or [S, heads, D] of any strides to a contiguous [..., S, 3, heads, D]."""
     if target.numel():
-        _copy_heads(*([_four_dimensions(x) for x in tensors] for tensors in (sources, target.unbind(-3))), MOST)
+        parts = target.unbind(-3)
+        _copy_heads([_four_dimensions(x) for x in sources], [_four_dimensions(x) for x in parts], MOST)
