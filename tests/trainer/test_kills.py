@@ -19,6 +19,7 @@ from opslot.trainer.callbacks import Callback
 
 case, file, flag = sys.argv[1:]
 rank = int(os.environ["RANK"])
+written = threading.Event()
 
 class Mishap(Callback):
     def on_step_end(self, trainer, record):
@@ -30,6 +31,7 @@ class Mishap(Callback):
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         if record.step == 5 and case == "midway" and rank == 0:
+            written.wait(60)
             open(flag, "w").close()
             threading.Event().wait()
 
@@ -38,6 +40,7 @@ TextTrainer.default_callbacks = lambda self: [*callbacks(self), Mishap()]
 
 def never_finish(unfinished, final, snapshot, files):
     if case == "midway" and snapshot.step == 4:
+        written.set()
         threading.Event().wait()
     finish(unfinished, final, snapshot, files)
 
