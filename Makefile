@@ -56,15 +56,24 @@ bench-cpu: $(VENV)/ready-dev
 	$(BIN)/python benchmarks/cpu.py
 
 # torch comes first and alone, so that nothing that depends on it picks another build.
-$(VENV)/ready: pyproject.toml constraints.txt
+INSTALL = $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
+# pip compiles one file after another. What is left out is compiled when it is imported; some files are not Python 3.
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/tests?/|/transformers/models/' $(VENV)/lib || true
+
+$(VENV)/torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	$(INSTALL) torch
 	touch $@
 
-$(VENV)/ready-dev: $(VENV)/ready
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+$(VENV)/ready: pyproject.toml $(VENV)/torch
+	$(INSTALL) -e .
+	$(COMPILE)
 	touch $@
+
+$(VENV)/ready-dev: pyproject.toml $(VENV)/torch
+	$(INSTALL) -e ".[dev]"
+	$(COMPILE)
+	touch $(VENV)/ready $@
 
 constraints:
 	$(BIN)/python -m pip freeze --exclude-editable | sed -e '1i# The versions that CI and the demo install. Regenerate with: make constraints' -e 's/+cpu//' > constraints.txt

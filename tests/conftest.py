@@ -1,3 +1,4 @@
+import fnmatch
 import gc
 import importlib.util
 import json
@@ -47,6 +48,9 @@ QWEN3_MOE = {
 }
 
 
+UNMATCHED = pytest.StashKey[dict[str, set[str]]]()
+
+
 def _module(path: str):
     """A helper module under tests/, which is not an importable package."""
     name = "opslot_test_" + Path(path).stem
@@ -55,6 +59,29 @@ def _module(path: str):
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`@pytest.mark.quick(*patterns)`: parameters of the test whose id matches no pattern are slow."""
+    unmatched: dict[str, set[str]] = {}
+    for item in items:
+        if (marker := item.get_closest_marker("quick")) is None:
+            continue
+        found = {pattern for pattern in marker.args if fnmatch.fnmatchcase(item.callspec.id, pattern)}
+        if not found:
+            item.add_marker(pytest.mark.slow)
+        function = item.nodeid.partition("[")[0]
+        unmatched[function] = unmatched.get(function, set(marker.args)) - found
+    config.stash[UNMATCHED] = unmatched
+
+
+@pytest.fixture
+def unmatched_patterns(pytestconfig) -> dict[str, set[str]]:
+    """The patterns of `pytest.mark.quick` that match no parameter, of each test that has some."""
+    if pytestconfig.args != pytestconfig.getini("testpaths"):
+        pytest.skip("not all parameters were collected")
+    return {function: patterns for function, patterns in pytestconfig.stash[UNMATCHED].items() if patterns}
 
 
 def pytest_collection_finish() -> None:

@@ -195,3 +195,7 @@ def test_no_import_cycles():
     graph = grimp.build_graph("opslot", cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     TopologicalSorter(imports).prepare()
+
+
+def test_patterns_of_quick_parameters_match(unmatched_patterns):
+    assert unmatched_patterns == {}

@@ -1,4 +1,5 @@
 import collections
+import functools
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -336,6 +337,8 @@ def test_case_too_large_for_float64_uses_the_small_cases(monkeypatch):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr("opslot.bench.ops.expect", no_memory)
+    # Without the C++ compiler, which takes seconds.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     rows = rows_at(2, compiled=True)
     assert rows["torch_fused"].valid
     assert rows["torch_fused"].check.startswith("ok (on the check cases;")

@@ -1,8 +1,10 @@
+import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from opslot._base.errors import ConfigError
 from opslot.bench import StepRow, step_process
@@ -62,7 +64,10 @@ def forked(forks, monkeypatch):
     monkeypatch.setattr("opslot.bench.step.subprocess", SimpleNamespace(Popen=start, DEVNULL=None))
 
 
-def test_implementations_train_from_the_same_weights(moe_config_folder):
+def test_implementations_train_from_the_same_weights(moe_config_folder, monkeypatch):
+    # Without the C++ compiler, which takes seconds.
+    with_aot_eager = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", with_aot_eager)
     losses = {}
     for name in ("opslot", "opslot + torch.compile", "opslot eager", "Transformers"):
         path = task_file(moe_config_folder, name)

@@ -174,6 +174,9 @@ def reload(model: Any, folder: Path) -> nn.Module:
     return found
 
 
+@pytest.mark.quick(
+    "mixtral", "gpt_oss", "deepseek_v3", "llama4_text", "qwen3_moe", "qwen3_vl_moe", "granitemoe", "jamba", "lfm2_moe"
+)
 @pytest.mark.parametrize("model_type", [*TEXT, *VISION_LANGUAGE])
 def test_default_layout_is_read_by_transformers_and_opslot(model_type: str, tmp_path: Path) -> None:
     """The default has the names, shapes and values that `save_pretrained` writes."""

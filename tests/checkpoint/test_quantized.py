@@ -328,6 +328,7 @@ def load_on_rank(folder: str, plain: str, sizes: dict[str, int]) -> int:
     return read[0]
 
 
+@pytest.mark.quick("fsdp-gpt_oss", "ep-deepseek_v3")
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("sizes", [{}, {"ep": 2}], ids=["fsdp", "ep"])
 def test_ranks_dequantize_their_shards(ranks, tmp_path: Path, name: str, sizes: dict[str, int]) -> None:

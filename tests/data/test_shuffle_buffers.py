@@ -148,6 +148,7 @@ def test_shuffling_separates_neighbours():
     assert np.mean([a // 100 != b // 100 for a, b in itertools.pairwise(first)]) == pytest.approx(expected, abs=0.02)
 
 
+@pytest.mark.quick("2-4-True", "4-2-False")
 @pytest.mark.parametrize("by_tokens", [False, True])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 2)])
 def test_resume_on_other_ranks_in_later_buffers_and_epochs(by_tokens, before, after):

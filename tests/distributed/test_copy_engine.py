@@ -70,12 +70,12 @@ BF16 = {"param_dtype": torch.bfloat16}
 @pytest.mark.parametrize(
     ("world", "name", "sizes", "options", "kwargs"),
     [
-        (2, "qwen3", {}, {}, {}),
+        pytest.param(2, "qwen3", {}, {}, {}, marks=pytest.mark.slow),
         (2, "qwen3", {}, BF16, {"micro_batches": 4}),
         pytest.param(3, "qwen3", {}, {"reshard_after_forward": False}, {"micro_batches": 3}, marks=pytest.mark.slow),
         (2, "qwen3_moe", {"ep": 2}, BF16, {"aux_loss": True, "micro_batches": 2}),
-        (4, "qwen3_moe", {"ep": 2}, {"prefetch": 2}, {"micro_batches": 4}),
-        (4, "qwen3", {"dp_replicate": 2}, BF16, {"micro_batches": 4}),
+        pytest.param(4, "qwen3_moe", {"ep": 2}, {"prefetch": 2}, {"micro_batches": 4}, marks=pytest.mark.slow),
+        pytest.param(4, "qwen3", {"dp_replicate": 2}, BF16, {"micro_batches": 4}, marks=pytest.mark.slow),
         pytest.param(4, "qwen3", {"sp": 2}, {"prefetch": 0}, {"micro_batches": 4}, marks=pytest.mark.slow),
     ],
 )

@@ -85,6 +85,7 @@ def fused_norm(recompute):
     return ran, {name: p.grad.full_tensor().tolist() for name, p in model.named_parameters()}
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("recompute", [False, True])
 def test_norm_weight_is_unsharded_in_its_layer(ranks, recompute):
     model = tiny.build("llama", FUSED_NORM)
@@ -105,6 +106,7 @@ def clipped(sizes, max_norm):
     return found.item(), torch.stack([g.norm() for g in grads]).norm().item()
 
 
+@pytest.mark.quick("sizes2", "sizes3")
 @pytest.mark.parametrize("sizes", [{}, {"ep": 2}, {"sp": 2, "ep": 2}, {"dp_replicate": 2}])
 def test_clip_grad_norm_over_all_ranks(ranks, sizes):
     model = tiny.build("qwen3_moe", "auto")
@@ -434,6 +436,7 @@ def token_values(sizes, ops, changes):
 FUSED_LOSS = {"preset": "eager", "cross_entropy_loss_implementation": "chunk_loss", "attn_implementation": "sdpa"}
 
 
+@pytest.mark.quick("{}-fused-*", "*bias*-fused-sp", "*tie*-eager-fsdp")
 @pytest.mark.parametrize("sizes", [{}, {"sp": 2}], ids=["fsdp", "sp"])
 @pytest.mark.parametrize(
     "ops", [FUSED_LOSS, {"preset": "eager", "attn_implementation": "sdpa"}], ids=["fused", "eager"]

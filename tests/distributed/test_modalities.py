@@ -93,8 +93,8 @@ def on_ranks(name, frozen, first):
     [
         ("qwen3_vl", False, 0),
         ("qwen3_vl", False, 1),
-        ("qwen3_vl", True, 0),
-        ("qwen2_5_vl", False, 0),
+        pytest.param("qwen3_vl", True, 0, marks=pytest.mark.slow),
+        pytest.param("qwen2_5_vl", False, 0, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_with_different_modalities(ranks, name, frozen, first):

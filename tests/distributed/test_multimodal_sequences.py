@@ -39,11 +39,13 @@ def check(ranks, name, kinds, ops="auto", **sizes):
     assert worst_difference(found[0], expected) == ""
 
 
+@pytest.mark.quick("qwen3_5")
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_images_and_videos(ranks, name):
     check(ranks, name, ("mixed", "text", "packed"))
 
 
+@pytest.mark.quick("gemma3", "mistral3")
 @pytest.mark.parametrize("name", ["gemma3", "llava", "mistral3"])
 def test_images(ranks, name):
     """gemma3's image tokens see each other."""

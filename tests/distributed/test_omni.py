@@ -44,8 +44,8 @@ def on_ranks(name, first, sizes):
 @pytest.mark.parametrize(
     ("name", "first", "sizes"),
     [
-        ("qwen2_5_omni", 0, {}),
-        ("qwen3_omni_moe", 1, {}),
+        pytest.param("qwen2_5_omni", 0, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_omni_moe", 1, {}, marks=pytest.mark.slow),
         ("qwen3_omni_moe", 0, {"ep": 2}),
     ],
 )

@@ -77,6 +77,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick("*-sizes1-*", "*-sizes5-*", "*-sizes6-*")
 @pytest.mark.parametrize(("name", "sizes", "ops", "options", "shown"), CASES)
 def test_rebinding_keeps_parallel_wrappers(ranks, name, sizes, ops, options, shown):
     for differing, before, after in ranks.run(rebound, name, sizes, ops, options):

@@ -165,8 +165,8 @@ def on_ranks(name, sizes, kwargs):
     ("name", "kwargs"),
     [
         ("qwen3_next", {"documents": (2, 7, 3)}),
-        ("qwen3_next", {"length": 11, "ops": "auto"}),
-        ("olmo_hybrid", {"documents": (5, 1, 6), "ops": "auto"}),
+        pytest.param("qwen3_next", {"length": 11, "ops": "auto"}, marks=pytest.mark.slow),
+        pytest.param("olmo_hybrid", {"documents": (5, 1, 6), "ops": "auto"}, marks=pytest.mark.slow),
         ("olmo_hybrid", {"changes": {**LINEAR, "linear_num_key_heads": 1, "linear_allow_neg_eigval": False}}),
     ],
 )

@@ -35,13 +35,13 @@ def whole():
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("fsdp", "one"),
-        ("one", "fsdp"),
+        pytest.param("fsdp", "one", marks=pytest.mark.slow),
+        pytest.param("one", "fsdp", marks=pytest.mark.slow),
         ("ep", "one"),
-        ("one", "ep"),
+        pytest.param("one", "ep", marks=pytest.mark.slow),
         ("ep", "fsdp"),
-        ("sp and ep", "hsdp"),
-        ("hsdp", "ep"),
+        pytest.param("sp and ep", "hsdp", marks=pytest.mark.slow),
+        pytest.param("hsdp", "ep", marks=pytest.mark.slow),
     ],
 )
 def test_resume_on_another_mesh_has_the_same_losses(ranks, whole, tmp_path, before, after):

@@ -52,6 +52,7 @@ def on_ranks(name):
     return found, sum(seen)
 
 
+@pytest.mark.quick("gemma3")
 @pytest.mark.parametrize("name", KINDS)
 def test_two_ranks_equal_one_process(ranks, name):
     model, batches = build(name)

@@ -43,6 +43,7 @@ def check(ranks, name, frozen=False, kinds=("text", "image")):
     return expected
 
 
+@pytest.mark.quick("qwen3_vl", "gemma3")
 @pytest.mark.parametrize("name", NAMES)
 def test_text_and_image_ranks_equal_one_process(ranks, name):
     expected = check(ranks, name)
@@ -50,6 +51,7 @@ def test_text_and_image_ranks_equal_one_process(ranks, name):
     assert any(grad.any() for grad in tower)
 
 
+@pytest.mark.quick("llava")
 @pytest.mark.parametrize("name", ["llava", "mistral3"])
 def test_text_on_all_ranks(ranks, name):
     check(ranks, name, kinds=("text", "text"))

@@ -39,12 +39,14 @@ def check(ranks, name, sizes, world=2, **kwargs):
         torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.quick("fsdp-qwen3", "sp-qwen2")
 @pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("axis", ["fsdp", "sp"])
 def test_dense_equals_one_process(ranks, name, axis):
     check(ranks, name, SIZES[axis], micro_batches=2)
 
 
+@pytest.mark.quick("eager-ep", "auto-sp and ep", "auto-hsdp")
 @pytest.mark.parametrize("axis", list(SIZES))
 @pytest.mark.parametrize("ops", ["eager", "auto"])
 def test_experts_equal_one_process(ranks, axis, ops):
@@ -73,6 +75,7 @@ MOE = {
 }
 
 
+@pytest.mark.quick("gpt_oss", "deepseek_v3")
 @pytest.mark.parametrize("name", list(MOE))
 def test_experts_of_each_architecture_equal_one_process(ranks, name):
     """Biases of experts, routers with groups, and shared experts with or without a gate; the plan is the default."""
@@ -84,18 +87,21 @@ def test_experts_of_each_architecture_equal_one_process(ranks, name):
 ATTENTION = ["eager", "sdpa"]
 
 
+@pytest.mark.quick("sdpa")
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_documents_across_rank_boundaries(ranks, attention):
     ops = {"preset": "eager", "attn_implementation": attention}
     check(ranks, "qwen3", SIZES["sp"], steps=2, micro_batches=2, ops=ops, documents=(2, 7, 3))
 
 
+@pytest.mark.quick("eager")
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_padded_length(ranks, attention):
     ops = {"preset": "eager", "attn_implementation": attention}
     check(ranks, "qwen3", SIZES["sp"], steps=2, ops=ops, length=11)
 
 
+@pytest.mark.quick("sdpa")
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_sliding_window(ranks, attention):
     changes = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
@@ -126,6 +132,7 @@ KINDS = {
 }
 
 
+@pytest.mark.quick("gpt_oss", "gemma2", "deepseek_v3", "llama4_text")
 @pytest.mark.parametrize("name", KINDS)
 def test_sequences_of_every_kind_of_attention(ranks, name):
     """Sinks, softcap, windows, chunks, and values narrower than keys."""
@@ -139,6 +146,7 @@ def test_ulysses_pipeline(ranks):
     check(ranks, "qwen3", SIZES["sp"], steps=2, ops="auto", changes=changes, options={"ulysses_pipeline": 2})
 
 
+@pytest.mark.quick("qwen3")
 @pytest.mark.parametrize("name", [*DENSE, "qwen3_moe"])
 def test_ulysses_overlap(ranks, name):
     """Equal to no overlap bit for bit, except for rounding where heads are repeated (here with recomputation)."""
@@ -277,6 +285,7 @@ def test_mean_losses_warn_once(ranks):
         assert "pass num_items_in_batch" in lines[0]
 
 
+@pytest.mark.quick("11")
 @pytest.mark.parametrize("length", [11, 12])
 def test_aux_loss_ignores_padding(ranks, length):
     check(ranks, "qwen3_moe", SIZES["sp"], length=length, aux_loss=True)
@@ -286,6 +295,7 @@ def test_fewer_key_value_heads_than_ranks(ranks):
     check(ranks, "qwen3", SIZES["sp"], steps=2, changes={"num_key_value_heads": 1})
 
 
+@pytest.mark.quick("sp and ep")
 @pytest.mark.parametrize("axis", ["fsdp", "sp", "ep", "sp and ep"])
 def test_gradient_accumulation_and_activation_checkpointing(ranks, axis):
     check(
@@ -300,6 +310,7 @@ def test_gradient_accumulation_and_activation_checkpointing(ranks, axis):
     )
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("ops", ["eager", "auto"])
 def test_rank_without_tokens(ranks, ops):
     changes = {"num_experts_per_tok": 1}
@@ -310,6 +321,7 @@ def test_tied_embeddings(ranks):
     check(ranks, "qwen3", SIZES["fsdp"], micro_batches=2, ops="auto", changes={"tie_word_embeddings": True})
 
 
+@pytest.mark.quick("fsdp-qwen3_moe")
 @pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_moe"])
 @pytest.mark.parametrize("axis", ["fsdp", "sp"])
 def test_fused_loss(ranks, name, axis):
@@ -327,7 +339,7 @@ def test_cpu_offload(ranks):
     [
         pytest.param({"ep": 2}, marks=pytest.mark.slow),
         {"dp_replicate": 2, "ep": 2},
-        {"sp": 2, "ep": 2},
+        pytest.param({"sp": 2, "ep": 2}, marks=pytest.mark.slow),
         pytest.param({"sp": 2, "ep": 4}, marks=pytest.mark.slow),
         pytest.param({"dp_replicate": 2, "sp": 2}, marks=pytest.mark.slow),
     ],

@@ -227,6 +227,7 @@ def kernel_parity(name, documents, window):
     return max(e.item() for e in errors)
 
 
+@pytest.mark.quick("None-documents-eager", "None-whole rows-flash", "5-documents-sdpa", "None-documents-flex_attention")
 @pytest.mark.parametrize("name", ["eager", "sdpa", "flash", "flex_attention"])
 @pytest.mark.parametrize("documents", [(), (7, 25, 20, 12)], ids=["whole rows", "documents"])
 @pytest.mark.parametrize("window", [None, 5])

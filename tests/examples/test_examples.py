@@ -31,6 +31,7 @@ def run(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.quick("accelerate_loop-*", "transformers_trainer-*", "trl_sft-")
 @pytest.mark.parametrize(
     ("name", "arguments"), CASES, ids=lambda value: value if isinstance(value, str) else "-".join(value)
 )
@@ -68,6 +69,7 @@ def rl_loop_of_a_rank(output):
     return importlib.import_module("rl_loop").main(["--max-steps", "2", "--output", output])
 
 
+@pytest.mark.slow
 def test_rl_loop_on_two_processes(ranks, tmp_path):
     first, second = ranks.run(rl_loop_of_a_rank, str(tmp_path))
     assert len(first) == 2

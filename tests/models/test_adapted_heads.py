@@ -41,6 +41,7 @@ class Sizes(TorchDispatchMode):
 def base_model():
     torch.manual_seed(0)
     config = tiny_config("qwen3")
+    config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
     config.vocab_size, config.tie_word_embeddings = VOCAB, False
     return AutoModelForCausalLM.from_config(config)
 

@@ -66,7 +66,9 @@ def assert_invariant(model, *lengths):
 
 
 @ON_CPU
-@pytest.mark.parametrize(("arch", "layers", "kv_heads"), [("deepseek_v3", 2, 2), ("qwen3", 1, 1)])
+@pytest.mark.parametrize(
+    ("arch", "layers", "kv_heads"), [pytest.param("deepseek_v3", 2, 2, marks=pytest.mark.slow), ("qwen3", 1, 1)]
+)
 def test_log_probs_do_not_depend_on_the_batch(arch, layers, kv_heads):
     heads = {"num_attention_heads": 2, "num_key_value_heads": kv_heads}
     assert_invariant(model_of(arch, num_hidden_layers=layers, **heads), 9, 70, 5)
@@ -145,6 +147,7 @@ def test_gradients_equal_the_eager_model():
             )
 
 
+@pytest.mark.quick("deepcopy")
 @ON_CPU
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_use_their_own_weights(copied):

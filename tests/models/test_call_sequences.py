@@ -172,6 +172,7 @@ def references():
     REFERENCES.clear()
 
 
+@pytest.mark.quick("qwen3-0", "qwen3_moe-1", "gemma2-2")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("arch", CLASSES)
@@ -219,6 +220,7 @@ def parallel_sequence(name, sizes, seed):
             torch.testing.assert_close(value.grad.full_tensor(), expected[key], rtol=1e-4, atol=1e-5, msg=key)
 
 
+@pytest.mark.quick("qwen3_moe-sizes1")
 @pytest.mark.parametrize(("name", "sizes"), [("qwen3", {"sp": 2}), ("qwen3_moe", {"ep": 2}), ("qwen3_moe", {"sp": 2})])
 def test_random_sequence_of_calls_on_two_ranks(ranks, name, sizes):
     ranks.run(parallel_sequence, name, sizes, 1)

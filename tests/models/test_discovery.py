@@ -115,6 +115,7 @@ def assert_same(found, wanted):
     assert all(torch.equal(found[1][name], grad) for name, grad in wanted[1].items())
 
 
+@pytest.mark.quick("gpt_oss", "qwen3_next", "deepseek_v3", "modernbert-decoder", "cohere2", "gemma4_text")
 @pytest.mark.parametrize("model_type", MODELS)
 def test_discovered_slots_train_like_transformers(model_type):
     torch.manual_seed(0)
@@ -295,6 +296,7 @@ PACKED = [
 ]
 
 
+@pytest.mark.quick("gemma2", "llama4_text", "deepseek_v3", "mixtral")
 @pytest.mark.parametrize("model_type", PACKED)
 def test_packed_documents_do_not_attend_to_each_other(model_type):
     torch.manual_seed(0)
@@ -458,6 +460,7 @@ def test_old_name_of_the_command_is_deprecated(capsys):
     assert "`opslot port` is deprecated, use `opslot discover`" in capsys.readouterr().err
 
 
+@pytest.mark.quick("qwen3_moe", "glm4v")
 @pytest.mark.parametrize("arch", ["qwen3_moe", "gemma2", "glm4v", "deepseek_v3"])
 def test_written_patch_file_generates_the_same_module(arch, tmp_path, monkeypatch, capsys):
     file = tmp_path / f"written_{arch}.py"

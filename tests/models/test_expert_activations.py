@@ -10,6 +10,7 @@ from opslot.verify.random_model import auto_class
 from opslot.verify.tiny import tiny_config
 
 
+@pytest.mark.quick("*-grouped_mm", "qwen3_moe-*-fused_triton", "nemotron_h-*-fused_triton")
 @pytest.mark.parametrize("kernel", ["grouped_mm", "fused_triton"])
 @pytest.mark.parametrize(
     ("arch", "changes"),

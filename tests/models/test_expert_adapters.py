@@ -18,6 +18,7 @@ def loss_and_gradients(model, ids):
     return loss, {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.quick("gpt_oss-*", "nemotron_h-grouped_mm", "qwen3_moe-grouped_mm")
 @pytest.mark.parametrize("kernel", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "llama4_text", "nemotron_h"])
 def test_equals_the_parametrization_of_peft(arch, kernel):
@@ -44,6 +45,7 @@ def test_equals_the_parametrization_of_peft(arch, kernel):
         torch.testing.assert_close(found(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick("*-grouped_mm", "standard-fused_triton", "split-fused_triton")
 @pytest.mark.parametrize("kernel", ["grouped_mm", "fused_triton"])
 @pytest.mark.parametrize("variant", ["standard", "split", "clamped", "transposed", "ungated", "biased"])
 def test_kernels_equal_added_weights(variant, kernel):
@@ -146,10 +148,13 @@ def test_compiled_adapters_on_a_gpu(kernel):
             assert (parameter.grad - gradients[name]).norm() < 0.1 * gradients[name].norm(), name
 
 
+@pytest.mark.quick("qwen3_moe")
 @pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss"])
 def test_compile_has_no_graph_break(arch):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(arch))
+    config = tiny_config(arch)
+    config.num_hidden_layers = 1
+    model = AutoModelForCausalLM.from_config(config)
     names = ["experts.gate_up_proj", "experts.down_proj"]
     model = get_peft_model(model, LoraConfig(r=2, target_parameters=names, init_lora_weights=False))
     opslot.apply(model, {"preset": "eager", "moe_implementation": "grouped_mm"})
@@ -163,7 +168,7 @@ def test_compile_has_no_graph_break(arch):
     found = compiled(ids).loss
     found.backward()
     torch.testing.assert_close(found, loss)
-    assert len(gradients) == 2 * 2 * 2
+    assert len(gradients) == 2 * 2
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-5)

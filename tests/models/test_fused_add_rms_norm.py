@@ -222,6 +222,7 @@ def test_activation_checkpointing_recomputes_the_same_bits(calls):
     assert all(torch.equal(found[n], expected[n]) for n in expected)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("hooked", [False, True])
 def test_layer_compiles_with_fullgraph(hooked):
     layer = build(TRITON).model.layers[0]

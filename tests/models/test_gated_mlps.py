@@ -78,6 +78,7 @@ def calls(monkeypatch):
     return seen
 
 
+@pytest.mark.quick("llama", "gemma3n_text", "granitemoehybrid", "modernbert-decoder", "llama4_text")
 @pytest.mark.parametrize("model_type", list(MODELS))
 def test_kernel_computes_what_eager_does(model_type, calls):
     model = build(model_type, "triton")

@@ -94,6 +94,7 @@ def flash_attention():
     AttentionMaskInterface.register("test_flash", lambda *args, **kwargs: None)
 
 
+@pytest.mark.quick("qwen3_5", "qwen2_5_vl")
 @pytest.mark.parametrize("name", TOWERS)
 def test_forward_and_backward_without_synchronization(name):
     model, batch = build(name), batch_of(name)

@@ -313,6 +313,7 @@ def load_sharded(folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.quick("olmo_hybrid", "gpt_neox")
 @pytest.mark.parametrize("arch", ["mixtral", "gpt_neox", "olmo_hybrid"])
 def test_two_ranks_load_a_sharded_model(ranks, arch, tmp_path) -> None:
     wanted = original(arch)

@@ -46,6 +46,7 @@ def test_speech_parts_are_not_built(name):
     assert all(f"{part}  " in kernels for part in ("AudioEncoder", "VisionEncoder", "TextModel"))
 
 
+@pytest.mark.quick("audio-image-video-audio-*", "-qwen2_5_omni")
 @names
 @pytest.mark.parametrize("kinds", KINDS, ids="-".join)
 def test_eager_equals_transformers(name, kinds):

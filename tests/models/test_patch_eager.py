@@ -94,6 +94,7 @@ def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor])
     assert different == []
 
 
+@pytest.mark.quick("qwen3_moe-*", "llama-ForCausalLM", "qwen2-ForCausalLM")
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_loss_logits_and_gradients_equal_transformers(arch, head):
@@ -279,6 +280,7 @@ def test_other_classification_problems_keep_the_transformers_loss(num_labels, la
     assert kernel.calls == []
 
 
+@pytest.mark.quick("qwen3_moe")
 @pytest.mark.parametrize("arch", COMPARED)
 def test_full_graph_compile(arch):
     reference, ours = pair(arch)

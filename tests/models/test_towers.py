@@ -30,6 +30,7 @@ def step(model, name):
     return loss.detach(), {n: p.grad for n, p in model.named_parameters()}
 
 
+@pytest.mark.quick("qwen2_vl", "qwen3_vl", "qwen2_5_vl")
 @pytest.mark.parametrize("name", TOWERS)
 def test_tower_calls_attention_once_per_layer(name):
     """Transformers calls it for each image where the implementation is not FlashAttention."""

@@ -1,5 +1,7 @@
 """Every registered kernel that can run here, on every check case of its op, in every dtype it declares."""
 
+import functools
+
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
@@ -13,47 +15,55 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@functools.cache
 def usable_specs():
-    for spec in KERNEL_REGISTRY.specs():
-        if spec.unsupported(KernelRequest(spec.op_name, spec.variant, facts_of(DEVICE))) is None:
-            yield spec
+    requests = ((spec, KernelRequest(spec.op_name, spec.variant, facts_of(DEVICE))) for spec in KERNEL_REGISTRY.specs())
+    return [spec for spec, request in requests if spec.unsupported(request) is None]
 
 
 def check_cases(spec):
     return [c for c in KERNEL_REGISTRY.op(spec.op_name).variant(spec.variant).cases if c.role == "check"]
 
 
-# Variants that share one kernel but for a step: their kernels run these cases and those that only they have.
-OF_EVERY_VARIANT = {"moe_experts": {"plain", "empty experts", "odd sizes", "no tokens"}}
+# They take seconds in the interpreter; "packed documents in two rows" exercises the same code.
+SLOW_CASES = {"mamba_chunk_scan": {"two rows"}, "chunk_gated_delta_rule": {"two rows"}}
 
 
-def selected_cases(spec):
-    cases = check_cases(spec)
-    if DEVICE == "cuda" or spec.variant == "standard" or spec.op_name not in OF_EVERY_VARIANT:
-        return cases
-    of_standard = {case.name for case in KERNEL_REGISTRY.op(spec.op_name).variant("standard").cases}
-    return [case for case in cases if case.name in OF_EVERY_VARIANT[spec.op_name] or case.name not in of_standard]
+def quick_cases(spec):
+    """In Triton's interpreter, the first kernel of an op runs all cases.
+
+    Others run the first and the last one, one without elements, and those that only they have.
+    """
+    slow = SLOW_CASES.get(spec.op_name, ()) if DEVICE != "cuda" and spec.interpretable else ()
+    cases = [case.name for case in check_cases(spec) if case.name not in slow]
+    first = next((s for s in usable_specs() if s.op_name == spec.op_name and s.interpretable), spec)
+    if DEVICE == "cuda" or not spec.interpretable or spec is first:
+        return set(cases)
+    shared = {case.name for case in check_cases(first)}
+    return {cases[0], cases[-1], *(name for name in cases if name not in shared or name.startswith("no "))}
 
 
 def cases():
     for spec in usable_specs():
-        for case in selected_cases(spec):
-            yield pytest.param(spec, case, id=f"{'-'.join(spec.key)}-{case.name}")
+        quick = quick_cases(spec)
+        for case in check_cases(spec):
+            marks = [] if case.name in quick else [pytest.mark.slow]
+            yield pytest.param(spec, case, id=f"{'-'.join(spec.key)}-{case.name}", marks=marks)
 
 
 def selected_dtypes(spec, case):
     """The dtypes that the kernel declares; in Triton's interpreter fp32, and 16-bit dtypes for two cases.
 
-    These are bf16 for the first case and cases of mixed dtypes, and fp16 for the last case. `opslot verify` checks
-    every kernel on a GPU in all of them.
+    These are bf16 for the first quick case and cases of mixed dtypes, and fp16 for the last quick case. `opslot verify`
+    checks every kernel on a GPU in all of them.
     """
     claimed = [dtype for dtype in DTYPES if spec.dtypes is None or dtype in spec.dtypes]
     if DEVICE == "cuda" or not spec.interpretable:
         return claimed
-    first, *_, last = selected_cases(spec)
+    quick = [case for case in check_cases(spec) if case.name in quick_cases(spec)]
     call = case.make(torch.bfloat16, torch.device("cpu"), torch.Generator().manual_seed(0))
     mixed = len({x.dtype for x in tree_leaves(call) if isinstance(x, torch.Tensor) and x.is_floating_point()}) > 1
-    wanted = {torch.float32: True, torch.bfloat16: case is first or mixed, torch.float16: case is last}
+    wanted = {torch.float32: True, torch.bfloat16: case is quick[0] or mixed, torch.float16: case is quick[-1]}
     return [dtype for dtype in claimed if wanted[dtype]]
 
 
@@ -70,7 +80,7 @@ def test_forward_and_gradients_against_fp64(spec, case):
 
 def test_every_kernel_is_checked_in_all_its_dtypes():
     for spec in usable_specs():
-        checked = {dtype for case in selected_cases(spec) for dtype in selected_dtypes(spec, case)}
+        checked = {dtype for case in check_cases(spec) for dtype in selected_dtypes(spec, case)}
         assert checked == set(DTYPES if spec.dtypes is None else spec.dtypes) & set(DTYPES), spec.key
 
 

@@ -62,6 +62,7 @@ def gradients_of(function, x: Tensor, y: Tensor | None, used) -> list[Tensor | N
     return list(torch.autograd.grad(sum(outputs[i].square().sum() for i in used), leaves))
 
 
+@pytest.mark.quick("*-False", "False-False-used2-True", "True-True-used0-True", "True-True-used1-True")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize(("with_y", "y_needs"), [(False, False), (True, False), (True, True)])

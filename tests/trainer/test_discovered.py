@@ -80,6 +80,7 @@ def with_vision(name, **sizes):
     return {"text_config": text, "vision_config": VISION}
 
 
+@pytest.mark.quick("qwen3_5-sizes0")
 @pytest.mark.parametrize(
     ("model_type", "sizes"),
     [

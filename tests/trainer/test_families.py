@@ -24,6 +24,7 @@ def test_every_family_has_a_file():
     assert {"qwen3_vl", "gemma3", "llava", "glm4v", "qwen2_5_omni", "qwen3_omni_moe"} <= {file.stem for file in FILES}
 
 
+@pytest.mark.quick("qwen2_5_vl", "qwen3_vl_moe", "gemma3", "qwen2_5_omni", "qwen3_omni_moe")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_family_configuration(file, tmp_path, monkeypatch):
     name = file.stem

@@ -66,6 +66,7 @@ def test_documented_path_to_a_checkpoint(chats, tmp_path, monkeypatch, capsys):
     AutoModelForCausalLM.from_pretrained("chat-model")
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("axis", list(SIZES))
 def test_sft_on_two_processes_equals_one(ranks, chats, tmp_path, axis):
     def write(name, sizes):

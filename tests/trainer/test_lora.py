@@ -134,6 +134,7 @@ def peft_losses(base, adapter, steps, config):
     return losses
 
 
+@pytest.mark.quick("lora1", "lora3")
 @pytest.mark.parametrize(
     "lora",
     [
@@ -167,6 +168,7 @@ def test_frozen_weights_are_stored_in_the_dtype_of_the_computation(trainer, monk
     assert losses(run.output_dir) == losses(cast.output_dir)
 
 
+@pytest.mark.quick("pissa")
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_inits_from_the_weights_equal_those_of_peft(trainer, write, tmp_path, init):
     """What is saved are adapters of the unchanged base, and a resumed run continues."""
@@ -255,6 +257,7 @@ def test_only_adapters_are_trained_and_saved(trainer, tmp_path):
     assert {f"base_model.model.{name.replace('.default', '')}" for name in names} == written.keys()
 
 
+@pytest.mark.quick("ep-None")
 @pytest.mark.parametrize(("before", "after"), [(None, None), ("ep", None), (None, "fsdp")])
 def test_resume_continues_the_loss_curve(ranks, write, tmp_path, before, after):
     def run(name, axis, **changes):
@@ -267,6 +270,7 @@ def test_resume_continues_the_loss_curve(ranks, write, tmp_path, before, after):
     assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
 
 
+@pytest.mark.quick("ep")
 @pytest.mark.parametrize("axis", list(SIZES))
 def test_two_processes_have_the_losses_of_one(ranks, write, tmp_path, axis):
     lora = {"merge": True, "experts": axis != "sp"}
@@ -280,6 +284,7 @@ def test_two_processes_have_the_losses_of_one(ranks, write, tmp_path, axis):
             torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick("muon")
 @pytest.mark.parametrize("optimizer", ["muon", "adamw_torch"])
 def test_resume_of_an_optimizer_on_other_ranks(ranks, write, settings, tmp_path, optimizer):
     """fsdp=2 and ep=2 equal one process, and a run of one continues on the other."""
@@ -499,6 +504,7 @@ def test_unsupported_combinations_with_nf4_raise(write, settings, capsys, monkey
     assert "lora.quantization keeps all experts on each process" in error
 
 
+@pytest.mark.quick("lora0")
 @pytest.mark.parametrize("lora", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}])
 def test_adapted_head_keeps_the_fused_loss(ranks, trainer, settings, write, dense_base, tmp_path, lora):
     """Equal to PEFT's losses, in one process and in two."""

@@ -143,6 +143,7 @@ def test_run_from_a_checkpoint_keeps_the_speech_parts(omni_settings, tmp_path, t
     assert type(load_processor(folder)).__name__ == "Qwen2_5OmniProcessor"
 
 
+@pytest.mark.quick("chat.jsonl-*")
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
@@ -164,6 +165,7 @@ def test_bad_audio_raises_or_is_counted(omni_settings, tmp_path, train, source, 
     assert "1 samples left out: malformed" in out
 
 
+@pytest.mark.quick("parquet")
 @pytest.mark.parametrize("form", ["tar", "parquet"])
 def test_media_inside_the_data_file_train_as_paths_do(omni_settings, tmp_path, train, form):
     code, _, err = train()

@@ -66,7 +66,12 @@ def write(settings, tmp_path):
 
 @pytest.mark.parametrize(
     "axis",
-    ["fsdp", pytest.param("sp", marks=pytest.mark.slow), pytest.param("ep", marks=pytest.mark.slow), "sp and ep"],
+    [
+        pytest.param("fsdp", marks=pytest.mark.slow),
+        pytest.param("sp", marks=pytest.mark.slow),
+        pytest.param("ep", marks=pytest.mark.slow),
+        "sp and ep",
+    ],
 )
 def test_two_processes_have_the_losses_of_one(ranks, write, tmp_path, axis):
     assert run_config(write("one")) == 0
@@ -80,7 +85,12 @@ def test_two_processes_have_the_losses_of_one(ranks, write, tmp_path, axis):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [pytest.param("ep", None, marks=pytest.mark.slow), (None, "sp and ep"), ("sp", "fsdp")]
+    ("before", "after"),
+    [
+        pytest.param("ep", None, marks=pytest.mark.slow),
+        (None, "sp and ep"),
+        pytest.param("sp", "fsdp", marks=pytest.mark.slow),
+    ],
 )
 def test_resume_with_another_number_of_processes(ranks, write, tmp_path, before, after):
     def run(name, axis, **changes):
@@ -114,9 +124,10 @@ def test_token_batches_have_the_losses_of_one(ranks, write, by_tokens, tmp_path,
     assert_same_curve(two, one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, {"ep_size": 2}), (1, {})), pytest.param((2, {}), (4, {"ep_size": 2}), marks=pytest.mark.slow)],
+    [((2, {"ep_size": 2}), (1, {})), ((2, {}), (4, {"ep_size": 2}))],
 )
 def test_token_batches_resume_with_other_processes(ranks, write, by_tokens, tmp_path, before, after):
     def run(name, world, **changes):

@@ -42,6 +42,7 @@ def trainer_of(settings, tmp_path, **keywords):
     return TextTrainer(load_config([str(file), "--train.logging.progress", "off"]), **keywords)
 
 
+@pytest.mark.quick("changes1")
 @pytest.mark.parametrize("changes", [{}, {"max_tokens_per_batch": 128}])
 def test_uncounted_run_ends_with_its_epochs(streaming, tmp_path, changes):
     streaming["data"] |= changes

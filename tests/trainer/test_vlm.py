@@ -112,6 +112,7 @@ def test_loss_equals_that_of_transformers_processor_and_model(vlm_settings, tmp_
     assert trainer.forward(batch, trainer.count_targets(batch)).loss.item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resume_is_exact(vlm_settings, tmp_path, train, workers):
     vlm_settings["train"] |= {"max_steps": 6, "checkpoint.save_steps": 3}

@@ -12,6 +12,7 @@ def run_config(file):
     return cli_train([file])
 
 
+@pytest.mark.quick("sp")
 @pytest.mark.parametrize("changes", [{}, {"sp_size": 2}], ids=["fsdp", "sp"])
 def test_packed_samples(settings, tmp_path, ranks, changes):
     from tests.multimodal import write_model, write_samples

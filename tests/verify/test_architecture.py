@@ -233,11 +233,11 @@ def test_images_that_cannot_be_made_leave_the_checks_of_text(monkeypatch):
 @pytest.mark.parametrize(
     ("arch", "samples"),
     [
-        ("llama4", ("text", "image")),
+        pytest.param("llama4", ("text", "image"), marks=pytest.mark.slow),
         ("pixtral", ("text", "image")),
         ("gemma4", ("text", "image", "video", "audio", "mixed")),
         ("qwen2_5_omni", ("text", "image", "video", "audio", "mixed")),
-        ("qwen3_omni_moe", ("text", "image", "video", "audio", "mixed")),
+        pytest.param("qwen3_omni_moe", ("text", "image", "video", "audio", "mixed"), marks=pytest.mark.slow),
         ("voxtral", ("text", "audio")),
         ("granite_speech", ("text", "audio")),
     ],
@@ -275,6 +275,7 @@ def test_inputs_without_a_method_for_features_have_a_reason():
     assert found.missing["audio"] == f"Qwen2AudioForConditionalGeneration {reason}"
 
 
+@pytest.mark.quick("llama4")
 @pytest.mark.parametrize("arch", ["llama4", "qwen2_5_omni", "voxtral"])
 def test_modalities_on_two_processes(processes, arch):
     found = check_architecture(arch, checks=["fsdp", "sp"], processes=processes)

@@ -87,6 +87,15 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.quick(
+    "*-standard-a term of 1e-3 missing",
+    "attention-causal-*",
+    "rms_norm-*",
+    "moe_experts-standard-*",
+    "cross_entropy_loss-causal-*",
+    "swiglu_mlp-*",
+    "rotary_pos_emb-full-*",
+)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 @pytest.mark.parametrize(("op", "variant"), first_cases())
 def test_wrong_code_fails_for_every_op(op, variant, mutation):

@@ -129,6 +129,7 @@ def test_documents_do_not_cross_batch_rows():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.quick("None")
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_sdpa_compiles_with_fullgraph_at_several_lengths(dynamic):
     torch._dynamo.reset()

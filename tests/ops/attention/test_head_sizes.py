@@ -44,6 +44,7 @@ def resized(x, width):
     return pad(x, (0, width - x.shape[-1])) if width > x.shape[-1] else x[..., :width]
 
 
+@pytest.mark.quick("*-contiguous-True", "grouped heads*", "one tensor-*-False")
 @pytest.mark.parametrize("with_kernel", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shapes", "widths"), SIZES.values(), ids=SIZES)

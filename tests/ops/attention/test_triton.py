@@ -139,11 +139,26 @@ def assert_close(found, wanted):
         torch.testing.assert_close(x.double(), y, rtol=0, atol=4e-6 * y.abs().max().item())
 
 
+@pytest.mark.quick(
+    "causal",
+    "bidirectional",
+    "window",
+    "three query heads*",
+    "one query",
+    "cross attention",
+    "documents, window",
+    "documents that cross rows",
+    "documents with*",
+    "q and k wider*",
+    "head size 20",
+    "head size 96",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_masks_and_head_sizes(case):
     assert_close(*run(case, {}))
 
 
+@pytest.mark.quick("documents", "three query*")
 @pytest.mark.parametrize("case", ["window", "documents", "three query heads per key head", "q and k wider than v"])
 def test_sinks_and_their_gradient(case):
     heads = CASES[case][0].get("heads", 4)
@@ -151,6 +166,7 @@ def test_sinks_and_their_gradient(case):
     assert_close(*run(case, {"s_aux": sinks}))
 
 
+@pytest.mark.quick("documents, window-0.5", "causal-50.0")
 @pytest.mark.parametrize("softcap", [0.5, 50.0])
 @pytest.mark.parametrize("case", ["causal", "documents, window"])
 def test_softcap(case, softcap):
@@ -263,6 +279,7 @@ def test_no_tokens():
     assert not dq.any()
 
 
+@pytest.mark.quick("None")
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiles_with_fullgraph(dynamic):
     torch._dynamo.reset()
@@ -338,6 +355,7 @@ def test_auto_without_flash_attention_4(capability, config, chosen):
     assert KERNEL_REGISTRY.resolve(request).chosen == chosen
 
 
+@pytest.mark.quick("True-*softcap*", "False-*window*")
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 20}, {"softcap": 3.0}], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 def test_batch_invariant_does_not_depend_on_other_documents(options, causal):

@@ -77,6 +77,7 @@ def test_chunks_sum_to_the_whole(name, dtype, small_chunks):
         assert_same(gradients(load(name), *arguments), gradients(reference(), *arguments), *tolerance)
 
 
+@pytest.mark.quick("chunk_loss-*", "triton-*-dtype0", "batch_invariant-token_log_probs-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", ["causal", "token_log_probs"])
 @pytest.mark.parametrize("kernel_name", [*KERNELS, "batch_invariant"])

@@ -103,6 +103,7 @@ def test_reference_equals_transformers_loop_bit_for_bit(dtype, variant, path, cl
     assert check(experts) is None
 
 
+@pytest.mark.quick("*-grouped_mm", "standard-fused_triton")
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_results_are_deterministic(name, variant):
@@ -183,6 +184,7 @@ def test_standard_kernels_are_not_registered_for_other_variants(name, variant):
     assert name not in {s.name for s in KERNEL_REGISTRY.specs("moe_experts", variant)}
 
 
+@pytest.mark.quick("*-grouped_mm", "frozen0-*")
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("frozen", [(5, 6), (1, 2), (0, 1, 2, 4)])
 def test_frozen_parameters_do_not_change_other_gradients(name, frozen):
@@ -195,6 +197,7 @@ def test_frozen_parameters_do_not_change_other_gradients(name, frozen):
     assert all(torch.equal(a, b) for a, b in zip(kept, some, strict=True))
 
 
+@pytest.mark.quick("*-grouped_mm", "frozen0-*", "frozen3-*")
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("frozen", [(0,), (1, 2), (4,), (0, 1, 2), (1, 2, 4)])
 def test_frozen_inputs_do_not_change_other_gradients(name, frozen):
@@ -226,6 +229,7 @@ def test_routing_weights_with_any_layout(name):
     assert all(torch.equal(g, e) for g, e in zip(grads, expected_grads, strict=True))
 
 
+@pytest.mark.quick("*-grouped_mm", "standard-*", "biased-*")
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_negative_index_selects_no_expert(name, variant):
@@ -282,6 +286,7 @@ def test_extreme_gates_are_finite(name):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
 
 
+@pytest.mark.quick("standard-*", "split-fused_triton")
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compiles_with_fullgraph(name, variant):
@@ -360,6 +365,7 @@ def test_triton_strided_weights_and_float64_raise():
         load("fused_triton")(**wide)
 
 
+@pytest.mark.quick("standard-*", "split-False", "transposed-True")
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_triton_with_tensor_descriptors(gather, variant):

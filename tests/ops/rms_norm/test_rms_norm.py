@@ -284,6 +284,7 @@ def test_zero_row_is_finite():
         assert grad.isfinite().all(), (variant, name)
 
 
+@pytest.mark.quick("standard-*", "fused_add-triton", "gated-triton")
 @pytest.mark.parametrize(
     ("variant", "name"), [*KERNELS, *((variant, "triton") for variant in ("unweighted", "gated", *RESIDUAL))]
 )

@@ -157,6 +157,7 @@ def test_inputs_are_unchanged_and_strides_are_kept(variant, name):
     assert k_out.transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.quick("*-torch_fused", "full-triton", "partial-triton", "gptj-triton")
 @pytest.mark.parametrize(("variant", "name"), KERNELS)
 def test_only_required_gradients_are_computed(variant, name):
     kernel = load(variant, name)
@@ -171,6 +172,7 @@ def test_only_required_gradients_are_computed(variant, name):
     assert torch.equal(half_used, dq)
 
 
+@pytest.mark.quick("*-torch_fused", "full-triton", "gptj-triton")
 @pytest.mark.parametrize(("variant", "name"), KERNELS)
 def test_gradients_with_any_layout(variant, name):
     q, k, cos, sin = inputs(variant)
@@ -257,6 +259,7 @@ def test_triton_halves_with_different_angles():
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.quick("full-*", "partial-triton", "gptj-triton")
 @pytest.mark.parametrize(("variant", "name"), KERNELS)
 def test_compiles_with_fullgraph(variant, name):
     kernel = load(variant, name)
