@@ -155,6 +155,13 @@ def test_merge_of_different_devices_raises():
         merge([RESULT, other])
 
 
+def test_merge_keeps_the_script_and_raises_for_different_ones():
+    lora = Result("benchmarks/lora.py", RESULT.runs)
+    assert merge([lora, lora]).script == lora.script
+    with pytest.raises(ConfigError, match="different scripts\n  found: benchmarks/lora.py, opslot bench"):
+        merge([RESULT, lora])
+
+
 @pytest.mark.parametrize("text", ['{"rows": []}', "[" * 100_000, "[]", "{", '{"schema": 2, "script": "opslot bench"}'])
 def test_merge_of_other_files_raises(tmp_path, capsys, text):
     file = tmp_path / "x.json"

@@ -451,8 +451,8 @@ def test_command_verifies_a_tiny_model(capsys):
 
 
 def test_command_verify_fails_with_a_reason(capsys):
-    assert main(["discover", "chameleon", "--verify"]) == 1
-    assert "chameleon: failed" in capsys.readouterr().out
+    assert main(["discover", "kyutai_speech_to_text", "--verify"]) == 1
+    assert "kyutai_speech_to_text: failed" in capsys.readouterr().out
 
 
 def test_old_name_of_the_command_is_deprecated(capsys):

@@ -44,12 +44,11 @@ def test_mixture_of_experts_trains_on_packed_documents(train, of, settings, tmp_
 
 
 def test_packing_raises_where_documents_could_see_each_other(train, of, settings):
-    sizes = {"mamba_d_state": 4, "mamba_expand": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
-    of("jamba", use_mamba_kernels=False, **sizes)
+    of("recurrent_gemma", lru_width=32, attention_window_size=16, num_hidden_layers=3)
     code, _, err = train()
     assert code == 2
-    assert "JambaForCausalLM cannot train on packed documents, which would see each other" in err
-    assert "found: JambaMambaMixer has a Conv1d, which may mix tokens" in err
+    assert "RecurrentGemmaForCausalLM cannot train on packed documents, which would see each other" in err
+    assert "found: RecurrentGemmaRecurrentBlock has a Conv1d, which may mix tokens" in err
     assert "hint: set data.packing: false" in err
     settings["data"]["packing"] = False
     assert train()[0] == 0

@@ -327,12 +327,15 @@ def merge(results: Iterable[Result]) -> Result:
     """All runs of several results, in their order; a comparison is that of the last run that has it.
 
     Raises:
-        ConfigError: they are of different devices.
+        ConfigError: they are of different devices, or of different scripts.
     """
+    results = list(results)
     runs = [run for result in results for run in result.runs]
     if len(devices := sorted({run.environment.device for run in runs})) > 1:
         raise ConfigError("the results are of different devices", found=", ".join(devices))
-    merged = Result("opslot bench")
+    if len(scripts := sorted({result.script for result in results})) > 1:
+        raise ConfigError("the results are of different scripts", found=", ".join(scripts))
+    merged = Result(results[0].script)
     for run in runs:
         merged = merged.with_run(run)
     return merged
