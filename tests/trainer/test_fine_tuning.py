@@ -10,7 +10,9 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from opslot._base.device import DeviceFacts
 from opslot.cli import main
+from opslot.trainer import load_config
 from opslot.trainer.callbacks import read_metrics
 
 SIZES = {"fsdp": {}, "sp": {"sp_size": 2}, "ep": {"ep_size": 2}}
@@ -146,3 +148,16 @@ def test_missing_8_bit_package_raises(settings, train, monkeypatch):
     code, _, err = train()
     assert code == 2
     assert "train.optimizer.name: adamw_8bit needs torchao; pip install torchao" in err
+
+
+@pytest.mark.parametrize(("device", "usable"), [("gpu", True), ("cpu", False)])
+def test_bitsandbytes_updates_on_a_gpu(device, usable, monkeypatch):
+    from opslot.optim import selection
+    from opslot.trainer import optimizer_settings
+
+    monkeypatch.setattr(selection, "has_package", lambda name: name == "bitsandbytes")
+    monkeypatch.setattr(optimizer_settings, "best_device", lambda: DeviceFacts(device))
+    config = load_config(["--train.output_dir", "out", "--train.optimizer.name", "adamw_8bit"])
+    problems = []
+    optimizer_settings.check_optimizer(config, problems)
+    assert (problems == []) == usable

@@ -538,6 +538,7 @@ def test_compile_compiles_each_layer(settings, tmp_path, monkeypatch):
         ((9, 0), ["--train.fsdp.param_dtype", "float32"], "float32"),
         ((9, 0), ["--model.torch_dtype", "bfloat16"], None),
         ((9, 0), ["--model.device", "cpu"], None),
+        ((9, 0), ["--lora.r", "4", "--lora.init", "pissa"], None),
         ((7, 5), [], None),
         (None, [], None),
     ],

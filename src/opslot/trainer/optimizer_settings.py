@@ -25,7 +25,7 @@ def check_optimizer(config: RunConfig, problems: list[str]) -> None:
     if optimizer.name == "adamw_8bit":
         from opslot.optim.selection import eight_bit_problem
 
-        is_gpu = config.model.device != "cpu" and best_device().type == "cuda"
+        is_gpu = config.model.device != "cpu" and best_device().type == "gpu"
         problem = eight_bit_problem(is_sharded(train), is_gpu)
         if problem:
             problems.append(f"train.optimizer.name: {problem}")

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from opslot._base.device import best_device
+from opslot._base.device import best_device, has_package
 from opslot._base.errors import ConfigError, TrainingError
+from opslot.checkpoint.adapters import FROM_WEIGHTS
 from opslot.distributed import ParallelState, init_parallel_state
 from opslot.distributed.copy_engine import opened_bytes
 from opslot.trainer.config import RunConfig
@@ -28,10 +29,14 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
 def with_default_precision(config: RunConfig) -> RunConfig:
     """`config` with `train.fsdp.param_dtype` set.
 
-    Where it is not set, parameters in float32 are computed with in bfloat16 on a GPU that supports it.
+    Where it is not set, parameters in float32 are computed with in bfloat16 on a GPU that supports it, through FSDP,
+    unless a setting needs parameters that are not sharded.
     """
     fsdp, model = config.train.fsdp, config.model
     if fsdp.param_dtype is not None or model.torch_dtype != "float32" or model.device == "cpu":
+        return config
+    whole_state = config.train.optimizer.name == "adamw_8bit" and not has_package("torchao")
+    if config.lora.init in FROM_WEIGHTS or whole_state:
         return config
     capability = best_device().capability
     if capability is None or capability < (8, 0):

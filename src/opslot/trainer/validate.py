@@ -12,6 +12,7 @@ from opslot._base.device import best_device, has_package
 from opslot._base.errors import ConfigError, count_of, list_problems
 from opslot._base.files import path_problem
 from opslot._base.launcher import launched_rank, launched_world_size
+from opslot.checkpoint.adapters import FROM_WEIGHTS
 from opslot.data import DataConfig, find_files
 from opslot.trainer.config import LoraConfig, ModelConfig, RunConfig, TrainConfig
 from opslot.trainer.optimizer_settings import check_optimizer, is_sharded
@@ -316,7 +317,7 @@ def _unsupported_adapters(lora: LoraConfig, sharded: bool) -> list[str]:
     found = [
         f"lora.use_dora cannot be combined with {name}" for name, given in kinds.items() if lora.use_dora and given
     ]
-    if lora.init in ("pissa", "olora"):
+    if lora.init in FROM_WEIGHTS:
         kinds |= {"lora.use_dora": lora.use_dora, "several processes or train.fsdp": sharded}
         found += [
             f"lora.init={lora.init} changes the base weights, which cannot be combined with {name}; use kaiming"
