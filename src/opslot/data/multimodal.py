@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,8 @@ class MultimodalEncoder(ChatEncoder):
         positions: position ids of the model.
         limits: bounds for decoding.
         use_audio_in_video: read the audio tracks of videos too, as the processors of omni models take them.
+        check_features: returns what is wrong with the placeholders in tokens [S] for what the processor returned, ""
+            for nothing, None where it is unknown.
         options: as in `ChatEncoder`.
 
     Raises:
@@ -91,6 +93,7 @@ class MultimodalEncoder(ChatEncoder):
         max_seq_len: int,
         limits: Limits | None = None,
         use_audio_in_video: bool = False,
+        check_features: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], str | None] | None = None,
         **options: Any,
     ) -> None:
         self.processor: Any = processor
@@ -104,6 +107,7 @@ class MultimodalEncoder(ChatEncoder):
         self.config = config
         self.positions = positions
         self.limits = limits or Limits()
+        self.check_features = check_features
         self._media: list[tuple[str, Any]] = []
 
     def identity(self) -> dict[str, Any]:
@@ -164,7 +168,7 @@ class MultimodalEncoder(ChatEncoder):
         tokens = np.empty(len(ids), LABELED)
         tokens["token"] = ids
         tokens["label"] = np.where(trained_tokens(spans, encoded["offset_mapping"]), ids, IGNORE_INDEX)
-        self._check_placeholders(ids, inputs, used)
+        self._check_placeholders(ids, inputs, used, sample.text)
         self._rotary_positions(ids, inputs, has_tracks)
         placeholder = torch.isin(ids, torch.tensor(self._media_tokens))
         tokens["label"][placeholder.numpy()] = IGNORE_INDEX
@@ -308,8 +312,10 @@ class MultimodalEncoder(ChatEncoder):
         values = {getattr(self.processor, name, None) for name in names}
         return sorted((v for v in values if isinstance(v, str) and v and v in text), key=len, reverse=True)
 
-    def _check_placeholders(self, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor], used: list[Any]) -> None:
-        """Compare the placeholders of images and videos with the features that the model will compute."""
+    def _check_placeholders(
+        self, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor], used: list[Any], text: str
+    ) -> None:
+        """Compare the placeholders of images, videos and audio with the features that the model will compute."""
         if not used and bool(torch.isin(ids, torch.tensor(self._media_tokens)).any()):
             raise SampleError("its text holds a placeholder of an image, video or audio, but it has none")
         marked = "image" if self._marks_videos_as_images(ids, inputs) else "video"
@@ -325,14 +331,27 @@ class MultimodalEncoder(ChatEncoder):
                     "the processor that ships with the checkpoint"
                 )
             features[marked if kind == "video" else kind] += int(grid.prod(-1).sum()) // merge**2
+        unchecked = Counter(kind for kind, _ in used if f"{kind}_grid_thw" not in inputs)
+        problem = ""
         for kind, count in features.items():
             token = getattr(self.config, f"{kind}_token_id", None)
-            placeholders = count if token is None else int((ids == token).sum())
-            if placeholders != count:
-                raise SampleError(
-                    f"{placeholders} {kind} placeholders in the text, but {count} features; remove the placeholder "
-                    "from the text, or use the processor that ships with the checkpoint"
-                )
+            found = count if token is None else int((ids == token).sum())
+            if found != count:
+                problem = f"{found} {kind} placeholders in the text, but {count} features"
+        for kind, count in unchecked.items():
+            token = getattr(self.processor, f"{kind}_token", None)
+            found = text.count(token) if isinstance(token, str) and token else 0
+            # Some processors insert the tokens by themselves.
+            if found and found != count:
+                problem = f"{found} {kind} placeholders ({token}) in the text, but {count} {kind} inputs"
+        if self.check_features is not None and (problem or unchecked):
+            # Some models merge the frames of a video too.
+            known = self.check_features(ids, {name: value for name, value in inputs.items() if name not in _OWN})
+            problem = problem if known is None else known
+        if problem:
+            raise SampleError(
+                f"{problem}; remove the placeholder from the text, or use the processor that ships with the checkpoint"
+            )
 
     def _merge_size(self, kind: str, inputs: Mapping[str, torch.Tensor]) -> int | None:
         """Patches along each axis that the model merges to one feature."""
