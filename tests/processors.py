@@ -57,6 +57,7 @@ def _tokenizer(folder, source):
     literal += re.findall(r"^    [A-Z_]+_TOKEN = [\"'](.+)[\"']$", source, re.M)
     defaults = dict(re.findall(r"[\"'](<[^\"']+>)[\"'] if not hasattr\(tokenizer, [\"'](\w+)[\"']\)", source))
     default_of = {role: token for token, role in defaults.items()}
+    default_of |= {"image_token": token for token in re.findall(r"^IMAGE_TOKEN = [\"'](.+)[\"']$", source, re.M)}
     extra = {
         role: default_of.get(role, f"<|{role.removesuffix('_token')}|>")
         for role in roles

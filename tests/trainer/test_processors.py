@@ -28,6 +28,7 @@ SLOW = (
     "llava_onevision",
     "minimax_m3_vl",
     "mistral3",
+    "paligemma",
     "phi4_multimodal",
     "qwen2_5_vl",
     "qwen2_audio",

@@ -62,7 +62,7 @@ _COMPONENTS = {
     "audio": ("feature_extractor", "audio_processor"),
 }
 # Inputs that are not passed on: they are made for the packed sequence.
-_OWN = ("input_ids", "attention_mask")
+_OWN = ("input_ids", "attention_mask", "labels")
 _PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
 
 
@@ -108,6 +108,8 @@ class MultimodalEncoder(ChatEncoder):
         self.positions = positions
         self.limits = limits or Limits()
         self.check_features = check_features
+        # Of a prefix language model, whose prompt is bidirectional: its processor takes the answers apart as `suffix`.
+        self.has_prefix = "suffix" in inspect.signature(type(self.processor).__call__).parameters
         self._media: list[tuple[str, Any]] = []
 
     def identity(self) -> dict[str, Any]:
@@ -168,6 +170,8 @@ class MultimodalEncoder(ChatEncoder):
         tokens = np.empty(len(ids), LABELED)
         tokens["token"] = ids
         tokens["label"] = np.where(trained_tokens(spans, encoded["offset_mapping"]), ids, IGNORE_INDEX)
+        if self.has_prefix:
+            description["prefix"] = int((tokens["label"] != IGNORE_INDEX).argmax())
         self._check_placeholders(ids, inputs, used, sample.text)
         self._rotary_positions(ids, inputs, has_tracks)
         placeholder = torch.isin(ids, torch.tensor(self._media_tokens))
@@ -216,6 +220,8 @@ class MultimodalEncoder(ChatEncoder):
                 hint="restore the file and continue with train.checkpoint.resume_from: latest",
             ) from error
         found = {name: value for name, value in inputs.items() if name not in _OWN}
+        if self.has_prefix:
+            found["token_type_ids"] = (torch.arange(len(ids)) >= description["prefix"]).long()[None]
         if self._marks_videos_as_images(ids, found):
             found = _videos_as_images(found, [kind for kind, _ in description["media"]])
         used = ("mm_token_type_ids",) if self.positions.axes > 1 else ()
@@ -245,19 +251,24 @@ class MultimodalEncoder(ChatEncoder):
         recorder = _Recorder(self.tokenizer)
         self.processor.tokenizer = recorder
         try:
-            outputs = self.processor(
-                text=[description["text"]],
-                return_tensors="pt",
-                add_special_tokens=self.plain,
-                **_arguments(media),
-                **({"use_audio_in_video": True} if has_tracks else {}),
-            )
+            outputs = self._call(recorder, description["text"], media, has_tracks)
         except _REJECTED as error:
             raise SampleError(f"{type(self.processor).__name__} rejects it: {error}") from error
         finally:
             self.processor.tokenizer = self.tokenizer
         found = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
         return found, recorder.text, has_tracks
+
+    def _call(self, tokenizer: Any, text: str, media: dict[str, list[Any]], has_tracks: bool) -> Any:
+        """What the processor returns, or for text that it rejects without media, the tokenizer alone."""
+        options = {"return_tensors": "pt", "add_special_tokens": self.plain}
+        settings = {"use_audio_in_video": True} if has_tracks else {}
+        try:
+            return self.processor(text=[text], **options, **_arguments(media), **settings)
+        except _REJECTED:
+            if any(media.values()) or self._placeholders(text):
+                raise
+            return tokenizer([text], **options)
 
     def _load(self, description: dict[str, Any]) -> tuple[dict[str, list[Any]], bool]:
         """Images, videos and audio of a sample, and whether its videos have audio, which is in the audio then."""
@@ -480,7 +491,7 @@ def _moved(text: str, expanded: str, spans: list[tuple[int, int]], placeholders:
     for number, (start, stop) in enumerate(kept):
         piece = text[start:stop]
         last = number == len(kept) - 1 and stop == len(text)
-        at = len(expanded) - len(piece) if last else expanded.find(piece, position)
+        at = expanded.rfind(piece) if last else expanded.find(piece, position)
         if at < position or not expanded.startswith(piece, at) or (start == 0 and at):
             raise SampleError("the processor changes the text besides placeholders, so its labels are unknown")
         moved.append((start, stop, at))
