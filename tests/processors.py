@@ -44,6 +44,9 @@ def write_checkpoint(folder, model_type):
         if getattr(text, name, None):
             setattr(text, name, len(tokenizer) + 8)
     text.max_position_embeddings = 4096
+    if "Whisper" in type(getattr(processor, "feature_extractor", None)).__name__ and "max_length" in source:
+        # The frames of audio that is padded to 30 seconds.
+        thinker.audio_config.max_source_positions = 1500
     if hasattr(getattr(thinker, "vision_config", None), "position_embedding_size"):
         thinker.vision_config.position_embedding_size = 256
     config.save_pretrained(folder)
@@ -57,7 +60,8 @@ def _tokenizer(folder, source):
     literal += re.findall(r"^    [A-Z_]+_TOKEN = [\"'](.+)[\"']$", source, re.M)
     defaults = dict(re.findall(r"[\"'](<[^\"']+>)[\"'] if not hasattr\(tokenizer, [\"'](\w+)[\"']\)", source))
     default_of = {role: token for token, role in defaults.items()}
-    default_of |= {"image_token": token for token in re.findall(r"^IMAGE_TOKEN = [\"'](.+)[\"']$", source, re.M)}
+    if constant := re.search(r"^IMAGE_TOKEN = [\"'](.+)[\"']$", source, re.M):
+        default_of["image_token"] = constant[1]
     extra = {
         role: default_of.get(role, f"<|{role.removesuffix('_token')}|>")
         for role in roles

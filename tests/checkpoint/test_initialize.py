@@ -148,9 +148,7 @@ def test_initialization_depends_only_on_the_seed() -> None:
 def test_kernels_of_one_element_are_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[tuple[int, ...]] = []
     derive = MeshFreeDraws._derive
-    monkeypatch.setattr(
-        MeshFreeDraws, "_derive", lambda draws, *place: (seeds.append(place), derive(draws, *place))[1]
-    )
+    monkeypatch.setattr(MeshFreeDraws, "_derive", lambda draws, *place: (seeds.append(place), derive(draws, *place))[1])
     convolution = torch.nn.Conv2d(8, 6, 1, bias=False)
     MeshFreeDraws(0).run("", convolution, None)
     assert len(seeds) == 1

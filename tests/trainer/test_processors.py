@@ -1,5 +1,4 @@
-"""Task vlm with the processors of many families: text, images, video and audio mixed and packed equal the samples alone.
-"""
+"""Task vlm with the processors of many families: text and media mixed and packed equal the samples alone."""
 
 import importlib.util
 import json
@@ -16,6 +15,8 @@ from opslot.trainer import load_config
 from opslot.trainer.vlm import VLMTrainer
 from tests.processors import write_checkpoint
 
+# Packed documents would see each other.
+UNPACKED = ("mllama", "qwen2_audio")
 QUICK = ("gemma3", "llava_next")
 SLOW = (
     "gemma4",
@@ -31,7 +32,6 @@ SLOW = (
     "paligemma",
     "phi4_multimodal",
     "qwen2_5_vl",
-    "qwen2_audio",
     "qwen2_vl",
     "qwen3_5",
     "qwen3_vl",
@@ -74,19 +74,25 @@ def samples(folder, kinds):
     return [talk(), *(sample for kind in found if kind in kinds for sample in found[kind])]
 
 
-@pytest.mark.parametrize("family", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_packed_families_equal_unpacked(family, settings, tmp_path):
+def write_run(family, settings, folder):
+    """A checkpoint of a family and its samples; returns the samples."""
     if "video" in kinds_of(family) and importlib.util.find_spec("torchvision") is None:
         pytest.skip(f"the video processor of {family} needs torchvision")
     try:
-        write_checkpoint(tmp_path, family)
+        write_checkpoint(folder, family)
     except ImportError as error:
         pytest.skip(str(error).splitlines()[0])
-    lines = samples(tmp_path, kinds_of(family))
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settings |= {"task": "vlm", "model": {"config_path": str(tmp_path)}}
-    settings["data"] |= {"train_path": str(tmp_path / "chat.jsonl"), "max_seq_len": 1024, "shuffle": False}
+    lines = samples(folder, kinds_of(family))
+    (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings |= {"task": "vlm", "model": {"config_path": str(folder)}}
+    settings["data"] |= {"train_path": str(folder / "chat.jsonl"), "max_seq_len": 1024, "shuffle": False}
     settings["train"] |= {"global_batch_size": len(lines)}
+    return lines
+
+
+@pytest.mark.parametrize("family", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_packed_families_equal_unpacked(family, settings, tmp_path):
+    lines = write_run(family, settings, tmp_path)
     losses = []
     for packing in (True, False):
         settings["data"]["packing"] = packing
@@ -99,3 +105,16 @@ def test_packed_families_equal_unpacked(family, settings, tmp_path):
         count = sum(map(trainer.count_targets, batches))
         losses.append(sum(trainer.forward(batch, count).loss.item() for batch in batches))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.quick("mllama")
+@pytest.mark.parametrize("family", UNPACKED)
+def test_family_without_packing(family, settings, train, tmp_path):
+    """Packing raises with the reason; without it, text, images and audio train."""
+    lines = write_run(family, settings, tmp_path)
+    code, _, error = train()
+    assert code == 2
+    assert "cannot train on packed documents" in error
+    settings["data"]["packing"] = False
+    code, _, error = train("--train.micro_batch_size=1", f"--train.global_batch_size={len(lines)}")
+    assert code == 0, error

@@ -63,7 +63,7 @@ _COMPONENTS = {
 }
 # Inputs that are not passed on: they are made for the packed sequence.
 _OWN = ("input_ids", "attention_mask", "labels")
-_PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
+_PER_TOKEN = ("token_type_ids", "mm_token_type_ids", "cross_attention_mask")
 
 
 class MultimodalEncoder(ChatEncoder):
@@ -174,7 +174,7 @@ class MultimodalEncoder(ChatEncoder):
             description["prefix"] = int((tokens["label"] != IGNORE_INDEX).argmax())
         self._check_placeholders(ids, inputs, used, sample.text)
         self._rotary_positions(ids, inputs, has_tracks)
-        placeholder = torch.isin(ids, torch.tensor(self._media_tokens))
+        placeholder = torch.isin(ids, torch.tensor(self.media_tokens))
         tokens["label"][placeholder.numpy()] = IGNORE_INDEX
         kept = self._shortened(tokens, placeholder, counts)
         if kept is None:
@@ -307,7 +307,7 @@ class MultimodalEncoder(ChatEncoder):
         return next((part for part in parts if part is not None), None)
 
     @property
-    def _media_tokens(self) -> list[int]:
+    def media_tokens(self) -> list[int]:
         """Tokens that the model replaces with features."""
         found = []
         for kind in KINDS:
@@ -327,7 +327,7 @@ class MultimodalEncoder(ChatEncoder):
         self, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor], used: list[Any], text: str
     ) -> None:
         """Compare the placeholders of images, videos and audio with the features that the model will compute."""
-        if not used and bool(torch.isin(ids, torch.tensor(self._media_tokens)).any()):
+        if not used and bool(torch.isin(ids, torch.tensor(self.media_tokens)).any()):
             raise SampleError("its text holds a placeholder of an image, video or audio, but it has none")
         marked = "image" if self._marks_videos_as_images(ids, inputs) else "video"
         features: Counter[str] = Counter()
@@ -411,7 +411,8 @@ class MultimodalCollator:
                 rotary[:, row, start:stop] = found.pop("position_ids")
                 for name, value in found.items():
                     if name in _PER_TOKEN:
-                        per_token.setdefault(name, torch.zeros_like(text))[row, start:stop] = value
+                        zeros = torch.zeros(*text.shape, *value.shape[1:], dtype=value.dtype)
+                        per_token.setdefault(name, zeros)[row, start:stop] = value
                     else:
                         features.setdefault(name, []).append(value)
                 start = stop

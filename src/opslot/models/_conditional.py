@@ -1,8 +1,8 @@
 """Modules that a rank runs only where its batch has images or audio, and for which no dummy input is known.
 
 FSDP's collectives for such a module would wait for the ranks that do not run it. Encoders are gathered with the root,
-which all ranks run, and all parameters of the root get a gradient on every rank, zero where there is none. Layers of the
-language model that attend to images are called on every rank, and without images they return their input.
+which all ranks run, and all parameters of the root get a gradient on every rank, zero where there is none. Layers of
+the language model that attend to images are called on every rank, and without images they return their input.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from opslot.slots.protocol import trained_model
 
 # Arguments of any decoder and its layers.
 _OF_TOKENS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache"}
+
 
 def transformers_model(model: nn.Module) -> Any:
     """The outermost model of Transformers in `model`, which may be a wrapper; `model` itself where there is none."""
@@ -102,7 +103,9 @@ class _Layers:
         device = next(decoder.parameters()).device
         return args, {**kwargs, **{name: torch.zeros((), device=device) for name in missing}}
 
-    def run(self, layer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run(
+        self, layer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         """The forward of a layer."""
         if self.skipped:
             return hidden_states + _zero(list(layer.modules()), hidden_states)

@@ -72,7 +72,9 @@ def find_towers(model: nn.Module) -> Towers:
     holder = feature_module(model)
     if holder is None:
         given = inspect.signature(type(transformers_model(model)).forward).parameters
-        are_optional = any(given[name].default is not inspect.Parameter.empty for name in inlined_inputs(model).values())
+        are_optional = any(
+            given[name].default is not inspect.Parameter.empty for name in inlined_inputs(model).values()
+        )
         return Towers({}, False, encoders_of(model)) if are_optional else Towers({})
     source = inspect.getsource(type(holder).forward)
     called = sorted((source.index(f"self.{name}("), name) for name in _methods(holder) if f"self.{name}(" in source)

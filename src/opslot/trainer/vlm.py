@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from opslot._base.errors import ConfigError
 from opslot.checkpoint import export_hf
 from opslot.data.multimodal import MultimodalEncoder
 from opslot.distributed import shard_sequence
 from opslot.models._host_inputs import keep_inputs_on_host
-from opslot.models._modalities import decoder_of
+from opslot.models._modalities import decoder_of, inlined_inputs
+from opslot.models._own_loss import call_with_share_of_loss
 from opslot.models._parts import freeze, select
 from opslot.slots.protocol import keeps_sequences
 from opslot.trainer.processors import multimodal_class
 from opslot.trainer.text import TextTrainer
+from opslot.trainer.validate import micro_batch_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,6 +50,7 @@ class VLMTrainer(TextTrainer):
 
     def build_model(self) -> PreTrainedModel:
         model = super().build_model()
+        self._check_rows(model)
         model.config.architectures = [self.model_options()["architecture"]]
         freeze(model, self.config.train.freeze or [])
         lr_of = self.config.train.lr_of or {}
@@ -55,6 +60,19 @@ class VLMTrainer(TextTrainer):
         if self.device.type != "cpu":
             keep_inputs_on_host(model)
         return model
+
+    def _check_rows(self, model: PreTrainedModel) -> None:
+        """Raise ConfigError where images belong to rows of a batch, and some rows would have none."""
+        taken = inspect.signature(type(model).forward).parameters
+        by_row = bool(inlined_inputs(model)) and ("cross_attention_mask" in taken or not self.encoder.media_tokens)
+        size = micro_batch_size(self.config.train)
+        if by_row and size > 1:
+            raise ConfigError(
+                f"{type(model).__name__} takes images by row of a batch, not by placeholder, so a row without images "
+                "would get those of another",
+                found=f"micro batches of {size} samples",
+                hint="set train.micro_batch_size: 1",
+            )
 
     def learning_rates(self) -> dict[str, float]:
         return self._learning_rates
@@ -68,8 +86,7 @@ class VLMTrainer(TextTrainer):
             elif isinstance(value, torch.Tensor) and name in _ON_DEVICE:
                 value = value.to(self.device, non_blocking=True)
             inputs[name] = value
-        items = torch.tensor(max(1, num_items_in_batch), device=self.device)
-        return self.model(**inputs, use_cache=False, num_items_in_batch=items)
+        return call_with_share_of_loss(self.model, inputs, num_items_in_batch)
 
     @property
     def title(self) -> str:
