@@ -131,6 +131,15 @@ def test_step_with_another_loss_fails_its_check():
     assert check_losses([row("fast", 1.0, 1.0)])[0].check.startswith("unchecked")
 
 
+def test_reason_of_a_failure_with_a_process_group_is_its_exception():
+    text = """[rank0]: Traceback (most recent call last):
+[rank0]:   File "x.py", line 1, in <module>
+[rank0]: torch.OutOfMemoryError: CUDA out of memory.
+[rank0]:[W1123 02:50:14.302919602 ProcessGroupNCCL.cpp:1575] Warning: WARNING: destroy_process_group() was not called
+"""
+    assert reason(text) == "torch.OutOfMemoryError: CUDA out of memory."
+
+
 def test_reason_of_a_failure_is_its_exception():
     trace = "Traceback\n  File x\nValueError: first\n\nDuring\n  File y\nopslot.errors.ConfigError: bad:\n- one\n- two"
     assert reason(trace) == "opslot.errors.ConfigError: bad: - one - two"

@@ -247,7 +247,9 @@ def process_environment(path: str | None) -> dict[str, str]:
 
 
 def reason(text: str) -> str:
-    """The exception at the end of a traceback: its line and what follows it."""
-    lines = text.strip().splitlines()
+    """The exception at the end of a traceback: its line and what follows it, without warnings of torch's C++ code."""
+    # torch.distributed writes "[rank0]: " before each line of a traceback, and "[rank0]:[W" before a warning.
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in text.strip().splitlines()]
+    lines = [line for line in lines if not re.match(r"(\[rank\d+\]:)?\[W\d", line)]
     named = [i for i, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception|Interrupt|Exit)\b", line)]
     return " ".join(line.strip() for line in lines[named[-1] if named else -1 :])[:500]
