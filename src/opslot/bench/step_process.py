@@ -77,10 +77,12 @@ def _build_own(
     task: dict[str, Any], ops: dict[str, str], dtype: torch.dtype
 ) -> tuple[nn.Module, Callable[..., torch.optim.Optimizer], str]:
     import opslot
+    from opslot.models._host_inputs import keep_inputs_on_host
     from opslot.optim.selection import adamw_of
 
     config = read_config(task["model"])
     model = opslot.build_foundation_model(config, torch_dtype=dtype, init_device=task["device"], ops_implementation=ops)
+    keep_inputs_on_host(model)
     return model, adamw_of(model), str(opslot.explain(model))
 
 
@@ -217,6 +219,9 @@ def _batches(task: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
     generator = torch.Generator(device).manual_seed(1)
     ids = torch.randint(0, model_vocab_size(task["model"]), shape, device=device, generator=generator)
     batch = text_batch(ids)
+    if own:
+        # As the trainers do.
+        batch["position_ids"] = torch.arange(task["length"]).expand(shape)
     batch = prepare(batch, task["model"]) if prepare else batch
     return lambda step: batch
 
