@@ -24,7 +24,7 @@ def call_with_share_of_loss(model: Any, inputs: dict[str, Any], num_items_in_bat
     items = max(1, num_items_in_batch)
     labels: Tensor = inputs["labels"]
     # With a cache, Transformers does not look for packed documents in position_ids.
-    outputs = model(**inputs, use_cache=False, num_items_in_batch=torch.tensor(items, device=labels.device))
+    outputs = model(**inputs, use_cache=False, num_items_in_batch=torch.full((), items, device=labels.device))
     if averages_its_own_labels(transformers_model(model)):
         own = int((labels[:, 1:] != _IGNORED).sum())
         # The mean over no labels is NaN.

@@ -6,15 +6,10 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from opslot._base.errors import ConfigError
 from opslot.checkpoint import export_hf
 from opslot.data.multimodal import MultimodalEncoder
-from opslot.distributed import shard_sequence
-from opslot.models._host_inputs import keep_inputs_on_host
 from opslot.models._modalities import decoder_of, inlined_inputs
-from opslot.models._own_loss import call_with_share_of_loss
 from opslot.models._parts import freeze, select
 from opslot.slots.protocol import keeps_sequences
 from opslot.trainer.processors import multimodal_class
@@ -23,9 +18,6 @@ from opslot.trainer.validate import micro_batch_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# Integer inputs that the model reads on the device; it reads the others, such as grids, on the host.
-_ON_DEVICE = ("labels", "shift_labels", "position_ids")
 
 
 class VLMTrainer(TextTrainer):
@@ -57,8 +49,6 @@ class VLMTrainer(TextTrainer):
         self._learning_rates = {
             name: lr for pattern, lr in lr_of.items() for name in select(model, pattern, "train.lr_of")
         }
-        if self.device.type != "cpu":
-            keep_inputs_on_host(model)
         return model
 
     def _check_rows(self, model: PreTrainedModel) -> None:
@@ -76,17 +66,6 @@ class VLMTrainer(TextTrainer):
 
     def learning_rates(self) -> dict[str, float]:
         return self._learning_rates
-
-    def forward(self, batch: dict[str, Any], num_items_in_batch: int) -> Any:
-        """As `BaseTrainer.forward`; integer inputs other than labels and positions stay on the host."""
-        inputs = {}
-        for name, value in shard_sequence(batch, self.state).items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                value = value.to(self.device, self.model.dtype, non_blocking=True)
-            elif isinstance(value, torch.Tensor) and name in _ON_DEVICE:
-                value = value.to(self.device, non_blocking=True)
-            inputs[name] = value
-        return call_with_share_of_loss(self.model, inputs, num_items_in_batch)
 
     @property
     def title(self) -> str:
