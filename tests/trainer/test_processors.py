@@ -6,6 +6,7 @@ import wave
 
 import numpy as np
 import pytest
+import torch
 import transformers
 import yaml
 from PIL import Image
@@ -110,11 +111,39 @@ def test_packed_families_equal_unpacked(family, settings, tmp_path):
 @pytest.mark.quick("mllama")
 @pytest.mark.parametrize("family", UNPACKED)
 def test_family_without_packing(family, settings, train, tmp_path):
-    """Packing raises with the reason; without it, text, images and audio train."""
+    """Packing raises with the reason; without it, losses and gradients are those of Transformers."""
     lines = write_run(family, settings, tmp_path)
     code, _, error = train()
     assert code == 2
     assert "cannot train on packed documents" in error
     settings["data"]["packing"] = False
-    code, _, error = train("--train.micro_batch_size=1", f"--train.global_batch_size={len(lines)}")
-    assert code == 0, error
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    trainer = VLMTrainer(
+        load_config([str(file), "--train.micro_batch_size=1", "--model.ops_implementation=eager"]), callbacks=[]
+    )
+    theirs = getattr(transformers, type(trainer.model).__name__)._from_config(trainer.model.config)
+    theirs.load_state_dict(trainer.model.state_dict())
+    batches = trainer.next_micro_batches(iter(trainer.batches))
+    assert len(batches) == len(lines)
+    for batch in batches:
+        count = trainer.count_targets(batch)
+        losses = [trainer.forward(batch, count).loss, theirs(**batch, use_cache=False).loss]
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
+        for loss in losses:
+            loss.backward()
+    for (name, found), wanted in zip(trainer.model.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_processor_of_another_model(settings, train, tmp_path):
+    """The error names file and line of a sample whose processor makes other numbers of tokens than of features."""
+    write_checkpoint(tmp_path, "llava")
+    file = tmp_path / "processor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_additional_image_tokens": 7}))
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples(tmp_path, {"image"})))
+    settings |= {"task": "vlm", "model": {"config_path": str(tmp_path)}}
+    settings["data"] |= {"train_path": str(tmp_path / "chat.jsonl"), "max_seq_len": 1024}
+    code, _, error = train()
+    assert code == 2
+    assert "chat.jsonl, line 2: Image features and image tokens do not match" in error
