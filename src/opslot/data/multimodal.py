@@ -153,7 +153,7 @@ class MultimodalEncoder(ChatEncoder):
     ) -> MediaDocument | None:
         """A sample's tokens, labels and media; None if it is left out, which is counted."""
         used = _used(sample, media)
-        description = {
+        description: dict[str, Any] = {
             "where": str(where),
             "folder": str(where.file.absolute().parent),
             "text": sample.text,

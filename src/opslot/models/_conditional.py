@@ -57,7 +57,8 @@ def add_zero_of_root(model: Any) -> None:
             "encoders, and it has no embeddings of tokens to which zero times their parameters can be added",
             hint="train it with one process",
         )
-    grouped = {part for m in model.modules() if m is not model and isinstance(m, FSDPModule) for part in m.modules()}
+    groups: list[nn.Module] = [m for m in model.modules() if m is not model and isinstance(m, FSDPModule)]
+    grouped = {part for group in groups for part in group.modules()}
     owners = [module for module in model.modules() if module not in grouped and module is not embeddings]
 
     def add_zero(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ class _Layers:
         self.skipped = False
         decoder.register_forward_pre_hook(self.begin, with_kwargs=True)
         for layer in layers:
-            layer.forward = partial(self.run, layer, layer.forward)  # type: ignore[method-assign]
+            layer.forward = partial(self.run, layer, layer.forward)
 
     def begin(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook of the decoder."""
