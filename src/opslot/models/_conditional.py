@@ -57,8 +57,8 @@ def add_zero_of_root(model: Any) -> None:
             "encoders, and it has no embeddings of tokens to which zero times their parameters can be added",
             hint="train it with one process",
         )
-    groups: list[nn.Module] = [m for m in model.modules() if m is not model and isinstance(m, FSDPModule)]
-    grouped = {part for group in groups for part in group.modules()}
+    inside: list[nn.Module] = [module for module in model.modules() if module is not model]
+    grouped = {part for module in inside if _is_group(module) for part in module.modules()}
     owners = [module for module in model.modules() if module not in grouped and module is not embeddings]
 
     def add_zero(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -111,6 +111,10 @@ class _Layers:
         if self.skipped:
             return hidden_states + _zero(list(layer.modules()), hidden_states)
         return forward(hidden_states, *args, **kwargs)
+
+
+def _is_group(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
 
 
 def _parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
