@@ -48,6 +48,15 @@ KERNEL_REGISTRY.register(
     )
 )
 KERNEL_REGISTRY.register(
+    triton_kernel(
+        OP.name,
+        "per_channel",
+        function="chunk_gated_delta_rule",
+        supports=_keys_fit,
+        description="chunks of 64 tokens, deterministic, packed documents by cu_seqlens",
+    )
+)
+KERNEL_REGISTRY.register(
     KernelSpec(
         "fla",
         OP.name,
