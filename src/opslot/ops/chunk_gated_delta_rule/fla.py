@@ -1,4 +1,4 @@
-"""flash-linear-attention's chunked gated delta rule."""
+"""flash-linear-attention's chunked gated delta rule, and Kimi delta attention for the variant per_channel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """`op.reference` for bfloat16 and keys up to 256 wide.
 
-    The first call with new widths, heads or dtype tunes fla's kernels, minutes of compiling that fla keeps on disk.
+    In the variant per_channel the release of fla must be 0.6 or later. The first call with new widths, heads or dtype tunes fla's kernels, minutes of compiling that fla keeps on disk.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dtype != torch.bfloat16:
@@ -37,12 +37,18 @@ def chunk_gated_delta_rule(
     if key.shape[3] > WIDEST_KEY:
         reject(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {WIDEST_KEY}", "use torch_chunked")
     check_shapes(_LABEL, key, value, initial_state, cu_seqlens)
+    rule = fla_chunk
+    if g.dim() == 4:
+        from fla.ops.kda import chunk_kda as rule
+
+        # fla asserts it.
+        initial_state = None if initial_state is None else initial_state.float()
     shape, groups = value.shape, value.shape[2] // key.shape[2]
     if cu_seqlens is not None:
         query, key, value, g, beta = map(one_row, (query, key, value, g, beta))
     if groups > 1 and not _GROUPS_HEADS:
         query, key = query.repeat_interleave(groups, 2), key.repeat_interleave(groups, 2)
-    out, final = fla_chunk(
+    out, final = rule(
         query,
         key,
         value,

@@ -33,6 +33,14 @@ KERNEL_REGISTRY.register(
     )
 )
 KERNEL_REGISTRY.register(
+    triton_kernel(
+        OP.name,
+        "per_channel",
+        function="mamba_chunk_scan",
+        description="chunks in parallel, scanned in registers, deterministic, packed documents by cu_seqlens",
+    )
+)
+KERNEL_REGISTRY.register(
     KernelSpec(
         "mamba_ssm",
         OP.name,

@@ -168,7 +168,7 @@ def channel_system_kernel(
             rows = load_plane(cumulated_ptr, index, i, column, CHUNK, K)
             columns = load_plane_transposed(cumulated_ptr, index, i, column, CHUNK, K)
             diagonal += tl.sum(q * k, 1)
-            for level in tl.static_range(0, LEVELS):
+            for level in tl.range(0, LEVELS, num_stages=1):
                 middle = middle_of_block(i, level)
                 after = rows - load_plane(cumulated_ptr, index, middle, column, CHUNK, K)
                 before = load_plane_transposed(cumulated_ptr, index, middle, column, CHUNK, K) - columns

@@ -1,0 +1,208 @@
+"""The gradients of Mamba-1's scan.
+
+With the symbols of `selective.py`, S' the gradient of the state that leaves a chunk, and g that of the state after each
+token: g = C dout + exp(d A) of the next token * g of the next token, from S'. Summed over the values of a state,
+
+    dx = d (g B) + D dout,  dd = x (g B) + (g exp(d A) h_before) A
+
+and summed over tokens dA = g exp(d A) h_before d, and over channels dB = g d x, dC = h dout. exp(d A) h_before is
+h - d x B.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from opslot._base.device import triton_interpreted
+from opslot._base.jit import downcast
+from opslot.ops._common.triton import KernelLauncher
+from opslot.ops.mamba_chunk_scan.kernels.selective import (
+    LOG2_E,
+    SCALARS,
+    SelectiveCall,
+    channels_of_program,
+    load_channels,
+    load_raw_steps,
+    load_value,
+    scan_tokens,
+    steps_of,
+)
+from opslot.ops.mamba_chunk_scan.kernels.steps import unlimited_step
+
+_INTERPRETED = tl.constexpr(triton_interpreted())
+
+
+@triton.jit
+def precede(first, rest, gradient, earlier_first, earlier_rest, earlier_gradient):
+    """A part of the reversed scan and the part before it: decay of the first token, of the others, and g of the first."""
+    between = earlier_rest * first
+    return earlier_first, between * rest, earlier_gradient + between * gradient
+
+
+@triton.jit
+def scan_gradients(decay, added, CHUNK: tl.constexpr):
+    """Gradients of the states after each token, g = added + decay of the next token * g of the next token."""
+    if _INTERPRETED:
+        i = tl.arange(0, CHUNK)[:, None]
+        carried = tl.sum(tl.zeros_like(added), 0)
+        gradients = tl.zeros_like(added)
+        for step in range(CHUNK):
+            token = CHUNK - 1 - step
+            carried += tl.sum(tl.where(i == token, added, 0.0), 0)
+            gradients = tl.where(i == token, carried[None, :], gradients)
+            carried *= tl.sum(tl.where(i == token, decay, 0.0), 0)
+    else:
+        ones = tl.zeros_like(decay) + 1.0
+        _, _, gradients = tl.associative_scan((decay, ones, added), 0, precede, reverse=True)
+    return gradients
+
+
+@triton.jit(do_not_specialize=["dout_token", "dout_channel", "part_size", *SCALARS])
+def selective_gradients_kernel(
+    x_ptr,
+    dt_ptr,
+    A_ptr,
+    B_ptr,
+    C_ptr,
+    D_ptr,
+    bias_ptr,
+    dout_ptr,
+    start_ptr,
+    length_ptr,
+    states_ptr,
+    dstates_ptr,
+    dx_ptr,
+    ddt_ptr,
+    dB_ptr,
+    dC_ptr,
+    sums_ptr,
+    dout_token,
+    dout_channel,
+    part_size,
+    x_token,
+    x_channel,
+    dt_token,
+    dt_channel,
+    B_token,
+    B_group,
+    B_state,
+    C_token,
+    C_group,
+    C_state,
+    low,
+    high,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    N: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_D: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """dx and ddt [T, HEADS]; of each chunk, the sums of dD and ddt [chunks, 2, HEADS]; parts of dB and dC.
+
+    Parts are [blocks, T, groups, N]. Replaces S' of each chunk by its part of dA.
+    """
+    chunk, group, block, channel, inside = channels_of_program(HEADS, GROUP, CHANNELS)
+    start = tl.load(start_ptr + chunk)
+    length = tl.load(length_ptr + chunk)
+    states_ptr += chunk.to(tl.int64) * (N * HEADS) + channel
+    dstates_ptr += chunk.to(tl.int64) * (N * HEADS) + channel
+    sums_ptr += chunk.to(tl.int64) * (2 * HEADS) + channel
+    if length == 0:
+        for n in range(N):
+            tl.store(dstates_ptr + n * HEADS, tl.zeros((CHANNELS,), dtype=tl.float32), mask=inside)
+        tl.store(sums_ptr, tl.zeros((CHANNELS,), dtype=tl.float32), mask=inside)
+        tl.store(sums_ptr + HEADS, tl.zeros((CHANNELS,), dtype=tl.float32), mask=inside)
+    else:
+        i = tl.arange(0, CHUNK)
+        value = tl.arange(0, BN)
+        raw = load_raw_steps(
+            dt_ptr, bias_ptr, start, length, channel, inside, dt_token, dt_channel, HAS_BIAS, CHUNK
+        )
+        step = steps_of(raw, length, low, high, SOFTPLUS, CHUNK)
+        x = load_channels(x_ptr, start, length, channel, inside, x_token, x_channel, CHUNK)
+        dout = load_channels(dout_ptr, start, length, channel, inside, dout_token, dout_channel, CHUNK)
+        # g B and the gradient of the decays.
+        written = tl.zeros((CHUNK, CHANNELS), dtype=tl.float32)
+        dstep = tl.zeros((CHUNK, CHANNELS), dtype=tl.float32)
+        dB = tl.zeros((CHUNK, BN), dtype=tl.float32)
+        dC = tl.zeros((CHUNK, BN), dtype=tl.float32)
+        for n in range(N):
+            rate = tl.load(A_ptr + channel * N + n, mask=inside, other=0.0).to(tl.float32)
+            state = tl.load(states_ptr + n * HEADS, mask=inside, other=0.0)
+            dstate = tl.load(dstates_ptr + n * HEADS, mask=inside, other=0.0)
+            write = load_value(B_ptr, start, length, group, n, B_token, B_group, B_state, CHUNK)
+            read = load_value(C_ptr, start, length, group, n, C_token, C_group, C_state, CHUNK)
+            decay = tl.exp2((rate * LOG2_E)[None, :] * step)
+            added = x * step * write
+            states = scan_tokens(decay, added + tl.where((i == 0)[:, None], decay * state[None, :], 0.0), CHUNK)
+            last = (i == CHUNK - 1)[:, None]
+            gradients = scan_gradients(decay, dout * read + tl.where(last, dstate[None, :], 0.0), CHUNK)
+            dC = tl.where(value[None, :] == n, tl.sum(states * dout, 1)[:, None], dC)
+            dB = tl.where(value[None, :] == n, tl.sum(gradients * (x * step), 1)[:, None], dB)
+            written += gradients * write
+            ddecay = gradients * (states - added)
+            dstep += ddecay * rate[None, :]
+            tl.store(dstates_ptr + n * HEADS, tl.sum(ddecay * step, 0), mask=inside)
+        unlimited = unlimited_step(raw, SOFTPLUS)
+        ddt = dstep + x * written
+        if SOFTPLUS:
+            ddt *= 1.0 / (1.0 + tl.exp(-raw))
+        mask = (i < length)[:, None] & inside[None, :]
+        ddt = tl.where(mask & (unlimited >= low) & (unlimited <= high), ddt, 0.0)
+        offset = (start + i).to(tl.int64)[:, None] * HEADS + channel[None, :]
+        tl.store(ddt_ptr + offset, downcast(ddt, ddt_ptr.dtype.element_ty), mask=mask)
+        tl.store(sums_ptr, tl.sum(x * dout, 0), mask=inside)
+        tl.store(sums_ptr + HEADS, tl.sum(ddt, 0), mask=inside)
+        dx = written * step
+        if HAS_D:
+            dx += dout * tl.load(D_ptr + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
+        tl.store(dx_ptr + offset, downcast(dx, dx_ptr.dtype.element_ty), mask=mask)
+        token = (start + i).to(tl.int64) * (HEADS // GROUP) + group
+        offset = block.to(tl.int64) * part_size + token[:, None] * N + value[None, :]
+        mask = (i < length)[:, None] & (value < N)[None, :]
+        tl.store(dB_ptr + offset, dB, mask=mask)
+        tl.store(dC_ptr + offset, dC, mask=mask)
+
+
+_launch_gradients = KernelLauncher(selective_gradients_kernel)
+
+
+def write_gradients(
+    call: SelectiveCall, dout: Tensor, states: Tensor, dstates: Tensor, grads: tuple[Tensor | None, ...]
+) -> None:
+    """Fill `grads` of x, dt, A, B, C, D and dt_bias; the last two may be None.
+
+    Args:
+        dout: [T, channels].
+        states, dstates: what `walk` returns; `dstates` is overwritten.
+    """
+    dx, ddt, dA, dB, dC, dD, dbias = grads
+    assert dA is not None
+    assert dB is not None
+    assert dC is not None
+    parts = [x.new_empty((call.blocks, *x.shape), dtype=torch.float32) for x in (call.B, call.C)]
+    sums = call.by_chunk(2)
+    _launch_gradients(
+        call.grid,
+        (
+            *(call.x, call.dt, call.A, call.B, call.C, call.D, call.dt_bias, dout, *call.table),
+            *(states, dstates, dx, ddt, *parts, sums),
+        ),
+        (),
+        (*dout.stride(), call.B.numel(), *call.strides, *call.limit),
+        (*call.sizes, call.D is not None, triton.next_power_of_2(call.state)),
+        1,
+    )
+    dA.copy_(dstates.sum(0).t())
+    for grad, part in ((dB, parts[0]), (dC, parts[1])):
+        grad.copy_(part.sum(0).view(grad.shape))
+    for grad, total in zip((dD, dbias), sums.sum(0), strict=True):
+        if grad is not None:
+            grad.copy_(total)
