@@ -1,15 +1,13 @@
 """Towers that run on every rank: a rank without images, videos or audio runs them on the smallest legal input.
 
 FSDP's collectives for the parameters of a tower need all ranks, so that a rank whose batch has no image would hang the
-others. Each modality that a model can take is run once in each forward pass, in the order of Transformers' code. Towers
-whose smallest input is unknown have no collectives of their own (`_conditional`).
+others. Each modality that a model can take is run once in each forward pass, in the order of Transformers' code.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from opslot._base.logging import get_logger
 from opslot.distributed.dummy import dummy_forward
 from opslot.models._audio import AudioInputs
-from opslot.models._conditional import add_zero_of_root, encoders_of, run_conditional_layers
 from opslot.models._images import visual_inputs
 from opslot.models._multimodal_sequence import has_whole_sequences
 from opslot.models._shared_images import share_images
+
+logger = get_logger(__name__)
 
 # Methods that compute features of a modality.
 _INPUTS = {"image": ("pixel_values",), "audio": ("input_features", "input_values")}
@@ -33,29 +33,28 @@ _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _INTERNAL = ("last_hidden_state", "hidden_states", "attentions")
 
 
-@dataclass(frozen=True)
-class Towers:
-    """How ranks without images, videos or audio take part in the collectives of a model's towers.
+def run_towers_on_every_rank(model: nn.Module) -> None:
+    """Let each forward pass of `model` run all its towers, and add zero times what no input was given for.
 
-    Attributes:
-        dummies: by method, what makes the smallest legal arguments of those that compute features.
-        with_root: encoders whose smallest input is unknown, e.g. of a forward without a method that computes features.
-            Their parameters must be gathered with those of the root, so that running them needs no collective.
+    Does nothing for a model without towers. A modality whose smallest input is unknown is logged.
     """
-
-    dummies: Mapping[str, Callable[[], dict[str, Any] | None]]
-    with_root: Sequence[nn.Module] = ()
-
-    def run_on_every_rank(self, model: nn.Module) -> None:
-        """Let each forward pass of `model` run all its towers, and add zero times what no input was given for."""
-        run_conditional_layers(model)
-        if self.with_root:
-            add_zero_of_root(model)
-        holder = feature_module(model)
-        if holder is None or not self.dummies:
-            return
-        towers = _Run(holder, self.dummies)
-        for name in self.dummies:
+    holder = feature_module(model)
+    if holder is None:
+        for kind, name in inlined_inputs(model).items():
+            _warn_of_unknown(f"{kind} ({name}) of {type(model).__name__}")
+        return
+    source = inspect.getsource(type(holder).forward)
+    called = sorted((source.index(f"self.{name}("), name) for name in _methods(holder) if f"self.{name}(" in source)
+    dummies: dict[str, Callable[[], dict[str, Any] | None]] = {}
+    for _, name in called:
+        make = _smallest_input(holder, name)
+        if make is None:
+            _warn_of_unknown(f"{type(holder).__name__}.{name}")
+        else:
+            dummies[name] = make
+    if dummies:
+        towers = _Towers(holder, dummies)
+        for name in dummies:
             setattr(holder, name, partial(towers.run, name))
         holder.register_forward_pre_hook(towers.begin, with_kwargs=True)
         # Before FSDP gathers the parameters of the language model, as after real inputs.
@@ -65,16 +64,10 @@ class Towers:
         model.register_forward_hook(_alias_outputs, prepend=True)
 
 
-def find_towers(model: nn.Module) -> Towers:
-    """The towers of a model that is not sharded yet; of a model without towers, none."""
-    holder = feature_module(model)
-    if holder is None:
-        return Towers({}, encoders_of(model) if inlined_inputs(model) else ())
-    source = inspect.getsource(type(holder).forward)
-    called = sorted((source.index(f"self.{name}("), name) for name in _methods(holder) if f"self.{name}(" in source)
-    found = {name: _smallest_input(holder, name) for _, name in called}
-    dummies = {name: make for name, make in found.items() if make is not None}
-    return Towers(dummies, encoders_of(model) if len(dummies) < len(found) else ())
+def _warn_of_unknown(what: str) -> None:
+    logger.warning(
+        "the smallest input of %s is unknown: a rank without such inputs makes the others wait forever", what
+    )
 
 
 def inlined_inputs(model: nn.Module) -> dict[str, str]:
@@ -164,10 +157,10 @@ def _source(cls: type) -> str:
     return inspect.getsource(cls.forward)  # type: ignore[attr-defined]
 
 
-class _Run:
+class _Towers:
     """The dummy inputs of a model's towers that one forward pass has not run yet."""
 
-    def __init__(self, holder: Any, dummies: Mapping[str, Callable[[], dict[str, Any] | None]]) -> None:
+    def __init__(self, holder: Any, dummies: dict[str, Callable[[], dict[str, Any] | None]]) -> None:
         self.holder = holder
         self.dummies = dummies
         self.pending: list[str] = []
