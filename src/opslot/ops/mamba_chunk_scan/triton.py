@@ -88,7 +88,7 @@ def _backward(gradients: tuple[Tensor | None, ...], dout: Tensor | None, dfinal:
     dout = torch.zeros_like(x) if dout is None else dout
     if _is_per_channel(inputs):
         scan = selective.prepare(inputs, cu_seqlens, softplus, low, high, selective.BACKWARD_CHUNK)
-        douts = dout.reshape(scan.x.shape)
+        douts = selective.as_channels(dout)
         states = selective.walk(scan, scan.x, initial_states, None)
         dstates = selective.walk(scan, douts, dfinal, dinitial, backward=True)
         selective_gradients.write_gradients(scan, douts, states, dstates, tuple(grads))

@@ -6,8 +6,8 @@ the outputs from the states that arrive. In these, a tile has the tokens of a ch
 loop over the values of a state, so that a warp has all tokens of its channels and scans them in registers. No tensor
 has tokens, channels and values.
 
-Strides are not specialized on, so that the compiler does not know that channels are adjacent in memory: it would load
-several at a time and have tokens of a channel in several threads.
+Strides are not specialized on, so that the compiler does not know the alignment of channels: it would load several at a
+time, and have the tokens of a channel in several threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot._base.device import triton_interpreted
 from opslot._base.jit import downcast
 from opslot.ops._common.kernels.chunks import Chunks, chunk_table
 from opslot.ops._common.kernels.tiles import load_segment
@@ -37,12 +36,8 @@ CHANNELS = 32
 _WALKED = 256
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# The interpreter calls Python for each element of a scan.
-_INTERPRETED = tl.constexpr(triton_interpreted())
 
-_STRIDES = ["x_token", "x_channel", "dt_token", "dt_channel"]
-_GROUP_STRIDES = [f"{name}_{dim}" for name in ("B", "C") for dim in ("token", "group", "state")]
-SCALARS = [*_STRIDES, *_GROUP_STRIDES]
+STRIDES = ["out_token", "x_token", "dt_token", *(f"{name}_{dim}" for name in ("B", "C") for dim in ("token", "group", "state"))]
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class SelectiveCall:
     """Inputs of forward and backward.
 
     Attributes:
-        x, dt: [T, channels], T over all rows of the batch, with any strides.
+        x, dt: [T, channels] with adjacent channels, T over all rows of the batch.
         A: [channels, N].
         B, C: [T, groups, N], with any strides.
         D, dt_bias: [channels].
@@ -98,7 +93,7 @@ class SelectiveCall:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        return *self.x.stride(), *self.dt.stride(), *self.B.stride(), *self.C.stride()
+        return self.x.stride(0), self.dt.stride(0), *self.B.stride(), *self.C.stride()
 
     @property
     def sizes(self) -> tuple[Any, ...]:
@@ -111,6 +106,12 @@ class SelectiveCall:
         return self.x.new_empty((self.chunks.count, *shape, self.channels), dtype=torch.float32)
 
 
+def as_channels(x: Tensor) -> Tensor:
+    """[B, S, channels] or [B, S, channels, 1] as [B * S, channels] with adjacent channels."""
+    rows = x.reshape(-1, x.shape[2])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
 def prepare(
     inputs: Sequence[Any], cu_seqlens: Tensor | None, softplus: bool, low: float, high: float, chunk: int
 ) -> SelectiveCall:
@@ -118,8 +119,8 @@ def prepare(
     x, dt, A, B, C, D, dt_bias = inputs
     batch, length, channels, _ = x.shape
     return SelectiveCall(
-        x=x.reshape(-1, channels),
-        dt=dt.reshape(-1, channels),
+        x=as_channels(x),
+        dt=as_channels(dt),
         A=A.contiguous(),
         B=B.reshape(-1, *B.shape[2:]),
         C=C.reshape(-1, *C.shape[2:]),
@@ -133,31 +134,32 @@ def prepare(
 
 
 @triton.jit
-def follow(decay, state, next_decay, added):
-    """A part of a scan and the next one: the state that leaves both is decay * state before + state."""
-    return decay * next_decay, next_decay * state + added
+def token_of(x, token: tl.constexpr, CHUNK: tl.constexpr):
+    """Row of [CHUNK, channels]. A thread has all rows, so this compiles to the name of a register."""
+    return tl.sum(tl.where((tl.arange(0, CHUNK) == token)[:, None], x, 0.0), 0)
 
 
 @triton.jit
-def scan_tokens(decay, added, CHUNK: tl.constexpr):
-    """States after each token, h = decay h + added, [CHUNK, channels], from zeros."""
-    if _INTERPRETED:
-        i = tl.arange(0, CHUNK)[:, None]
-        last = tl.sum(tl.zeros_like(added), 0)
-        states = tl.zeros_like(added)
-        for token in range(CHUNK):
-            last = last * tl.sum(tl.where(i == token, decay, 0.0), 0) + tl.sum(tl.where(i == token, added, 0.0), 0)
-            states = tl.where(i == token, last[None, :], states)
-    else:
-        _, states = tl.associative_scan((decay, added), 0, follow)
+def with_token(x, row, token: tl.constexpr, CHUNK: tl.constexpr):
+    """[CHUNK, channels] with another row."""
+    return tl.where((tl.arange(0, CHUNK) == token)[:, None], row[None, :], x)
+
+
+@triton.jit
+def scan_tokens(decay, added, state, CHUNK: tl.constexpr):
+    """States after each token, h = decay h + added, [CHUNK, channels], from `state`."""
+    states = tl.zeros_like(added)
+    for token in tl.static_range(CHUNK):
+        state = state * token_of(decay, token, CHUNK) + token_of(added, token, CHUNK)
+        states = with_token(states, state, token, CHUNK)
     return states
 
 
 @triton.jit
-def load_channels(ptr, start, length, channel, inside, token_stride, channel_stride, CHUNK: tl.constexpr):
+def load_channels(ptr, start, length, channel, inside, token_stride, CHUNK: tl.constexpr):
     """float32 [CHUNK, channels] of [T, channels]; zero behind `length` tokens and outside `inside`."""
     i = tl.arange(0, CHUNK)
-    offset = (start + i).to(tl.int64)[:, None] * token_stride + channel.to(tl.int64)[None, :] * channel_stride
+    offset = (start + i).to(tl.int64)[:, None] * token_stride + channel[None, :]
     return tl.load(ptr + offset, mask=(i < length)[:, None] & inside[None, :], other=0.0).to(tl.float32)
 
 
@@ -178,12 +180,11 @@ def load_raw_steps(
     channel,
     inside,
     dt_token,
-    dt_channel,
     HAS_BIAS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """dt + dt_bias, [CHUNK, channels]."""
-    raw = load_channels(dt_ptr, start, length, channel, inside, dt_token, dt_channel, CHUNK)
+    raw = load_channels(dt_ptr, start, length, channel, inside, dt_token, CHUNK)
     if HAS_BIAS:
         raw += tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
     return raw
@@ -208,7 +209,7 @@ def channels_of_program(HEADS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.c
     return chunk, group, block, group * GROUP + within, within < GROUP
 
 
-@triton.jit(do_not_specialize=SCALARS)
+@triton.jit(do_not_specialize=STRIDES[1:])
 def added_kernel(
     x_ptr,
     dt_ptr,
@@ -221,9 +222,7 @@ def added_kernel(
     states_ptr,
     total_ptr,
     x_token,
-    x_channel,
     dt_token,
-    dt_channel,
     B_token,
     B_group,
     B_state,
@@ -250,17 +249,17 @@ def added_kernel(
     length = tl.load(length_ptr + chunk)
     if length > 0:
         raw = load_raw_steps(
-            dt_ptr, bias_ptr, start, length, channel, inside, dt_token, dt_channel, HAS_BIAS, CHUNK
+            dt_ptr, bias_ptr, start, length, channel, inside, dt_token, HAS_BIAS, CHUNK
         )
         step = steps_of(raw, length, low, high, SOFTPLUS, CHUNK)
-        x = load_channels(x_ptr, start, length, channel, inside, x_token, x_channel, CHUNK)
+        x = load_channels(x_ptr, start, length, channel, inside, x_token, CHUNK)
         total = tl.sum(step, 0)
         between = tl.cumsum(step, 0)
         if not BACKWARD:
             between = total[None, :] - between
             x *= step
         tl.store(total_ptr + chunk.to(tl.int64) * HEADS + channel, total, mask=inside)
-        states_ptr += chunk.to(tl.int64) * (N * HEADS) + channel
+        states = states_ptr + chunk.to(tl.int64) * (N * HEADS) + channel
         for n in range(N):
             rate = tl.load(A_ptr + channel * N + n, mask=inside, other=0.0).to(tl.float32) * LOG2_E
             if BACKWARD:
@@ -268,7 +267,7 @@ def added_kernel(
             else:
                 value = load_value(B_ptr, start, length, group, n, B_token, B_group, B_state, CHUNK)
             added = tl.sum(tl.exp2(rate[None, :] * between) * (x * value), 0)
-            tl.store(states_ptr + n * HEADS, added, mask=inside)
+            tl.store(states + n * HEADS, added, mask=inside)
 
 
 @triton.jit
@@ -313,7 +312,7 @@ def walk_kernel(
         tl.store(end_ptr + of_document, downcast(state, end_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=SCALARS)
+@triton.jit(do_not_specialize=STRIDES)
 def selective_outputs_kernel(
     x_ptr,
     dt_ptr,
@@ -326,10 +325,9 @@ def selective_outputs_kernel(
     length_ptr,
     states_ptr,
     out_ptr,
+    out_token,
     x_token,
-    x_channel,
     dt_token,
-    dt_channel,
     B_token,
     B_group,
     B_state,
@@ -354,24 +352,23 @@ def selective_outputs_kernel(
     if length > 0:
         i = tl.arange(0, CHUNK)
         raw = load_raw_steps(
-            dt_ptr, bias_ptr, start, length, channel, inside, dt_token, dt_channel, HAS_BIAS, CHUNK
+            dt_ptr, bias_ptr, start, length, channel, inside, dt_token, HAS_BIAS, CHUNK
         )
         step = steps_of(raw, length, low, high, SOFTPLUS, CHUNK)
-        x = load_channels(x_ptr, start, length, channel, inside, x_token, x_channel, CHUNK)
+        x = load_channels(x_ptr, start, length, channel, inside, x_token, CHUNK)
         out = tl.zeros((CHUNK, CHANNELS), dtype=tl.float32)
         if HAS_D:
             out += x * tl.load(D_ptr + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
         x *= step
-        states_ptr += chunk.to(tl.int64) * (N * HEADS) + channel
+        states = states_ptr + chunk.to(tl.int64) * (N * HEADS) + channel
         for n in range(N):
             rate = tl.load(A_ptr + channel * N + n, mask=inside, other=0.0).to(tl.float32) * LOG2_E
-            state = tl.load(states_ptr + n * HEADS, mask=inside, other=0.0)
+            state = tl.load(states + n * HEADS, mask=inside, other=0.0)
             write = load_value(B_ptr, start, length, group, n, B_token, B_group, B_state, CHUNK)
             read = load_value(C_ptr, start, length, group, n, C_token, C_group, C_state, CHUNK)
             decay = tl.exp2(rate[None, :] * step)
-            added = x * write + tl.where((i == 0)[:, None], decay * state[None, :], 0.0)
-            out += scan_tokens(decay, added, CHUNK) * read
-        offset = (start + i).to(tl.int64)[:, None] * HEADS + channel[None, :]
+            out += scan_tokens(decay, x * write, state, CHUNK) * read
+        offset = (start + i).to(tl.int64)[:, None] * out_token + channel[None, :]
         tl.store(
             out_ptr + offset,
             downcast(out, out_ptr.dtype.element_ty),
@@ -399,7 +396,7 @@ def walk(
         call.grid,
         (x, call.dt, call.A, call.B, call.C, call.dt_bias, *call.table, states, total),
         (),
-        (*x.stride(), *call.strides[2:], *call.limit),
+        (x.stride(0), *call.strides[1:], *call.limit),
         (*call.sizes, backward),
         1,
     )
@@ -423,7 +420,7 @@ def write_output(call: SelectiveCall, states: Tensor, out: Tensor) -> None:
         call.grid,
         (call.x, call.dt, call.A, call.B, call.C, call.D, call.dt_bias, *call.table, states, out),
         (),
-        (*call.strides, *call.limit),
+        (call.channels, *call.strides, *call.limit),
         (*call.sizes, call.D is not None),
         1,
     )

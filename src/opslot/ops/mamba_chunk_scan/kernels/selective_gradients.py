@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot._base.device import triton_interpreted
 from opslot._base.jit import downcast
+from opslot.ops._common.kernels.tiles import FP32_DOT
 from opslot.ops._common.triton import KernelLauncher
 from opslot.ops.mamba_chunk_scan.kernels.selective import (
     LOG2_E,
-    SCALARS,
+    STRIDES,
     SelectiveCall,
     channels_of_program,
     load_channels,
@@ -29,38 +29,24 @@ from opslot.ops.mamba_chunk_scan.kernels.selective import (
     load_value,
     scan_tokens,
     steps_of,
+    token_of,
+    with_token,
 )
 from opslot.ops.mamba_chunk_scan.kernels.steps import unlimited_step
 
-_INTERPRETED = tl.constexpr(triton_interpreted())
-
 
 @triton.jit
-def precede(first, rest, gradient, earlier_first, earlier_rest, earlier_gradient):
-    """A part of the reversed scan and the part before it: decay of the first token, of the others, and g of the first."""
-    between = earlier_rest * first
-    return earlier_first, between * rest, earlier_gradient + between * gradient
-
-
-@triton.jit
-def scan_gradients(decay, added, CHUNK: tl.constexpr):
-    """Gradients of the states after each token, g = added + decay of the next token * g of the next token."""
-    if _INTERPRETED:
-        i = tl.arange(0, CHUNK)[:, None]
-        carried = tl.sum(tl.zeros_like(added), 0)
-        gradients = tl.zeros_like(added)
-        for step in range(CHUNK):
-            token = CHUNK - 1 - step
-            carried += tl.sum(tl.where(i == token, added, 0.0), 0)
-            gradients = tl.where(i == token, carried[None, :], gradients)
-            carried *= tl.sum(tl.where(i == token, decay, 0.0), 0)
-    else:
-        ones = tl.zeros_like(decay) + 1.0
-        _, _, gradients = tl.associative_scan((decay, ones, added), 0, precede, reverse=True)
+def scan_gradients(decay, added, last, CHUNK: tl.constexpr):
+    """Gradients of the states after each token, g = added + decay of the next token * g of the next token, to `last`."""
+    gradients = tl.zeros_like(added)
+    for step in tl.static_range(CHUNK):
+        last += token_of(added, CHUNK - 1 - step, CHUNK)
+        gradients = with_token(gradients, last, CHUNK - 1 - step, CHUNK)
+        last *= token_of(decay, CHUNK - 1 - step, CHUNK)
     return gradients
 
 
-@triton.jit(do_not_specialize=["dout_token", "dout_channel", "part_size", *SCALARS])
+@triton.jit(do_not_specialize=["dout_token", "part_size", *STRIDES])
 def selective_gradients_kernel(
     x_ptr,
     dt_ptr,
@@ -80,12 +66,10 @@ def selective_gradients_kernel(
     dC_ptr,
     sums_ptr,
     dout_token,
-    dout_channel,
     part_size,
+    out_token,
     x_token,
-    x_channel,
     dt_token,
-    dt_channel,
     B_token,
     B_group,
     B_state,
@@ -103,6 +87,7 @@ def selective_gradients_kernel(
     CHUNK: tl.constexpr,
     HAS_D: tl.constexpr,
     BN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """dx and ddt [T, HEADS]; of each chunk, the sums of dD and ddt [chunks, 2, HEADS]; parts of dB and dC.
 
@@ -123,11 +108,11 @@ def selective_gradients_kernel(
         i = tl.arange(0, CHUNK)
         value = tl.arange(0, BN)
         raw = load_raw_steps(
-            dt_ptr, bias_ptr, start, length, channel, inside, dt_token, dt_channel, HAS_BIAS, CHUNK
+            dt_ptr, bias_ptr, start, length, channel, inside, dt_token, HAS_BIAS, CHUNK
         )
         step = steps_of(raw, length, low, high, SOFTPLUS, CHUNK)
-        x = load_channels(x_ptr, start, length, channel, inside, x_token, x_channel, CHUNK)
-        dout = load_channels(dout_ptr, start, length, channel, inside, dout_token, dout_channel, CHUNK)
+        x = load_channels(x_ptr, start, length, channel, inside, x_token, CHUNK)
+        dout = load_channels(dout_ptr, start, length, channel, inside, dout_token, CHUNK)
         # g B and the gradient of the decays.
         written = tl.zeros((CHUNK, CHANNELS), dtype=tl.float32)
         dstep = tl.zeros((CHUNK, CHANNELS), dtype=tl.float32)
@@ -141,11 +126,12 @@ def selective_gradients_kernel(
             read = load_value(C_ptr, start, length, group, n, C_token, C_group, C_state, CHUNK)
             decay = tl.exp2((rate * LOG2_E)[None, :] * step)
             added = x * step * write
-            states = scan_tokens(decay, added + tl.where((i == 0)[:, None], decay * state[None, :], 0.0), CHUNK)
-            last = (i == CHUNK - 1)[:, None]
-            gradients = scan_gradients(decay, dout * read + tl.where(last, dstate[None, :], 0.0), CHUNK)
-            dC = tl.where(value[None, :] == n, tl.sum(states * dout, 1)[:, None], dC)
-            dB = tl.where(value[None, :] == n, tl.sum(gradients * (x * step), 1)[:, None], dB)
+            states = scan_tokens(decay, added, state, CHUNK)
+            gradients = scan_gradients(decay, dout * read, dstate, CHUNK)
+            # The tensor cores sum over channels, and add to column n.
+            column = tl.where(value[None, :] == n, 1.0, 0.0) + tl.zeros((CHANNELS, 1), dtype=tl.float32)
+            dC = tl.dot(states * dout, column, dC, input_precision=PRECISION)
+            dB = tl.dot(gradients * (x * step), column, dB, input_precision=PRECISION)
             written += gradients * write
             ddecay = gradients * (states - added)
             dstep += ddecay * rate[None, :]
@@ -156,7 +142,7 @@ def selective_gradients_kernel(
             ddt *= 1.0 / (1.0 + tl.exp(-raw))
         mask = (i < length)[:, None] & inside[None, :]
         ddt = tl.where(mask & (unlimited >= low) & (unlimited <= high), ddt, 0.0)
-        offset = (start + i).to(tl.int64)[:, None] * HEADS + channel[None, :]
+        offset = (start + i).to(tl.int64)[:, None] * out_token + channel[None, :]
         tl.store(ddt_ptr + offset, downcast(ddt, ddt_ptr.dtype.element_ty), mask=mask)
         tl.store(sums_ptr, tl.sum(x * dout, 0), mask=inside)
         tl.store(sums_ptr + HEADS, tl.sum(ddt, 0), mask=inside)
@@ -189,6 +175,8 @@ def write_gradients(
     assert dC is not None
     parts = [x.new_empty((call.blocks, *x.shape), dtype=torch.float32) for x in (call.B, call.C)]
     sums = call.by_chunk(2)
+    # Products of 16-bit gradients are rounded once more before they are summed over channels.
+    precision = "tf32" if call.x.element_size() == 2 and not torch.version.hip else FP32_DOT.value
     _launch_gradients(
         call.grid,
         (
@@ -196,8 +184,8 @@ def write_gradients(
             *(states, dstates, dx, ddt, *parts, sums),
         ),
         (),
-        (*dout.stride(), call.B.numel(), *call.strides, *call.limit),
-        (*call.sizes, call.D is not None, triton.next_power_of_2(call.state)),
+        (dout.stride(0), call.B.numel(), call.channels, *call.strides, *call.limit),
+        (*call.sizes, call.D is not None, max(16, triton.next_power_of_2(call.state)), precision),
         1,
     )
     dA.copy_(dstates.sum(0).t())
