@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_chunk
 from torch import Tensor
@@ -29,7 +32,7 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """`op.reference` for bfloat16 and keys up to 256 wide.
 
-    In the variant per_channel the release of fla must be 0.6 or later. The first call with new widths, heads or dtype tunes fla's kernels, minutes of compiling that fla keeps on disk.
+    The first call with new widths, heads or dtype tunes fla's kernels, minutes of compiling that fla keeps on disk.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dtype != torch.bfloat16:
@@ -37,26 +40,30 @@ def chunk_gated_delta_rule(
     if key.shape[3] > WIDEST_KEY:
         reject(_LABEL, "key", f"its heads are {key.shape[3]} wide, the limit is {WIDEST_KEY}", "use torch_chunked")
     check_shapes(_LABEL, key, value, initial_state, cu_seqlens)
-    rule = fla_chunk
-    if g.dim() == 4:
-        from fla.ops.kda import chunk_kda as rule
-
-        # fla asserts it.
-        initial_state = None if initial_state is None else initial_state.float()
     shape, groups = value.shape, value.shape[2] // key.shape[2]
     if cu_seqlens is not None:
         query, key, value, g, beta = map(one_row, (query, key, value, g, beta))
     if groups > 1 and not _GROUPS_HEADS:
         query, key = query.repeat_interleave(groups, 2), key.repeat_interleave(groups, 2)
-    out, final = rule(
+    out, final = _function_of(g)(
         query,
         key,
         value,
         g,
         beta,
-        initial_state=initial_state,
+        # Kimi delta attention asserts the dtype.
+        initial_state=None if initial_state is None else initial_state.float(),
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(torch.int64),
     )
     return out.view(shape), final
+
+
+def _function_of(g: Tensor) -> Callable[..., Any]:
+    """fla's function for the decays of heads or of channels."""
+    if g.dim() < 4:
+        return fla_chunk
+    from fla.ops.kda import chunk_kda
+
+    return chunk_kda

@@ -1,9 +1,9 @@
 """The gradients of query, key, g and beta in the variant per_channel.
 
 With the symbols of `channels.py` and `backward.py`, dW = tril(dout u^T), dA = -strictly_lower(dv u^T), and the product
-rule gives the rest, channel by channel. dW and dA are rounded once, and for each size of blocks so are the rows q, k and
-columns b k with their decays. What a pair of tokens adds to the gradient of G_i and subtracts from that of G_j comes
-from the same rounded values, so that it cancels in g's gradient before j and after i.
+rule gives the rest, channel by channel. dW and dA are rounded once, and for each size of blocks so are the rows q and k
+and the columns b k with their decays. What a pair of tokens i and j adds to the gradient of G_i and subtracts from that
+of G_j comes from the same rounded values, so that it cancels in g's gradient before j and after i.
 """
 
 from __future__ import annotations
@@ -264,7 +264,17 @@ def write_channel_gradients(
     _launch_gradients(
         (call.per_chunk // call.group, blocks, 1),
         (
-            *(call.q, call.k, call.rate, dout, *call.table, system.cumulated, system.norms, found.states, found.residual),
+            *(
+                call.q,
+                call.k,
+                call.rate,
+                dout,
+                *call.table,
+                system.cumulated,
+                system.norms,
+                found.states,
+                found.residual,
+            ),
             *(dstates, dv, dwithin, dsystem, *given, parts, dg),
         ),
         strides(call.q, call.k, dout),

@@ -86,7 +86,9 @@ def decays_kernel(
     BK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """G [chunks * HEADS, CHUNK, K], scales of q and k [.., 2, CHUNK], exp(G_last) [.., K]; decayed q, k, k [T, HEADS, K]."""
+    """G [chunks * HEADS, CHUNK, K], scales of q and k [.., 2, CHUNK], exp(G_last) [.., K], and [T, HEADS, K] that the
+    recurrence reads.
+    """
     index = tl.program_id(0)
     head = index % HEADS
     start = tl.load(start_ptr + index // HEADS)

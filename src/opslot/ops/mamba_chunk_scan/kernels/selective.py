@@ -37,7 +37,12 @@ _WALKED = 256
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-STRIDES = ["out_token", "x_token", "dt_token", *(f"{name}_{dim}" for name in ("B", "C") for dim in ("token", "group", "state"))]
+STRIDES = [
+    "out_token",
+    "x_token",
+    "dt_token",
+    *(f"{name}_{dim}" for name in ("B", "C") for dim in ("token", "group", "state")),
+]
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ def prepare(
 ) -> SelectiveCall:
     """`inputs` are x, dt, A, B, C, D and dt_bias; the last two may be None."""
     x, dt, A, B, C, D, dt_bias = inputs
-    batch, length, channels, _ = x.shape
+    batch, length = x.shape[:2]
     return SelectiveCall(
         x=as_channels(x),
         dt=as_channels(dt),
@@ -248,9 +253,7 @@ def added_kernel(
     start = tl.load(start_ptr + chunk)
     length = tl.load(length_ptr + chunk)
     if length > 0:
-        raw = load_raw_steps(
-            dt_ptr, bias_ptr, start, length, channel, inside, dt_token, HAS_BIAS, CHUNK
-        )
+        raw = load_raw_steps(dt_ptr, bias_ptr, start, length, channel, inside, dt_token, HAS_BIAS, CHUNK)
         step = steps_of(raw, length, low, high, SOFTPLUS, CHUNK)
         x = load_channels(x_ptr, start, length, channel, inside, x_token, CHUNK)
         total = tl.sum(step, 0)
@@ -351,9 +354,7 @@ def selective_outputs_kernel(
     length = tl.load(length_ptr + chunk)
     if length > 0:
         i = tl.arange(0, CHUNK)
-        raw = load_raw_steps(
-            dt_ptr, bias_ptr, start, length, channel, inside, dt_token, HAS_BIAS, CHUNK
-        )
+        raw = load_raw_steps(dt_ptr, bias_ptr, start, length, channel, inside, dt_token, HAS_BIAS, CHUNK)
         step = steps_of(raw, length, low, high, SOFTPLUS, CHUNK)
         x = load_channels(x_ptr, start, length, channel, inside, x_token, CHUNK)
         out = tl.zeros((CHUNK, CHANNELS), dtype=tl.float32)
@@ -381,9 +382,7 @@ _launch_walk = KernelLauncher(walk_kernel)
 _launch_outputs = KernelLauncher(selective_outputs_kernel)
 
 
-def walk(
-    call: SelectiveCall, x: Tensor, given: Tensor | None, end: Tensor | None, backward: bool = False
-) -> Tensor:
+def walk(call: SelectiveCall, x: Tensor, given: Tensor | None, end: Tensor | None, backward: bool = False) -> Tensor:
     """The states that arrive at chunks, backward the gradients of those that leave them, float32 [chunks, N, channels].
 
     Args:

@@ -37,7 +37,7 @@ from opslot.ops.mamba_chunk_scan.kernels.steps import unlimited_step
 
 @triton.jit
 def scan_gradients(decay, added, last, CHUNK: tl.constexpr):
-    """Gradients of the states after each token, g = added + decay of the next token * g of the next token, to `last`."""
+    """Gradients of the states after each token, added + decay of the next token * gradient after it, from `last`."""
     gradients = tl.zeros_like(added)
     for step in tl.static_range(CHUNK):
         last += token_of(added, CHUNK - 1 - step, CHUNK)
@@ -107,9 +107,7 @@ def selective_gradients_kernel(
     else:
         i = tl.arange(0, CHUNK)
         value = tl.arange(0, BN)
-        raw = load_raw_steps(
-            dt_ptr, bias_ptr, start, length, channel, inside, dt_token, HAS_BIAS, CHUNK
-        )
+        raw = load_raw_steps(dt_ptr, bias_ptr, start, length, channel, inside, dt_token, HAS_BIAS, CHUNK)
         step = steps_of(raw, length, low, high, SOFTPLUS, CHUNK)
         x = load_channels(x_ptr, start, length, channel, inside, x_token, CHUNK)
         dout = load_channels(dout_ptr, start, length, channel, inside, dout_token, CHUNK)
@@ -189,8 +187,8 @@ def write_gradients(
         1,
     )
     dA.copy_(dstates.sum(0).t())
-    for grad, part in ((dB, parts[0]), (dC, parts[1])):
-        grad.copy_(part.sum(0).view(grad.shape))
+    dB.copy_(parts[0].sum(0).view(dB.shape))
+    dC.copy_(parts[1].sum(0).view(dC.shape))
     for grad, total in zip((dD, dbias), sums.sum(0), strict=True):
         if grad is not None:
             grad.copy_(total)
