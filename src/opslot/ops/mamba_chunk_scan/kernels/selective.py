@@ -22,9 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.jit import downcast
+from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.ops._common.kernels.chunks import Chunks, chunk_table
 from opslot.ops._common.kernels.tiles import load_segment
-from opslot.ops._common.triton import KernelLauncher, cdiv
 from opslot.ops.mamba_chunk_scan.kernels.steps import unlimited_step
 
 # Tokens of a chunk: one thread has all of a channel in registers, of several tiles in backward.

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.jit import downcast
+from opslot._base.kernel_launch import KernelLauncher
 from opslot.ops._common.kernels.tiles import FP32_DOT
-from opslot.ops._common.triton import KernelLauncher
 from opslot.ops.mamba_chunk_scan.kernels.selective import (
     LOG2_E,
     STRIDES,
