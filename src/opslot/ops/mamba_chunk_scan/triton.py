@@ -55,7 +55,7 @@ def _forward(outputs: tuple[Tensor, Tensor | None], *args: Any) -> None:
             final.copy_(initial_states) if initial_states is not None else final.zero_()
         return
     if _is_per_channel(inputs):
-        scan = selective.prepare(inputs, cu_seqlens, softplus, low, high, selective.FORWARD_CHUNK)
+        scan = selective.prepare(inputs, cu_seqlens, softplus, low, high, backward=False)
         selective.write_output(scan, selective.walk(scan, scan.x, initial_states, final), out)
         return
     call = prepare(inputs, cu_seqlens, softplus, low, high)
@@ -87,7 +87,7 @@ def _backward(gradients: tuple[Tensor | None, ...], dout: Tensor | None, dfinal:
         return
     dout = torch.zeros_like(x) if dout is None else dout
     if _is_per_channel(inputs):
-        scan = selective.prepare(inputs, cu_seqlens, softplus, low, high, selective.BACKWARD_CHUNK)
+        scan = selective.prepare(inputs, cu_seqlens, softplus, low, high, backward=True)
         douts = selective.as_channels(dout)
         states = selective.walk(scan, scan.x, initial_states, None)
         dstates = selective.walk(scan, douts, dfinal, dinitial, backward=True)

@@ -28,7 +28,8 @@ class ChunkTiling:
         grad_block: block of value columns of the last kernel of backward.
         stages: pipeline stages of the recurrence and of the last kernel of backward.
         state_warps, grad_warps: warps of these.
-        value_block: block of value columns of the gradients where channels have their own decay.
+        value_block, system_warps, channel_warps: where channels have their own decay, the block of value columns of the
+            gradients, and warps of the system and of the gradients.
     """
 
     key: int
@@ -39,14 +40,16 @@ class ChunkTiling:
     state_warps: int
     grad_warps: int
     value_block: int
+    system_warps: int
+    channel_warps: int
 
 
 @functools.cache
 def plan_for(key: int, value: int, element_bytes: int) -> ChunkTiling:
     """Measured on an H200 for bf16 and keys of 128 (benchmarks/tune_recurrence.py); others fit into shared memory.
 
-    In the recurrence, two stages take 1.4 times as long as three, and 32 columns as long as 64.
-    In 16 bit, tiles of keys, and of values where the kernels have both, are at least 64 columns wide: Triton 3.6
+    In the recurrence, two stages take 1.4 times as long as three, and 32 columns as long as 64. What only decays of
+    channels have is not measured. In 16 bit, tiles of keys and of their decays are at least 64 columns wide: Triton 3.6
     miscompiles kernels that mix narrower ones with these (see mamba_chunk_scan).
     """
     half = element_bytes == 2
@@ -61,6 +64,8 @@ def plan_for(key: int, value: int, element_bytes: int) -> ChunkTiling:
         state_warps=4,
         grad_warps=16 if large else 8,
         value_block=min(64 if half else 16, value_full),
+        system_warps=8,
+        channel_warps=8,
     )
 
 

@@ -280,7 +280,7 @@ def write_channel_gradients(
         strides(call.q, call.k, dout),
         (call.rate.numel(),),
         (*call.sizes, plan.key_block, plan.value_block, CHUNK),
-        8,
+        plan.channel_warps,
     )
     dbeta.copy_(parts.sum(0).view(dbeta.shape))
     if call.normalize:

@@ -228,6 +228,6 @@ def solve_channels(call: Call) -> ChannelSystem:
         strides(call.q, call.k),
         (),
         (call.heads, call.group, call.key, plan.key_block, CHUNK, inverse_precision(call)),
-        8,
+        plan.system_warps,
     )
     return ChannelSystem(asking, reading, writing, 1, fade, inverse, within, cumulated, norms)

@@ -27,14 +27,6 @@ from opslot.ops._common.kernels.chunks import Chunks, chunk_table
 from opslot.ops._common.kernels.tiles import load_segment
 from opslot.ops.mamba_chunk_scan.kernels.steps import unlimited_step
 
-# Tokens of a chunk: one thread has all of a channel in registers, of several tiles in backward.
-FORWARD_CHUNK = 32
-BACKWARD_CHUNK = 16
-# Channels of a tile, one per thread of a warp.
-CHANNELS = 32
-# Elements of a state per program of the walk along chunks.
-_WALKED = 256
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 STRIDES = [
@@ -43,6 +35,30 @@ STRIDES = [
     "dt_token",
     *(f"{name}_{dim}" for name in ("B", "C") for dim in ("token", "group", "state")),
 ]
+
+
+@dataclass(frozen=True)
+class SelectiveTiling:
+    """Block sizes.
+
+    Attributes:
+        forward_chunk, backward_chunk: tokens of a chunk. A thread has all tokens of a channel in registers, of several
+            tiles in backward.
+        channels: of a tile, 32 per warp.
+        walked: elements of a state per program of the walk along chunks.
+        walk_stages: pipeline stages of this walk.
+    """
+
+    forward_chunk: int
+    backward_chunk: int
+    channels: int
+    walked: int
+    walk_stages: int
+
+
+def plan_for() -> SelectiveTiling:
+    """Tiles that fit into registers; not measured."""
+    return SelectiveTiling(forward_chunk=32, backward_chunk=16, channels=32, walked=256, walk_stages=4)
 
 
 @dataclass(frozen=True)
@@ -68,6 +84,7 @@ class SelectiveCall:
     limit: tuple[float, float]
     chunks: Chunks
     chunk: int
+    plan: SelectiveTiling
 
     @property
     def channels(self) -> int:
@@ -85,7 +102,11 @@ class SelectiveCall:
     @property
     def blocks(self) -> int:
         """Tiles of the channels of a group."""
-        return cdiv(self.group, CHANNELS)
+        return cdiv(self.group, self.plan.channels)
+
+    @property
+    def warps(self) -> int:
+        return self.plan.channels // 32
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -104,7 +125,7 @@ class SelectiveCall:
     def sizes(self) -> tuple[Any, ...]:
         """The first constants of the kernels over all chunks."""
         bias = self.dt_bias is not None
-        return self.channels, self.group, self.state, bias, self.softplus, CHANNELS, self.chunk
+        return self.channels, self.group, self.state, bias, self.softplus, self.plan.channels, self.chunk
 
     def by_chunk(self, *shape: int) -> Tensor:
         """Uninitialized float32 [chunks, *shape, channels]."""
@@ -118,9 +139,11 @@ def as_channels(x: Tensor) -> Tensor:
 
 
 def prepare(
-    inputs: Sequence[Any], cu_seqlens: Tensor | None, softplus: bool, low: float, high: float, chunk: int
+    inputs: Sequence[Any], cu_seqlens: Tensor | None, softplus: bool, low: float, high: float, backward: bool
 ) -> SelectiveCall:
     """`inputs` are x, dt, A, B, C, D and dt_bias; the last two may be None."""
+    plan = plan_for()
+    chunk = plan.backward_chunk if backward else plan.forward_chunk
     x, dt, A, B, C, D, dt_bias = inputs
     batch, length = x.shape[:2]
     return SelectiveCall(
@@ -135,6 +158,7 @@ def prepare(
         limit=(low, high),
         chunks=chunk_table(cu_seqlens, batch, length, x.device, chunk),
         chunk=chunk,
+        plan=plan,
     )
 
 
@@ -390,6 +414,7 @@ def walk(call: SelectiveCall, x: Tensor, given: Tensor | None, end: Tensor | Non
         given: the states that arrive at the documents, or the gradients of those that leave them; zeros without.
         end: filled with what leaves each document.
     """
+    plan = call.plan
     states, total = call.by_chunk(call.state), call.by_chunk()
     _launch_added(
         call.grid,
@@ -397,17 +422,26 @@ def walk(call: SelectiveCall, x: Tensor, given: Tensor | None, end: Tensor | Non
         (),
         (x.stride(0), *call.strides[1:], *call.limit),
         (*call.sizes, backward),
-        1,
+        call.warps,
     )
     _launch_walk(
-        (call.chunks.documents, cdiv(call.state * call.channels, _WALKED), 1),
+        (call.chunks.documents, cdiv(call.state * call.channels, plan.walked), 1),
         (
             *(call.A, total, call.chunks.cu_seqlens, call.chunks.first),
             *(None if given is None else given.contiguous(), states, end),
         ),
         (),
         (),
-        (call.channels, call.state, call.chunk, backward, given is not None, end is not None, _WALKED, 4),
+        (
+            call.channels,
+            call.state,
+            call.chunk,
+            backward,
+            given is not None,
+            end is not None,
+            plan.walked,
+            plan.walk_stages,
+        ),
         4,
     )
     return states
@@ -421,5 +455,5 @@ def write_output(call: SelectiveCall, states: Tensor, out: Tensor) -> None:
         (),
         (call.channels, *call.strides, *call.limit),
         (*call.sizes, call.D is not None),
-        1,
+        call.warps,
     )

@@ -184,7 +184,7 @@ def write_gradients(
         (),
         (dout.stride(0), call.B.numel(), call.channels, *call.strides, *call.limit),
         (*call.sizes, call.D is not None, max(16, triton.next_power_of_2(call.state)), precision),
-        1,
+        call.warps,
     )
     dA.copy_(dstates.sum(0).t())
     dB.copy_(parts[0].sum(0).view(dB.shape))
