@@ -104,7 +104,6 @@ def dstates_kernel(
         start = begin + (count - 1 - step) * CHUNK
         index = (first + count - 1 - step) * HEADS + head
         held = downcast(dstate, dtype)
-        q = load_tokens(q_ptr, start, end - start, head // GROUP, q_token, q_head, row, K, CHUNK)
         k = load_tokens(k_ptr, start, end - start, head // GROUP, k_token, k_head, row, K, CHUNK)
         dout = load_tokens_transposed(dout_ptr, start, end - start, head, dout_token, dout_head, column, V, CHUNK)
         inverse = load_plane(inverse_ptr, index, i, i, CHUNK, CHUNK)
@@ -129,6 +128,7 @@ def dstates_kernel(
         if not PER_CHANNEL:
             dout = downcast(dout.to(tl.float32) * asking[None, :], dtype)
             dv *= reading[None, :]
+        q = load_tokens(q_ptr, start, end - start, head // GROUP, q_token, q_head, row, K, CHUNK)
         dstate = dot(dout, q, dstate * fade)
         dstate = dot(downcast(-dv, dtype), k, dstate)
     if WANT_DINITIAL:
