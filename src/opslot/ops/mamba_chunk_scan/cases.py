@@ -62,7 +62,7 @@ CASES = [
 ]
 PER_CHANNEL_CASES = [
     _case("two rows", (2, 70, 48, 1, 1, 16), per_channel=True, limited=False),
-    _case("two groups, no D", (1, 20, 8, 1, 2, 5), plain=True, per_channel=True),
+    _case("two groups, wide state, no D", (1, 20, 8, 1, 2, 20), plain=True, per_channel=True),
     _case("packed documents", (1, 90, 24, 1, 1, 16), documents=[17, 1, 0, 72], per_channel=True),
     _case("packed documents in two rows", (2, 40, 24, 1, 1, 8), documents=[17, 23, 1, 39], per_channel=True),
     _case("8192x8192, state 16", (1, 8192, 8192, 1, 1, 16), role="bench", per_channel=True, limited=False),

@@ -34,6 +34,9 @@ from opslot.ops.mamba_chunk_scan.kernels.selective import (
 )
 from opslot.ops.mamba_chunk_scan.kernels.steps import unlimited_step
 
+# Columns of dB and dC that are accumulated together.
+_BLOCK = 16
+
 
 @triton.jit
 def scan_gradients(decay, added, last, CHUNK: tl.constexpr):
@@ -106,7 +109,6 @@ def selective_gradients_kernel(
         tl.store(sums_ptr + HEADS, tl.zeros((CHANNELS,), dtype=tl.float32), mask=inside)
     else:
         i = tl.arange(0, CHUNK)
-        value = tl.arange(0, BN)
         raw = load_raw_steps(dt_ptr, bias_ptr, start, length, channel, inside, dt_token, HAS_BIAS, CHUNK)
         step = steps_of(raw, length, low, high, SOFTPLUS, CHUNK)
         x = load_channels(x_ptr, start, length, channel, inside, x_token, CHUNK)
@@ -114,26 +116,33 @@ def selective_gradients_kernel(
         # g B and the gradient of the decays.
         written = tl.zeros((CHUNK, CHANNELS), dtype=tl.float32)
         dstep = tl.zeros((CHUNK, CHANNELS), dtype=tl.float32)
-        dB = tl.zeros((CHUNK, BN), dtype=tl.float32)
-        dC = tl.zeros((CHUNK, BN), dtype=tl.float32)
-        for n in range(N):
-            rate = tl.load(A_ptr + channel * N + n, mask=inside, other=0.0).to(tl.float32)
-            state = tl.load(states_ptr + n * HEADS, mask=inside, other=0.0)
-            dstate = tl.load(dstates_ptr + n * HEADS, mask=inside, other=0.0)
-            write = load_value(B_ptr, start, length, group, n, B_token, B_group, B_state, CHUNK)
-            read = load_value(C_ptr, start, length, group, n, C_token, C_group, C_state, CHUNK)
-            decay = tl.exp2((rate * LOG2_E)[None, :] * step)
-            added = x * step * write
-            states = scan_tokens(decay, added, state, CHUNK)
-            gradients = scan_gradients(decay, dout * read, dstate, CHUNK)
-            # The tensor cores sum over channels, and add to column n.
-            column = tl.where(value[None, :] == n, 1.0, 0.0) + tl.zeros((CHANNELS, 1), dtype=tl.float32)
-            dC = tl.dot(states * dout, column, dC, input_precision=PRECISION)
-            dB = tl.dot(gradients * (x * step), column, dB, input_precision=PRECISION)
-            written += gradients * write
-            ddecay = gradients * (states - added)
-            dstep += ddecay * rate[None, :]
-            tl.store(dstates_ptr + n * HEADS, tl.sum(ddecay * step, 0), mask=inside)
+        token = (start + i).to(tl.int64) * (HEADS // GROUP) + group
+        for first in range(0, N, BN):
+            value = first + tl.arange(0, BN)
+            dB = tl.zeros((CHUNK, BN), dtype=tl.float32)
+            dC = tl.zeros((CHUNK, BN), dtype=tl.float32)
+            for n in range(first, tl.minimum(first + BN, N)):
+                rate = tl.load(A_ptr + channel * N + n, mask=inside, other=0.0).to(tl.float32)
+                state = tl.load(states_ptr + n * HEADS, mask=inside, other=0.0)
+                dstate = tl.load(dstates_ptr + n * HEADS, mask=inside, other=0.0)
+                write = load_value(B_ptr, start, length, group, n, B_token, B_group, B_state, CHUNK)
+                read = load_value(C_ptr, start, length, group, n, C_token, C_group, C_state, CHUNK)
+                decay = tl.exp2((rate * LOG2_E)[None, :] * step)
+                added = x * step * write
+                states = scan_tokens(decay, added, state, CHUNK)
+                gradients = scan_gradients(decay, dout * read, dstate, CHUNK)
+                # The tensor cores sum over channels, and add to column n.
+                column = tl.where(value[None, :] == n, 1.0, 0.0) + tl.zeros((CHANNELS, 1), dtype=tl.float32)
+                dC = tl.dot(states * dout, column, dC, input_precision=PRECISION)
+                dB = tl.dot(gradients * (x * step), column, dB, input_precision=PRECISION)
+                written += gradients * write
+                ddecay = gradients * (states - added)
+                dstep += ddecay * rate[None, :]
+                tl.store(dstates_ptr + n * HEADS, tl.sum(ddecay * step, 0), mask=inside)
+            offset = block.to(tl.int64) * part_size + token[:, None] * N + value[None, :]
+            mask = (i < length)[:, None] & (value < N)[None, :]
+            tl.store(dB_ptr + offset, dB, mask=mask)
+            tl.store(dC_ptr + offset, dC, mask=mask)
         unlimited = unlimited_step(raw, SOFTPLUS)
         ddt = dstep + x * written
         if SOFTPLUS:
@@ -148,11 +157,6 @@ def selective_gradients_kernel(
         if HAS_D:
             dx += dout * tl.load(D_ptr + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
         tl.store(dx_ptr + offset, downcast(dx, dx_ptr.dtype.element_ty), mask=mask)
-        token = (start + i).to(tl.int64) * (HEADS // GROUP) + group
-        offset = block.to(tl.int64) * part_size + token[:, None] * N + value[None, :]
-        mask = (i < length)[:, None] & (value < N)[None, :]
-        tl.store(dB_ptr + offset, dB, mask=mask)
-        tl.store(dC_ptr + offset, dC, mask=mask)
 
 
 _launch_gradients = KernelLauncher(selective_gradients_kernel)
@@ -183,7 +187,7 @@ def write_gradients(
         ),
         (),
         (dout.stride(0), call.B.numel(), call.channels, *call.strides, *call.limit),
-        (*call.sizes, call.D is not None, max(16, triton.next_power_of_2(call.state)), precision),
+        (*call.sizes, call.D is not None, _BLOCK, precision),
         call.warps,
     )
     dA.copy_(dstates.sum(0).t())
