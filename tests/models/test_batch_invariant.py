@@ -20,7 +20,7 @@ ON_GPU = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 @pytest.fixture
 def rows_do_not_depend_on_their_place(monkeypatch):
-    """Some BLAS compute rows at the edge of a tile in another order, which tensor cores do not; einsum has one order."""
+    """Some BLAS compute rows at the edge of a tile in another order; tensor cores and einsum do not."""
 
     def matmul(a, b, dtype=None):
         return np.einsum("...ik,...kj->...ij", a, b, dtype=dtype)
