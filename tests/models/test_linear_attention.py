@@ -213,7 +213,8 @@ def test_packed_documents_of_kimi_delta_attention(ops):
     assert worst_difference(train_step(model, packed_ids), train_step(model, alone)) == ""
 
 
-@pytest.mark.parametrize("arch", ["kimi_linear", "bailing_hybrid"])
+@pytest.mark.quick("kimi_linear")
+@pytest.mark.parametrize("arch", ["kimi_linear", "bailing_hybrid", "glm5_next"])
 def test_triton_kernel_of_kimi_delta_attention(arch):
     """Loss and gradients equal those of torch's code, of packed documents too."""
     config = tiny_config(arch)

@@ -149,6 +149,7 @@ def test_packed_documents_of_mamba_1(arch):
     assert worst_difference(train_step(model, packed), train_step(model, alone)) == ""
 
 
+@pytest.mark.quick("jamba")
 @pytest.mark.parametrize("arch", ["mamba", "jamba", "falcon_mamba"])
 def test_triton_scan_of_mamba_1(arch):
     """Loss and gradients equal those of torch's code, of packed documents too."""
