@@ -44,6 +44,9 @@ _SIZES: dict[str, Any] = {
     "rotary_dim": 4,
     "sliding_window": 8,
     "attention_chunk_size": 8,
+    # Positions from which on queries are scaled.
+    "floor_scale": 4,
+    "log_scaling_n_floor": 4,
     # Latent attention
     "q_lora_rank": 8,
     "kv_lora_rank": 8,

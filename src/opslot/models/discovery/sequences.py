@@ -234,7 +234,10 @@ def _mixes(module: ModuleView, name: str) -> str:
     methods = [m for m in module.classes[name].body if isinstance(m, ast.FunctionDef)]
     if "ALL_ATTENTION_FUNCTIONS" in module.text(name):
         found = _MIXES.search("".join(module.text(f"{name}.{method.name}") for method in methods))
-        return f"calls {found.group(1)} outside of attention" if found else ""
+        if found:
+            return f"calls {found.group(1)} outside of attention"
+        counts = any(_counts_positions(method) for method in methods)
+        return "counts the positions of a whole row, not those of each document" if counts else ""
     for method in methods:
         if method.name == "__init__":
             unknown = _modules(method) - _MODULES - set(module.classes)
@@ -245,6 +248,16 @@ def _mixes(module: ModuleView, name: str) -> str:
         elif reason := _mixing_call(module, method, frozenset()):
             return reason
     return ""
+
+
+def _counts_positions(method: ast.FunctionDef) -> bool:
+    """Whether a method calls arange, other than where it gets no position_ids."""
+    without = (n for n in ast.walk(method) if isinstance(n, ast.If) and ast.unparse(n.test) == "position_ids is None")
+    defaults = {id(inner) for branch in without for node in branch.body for inner in ast.walk(node)}
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == "arange" and id(node) not in defaults
+        for node in ast.walk(method)
+    )
 
 
 def _selects_under_mask(method: ast.FunctionDef) -> bool:
@@ -334,7 +347,7 @@ def masks_without_positions(module: ModuleView) -> str:
     Documents are separated by position_ids that restart.
     """
     given = {text for calls in calls_to_give_positions(module).values() for text in calls}
-    if _calls_without_positions(module) <= given:
+    if _calls_without_positions(module) <= given and not any(_pads_itself(module)):
         return ""
     return "its masks are made without position_ids, so packed documents would attend to each other"
 
@@ -351,6 +364,17 @@ def calls_to_give_positions(module: ModuleView) -> dict[str, Counter[str]]:
         if texts and "position_ids" in module.parameters(method):
             found[method] = texts
     return found
+
+
+def _pads_itself(module: ModuleView) -> Iterator[str]:
+    """The methods that make a padding mask of ones for a mask: with one, Transformers does not look at positions."""
+    for method, calls in module.callers(*_MASKS).items():
+        definition = module.upstream.find(method)
+        assigned = (node for node in ast.walk(definition) if isinstance(node, ast.Assign)) if definition else iter(())
+        ones = _targets(node for node in assigned if ast.unparse(node.value).startswith("torch.ones("))
+        given = {ast.unparse(k.value) for call in calls for k in call.keywords if k.arg == "attention_mask"}
+        if ones & given:
+            yield method
 
 
 def _calls_without_positions(module: ModuleView) -> set[str]:
