@@ -19,6 +19,8 @@ patch.replace(
     '($match) if kwargs.get("position_ids") is None else kwargs["position_ids"]',
 )
 patch.replace(
-    f"{_ATTENTION}.forward", "attn_scales.view((1, input_shape[-1], 1, 1))", "attn_scales.view((-1, input_shape[-1], 1, 1))"
+    f"{_ATTENTION}.forward",
+    "attn_scales.view((1, input_shape[-1], 1, 1))",
+    "attn_scales.view((-1, input_shape[-1], 1, 1))",
 )
 patch.set_attribute(_ATTENTION, KEEPS_SEQUENCES, None)
