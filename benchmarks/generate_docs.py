@@ -43,7 +43,7 @@ ARCHITECTURES = ROOT / "benchmarks" / "architectures.json"
 _STEP_COLUMNS: dict[str, tuple[str, ...]] = {
     "opslot": ("opslot",),
     "opslot + FP8": ("opslot + FP8",),
-    "opslot + torch.compile": ("opslot + torch.compile",),
+    "opslot + torch.compile": ("opslot + torch.compile", "opslot + compiled layers"),
     "VeOmni": ("VeOmni",),
     "Liger-Kernel": ("Liger-Kernel", "Liger-Kernel + FlashAttention 4"),
     "Transformers": ("Transformers", "Transformers + FlashAttention 4"),

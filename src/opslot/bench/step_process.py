@@ -57,9 +57,16 @@ def _build(task: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Callabl
     """The model, its optimizer's class, and opslot's table of kernels."""
     name = task["implementation"]
     if name in OWN_IMPLEMENTATIONS:
+        import opslot
+
         added = OWN_IMPLEMENTATIONS[name]
         ops = EAGER if added is None else {**task["ops"], **added}
-        return _build_own(task, ops, dtype, compiled="torch.compile" in name)
+        model, optimizer, kernels = _build_own(task, ops, dtype)
+        if name.endswith("torch.compile"):
+            model.compile()
+        elif name.endswith("compiled layers"):
+            model = opslot.parallelize(model, compile=True)
+        return model, optimizer, kernels
     fused = functools.partial(torch.optim.AdamW, fused=True)
     baseline = BASELINES[baseline_of(name)]
     options = dict(dict(baseline.models)[name])
@@ -67,18 +74,16 @@ def _build(task: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Callabl
 
 
 def _build_own(
-    task: dict[str, Any], ops: dict[str, str], dtype: torch.dtype, compiled: bool
+    task: dict[str, Any], ops: dict[str, str], dtype: torch.dtype
 ) -> tuple[nn.Module, Callable[..., torch.optim.Optimizer], str]:
     import opslot
+    from opslot.models._host_inputs import keep_inputs_on_host
     from opslot.optim.selection import adamw_of
 
     config = read_config(task["model"])
     model = opslot.build_foundation_model(config, torch_dtype=dtype, init_device=task["device"], ops_implementation=ops)
-    kernels = str(opslot.explain(model))
-    optimizer = adamw_of(model)
-    if compiled:
-        model.compile()
-    return model, optimizer, kernels
+    keep_inputs_on_host(model)
+    return model, adamw_of(model), str(opslot.explain(model))
 
 
 @torch.no_grad()
@@ -214,6 +219,9 @@ def _batches(task: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
     generator = torch.Generator(device).manual_seed(1)
     ids = torch.randint(0, model_vocab_size(task["model"]), shape, device=device, generator=generator)
     batch = text_batch(ids)
+    if own:
+        # As the trainers do.
+        batch["position_ids"] = torch.arange(task["length"]).expand(shape)
     batch = prepare(batch, task["model"]) if prepare else batch
     return lambda step: batch
 
