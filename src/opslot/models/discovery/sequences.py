@@ -39,6 +39,8 @@ _PER_TOKEN = frozenset(
         "clamp_",
         "clone",
         "contiguous",
+        "cos",
+        "sin",
         "copy_",
         "save_for_backward",
         "detach",
@@ -71,6 +73,7 @@ _PER_TOKEN = frozenset(
         "mean",
         "min",
         "mul",
+        "multiply",
         "new_empty",
         "new_zeros",
         "nonzero",
@@ -94,6 +97,7 @@ _PER_TOKEN = frozenset(
         "softplus",
         "split",
         "sqrt",
+        "t",
         "squeeze",
         "stack",
         "sum",
@@ -149,6 +153,18 @@ _PER_TOKEN = frozenset(
 # With parameters they act per token, with other activations they may not.
 _MATMULS = {"matmul", "bmm", "einsum", "mm", "baddbmm"}
 _CONCATENATIONS = {"cat", "concat", "concatenate"}
+# Methods that act per token although they call functions that may not, by fingerprint.
+_REVIEWED: dict[str, str] = {
+    "73491a0814c3": "gemma3n: AltUp mixes the copies of a token",
+    "efd7625dc435": "gemma3n: zeroes what is below a quantile of a token's channels",
+    "12f4be591cf9": "ernie4_5_vl_moe: experts of text and of images",
+    "5632453c85b1": "dbrx: an expert's MLP, with its weights as arguments",
+    "817a0a3e1019": "dbrx before 5.17",
+    "9c794733c86a": "jetmoe: tokens sorted by expert",
+    "d7f3c4c77cc4": "jetmoe: the order of tokens by expert",
+}
+# Methods that get no activations.
+_SETUP = ("compute_default_rope_parameters",)
 # Modules that act per token.
 _MODULES = frozenset(
     [
@@ -243,11 +259,16 @@ def _mixes(module: ModuleView, name: str) -> str:
             unknown = _modules(method) - _MODULES - set(module.classes)
             if unknown:
                 return f"has a {sorted(unknown)[0]}, which may mix tokens"
-        elif method.name.startswith("_init") or _selects_under_mask(method):
-            continue
-        elif reason := _mixing_call(module, method, frozenset()):
+        elif not _acts_per_token(module, name, method) and (reason := _mixing_call(module, method, frozenset())):
             return reason
     return ""
+
+
+def _acts_per_token(module: ModuleView, name: str, method: ast.FunctionDef) -> bool:
+    """Whether a method is known to, whatever functions it calls."""
+    if method.name in _SETUP or method.name.startswith("_init"):
+        return True
+    return _selects_under_mask(method) or module.fingerprint(f"{name}.{method.name}") in _REVIEWED
 
 
 def _counts_positions(method: ast.FunctionDef) -> bool:
@@ -303,12 +324,9 @@ def _mixing_call(module: ModuleView, method: ast.FunctionDef, seen: frozenset[st
         if not isinstance(node, ast.Call):
             continue
         function = node.func
-        if isinstance(function, ast.Subscript) or (
-            isinstance(function, ast.Attribute) and ast.unparse(function.value) == "self"
-        ):
-            # A child or another method, which is judged by itself.
-            continue
         name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        if isinstance(function, ast.Subscript) or _is_judged(module, function):
+            continue
         own = module.upstream.find(name) if isinstance(function, ast.Name) else _autograd_forward(module, function)
         if isinstance(own, ast.FunctionDef) and name not in seen:
             if reason := _mixing_call(module, own, seen | {name}):
@@ -322,6 +340,15 @@ def _mixing_call(module: ModuleView, method: ast.FunctionDef, seen: frozenset[st
         elif name not in _PER_TOKEN and name not in module.classes and name not in seen:
             return f"calls {name}, which may mix tokens"
     return ""
+
+
+def _is_judged(module: ModuleView, function: ast.expr) -> bool:
+    """Whether a called function is a child, or a method of the class or of a child, which are judged by themselves."""
+    if not isinstance(function, ast.Attribute):
+        return False
+    owner = ast.unparse(function.value)
+    of_child = owner.startswith("self.") and any(function.attr in module.own_methods(name) for name in module.classes)
+    return owner == "self" or of_child
 
 
 def _autograd_forward(module: ModuleView, function: ast.expr) -> ast.AST | None:
