@@ -279,12 +279,12 @@ def _is_checkpointing_layer(module: nn.Module) -> bool:
 
 def _input_embeddings(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
-        if hasattr(module, "get_input_embeddings"):
-            # Towers may have none.
-            with contextlib.suppress(AttributeError, NotImplementedError):
-                found = module.get_input_embeddings()
-                if isinstance(found, nn.Module):
-                    yield found
+        get: Any = getattr(module, "get_input_embeddings", None)
+        # Towers may have none.
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            found = get and get()
+            if isinstance(found, nn.Module):
+                yield found
 
 
 def _is_shared(module: nn.Module, owners: Counter[int]) -> bool:
