@@ -355,6 +355,13 @@ def test_compiled_layers_get_inputs_on_the_device():
     assert compiled == ["meta", "meta"]
 
 
+def test_compiled_model_gets_inputs_on_the_device(monkeypatch):
+    model = keep_inputs_on_host(Seen().to("meta"))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    model(ids=torch.tensor([1, 2]), x=torch.empty(2, device="meta"))
+    assert model.seen == [("meta", "meta")]
+
+
 def test_inputs_on_device_are_not_changed():
     model = keep_inputs_on_host(Seen().to("meta"))
     model(ids=torch.empty(2, dtype=torch.int64, device="meta"), x=torch.empty(2, device="meta"))

@@ -46,7 +46,7 @@ def _measure(task: dict[str, Any]) -> dict[str, Any]:
     model, optimizer_class, kernels = _build(task, dtype)
     draw_weights(model, 0, task["model"].get("initializer_range", 0.02))
     optimizer = optimizer_class(model.parameters(), lr=task["lr"], betas=(0.9, 0.95), weight_decay=0.0)
-    batch_at = _batches(task, dtype, device)
+    batch_at = _batches(task, dtype, device, model)
     result = measure_steps(model, optimizer, batch_at, task["steps"], device)
     if task["trace"]:
         result["trace"] = _trace(model, optimizer, batch_at(0), device.type)
@@ -199,7 +199,9 @@ def _time_cpu(step: Callable[[], None], steps: int) -> tuple[float, float | None
     return 1e3 * statistics.median(seconds), None
 
 
-def _batches(task: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Callable[[int], Batch]:
+def _batches(
+    task: dict[str, Any], dtype: torch.dtype, device: torch.device, model: nn.Module
+) -> Callable[[int], Batch]:
     """The same random tokens or images in every step, or the batches of a text."""
     own = task["implementation"] in OWN_IMPLEMENTATIONS
     prepare = None if own else getattr(BASELINES[baseline_of(task["implementation"])].load(), "prepare", None)
@@ -207,7 +209,7 @@ def _batches(task: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
         batch = image_batch(task["model"], task["batch"], task["length"], task["image_size"], dtype)
         # As `task: vlm` does: packed, and integers on the host.
         batch = packed(batch, task["model"]) if own else batch
-        batch = prepare(batch, task["model"]) if prepare else batch
+        batch = prepare(batch, task["model"], model) if prepare else batch
         batch = {k: v.to(device) if isinstance(v, Tensor) and _moves(v, own) else v for k, v in batch.items()}
         return lambda step: batch
     shape = task["batch"], task["length"]
@@ -222,7 +224,7 @@ def _batches(task: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
     if own:
         # As the trainers do.
         batch["position_ids"] = torch.arange(task["length"]).expand(shape)
-    batch = prepare(batch, task["model"]) if prepare else batch
+    batch = prepare(batch, task["model"], model) if prepare else batch
     return lambda step: batch
 
 

@@ -129,8 +129,11 @@ class _HostInputs(TorchFunctionMode):
         device = next(p.device for p in model.parameters())
         given, self._given = self._given or (args, kwargs), None
         on_host = any(map(_is_host_integer, _tensors(given)))
-        if not on_host or device.type == "cpu" or self._device is not None or torch.compiler.is_compiling():
+        if not on_host or device.type == "cpu" or self._device is not None:
             return None
+        if torch.compiler.is_compiling():
+            # The whole model is one graph, which the copies are part of.
+            return _mapped(args, device, Tensor.to), _mapped(kwargs, device, Tensor.to)
         self._device = device
         _copies.clear()
         # Host tensors are too small for several threads, which wait for each other while other processes use the cores.
@@ -245,14 +248,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(value.values()))
 
 
-def _mapped(value: Any, device: torch.device) -> Any:
+def _mapped(value: Any, device: torch.device, copy: Callable[[Tensor, torch.device], Tensor] = _to_device) -> Any:
     """`value` with the tensors of the host on `device`; numbers (without dimensions) may stay."""
     if isinstance(value, Tensor):
-        return _to_device(value, device) if value.device.type == "cpu" and value.ndim else value
+        return copy(value, device) if value.device.type == "cpu" and value.ndim else value
     if type(value) in (list, tuple):
-        return type(value)(_mapped(item, device) for item in value)
+        return type(value)([_mapped(item, device, copy) for item in value])
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(item, device) for item in value))
+        return type(value)(*[_mapped(item, device, copy) for item in value])
     if type(value) is dict:
-        return {name: _mapped(item, device) for name, item in value.items()}
+        return {name: _mapped(item, device, copy) for name, item in value.items()}
     return value
