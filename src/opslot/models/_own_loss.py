@@ -8,8 +8,8 @@ import inspect
 import textwrap
 from typing import Any
 
-_HEADS = ("ForCausalLM", "ForConditionalGeneration")
-_LOSSES = ("CrossEntropyLoss", "cross_entropy")
+_HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTextToText")
+_LOSSES = ("CrossEntropyLoss", "cross_entropy", "loss_fct")
 
 
 def averages_its_own_labels(model: Any) -> bool:
