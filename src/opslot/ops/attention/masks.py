@@ -51,6 +51,10 @@ class Layout(NamedTuple):
         """Not 2, which a padding mask has."""
         return len(self.shape)
 
+    def contiguous(self) -> Layout:
+        """Called by `generate` on the masks for a static cache."""
+        return self
+
     def arguments(self, query: Tensor, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a kernel's call with this mask; documents in `kwargs` come before its own."""
         batch, _, length, _ = query.shape
