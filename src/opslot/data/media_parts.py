@@ -29,7 +29,7 @@ def separate_media(record: Mapping[str, Any], form: str) -> tuple[dict[str, Any]
     Raises:
         MediaError: a part without a source, or a column with more or fewer media than the messages use.
     """
-    queues = {kind: column for kind in KINDS if (column := _column(record, kind)) is not None}
+    queues = {kind: given for kind in KINDS if (given := _column(record, kind)) is not None}
     media: list[tuple[str, Any]] = []
     columns = ("prompt", "completion") if form == "prompt" else (form,)
     changed = dict(record)
