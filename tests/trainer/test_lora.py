@@ -382,19 +382,25 @@ def test_merge_leaves_an_existing_folder(write, tmp_path, capsys):
         before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
         assert main(["merge", str(adapter), str(folder)]) == 2
         assert "exists and is not an empty folder" in capsys.readouterr().err
+    assert main(["explain", str(adapter)]) == 2
+    assert "it has LoRA adapters: give the folder of their base model" in capsys.readouterr().err
         assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
 def test_classifier_heads_are_trained_whole(settings, write, tmp_path, capsys):
     settings["task"] = "classification"
     file = tmp_path / "labelled.jsonl"
-    file.write_text("".join(json.dumps({"text": f"{'ab'[i % 2]} {i}", "label": "ab"[i % 2]}) + "\n" for i in range(20)))
+    file.write_text("".join(json.dumps({"text": f"{'abc'[i % 3]} {i}", "label": "abc"[i % 3]}) + "\n" for i in range(20)))
     settings["data"] |= {"train_path": str(file)}
     assert run_config(write("run", max_steps=2)) == 0
     written = load_file(tmp_path / "run" / "hf" / "adapter_model.safetensors")
     assert "base_model.model.score.weight" in written
     assert json.loads((tmp_path / "run/hf/adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
-    assert "opslot merge" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "opslot merge" not in out
+    # The command that is printed loads the adapters with the names of the labels.
+    command = out.split("load it with: ")[1].splitlines()[0]
+    assert eval(command, {"peft": peft}).config.id2label == {0: "a", 1: "b", 2: "c"}
     assert main(["merge", str(tmp_path / "run" / "hf"), str(tmp_path / "merged")]) == 2
     assert "set lora.merge: true" in capsys.readouterr().err
 
