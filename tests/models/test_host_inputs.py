@@ -1,4 +1,4 @@
-"""Multimodal models read integer inputs on the host: on the meta device, every synchronization is an error."""
+"""Models read integer inputs on the host: on the meta device, every synchronization is an error."""
 
 import copy
 import gc
@@ -11,7 +11,14 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForImageTextToText
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    masking_utils,
+)
 
 import opslot
 from opslot._base.host_values import device_copy, host_values
@@ -19,8 +26,10 @@ from opslot.models._host_inputs import (
     _HostInputs,
     keep_inputs_from_fsdp,
     keep_inputs_on_host,
+    map_inputs_of_compiled_layers,
     stop_keeping_inputs_on_host,
 )
+from opslot.ops.attention.masks import mask_function, reads_layout
 
 TEXT = {
     "vocab_size": 128,
@@ -262,6 +271,95 @@ class Seen(WithImages):
     def forward(self, ids, x):
         self.seen.append((ids.device.type, ids.to(x.device).device.type))
         return x * self.weight
+
+
+SMALL_TEXT = {**TEXT, "max_position_embeddings": 64, "sliding_window": 4, "pad_token_id": 0}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def packed_text():
+    """Two documents in one row, as the trainers collate them."""
+    ids, offsets = torch.arange(1, 17)[None], torch.tensor([0, 6, 16], dtype=torch.int32)
+    lengths = {"max_length_q": 10, "max_length_k": 10}
+    positions = torch.cat([torch.arange(6), torch.arange(10)])[None]
+    packing = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets.clone(), **lengths}
+    return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions, **packing}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("given", ["positions", "positions and offsets"])
+def test_packed_text_without_synchronization(name, given):
+    seen = []
+
+    def attend(module, query, key, value, attention_mask, **kwargs):
+        seen.append((kwargs["cu_seq_lens_q"].device.type, kwargs["max_length_q"]))
+        key_and_value = (key + value).repeat_interleave(query.shape[1] // key.shape[1], 1)
+        return (query + key_and_value).transpose(1, 2), None
+
+    AttentionInterface.register("test_layout", reads_layout(attend))
+    own = masking_utils.flash_attention_mask
+    AttentionMaskInterface.register("test_layout", mask_function(own, "test_layout"))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SMALL_TEXT))
+    model.config._attn_implementation_internal = "test_layout"
+    call = packed_text()
+    if given == "positions":
+        call = {name: call[name] for name in ("input_ids", "labels", "position_ids")}
+    call["labels"] = call["labels"].to("meta")
+    model.to("meta")
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        model(**{k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in call.items()}, use_cache=False)
+    keep_inputs_on_host(model)
+    model(**call, use_cache=False).loss.backward()
+    assert seen == [("meta", 10)] * 4
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "phi3"])
+def test_packed_text_on_a_gpu_without_synchronization(name):
+    config = AutoConfig.for_model(name, **SMALL_TEXT, **(EXPERTS if name in ("qwen3_moe", "gpt_oss") else {}))
+    model = opslot.build_foundation_model(config, torch_dtype="bfloat16", init_device="cuda", ops_implementation="auto")
+    keep_inputs_on_host(model)
+    call = packed_text()
+    call["labels"] = call["labels"].to("cuda")
+    call["num_items_in_batch"] = torch.full((), 15, device="cuda")
+    model(**call, use_cache=False).loss.backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = model(**call, use_cache=False).loss
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loss.isfinite()
+
+
+def test_compiled_layers_get_inputs_on_the_device():
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Seen(), Seen()])
+
+        def forward(self, ids, x):
+            for layer in self.layers:
+                x = layer(ids, x)
+            assert ids.to(x.device).device.type == "cpu", "the mode is active again after the layers"
+            return x
+
+    model = keep_inputs_on_host(Layers().to("meta"))
+    compiled = []
+    for layer in model.layers:
+        layer._compiled_call_impl = lambda ids, x: compiled.append(ids.device.type) or x
+    map_inputs_of_compiled_layers(model)
+    model(ids=torch.tensor([1, 2]), x=torch.empty(2, device="meta"))
+    assert compiled == ["meta", "meta"]
+
+
+def test_compiled_model_gets_inputs_on_the_device(monkeypatch):
+    model = keep_inputs_on_host(Seen().to("meta"))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    model(ids=torch.tensor([1, 2]), x=torch.empty(2, device="meta"))
+    assert model.seen == [("meta", "meta")]
 
 
 def test_inputs_on_device_are_not_changed():

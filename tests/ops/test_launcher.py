@@ -5,7 +5,7 @@ import torch
 
 from opslot import KERNEL_REGISTRY
 from opslot._base.errors import KernelError
-from opslot.ops._common.triton import KernelLauncher
+from opslot._base.kernel_launch import KernelLauncher
 
 
 class Kernel:

@@ -19,7 +19,8 @@ def device_copy(tensor: Tensor, device: torch.device) -> Tensor:
     """
     with torch._C.DisableTorchFunction():
         from_host = device.type == "cuda" and tensor.device.type == "cpu"
-        return (tensor.pin_memory() if from_host else tensor).to(device, non_blocking=True)
+        # Expanded tensors cannot be pinned.
+        return (tensor.contiguous().pin_memory() if from_host else tensor).to(device, non_blocking=True)
 
 
 def remember_source(copy: Tensor, source: Tensor) -> None:

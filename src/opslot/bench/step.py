@@ -27,8 +27,10 @@ OWN_IMPLEMENTATIONS: dict[str, dict[str, str] | None] = {
     "opslot": {},
     "opslot + FP8": {"linear_implementation": "fp8"},
     "opslot + torch.compile": {},
+    "opslot + compiled layers": {},
     "opslot eager": None,
 }
+_COMPILED = ("torch.compile", "compiled layers")
 _LR, _CURVE_LR = 1e-5, 3e-4
 # The spacing of bfloat16 numbers, relative to their size.
 _LOSS_TOLERANCE = 2.0**-8
@@ -44,7 +46,7 @@ class StepTask:
         length: tokens per sample; with `image_size`, those of its text.
         image_size: side in pixels of the image that each sample begins with; 0 for none.
         ops: opslot's `ops_implementation`.
-        compiled: also time opslot with `model.compile()`.
+        compiled: also time opslot with `model.compile()`, and with `opslot.parallelize(model, compile=True)`.
         baseline_paths: by baseline, a folder whose packages come first in that baseline's process.
         trace: add a table of torch.profiler.
         timeout: seconds that one implementation may take.
@@ -77,7 +79,7 @@ def implementations(baselines: Sequence[str], compiled: bool = False) -> list[st
     """
     left_out = {"opslot + FP8", "opslot eager" if "hf" in baselines else ""}
     names = known_implementations(baselines)
-    return [name for name in names if name not in left_out and (compiled or not name.endswith("torch.compile"))]
+    return [name for name in names if name not in left_out and (compiled or not name.endswith(_COMPILED))]
 
 
 def compare_steps(
@@ -247,7 +249,9 @@ def process_environment(path: str | None) -> dict[str, str]:
 
 
 def reason(text: str) -> str:
-    """The exception at the end of a traceback: its line and what follows it."""
-    lines = text.strip().splitlines()
+    """The exception at the end of a traceback: its line and what follows it, without warnings of torch's C++ code."""
+    # torch.distributed writes "[rank0]: " before each line of a traceback, and "[rank0]:[W" before a warning.
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in text.strip().splitlines()]
+    lines = [line for line in lines if not re.match(r"(\[rank\d+\]:)?\[W\d", line)]
     named = [i for i, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception|Interrupt|Exit)\b", line)]
     return " ".join(line.strip() for line in lines[named[-1] if named else -1 :])[:500]

@@ -46,7 +46,7 @@ def _measure(task: dict[str, Any]) -> dict[str, Any]:
     model, optimizer_class, kernels = _build(task, dtype)
     draw_weights(model, 0, task["model"].get("initializer_range", 0.02))
     optimizer = optimizer_class(model.parameters(), lr=task["lr"], betas=(0.9, 0.95), weight_decay=0.0)
-    batch_at = _batches(task, dtype, device)
+    batch_at = _batches(task, dtype, device, model)
     result = measure_steps(model, optimizer, batch_at, task["steps"], device)
     if task["trace"]:
         result["trace"] = _trace(model, optimizer, batch_at(0), device.type)
@@ -57,9 +57,16 @@ def _build(task: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Callabl
     """The model, its optimizer's class, and opslot's table of kernels."""
     name = task["implementation"]
     if name in OWN_IMPLEMENTATIONS:
+        import opslot
+
         added = OWN_IMPLEMENTATIONS[name]
         ops = EAGER if added is None else {**task["ops"], **added}
-        return _build_own(task, ops, dtype, compiled="torch.compile" in name)
+        model, optimizer, kernels = _build_own(task, ops, dtype)
+        if name.endswith("torch.compile"):
+            model.compile()
+        elif name.endswith("compiled layers"):
+            model = opslot.parallelize(model, compile=True)
+        return model, optimizer, kernels
     fused = functools.partial(torch.optim.AdamW, fused=True)
     baseline = BASELINES[baseline_of(name)]
     options = dict(dict(baseline.models)[name])
@@ -67,18 +74,16 @@ def _build(task: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Callabl
 
 
 def _build_own(
-    task: dict[str, Any], ops: dict[str, str], dtype: torch.dtype, compiled: bool
+    task: dict[str, Any], ops: dict[str, str], dtype: torch.dtype
 ) -> tuple[nn.Module, Callable[..., torch.optim.Optimizer], str]:
     import opslot
+    from opslot.models._host_inputs import keep_inputs_on_host
     from opslot.optim.selection import adamw_of
 
     config = read_config(task["model"])
     model = opslot.build_foundation_model(config, torch_dtype=dtype, init_device=task["device"], ops_implementation=ops)
-    kernels = str(opslot.explain(model))
-    optimizer = adamw_of(model)
-    if compiled:
-        model.compile()
-    return model, optimizer, kernels
+    keep_inputs_on_host(model)
+    return model, adamw_of(model), str(opslot.explain(model))
 
 
 @torch.no_grad()
@@ -194,7 +199,9 @@ def _time_cpu(step: Callable[[], None], steps: int) -> tuple[float, float | None
     return 1e3 * statistics.median(seconds), None
 
 
-def _batches(task: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Callable[[int], Batch]:
+def _batches(
+    task: dict[str, Any], dtype: torch.dtype, device: torch.device, model: nn.Module
+) -> Callable[[int], Batch]:
     """The same random tokens or images in every step, or the batches of a text."""
     own = task["implementation"] in OWN_IMPLEMENTATIONS
     prepare = None if own else getattr(BASELINES[baseline_of(task["implementation"])].load(), "prepare", None)
@@ -202,7 +209,7 @@ def _batches(task: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
         batch = image_batch(task["model"], task["batch"], task["length"], task["image_size"], dtype)
         # As `task: vlm` does: packed, and integers on the host.
         batch = packed(batch, task["model"]) if own else batch
-        batch = prepare(batch, task["model"]) if prepare else batch
+        batch = prepare(batch, task["model"], model) if prepare else batch
         batch = {k: v.to(device) if isinstance(v, Tensor) and _moves(v, own) else v for k, v in batch.items()}
         return lambda step: batch
     shape = task["batch"], task["length"]
@@ -214,7 +221,10 @@ def _batches(task: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
     generator = torch.Generator(device).manual_seed(1)
     ids = torch.randint(0, model_vocab_size(task["model"]), shape, device=device, generator=generator)
     batch = text_batch(ids)
-    batch = prepare(batch, task["model"]) if prepare else batch
+    if own:
+        # As the trainers do.
+        batch["position_ids"] = torch.arange(task["length"]).expand(shape)
+    batch = prepare(batch, task["model"], model) if prepare else batch
     return lambda step: batch
 
 

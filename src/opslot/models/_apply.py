@@ -66,10 +66,11 @@ def apply(
     except Exception:
         _undo(moves)
         raise
-    from opslot.models._host_inputs import keep_inputs_on_host
+    from opslot.models._host_inputs import keep_inputs_on_host, reads_host_inputs
     from opslot.models._modalities import keep_documents_from_towers
 
-    keep_inputs_on_host(model)
+    if reads_host_inputs(model):
+        keep_inputs_on_host(model)
     keep_documents_from_towers(model)
     return report
 

@@ -1,14 +1,15 @@
-"""Multimodal forward passes without host-device synchronization.
+"""Forward passes without host-device synchronization.
 
-Transformers' vision-language models read image grids, token ids and masks as Python integers (`tolist`, `item`) and as
-boolean indices (`nonzero`). On a GPU each of them waits for the device. With `keep_inputs_on_host`, integer and boolean
+Transformers' models look for packed documents in position_ids, and its vision-language models read image grids, token
+ids and masks as Python integers (`tolist`, `item`) and as boolean indices (`nonzero`). On a GPU each of them waits for
+the device. With `keep_inputs_on_host`, integer and boolean
 inputs stay on the host, where reading them costs nothing, and are copied to the device, asynchronously, by the first
 operation that also needs a tensor of the device. It needs no change of the model's code, so it holds for every release.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,10 +27,10 @@ _FACTORIES = (torch.tensor, torch.as_tensor)
 def keep_inputs_on_host(model: nn.Module) -> nn.Module:
     """Let `model` take integer and boolean inputs on the CPU, whatever device its parameters are on.
 
-    Layers (the modules in a `ModuleList`) get all their inputs on the device. Does nothing for a model without images,
-    videos or audio, for one that does so already, and in calls with all inputs on the device. Returns `model`.
+    Layers (the modules in a `ModuleList`) get all their inputs on the device. Does nothing for a model that does so
+    already, and in calls with all inputs on the device. Returns `model`.
     """
-    if not reads_host_inputs(model) or _mode_of(model) is not None:
+    if _mode_of(model) is not None:
         return model
     mode = _HostInputs()
     mode.hooks = [
@@ -54,6 +55,27 @@ def keep_inputs_from_fsdp(model: nn.Module) -> None:
     mode = next((mode for module in model.modules() if (mode := _mode_of(module)) is not None), None)
     if mode is not None:
         mode.hooks.append(model.register_forward_pre_hook(mode.remember, with_kwargs=True, prepend=True))
+
+
+def map_inputs_of_compiled_layers(model: nn.Module) -> None:
+    """Copy host inputs before the graphs of compiled layers, which cannot; called after `layer.compile()`."""
+    mode = next((mode for module in model.modules() if (mode := _mode_of(module)) is not None), None)
+    if mode is None:
+        return
+    for layer in model.modules():
+        if layer._compiled_call_impl is not None and mode.suspend in layer._forward_pre_hooks.values():
+            layer._compiled_call_impl = _mapping_inputs(mode, layer, layer._compiled_call_impl)
+
+
+def _mapping_inputs(mode: _HostInputs, layer: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = mode.suspend(layer, args, kwargs) or (args, kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            mode.resume()
+
+    return call
 
 
 def reads_host_inputs(model: nn.Module) -> bool:
@@ -107,8 +129,11 @@ class _HostInputs(TorchFunctionMode):
         device = next(p.device for p in model.parameters())
         given, self._given = self._given or (args, kwargs), None
         on_host = any(map(_is_host_integer, _tensors(given)))
-        if not on_host or device.type == "cpu" or self._device is not None or torch.compiler.is_compiling():
+        if not on_host or device.type == "cpu" or self._device is not None:
             return None
+        if torch.compiler.is_compiling():
+            # The whole model is one graph, which the copies are part of.
+            return _mapped(args, device, Tensor.to), _mapped(kwargs, device, Tensor.to)
         self._device = device
         _copies.clear()
         # Host tensors are too small for several threads, which wait for each other while other processes use the cores.
@@ -125,6 +150,9 @@ class _HostInputs(TorchFunctionMode):
             self.__exit__(None, None, None)
 
     def suspend(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward pre-hook of a layer. In a compiled layer `map_inputs_of_compiled_layers` has called it before."""
+        if torch.compiler.is_compiling():
+            return None
         # Not active when a layer is computed again in backward.
         active = self._device is not None and not (self._suspended and self._suspended[-1])
         self._suspended.append(active)
@@ -136,7 +164,7 @@ class _HostInputs(TorchFunctionMode):
         return _mapped(args, device), _mapped(kwargs, device)
 
     def resume(self, *_: Any) -> None:
-        if self._suspended.pop():
+        if not torch.compiler.is_compiling() and self._suspended.pop():
             self.__enter__()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -220,12 +248,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(value.values()))
 
 
-def _mapped(value: Any, device: torch.device) -> Any:
+def _mapped(value: Any, device: torch.device, copy: Callable[[Tensor, torch.device], Tensor] = _to_device) -> Any:
     """`value` with the tensors of the host on `device`; numbers (without dimensions) may stay."""
     if isinstance(value, Tensor):
-        return _to_device(value, device) if value.device.type == "cpu" and value.ndim else value
+        return copy(value, device) if value.device.type == "cpu" and value.ndim else value
     if type(value) in (list, tuple):
-        return type(value)(_mapped(item, device) for item in value)
+        return type(value)([_mapped(item, device, copy) for item in value])
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[_mapped(item, device, copy) for item in value])
     if type(value) is dict:
-        return {name: _mapped(item, device) for name, item in value.items()}
+        return {name: _mapped(item, device, copy) for name, item in value.items()}
     return value

@@ -18,7 +18,7 @@ from opslot._base.logging import get_logger
 from opslot.checkpoint.adapters import has_adapters
 from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state
 from opslot.models._adapters import mark_adapted_experts, with_expert_adapters
-from opslot.models._host_inputs import keep_inputs_from_fsdp
+from opslot.models._host_inputs import keep_inputs_from_fsdp, map_inputs_of_compiled_layers
 from opslot.models._modalities import run_towers_on_every_rank
 from opslot.models._quantized_experts import with_quantized_experts
 from opslot.models._registry import architecture_of
@@ -108,6 +108,7 @@ def parallelize(
         model, state, plan=plan, head=head, add=_triton_sum("sum_parts", state.device), **options
     )
     keep_inputs_from_fsdp(model)
+    map_inputs_of_compiled_layers(model)
     if state.world_size > 1:
         run_towers_on_every_rank(model)
     return model

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.optim.torch_step import adamw_step
 
 _BLOCK = 2048
@@ -32,14 +33,17 @@ def _one_minus_exp(x):
     return tl.where(x > -0.25, near, 1.0 - tl.exp(x))
 
 
-@triton.jit(do_not_specialize=["lr", "beta2", "rest1", "rest2", "log_beta1", "log_beta2", "eps", "weight_decay"])
+_SCALARS = ["units", "lr", "beta2", "rest1", "rest2", "log_beta1", "log_beta2", "eps", "weight_decay"]
+
+
+@triton.jit(do_not_specialize=_SCALARS)
 def _adamw_kernel(
     param_ptr,
     grad_ptr,
     exp_avg_ptr,
     exp_avg_sq_ptr,
     step_ptr,
-    count,
+    units,
     lr,
     beta2,
     rest1,
@@ -48,8 +52,11 @@ def _adamw_kernel(
     log_beta2,
     eps,
     weight_decay,
+    UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # A multiple of UNIT, so that masked accesses have 16 bytes.
+    count = units.to(tl.int64) * UNIT
     step = tl.load(step_ptr).to(tl.float32)
     correction1 = _one_minus_exp(step * log_beta1)
     correction2 = _one_minus_exp(step * log_beta2)
@@ -68,6 +75,9 @@ def _adamw_kernel(
     tl.store(exp_avg_sq_ptr + index, exp_avg_sq.to(exp_avg_sq_ptr.dtype.element_ty), mask=mask)
 
 
+_launch = KernelLauncher(_adamw_kernel)
+
+
 def adamw(
     param: Tensor,
     grad: Tensor,
@@ -83,24 +93,16 @@ def adamw(
     """Contract: see `op.reference`; contiguous tensors, updated in place."""
     count = param.numel()
     if count:
-        _adamw_kernel[(triton.cdiv(count, _BLOCK),)](
-            param,
-            grad.contiguous(),
-            exp_avg,
-            exp_avg_sq,
-            step,
-            count,
-            lr,
-            beta2,
-            # Computed in double on the host: in float32, 1 - 0.999 has an error of 1e-5.
-            1.0 - beta1,
-            1.0 - beta2,
-            _log(beta1),
-            _log(beta2),
-            eps,
-            weight_decay,
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
+        unit = 1 if count % 16 else 16
+        # rest1 and rest2 are computed in double: in float32, 1 - 0.999 has an error of 1e-5.
+        scalars = (lr, beta2, 1.0 - beta1, 1.0 - beta2, _log(beta1), _log(beta2), eps, weight_decay)
+        _launch(
+            (cdiv(count, _BLOCK), 1, 1),
+            (param, grad.contiguous(), exp_avg, exp_avg_sq, step),
+            (),
+            (count // unit, *scalars),
+            (unit, _BLOCK),
+            _WARPS,
         )
     return param, exp_avg, exp_avg_sq
 
@@ -142,17 +144,17 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             if group["amsgrad"] or group["maximize"] or isinstance(group["lr"], Tensor):
                 continue
-            for param in group["params"]:
-                grad = param.grad
-                # torch creates the state in its first step.
-                if grad is not None and self.state[param] and _served(param):
-                    self._step_one(param, grad, group)
-                    done.append((param, grad))
+            # torch creates the state in its first step.
+            served = [(p, p.grad) for p in group["params"] if p.grad is not None and self.state[p] and _served(p)]
+            if served:
+                torch._foreach_add_([_local(self.state[param]["step"]) for param, _ in served], 1)
+            for param, grad in served:
+                self._step_one(param, grad, group)
+            done += served
         return done
 
     def _step_one(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
-        state["step"] += 1
         beta1, beta2 = group["betas"]
         adamw(
             _local(param),

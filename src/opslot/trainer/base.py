@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 
 
 _MOST_STEPS_WITHOUT_TARGETS = 10
+# Integer inputs that stay on the host, such as positions and grids, are read there.
+_LABELS = ("labels", "shift_labels")
 
 
 class BatchSource(Protocol):
@@ -111,6 +113,8 @@ class BaseTrainer(ABC):
     ) -> None:
         config = with_default_precision(config)
         self.config = config
+        # Whether the model takes integer inputs other than labels from the host.
+        self.keeps_inputs_on_host = False
         self.console = console or make_console()
         self.inputs: Inputs = validate(config)
         for warning in self.inputs.warnings:
@@ -281,13 +285,16 @@ class BaseTrainer(ABC):
         The loss is summed over the tokens and divided by `num_items_in_batch`, so losses of micro batches and ranks add
         up to the mean of the step.
         """
-        on_device = {
-            name: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-            for name, value in shard_sequence(batch, self.state).items()
-        }
-        items = torch.tensor(max(1, num_items_in_batch), device=self.device)
+        inputs = {}
+        for name, value in shard_sequence(batch, self.state).items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                value = value.to(self.device, self.model.dtype, non_blocking=True)
+            elif isinstance(value, torch.Tensor) and (name in _LABELS or not self.keeps_inputs_on_host):
+                value = value.to(self.device, non_blocking=True)
+            inputs[name] = value
+        items = torch.full((), max(1, num_items_in_batch), device=self.device)
         # With a cache, Transformers does not look for packed documents in position_ids.
-        return self.model(**on_device, use_cache=False, num_items_in_batch=items)
+        return self.model(**inputs, use_cache=False, num_items_in_batch=items)
 
     def split_loss(self, outputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Cross entropy and the weighted auxiliary loss of the routers, which Transformers adds to `outputs.loss`."""

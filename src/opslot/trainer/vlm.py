@@ -5,12 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from opslot.checkpoint import export_hf
 from opslot.data.multimodal import MultimodalEncoder
-from opslot.distributed import shard_sequence
-from opslot.models._host_inputs import keep_inputs_on_host
 from opslot.models._modalities import decoder_of
 from opslot.models._parts import freeze, select
 from opslot.slots.protocol import keeps_sequences
@@ -19,9 +15,6 @@ from opslot.trainer.text import TextTrainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# Integer inputs that the model reads on the device; it reads the others, such as grids, on the host.
-_ON_DEVICE = ("labels", "shift_labels", "position_ids")
 
 
 class VLMTrainer(TextTrainer):
@@ -52,24 +45,10 @@ class VLMTrainer(TextTrainer):
         self._learning_rates = {
             name: lr for pattern, lr in lr_of.items() for name in select(model, pattern, "train.lr_of")
         }
-        if self.device.type != "cpu":
-            keep_inputs_on_host(model)
         return model
 
     def learning_rates(self) -> dict[str, float]:
         return self._learning_rates
-
-    def forward(self, batch: dict[str, Any], num_items_in_batch: int) -> Any:
-        """As `BaseTrainer.forward`; integer inputs other than labels and positions stay on the host."""
-        inputs = {}
-        for name, value in shard_sequence(batch, self.state).items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                value = value.to(self.device, self.model.dtype, non_blocking=True)
-            elif isinstance(value, torch.Tensor) and name in _ON_DEVICE:
-                value = value.to(self.device, non_blocking=True)
-            inputs[name] = value
-        items = torch.tensor(max(1, num_items_in_batch), device=self.device)
-        return self.model(**inputs, use_cache=False, num_items_in_batch=items)
 
     @property
     def title(self) -> str:

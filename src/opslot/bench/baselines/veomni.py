@@ -80,19 +80,15 @@ def build(config: dict[str, Any], dtype: torch.dtype, device: str) -> nn.Module:
     return model
 
 
-def prepare(batch: Batch, config: dict[str, Any]) -> Batch:
-    """Pack the samples, as its collator does, for models that require it: those with images or a recurrence."""
+def prepare(batch: Batch, config: dict[str, Any], model: nn.Module) -> Batch:
+    """Pack the samples, as its collator does, for models that require it: those with images or a recurrence.
+
+    Models with images describe them on the host, through a method that the collator calls.
+    """
     if not takes_images(config) and "linear_attention" not in (config.get("layer_types") or ()):
         return batch
     made = packed(batch, config)
-    if "image_grid_thw" not in batch:
-        return made
-    grids = batch["image_grid_thw"].tolist()
-    lengths = [0] + [height * width for _, height, width in grids]
-    return made | {
-        "multimodal_metadata": {
-            "image_grid_thw_list": grids,
-            "vit_image_cu_seqlens": torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32),
-            "vit_image_max_seqlen": max(lengths),
-        }
-    }
+    collate = getattr(model, "get_metadata_collate_func", None)
+    if collate is not None:
+        collate()(made, {})
+    return made

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.jit import dot, downcast
-from opslot.ops._common.triton import KernelLauncher, cdiv
+from opslot._base.kernel_launch import KernelLauncher, cdiv
 
 # By bytes of an element: rows, columns, K per step, warps.
 _TILES = {2: (128, 128, 64, 8), 4: (64, 64, 32, 4)}

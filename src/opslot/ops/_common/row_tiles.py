@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.ops._common.arguments import as_rows
-from opslot.ops._common.triton import KernelLauncher, cdiv
 
 
 @dataclass(frozen=True)

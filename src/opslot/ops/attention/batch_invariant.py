@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import flash_attention_mask
 
-from opslot.ops._common.triton import cdiv
+from opslot._base.kernel_launch import cdiv
 from opslot.ops.attention import triton
 
 # Tokens; a multiple of the rows of every tile of queries, whatever the number of heads per group.

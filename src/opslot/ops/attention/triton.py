@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers.masking_utils import flash_attention_mask
 
 from opslot._base.errors import KernelError
+from opslot._base.kernel_launch import cdiv
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import custom_op, once_differentiable
 from opslot.ops._common.specs import FLOATS, H200, unsupported_dtype
-from opslot.ops._common.triton import cdiv
 from opslot.ops.attention.kernels.backward import launch_dk_dv, launch_dq
 from opslot.ops.attention.kernels.forward import launch_forward
 from opslot.ops.attention.kernels.intervals import intervals

@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.documents import check_cu_seqlens
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
-from opslot.ops._common.triton import KernelLauncher, cdiv
 from opslot.ops.causal_conv1d.op import in_one_row, in_rows
 
 _LABEL = "causal_conv1d_implementation='triton'"

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.device import triton_interpreted
+from opslot._base.kernel_launch import cdiv
 from opslot.ops._common.batch_invariant import linear_into
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
-from opslot.ops._common.triton import cdiv
 from opslot.ops.cross_entropy_loss.chunked import Backend, Shaping
 from opslot.ops.cross_entropy_loss.fused import make_kernels
 

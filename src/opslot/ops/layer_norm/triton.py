@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.jit import downcast
+from opslot._base.kernel_launch import KernelLauncher, cdiv, sm_count
 from opslot.ops._common.custom_op import custom_op, launched, once_differentiable
 from opslot.ops._common.row_tiles import aligned_rows, backward_plan, forward_plan, sum_partials
-from opslot.ops._common.triton import KernelLauncher, cdiv, sm_count
 from opslot.ops.layer_norm.arguments import checked
 
 

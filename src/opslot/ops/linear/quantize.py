@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot.ops._common.triton import KernelLauncher, cdiv
+from opslot._base.kernel_launch import KernelLauncher, cdiv
 
 _BLOCK = 4096
 # Programs that find the largest element; their results are reduced again in each program that rounds.

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from opslot._base.device import triton_interpreted
 from opslot._base.host_values import device_copy
+from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import custom_op, once_differentiable
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
-from opslot.ops._common.triton import KernelLauncher, cdiv
 
 
 @triton.jit

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opslot._base.kernel_launch import sm_count
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.row_tiles import aligned_rows
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
-from opslot.ops._common.triton import sm_count
 
 _MAX_WIDTH = 16384
 # Elements of a tile.

@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opslot._base.kernel_launch import KernelLauncher, cdiv, sm_count
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import custom_op, differentiable_op, launched, once_differentiable
 from opslot.ops._common.row_tiles import aligned_rows, backward_plan, forward_plan, sum_partials
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
-from opslot.ops._common.triton import KernelLauncher, cdiv, sm_count
 
 MAX_WIDTH = 65536
 

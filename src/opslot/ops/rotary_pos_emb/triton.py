@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.ops._common.arguments import reject
 from opslot.ops._common.custom_op import custom_op, launched, once_differentiable
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
-from opslot.ops._common.triton import KernelLauncher, cdiv
 from opslot.ops.rotary_pos_emb.op import merge_sections
 
 _LABEL = "rotary_pos_emb_implementation='triton'"

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.ops._common.activations import Activation, activation_name, activation_problem
 from opslot.ops._common.arguments import as_rows, reject
 from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
-from opslot.ops._common.triton import KernelLauncher, cdiv
 from opslot.ops._common.triton_activations import activation as activate
 from opslot.ops._common.triton_activations import activation_and_slope
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot.ops._common.triton import KernelLauncher, cdiv
+from opslot._base.kernel_launch import KernelLauncher, cdiv
 
 
 @triton.jit(do_not_specialize=["documents", "chunks"])

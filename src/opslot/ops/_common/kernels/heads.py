@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot.ops._common.triton import KernelLauncher, cdiv
+from opslot._base.kernel_launch import KernelLauncher, cdiv
 
 # Tensors of a launch.
 MOST = 3

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from opslot._base.jit import dot, downcast
-from opslot.ops._common.triton import KernelLauncher
+from opslot._base.kernel_launch import KernelLauncher
 from opslot.ops.attention.kernels.forward import block_range, load_tile, row_offsets, store_tile, tanh
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from opslot._base.jit import dot, downcast
-from opslot.ops._common.triton import KernelLauncher
+from opslot._base.kernel_launch import KernelLauncher
 
 
 @triton.jit

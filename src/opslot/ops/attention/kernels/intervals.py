@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opslot.ops._common.triton import KernelLauncher, cdiv
+from opslot._base.kernel_launch import KernelLauncher, cdiv
 
 # A distance beyond every length.
 UNLIMITED = 2**30

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.jit import dot, downcast
+from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.ops._common.kernels.tiles import (
     as_tokens,
     decay,
@@ -37,7 +38,6 @@ from opslot.ops._common.kernels.tiles import (
     store_tokens,
     strides,
 )
-from opslot.ops._common.triton import KernelLauncher, cdiv
 from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, Call
 from opslot.ops.chunk_gated_delta_rule.kernels.forward import Recurrence
 from opslot.ops.chunk_gated_delta_rule.kernels.segments import chain

@@ -9,9 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
+from opslot._base.kernel_launch import cdiv, sm_count
 from opslot.ops._common.kernels.chunks import Chunks, chunk_table
 from opslot.ops._common.kernels.tiles import as_tokens
-from opslot.ops._common.triton import cdiv, sm_count
 
 # Tokens of a chunk.
 CHUNK = 64

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.jit import dot, downcast
+from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.ops._common.kernels.tiles import (
     load_plane,
     load_plane_transposed,
@@ -30,7 +31,6 @@ from opslot.ops._common.kernels.tiles import (
     store_tokens,
     strides,
 )
-from opslot.ops._common.triton import KernelLauncher, cdiv
 from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, Call
 from opslot.ops.chunk_gated_delta_rule.kernels.segments import chain
 from opslot.ops.chunk_gated_delta_rule.kernels.system import CUMULATED, QUERY, READ, SCALES, WRITE, solve

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.ops._common.kernels.tiles import (
     dot_fp32,
     load_plane,
@@ -18,7 +19,6 @@ from opslot.ops._common.kernels.tiles import (
     store_plane,
     store_plane_transposed,
 )
-from opslot.ops._common.triton import KernelLauncher, cdiv
 from opslot.ops.chunk_gated_delta_rule.kernels.call import Call
 
 

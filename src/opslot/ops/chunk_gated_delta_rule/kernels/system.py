@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.jit import dot
+from opslot._base.kernel_launch import KernelLauncher
 from opslot.ops._common.kernels.tiles import FP32_DOT, decay, load_scalars, load_tokens, store_plane, strides
-from opslot.ops._common.triton import KernelLauncher
 from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, Call
 
 # Rows of the scales of a chunk, [SCALES, CHUNK].

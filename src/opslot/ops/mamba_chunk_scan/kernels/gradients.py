@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.jit import dot, downcast
+from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.ops._common.kernels.tiles import decay, load_plane, load_tokens, store_tokens, strides
-from opslot.ops._common.triton import KernelLauncher, cdiv
 from opslot.ops.mamba_chunk_scan.kernels.call import Call
 from opslot.ops.mamba_chunk_scan.kernels.steps import unlimited_step
 

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.jit import dot, downcast
+from opslot._base.kernel_launch import KernelLauncher
 from opslot.ops._common.kernels.tiles import decay, load_plane, load_tokens, store_tokens, strides
-from opslot.ops._common.triton import KernelLauncher
 from opslot.ops.mamba_chunk_scan.kernels.call import Call
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opslot._base.jit import dot, downcast
+from opslot._base.kernel_launch import KernelLauncher, cdiv
 from opslot.ops._common.kernels.tiles import (
     load_plane,
     load_segment,
@@ -21,7 +22,6 @@ from opslot.ops._common.kernels.tiles import (
     store_plane,
     strides,
 )
-from opslot.ops._common.triton import KernelLauncher, cdiv
 from opslot.ops.mamba_chunk_scan.kernels.call import Call
 
 

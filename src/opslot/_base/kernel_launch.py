@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opslot._base.device import triton_interpreted
-from opslot.ops._common.arguments import reject
+from opslot._base.errors import KernelError
 
 
 @functools.cache
@@ -116,7 +116,7 @@ class KernelLauncher:
     def _reject_devices(self, tensors: tuple[Tensor | tuple[Tensor, ...] | None, ...]) -> NoReturn:
         """Raise for the first tensor that is not on the device of tensor 0, or for tensor 0 if it is not on a GPU."""
         module = getattr(self._kernel, "fn", self._kernel).__module__
-        op = module.removeprefix("opslot.ops.").partition(".")[0]
+        op = module.removeprefix("opslot.").removeprefix("ops.").partition(".")[0]
         names = getattr(self._kernel, "arg_names", ())
         named = [
             (names[position].removesuffix("_ptr") if position < len(names) else f"pointer {position}", tensor)
@@ -127,7 +127,9 @@ class KernelLauncher:
         home = named[0][1].device
         name, odd = next(((n, x) for n, x in named if x.device != home), named[0])
         found = f"it is on {odd.device}, {'not a GPU' if odd.device == home else f'others are on {home}'}"
-        reject(f"the Triton kernel of {op}", name, found, f"move it, or set {op} to eager")
+        raise KernelError(
+            f"the Triton kernel of {op} cannot take {name}: {found}", hint=f"move it, or set {op} to eager"
+        )
 
 
 def _on_one_cpu_or_gpu(tensors: tuple[Tensor | tuple[Tensor, ...] | None, ...]) -> bool:
