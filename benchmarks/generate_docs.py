@@ -16,6 +16,7 @@ import hashlib
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -65,23 +66,25 @@ _OP_COLUMNS = (
 )
 # Op variants that VeOmni has kernels of its own for (`opslot.bench.baselines.veomni`).
 _VEOMNI = (("moe_experts", "standard"), ("load_balancing_loss", "standard"))
+# In the order of the tables.
 _MODEL_LABELS = {
     "qwen3_8b_width": "Qwen3-8B width",
-    "qwen3_30b_a3b_width": "Qwen3-30B-A3B width",
-    "qwen3_30b_a3b_width_4": "Qwen3-30B-A3B width, 4 layers",
+    "qwen3_8b_width_fp8": "Qwen3-8B width, another run",
     "qwen3_0.6b": "Qwen3-0.6B, whole",
     "qwen3_8b": "Qwen3-8B, whole",
+    "llama3.1_8b_width": "Llama-3.1-8B width",
     "llama_3b_width": "Llama-3.2-3B width",
     "mistral_7b_width": "Mistral-7B width, sliding window",
-    "gemma3_12b_width": "Gemma-3-12B width",
-    "glm_4.5_air_width": "GLM-4.5-Air width",
-    "gpt_oss_20b_width": "gpt-oss-20b width",
-    "qwen3.5_9b_width": "Qwen3.5-9B width",
-    "qwen3.5_35b_a3b_width": "Qwen3.5-35B-A3B width, 4 layers",
-    "llama3.1_8b_width": "Llama-3.1-8B width",
     "phi4_width": "Phi-4 width",
     "olmo3_7b_width": "OLMo-3-7B width",
+    "gemma3_12b_width": "Gemma-3-12B width",
+    "qwen3_30b_a3b_width": "Qwen3-30B-A3B width",
+    "qwen3_30b_a3b_width_4": "Qwen3-30B-A3B width, 4 layers",
+    "gpt_oss_20b_width": "gpt-oss-20b width",
     "moonlight_width": "Moonlight-16B-A3B width",
+    "glm_4.5_air_width": "GLM-4.5-Air width",
+    "qwen3.5_9b_width": "Qwen3.5-9B width",
+    "qwen3.5_35b_a3b_width": "Qwen3.5-35B-A3B width, 4 layers",
     "qwen3_vl_8b_width": "Qwen3-VL-8B width",
     "qwen3_vl_30b_a3b_width": "Qwen3-VL-30B-A3B width",
     "qwen3.5_9b_vision_width": "Qwen3.5-9B width with images",
@@ -236,10 +239,15 @@ def how_fast() -> str:
     return _table(["", *_README_COLUMNS], lines)
 
 
+def _place(model: str) -> int:
+    """Of a model in the tables and plots of training steps; one without a label comes last."""
+    return list(_MODEL_LABELS).index(model) if model in _MODEL_LABELS else len(_MODEL_LABELS)
+
+
 def steps() -> str:
     result = load(BENCH)
     lines = []
-    for model in dict.fromkeys(r.model for r in result.steps):
+    for model in sorted({r.model for r in result.steps}, key=_place):
         rows = [r for r in result.steps if r.model == model]
         cells = [_fastest_step(names, rows) for names in _STEP_COLUMNS.values()]
         lines.append([_label(model), *_best_bold(cells, max)])
@@ -280,7 +288,7 @@ def lora() -> str:
         return "Not measured."
     lines = []
     measured = load(LORA).steps
-    for comparison in dict.fromkeys(row.comparison for row in measured):
+    for comparison in sorted(dict.fromkeys(row.comparison for row in measured), key=lambda key: _place(key[0])):
         rows = [row for row in measured if row.comparison == comparison]
         cells = [_step_cell(name, rows) for name in _LORA_COLUMNS]
         model, batch, length, setup, _ = comparison
@@ -462,7 +470,21 @@ def plots() -> Iterator[tuple[Path, Result]]:
     chosen = [replace(run, steps=[], curve=None) for run in chosen if run.ops]
     chosen.sort(key=lambda run: order[run.ops[0].comparison])
     yield ROOT / "docs" / "ops.png", replace(result, runs=chosen)
-    trained = [replace(run, ops=[]) for run in result.runs if run.steps or run.curve]
+    # A model with one implementation compares nothing.
+    measured = Counter(row.model for row in result.steps if row.valid)
+    trained = [
+        replace(
+            run,
+            ops=[],
+            steps=[
+                replace(row, model=_label(row.model))
+                for row in sorted(run.steps, key=lambda row: _place(row.model))
+                if measured[row.model] > 1
+            ],
+        )
+        for run in sorted(result.runs, key=lambda run: min([_place(row.model) for row in run.steps], default=1000))
+        if run.steps or run.curve
+    ]
     yield ROOT / "docs" / "training_step.png", replace(result, runs=trained)
 
 

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -15,6 +16,16 @@ from opslot.verify.architecture import tiny_config
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_CPU = pytest.mark.skipif(DEVICE == "cuda", reason="the test marked gpu covers it")
 ON_GPU = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture
+def rows_do_not_depend_on_their_place(monkeypatch):
+    """Some BLAS compute rows at the edge of a tile in another order; tensor cores and einsum do not."""
+
+    def matmul(a, b, dtype=None):
+        return np.einsum("...ik,...kj->...ij", a, b, dtype=dtype)
+
+    monkeypatch.setattr(np, "matmul", matmul)
 
 
 def model_of(arch, dtype=torch.float32, ops="batch_invariant", **changes):
@@ -69,7 +80,7 @@ def assert_invariant(model, *lengths):
 @pytest.mark.parametrize(
     ("arch", "layers", "kv_heads"), [pytest.param("deepseek_v3", 2, 2, marks=pytest.mark.slow), ("qwen3", 1, 1)]
 )
-def test_log_probs_do_not_depend_on_the_batch(arch, layers, kv_heads):
+def test_log_probs_do_not_depend_on_the_batch(arch, layers, kv_heads, rows_do_not_depend_on_their_place):
     heads = {"num_attention_heads": 2, "num_key_value_heads": kv_heads}
     assert_invariant(model_of(arch, num_hidden_layers=layers, **heads), 9, 70, 5)
 

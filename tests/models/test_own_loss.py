@@ -19,7 +19,15 @@ class OwnForCausalLM(nn.Module):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("BartForCausalLM", True), ("LlamaForCausalLM", False), ("Qwen3VLForConditionalGeneration", False)],
+    [
+        ("BartForCausalLM", True),
+        ("BertForMaskedLM", True),
+        ("DistilBertForMaskedLM", True),
+        ("SeamlessM4TForTextToText", True),
+        ("EuroBertForMaskedLM", False),
+        ("LlamaForCausalLM", False),
+        ("Qwen3VLForConditionalGeneration", False),
+    ],
 )
 def test_losses_of_transformers(name, expected):
     cls = getattr(transformers, name)

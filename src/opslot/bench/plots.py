@@ -105,6 +105,7 @@ def _draw_bars(axis: Any, values: Mapping[str, float], colours: Sequence[str], l
             bbox=behind,
         )
     axis.set_xlim(0, 1.22 * limit)
+    axis.locator_params(axis="x", nbins=5)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(labelsize=8, colors=_INK)
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from opslot.models._conditional import transformers_model
 
-_HEADS = ("ForCausalLM", "ForConditionalGeneration")
+_HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTextToText")
 _IGNORED = -100
-_LOSSES = ("CrossEntropyLoss", "cross_entropy")
+_LOSSES = ("CrossEntropyLoss", "cross_entropy", "loss_fct")
 
 
 def call_with_share_of_loss(model: Any, inputs: dict[str, Any], num_items_in_batch: int) -> Any:

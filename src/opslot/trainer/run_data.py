@@ -305,6 +305,12 @@ def make_encoder(
     encoder.names = (
         data.label_names or encoder.class_names or checkpoint or find_label_names(encoder, files, data.format)
     )
+    if len(set(encoder.names)) < max(2, len(encoder.names)):
+        raise DataError(
+            "a classifier needs at least two different labels",
+            found=", ".join(encoder.names),
+            hint="set data.label_names to the names of all labels",
+        )
     return encoder
 
 
