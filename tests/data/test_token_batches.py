@@ -206,11 +206,14 @@ def test_long_documents_are_split_into_samples():
     assert torch.equal(dataset[3]["input_ids"][:5], torch.ones(5, dtype=torch.int64))
 
 
-def test_ranks_have_equal_costs_with_long_videos_images_and_text():
+@pytest.mark.parametrize(("batches", "most"), [(1, 1.14), (2, 1.05)])
+def test_ranks_have_equal_costs_with_long_videos_images_and_text(batches, most):
+    """`most`: of the most expensive rank, relative to the other. With one micro batch of few documents, the best
+    partition of the worst of these steps has 1.13."""
     rng = np.random.default_rng(0)
     for _ in range(50):
         lengths, encoders = [], []
-        while sum(lengths) < 2 * 2 * 16384:
+        while sum(lengths) < batches * 2 * 16384 - 8000:
             kind = rng.choice(3, p=[0.5, 0.4, 0.1])
             images, frames = int(rng.integers(1, 5)), int(rng.integers(8, 32))
             lengths.append(int(rng.integers(50, 800)) + [0, 1024 * images, 144 * frames][kind])
@@ -221,4 +224,4 @@ def test_ranks_have_equal_costs_with_long_videos_images_and_text():
             sum(lengths[i] + lengths[i] ** 2 / 24576 + encoders[i] for members in batches for i in members)
             for batches in by_rank
         ]
-        assert max(costs) < 1.1 * min(costs)
+        assert max(costs) < most * min(costs)

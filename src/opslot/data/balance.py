@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
+
+# At most as many documents are exchanged in a step, each with one of so many micro batches.
+_EXCHANGES, _CHEAPEST = 64, 2
 
 
 def balance_micro_batches(
@@ -18,7 +22,8 @@ def balance_micro_batches(
     """Assign documents to ranks and micro batches; a function of the arguments alone.
 
     Bin packing, most expensive first (or longest first, where that is more even): each document goes to the cheapest
-    micro batch with room for it. Micro batches of similar cost run at the same time on all ranks, which wait for each
+    micro batch with room for it. Then the most expensive micro batch exchanges documents with the cheapest ones, as
+    long as that lowers its cost. Micro batches of similar cost run at the same time on all ranks, which wait for each
     other. There are as few micro batches as possible; some are empty if there are fewer documents.
 
     Args:
@@ -43,7 +48,7 @@ def balance_micro_batches(
     ]
     while True:
         found = [_fill(order, sizes, costs, ranks * rounds, max_tokens) for order in orders]
-        fitting = [bins for bins in found if bins is not None]
+        fitting = [_exchange(bins, sizes, costs, max_tokens) for bins in found if bins is not None]
         if fitting:
             bins = min(fitting, key=lambda bins: max(sum(costs[i] for i in members) for members in bins))
             break
@@ -77,4 +82,34 @@ def _fill(
         tokens[number] += sizes[index]
         for entry in (*full, (cost + costs[index], number)):
             heapq.heappush(cheapest, entry)
+    return bins
+
+
+def _exchange(bins: list[list[int]], sizes: list[int], costs: list[float], max_tokens: int) -> list[list[int]]:
+    """`bins`, after documents of the most expensive one were moved to cheap ones, or exchanged for theirs."""
+    tokens = [sum(sizes[i] for i in members) for members in bins]
+    loads = [sum(costs[i] for i in members) for members in bins]
+    for _ in range(_EXCHANGES):
+        order = sorted(range(len(bins)), key=lambda number: (loads[number], number))
+        most = order[-1]
+        found: tuple[float, int, int, int | None] | None = None
+        for cheap in order[:_CHEAPEST]:
+            for given, taken in product(bins[most], (None, *bins[cheap])) if cheap != most else ():
+                cost = costs[given] - (costs[taken] if taken is not None else 0.0)
+                size = sizes[given] - (sizes[taken] if taken is not None else 0)
+                fits = tokens[cheap] + size <= max_tokens and tokens[most] - size <= max_tokens
+                higher = max(loads[most] - cost, loads[cheap] + cost)
+                if fits and higher < (found[0] if found is not None else loads[most]):
+                    found = higher, cheap, given, taken
+        if found is None:
+            break
+        _, cheap, given, taken = found
+        for source, target, index in ((most, cheap, given), (cheap, most, taken)):
+            if index is not None:
+                bins[source].remove(index)
+                bins[target].append(index)
+                tokens[source] -= sizes[index]
+                tokens[target] += sizes[index]
+                loads[source] -= costs[index]
+                loads[target] += costs[index]
     return bins

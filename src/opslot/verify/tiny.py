@@ -170,7 +170,6 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
     "chameleon": {"vocabulary_map": {"<image>": 60}},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": _MROPE, "sliding_attention": _MROPE}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "dots1": {"n_shared_experts": 1},
     "glm5_next_text": {"index_topk": 16},
