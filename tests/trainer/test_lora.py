@@ -382,15 +382,16 @@ def test_merge_leaves_an_existing_folder(write, tmp_path, capsys):
         before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
         assert main(["merge", str(adapter), str(folder)]) == 2
         assert "exists and is not an empty folder" in capsys.readouterr().err
+        assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
     assert main(["explain", str(adapter)]) == 2
     assert "it has LoRA adapters: give the folder of their base model" in capsys.readouterr().err
-        assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
 def test_classifier_heads_are_trained_whole(settings, write, tmp_path, capsys):
     settings["task"] = "classification"
     file = tmp_path / "labelled.jsonl"
-    file.write_text("".join(json.dumps({"text": f"{'abc'[i % 3]} {i}", "label": "abc"[i % 3]}) + "\n" for i in range(20)))
+    rows = [{"text": f"{'abc'[i % 3]} {i}", "label": "abc"[i % 3]} for i in range(20)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings["data"] |= {"train_path": str(file)}
     assert run_config(write("run", max_steps=2)) == 0
     written = load_file(tmp_path / "run" / "hf" / "adapter_model.safetensors")
