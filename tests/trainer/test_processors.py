@@ -1,6 +1,7 @@
 """Task vlm with the processors of many families: text and media mixed and packed equal the samples alone."""
 
 import importlib.util
+import itertools
 import json
 import wave
 
@@ -147,3 +148,23 @@ def test_processor_of_another_model(settings, train, tmp_path):
     code, _, error = train()
     assert code == 2
     assert "chat.jsonl, line 2: Image features and image tokens do not match" in error
+
+
+def test_prefix_language_model_does_not_see_answers(settings, tmp_path):
+    """PaliGemma attends in both directions where token_type_ids is 0: before the first trained token alone."""
+    write_run("paligemma", settings, tmp_path)
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    trainer = VLMTrainer(load_config([str(file)]), callbacks=[])
+    (batch,) = trainer.next_micro_batches(iter(trainer.batches))
+    trained, suffix = batch["labels"][0] != -100, batch["token_type_ids"][0]
+    starts = batch["cu_seq_lens_q"].tolist()
+    answers = 0
+    for start, stop in itertools.pairwise(starts):
+        own = trained[start:stop].nonzero()
+        if len(own):
+            first = start + int(own[0])
+            assert not suffix[start:first].any()
+            assert suffix[first:stop].all()
+            answers += 1
+    assert answers >= 3
