@@ -22,6 +22,7 @@ from opslot.distributed import (
     parallelize,
     shard_sequence,
 )
+from opslot.distributed.fsdp import _find_layers
 from opslot.models.parallelize import parallel_plan
 
 _spec = importlib.util.spec_from_file_location("opslot_test_tiny", Path(__file__).with_name("tiny.py"))
@@ -336,6 +337,41 @@ def call_with_invalid_arguments(case):
         model = Stack()
         model.blocks[1].bias.data = model.blocks[1].bias.data.bfloat16()
         parallelize(model, state, layers=["Block"])
+
+
+class GradientCheckpointingLayer(nn.Module):
+    """Called like Transformers' class."""
+
+
+class Layer(GradientCheckpointingLayer):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+
+class Embeddings(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(4, 4)
+
+
+class Encoder(nn.Module):
+    def __init__(self, tied, names):
+        super().__init__()
+        self.embeddings, self.layers = Embeddings(), nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(4, 4, bias=False)
+        self._no_split_modules = names
+        if tied:
+            self.head.weight = self.embeddings.tokens.weight
+        else:
+            self.get_input_embeddings = lambda: self.embeddings.tokens
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied to the head", "called by the model"])
+@pytest.mark.parametrize("names", [[], ["Layer", "Embeddings"]], ids=["no names", "names"])
+def test_layers_exclude_weights_that_others_use(tied, names):
+    model = Encoder(tied, names)
+    assert _find_layers(model, None) == list(model.layers)
 
 
 def half_frozen():

@@ -27,6 +27,7 @@ from opslot.patchgen.materialization import require_patch
 from opslot.patchgen.source import UpstreamModule, installed_release
 from opslot.patchgen.writing import patch_source
 from opslot.slots.protocol import keeps_sequences
+from opslot.verify import check_architecture
 
 SIZES = {
     "hidden_size": 32,
@@ -323,10 +324,19 @@ def test_models_that_may_mix_tokens_elsewhere_state_the_reason(arch, why):
     assert f"_opslot_keeps_sequences = '{why}" in text
 
 
-@pytest.mark.parametrize("arch", ["cohere2_moe", "phimoe"])
-def test_errors_and_autograd_functions_do_not_mix_tokens(arch):
+@pytest.mark.parametrize("arch", ["cohere2_moe", "phimoe", "dbrx", "jetmoe", "kolibri1"])
+def test_code_that_acts_per_token_does_not_prevent_packing(arch):
+    """Errors, autograd functions, and reviewed methods that call functions of several tokens."""
     text = generate(discover(arch).patch, installed_release()).text
-    assert "_opslot_keeps_sequences" not in text
+    kept = {line.strip() for line in text.splitlines() if line.strip().startswith("_opslot_keeps_sequences")}
+    assert kept <= {"_opslot_keeps_sequences = 'it is not only a language model'"}
+
+
+@pytest.mark.quick("dbrx")
+@pytest.mark.parametrize("arch", ["dbrx", "ernie4_5_vl_moe", "gemma3n_text", "jetmoe", "moshi", "zamba"])
+def test_packed_documents_equal_the_documents_alone(arch):
+    found = check_architecture(arch, checks=["packed"])["packed"]
+    assert found.result == "passed", found.detail
 
 
 @pytest.mark.parametrize("arch", ["gpt_oss", "afmoe"])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import AutoConfig, Qwen3Config
 
 from opslot import KERNEL_REGISTRY, KernelSpec
 from opslot._base.errors import ConfigError
@@ -41,6 +41,33 @@ def test_checks_on_two_processes(processes):
     assert [(o.name, o.result) for o in found.outcomes] == [("fsdp", "passed"), ("sp", "passed"), ("ep", "passed")]
     dense = check_architecture("llama", checks=["ep"], processes=processes)["ep"]
     assert (dense.result, dense.detail) == ("unsupported", "ep=2, but llama has no experts")
+
+
+@pytest.mark.parametrize(
+    ("arch", "rope"),
+    [
+        ("phi3", {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}),
+        ("llama", {"rope_type": "dynamic", "factor": 2.0}),
+    ],
+)
+def test_frequencies_depend_on_positions_of_all_ranks(processes, arch, rope):
+    given = {**tiny_config(arch).to_dict(), "max_position_embeddings": 15, "original_max_position_embeddings": 15}
+    given["rope_parameters"] = {"rope_theta": 10000.0, "original_max_position_embeddings": 15, **rope}
+    config = AutoConfig.for_model(**given)
+    found = check_architecture(config, checks=["sp"], processes=processes)
+    assert found.ok, str(found)
+
+
+def test_encoder_decoder_passes(processes):
+    """T5's encoder and decoder have copies of the model's config."""
+    found = check_architecture("mt5", checks=["eager", "auto", "packed", "fsdp"], processes=processes)
+    assert found.ok, str(found)
+    assert found["packed"].result == "unsupported"
+
+
+def test_masked_language_model_passes(processes):
+    found = check_architecture("distilbert", checks=["eager", "auto", "fsdp"], processes=processes)
+    assert found.ok, str(found)
 
 
 def test_difference_between_processes_is_named(processes, monkeypatch):

@@ -165,7 +165,7 @@ def load_weights(
     initialize(model, mapping.missing, [name for name in meta_buffers if name not in present])
     report = LoadReport(folder, layouts=mapping.layouts, missing=mapping.missing, extra=mapping.extra)
     with torch.no_grad():
-        _execute(mapping, _Destinations(tensors_of(model), quantizing, device, mapping), regions, report)
+        _execute(mapping, _Destinations(tensors_of(model), quantizing, device, mapping, regions), regions, report)
     report.seconds = time.perf_counter() - start
     if report.not_finite:
         logger.warning(
@@ -254,10 +254,12 @@ class _Destinations:
         quantizing: Mapping[str, tuple[Tensor, Callable[..., None]]],
         device: torch.device | str | None,
         mapping: LoadMapping,
+        regions: Mapping[str, Region],
     ) -> None:
         self._local = {n: local_tensor(tensor).detach() for n, tensor in tensors.items() if n not in quantizing}
         self._quantizing, self._device = quantizing, device
-        self._left = Counter(item.tensor_slice.target for item in mapping.slices)
+        slices = [item.tensor_slice for item in mapping.slices]
+        self._left = Counter(x.target for x in slices if intersect(regions[x.target], x.region) is not None)
         self._buffers: dict[str, Tensor] = {}
         self._lock = threading.Lock()
 
@@ -269,7 +271,7 @@ class _Destinations:
             return self._local[name]
         with self._lock:
             if name not in self._buffers:
-                self._buffers[name] = torch.empty_like(self._quantizing[name][0], device="cpu")
+                self._buffers[name] = torch.empty_like(local_tensor(self._quantizing[name][0]), device="cpu")
             return self._buffers[name]
 
     def written(self, name: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -36,6 +36,7 @@ def parallelize(
     plan: ParallelPlan | None = None,
     layers: Collection[str] | None = None,
     head: nn.Module | None = None,
+    with_root: Collection[nn.Module] = (),
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
     activation_checkpointing: CheckpointingMode | bool = False,
@@ -61,6 +62,7 @@ def parallelize(
         layers: class names of the layers; default Transformers' `_no_split_modules`.
         head: module that follows the last layer. Its parameters are gathered during that layer's forward and reduced
             during its backward, but unsharded only inside the module's own forward.
+        with_root: modules in which no layer is a group of its own, such as those that only some ranks run.
         param_dtype: dtype of the computation, as in MixedPrecisionPolicy; default the parameters'. The optimizer keeps
             the parameters' dtype.
         reduce_dtype: dtype in which gradients are accumulated.
@@ -97,7 +99,8 @@ def parallelize(
             if cpu_offload
             else OffloadPolicy(),
         }
-        blocks = _find_layers(model, layers)
+        inside = {part for module in with_root for part in module.modules()}
+        blocks = [layer for layer in _find_layers(model, layers) if layer not in inside]
         expert_modules = experts if state.ep > 1 else []
         groups = _shard(model, state, blocks, expert_modules, head, reshard_after_forward, options)
         _set_prefetch(model, groups, prefetch)
@@ -252,10 +255,18 @@ class _Reductions:
 
 
 def _find_layers(model: nn.Module, names: Collection[str] | None) -> list[nn.Module]:
-    """The modules of the given classes, in the model's order."""
+    """The modules of the given classes, in the model's order, without those whose weights others use too.
+
+    By default the classes that the model's `_no_split_modules` names, or its layers that Transformers can checkpoint.
+    """
     if names is None:
         names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+        names = names or {type(module).__name__ for module in model.modules() if _is_checkpointing_layer(module)}
     found = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    # Models with images call the embeddings of their language model.
+    owners.update(id(p) for embeddings in _input_embeddings(model) for p in embeddings.parameters())
+    found = [module for module in found if not _is_shared(module, owners)]
     if not found:
         raise ConfigError(
             f"{type(model).__name__} has no layers to shard one by one",
@@ -263,6 +274,26 @@ def _find_layers(model: nn.Module, names: Collection[str] | None) -> list[nn.Mod
             hint="pass layers=[...] with the class names of its blocks",
         )
     return found
+
+
+def _is_checkpointing_layer(module: nn.Module) -> bool:
+    return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+
+
+def _input_embeddings(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        get: Any = getattr(module, "get_input_embeddings", None)
+        # Towers may have none.
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            found = get and get()
+            if isinstance(found, nn.Module):
+                yield found
+
+
+def _is_shared(module: nn.Module, owners: Counter[int]) -> bool:
+    """Whether a parameter of a module has more `owners` than those in it, as embeddings that are tied to a head."""
+    own = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
+    return any(owners[parameter] > count for parameter, count in own.items())
 
 
 def _shard(

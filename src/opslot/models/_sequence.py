@@ -77,6 +77,7 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
         )
     repeats = _kv_repeats(model, state) if attention else 1
     _check_recurrences(model, state)
+    _share_positions(decoder or model, state)
     if overlap:
         _overlap_projections(decoder or model, repeats)
     if decoder is not None:
@@ -283,6 +284,32 @@ class _OverGlobalSequences:
             parts = attention_mask.chunk(get_parallel_state().sp, 1) if is_whole else None
             attention_mask = gather_outputs(attention_mask, 0) if parts is None else torch.cat(parts)
         return self.kernel(gate_logits, num_experts, top_k, attention_mask)
+
+
+def _share_positions(model: nn.Module, state: ParallelState) -> None:
+    """Let rotary embeddings whose frequencies depend on the largest position see the positions of all ranks."""
+    for module in model.modules():
+        types = getattr(module, "rope_type", None)
+        names = types.values() if isinstance(types, dict) else (types,)
+        if any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in names):
+            module.register_forward_pre_hook(_gather_positions, with_kwargs=True)
+            module.register_forward_hook(functools.partial(_shard_cos_sin, state))
+
+
+def _gather_positions(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Forward pre-hook: position_ids [..., S] of the global sequence."""
+    if "position_ids" in kwargs:
+        return args, {**kwargs, "position_ids": gather_outputs(kwargs["position_ids"], -1)}
+    return (args[0], gather_outputs(args[1], -1), *args[2:]), kwargs
+
+
+def _shard_cos_sin(state: ParallelState, module: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook: this rank's shard [..., S / sp, D] of cosine and sine, or of one tensor of both."""
+    if isinstance(output, tuple):
+        return tuple(x.chunk(state.sp, -2)[state.sp_rank] for x in output)
+    return output.chunk(state.sp, -2)[state.sp_rank]
 
 
 def _overlap_projections(model: Any, repeats: int) -> None:

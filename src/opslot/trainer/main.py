@@ -111,9 +111,7 @@ def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]
     if result.completed:
         trainer.say(f"done: {result.step:,} steps; model, checkpoints and metrics are in {trainer.output_dir}")
         # The other ranks get here while rank 0 still writes it.
-        if trainer.state.rank == 0 and (
-            command := _load_command(trainer.output_dir / HF_FOLDER, trainer.model.config)
-        ):
+        if trainer.state.rank == 0 and (command := _load_command(trainer.output_dir / HF_FOLDER, trainer.model.config)):
             trainer.say(f"load it with: {command}")
             lora = trainer.config.lora
             if lora.r is not None and not lora.merge and trainer.config.task != "classification":

@@ -363,8 +363,6 @@ def _check_lora(config: RunConfig, problems: list[str]) -> None:
             problems.append(f"lora.quantization: {problem}")
         if lora.experts:
             problems.append("lora.experts needs unquantized experts; remove it, or lora.quantization")
-        if config.train.ep_size > 1:
-            problems.append("lora.quantization keeps all experts on each process; set train.ep_size: 1")
         if lora.merge:
             problems.append("lora.merge needs unquantized weights; remove it, and run opslot merge after the training")
     if not has_package("peft"):

@@ -34,12 +34,13 @@ def auto_class(config: PreTrainedConfig) -> Any:
     import transformers
     from transformers.models.auto import modeling_auto
 
-    kinds = ["CausalLM", "ImageTextToText", "MultimodalLM"]
-    names = {"CausalLM": "CAUSAL_LM", "ImageTextToText": "IMAGE_TEXT_TO_TEXT", "MultimodalLM": "MULTIMODAL_LM"}
+    kinds = ["CausalLM", "ImageTextToText", "MultimodalLM", "Seq2SeqLM", "MaskedLM"]
+    names = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM")
+    mappings = {kind: f"MODEL_FOR_{name}_MAPPING" for kind, name in zip(kinds, names, strict=True)}
     if config.sub_configs.keys() - {"text_config"}:
         kinds = [*kinds[1:], kinds[0]]
     for kind in kinds:
-        if type(config) in getattr(modeling_auto, f"MODEL_FOR_{names[kind]}_MAPPING", {}):
+        if type(config) in getattr(modeling_auto, mappings[kind], {}):
             return getattr(transformers, f"AutoModelFor{kind}")
     raise ConfigError(f"Transformers has no class with a language model's loss for {config.model_type}")
 
@@ -158,7 +159,11 @@ def _loss(model: Any, batch: dict[str, Any]) -> Tensor:
         return model(**batch, use_cache=False).loss
     names = ("labels", "shift_labels", "num_items_in_batch")
     shifted: Tensor | None = batch.get("shift_labels")
-    logits = model(**{name: x for name, x in batch.items() if name not in names}, use_cache=False).logits
+    inputs = {name: x for name, x in batch.items() if name not in names}
+    if trained_part(model).config.is_encoder_decoder:
+        # A decoder's labels are aligned with its inputs, whose ids do not matter here.
+        inputs["decoder_input_ids"] = shifted = batch["labels"]
+    logits = model(**inputs, use_cache=False).logits
     if shifted is None:
         logits, shifted = logits[:, :-1], batch["labels"][:, 1:]
     return cross_entropy(logits.flatten(0, 1).float(), shifted.flatten(), reduction="sum") / batch[names[-1]]

@@ -44,6 +44,9 @@ _SIZES: dict[str, Any] = {
     "rotary_dim": 4,
     "sliding_window": 8,
     "attention_chunk_size": 8,
+    # Positions from which on queries are scaled.
+    "floor_scale": 4,
+    "log_scaling_n_floor": 4,
     # Latent attention
     "q_lora_rank": 8,
     "kv_lora_rank": 8,
@@ -148,7 +151,8 @@ _SMALLEST_WIDTH = 64
 _MOST_RATIO = 16
 
 _STARTS = {"vision_start_token_id": 60, "vision_end_token_id": 61, "audio_start_token_id": 62, "audio_end_token_id": 63}
-_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+_ROTARY: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+_MROPE = {**_ROTARY, "mrope_section": [1, 1, 2]}
 
 # What the rules do not give, by model_type.
 _OVERRIDES: dict[str, dict[str, Any]] = {
@@ -160,6 +164,11 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_top_k": 2},
     },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {kind: dict(_ROTARY) for kind in ("sliding_attention", "full_attention")},
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},
     "chameleon": {"vocabulary_map": {"<image>": 60}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "dots1": {"n_shared_experts": 1},
@@ -179,6 +188,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3n_audio": {"vocab_size": 8, "vocab_offset": 56},
     # Four patches are one feature.
     "llama4_vision_model": {"intermediate_size": 128},
+    # The last layer and an intermediate one, side by side.
+    "mllama_vision_model": {"num_global_layers": 1, "intermediate_layers_indices": [0], "vision_output_dim": 64},
     # Read by `get_rope_index`.
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), _STARTS),
     "qwen4_exp_text": {
@@ -189,6 +200,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "zaya": {"num_experts_per_tok": 1},
+    # Later attention shares the weights of the first.
+    "zamba": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 4, "num_attention_heads": _HEADS},
 }
 
@@ -296,6 +309,9 @@ def _shrink(default: PreTrainedConfig, widths: frozenset[int], ratios: bool) -> 
     values |= _rotary_sections(given, values)
     values |= {name: _inner_layers(given[name]) for name in given if name.startswith("vision_feature_layer")}
     overrides = _OVERRIDES.get(default.model_type, {})
+    if given.get("is_encoder_decoder"):
+        # Not a field of each config class, although the loss needs it.
+        overrides = {"decoder_start_token_id": _SIZES["bos_token_id"], **overrides}
     values |= overrides
     nested = {name: config for name in default.sub_configs if (config := _sub_config(default, name)) is not None}
     values |= {name: _shrink(config, widths, ratios).to_dict() for name, config in nested.items() if name not in values}

@@ -148,6 +148,14 @@ def test_v_head_dim_smaller_than_qk_head_dim():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_v_head_dim_larger_than_qk_head_dim(scaling):
+    q, k, v = tensors(dtype=torch.float64)
+    found, _ = load("sdpa")(Attention(), q[..., :10], k[..., :10], v, None, scaling=scaling)
+    expected, _ = op.reference(Attention(), q[..., :10], k[..., :10], v, None, scaling=scaling)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
 def test_additive_mask_is_applied_once():
     q, k, v = tensors(dtype=torch.float64)
     mask = torch.rand(2, 1, 24, 24, generator=torch.Generator().manual_seed(1)) < 0.6

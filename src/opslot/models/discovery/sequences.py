@@ -39,6 +39,8 @@ _PER_TOKEN = frozenset(
         "clamp_",
         "clone",
         "contiguous",
+        "cos",
+        "sin",
         "copy_",
         "save_for_backward",
         "detach",
@@ -71,6 +73,7 @@ _PER_TOKEN = frozenset(
         "mean",
         "min",
         "mul",
+        "multiply",
         "new_empty",
         "new_zeros",
         "nonzero",
@@ -94,6 +97,7 @@ _PER_TOKEN = frozenset(
         "softplus",
         "split",
         "sqrt",
+        "t",
         "squeeze",
         "stack",
         "sum",
@@ -149,6 +153,18 @@ _PER_TOKEN = frozenset(
 # With parameters they act per token, with other activations they may not.
 _MATMULS = {"matmul", "bmm", "einsum", "mm", "baddbmm"}
 _CONCATENATIONS = {"cat", "concat", "concatenate"}
+# Methods that act per token although they call functions that may not, by fingerprint.
+_REVIEWED: dict[str, str] = {
+    "73491a0814c3": "gemma3n: AltUp mixes the copies of a token",
+    "efd7625dc435": "gemma3n: zeroes what is below a quantile of a token's channels",
+    "12f4be591cf9": "ernie4_5_vl_moe: experts of text and of images",
+    "5632453c85b1": "dbrx: an expert's MLP, with its weights as arguments",
+    "817a0a3e1019": "dbrx before 5.17",
+    "9c794733c86a": "jetmoe: tokens sorted by expert",
+    "d7f3c4c77cc4": "jetmoe: the order of tokens by expert",
+}
+# Methods that get no activations.
+_SETUP = ("compute_default_rope_parameters",)
 # Modules that act per token.
 _MODULES = frozenset(
     [
@@ -234,17 +250,35 @@ def _mixes(module: ModuleView, name: str) -> str:
     methods = [m for m in module.classes[name].body if isinstance(m, ast.FunctionDef)]
     if "ALL_ATTENTION_FUNCTIONS" in module.text(name):
         found = _MIXES.search("".join(module.text(f"{name}.{method.name}") for method in methods))
-        return f"calls {found.group(1)} outside of attention" if found else ""
+        if found:
+            return f"calls {found.group(1)} outside of attention"
+        counts = any(_counts_positions(method) for method in methods)
+        return "counts the positions of a whole row, not those of each document" if counts else ""
     for method in methods:
         if method.name == "__init__":
             unknown = _modules(method) - _MODULES - set(module.classes)
             if unknown:
                 return f"has a {sorted(unknown)[0]}, which may mix tokens"
-        elif method.name.startswith("_init") or _selects_under_mask(method):
-            continue
-        elif reason := _mixing_call(module, method, frozenset()):
+        elif not _acts_per_token(module, name, method) and (reason := _mixing_call(module, method, frozenset())):
             return reason
     return ""
+
+
+def _acts_per_token(module: ModuleView, name: str, method: ast.FunctionDef) -> bool:
+    """Whether a method is known to, whatever functions it calls."""
+    if method.name in _SETUP or method.name.startswith("_init"):
+        return True
+    return _selects_under_mask(method) or module.fingerprint(f"{name}.{method.name}") in _REVIEWED
+
+
+def _counts_positions(method: ast.FunctionDef) -> bool:
+    """Whether a method calls arange, other than where it gets no position_ids."""
+    without = (n for n in ast.walk(method) if isinstance(n, ast.If) and ast.unparse(n.test) == "position_ids is None")
+    defaults = {id(inner) for branch in without for node in branch.body for inner in ast.walk(node)}
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == "arange" and id(node) not in defaults
+        for node in ast.walk(method)
+    )
 
 
 def _selects_under_mask(method: ast.FunctionDef) -> bool:
@@ -290,12 +324,9 @@ def _mixing_call(module: ModuleView, method: ast.FunctionDef, seen: frozenset[st
         if not isinstance(node, ast.Call):
             continue
         function = node.func
-        if isinstance(function, ast.Subscript) or (
-            isinstance(function, ast.Attribute) and ast.unparse(function.value) == "self"
-        ):
-            # A child or another method, which is judged by itself.
-            continue
         name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        if isinstance(function, ast.Subscript) or _is_judged(module, function):
+            continue
         own = module.upstream.find(name) if isinstance(function, ast.Name) else _autograd_forward(module, function)
         if isinstance(own, ast.FunctionDef) and name not in seen:
             if reason := _mixing_call(module, own, seen | {name}):
@@ -309,6 +340,15 @@ def _mixing_call(module: ModuleView, method: ast.FunctionDef, seen: frozenset[st
         elif name not in _PER_TOKEN and name not in module.classes and name not in seen:
             return f"calls {name}, which may mix tokens"
     return ""
+
+
+def _is_judged(module: ModuleView, function: ast.expr) -> bool:
+    """Whether a called function is a child, or a method of the class or of a child, which are judged by themselves."""
+    if not isinstance(function, ast.Attribute):
+        return False
+    owner = ast.unparse(function.value)
+    of_child = owner.startswith("self.") and any(function.attr in module.own_methods(name) for name in module.classes)
+    return owner == "self" or of_child
 
 
 def _autograd_forward(module: ModuleView, function: ast.expr) -> ast.AST | None:
@@ -334,7 +374,7 @@ def masks_without_positions(module: ModuleView) -> str:
     Documents are separated by position_ids that restart.
     """
     given = {text for calls in calls_to_give_positions(module).values() for text in calls}
-    if _calls_without_positions(module) <= given:
+    if _calls_without_positions(module) <= given and not any(_pads_itself(module)):
         return ""
     return "its masks are made without position_ids, so packed documents would attend to each other"
 
@@ -351,6 +391,17 @@ def calls_to_give_positions(module: ModuleView) -> dict[str, Counter[str]]:
         if texts and "position_ids" in module.parameters(method):
             found[method] = texts
     return found
+
+
+def _pads_itself(module: ModuleView) -> Iterator[str]:
+    """The methods that make a padding mask of ones for a mask: with one, Transformers does not look at positions."""
+    for method, calls in module.callers(*_MASKS).items():
+        definition = module.upstream.find(method)
+        assigned = (node for node in ast.walk(definition) if isinstance(node, ast.Assign)) if definition else iter(())
+        ones = _targets(node for node in assigned if ast.unparse(node.value).startswith("torch.ones("))
+        given = {ast.unparse(k.value) for call in calls for k in call.keywords if k.arg == "attention_mask"}
+        if ones & given:
+            yield method
 
 
 def _calls_without_positions(module: ModuleView) -> set[str]:

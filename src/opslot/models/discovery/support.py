@@ -19,6 +19,7 @@ def write_support(patch: PatchConfig, module: ModuleView) -> None:
     _hold_generated_backbones(patch, module)
     _define_globals(patch, module)
     _separate_documents(patch, module)
+    _select_frequencies_per_document(patch, module)
     _record_outputs(patch)
     for name in module.models:
         _convert_checkpoints(patch, name)
@@ -59,6 +60,15 @@ def _separate_documents(patch: PatchConfig, module: ModuleView) -> None:
     for method, calls in calls_to_give_positions(module).items():
         for text, count in calls.items():
             patch.replace(method, text, f"{text.removesuffix(')')}, position_ids=position_ids)", count=count)
+
+
+def _select_frequencies_per_document(patch: PatchConfig, module: ModuleView) -> None:
+    """Let frequencies that depend on a length depend on that of each document, not of the longest one in a batch."""
+    for _, forward in module.methods():
+        definition = module.upstream.find(forward)
+        decorators = definition.decorator_list if isinstance(definition, ast.FunctionDef) else ()
+        if "dynamic_rope_update" in map(ast.unparse, decorators):
+            patch.decorate(forward, "opslot.ops.rotary_pos_emb.by_length", "per_document")
 
 
 def _assigned(statement: ast.stmt) -> Iterator[ast.Name]:

@@ -119,9 +119,11 @@ def _fused(
     width = value.shape[-1]
     # Fused backends require adjacent channels.
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    if query.is_cpu and width < query.shape[-1]:
+    if query.is_cpu and width != query.shape[-1]:
         # The CPU's fused attention requires equal head sizes of queries and values (DeepSeek's differ).
-        value = pad(value, (0, query.shape[-1] - width))
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        widest = max(width, query.shape[-1])
+        query, key, value = (pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
     # Branches, here and for `causal`: torch.compile specializes on them, but passes on a comparison as a symbol.
     grouped = True if query.shape[1] != key.shape[1] else False  # noqa: SIM210
 

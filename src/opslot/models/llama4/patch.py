@@ -1,0 +1,26 @@
+"""Llama 4: layers without rotary embeddings scale queries by the position in the document, not in the row."""
+
+from __future__ import annotations
+
+from opslot.patchgen import PatchConfig
+from opslot.slots.protocol import KEEPS_SEQUENCES
+
+_ATTENTION = "Llama4TextAttention"
+
+patch = PatchConfig("transformers.models.llama4.modeling_llama4")
+patch.replace(
+    "Llama4TextDecoderLayer.forward",
+    "self.self_attn($*arguments)",
+    "self.self_attn($*arguments, position_ids=position_ids)",
+)
+patch.replace(
+    f"{_ATTENTION}.forward",
+    "torch.arange(hidden_states.shape[1], device=hidden_states.device) + past_seen_tokens",
+    '($match) if kwargs.get("position_ids") is None else kwargs["position_ids"]',
+)
+patch.replace(
+    f"{_ATTENTION}.forward",
+    "attn_scales.view((1, input_shape[-1], 1, 1))",
+    "attn_scales.view((-1, input_shape[-1], 1, 1))",
+)
+patch.set_attribute(_ATTENTION, KEEPS_SEQUENCES, None)

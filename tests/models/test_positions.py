@@ -1,0 +1,63 @@
+"""Packed documents in code that depends on positions elsewhere than in masks and rotary embeddings."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import opslot
+from opslot.models.discovery import discover
+from opslot.patchgen.engine import generate
+from opslot.patchgen.source import installed_release
+from opslot.slots.protocol import keeps_sequences
+from opslot.verify.tiny import tiny_config
+
+
+@pytest.mark.parametrize("ops", ["eager", "auto"])
+def test_llama4_scales_queries_by_positions_in_documents(ops):
+    config = tiny_config("llama4_text")
+    assert config.floor_scale == 4
+    assert 0 in config.no_rope_layers
+    torch.manual_seed(0)
+    original = AutoModelForCausalLM.from_config(config).eval()
+    model = copy.deepcopy(original)
+    opslot.apply(model, ops)
+    ids = torch.randint(3, 48, (1, 17))
+    positions = torch.cat([torch.arange(9), torch.arange(8)])[None]
+    with torch.no_grad():
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        alone = [original(document, use_cache=False).logits for document in ids.split([9, 8], 1)]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arch", "attribute", "reason"),
+    [
+        (
+            "inkling",
+            "keeps_sequences",
+            "InklingAttention counts the positions of a whole row, not those of each document",
+        ),
+        (
+            "biogpt",
+            "masks_without_positions",
+            "its masks are made without position_ids, so packed documents would attend to each other",
+        ),
+    ],
+)
+def test_models_whose_documents_would_mix_state_the_reason(arch, attribute, reason):
+    text = generate(discover(arch).patch, installed_release()).text
+    assert f"_opslot_{attribute} = '{reason}'" in text
+
+
+def test_default_positions_do_not_prevent_packing():
+    """MiniMax-M3's attention calls arange only where it gets no position_ids."""
+    text = generate(discover("minimax_m3_vl").patch, installed_release()).text
+    assert "counts the positions" not in text
+
+
+def test_padding_mask_that_a_model_makes_hides_documents():
+    model = AutoModelForCausalLM.from_config(tiny_config("biogpt"))
+    opslot.apply(model, "auto")
+    assert "packed documents would attend to each other" in keeps_sequences(model)

@@ -1,0 +1,71 @@
+"""Rotary embeddings whose frequencies depend on lengths: documents have those of their own lengths."""
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from opslot.ops.rotary_pos_emb.by_length import last_positions, per_document
+from opslot.verify import check_architecture
+from opslot.verify.tiny import tiny_config
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+
+
+def config_of(arch, rope, limit=10):
+    given = {**tiny_config(arch).to_dict(), "max_position_embeddings": limit}
+    given["original_max_position_embeddings"] = limit
+    given["rope_parameters"] = {"rope_theta": 10000.0, "original_max_position_embeddings": limit, **rope}
+    return AutoConfig.for_model(**given)
+
+
+def positions_of(*lengths):
+    return torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+@pytest.mark.parametrize(("arch", "rope"), [("phi3", LONGROPE), ("llama", DYNAMIC)])
+def test_packed_documents_equal_the_documents_alone(arch, rope):
+    """Of 12 and 8 tokens, where 10 is the longest short document."""
+    found = check_architecture(config_of(arch, rope), checks=["eager", "packed"])
+    assert found.ok, str(found)
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+@pytest.mark.parametrize("lengths", [(4, 13, 7, 17), (3, 3), (11,), (1, 1, 12)])
+def test_frequencies_are_those_of_each_document(rope, lengths):
+    config, x = config_of("llama", rope), torch.zeros(1, 1, 32)
+    packed = per_document(LlamaRotaryEmbedding.forward)(LlamaRotaryEmbedding(config), x, positions_of(*lengths))
+    alone = [LlamaRotaryEmbedding(config)(x, positions_of(n)) for n in lengths]
+    for i, part in enumerate(packed):
+        assert torch.equal(part, torch.cat([each[i] for each in alone], 1))
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+def test_one_document_leaves_the_module_as_transformers_does(rope):
+    config, x = config_of("llama", rope), torch.zeros(1, 1, 32)
+    ours, theirs = LlamaRotaryEmbedding(config), LlamaRotaryEmbedding(config)
+    for length in (13, 6, 17, 12):
+        found = per_document(LlamaRotaryEmbedding.forward)(ours, x, positions_of(length))
+        assert all(map(torch.equal, found, theirs(x, positions_of(length))))
+        assert torch.equal(ours.inv_freq, theirs.inv_freq)
+
+
+def test_kinds_of_layers_have_their_own_type():
+    config = tiny_config("gemma3_text")
+    original = {**DYNAMIC, "rope_theta": 10000.0}
+    config.rope_parameters = {"full_attention": original, "sliding_attention": {**original, "rope_type": "default"}}
+    config.max_position_embeddings = 10
+    x, places = torch.zeros(1, 1, 32), positions_of(4, 13)
+    for kind in ("full_attention", "sliding_attention"):
+        packed = per_document(Gemma3RotaryEmbedding.forward)(Gemma3RotaryEmbedding(config), x, places, layer_type=kind)
+        alone = [Gemma3RotaryEmbedding(config)(x, positions_of(n), kind) for n in (4, 13)]
+        assert torch.equal(packed[0], torch.cat([each[0] for each in alone], 1))
+
+
+def test_last_positions():
+    assert last_positions(torch.tensor([[0, 1, 2, 0, 0, 1], [5, 6, 7, 8, 0, 0]])).tolist() == [
+        [2, 2, 2, 0, 1, 1],
+        [8, 8, 8, 8, 0, 0],
+    ]
