@@ -36,9 +36,11 @@ BENCH, MEMORY, LORA = "bench_h200.json", "memory_h200.json", "lora_h200.json"
 PARALLEL = ("parallel_h200x4.json", "parallel_h200x2.json")
 CPU = ("cpu_epyc.json", "cpu_demo_step_epyc.json", "loading_epyc.json")
 GEMM = "gemm_h200.json"
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/architectures.md", "docs/fine_tuning.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/architectures.md", "docs/fine_tuning.md", "docs/multimodal.md")
 # Written by check_architectures.py.
 ARCHITECTURES = ROOT / "benchmarks" / "architectures.json"
+# Written by check_media.py.
+MEDIA = ROOT / "benchmarks" / "media.json"
 
 # By column, the implementations of a training step, of which the fastest is shown.
 _STEP_COLUMNS: dict[str, tuple[str, ...]] = {
@@ -386,6 +388,28 @@ def unsupported() -> str:
     return _table(["what", "architectures", "because"], rows)
 
 
+def media() -> str:
+    """Model types with images, video or audio, and what works."""
+    data = json.loads(MEDIA.read_text())
+    lines = []
+    for name, found in data["types"].items():
+        kinds = [kind for kind in found["samples"] if kind not in ("text", "mixed")]
+        failed = [check for check, (result, _) in found["checks"].items() if result == "failed"]
+        outcome = "not checked" if not kinds else f"failed: {', '.join(failed)}" if failed else "passed"
+        packing = _can_cell(found["checks"].get("packed")) if kinds else "not checked"
+        absent = {why for kind, why in found["missing"].items() if not why.startswith("it takes no")}
+        reason = found["error"] or "; ".join(sorted(absent)) or _reason(found["checks"], failed)
+        row = [f"`{name}`", ", ".join(kinds) or "-", outcome, packing, found["processor"] or "-", reason or "-"]
+        lines.append([cell.replace("|", "\\|") for cell in row])
+    header = ["model type", "checked", "checks", "packing", "with its processor", "because"]
+    return f"Checked with transformers {data['transformers']}.\n\n{_table(header, lines)}"
+
+
+def _reason(checks: Mapping[str, Sequence[str]], failed: Sequence[str]) -> str:
+    shown = failed or [check for check, (result, _) in checks.items() if result == "unsupported"]
+    return "; ".join(f"{check}: {checks[check][1]}" for check in shown)
+
+
 def _part_cell(ops: Sequence[str], slots: Sequence[str], skipped: Sequence[str]) -> str:
     variants = sorted({slot.partition("/")[2] for slot in slots if slot.partition("/")[0] in ops})
     kept = ["Transformers"] if any(op in skipped for op in ops) else []
@@ -440,6 +464,7 @@ def skipped() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "architectures": architectures,
     "skipped": skipped,
+    "media": media,
     "unsupported": unsupported,
     "how_fast": how_fast,
     "steps": steps,

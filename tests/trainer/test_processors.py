@@ -37,7 +37,6 @@ SLOW = (
     "qwen2_vl",
     "qwen3_5",
     "qwen3_vl",
-    "smolvlm",
 )
 # Transformers' get_video_features counts the frames of a video that it merges, and raises.
 WITHOUT_VIDEO = ("kimi_k25",)

@@ -1,0 +1,70 @@
+"""Check what each model type with images, video or audio does, and write the outcome that docs/multimodal.md shows.
+
+    python benchmarks/check_media.py [MODEL_TYPE ...]
+
+Without names it checks every type that Transformers has for text from images or audio (minutes); with names it replaces
+the outcome of these. `python benchmarks/generate_docs.py` then writes the table.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from opslot.verify import ArchitectureCheck, check_architecture  # noqa: E402
+from tests.trainer import test_processors  # noqa: E402
+
+OUTCOMES = Path(__file__).resolve().parent / "media.json"
+_LONGEST = 160
+CHECKS = ("eager", "auto", "packed", "frozen")
+
+
+def model_types() -> list[str]:
+    kinds = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+    names = [name for kind in kinds for name in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")]
+    return sorted({name for name in names if name in CONFIG_MAPPING_NAMES})
+
+
+def trained(name: str) -> str:
+    """How the tests train a type with its own processor; "" where they do not."""
+    if name in test_processors.UNPACKED:
+        return "unpacked"
+    return "packed" if name in (*test_processors.QUICK, *test_processors.SLOW) else ""
+
+
+def main() -> int:
+    transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    names = sys.argv[1:]
+    types = json.loads(OUTCOMES.read_text())["types"] if names else {}
+    for name in names or model_types():
+        try:
+            found = check_architecture(name, checks=CHECKS)
+        except Exception as error:
+            # A model that is not a language model at all, such as one of robot actions.
+            found = ArchitectureCheck(name, error=f"raised {type(error).__name__}: {error}")
+        types[name] = {
+            "error": " ".join(found.error.split())[:_LONGEST],
+            "checks": {o.name: [o.result, (o.detail.splitlines() or [""])[0]] for o in found.outcomes},
+            "samples": list(found.samples),
+            "missing": dict(found.missing),
+            "processor": trained(name),
+        }
+        print(name, "ok" if found.ok else "FAILED", *(f"{o.name}={o.result}" for o in found.outcomes), flush=True)
+        OUTCOMES.write_text(
+            json.dumps({"transformers": transformers.__version__, "types": types}, indent=1, sort_keys=True) + "\n"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
