@@ -1,7 +1,9 @@
 """Time opslot's kernel of a recurrence with other launch plans, to choose the one that is committed, and each kernel.
 
 python benchmarks/tune_recurrence.py chunk_gated_delta_rule
+python benchmarks/tune_recurrence.py chunk_gated_delta_rule/per_channel
 python benchmarks/tune_recurrence.py mamba_chunk_scan
+python benchmarks/tune_recurrence.py mamba_chunk_scan/per_channel
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from opslot import KERNEL_REGISTRY
 from opslot.bench import time_forward_backward
 from opslot.ops.chunk_gated_delta_rule.kernels import call as delta_rule
 from opslot.ops.mamba_chunk_scan.kernels import call as scan
+from opslot.ops.mamba_chunk_scan.kernels import selective
 
 DEVICE = torch.device("cuda")
 
@@ -26,7 +29,7 @@ class Recurrence:
     """What is tuned: the module with `plan_for`, its arguments at the sizes of the cases, and changes of the plan."""
 
     module: Any
-    sizes: tuple[int, int, int]
+    sizes: tuple[int, ...]
     changes: tuple[dict[str, int], ...]
 
     def set_plan(self, plan: Callable[..., Any]) -> None:
@@ -46,6 +49,39 @@ RECURRENCES = {
             {"grad_block": 64},
             {"key_block": 128},
             {"grad_warps": 4},
+        ),
+    ),
+    "chunk_gated_delta_rule/per_channel": Recurrence(
+        delta_rule,
+        (128, 128, 2),
+        (
+            {},
+            {"system_warps": 4},
+            {"system_warps": 16},
+            {"channel_warps": 4},
+            {"channel_warps": 16},
+            {"value_block": 128},
+            {"key_block": 128, "channel_warps": 16},
+            {"stages": 2},
+            {"state_block": 32},
+            {"state_block": 32, "stages": 2},
+        ),
+    ),
+    "mamba_chunk_scan/per_channel": Recurrence(
+        selective,
+        (),
+        (
+            {},
+            {"forward_chunk": 16},
+            {"forward_chunk": 64},
+            {"backward_chunk": 8},
+            {"backward_chunk": 32},
+            {"channels": 64},
+            {"channels": 128},
+            {"walked": 128},
+            {"walked": 512},
+            {"walk_stages": 1},
+            {"walk_stages": 8},
         ),
     ),
     "mamba_chunk_scan": Recurrence(
@@ -75,10 +111,10 @@ RECURRENCES = {
 }
 
 
-def print_plan_times(op: str, arguments: dict[str, Any]) -> None:
+def print_plan_times(recurrence: Recurrence, op: str, name: str, arguments: dict[str, Any]) -> None:
     """Forward plus backward with the committed plan, and with one part of it changed."""
-    recurrence, variant = RECURRENCES[op], KERNEL_REGISTRY.op(op).variant("standard")
-    kernel = KERNEL_REGISTRY.load(op, "standard", "triton")
+    variant = KERNEL_REGISTRY.op(op).variant(name)
+    kernel = KERNEL_REGISTRY.load(op, name, "triton")
     committed = recurrence.module.plan_for
     try:
         for change in recurrence.changes:
@@ -93,10 +129,10 @@ def print_plan_times(op: str, arguments: dict[str, Any]) -> None:
         recurrence.set_plan(committed)
 
 
-def print_kernel_times(op: str, arguments: dict[str, Any]) -> None:
+def print_kernel_times(op: str, name: str, arguments: dict[str, Any]) -> None:
     """Device time of each kernel in one forward and backward pass, by torch.profiler."""
-    variant = KERNEL_REGISTRY.op(op).variant("standard")
-    kernel = KERNEL_REGISTRY.load(op, "standard", "triton")
+    variant = KERNEL_REGISTRY.op(op).variant(name)
+    kernel = KERNEL_REGISTRY.load(op, name, "triton")
     inputs = {n: t.requires_grad_() if n in variant.differentiable else t for n, t in arguments.items()}
     leaves = [inputs[n] for n in variant.differentiable if n in inputs]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -110,13 +146,15 @@ def print_kernel_times(op: str, arguments: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("op", choices=sorted(RECURRENCES))
-    op = parser.parse_args().op
-    for case in KERNEL_REGISTRY.op(op).variant("standard").cases:
+    asked = parser.parse_args().op
+    op, _, name = asked.partition("/")
+    name = name or "standard"
+    for case in KERNEL_REGISTRY.op(op).variant(name).cases:
         if case.role == "bench":
             print(case.name)
             arguments = case.make(torch.bfloat16, DEVICE, torch.Generator(DEVICE).manual_seed(0))
-            print_plan_times(op, arguments)
-            print_kernel_times(op, arguments)
+            print_plan_times(RECURRENCES[asked], op, name, arguments)
+            print_kernel_times(op, name, arguments)
 
 
 if __name__ == "__main__":

@@ -40,18 +40,28 @@ def write_checkpoint(folder, model_type):
     thinker = getattr(config, "thinker_config", config)
     _set_token_ids(thinker, processor)
     text = thinker.get_text_config()
-    text.vocab_size, text.max_position_embeddings = len(tokenizer) + 8, 4096
+    for name in ("vocab_size", "vocab_size_per_layer_input"):
+        if getattr(text, name, None):
+            setattr(text, name, len(tokenizer) + 8)
+    text.max_position_embeddings = 4096
+    if "Whisper" in type(getattr(processor, "feature_extractor", None)).__name__ and "max_length" in source:
+        # The frames of audio that is padded to 30 seconds.
+        thinker.audio_config.max_source_positions = 1500
+    if hasattr(getattr(thinker, "vision_config", None), "position_embedding_size"):
+        thinker.vision_config.position_embedding_size = 256
     config.save_pretrained(folder)
     return processor
 
 
 def _tokenizer(folder, source):
-    roles = sorted(
-        {*re.findall(r"tokenizer\.(\w+_token)\b", source)} - {"pad_token", "bos_token", "eos_token", "unk_token"}
-    )
+    named = {*re.findall(r"tokenizer(?:\.|, [\"'])(\w+_token)\b", source)}
+    roles = sorted(named - {"pad_token", "bos_token", "eos_token", "unk_token"})
     literal = re.findall(r"[\"'](<\|?/?[\w :-]+\|?>|\[[A-Z_]+\])[\"']", source)
+    literal += re.findall(r"^    [A-Z_]+_TOKEN = [\"'](.+)[\"']$", source, re.M)
     defaults = dict(re.findall(r"[\"'](<[^\"']+>)[\"'] if not hasattr\(tokenizer, [\"'](\w+)[\"']\)", source))
     default_of = {role: token for token, role in defaults.items()}
+    if constant := re.search(r"^IMAGE_TOKEN = [\"'](.+)[\"']$", source, re.M):
+        default_of["image_token"] = constant[1]
     extra = {
         role: default_of.get(role, f"<|{role.removesuffix('_token')}|>")
         for role in roles
@@ -134,6 +144,8 @@ def _sizes(cls, config, vision):
         found["size"] = {"shortest_edge": side}
     elif "longest_edge" in size:
         found["size"] = {"longest_edge": 2 * side}
+    elif "max_height" in size:
+        found["size"] = {"max_height": 4 * patch * merge, "max_width": 4 * patch * merge}
     elif size:
         found["size"] = {"height": side, "width": side}
     if getattr(cls, "crop_size", None):
@@ -200,7 +212,9 @@ def _set_token_ids(config, processor):
         if not found:
             continue
         role = found[1].replace("_start", "_bos").replace("_end", "_eos")
-        tokens = [getattr(owner, f"{r}_token", None) for owner in (tokenizer, processor) for r in (found[1], role)]
+        # Llama 4 marks an image by one token, and its features by another.
+        tokens = [getattr(processor, "img_patch_token", None)] if found[1] == "image" else []
+        tokens += [getattr(owner, f"{r}_token", None) for owner in (tokenizer, processor) for r in (found[1], role)]
         tokens += [f"<|{found[1]}|>", f"<|{role}|>"]
         token = next((t for t in tokens if isinstance(t, str) and t in number), None)
         if token is not None:

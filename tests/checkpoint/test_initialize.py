@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint import initialize_weights
-from opslot.checkpoint.initialize import initialize
+from opslot.checkpoint.initialize import MeshFreeDraws, initialize
 
 
 class Experts(nn.Module):
@@ -143,6 +143,16 @@ def test_initialization_depends_only_on_the_seed() -> None:
     assert torch.equal(first, draw(5))
     assert not torch.equal(first, draw(6))
     assert torch.equal(draw(None), draw(torch.initial_seed()))
+
+
+def test_kernels_of_one_element_are_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[tuple[int, ...]] = []
+    derive = MeshFreeDraws._derive
+    monkeypatch.setattr(MeshFreeDraws, "_derive", lambda draws, *place: (seeds.append(place), derive(draws, *place))[1])
+    convolution = torch.nn.Conv2d(8, 6, 1, bias=False)
+    MeshFreeDraws(0).run("", convolution, None)
+    assert len(seeds) == 1
+    assert convolution.weight.unique().numel() == convolution.weight.numel()
 
 
 def test_only_modules_with_missing_tensors_are_initialized() -> None:

@@ -160,6 +160,7 @@ def test_unknown_command_exits_2():
         (["bench", "--device", "meta:0"], "on 'meta' nothing is computed"),
         (["verify", "--seed", str(10**20)], "is not a valid seed"),
         (["bisect", "model", "--seed", str(-(2**40))], "is not a valid seed"),
+        (["data", "preview", "--samples", "-1"], "-1 must be at least 1"),
     ],
 )
 def test_invalid_devices_and_seeds_exit_2(capsys, arguments, message):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
@@ -96,3 +97,27 @@ def test_generate_applies_the_chat_template(model, tmp_path, capsys):
     assert main(["generate", str(model / "none"), "--prompt", "x"]) == 2
     assert main(["generate", str(model), "--prompt", "x"]) == 2
     assert "is not a checkpoint that can generate" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "export"), "--prompt", "", "--raw", *options]) == 2
+    assert "no token to continue" in capsys.readouterr().err
+
+
+def test_generate_rejects_missing_weights_and_classifiers(model, tmp_path, capsys):
+    from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+    config = AutoConfig.from_pretrained(model, tie_word_embeddings=False)
+    for cls, message in (
+        (AutoModel, "found: no weights for lm_head.weight"),
+        (AutoModelForSequenceClassification, "has a classifier, which generates no text"),
+    ):
+        folder = tmp_path / cls.__name__
+        shutil.copytree(model, folder)
+        cls.from_config(config).save_pretrained(folder)
+        assert main(["generate", str(folder), "--prompt", "hi", "--device", "cpu"]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [("--max-new-tokens", "0"), ("--temperature", "-1"), ("--temperature", "nan")])
+def test_generate_rejects_values_out_of_range(option, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "folder", "--prompt", "hi", *option])
+    assert f"argument {option[0]}" in capsys.readouterr().err

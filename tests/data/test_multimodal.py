@@ -224,6 +224,30 @@ def test_more_images_than_placeholders(encoder_of, tmp_path):
     assert "1 more of image than the messages use" in problem
 
 
+@pytest.mark.parametrize("images", [["1.png"], []])
+def test_fewer_images_than_placeholders(encoder_of, tmp_path, images):
+    png(tmp_path)
+    question = "<image> or " * len(images) + "<image>?"
+    for record in ({"messages": talk(question=question)}, {"prompt": question, "completion": "a"}):
+        _, (problem,), _ = encode(encoder_of(), write(tmp_path, record | {"images": images}))
+        assert "the messages have more <image> than the column images" in problem
+    _, problems, _ = encode(encoder_of(), write(tmp_path, {"messages": talk(question="an <image> tag")}))
+    assert not problems
+
+
+def test_16_bit_images_are_scaled_to_8_bits(tmp_path):
+    values = (np.arange(16, dtype=np.uint16) * 4369).reshape(4, 4)
+    Image.fromarray(values).save(tmp_path / "1.png")
+    pixels = np.asarray(load_image("1.png", tmp_path, Limits()))
+    np.testing.assert_array_equal(pixels, np.repeat((values >> 8)[..., None], 3, -1))
+
+
+def test_long_sources_are_cut_in_errors(tmp_path):
+    with pytest.raises(MediaError, match=r"give base64 text as") as caught:
+        load_image("iVBORw0KGgo" * 30, tmp_path, Limits())
+    assert len(str(caught.value)) < 500 + len(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("merge", "problem"),
     [(4, "4 x 4 patches"), (3, "do not divide by the merge size 3 of the model"), (1, "placeholders in the text, but")],

@@ -10,6 +10,8 @@ from transformers import AutoConfig
 
 import opslot
 from opslot.distributed import init_parallel_state
+from opslot.verify.random_model import random_model
+from opslot.verify.tiny import tiny_config
 
 TEXT = {
     "vocab_size": 128,
@@ -110,20 +112,81 @@ def test_ranks_with_different_modalities(ranks, name, frozen, first):
             torch.testing.assert_close(torch.tensor(grad), torch.tensor(expected[key]), atol=1e-5, rtol=1e-4, msg=key)
 
 
-def test_unknown_smallest_input_is_logged(monkeypatch, caplog):
-    from opslot.models import _modalities
+# Models whose towers have no known smallest input.
+WITHOUT_DUMMY = ("mllama", "fuyu", "qwen2_audio")
 
-    model = build("qwen3_vl")
-    monkeypatch.setattr(_modalities, "_smallest_input", lambda *_: None)
-    with caplog.at_level("WARNING"):
-        _modalities.run_towers_on_every_rank(model)
-    assert "get_image_features" in caplog.text
+
+def build_without_dummy(name):
+    model = random_model(tiny_config(name), 0).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("_gate"):
+            # Initialized with 0, which would switch the layer off.
+            parameter.data.fill_(0.5)
+    opslot.apply(model, "eager")
+    return model
+
+
+def media_batch(model):
+    """A batch with an image or audio of a model in `WITHOUT_DUMMY`."""
+    config = model.config
+    torch.manual_seed(1)
+    if config.model_type == "mllama":
+        vision = config.vision_config
+        side, tiles = vision.image_size, vision.max_num_tiles
+        mask = torch.zeros(1, 4, 1, tiles, dtype=torch.int64)
+        mask[..., :1] = 1
+        return batch([5, config.image_token_index, 7, 8]) | {
+            "pixel_values": torch.randn(1, 1, tiles, 3, side, side),
+            "aspect_ratio_ids": torch.tensor([[1]]),
+            "aspect_ratio_mask": torch.tensor([[[1] + [0] * (tiles - 1)]]),
+            "cross_attention_mask": mask,
+        }
+    if config.model_type == "fuyu":
+        patches = torch.randn(1, 2, model.model.vision_embed_tokens.in_features)
+        return batch([5, config.image_token_id, config.image_token_id, 8]) | {"pixel_values": patches}
+    audio = config.audio_config
+    frames = 2 * audio.max_source_positions
+    found = batch([5, *[config.audio_token_index] * (audio.max_source_positions // 2), 8, 9])
+    return found | {
+        "input_features": torch.randn(1, audio.num_mel_bins, frames),
+        "feature_attention_mask": torch.ones(1, frames, dtype=torch.int64),
+        "attention_mask": torch.ones_like(found["input_ids"]),
+    }
+
+
+def scaled_step(model, batch):
+    (model(**batch, use_cache=False).logits.float().pow(2).mean()).backward()
+
+
+def on_ranks_without_dummy(name, checkpointing):
+    state = init_parallel_state(device_type="cpu")
+    model = build_without_dummy(name)
+    opslot.parallelize(model, state, activation_checkpointing=checkpointing)
+    for turn in range(2):
+        scaled_step(model.train(checkpointing), [batch([5, 6, 7, 8]), media_batch(model)][(state.rank + turn) % 2])
+    return gradients(model)
+
+
+@pytest.mark.quick("mllama-True", "fuyu-False")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", WITHOUT_DUMMY)
+def test_tower_without_smallest_input(ranks, name, checkpointing):
+    """Each rank has text in one step and an image or audio in the other."""
+    model = build_without_dummy(name)
+    for _ in range(2):
+        for inputs in (batch([5, 6, 7, 8]), media_batch(model)):
+            scaled_step(model, inputs)
+    expected = gradients(model)
+    for found in ranks.run(on_ranks_without_dummy, name, checkpointing):
+        assert found.keys() == expected.keys()
+        for key, grad in found.items():
+            torch.testing.assert_close(torch.tensor(grad), torch.tensor(expected[key]), atol=1e-5, rtol=1e-4, msg=key)
 
 
 def test_audio_and_visual_towers_run_without_input():
     from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration
 
-    from opslot.models._modalities import run_towers_on_every_rank
+    from opslot.models._modalities import find_towers
 
     audio = {"d_model": 16, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "encoder_layers": 1, "output_dim": 32}
     config = Qwen2_5OmniThinkerConfig(
@@ -136,7 +199,7 @@ def test_audio_and_visual_towers_run_without_input():
     ids = torch.tensor([[5, 6, 7, 8]])
     expected = model(input_ids=ids, use_cache=False).logits
     assert all(p.grad is None for p in model.parameters())
-    run_towers_on_every_rank(model)
+    find_towers(model).run_on_every_rank(model)
     logits = model(input_ids=ids, use_cache=False).logits
     assert torch.equal(logits, expected)
     logits.sum().backward()

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache, masking_utils
 
 import opslot
 from opslot import KERNEL_REGISTRY
@@ -107,8 +107,10 @@ def test_sdpa_equals_transformers(name):
         for padding in (None, left, left.flip(1), between):
             close(model(IDS, attention_mask=padding).logits, expected(IDS, attention_mask=padding).logits, padding)
         options = {"max_new_tokens": 7, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-        found, wanted = (m.generate(IDS, attention_mask=left, **options) for m in (model, expected))
-    torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=1e-4, atol=1e-4)
+        for cache in ("dynamic", "static"):
+            options["cache_implementation"] = cache
+            found, wanted = (m.generate(IDS, attention_mask=left, **options) for m in (model, expected))
+            torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=1e-4, atol=1e-4)
 
 
 def test_kernel_without_masks_names_the_mask_that_it_cannot_apply(flash_like):
@@ -149,3 +151,34 @@ def test_mask_passed_to_a_model_inside_that_makes_masks_again():
     call = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[*range(12), *range(8)]])}
     found, expected = (m(**call, use_cache=False).loss for m in (model, upstream))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def prefill_and_decode(model):
+    """Logits of a prefill and of two steps with a static cache longer than the sequence."""
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    with torch.no_grad():
+        return [model(ids, past_key_values=cache).logits for ids in (IDS, IDS[:, :1], IDS[:, 1:2])]
+
+
+def test_static_cache_equals_transformers():
+    """A static cache has unused keys after the last query."""
+    model = original("deepseek_v3")
+    expected = prefill_and_decode(model)
+    opslot.apply(model, {"attn_implementation": "sdpa"})
+    for found, logits in zip(prefill_and_decode(model), expected, strict=True):
+        close(found, logits, torch.ones(logits.shape[:2]))
+
+
+def test_kernel_without_masks_rejects_a_static_cache(flash_like):
+    model = original("deepseek_v3")
+    opslot.apply(model, {"attn_implementation": "flash_like"})
+    with pytest.raises(KernelError, match=r"17 queries, 32 keys.*\n.*use sdpa or eager"):
+        prefill_and_decode(model)
+
+
+@pytest.mark.parametrize("offset", [0, torch.tensor(0)])
+def test_static_cache_gets_a_dense_mask_where_auto_selected_a_kernel_without_masks(offset):
+    make = masks.mask_function(masking_utils.flash_attention_mask, "flash_like", falls_back=True)
+    mask = make(2, 3, 5, offset, attention_mask=torch.tensor([[True] * 3, [False, True, True]]))
+    assert mask[0, 0].tolist() == [[j <= i for j in range(5)] for i in range(3)]
+    assert mask[1, 0, 1:].tolist() == [[0 < j <= i for j in range(5)] for i in (1, 2)]

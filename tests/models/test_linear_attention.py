@@ -213,6 +213,19 @@ def test_packed_documents_of_kimi_delta_attention(ops):
     assert worst_difference(train_step(model, packed_ids), train_step(model, alone)) == ""
 
 
+@pytest.mark.quick("kimi_linear")
+@pytest.mark.parametrize("arch", ["kimi_linear", "bailing_hybrid"])
+def test_triton_kernel_of_kimi_delta_attention(arch):
+    """Loss and gradients equal those of torch's code, of packed documents too."""
+    config = tiny_config(arch)
+    model = random_model(config, 0)
+    packed_ids, alone = packed_batches(random_ids(config, 0))
+    opslot.apply(model, {"chunk_gated_delta_rule_implementation": "torch_chunked"})
+    expected = train_step(model, alone)
+    opslot.apply(model, {"chunk_gated_delta_rule_implementation": "triton"})
+    assert worst_difference(train_step(model, packed_ids), expected) == ""
+
+
 def test_named_kernels_serve_packed_documents():
     model = build("qwen3_5_text")
     batch = packed(2)

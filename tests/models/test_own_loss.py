@@ -5,16 +5,16 @@ import torch
 import transformers
 from torch import nn
 
-from opslot._base.errors import ConfigError, ParallelError
-from opslot.models._own_loss import averages_its_own_labels
+from opslot._base.errors import ParallelError
+from opslot.models._own_loss import averages_its_own_labels, call_with_share_of_loss
 from opslot.models._sequence import _require_positions
-from opslot.trainer.prepare import _require_shared_mean
 
 
 class OwnForCausalLM(nn.Module):
     def forward(self, input_ids=None, labels=None, **kwargs):
         logits = torch.randn(*input_ids.shape, 8)
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return SimpleNamespace(loss=loss, logits=logits)
 
 
 @pytest.mark.parametrize(
@@ -41,16 +41,17 @@ def test_generated_class_passes_the_number_of_labels_on():
     assert not averages_its_own_labels(cls.__new__(cls))
 
 
-@pytest.mark.parametrize(("batch", "world", "raises"), [(1, 1, False), (2, 1, True), (1, 2, True)])
-def test_several_micro_batches_or_ranks_raise(batch, world, raises):
-    train = SimpleNamespace(global_batch_size=batch, micro_batch_size=1)
-    config = SimpleNamespace(task="sft", train=train)
-    state = SimpleNamespace(world_size=world)
-    if raises:
-        with pytest.raises(ConfigError, match=r"OwnForCausalLM .* ignores num_items_in_batch"):
-            _require_shared_mean(OwnForCausalLM(), config, state)
-        config.task = "classification"
-    _require_shared_mean(OwnForCausalLM(), config, state)
+def test_losses_of_micro_batches_add_up():
+    """The loss of a call is its share in the mean over the labels of the step; 0 for a call without labels."""
+    torch.manual_seed(0)
+    model = OwnForCausalLM()
+    parts = [torch.tensor([[1, 2, 3, 4]]), torch.tensor([[-100, 5, -100, -100]]), torch.full((1, 4), -100)]
+    calls = [{"input_ids": labels.clamp(min=0), "labels": labels} for labels in parts]
+    outputs = [call_with_share_of_loss(model, call, num_items_in_batch=4) for call in calls]
+    logits = torch.cat([output.logits[:, :-1] for output in outputs]).flatten(0, 1)
+    expected = nn.functional.cross_entropy(logits, torch.cat(parts)[:, 1:].flatten())
+    torch.testing.assert_close(sum(output.loss for output in outputs), expected)
+    assert outputs[-1].loss == 0
 
 
 def test_sharded_sequences_raise():

@@ -91,6 +91,10 @@ def test_saving_a_step_again_replaces_it(tmp_path):
             torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 6), torch.nn.Linear(4, 5, bias=False)),
             r"- 1.bias: \[4\] in the checkpoint, \[6\] in this model",
         ),
+        (
+            torch.nn.ModuleDict({"q": torch.nn.ModuleDict({"lora_A": torch.nn.Linear(4, 2)})}),
+            "  hint: its run had no section lora: remove lora.r, or another train.output_dir",
+        ),
     ],
 )
 def test_checkpoint_of_another_model_raises(tmp_path, model, message):

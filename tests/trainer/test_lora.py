@@ -231,8 +231,9 @@ def test_exports_load_in_peft_and_transformers(trainer, tmp_path):
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
 
 
-def test_generate_takes_adapters(write, tmp_path, capsys):
-    assert run_config(write("run", {"merge": True}, lr=0.1)) == 0
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_generate_takes_adapters(write, tmp_path, capsys, use_dora):
+    assert run_config(write("run", {"merge": True, "use_dora": use_dora}, lr=0.1)) == 0
     answers = []
     for folder in ("hf", "hf/merged"):
         capsys.readouterr()
@@ -338,7 +339,7 @@ def test_unmatched_targets_are_one_error(write, capsys):
         ({"dropout": 1.0}, "lora.dropout=1.0 must be in [0, 1)"),
         ({"target_modules": []}, "lora.target_modules is empty"),
         ({"target_modules": "q_proj("}, "is not a valid regular expression"),
-        ({"target_modules": "q_proj"}, "q_proj matches no module"),
+        ({"target_modules": "q_proj"}, "for full names; use [q_proj] for a name"),
         ({"quantization": "int4"}, "lora.quantization: expected"),
         ({"rank_pattern": {"q_prj": 2}}, "lora.rank_pattern: q_prj matches no module with an adapter"),
         ({"alpha_pattern": {"up(": 1}}, "lora.alpha_pattern: up( is not a valid regular expression"),
@@ -374,16 +375,33 @@ def test_merge_without_a_base_raises(tmp_path, capsys):
     assert "the base model of" in capsys.readouterr().err
 
 
+def test_merge_leaves_an_existing_folder(write, tmp_path, capsys):
+    adapter, base = tmp_path / "run" / "hf", tmp_path / "base"
+    assert run_config(write("run", max_steps=1)) == 0
+    for folder in (adapter, base):
+        before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        assert main(["merge", str(adapter), str(folder)]) == 2
+        assert "exists and is not an empty folder" in capsys.readouterr().err
+        assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+    assert main(["explain", str(adapter)]) == 2
+    assert "it has LoRA adapters: give the folder of their base model" in capsys.readouterr().err
+
+
 def test_classifier_heads_are_trained_whole(settings, write, tmp_path, capsys):
     settings["task"] = "classification"
     file = tmp_path / "labelled.jsonl"
-    file.write_text("".join(json.dumps({"text": f"{'ab'[i % 2]} {i}", "label": "ab"[i % 2]}) + "\n" for i in range(20)))
+    rows = [{"text": f"{'abc'[i % 3]} {i}", "label": "abc"[i % 3]} for i in range(20)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings["data"] |= {"train_path": str(file)}
     assert run_config(write("run", max_steps=2)) == 0
     written = load_file(tmp_path / "run" / "hf" / "adapter_model.safetensors")
     assert "base_model.model.score.weight" in written
     assert json.loads((tmp_path / "run/hf/adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
-    assert "opslot merge" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "opslot merge" not in out
+    # The command that is printed loads the adapters with the names of the labels.
+    command = out.split("load it with: ")[1].splitlines()[0]
+    assert eval(command, {"peft": peft}).config.id2label == {0: "a", 1: "b", 2: "c"}
     assert main(["merge", str(tmp_path / "run" / "hf"), str(tmp_path / "merged")]) == 2
     assert "set lora.merge: true" in capsys.readouterr().err
 

@@ -1,10 +1,12 @@
-"""Task vlm with the processors of many families: text, images and video mixed and packed equal the samples alone."""
+"""Task vlm with the processors of many families: text and media mixed and packed equal the samples alone."""
 
 import importlib.util
 import json
+import wave
 
 import numpy as np
 import pytest
+import torch
 import transformers
 import yaml
 from PIL import Image
@@ -14,19 +16,35 @@ from opslot.trainer import load_config
 from opslot.trainer.vlm import VLMTrainer
 from tests.processors import write_checkpoint
 
+# Packed documents would see each other.
+UNPACKED = ("mllama", "qwen2_audio")
 QUICK = ("gemma3", "llava_next")
 SLOW = (
+    "gemma4",
     "glm4v",
     "idefics3",
     "internvl",
+    "kimi_k25",
+    "llama4",
     "llava",
     "llava_onevision",
+    "minimax_m3_vl",
     "mistral3",
+    "paligemma",
+    "phi4_multimodal",
     "qwen2_5_vl",
     "qwen2_vl",
     "qwen3_5",
     "qwen3_vl",
+    "smolvlm",
 )
+# Transformers' get_video_features counts the frames of a video that it merges, and raises.
+WITHOUT_VIDEO = ("kimi_k25",)
+_COMPONENTS = {
+    "image": ("image_processor",),
+    "video": ("video_processor",),
+    "audio": ("feature_extractor", "audio_processor"),
+}
 
 
 def talk(*parts):
@@ -34,28 +52,48 @@ def talk(*parts):
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "a red circle"}]}
 
 
-def samples(folder, has_video):
-    """Text, one image, two images, and a video."""
+def kinds_of(family):
+    """The media that the processor of a family takes."""
+    parts = getattr(transformers, PROCESSOR_MAPPING_NAMES[family]).get_attributes()
+    found = {kind for kind, names in _COMPONENTS.items() if {*names} & {*parts}}
+    return found - {"video"} if family in WITHOUT_VIDEO else found
+
+
+def samples(folder, kinds):
+    """Text, one image, two images, a video, and audio."""
     rng = np.random.default_rng(0)
-    for number in (1, 2):
-        pixels = rng.integers(0, 255, (20 + 4 * number, 28, 3)).astype("uint8")
-        Image.fromarray(pixels).save(folder / f"{number}.png")
+    for name, size in {"1": (24, 28), "2": (28, 28), "frame": (24, 32)}.items():
+        pixels = rng.integers(0, 255, (*size, 3)).astype("uint8")
+        Image.fromarray(pixels).save(folder / f"{name}.png")
+    with wave.open(str(folder / "tone.wav"), "wb") as file:
+        file.setparams((1, 2, 16000, 0, "NONE", ""))
+        file.writeframes((8000 * np.sin(np.arange(4000) / 9)).astype("<i2").tobytes())
     first, second = ({"type": "image", "image": f"{number}.png"} for number in (1, 2))
-    video = {"type": "video", "video": {"frames": ["1.png", "2.png"] * 2, "fps": 2}}
-    return [talk(), talk(first), talk(second, first), *([talk(video)] if has_video else [])]
+    video = {"type": "video", "video": {"frames": ["frame.png"] * 4, "fps": 2}}
+    found = {"image": [talk(first), talk(second, first)], "video": [talk(video)]}
+    found["audio"] = [talk({"type": "audio", "audio": "tone.wav"})]
+    return [talk(), *(sample for kind in found if kind in kinds for sample in found[kind])]
+
+
+def write_run(family, settings, folder):
+    """A checkpoint of a family and its samples; returns the samples."""
+    if "video" in kinds_of(family) and importlib.util.find_spec("torchvision") is None:
+        pytest.skip(f"the video processor of {family} needs torchvision")
+    try:
+        write_checkpoint(folder, family)
+    except ImportError as error:
+        pytest.skip(str(error).splitlines()[0])
+    lines = samples(folder, kinds_of(family))
+    (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings |= {"task": "vlm", "model": {"config_path": str(folder)}}
+    settings["data"] |= {"train_path": str(folder / "chat.jsonl"), "max_seq_len": 1024, "shuffle": False}
+    settings["train"] |= {"global_batch_size": len(lines)}
+    return lines
 
 
 @pytest.mark.parametrize("family", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_packed_families_equal_unpacked(family, settings, tmp_path):
-    has_video = "video_processor" in getattr(transformers, PROCESSOR_MAPPING_NAMES[family]).get_attributes()
-    if has_video and importlib.util.find_spec("torchvision") is None:
-        pytest.skip(f"the video processor of {family} needs torchvision")
-    write_checkpoint(tmp_path, family)
-    lines = samples(tmp_path, has_video)
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settings |= {"task": "vlm", "model": {"config_path": str(tmp_path)}}
-    settings["data"] |= {"train_path": str(tmp_path / "chat.jsonl"), "max_seq_len": 1024, "shuffle": False}
-    settings["train"] |= {"global_batch_size": len(lines)}
+    lines = write_run(family, settings, tmp_path)
     losses = []
     for packing in (True, False):
         settings["data"]["packing"] = packing
@@ -68,3 +106,44 @@ def test_packed_families_equal_unpacked(family, settings, tmp_path):
         count = sum(map(trainer.count_targets, batches))
         losses.append(sum(trainer.forward(batch, count).loss.item() for batch in batches))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.quick("mllama")
+@pytest.mark.parametrize("family", UNPACKED)
+def test_family_without_packing(family, settings, train, tmp_path):
+    """Packing raises with the reason; without it, losses and gradients are those of Transformers."""
+    lines = write_run(family, settings, tmp_path)
+    code, _, error = train()
+    assert code == 2
+    assert "cannot train on packed documents" in error
+    settings["data"]["packing"] = False
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    trainer = VLMTrainer(
+        load_config([str(file), "--train.micro_batch_size=1", "--model.ops_implementation=eager"]), callbacks=[]
+    )
+    theirs = getattr(transformers, type(trainer.model).__name__)._from_config(trainer.model.config)
+    theirs.load_state_dict(trainer.model.state_dict())
+    batches = trainer.next_micro_batches(iter(trainer.batches))
+    assert len(batches) == len(lines)
+    for batch in batches:
+        count = trainer.count_targets(batch)
+        losses = [trainer.forward(batch, count).loss, theirs(**batch, use_cache=False).loss]
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
+        for loss in losses:
+            loss.backward()
+    for (name, found), wanted in zip(trainer.model.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_processor_of_another_model(settings, train, tmp_path):
+    """The error names file and line of a sample whose processor makes other numbers of tokens than of features."""
+    write_checkpoint(tmp_path, "llava")
+    file = tmp_path / "processor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_additional_image_tokens": 7}))
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples(tmp_path, {"image"})))
+    settings |= {"task": "vlm", "model": {"config_path": str(tmp_path)}}
+    settings["data"] |= {"train_path": str(tmp_path / "chat.jsonl"), "max_seq_len": 1024}
+    code, _, error = train()
+    assert code == 2
+    assert "chat.jsonl, line 2: Image features and image tokens do not match" in error

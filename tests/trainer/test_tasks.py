@@ -290,6 +290,12 @@ def test_bad_labels_are_located(chat_settings, train, tmp_path):
     assert code == 2
     assert f"{file}, line 2: label is 'y', which is not one of the 2 labels (x, z)" in err
     assert f"{file}, line 3: no label; it has text" in err
+    chat_settings["data"]["label_names"] = ["x", "x"]
+    assert "needs at least two different labels\n  found: x, x" in train()[2]
+    del chat_settings["data"]["label_names"]
+    for label, message in (("1", "at least two different labels\n  found: LABEL_0"), ("0.5", "neither strings nor")):
+        file.write_text(f'{{"text": "a", "label": {label}}}\n'.replace("1", "0"))
+        assert message in train()[2]
 
 
 def save_to_disk(folder, rows, features=None):

@@ -1,4 +1,7 @@
-"""Task vlm in two processes: the same losses as in one."""
+"""Task vlm in two processes: the same losses as in one, and errors of one rank end both."""
+
+import contextlib
+import io
 
 import pytest
 import yaml
@@ -10,6 +13,73 @@ def run_config(file):
     from opslot.trainer import cli_train
 
     return cli_train([file])
+
+
+def run_and_capture(file):
+    from opslot.trainer import cli_train
+
+    with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()) as out:
+        code = cli_train([file])
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture
+def write(settings, tmp_path):
+    """Write a configuration of task vlm with an output folder of that name; returns the file."""
+    from tests.multimodal import write_model, write_samples
+
+    settings["task"] = "vlm"
+    settings["model"] = {"config_path": str(write_model(tmp_path / "vlm"))}
+    settings["data"] |= {"train_path": str(write_samples(tmp_path / "samples")), "max_seq_len": 193, "shuffle": False}
+    settings["train"] |= {"global_batch_size": 2, "micro_batch_size": 1, "max_steps": 3, "lr": 1e-3}
+
+    def make(name, **data):
+        file = tmp_path / f"{name}.yaml"
+        whole = {**settings, "data": settings["data"] | data}
+        whole["train"] = settings["train"] | {"output_dir": str(tmp_path / name)}
+        file.write_text(yaml.safe_dump(whole))
+        return str(file)
+
+    return make
+
+
+def damage(tmp_path):
+    (tmp_path / "samples" / "img" / "1_0.png").write_bytes(b"no image")
+
+
+def assert_reported_once(errors):
+    assert errors.count("opslot: error: ") == 1
+    assert "chat.jsonl, line 2: " in errors
+    assert "1_0.png" in errors
+
+
+def test_undecodable_image_ends_both_ranks(write, ranks, tmp_path):
+    file = write("run")
+    damage(tmp_path)
+    answers = ranks.run(run_and_capture, file, timeout=90)
+    assert all(code for code, *_ in answers)
+    assert_reported_once("".join(error for *_, error in answers))
+
+
+@pytest.mark.slow
+def test_image_of_one_rank_that_is_damaged_after_tokenization(write, ranks, torchrun, tmp_path):
+    assert ranks.run(run_config, write("run"), timeout=90) == [0, 0]
+    damage(tmp_path)
+    process = torchrun(2, write("again"))
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode != 0
+    assert_reported_once(errors)
+
+
+def test_ranks_skip_the_same_samples(write, ranks, tmp_path):
+    one, two = (write(name, on_bad_sample="skip") for name in ("one", "two"))
+    damage(tmp_path)
+    assert run_config(one) == 0
+    (code, out, _), (other, *_) = ranks.run(run_and_capture, two, timeout=90)
+    assert (code, other) == (0, 0)
+    assert "1 samples left out: malformed" in out
+    curves = [[row["loss"] for row in read_metrics(tmp_path / name)] for name in ("one", "two")]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
 
 
 @pytest.mark.quick("sp")

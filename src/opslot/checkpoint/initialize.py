@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ _PARTWISE = {
 # Numbers drawn from one seed. A rank draws every block that its shard overlaps: large blocks waste numbers at the
 # boundaries of a shard, small ones cost launches.
 _BLOCK = 1 << 20
+# Of stacked experts; weights with more are kernels of convolutions.
+_LARGEST_DIMS = 3
 
 
 def initialize_weights(
@@ -165,6 +168,12 @@ class MeshFreeDraws(TorchDispatchMode):
         region, local, shape = local_ranges(tensor), local_tensor(tensor), tuple(tensor.shape)
         if local.numel() == 0:
             return
+        if len(shape) > _LARGEST_DIMS:
+            # Kernels of convolutions, which may have a single element each, as rows.
+            if local.shape[1:] != tensor.shape[1:]:
+                raise _NeedsWhole(f"{func} on a convolution that is sharded along its input channels")
+            width = math.prod(shape[1:])
+            region, local, shape = (region[0], slice(0, width)), local.view(-1, width), (shape[0], width)
         while len(shape) < 2:
             region, local, shape = (*region, slice(0, 1)), local.unsqueeze(-1), (*shape, 1)
         generator = torch.Generator(local.device)

@@ -309,9 +309,15 @@ def _check_model(folder: Path, model_state: dict[str, Any]) -> None:
         if size is not None and size != shape:
             problems.append(f"{name}: {list(size)} in the checkpoint, {list(shape)} in this model")
     if problems:
+        hint = "set model.config_path to the config that it was trained with"
+        adapted, adapts = (any(".lora_" in name for name in names) for names in (there, here))
+        if adapted != adapts:
+            hint = (
+                f"its run had {'a' if adapted else 'no'} section lora: {'set lora.r' if adapted else 'remove lora.r'}"
+            )
         raise CheckpointError(
             list_problems(f"the checkpoint {folder} is of another model", problems),
-            hint="set model.config_path to the config that it was trained with, or another train.output_dir",
+            hint=f"{hint}, or another train.output_dir",
         )
 
 

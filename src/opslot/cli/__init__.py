@@ -121,6 +121,25 @@ def _seed(text: str) -> int:
     return number
 
 
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
+def _temperature(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be 0 or a finite number above 0")
+    return number
+
+
+# Named in argparse's error for text that is not a number.
+_count.__name__ = _seed.__name__ = "integer"
+_temperature.__name__ = "number"
+
+
 def _add_data(add: _Add) -> None:
     data = add("data", help="show what a training configuration trains on", formatter_class=_FORM)
     preview = data.add_subparsers(dest="action", required=True, metavar="ACTION").add_parser(
@@ -133,7 +152,7 @@ def _add_data(add: _Add) -> None:
         ),
         formatter_class=_FORM,
     )
-    preview.add_argument("--samples", type=int, default=3, metavar="N", help="documents to print; default 3")
+    preview.add_argument("--samples", type=_count, default=3, metavar="N", help="documents to print; default 3")
     preview.add_argument("--tokens", action="store_true", help="print tokens instead of text")
     preview.add_argument(
         "--color", choices=("auto", "always", "never"), default="auto", help="mark with a color or with [[ ]]"
@@ -155,9 +174,13 @@ def _add_generate(add: _Add) -> None:
     generate.add_argument("--prompt", action="append", required=True, help="may be repeated")
     generate.add_argument("--system", default=None, help="system message")
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
-    generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default 256")
+    generate.add_argument("--max-new-tokens", type=_count, default=256, metavar="N", help="default 256")
     generate.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="of sampling; default 0, the most likely tokens"
+        "--temperature",
+        type=_temperature,
+        default=0.0,
+        metavar="T",
+        help="of sampling; default 0, the most likely tokens",
     )
     generate.add_argument("--seed", type=_seed, default=0, help="of sampling")
     generate.add_argument("--device", type=_device, default=None, help="cpu or cuda; default a GPU where there is one")

@@ -31,7 +31,8 @@ def run(
     Exit code 1 if there are no slots, if the module cannot be generated with them, or if the check fails.
     """
     if (name is None) != every:
-        raise ConfigError("no architecture named", hint="name one, e.g. `opslot discover mistral`, or give --all")
+        what = f"{name} and --all exclude each other" if every else "no architecture named"
+        raise ConfigError(what, hint="name one, e.g. `opslot discover mistral`, or give --all")
     if every:
         if verify or checks or output:
             raise ConfigError("--verify, --checks and -o are for one architecture", found="--all")

@@ -6,6 +6,8 @@ from typing import Any
 
 from opslot._base.errors import ConfigError
 
+_HINT = "give the folder of a causal language model, such as <output_dir>/hf"
+
 
 def run(
     model: str,
@@ -25,34 +27,24 @@ def run(
         ConfigError: no checkpoint of a causal language model in the folder.
     """
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from opslot._base.device import best_device
-    from opslot.checkpoint.adapters import read_adapter_config
+    from opslot._base.device import best_device, usable_device
     from opslot.data import load_tokenizer
-    from opslot.models import load_config
     from opslot.trainer.generating import generate_answers
 
-    # Of a folder with adapters, Transformers loads the base model that they name, and adds them.
-    load_config(read_adapter_config(model).get("base_model_name_or_path") or model, trust_remote_code=trust_remote_code)
+    target = usable_device(device or best_device().type)
+    base = _base_of(model, trust_remote_code)
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     if system is not None and (raw or not tokenizer.chat_template):
         why = "--raw is given" if raw else f"the tokenizer in {model} has none"
         raise ConfigError(f"--system needs a chat template, and {why}")
-    logging.disable_progress_bar()
-    target = device or best_device().type
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model, trust_remote_code=trust_remote_code, local_files_only=True, dtype="auto"
-        )
-        loaded = loaded.to(target).eval()
-    except (OSError, ValueError, RuntimeError) as error:
+    if "" in prompts and not tokenizer("")["input_ids"] and (raw or not tokenizer.chat_template):
         raise ConfigError(
-            f"{model} is not a checkpoint that can generate",
-            found=str(error).splitlines()[0],
-            hint="give the folder of a causal language model, such as <output_dir>/hf",
-        ) from error
+            "--prompt is empty, so there is no token to continue", hint="give a prompt of one token or more"
+        )
+    logging.disable_progress_bar()
+    loaded = _load(model, base, trust_remote_code).to(target).eval()
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else None
     with torch.no_grad():
@@ -71,3 +63,43 @@ def run(
                 print(f">>> {prompt}")
             print(answer)
     return 0
+
+
+def _base_of(folder: str, trust_remote_code: bool) -> str:
+    """The folder of the base model that the adapters in `folder` name; without adapters, `folder`."""
+    from opslot.checkpoint.adapters import read_adapter_config
+    from opslot.models import load_config
+
+    adapter = read_adapter_config(folder)
+    base = str(adapter.get("base_model_name_or_path") or folder)
+    config = load_config(base, trust_remote_code=trust_remote_code)
+    classifiers = [name for name in getattr(config, "architectures", None) or () if name.endswith("Classification")]
+    if classifiers or adapter.get("task_type") in ("SEQ_CLS", "TOKEN_CLS"):
+        found = classifiers[0] if classifiers else f"adapters with task_type {adapter['task_type']}"
+        raise ConfigError(f"{folder} has a classifier, which generates no text", found=found, hint=_HINT)
+    return base
+
+
+def _load(folder: str, base: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from opslot.checkpoint.adapters import load_adapter
+
+    try:
+        # Not of a folder with adapters: Transformers adds them without the magnitudes of DoRA.
+        model, info = AutoModelForCausalLM.from_pretrained(
+            base, trust_remote_code=trust_remote_code, local_files_only=True, dtype="auto", output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"{base} is not a checkpoint that can generate", found=str(error).splitlines()[0], hint=_HINT
+        ) from error
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(
+            f"{base} is not a checkpoint that can generate",
+            found=f"no weights for {', '.join(missing[:3])}",
+            hint=_HINT,
+        )
+    if base != folder:
+        load_adapter(model, folder)
+    return model

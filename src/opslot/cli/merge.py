@@ -15,7 +15,7 @@ def run(adapter: str, destination: str, base: str | None, max_shard_size: str) -
     """Write `base` with the adapters added to `destination`, in the hub's layout and the base's dtype.
 
     Raises:
-        ConfigError: no adapters, no base model, or adapters of a classifier.
+        ConfigError: no adapters, no base model, adapters of a classifier, or a destination that is not empty.
         CheckpointError: an adapter or a base that cannot be read, or that do not fit each other.
     """
     from opslot.checkpoint import save_weights
@@ -39,6 +39,8 @@ def run(adapter: str, destination: str, base: str | None, max_shard_size: str) -
             f"{adapter} has the adapters of a classifier, whose labels are not in it",
             hint="set lora.merge: true in the run that trains it, which also exports the merged model",
         )
+    if Path(destination).exists() and (not Path(destination).is_dir() or any(Path(destination).iterdir())):
+        raise ConfigError(f"{destination!r} exists and is not an empty folder", hint="give another destination")
     model = build_foundation_model(folder, weights_path=folder, ops_implementation="eager", init_device="cpu")
     load_adapter(model, adapter)
     saved = save_weights(model, destination, max_shard_size=max_shard_size, merge_adapters=True)

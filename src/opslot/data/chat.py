@@ -332,7 +332,9 @@ def _messages(value: Any, column: str) -> list[Message]:
     if isinstance(value, Mapping):
         # An old form of `datasets`: one list per field.
         value = [dict(zip(value, row, strict=False)) for row in zip(*value.values(), strict=False)]
-    if not isinstance(value, list) or not value:
+    if value == []:
+        raise SampleError(f"{column} is empty")
+    if not isinstance(value, list):
         raise SampleError(f"{column} must be a list of messages, found {_shown(value)}")
     return [_message(message, f"{column}[{number}]") for number, message in enumerate(value)]
 

@@ -297,7 +297,7 @@ class TokenCorpus:
             can_skip = getattr(self._encoder, "on_bad_sample", None) == "error"
             raise _unreadable(problems, _SKIPPING if can_skip else "")
         if not documents and len(self.sizes) == 1:
-            raise _unreadable([f"{no_text(list(self._stamps))}{_described(counts)}"])
+            raise _unreadable([f"{no_text(list(self._stamps), bool(counts))}{_described(counts)}"])
         return documents
 
     def _require_unchanged(self, ranges: Sequence[ByteRange]) -> None:

@@ -118,7 +118,7 @@ class LabelEncoder:
         """The text or words of a record, and its labels' numbers."""
         missing = [name for name in (text_field, label_field) if record.get(name) is None]
         if missing:
-            has = ", ".join(map(str, record)) or "nothing"
+            has = ", ".join(str(name) for name, value in record.items() if value is not None) or "nothing"
             raise ValueError(f"no {' and no '.join(missing)}; it has {has}")
         text, label = record[text_field], record[label_field]
         if not self.per_token:
@@ -193,8 +193,9 @@ def find_label_names(encoder: LabelEncoder, files: Sequence[Path], format: str) 
             raise DataError(list_problems("the data cannot be read", problems))
     found = sorted(names) if names else [f"LABEL_{number}" for number in range(largest + 1)]
     if not found or len(found) > _MOST_LABELS or (names and largest >= 0):
-        mixed = "strings and numbers" if names and largest >= 0 else f"{len(found):,} different labels"
-        raise DataError("the labels cannot be classes", found=mixed, hint="set data.label_field to a column of labels")
+        wrong = f"{len(found):,} different labels" if found else "neither strings nor integers from 0"
+        wrong = "strings and integers" if names and largest >= 0 else wrong
+        raise DataError("the labels cannot be classes", found=wrong, hint="set data.label_field to a column of labels")
     return found
 
 

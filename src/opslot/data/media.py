@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 KINDS = ("image", "video", "audio")
+# Characters of a path in an error; base64 text in its place may be long.
+_LONGEST_SHOWN = 200
 # Keys of a source, in the order in which they are looked for.
 _KEYS = ("bytes", "base64", "array", "frames", "path", "url", "file")
 
@@ -61,7 +63,7 @@ def load_image(source: Any, folder: Path, limits: Limits) -> Image:
     Raises:
         MediaError: a missing file, or one that does not decode.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     value = _value(source)
     if isinstance(value, Image.Image):
@@ -77,13 +79,24 @@ def load_image(source: Any, folder: Path, limits: Limits) -> Image:
             image.load()
         except MediaError:
             raise
+        except UnidentifiedImageError as error:
+            raise MediaError(f"the image {describe(source)} does not decode (unknown format)") from error
         # PIL raises many types for damaged files.
         except Exception as error:
             raise MediaError(f"the image {describe(source)} does not decode ({error})") from error
-    image = image if image.mode == "RGB" else image.convert("RGB")
+    image = _rgb(image)
     if limits.max_pixels is not None and image.width * image.height > limits.max_pixels:
         image = image.resize(_scaled(image.size, limits.max_pixels), Image.Resampling.BICUBIC)
     return image
+
+
+def _rgb(image: Image) -> Image:
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):
+        # Pillow clips 16-bit values to 255.
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def load_video(source: Any, folder: Path, limits: Limits) -> Video:
@@ -133,7 +146,7 @@ def describe(source: Any) -> str:
     if isinstance(source, Mapping) and isinstance(source.get("path"), str) and source.get("bytes") is not None:
         return f"{source['path']} (in the record)"
     value = _value(source)
-    if isinstance(value, str) and not value.startswith("data:") and len(value) < 400:
+    if isinstance(value, str) and not value.startswith("data:") and len(value) < _LONGEST_SHOWN:
         return value
     return f"in the record (a {type(value).__name__})"
 
@@ -153,7 +166,7 @@ def pack(value: Any, blobs: list[bytes]) -> Any:
     elif isinstance(value, bytes | bytearray | memoryview):
         kind, data = "bytes", bytes(value)
     elif hasattr(value, "save"):
-        value.convert("RGB").save(stream, "PNG")
+        _rgb(value).save(stream, "PNG")
         kind, data = "bytes", stream.getvalue()
     else:
         raise MediaError(f"a {type(value).__name__} is not an image, video or audio")
@@ -218,7 +231,11 @@ def _read(value: Any, folder: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise MediaError(f"{value} cannot be read ({error.strerror}); relative paths start at {folder}") from error
+        shown = value if len(value) < _LONGEST_SHOWN else f"{value[:_LONGEST_SHOWN]}..."
+        hint = "" if len(value) < _LONGEST_SHOWN else '; give base64 text as {"base64": ...} or a data: URI'
+        raise MediaError(
+            f"{shown} cannot be read ({error.strerror}); relative paths start at {folder}{hint}"
+        ) from error
 
 
 def _pixels(value: Any, dimensions: tuple[int, ...], what: str) -> np.ndarray:

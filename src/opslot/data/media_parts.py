@@ -20,15 +20,16 @@ def separate_media(record: Mapping[str, Any], form: str) -> tuple[dict[str, Any]
 
     A part is {"type": "image", "image": SOURCE}, {"type": "image", "path": ...} (or bytes, base64, array), {"type":
     "image_url", "image_url": {"url": ...}}, or {"type": "image"} for the next of the column `images`. In a string,
-    <image>, <video> and <audio> also stand for the next of a column, if the record has one.
+    <image>, <video> and <audio> also stand for the next of a column, if the record has that column; in other turns
+    than a user's, those that are left over are text.
 
     Args:
         form: the first column of the conversation.
 
     Raises:
-        MediaError: a part without a source, or a column with more media than the messages use.
+        MediaError: a part without a source, or a column with more or fewer media than the messages use.
     """
-    queues = {kind: _column(record, kind) for kind in KINDS}
+    queues = {kind: given for kind in KINDS if (given := _column(record, kind)) is not None}
     media: list[tuple[str, Any]] = []
     columns = ("prompt", "completion") if form == "prompt" else (form,)
     changed = dict(record)
@@ -40,7 +41,7 @@ def separate_media(record: Mapping[str, Any], form: str) -> tuple[dict[str, Any]
             except ValueError:
                 continue
         if isinstance(value, str):
-            parts = _of_text(value, queues, media)
+            parts = _of_text(value, queues, media, column == "prompt")
             if parts != value:
                 role = "user" if column == "prompt" else "assistant"
                 changed[column] = [{"role": role, "content": parts}]
@@ -57,12 +58,12 @@ def separate_media(record: Mapping[str, Any], form: str) -> tuple[dict[str, Any]
     return changed, media
 
 
-def _column(record: Mapping[str, Any], kind: str) -> list[Any]:
+def _column(record: Mapping[str, Any], kind: str) -> list[Any] | None:
     for name in (f"{kind}s", kind):
         value = record.get(name)
         if value is not None:
             return list(value) if isinstance(value, list) and name == f"{kind}s" else [value]
-    return []
+    return None
 
 
 def _of_message(message: Any, queues: dict[str, list[Any]], media: list[tuple[str, Any]]) -> Any:
@@ -71,22 +72,23 @@ def _of_message(message: Any, queues: dict[str, list[Any]], media: list[tuple[st
     key = "content" if message.get("content") is not None else "value"
     content = message.get(key)
     if isinstance(content, str):
-        return {**message, key: _of_text(content, queues, media)}
+        by_user = (message.get("role") or message.get("from")) in ("user", "human")
+        return {**message, key: _of_text(content, queues, media, by_user)}
     if not isinstance(content, list):
         return dict(message)
     return {**message, key: [_of_part(part, queues, media) for part in content]}
 
 
-def _of_text(text: str, queues: dict[str, list[Any]], media: list[tuple[str, Any]]) -> Any:
+def _of_text(text: str, queues: dict[str, list[Any]], media: list[tuple[str, Any]], by_user: bool) -> Any:
     """The text itself, or its parts where tags stand for the media of columns."""
-    if not any(queues.values()):
-        return text
     parts: list[dict[str, Any]] = []
     start = 0
     for tag in _TAG.finditer(text):
         kind = tag[1]
-        if not queues[kind]:
+        if not queues.get(kind) and not (by_user and kind in queues):
             continue
+        if not queues[kind]:
+            raise MediaError(f"the messages have more {tag[0]} than the column {kind}s")
         if tag.start() > start:
             parts.append({"type": "text", "text": text[start : tag.start()]})
         parts.append({"type": kind})
@@ -108,7 +110,7 @@ def _of_part(part: Any, queues: dict[str, list[Any]], media: list[tuple[str, Any
         return {"type": "text", "text": known.get("text", "")}
     source = _source(known, kind)
     if source is None:
-        if not queues[kind]:
+        if not queues.get(kind):
             raise MediaError(
                 f'a part of type {kind} has no source; it has {", ".join(known)}. Give it as "{kind}", path, bytes or '
                 f"base64, or in a column {kind}s"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +62,8 @@ _COMPONENTS = {
     "audio": ("feature_extractor", "audio_processor"),
 }
 # Inputs that are not passed on: they are made for the packed sequence.
-_OWN = ("input_ids", "attention_mask")
-_PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
+_OWN = ("input_ids", "attention_mask", "labels")
+_PER_TOKEN = ("token_type_ids", "mm_token_type_ids", "cross_attention_mask")
 
 
 class MultimodalEncoder(ChatEncoder):
@@ -75,6 +75,8 @@ class MultimodalEncoder(ChatEncoder):
         positions: position ids of the model.
         limits: bounds for decoding.
         use_audio_in_video: read the audio tracks of videos too, as the processors of omni models take them.
+        check_features: returns what is wrong with the placeholders in tokens [S] for what the processor returned, ""
+            for nothing, None where it is unknown.
         options: as in `ChatEncoder`.
 
     Raises:
@@ -91,6 +93,7 @@ class MultimodalEncoder(ChatEncoder):
         max_seq_len: int,
         limits: Limits | None = None,
         use_audio_in_video: bool = False,
+        check_features: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], str | None] | None = None,
         **options: Any,
     ) -> None:
         self.processor: Any = processor
@@ -104,6 +107,9 @@ class MultimodalEncoder(ChatEncoder):
         self.config = config
         self.positions = positions
         self.limits = limits or Limits()
+        self.check_features = check_features
+        # Of a prefix language model, whose prompt is bidirectional: its processor takes the answers apart as `suffix`.
+        self.has_prefix = "suffix" in inspect.signature(type(self.processor).__call__).parameters
         self._media: list[tuple[str, Any]] = []
 
     def identity(self) -> dict[str, Any]:
@@ -164,9 +170,11 @@ class MultimodalEncoder(ChatEncoder):
         tokens = np.empty(len(ids), LABELED)
         tokens["token"] = ids
         tokens["label"] = np.where(trained_tokens(spans, encoded["offset_mapping"]), ids, IGNORE_INDEX)
-        self._check_placeholders(ids, inputs, used)
+        if self.has_prefix:
+            description["prefix"] = int((tokens["label"] != IGNORE_INDEX).argmax())
+        self._check_placeholders(ids, inputs, used, sample.text)
         self._rotary_positions(ids, inputs, has_tracks)
-        placeholder = torch.isin(ids, torch.tensor(self._media_tokens))
+        placeholder = torch.isin(ids, torch.tensor(self.media_tokens))
         tokens["label"][placeholder.numpy()] = IGNORE_INDEX
         kept = self._shortened(tokens, placeholder, counts)
         if kept is None:
@@ -212,6 +220,8 @@ class MultimodalEncoder(ChatEncoder):
                 hint="restore the file and continue with train.checkpoint.resume_from: latest",
             ) from error
         found = {name: value for name, value in inputs.items() if name not in _OWN}
+        if self.has_prefix:
+            found["token_type_ids"] = (torch.arange(len(ids)) >= description["prefix"]).long()[None]
         if self._marks_videos_as_images(ids, found):
             found = _videos_as_images(found, [kind for kind, _ in description["media"]])
         used = ("mm_token_type_ids",) if self.positions.axes > 1 else ()
@@ -241,19 +251,24 @@ class MultimodalEncoder(ChatEncoder):
         recorder = _Recorder(self.tokenizer)
         self.processor.tokenizer = recorder
         try:
-            outputs = self.processor(
-                text=[description["text"]],
-                return_tensors="pt",
-                add_special_tokens=self.plain,
-                **_arguments(media),
-                **({"use_audio_in_video": True} if has_tracks else {}),
-            )
+            outputs = self._call(recorder, description["text"], media, has_tracks)
         except _REJECTED as error:
             raise SampleError(f"{type(self.processor).__name__} rejects it: {error}") from error
         finally:
             self.processor.tokenizer = self.tokenizer
         found = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
         return found, recorder.text, has_tracks
+
+    def _call(self, tokenizer: Any, text: str, media: dict[str, list[Any]], has_tracks: bool) -> Any:
+        """What the processor returns, or for text that it rejects without media, the tokenizer alone."""
+        options = {"return_tensors": "pt", "add_special_tokens": self.plain}
+        settings = {"use_audio_in_video": True} if has_tracks else {}
+        try:
+            return self.processor(text=[text], **options, **_arguments(media), **settings)
+        except _REJECTED:
+            if any(media.values()) or self._placeholders(text):
+                raise
+            return tokenizer([text], **options)
 
     def _load(self, description: dict[str, Any]) -> tuple[dict[str, list[Any]], bool]:
         """Images, videos and audio of a sample, and whether its videos have audio, which is in the audio then."""
@@ -292,7 +307,7 @@ class MultimodalEncoder(ChatEncoder):
         return next((part for part in parts if part is not None), None)
 
     @property
-    def _media_tokens(self) -> list[int]:
+    def media_tokens(self) -> list[int]:
         """Tokens that the model replaces with features."""
         found = []
         for kind in KINDS:
@@ -308,9 +323,11 @@ class MultimodalEncoder(ChatEncoder):
         values = {getattr(self.processor, name, None) for name in names}
         return sorted((v for v in values if isinstance(v, str) and v and v in text), key=len, reverse=True)
 
-    def _check_placeholders(self, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor], used: list[Any]) -> None:
-        """Compare the placeholders of images and videos with the features that the model will compute."""
-        if not used and bool(torch.isin(ids, torch.tensor(self._media_tokens)).any()):
+    def _check_placeholders(
+        self, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor], used: list[Any], text: str
+    ) -> None:
+        """Compare the placeholders of images, videos and audio with the features that the model will compute."""
+        if not used and bool(torch.isin(ids, torch.tensor(self.media_tokens)).any()):
             raise SampleError("its text holds a placeholder of an image, video or audio, but it has none")
         marked = "image" if self._marks_videos_as_images(ids, inputs) else "video"
         features: Counter[str] = Counter()
@@ -325,14 +342,27 @@ class MultimodalEncoder(ChatEncoder):
                     "the processor that ships with the checkpoint"
                 )
             features[marked if kind == "video" else kind] += int(grid.prod(-1).sum()) // merge**2
+        unchecked = Counter(kind for kind, _ in used if f"{kind}_grid_thw" not in inputs)
+        problem = ""
         for kind, count in features.items():
             token = getattr(self.config, f"{kind}_token_id", None)
-            placeholders = count if token is None else int((ids == token).sum())
-            if placeholders != count:
-                raise SampleError(
-                    f"{placeholders} {kind} placeholders in the text, but {count} features; remove the placeholder "
-                    "from the text, or use the processor that ships with the checkpoint"
-                )
+            found = count if token is None else int((ids == token).sum())
+            if found != count:
+                problem = f"{found} {kind} placeholders in the text, but {count} features"
+        for kind, count in unchecked.items():
+            token = getattr(self.processor, f"{kind}_token", None)
+            found = text.count(token) if isinstance(token, str) and token else 0
+            # Some processors insert the tokens by themselves.
+            if found and found != count:
+                problem = f"{found} {kind} placeholders ({token}) in the text, but {count} {kind} inputs"
+        if self.check_features is not None and (problem or unchecked):
+            # Some models merge the frames of a video too.
+            known = self.check_features(ids, {name: value for name, value in inputs.items() if name not in _OWN})
+            problem = problem if known is None else known
+        if problem:
+            raise SampleError(
+                f"{problem}; remove the placeholder from the text, or use the processor that ships with the checkpoint"
+            )
 
     def _merge_size(self, kind: str, inputs: Mapping[str, torch.Tensor]) -> int | None:
         """Patches along each axis that the model merges to one feature."""
@@ -381,7 +411,8 @@ class MultimodalCollator:
                 rotary[:, row, start:stop] = found.pop("position_ids")
                 for name, value in found.items():
                     if name in _PER_TOKEN:
-                        per_token.setdefault(name, torch.zeros_like(text))[row, start:stop] = value
+                        zeros = torch.zeros(*text.shape, *value.shape[1:], dtype=value.dtype)
+                        per_token.setdefault(name, zeros)[row, start:stop] = value
                     else:
                         features.setdefault(name, []).append(value)
                 start = stop
@@ -461,7 +492,7 @@ def _moved(text: str, expanded: str, spans: list[tuple[int, int]], placeholders:
     for number, (start, stop) in enumerate(kept):
         piece = text[start:stop]
         last = number == len(kept) - 1 and stop == len(text)
-        at = len(expanded) - len(piece) if last else expanded.find(piece, position)
+        at = expanded.rfind(piece) if last else expanded.find(piece, position)
         if at < position or not expanded.startswith(piece, at) or (start == 0 and at):
             raise SampleError("the processor changes the text besides placeholders, so its labels are unknown")
         moved.append((start, stop, at))

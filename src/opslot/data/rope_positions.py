@@ -35,7 +35,8 @@ class RopePositions:
         return {"config": self.config, "class_name": self.class_name}
 
     @cached_property
-    def _model(self) -> Any:
+    def model(self) -> Any:
+        """The model on the meta device."""
         import transformers
 
         with torch.device("meta"):
@@ -43,7 +44,7 @@ class RopePositions:
 
     @cached_property
     def _module(self) -> Any:
-        return next((module for module in self._model.modules() if hasattr(module, "get_rope_index")), None)
+        return next((module for module in self.model.modules() if hasattr(module, "get_rope_index")), None)
 
     @property
     def axes(self) -> int:
@@ -53,7 +54,7 @@ class RopePositions:
     @cached_property
     def takes_text_axis(self) -> bool:
         """Whether the model takes the positions of packed documents as an axis before the others."""
-        classes = {type(module) for module in self._model.modules()}
+        classes = {type(module) for module in self.model.modules()}
         return any("shape[0] == 4" in _source(cls) for cls in classes)
 
     def __call__(self, input_ids: torch.Tensor, features: Mapping[str, Any]) -> torch.Tensor:

@@ -130,9 +130,10 @@ def _saved_dataset(folder: Path, field: str, problems: list[str]) -> list[Path]:
     return []
 
 
-def no_text(files: Sequence[Path]) -> str:
-    """The error for files that hold only whitespace."""
-    return f"{_names(files)}: no text in any of them, so there is nothing to train on"
+def no_text(files: Sequence[Path], left_out: bool = False) -> str:
+    """The error for files that hold only whitespace, or only samples that are left out."""
+    what = "every sample is left out" if left_out else "no text in any of them"
+    return f"{_names(files)}: {what}, so there is nothing to train on"
 
 
 def _unreadable(path: Path) -> str | None:

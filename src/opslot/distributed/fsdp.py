@@ -36,6 +36,7 @@ def parallelize(
     plan: ParallelPlan | None = None,
     layers: Collection[str] | None = None,
     head: nn.Module | None = None,
+    with_root: Collection[nn.Module] = (),
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
     activation_checkpointing: CheckpointingMode | bool = False,
@@ -61,6 +62,7 @@ def parallelize(
         layers: class names of the layers; default Transformers' `_no_split_modules`.
         head: module that follows the last layer. Its parameters are gathered during that layer's forward and reduced
             during its backward, but unsharded only inside the module's own forward.
+        with_root: modules in which no layer is a group of its own, such as those that only some ranks run.
         param_dtype: dtype of the computation, as in MixedPrecisionPolicy; default the parameters'. The optimizer keeps
             the parameters' dtype.
         reduce_dtype: dtype in which gradients are accumulated.
@@ -97,7 +99,8 @@ def parallelize(
             if cpu_offload
             else OffloadPolicy(),
         }
-        blocks = _find_layers(model, layers)
+        inside = {part for module in with_root for part in module.modules()}
+        blocks = [layer for layer in _find_layers(model, layers) if layer not in inside]
         expert_modules = experts if state.ep > 1 else []
         groups = _shard(model, state, blocks, expert_modules, head, reshard_after_forward, options)
         _set_prefetch(model, groups, prefetch)

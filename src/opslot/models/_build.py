@@ -133,10 +133,13 @@ def load_config(
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         names = sorted(p.name for p in path.iterdir())[:8] if path.is_dir() else []
+        hint = "give a folder with config.json, or that file"
+        if "adapter_config.json" in names:
+            hint = "it has LoRA adapters: give the folder of their base model, or add them to it with opslot merge"
         raise ConfigError(
             f"config_path={str(source)!r} is not a model's config",
             found=f"the folder holds {', '.join(names) or 'nothing'}" if path.is_dir() else "no such file or folder",
-            hint="give a folder with config.json, or that file",
+            hint=hint,
         )
     try:
         data = json.loads(file.read_text(), object_hook=_decode_float)

@@ -1,13 +1,15 @@
 """Towers that run on every rank: a rank without images, videos or audio runs them on the smallest legal input.
 
 FSDP's collectives for the parameters of a tower need all ranks, so that a rank whose batch has no image would hang the
-others. Each modality that a model can take is run once in each forward pass, in the order of Transformers' code.
+others. Each modality that a model can take is run once in each forward pass, in the order of Transformers' code. Towers
+whose smallest input is unknown have no collectives of their own (`_conditional`).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,17 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from opslot._base.logging import get_logger
 from opslot.distributed.dummy import dummy_forward
 from opslot.models._audio import AudioInputs
+from opslot.models._conditional import add_zero_of_root, encoders_of, run_conditional_layers, transformers_model
 from opslot.models._images import visual_inputs
 from opslot.models._multimodal_sequence import has_whole_sequences
 from opslot.models._shared_images import share_images
 
-logger = get_logger(__name__)
-
 # Methods that compute features of a modality.
-_INPUTS = {"image": ("pixel_values",), "audio": ("input_features", "input_values")}
+_INPUTS = {"image": ("pixel_values", "flattened_patches"), "audio": ("input_features", "input_values")}
 _METHODS = ("get_image_features", "get_video_features", "get_audio_features")
 
 
@@ -33,28 +33,31 @@ _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _INTERNAL = ("last_hidden_state", "hidden_states", "attentions")
 
 
-def run_towers_on_every_rank(model: nn.Module) -> None:
-    """Let each forward pass of `model` run all its towers, and add zero times what no input was given for.
+@dataclass(frozen=True)
+class Towers:
+    """How ranks without images, videos or audio take part in the collectives of a model's towers.
 
-    Does nothing for a model without towers. A modality whose smallest input is unknown is logged.
+    Attributes:
+        dummies: by method, what makes the smallest legal arguments of those that compute features.
+        are_known: whether `dummies` has all methods; False also where the forward computes features without a method.
+        with_root: the encoders where not `are_known`. Their parameters must be gathered with those of the root, so that
+            running them needs no collective.
     """
-    holder = feature_module(model)
-    if holder is None:
-        for kind, name in inlined_inputs(model).items():
-            _warn_of_unknown(f"{kind} ({name}) of {type(model).__name__}")
-        return
-    source = inspect.getsource(type(holder).forward)
-    called = sorted((source.index(f"self.{name}("), name) for name in _methods(holder) if f"self.{name}(" in source)
-    dummies: dict[str, Callable[[], dict[str, Any] | None]] = {}
-    for _, name in called:
-        make = _smallest_input(holder, name)
-        if make is None:
-            _warn_of_unknown(f"{type(holder).__name__}.{name}")
-        else:
-            dummies[name] = make
-    if dummies:
-        towers = _Towers(holder, dummies)
-        for name in dummies:
+
+    dummies: Mapping[str, Callable[[], dict[str, Any] | None]]
+    are_known: bool = True
+    with_root: Sequence[nn.Module] = ()
+
+    def run_on_every_rank(self, model: nn.Module) -> None:
+        """Let each forward pass of `model` run all its towers, and add zero times what no input was given for."""
+        run_conditional_layers(model)
+        if not self.are_known:
+            add_zero_of_root(model)
+        holder = feature_module(model)
+        if holder is None or not self.dummies:
+            return
+        towers = _Run(holder, self.dummies)
+        for name in self.dummies:
             setattr(holder, name, partial(towers.run, name))
         holder.register_forward_pre_hook(towers.begin, with_kwargs=True)
         # Before FSDP gathers the parameters of the language model, as after real inputs.
@@ -64,16 +67,27 @@ def run_towers_on_every_rank(model: nn.Module) -> None:
         model.register_forward_hook(_alias_outputs, prepend=True)
 
 
-def _warn_of_unknown(what: str) -> None:
-    logger.warning(
-        "the smallest input of %s is unknown: a rank without such inputs makes the others wait forever", what
-    )
+def find_towers(model: nn.Module) -> Towers:
+    """The towers of a model that is not sharded yet; of a model without towers, none."""
+    holder = feature_module(model)
+    if holder is None:
+        given = inspect.signature(type(transformers_model(model)).forward).parameters
+        are_optional = any(
+            given[name].default is not inspect.Parameter.empty for name in inlined_inputs(model).values()
+        )
+        return Towers({}, False, encoders_of(model)) if are_optional else Towers({})
+    source = inspect.getsource(type(holder).forward)
+    called = sorted((source.index(f"self.{name}("), name) for name in _methods(holder) if f"self.{name}(" in source)
+    found = {name: _smallest_input(holder, name) for _, name in called}
+    dummies = {name: make for name, make in found.items() if make is not None}
+    return Towers(dummies) if len(dummies) == len(found) else Towers(dummies, False, encoders_of(model))
 
 
 def inlined_inputs(model: nn.Module) -> dict[str, str]:
     """By kind, the inputs of images or audio of a model whose forward has no method that computes their features."""
     found: dict[str, str] = {}
-    for name in inspect.signature(type(model).forward).parameters if feature_module(model) is None else ():
+    forward = type(transformers_model(model)).forward
+    for name in inspect.signature(forward).parameters if feature_module(model) is None else ():
         kind = next((kind for kind, names in _INPUTS.items() if name.endswith(names)), None)
         if kind is not None:
             found.setdefault(kind, name)
@@ -157,10 +171,10 @@ def _source(cls: type) -> str:
     return inspect.getsource(cls.forward)  # type: ignore[attr-defined]
 
 
-class _Towers:
+class _Run:
     """The dummy inputs of a model's towers that one forward pass has not run yet."""
 
-    def __init__(self, holder: Any, dummies: dict[str, Callable[[], dict[str, Any] | None]]) -> None:
+    def __init__(self, holder: Any, dummies: Mapping[str, Callable[[], dict[str, Any] | None]]) -> None:
         self.holder = holder
         self.dummies = dummies
         self.pending: list[str] = []

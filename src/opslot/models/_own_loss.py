@@ -8,8 +8,28 @@ import inspect
 import textwrap
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from opslot.models._conditional import transformers_model
+
 _HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTextToText")
+_IGNORED = -100
 _LOSSES = ("CrossEntropyLoss", "cross_entropy", "loss_fct")
+
+
+def call_with_share_of_loss(model: Any, inputs: dict[str, Any], num_items_in_batch: int) -> Any:
+    """Outputs of a Transformers model, which may be in a wrapper, whose loss is the share of this call in the mean over
+    `num_items_in_batch` labels."""
+    items = max(1, num_items_in_batch)
+    labels: Tensor = inputs["labels"]
+    # With a cache, Transformers does not look for packed documents in position_ids.
+    outputs = model(**inputs, use_cache=False, num_items_in_batch=torch.full((), items, device=labels.device))
+    if averages_its_own_labels(transformers_model(model)):
+        own = int((labels[:, 1:] != _IGNORED).sum())
+        # The mean over no labels is NaN.
+        outputs.loss = outputs.loss * (own / items) if own else outputs.logits.sum() * 0
+    return outputs
 
 
 def averages_its_own_labels(model: Any) -> bool:

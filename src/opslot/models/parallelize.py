@@ -19,7 +19,7 @@ from opslot.checkpoint.adapters import has_adapters
 from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state
 from opslot.models._adapters import mark_adapted_experts, with_expert_adapters
 from opslot.models._host_inputs import keep_inputs_from_fsdp, map_inputs_of_compiled_layers
-from opslot.models._modalities import run_towers_on_every_rank
+from opslot.models._modalities import find_towers
 from opslot.models._quantized_experts import with_quantized_experts
 from opslot.models._registry import architecture_of
 from opslot.models._sequence import prepare_ulysses, with_ulysses
@@ -104,13 +104,20 @@ def parallelize(
         )
     if state.sp == 1 and state.world_size > 1:
         model.register_forward_pre_hook(_warn_of_local_means, with_kwargs=True)
+    towers = find_towers(model) if state.world_size > 1 else None
     model = distributed.parallelize(
-        model, state, plan=plan, head=head, add=_triton_sum("sum_parts", state.device), **options
+        model,
+        state,
+        plan=plan,
+        head=head,
+        with_root=towers.with_root if towers is not None else (),
+        add=_triton_sum("sum_parts", state.device),
+        **options,
     )
     keep_inputs_from_fsdp(model)
     map_inputs_of_compiled_layers(model)
-    if state.world_size > 1:
-        run_towers_on_every_rank(model)
+    if towers is not None:
+        towers.run_on_every_rank(model)
     return model
 
 

@@ -24,6 +24,7 @@ from opslot.distributed import (
     shard_sequence,
     sum_over_ranks,
 )
+from opslot.models._own_loss import call_with_share_of_loss
 from opslot.slots import explain
 from opslot.trainer import checkpointing
 from opslot.trainer.best import BestEvaluation
@@ -292,9 +293,7 @@ class BaseTrainer(ABC):
             elif isinstance(value, torch.Tensor) and (name in _LABELS or not self.keeps_inputs_on_host):
                 value = value.to(self.device, non_blocking=True)
             inputs[name] = value
-        items = torch.full((), max(1, num_items_in_batch), device=self.device)
-        # With a cache, Transformers does not look for packed documents in position_ids.
-        return self.model(**inputs, use_cache=False, num_items_in_batch=items)
+        return call_with_share_of_loss(self.model, inputs, num_items_in_batch)
 
     def split_loss(self, outputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Cross entropy and the weighted auxiliary loss of the routers, which Transformers adds to `outputs.loss`."""

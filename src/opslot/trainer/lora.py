@@ -165,6 +165,8 @@ def _check_targets(model: nn.Module, lora: LoraConfig, whole: Iterable[str]) -> 
             found = [path for path, _ in model.named_modules() if path and _matches(path, name, is_pattern)]
             if not found:
                 problems.append(f"{field}: {name} matches no module")
+                if is_pattern and any(_matches(path, name, False) for path, _ in model.named_modules()):
+                    problems[-1] += f" (a string is a regular expression for full names; use [{name}] for a name)"
             problems += [f"{field}: {path} shares its weight with another module" for path in found if path in shared]
     if problems:
         raise ConfigError(

@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import CheckpointError, OpslotError, ParallelError, TrainingError
 from opslot._base.launcher import exit_with_launcher, launched_world_size
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from opslot.trainer.base import TrainResult
     from opslot.trainer.config import RunConfig
     from opslot.trainer.text import TextTrainer
+
+_LABELS_SHOWN = 20
 
 
 def cli_train(argv: Sequence[str]) -> int:
@@ -109,7 +111,7 @@ def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]
     if result.completed:
         trainer.say(f"done: {result.step:,} steps; model, checkpoints and metrics are in {trainer.output_dir}")
         # The other ranks get here while rank 0 still writes it.
-        if trainer.state.rank == 0 and (command := _load_command(trainer.output_dir / HF_FOLDER)):
+        if trainer.state.rank == 0 and (command := _load_command(trainer.output_dir / HF_FOLDER, trainer.model.config)):
             trainer.say(f"load it with: {command}")
             lora = trainer.config.lora
             if lora.r is not None and not lora.merge and trainer.config.task != "classification":
@@ -138,8 +140,8 @@ def _trainer_class(task: str) -> type[TextTrainer]:
     return TextTrainer
 
 
-def _load_command(folder: Path) -> str | None:
-    """The call of Transformers or PEFT that loads the exported model; None if there is none."""
+def _load_command(folder: Path, config: Any) -> str | None:
+    """The call of Transformers or PEFT that loads the exported model with `config`; None if there is none."""
     kinds = {
         "ForCausalLM": "CAUSAL_LM",
         "ForSequenceClassification": "SEQ_CLS",
@@ -148,6 +150,11 @@ def _load_command(folder: Path) -> str | None:
     if (file := folder / "adapter_config.json").is_file():
         task = json.loads(file.read_text())["task_type"]
         kind = next(f"peft.AutoPeftModel{name}" for name, task_type in kinds.items() if task_type == task)
+        if task != "CAUSAL_LM":
+            # The labels are in no file of a folder with adapters.
+            labels = config.id2label if len(config.id2label) <= _LABELS_SHOWN else None
+            option = f"id2label={labels}" if labels else f"num_labels={config.num_labels}"
+            return f'{kind}.from_pretrained("{folder}", {option})'
     elif (file := folder / "config.json").is_file():
         architecture = json.loads(file.read_text())["architectures"][0]
         if architecture.endswith("ForConditionalGeneration"):

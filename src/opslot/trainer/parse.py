@@ -182,7 +182,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except FileNotFoundError:
-        raise ConfigError(f"no such file: {path}", hint=f"usage: {USAGE}") from None
+        raise ConfigError(
+            f"no such file: {path}", hint="give a YAML file, or only fields: --section.field VALUE"
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML:\n  {error}".replace("\n", "\n  ")) from error
     except RecursionError:

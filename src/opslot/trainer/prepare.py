@@ -14,7 +14,6 @@ from opslot.checkpoint import initialize_weights
 from opslot.checkpoint.adapters import base_model, has_adapters, initialize_adapters
 from opslot.distributed import ParallelState
 from opslot.models import load_foundation_weights
-from opslot.models._own_loss import averages_its_own_labels
 from opslot.models.parallelize import parallelize
 from opslot.models.quantized_linear import quantize_layers
 from opslot.trainer.checkpointing import read_state
@@ -22,7 +21,6 @@ from opslot.trainer.config import RunConfig
 from opslot.trainer.kernels import pin_kernels, require_same_kernels
 from opslot.trainer.lora import add_adapters
 from opslot.trainer.setup import dtype_of, require_trainable_dtype
-from opslot.trainer.validate import micro_batch_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,7 +49,6 @@ def prepare_model(
                 # PEFT made it in the dtype of the frozen weights.
                 parameter.data = parameter.data.to(trained)
     require_trainable_dtype(model)
-    _require_shared_mean(model, config, state)
     if checkpoint is not None:
         _, recorded = read_state(checkpoint)
         for line in pin_kernels(model, recorded, dtype_of(config.train.fsdp.param_dtype), state.device):
@@ -59,19 +56,6 @@ def prepare_model(
     model = _parallelize(model, config, state)
     require_same_kernels(model)
     return model
-
-
-def _require_shared_mean(model: PreTrainedModel, config: RunConfig, state: ParallelState) -> None:
-    """Raise ConfigError where losses of micro batches or ranks would be added that are means over their own labels."""
-    batches = config.train.global_batch_size // micro_batch_size(config.train)
-    averages = config.task != "classification" and averages_its_own_labels(model)
-    if averages and (batches > 1 or state.world_size > 1):
-        raise ConfigError(
-            f"{type(model).__name__} of this Transformers release ignores num_items_in_batch: its loss is the mean "
-            "over the labels of one micro batch, so the losses of several cannot be added",
-            found=f"{batches} micro batches in a step, {state.world_size} processes",
-            hint="use a newer release of Transformers, or one process with train.micro_batch_size = global_batch_size",
-        )
 
 
 def _parallelize(model: PreTrainedModel, config: RunConfig, state: ParallelState) -> PreTrainedModel:

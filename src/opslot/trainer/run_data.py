@@ -29,6 +29,7 @@ from opslot.data.media import Limits
 from opslot.data.multimodal import MultimodalCollator, MultimodalEncoder
 from opslot.data.rope_positions import RopePositions
 from opslot.models import trained_config
+from opslot.models._placeholders import PlaceholderCheck
 from opslot.trainer.config import RunConfig
 from opslot.trainer.processors import load_processor, multimodal_class
 from opslot.trainer.validate import Inputs, micro_batch_size
@@ -304,6 +305,12 @@ def make_encoder(
     encoder.names = (
         data.label_names or encoder.class_names or checkpoint or find_label_names(encoder, files, data.format)
     )
+    if len(set(encoder.names)) < max(2, len(encoder.names)):
+        raise DataError(
+            "a classifier needs at least two different labels",
+            found=", ".join(encoder.names),
+            hint="set data.label_names to the names of all labels",
+        )
     return encoder
 
 
@@ -322,13 +329,15 @@ def _multimodal_encoder(
     load_chat_template(tokenizer, data.chat_template)
     processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
     trained = trained_config(model_config, multimodal_class(model_config))
+    positions = RopePositions(trained, multimodal_class(trained))
     return MultimodalEncoder(
         processor,
         trained,
-        RopePositions(trained, multimodal_class(trained)),
+        positions,
         data.sample_length,
         Limits(data.max_pixels, data.max_frames),
         data.use_audio_in_video,
+        PlaceholderCheck(positions),
         train_on=data.train_on,
         append_eos=data.append_eos,
         plain=data.chat_template == "none",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from opslot._base.errors import ConfigError
 from opslot.checkpoint import export_hf
 from opslot.data.multimodal import MultimodalEncoder
-from opslot.models._modalities import decoder_of
+from opslot.models._modalities import decoder_of, inlined_inputs
 from opslot.models._parts import freeze, select
 from opslot.slots.protocol import keeps_sequences
 from opslot.trainer.processors import multimodal_class
 from opslot.trainer.text import TextTrainer
+from opslot.trainer.validate import micro_batch_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,6 +42,7 @@ class VLMTrainer(TextTrainer):
 
     def build_model(self) -> PreTrainedModel:
         model = super().build_model()
+        self._check_rows(model)
         model.config.architectures = [self.model_options()["architecture"]]
         freeze(model, self.config.train.freeze or [])
         lr_of = self.config.train.lr_of or {}
@@ -46,6 +50,19 @@ class VLMTrainer(TextTrainer):
             name: lr for pattern, lr in lr_of.items() for name in select(model, pattern, "train.lr_of")
         }
         return model
+
+    def _check_rows(self, model: PreTrainedModel) -> None:
+        """Raise ConfigError where images belong to rows of a batch, and some rows would have none."""
+        taken = inspect.signature(type(model).forward).parameters
+        by_row = bool(inlined_inputs(model)) and ("cross_attention_mask" in taken or not self.encoder.media_tokens)
+        size = micro_batch_size(self.config.train)
+        if by_row and size > 1:
+            raise ConfigError(
+                f"{type(model).__name__} takes images by row of a batch, not by placeholder, so a row without images "
+                "would get those of another",
+                found=f"micro batches of {size} samples",
+                hint="set train.micro_batch_size: 1",
+            )
 
     def learning_rates(self) -> dict[str, float]:
         return self._learning_rates

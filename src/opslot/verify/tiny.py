@@ -188,6 +188,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3n_audio": {"vocab_size": 8, "vocab_offset": 56},
     # Four patches are one feature.
     "llama4_vision_model": {"intermediate_size": 128},
+    # The last layer and an intermediate one, side by side.
+    "mllama_vision_model": {"num_global_layers": 1, "intermediate_layers_indices": [0], "vision_output_dim": 64},
     # Read by `get_rope_index`.
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), _STARTS),
     "qwen4_exp_text": {

@@ -51,6 +51,10 @@ class Layout(NamedTuple):
         """Not 2, which a padding mask has."""
         return len(self.shape)
 
+    def contiguous(self) -> Layout:
+        """Called by `generate` on the masks for a static cache."""
+        return self
+
     def arguments(self, query: Tensor, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a kernel's call with this mask; documents in `kwargs` come before its own."""
         batch, _, length, _ = query.shape
@@ -248,6 +252,15 @@ def mask_function(own: Callable[..., Any], name: str, *, falls_back: bool = Fals
     """
     any_mask = applies_any(own)
 
+    def dense_or_raise(given: dict[str, Any]) -> Any:
+        if falls_back:
+            return masking_utils.sdpa_mask(**{**given, "allow_is_causal_skip": False})
+        raise KernelError(
+            f"attn_implementation={name!r} cannot apply this mask ({_shown(given['mask_function'])}, "
+            f"{given['q_length']} queries, {given['kv_length']} keys)",
+            hint="use sdpa or eager",
+        )
+
     def mask(
         batch_size: int,
         q_length: int,
@@ -272,9 +285,19 @@ def mask_function(own: Callable[..., Any], name: str, *, falls_back: bool = Fals
             "local_size": local_size,
             **kwargs,
         }
-        if torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        pattern = None if compiling else _pattern_of(mask_function)
+        is_causal = pattern is not None and pattern.causal
+        # Without a mask, kernels align the last query with the last key. A static cache has unused keys after it; in a
+        # compiled model its offset, a tensor, is all that shows it.
+        later_keys = isinstance(q_offset, Tensor) or (is_causal and q_offset + q_length < kv_offset + kv_length)
+        if later_keys and (is_causal or compiling):
+            given["allow_is_causal_skip"] = False
+            if any_mask:
+                return own(**given)
+            return dense_or_raise(given)
+        if compiling:
             return _chunked(given) or own(**given)
-        pattern = _pattern_of(mask_function)
         if pattern is not None:
             whole = q_length == kv_length and all(isinstance(x, int) and x == 0 for x in (q_offset, kv_offset))
             skips = kwargs.get("allow_is_causal_skip" if pattern.causal else "allow_is_bidirectional_skip", True)
@@ -287,13 +310,7 @@ def mask_function(own: Callable[..., Any], name: str, *, falls_back: bool = Fals
         chunked = pattern is not None and pattern.chunk is not None and kv_length + kv_offset > pattern.chunk
         if any_mask or (pattern is not None and not chunked):
             return own(**given)
-        if falls_back:
-            return masking_utils.sdpa_mask(**{**given, "allow_is_causal_skip": False})
-        raise KernelError(
-            f"attn_implementation={name!r} cannot apply this mask ({_shown(mask_function)}, {q_length} queries, "
-            f"{kv_length} keys)",
-            hint="use sdpa or eager",
-        )
+        return dense_or_raise(given)
 
     return mask
 

@@ -6,13 +6,16 @@ from opslot.ops._common.specs import FLA, H200, TRITON, triton_kernel
 from opslot.ops.chunk_gated_delta_rule.op import OP, WIDEST_KEY
 from opslot.slots import KERNEL_REGISTRY, HardwareRequirement, KernelRequest, KernelSpec, Requirement
 
+# Kimi delta attention with fewer key heads than value heads.
+_FLA_KIMI = Requirement("fla", "fla-core", ">=0.6")
 _HERE = "opslot.ops.chunk_gated_delta_rule"
 _BROKEN_ON_HOPPER = Requirement("triton", version=">=3.4,<3.7.1")
 _TILELANG = Requirement("tilelang")
 
 
 def _keys_fit(request: KernelRequest) -> str | None:
-    width = getattr(request.module, "head_k_dim", None)
+    # The second is Kimi delta attention's.
+    width = getattr(request.module, "head_k_dim", getattr(request.module, "head_dim", None))
     fits = not isinstance(width, int) or width <= WIDEST_KEY
     return None if fits else f"takes keys up to {WIDEST_KEY} wide, this module's are {width}"
 
@@ -48,6 +51,15 @@ KERNEL_REGISTRY.register(
     )
 )
 KERNEL_REGISTRY.register(
+    triton_kernel(
+        OP.name,
+        "per_channel",
+        function="chunk_gated_delta_rule",
+        supports=_keys_fit,
+        description="chunks of 64 tokens, deterministic, packed documents by cu_seqlens",
+    )
+)
+KERNEL_REGISTRY.register(
     KernelSpec(
         "fla",
         OP.name,
@@ -58,6 +70,19 @@ KERNEL_REGISTRY.register(
         dtypes=frozenset({torch.bfloat16}),
         supports=lambda request: _keys_fit(request) or _right_on_hopper(request),
         description="flash-linear-attention's chunked kernel, packed documents by cu_seqlens",
+    )
+)
+KERNEL_REGISTRY.register(
+    KernelSpec(
+        "fla",
+        OP.name,
+        "per_channel",
+        f"{_HERE}.fla:chunk_gated_delta_rule",
+        HardwareRequirement("gpu", min_compute_capability=(8, 0)),
+        requires=(_FLA_KIMI, TRITON),
+        dtypes=frozenset({torch.bfloat16}),
+        supports=_keys_fit,
+        description="flash-linear-attention's Kimi delta attention, packed documents by cu_seqlens",
     )
 )
 for variant in OP.variants:

@@ -51,13 +51,14 @@ CASES = [
 ]
 PER_CHANNEL_CASES = [
     _case("two rows", (2, 70, 2, 2, 64, 64), per_channel=True),
-    _case("packed documents", (1, 88, 2, 4, 64, 32), documents=[17, 1, 0, 70], per_channel=True),
-    _case("packed documents in two rows", (2, 40, 2, 2, 32, 64), documents=[17, 23, 1, 39], per_channel=True),
+    _case("packed documents", (1, 88, 1, 2, 64, 32), documents=[17, 1, 0, 70], per_channel=True),
+    _case("packed documents in two rows", (2, 40, 1, 1, 32, 64), documents=[17, 23, 1, 39], per_channel=True),
+    _case("odd widths", (1, 9, 1, 2, 24, 40), per_channel=True),
     _case("8192x32x128", (1, 8192, 32, 32, 128, 128), role="bench", per_channel=True),
     _case(
-        "16384x32x128 in 16 documents",
-        (1, 16384, 32, 32, 128, 128),
-        documents=[1024] * 16,
+        "8192x32x128 in 16 documents",
+        (1, 8192, 32, 32, 128, 128),
+        documents=[512] * 16,
         role="bench",
         per_channel=True,
     ),

@@ -1,6 +1,9 @@
-"""flash-linear-attention's chunked gated delta rule."""
+"""flash-linear-attention's chunked gated delta rule, and Kimi delta attention for the variant per_channel."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_chunk
@@ -42,15 +45,25 @@ def chunk_gated_delta_rule(
         query, key, value, g, beta = map(one_row, (query, key, value, g, beta))
     if groups > 1 and not _GROUPS_HEADS:
         query, key = query.repeat_interleave(groups, 2), key.repeat_interleave(groups, 2)
-    out, final = fla_chunk(
+    out, final = _function_of(g)(
         query,
         key,
         value,
         g,
         beta,
-        initial_state=initial_state,
+        # Kimi delta attention asserts the dtype.
+        initial_state=None if initial_state is None else initial_state.float(),
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(torch.int64),
     )
     return out.view(shape), final
+
+
+def _function_of(g: Tensor) -> Callable[..., Any]:
+    """fla's function for the decays of heads or of channels."""
+    if g.dim() < 4:
+        return fla_chunk
+    from fla.ops.kda import chunk_kda
+
+    return chunk_kda

@@ -27,7 +27,10 @@ from opslot.ops._common.documents import one_row
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
 from opslot.ops.chunk_gated_delta_rule.kernels.backward import write_gradients
 from opslot.ops.chunk_gated_delta_rule.kernels.call import prepare
+from opslot.ops.chunk_gated_delta_rule.kernels.channel_gradients import write_channel_gradients
+from opslot.ops.chunk_gated_delta_rule.kernels.channels import solve_channels
 from opslot.ops.chunk_gated_delta_rule.kernels.forward import recur, write_output
+from opslot.ops.chunk_gated_delta_rule.kernels.system import solve
 from opslot.ops.chunk_gated_delta_rule.op import WIDEST_KEY, check_shapes
 
 _LABEL = "chunk_gated_delta_rule_implementation='triton'"
@@ -68,7 +71,8 @@ def _forward(
             final.copy_(initial_state) if initial_state is not None else final.zero_()
         return
     call = prepare(query, key, value, g, beta, cu_seqlens, normalize)
-    write_output(call, initial_state, out, final)
+    system = solve_channels(call) if call.per_channel else solve(call)
+    write_output(call, system, initial_state, out, final)
 
 
 def _allocate_gradients(dout: Tensor | None, dfinal: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
@@ -107,7 +111,10 @@ def _backward(
         return
     dout = torch.zeros_like(value) if dout is None else dout
     call = prepare(query, key, value, g, beta, cu_seqlens, normalize)
-    write_gradients(call, recur(call, initial_state), dout, dfinal, tuple(grads), dinitial)  # type: ignore[arg-type]
+    system, write = (
+        (solve_channels(call), write_channel_gradients) if call.per_channel else (solve(call), write_gradients)
+    )
+    write(call, recur(call, system, initial_state), dout, dfinal, tuple(grads), dinitial)  # type: ignore[arg-type]
 
 
 _gated_delta_rule = differentiable_op(

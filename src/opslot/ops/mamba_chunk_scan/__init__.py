@@ -33,6 +33,14 @@ KERNEL_REGISTRY.register(
     )
 )
 KERNEL_REGISTRY.register(
+    triton_kernel(
+        OP.name,
+        "per_channel",
+        function="mamba_chunk_scan",
+        description="chunks in parallel, scanned in registers, deterministic, packed documents by cu_seqlens",
+    )
+)
+KERNEL_REGISTRY.register(
     KernelSpec(
         "mamba_ssm",
         OP.name,
@@ -42,6 +50,18 @@ KERNEL_REGISTRY.register(
         requires=(Requirement("mamba_ssm", "mamba-ssm"), TRITON),
         dtypes=FLOATS,
         description="mamba_ssm's chunked kernel, packed documents by cu_seqlens, without states",
+    )
+)
+KERNEL_REGISTRY.register(
+    KernelSpec(
+        "mamba_ssm",
+        OP.name,
+        "per_channel",
+        "opslot.ops.mamba_chunk_scan.mamba_ssm_selective:mamba_chunk_scan",
+        HardwareRequirement("gpu", min_compute_capability=(8, 0)),
+        requires=(Requirement("mamba_ssm", "mamba-ssm"),),
+        dtypes=FLOATS,
+        description="mamba_ssm's CUDA kernel, without packed documents, initial states and limits",
     )
 )
 for variant in OP.variants:

@@ -18,8 +18,12 @@ def _case(
     role: str = "check",
     plain: bool = False,
     per_channel: bool = False,
+    limited: bool = True,
 ) -> InputCase:
-    """Shape: B, S, heads, P, groups, N; `plain` is without D, dt_bias and softplus; `per_channel` decays as Mamba-1."""
+    """Shape: B, S, heads, P, groups, N; `plain` is without D, dt_bias and softplus; `per_channel` decays as Mamba-1.
+
+    `limited` has a dt_limit, which no model with Mamba-1 has.
+    """
     batch, length, heads, width, groups, state = shape
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
@@ -36,7 +40,9 @@ def _case(
         if plain:
             arguments["dt"] = arguments["dt"].exp().clamp(max=1.0)
         else:
-            arguments |= {"D": draw(heads), "dt_bias": draw(heads), "dt_softplus": True, "dt_limit": (0.01, 4.0)}
+            arguments |= {"D": draw(heads), "dt_bias": draw(heads), "dt_softplus": True}
+            if limited:
+                arguments["dt_limit"] = (0.01, 4.0)
         if documents is not None:
             arguments["cu_seqlens"] = torch.tensor([0, *documents], device=device).cumsum(0).to(torch.int32)
         return arguments
@@ -55,9 +61,18 @@ CASES = [
     _case("16384x128x64, 1 group, in 16 documents", (1, 16384, 128, 64, 1, 128), documents=[1024] * 16, role="bench"),
 ]
 PER_CHANNEL_CASES = [
-    _case("two rows", (2, 70, 48, 1, 1, 16), per_channel=True),
-    _case("two groups, no D", (1, 20, 8, 1, 2, 5), plain=True, per_channel=True),
-    _case("packed documents", (1, 90, 24, 1, 1, 16), documents=[17, 1, 0, 72], per_channel=True),
-    _case("packed documents in two rows", (2, 40, 24, 1, 1, 8), documents=[17, 23, 1, 39], per_channel=True),
-    _case("4096x8192, state 16", (1, 4096, 8192, 1, 1, 16), role="bench", per_channel=True),
+    _case("two rows", (2, 37, 40, 1, 1, 4), per_channel=True, limited=False),
+    _case("two groups, wide state, no D", (1, 10, 4, 1, 2, 18), plain=True, per_channel=True),
+    _case("packed documents", (1, 70, 24, 1, 1, 3), documents=[17, 1, 0, 52], per_channel=True),
+    _case("packed documents in two rows", (2, 40, 24, 1, 1, 2), documents=[17, 23, 1, 39], per_channel=True),
+    _case("8192x8192, state 16", (1, 8192, 8192, 1, 1, 16), role="bench", per_channel=True, limited=False),
+    _case("8192x5120, state 16", (1, 8192, 5120, 1, 1, 16), role="bench", per_channel=True, limited=False),
+    _case(
+        "8192x8192, state 16, in 16 documents",
+        (1, 8192, 8192, 1, 1, 16),
+        documents=[512] * 16,
+        role="bench",
+        per_channel=True,
+        limited=False,
+    ),
 ]

@@ -1,4 +1,4 @@
-"""The scan of Mamba-2 in Triton: chunks of tokens, forward and backward, deterministic.
+"""The scans of Mamba-2 and Mamba-1 in Triton: chunks of tokens, forward and backward, deterministic.
 
 Forward: cumulate the log decay within every chunk, walk along each document with the state in registers, writing the
 state that arrives at each chunk, and compute the outputs of all chunks in parallel. Backward computes the states again
@@ -6,11 +6,12 @@ from the arguments, which are all that is saved; walks back with the state's gra
 tokens in one kernel over chunks and heads, and those of B and C in one over chunks and groups, which sums over the
 heads of a group in registers. No chunk has tokens of two documents: a table of chunks is computed on the device, with
 the maximum length that the documents could need, so that the host never waits for `cu_seqlens`. The modules of
-`kernels` give the formulas.
+`kernels` give the formulas; `kernels.selective` those of Mamba-1, whose scan has no matmuls.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from opslot.ops._common.custom_op import differentiable_op
 from opslot.ops._common.documents import one_row
 from opslot.ops._common.kernels.tiles import as_tokens
 from opslot.ops._common.specs import FLOATS, unsupported_dtype
+from opslot.ops.mamba_chunk_scan.kernels import selective, selective_gradients
 from opslot.ops.mamba_chunk_scan.kernels.call import prepare
 from opslot.ops.mamba_chunk_scan.kernels.gradients import write_gradients
 from opslot.ops.mamba_chunk_scan.kernels.outputs import write_output
@@ -31,6 +33,10 @@ from opslot.ops.mamba_chunk_scan.op import NO_LIMIT, WIDEST_HEAD, check_shapes
 _LABEL = "mamba_chunk_scan_implementation='triton'"
 # x, dt, A, B, C, D, dt_bias and initial_states.
 _DIFFERENTIABLE = 8
+
+
+def _is_per_channel(inputs: Sequence[Tensor]) -> bool:
+    return inputs[2].dim() == 2
 
 
 def _allocate(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
@@ -47,6 +53,10 @@ def _forward(outputs: tuple[Tensor, Tensor | None], *args: Any) -> None:
     if out.numel() == 0:
         if final is not None:
             final.copy_(initial_states) if initial_states is not None else final.zero_()
+        return
+    if _is_per_channel(inputs):
+        scan = selective.prepare(inputs, cu_seqlens, softplus, low, high, backward=False)
+        selective.write_output(scan, selective.walk(scan, scan.x, initial_states, final), out)
         return
     call = prepare(inputs, cu_seqlens, softplus, low, high)
     steps = cumulate(call)
@@ -75,8 +85,16 @@ def _backward(gradients: tuple[Tensor | None, ...], dout: Tensor | None, dfinal:
         if dinitial is not None:
             dinitial.copy_(dfinal) if dfinal is not None else dinitial.zero_()
         return
+    dout = torch.zeros_like(x) if dout is None else dout
+    if _is_per_channel(inputs):
+        scan = selective.prepare(inputs, cu_seqlens, softplus, low, high, backward=True)
+        douts = selective.as_channels(dout)
+        states = selective.walk(scan, scan.x, initial_states, None)
+        dstates = selective.walk(scan, douts, dfinal, dinitial, backward=True)
+        selective_gradients.write_gradients(scan, douts, states, dstates, tuple(grads))
+        return
     call = prepare(inputs, cu_seqlens, softplus, low, high)
-    dout = as_tokens(torch.zeros_like(x) if dout is None else dout)
+    dout = as_tokens(dout)
     steps = cumulate(call)
     states = walk(call, call.x, steps, initial_states, None)
     dstates = walk(call, dout, steps, dfinal, dinitial, backward=True)

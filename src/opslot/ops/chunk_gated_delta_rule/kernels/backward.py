@@ -48,6 +48,7 @@ from opslot.ops.chunk_gated_delta_rule.kernels.system import CUMULATED, QUERY, R
 def dstates_kernel(
     q_ptr,
     k_ptr,
+    written_ptr,
     dout_ptr,
     scales_ptr,
     inverse_ptr,
@@ -70,6 +71,7 @@ def dstates_kernel(
     GROUP: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     SPLIT: tl.constexpr,
     HAS_DFINAL: tl.constexpr,
     WANT_DINITIAL: tl.constexpr,
@@ -101,27 +103,34 @@ def dstates_kernel(
     for step in tl.range(0, count, num_stages=STAGES):
         start = begin + (count - 1 - step) * CHUNK
         index = (first + count - 1 - step) * HEADS + head
-        scales = scales_ptr + index.to(tl.int64) * (SCALES * CHUNK) + i
         held = downcast(dstate, dtype)
-        q = load_tokens(q_ptr, start, end - start, head // GROUP, q_token, q_head, row, K, CHUNK)
         k = load_tokens(k_ptr, start, end - start, head // GROUP, k_token, k_head, row, K, CHUNK)
         dout = load_tokens_transposed(dout_ptr, start, end - start, head, dout_token, dout_head, column, V, CHUNK)
         inverse = load_plane(inverse_ptr, index, i, i, CHUNK, CHUNK)
         within = load_plane(within_ptr, index, i, i, CHUNK, CHUNK)
-        reading = tl.load(scales + READ * CHUNK)
-        writing = tl.load(scales + WRITE * CHUNK)
-        asking = tl.load(scales + QUERY * CHUNK)
-        last = tl.load(scales_ptr + index.to(tl.int64) * (SCALES * CHUNK) + CUMULATED * CHUNK + CHUNK - 1)
         zeros = tl.zeros((BV, CHUNK), dtype=tl.float32)
-        dresidual = dot(held, tl.trans(k), zeros) * writing[None, :]
+        if PER_CHANNEL:
+            written = load_tokens(written_ptr, start, end - start, head, HEADS * K, K, row, K, CHUNK)
+            fade = tl.load(scales_ptr + index.to(tl.int64) * K + row, mask=row < K, other=0.0)[None, :]
+            dresidual = dot(held, tl.trans(written), zeros)
+        else:
+            scales = scales_ptr + index.to(tl.int64) * (SCALES * CHUNK)
+            reading = tl.load(scales + READ * CHUNK + i)
+            writing = tl.load(scales + WRITE * CHUNK + i)
+            asking = tl.load(scales + QUERY * CHUNK + i)
+            fade = tl.exp(tl.load(scales + CUMULATED * CHUNK + CHUNK - 1))
+            dresidual = dot(held, tl.trans(k), zeros) * writing[None, :]
         dresidual = dot(dout, within, dresidual)
         dv = dot(downcast(dresidual, dtype), inverse, zeros)
         if not WANT_ADDED:
             store_plane(dstates_ptr, held, index, column, row, V, K)
             store_tokens(dv_ptr, tl.trans(downcast(dv, dtype)), start, end - start, head, column, HEADS, V, CHUNK)
-        asked = downcast(dout.to(tl.float32) * asking[None, :], dtype)
-        dstate = dot(asked, q, dstate * tl.exp(last))
-        dstate = dot(downcast(-dv * reading[None, :], dtype), k, dstate)
+        if not PER_CHANNEL:
+            dout = downcast(dout.to(tl.float32) * asking[None, :], dtype)
+            dv *= reading[None, :]
+        q = load_tokens(q_ptr, start, end - start, head // GROUP, q_token, q_head, row, K, CHUNK)
+        dstate = dot(dout, q, dstate * fade)
+        dstate = dot(downcast(-dv, dtype), k, dstate)
     if WANT_DINITIAL:
         store_plane_transposed(dinitial_ptr, dstate, tl.program_id(0), row, column, K, V)
     if WANT_ADDED:
@@ -318,14 +327,12 @@ def write_gradients(
     dq, dk, dv, dg, dbeta = grads
     dout = as_tokens(dout)
     plan = call.plan
-    dstates = call.by_chunk(call.value, call.key)
-    _run_back(call, found, dout, dfinal, (dstates, dv), dinitial)
+    dstates = run_back(call, found, dout, dfinal, dv, dinitial)
     dwithin, dsystem = (call.by_chunk(CHUNK, CHUNK) for _ in range(2))
-    table = (call.chunks.start, call.chunks.length)
-    of_chunks = (found.scales, found.states, found.residual, dstates, dv, dwithin, dsystem)
+    of_chunks = (found.system.scales, found.states, found.residual, dstates, dv, dwithin, dsystem)
     _launch_gradients(
         (call.per_chunk // call.group, 1, 1),
-        (call.q, call.k, call.rate, dout, *table, *of_chunks, dq, dk, dbeta, dg),
+        (call.q, call.k, call.rate, dout, *call.table, *of_chunks, dq, dk, dbeta, dg),
         strides(call.q, call.k, dout),
         (call.scale,),
         (*call.sizes, call.normalize, plan.key, plan.grad_block, CHUNK, plan.stages),
@@ -333,23 +340,20 @@ def write_gradients(
     )
 
 
-def _run_back(
-    call: Call,
-    found: Recurrence,
-    dout: Tensor,
-    dfinal: Tensor | None,
-    by_chunk: tuple[Tensor | None, Tensor | None],
-    dinitial: Tensor | None,
-) -> None:
-    """Fill `by_chunk`, dS' [chunks * V_heads, V, K] and dv, and `dinitial`."""
+def run_back(
+    call: Call, found: Recurrence, dout: Tensor, dfinal: Tensor | None, dv: Tensor, dinitial: Tensor | None
+) -> Tensor:
+    """dS' of all chunks, [chunks * V_heads, V, K]; fills `dv` and `dinitial`."""
     last = None if dfinal is None else dfinal.contiguous()
+    by_chunk = (call.by_chunk(call.value, call.key), dv)
     if found.transition is None:
         _launch(call, found, dout, last, by_chunk, dinitial)
-        return
+        return by_chunk[0]
     added = call.by_segment(call.value, call.key)
     _launch(call, found, dout, None, (None, None), None, added)
     starts = chain(call, found.transition, added, last, dinitial, backward=True)
     _launch(call, found, dout, starts, by_chunk, None)
+    return by_chunk[0]
 
 
 def _launch(
@@ -363,12 +367,24 @@ def _launch(
 ) -> None:
     plan = call.plan
     wanted = (dfinal is not None, dinitial is not None, added is not None)
-    system = (found.scales, found.inverse, found.within)
+    system = found.system
     _launch_dstates(
         (call.chunks.documents * call.segments * call.heads, cdiv(call.value, plan.state_block), 1),
-        (call.q, call.k, dout, *system, *call.bounds, dfinal, *by_chunk, dinitial, added),
-        strides(call.q, call.k, dout),
+        (
+            *(system.q, system.k, system.written, dout, system.scales, system.inverse, system.within),
+            *(*call.bounds, dfinal, *by_chunk, dinitial, added),
+        ),
+        strides(system.q, system.k, dout),
         (call.segments,),
-        (*call.sizes, call.segments > 1, *wanted, plan.key, plan.state_block, CHUNK, plan.stages),
+        (
+            *(call.heads, system.group, call.key, call.value),
+            system.per_channel,
+            call.segments > 1,
+            *wanted,
+            plan.key,
+            plan.state_block,
+            CHUNK,
+            plan.stages,
+        ),
         plan.state_warps,
     )

@@ -28,6 +28,8 @@ class ChunkTiling:
         grad_block: block of value columns of the last kernel of backward.
         stages: pipeline stages of the recurrence and of the last kernel of backward.
         state_warps, grad_warps: warps of these.
+        value_block, system_warps, channel_warps: where channels have their own decay, the block of value columns of the
+            gradients, and warps of the system and of the gradients.
     """
 
     key: int
@@ -37,16 +39,21 @@ class ChunkTiling:
     stages: int
     state_warps: int
     grad_warps: int
+    value_block: int
+    system_warps: int
+    channel_warps: int
 
 
 @functools.cache
 def plan_for(key: int, value: int, element_bytes: int) -> ChunkTiling:
     """Measured on an H200 for bf16 and keys of 128 (benchmarks/tune_recurrence.py); others fit into shared memory.
 
-    In the recurrence, two stages take 1.4 times as long as three, and 32 columns as long as 64.
+    In the recurrence, two stages take 1.4 times as long as three, and 32 columns as long as 64. What only decays of
+    channels have is not measured. In 16 bit, tiles of keys and of their decays are at least 64 columns wide: Triton 3.6
+    miscompiles kernels that mix narrower ones with these (see mamba_chunk_scan).
     """
-    key_full, value_full = (max(16, triton.next_power_of_2(n)) for n in (key, value))
     half = element_bytes == 2
+    key_full, value_full = (max(64 if half else 16, triton.next_power_of_2(n)) for n in (key, value))
     large = key_full > 128
     return ChunkTiling(
         key=key_full,
@@ -56,6 +63,9 @@ def plan_for(key: int, value: int, element_bytes: int) -> ChunkTiling:
         stages=(2 if large else 3) if half else 1,
         state_warps=4,
         grad_warps=16 if large else 8,
+        value_block=min(64 if half else 16, value_full),
+        system_warps=8,
+        channel_warps=8,
     )
 
 
@@ -82,7 +92,8 @@ class Call:
 
     Attributes:
         q, k, v: tokens [T, heads, width], T over all rows of the batch.
-        log_decay, rate: [T, V_heads].
+        log_decay: [T, V_heads], or [T, V_heads, K] of the variant per_channel.
+        rate: [T, V_heads].
         normalize: divide q and k by their norms.
         segments: parts of a document whose recurrences run in parallel.
     """
@@ -118,6 +129,10 @@ class Call:
         return self.v.shape[2]
 
     @property
+    def per_channel(self) -> bool:
+        return self.log_decay.dim() == 3
+
+    @property
     def scale(self) -> float:
         return self.key**-0.5
 
@@ -130,6 +145,11 @@ class Call:
     def sizes(self) -> tuple[int, int, int, int]:
         """The first constants of most kernels."""
         return self.heads, self.group, self.key, self.value
+
+    @property
+    def table(self) -> tuple[Tensor, Tensor]:
+        """First token and length of each chunk."""
+        return self.chunks.start, self.chunks.length
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
@@ -156,7 +176,7 @@ def prepare(
         q=as_tokens(query),
         k=as_tokens(key),
         v=as_tokens(value),
-        log_decay=_scalars(g),
+        log_decay=as_tokens(g) if g.dim() == 4 else _scalars(g),
         rate=_scalars(beta),
         normalize=normalize,
         chunks=chunks,

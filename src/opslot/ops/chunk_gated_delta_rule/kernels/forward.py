@@ -6,6 +6,9 @@ writing rates in the system's columns instead of its rows):
     residual u = N (v - exp(G) k S)
     S' = exp(G_last) S + (b exp(G_last - G) k)^T u,  out = scale exp(G) q S + W u
 
+In the variant per_channel, `channels.py` gives exp(G) k, b exp(G_last - G) k and scale exp(G) q as tensors, and the
+decay of a state has a value per row.
+
 The kernel holds S transposed: the results of its matmuls are the left operands of the next ones as they lie in
 registers.
 """
@@ -33,13 +36,14 @@ from opslot.ops._common.kernels.tiles import (
 )
 from opslot.ops.chunk_gated_delta_rule.kernels.call import CHUNK, Call
 from opslot.ops.chunk_gated_delta_rule.kernels.segments import chain
-from opslot.ops.chunk_gated_delta_rule.kernels.system import CUMULATED, QUERY, READ, SCALES, WRITE, solve
+from opslot.ops.chunk_gated_delta_rule.kernels.system import CUMULATED, QUERY, READ, SCALES, WRITE, System
 
 
 @triton.jit(do_not_specialize=["segments"])
 def states_kernel(
     q_ptr,
     k_ptr,
+    written_ptr,
     v_ptr,
     scales_ptr,
     inverse_ptr,
@@ -64,6 +68,7 @@ def states_kernel(
     GROUP: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     SPLIT: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     WANT_STATES: tl.constexpr,
@@ -105,30 +110,38 @@ def states_kernel(
     for step in tl.range(0, count, num_stages=STAGES):
         start = begin + step * CHUNK
         index = (first + step) * HEADS + head
-        scales = scales_ptr + index.to(tl.int64) * (SCALES * CHUNK) + i
         held = downcast(state, dtype)
         k = load_tokens(k_ptr, start, end - start, head // GROUP, k_token, k_head, row, K, CHUNK)
         v = load_tokens_transposed(v_ptr, start, v_end - start, head, v_token, v_head, column, V, CHUNK)
         inverse = load_plane_transposed(inverse_ptr, index, i, i, CHUNK, CHUNK)
-        reading = tl.load(scales + READ * CHUNK)
-        writing = tl.load(scales + WRITE * CHUNK)
-        last = tl.load(scales_ptr + index.to(tl.int64) * (SCALES * CHUNK) + CUMULATED * CHUNK + CHUNK - 1)
+        if PER_CHANNEL:
+            written = load_tokens(written_ptr, start, end - start, head, HEADS * K, K, row, K, CHUNK)
+            fade = tl.load(scales_ptr + index.to(tl.int64) * K + row, mask=row < K, other=0.0)[None, :]
+        else:
+            scales = scales_ptr + index.to(tl.int64) * (SCALES * CHUNK)
+            reading = tl.load(scales + READ * CHUNK + i)
+            writing = tl.load(scales + WRITE * CHUNK + i)
+            fade = tl.exp(tl.load(scales + CUMULATED * CHUNK + CHUNK - 1))
         zeros = tl.zeros((BV, CHUNK), dtype=tl.float32)
         predicted = dot(held, tl.trans(k), zeros)
+        if not PER_CHANNEL:
+            predicted *= reading[None, :]
         residual = dot(v, inverse, zeros)
-        residual = dot(downcast(-predicted * reading[None, :], dtype), inverse, residual)
+        residual = dot(downcast(-predicted, dtype), inverse, residual)
         if WANT_STATES:
             store_plane(states_ptr, held, index, column, row, V, K)
             store_plane(residual_ptr, residual, index, column, i, V, CHUNK)
         if WANT_OUT:
             q = load_tokens(q_ptr, start, end - start, head // GROUP, q_token, q_head, row, K, CHUNK)
             within = load_plane_transposed(within_ptr, index, i, i, CHUNK, CHUNK)
-            asking = tl.load(scales + QUERY * CHUNK)
-            out = dot(held, tl.trans(q), zeros) * asking[None, :]
+            asking = 1.0 if PER_CHANNEL else tl.load(scales + QUERY * CHUNK + i)[None, :]
+            out = dot(held, tl.trans(q), zeros) * asking
             out = dot(downcast(residual, dtype), within, out)
             store_tokens(out_ptr, tl.trans(downcast(out, dtype)), start, end - start, head, column, HEADS, V, CHUNK)
-        written = downcast(residual * writing[None, :], dtype)
-        state = dot(written, k, state * tl.exp(last))
+        if PER_CHANNEL:
+            state = dot(downcast(residual, dtype), written, state * fade)
+        else:
+            state = dot(downcast(residual * writing[None, :], dtype), k, state * fade)
     if WANT_FINAL:
         store_plane_transposed(final_ptr, state, tl.program_id(0), row, column, K, V)
     if WANT_LINEAR:
@@ -146,35 +159,32 @@ class Recurrence:
     """What all gradients are made of.
 
     Attributes:
-        scales, inverse, within: per chunk and value head, from `system.py`.
+        system: of `system.py`, or of `channels.py` where channels have their own decay.
         transition: of each part of a document, if documents are split.
         states: [chunks * V_heads, V, K], the state that each chunk finds.
         residual: u, [chunks * V_heads, V, 64].
     """
 
-    scales: Tensor
-    inverse: Tensor
-    within: Tensor
+    system: System
     transition: Tensor | None
     states: Tensor
     residual: Tensor
 
 
-def write_output(call: Call, initial_state: Tensor | None, out: Tensor, final: Tensor | None) -> None:
+def write_output(call: Call, system: System, initial_state: Tensor | None, out: Tensor, final: Tensor | None) -> None:
     """Fill `out` [B, S, V_heads, V] and, if it is wanted, `final` with the last states, [documents, V_heads, K, V]."""
-    _run(call, solve(call), initial_state, (None, None, out), final)
+    _run(call, system, initial_state, (None, None, out), final)
 
 
-def recur(call: Call, initial_state: Tensor | None) -> Recurrence:
-    system = solve(call)
+def recur(call: Call, system: System, initial_state: Tensor | None) -> Recurrence:
     states, residual = call.by_chunk(call.value, call.key), call.by_chunk(call.value, CHUNK)
     transition = _run(call, system, initial_state, (states, residual, None), None)
-    return Recurrence(*system, transition, states, residual)
+    return Recurrence(system, transition, states, residual)
 
 
 def _run(
     call: Call,
-    system: tuple[Tensor, Tensor, Tensor],
+    system: System,
     initial_state: Tensor | None,
     by_chunk: tuple[Tensor | None, Tensor | None, Tensor | None],
     final: Tensor | None,
@@ -192,7 +202,7 @@ def _run(
 
 def _launch(
     call: Call,
-    system: tuple[Tensor, Tensor, Tensor],
+    system: System,
     initial: Tensor | None,
     by_chunk: tuple[Tensor | None, Tensor | None, Tensor | None],
     final: Tensor | None,
@@ -205,11 +215,15 @@ def _launch(
     wanted = (by_chunk[0] is not None, by_chunk[2] is not None, final is not None, linear[0] is not None)
     _launch_states(
         (call.chunks.documents * call.segments * call.heads, columns, 1),
-        (call.q, call.k, call.v, *system, *call.bounds, initial, *by_chunk, final, *linear),
-        strides(call.q, call.k, call.v),
+        (
+            *(system.q, system.k, system.written, call.v, system.scales, system.inverse, system.within),
+            *(*call.bounds, initial, *by_chunk, final, *linear),
+        ),
+        strides(system.q, system.k, call.v),
         (call.segments,),
         (
-            *call.sizes,
+            *(call.heads, system.group, call.key, call.value),
+            system.per_channel,
             call.segments > 1,
             initial is not None,
             *wanted,

@@ -13,6 +13,8 @@ scale exp(G) r of a query. No exponent is positive, since log decays are <= 0.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -111,18 +113,46 @@ def system_kernel(
 _launch_system = KernelLauncher(system_kernel, max_registers=168)
 
 
-def solve(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """The scales, N and W of every chunk and value head; the scales in float32."""
+@dataclass(frozen=True)
+class System:
+    """What the recurrence reads of all chunks.
+
+    Attributes:
+        q, k: the call's, or those of the variant per_channel with their decays, [T, V_heads, K].
+        written: keys with their decay to the end of the chunk, [T, V_heads, K]; None where `scales` has the decays.
+        group: value heads per head of q and k.
+        scales: [chunks * V_heads, SCALES, CHUNK]; in the variant per_channel the decays of a state, [..., K].
+        inverse, within: N and W, [chunks * V_heads, CHUNK, CHUNK].
+    """
+
+    q: Tensor
+    k: Tensor
+    written: Tensor | None
+    group: int
+    scales: Tensor
+    inverse: Tensor
+    within: Tensor
+
+    @property
+    def per_channel(self) -> bool:
+        return self.written is not None
+
+
+def inverse_precision(call: Call) -> str:
+    """N is rounded to bf16; tf32 operands are precise enough for that."""
+    return "tf32" if call.k.dtype == torch.bfloat16 and not torch.version.hip else FP32_DOT.value
+
+
+def solve(call: Call) -> System:
+    """The system of all chunks and value heads; the scales in float32."""
     scales = call.by_chunk(SCALES.value, CHUNK, dtype=torch.float32)
     inverse, within = (call.by_chunk(CHUNK, CHUNK) for _ in range(2))
-    # N is rounded to bf16; tf32 operands are precise enough for that.
-    precision = "tf32" if call.k.dtype == torch.bfloat16 and not torch.version.hip else FP32_DOT.value
     _launch_system(
         (call.per_chunk, 1, 1),
-        (call.q, call.k, call.log_decay, call.rate, call.chunks.start, call.chunks.length, scales, inverse, within),
+        (call.q, call.k, call.log_decay, call.rate, *call.table, scales, inverse, within),
         strides(call.q, call.k),
         (call.scale,),
-        (call.heads, call.group, call.key, call.normalize, call.plan.key_block, CHUNK, precision),
+        (call.heads, call.group, call.key, call.normalize, call.plan.key_block, CHUNK, inverse_precision(call)),
         4,
     )
-    return scales, inverse, within
+    return System(call.q, call.k, None, call.group, scales, inverse, within)

@@ -1,0 +1,122 @@
+"""Modules that a rank runs only where its batch has images or audio, and for which no dummy input is known.
+
+FSDP's collectives for such a module would wait for the ranks that do not run it. Encoders are gathered with the root,
+which all ranks run, and all parameters of the root get a gradient on every rank, zero where there is none. Layers of
+the language model that attend to images are called on every rank, and without images they return their input.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from opslot._base.errors import ConfigError
+from opslot.slots.protocol import trained_model
+
+# Arguments of any decoder and its layers.
+_OF_TOKENS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache"}
+
+
+def transformers_model(model: nn.Module) -> Any:
+    """The outermost model of Transformers in `model`, which may be a wrapper; `model` itself where there is none."""
+    from transformers import PreTrainedModel
+
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+
+
+def encoders_of(model: nn.Module) -> list[nn.Module]:
+    """The models in `model` with another config than its language model, such as a vision encoder."""
+    from transformers import PreTrainedModel
+
+    whole = transformers_model(model)
+    if not isinstance(whole, PreTrainedModel):
+        return []
+    own = {type(whole.config), type(whole.config.get_text_config())}
+    return [m for m in whole.modules() if isinstance(m, PreTrainedModel) and type(m.config) not in own]
+
+
+def add_zero_of_root(model: Any) -> None:
+    """Add zero times the parameters in the FSDP group of the root to the embeddings of tokens.
+
+    Then all ranks reduce the gradients of the same parameters, and run the backward of the same layers.
+
+    Raises:
+        ConfigError: the model has no embeddings of tokens.
+    """
+    inner = trained_model(transformers_model(model))
+    embeddings = inner.get_input_embeddings()
+    if embeddings is None:
+        raise ConfigError(
+            f"{type(inner).__name__} cannot train on several ranks: a rank without images or audio would not run its "
+            "encoders, and it has no embeddings of tokens to which zero times their parameters can be added",
+            hint="train it with one process",
+        )
+    grouped = {part for m in model.modules() if m is not model and isinstance(m, FSDPModule) for part in m.modules()}
+    owners = [module for module in model.modules() if module not in grouped and module is not embeddings]
+
+    def add_zero(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output + _zero(owners, output) if torch.is_grad_enabled() else output
+
+    embeddings.register_forward_hook(add_zero)
+
+
+def run_conditional_layers(model: nn.Module) -> None:
+    """Let decoders call the layers that they skip where they get no features, as layers that return their input.
+
+    Such a layer requires an argument, e.g. cross_attention_states, that is optional for the decoder around it.
+    """
+    for decoder in model.modules():
+        layers = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
+        optional = {name for name, p in _parameters(decoder).items() if p.default is None} - _OF_TOKENS
+        found: dict[nn.Module, set[str]] = {}
+        for layer in (layer for stack in layers for layer in stack):
+            required = {name for name, p in _parameters(layer).items() if p.default is p.empty}
+            if isinstance(layer, FSDPModule) and required & optional:
+                found[layer] = required & optional
+        if found and any(isinstance(layer, FSDPModule) and layer not in found for s in layers for layer in s):
+            _Layers(decoder, found)
+
+
+class _Layers:
+    """The layers of a decoder that it skips without features."""
+
+    def __init__(self, decoder: nn.Module, layers: dict[nn.Module, set[str]]) -> None:
+        self.names = sorted(set().union(*layers.values()))
+        # Until the next forward, for layers that are computed again in backward.
+        self.skipped = False
+        decoder.register_forward_pre_hook(self.begin, with_kwargs=True)
+        for layer in layers:
+            layer.forward = partial(self.run, layer, layer.forward)  # type: ignore[method-assign]
+
+    def begin(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Forward pre-hook of the decoder."""
+        missing = [name for name in self.names if kwargs.get(name) is None]
+        self.skipped = bool(missing) and kwargs.get("past_key_values") is None
+        if not self.skipped:
+            return None
+        device = next(decoder.parameters()).device
+        return args, {**kwargs, **{name: torch.zeros((), device=device) for name in missing}}
+
+    def run(
+        self, layer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The forward of a layer."""
+        if self.skipped:
+            return hidden_states + _zero(list(layer.modules()), hidden_states)
+        return forward(hidden_states, *args, **kwargs)
+
+
+def _parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(type(module).forward).parameters)
+
+
+def _zero(owners: list[nn.Module], like: Tensor) -> Tensor:
+    """Zero [] with zero gradients for the trained parameters of modules, without those of their children."""
+    own = dict.fromkeys(p for module in owners for p in module.parameters(recurse=False) if p.requires_grad)
+    return sum((p.flatten()[:0].sum() for p in own), torch.zeros((), device=like.device)).to(like.dtype)
