@@ -182,3 +182,22 @@ def test_static_cache_gets_a_dense_mask_where_auto_selected_a_kernel_without_mas
     mask = make(2, 3, 5, offset, attention_mask=torch.tensor([[True] * 3, [False, True, True]]))
     assert mask[0, 0].tolist() == [[j <= i for j in range(5)] for i in range(3)]
     assert mask[1, 0, 1:].tolist() == [[0 < j <= i for j in range(5)] for i in (1, 2)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "deepseek_v3"])
+def test_static_cache_equals_dynamic_cache_on_a_gpu(name):
+    """`generate` compiles the model for a static cache."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    model = original(name).cuda()
+    opslot.apply(model, "auto")
+    options = {"max_new_tokens": 7, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    ids = IDS.cuda()
+    padding = torch.ones_like(ids)
+    padding[0, :6] = 0
+    dynamic, static = (
+        torch.stack(model.generate(ids, attention_mask=padding, cache_implementation=cache, **options).logits)
+        for cache in ("dynamic", "static")
+    )
+    torch.testing.assert_close(static, dynamic, rtol=1e-3, atol=1e-3)

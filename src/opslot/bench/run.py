@@ -28,7 +28,7 @@ from opslot.bench.step_inputs import image_grid, model_vocab_size, takes_images
 from opslot.bench.table import time_cell
 from opslot.bench.text import text_batches
 from opslot.bench.tune import timings_of, timings_text
-from opslot.models import MODEL_CONFIG_REGISTRY, load_config, serve_model_type
+from opslot.models import load_config, serve_model_type
 from opslot.models._layers import with_layers
 from opslot.slots import KERNEL_REGISTRY, OpsImplementationConfig, write_profile
 
@@ -342,7 +342,7 @@ def read_model(source: str, layers: int | None = None) -> dict[str, Any]:
     else:
         raise ConfigError(
             f"--model {source!r} is neither a folder with config.json, nor such a file, nor a model type",
-            hint=f"model types are {', '.join(MODEL_CONFIG_REGISTRY)}",
+            hint="give such a folder, or a model type such as qwen3",
         )
     if layers:
         data |= with_layers(data, layers)

@@ -345,6 +345,21 @@ def test_triton_unsupported_inputs_raise(x, weight, expected_message):
     assert "hint: use eager" in str(caught.value)
 
 
+def test_exported_torch_fused_has_gradients():
+    class Norm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+        def forward(self, x):
+            return load("standard", "torch_fused")(x, self.weight, EPS)
+
+    module, x = Norm(), torch.randn(3, 8, requires_grad=True)
+    exported = torch.export.export(module, (x,), strict=False).module()
+    gradients = [torch.autograd.grad(norm(x).square().sum(), norm.weight)[0] for norm in (exported, module)]
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("shape", [(1,), (4,), (2, 8)])
 def test_torch_fused_broadcast_weights_raise(shape):
     for variant in ("standard", "weight_offset", "cast_after_weight"):

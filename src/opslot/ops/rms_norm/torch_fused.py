@@ -33,7 +33,8 @@ class _RMSNorm(torch.autograd.Function):
         rstd = squares.mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(hidden_states, weight, rstd)
         ctx.weight_offset = weight_offset
-        normalized = torch.mul(x, rstd, out=squares)
+        # An exported module runs these ops under autograd, which has no out=.
+        normalized = x * rstd if torch.compiler.is_compiling() else torch.mul(x, rstd, out=squares)
         if cast_after_weight:
             scale = 1.0 + _upcast(weight) if weight_offset else weight
             return normalized.mul_(scale).to(hidden_states.dtype)
