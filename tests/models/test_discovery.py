@@ -487,7 +487,7 @@ def test_written_patch_file_generates_the_same_module(arch, tmp_path, monkeypatc
     ("arguments", "message"),
     [
         ([], "no architecture named"),
-        (["mistral", "--all"], "no architecture named"),
+        (["mistral", "--all"], "mistral and --all exclude each other"),
         (["--all", "--verify"], "--verify, --checks and -o are for one architecture"),
         (["mistrall"], "has no architecture 'mistrall'\n  hint: did you mean mistral"),
         (["{folder}"], "is not a config.json with a model_type"),

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 
@@ -8,7 +10,10 @@ from opslot.ops.unbind_qkv import op
 
 pytest.importorskip("transformers")
 
+from transformers import AutoModelForCausalLM
+
 import opslot
+from opslot.verify.tiny import tiny_config
 from tests.models.test_host_inputs import batch_of, build
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,6 +33,45 @@ def test_results_are_views_and_the_gradient_is_one_copy(shape):
     (found,), (wanted,) = (torch.autograd.grad(outs, rows, douts) for outs in (parts, expected))
     assert torch.equal(found, wanted)
     assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("lead", [(7,), (2, 5)])
+def test_slices_are_views_and_their_gradient_is_one_copy(lead):
+    sliced = KERNEL_REGISTRY.load("unbind_qkv", "sliced", "triton")
+    qkv = torch.randn(*lead, (4 + 2 + 2) * 12, device=DEVICE, requires_grad=True)
+    parts, expected = (function(qkv, 48, 72, 12) for function in (sliced, op.sliced))
+    assert {part.untyped_storage().data_ptr() for part in parts} == {qkv.untyped_storage().data_ptr()}
+    douts = [torch.randn(*x.shape[:-1], 2 * x.shape[-1], device=DEVICE)[..., : x.shape[-1]] for x in parts]
+    (found,), (wanted,) = (torch.autograd.grad(outs, qkv, douts) for outs in (parts, expected))
+    assert all(map(torch.equal, parts, expected))
+    assert torch.equal(found, wanted)
+    assert found.is_contiguous()
+
+
+def test_slices_beyond_the_tensor_raise():
+    sliced = KERNEL_REGISTRY.load("unbind_qkv", "sliced", "triton")
+    with pytest.raises(KernelError, match="unbind_qkv_implementation='triton' cannot take qkv: its shape is"):
+        sliced(torch.randn(5, 48), 24, 48, 12)
+
+
+@pytest.mark.parametrize("arch", ["phi3", "phi4_multimodal"])
+def test_sliced_projections_are_found(arch):
+    assert "unbind_qkv/sliced" in map(str, discover(arch).matches)
+
+
+def test_decoder_trains_like_the_original():
+    torch.manual_seed(0)
+    original = AutoModelForCausalLM.from_config(tiny_config("phi3")).to(DEVICE)
+    model = copy.deepcopy(original)
+    opslot.apply(model, {"preset": "eager", "unbind_qkv_implementation": "triton"})
+    original.set_attn_implementation("eager")
+    ids = torch.randint(3, 48, (2, 9), device=DEVICE)
+    for each in (original, model):
+        each(ids, labels=ids).loss.backward()
+    assert opslot.explain(model).chosen("unbind_qkv") == ("triton",)
+    # The kernel only copies, so nothing is rounded.
+    for (name, found), wanted in zip(model.named_parameters(), original.parameters(), strict=True):
+        assert torch.equal(found.grad, wanted.grad), name
 
 
 def test_unused_part_has_a_gradient_of_zero():

@@ -37,3 +37,29 @@ CASES = [
 def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
     heads, width = shape["heads"], shape["head_dim"]
     return _case(f"{tokens} tokens, {heads} heads of {width}", (tokens,), heads, width, role="bench")
+
+
+def _sliced_case(
+    name: str, lead: tuple[int, ...], heads: int, kv_heads: int, width: int, *, role: str = "check"
+) -> InputCase:
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        ends = {"query_end": heads * width, "key_end": (heads + kv_heads) * width}
+        qkv = randn((*lead, (heads + 2 * kv_heads) * width), dtype, device, generator)
+        return {"qkv": qkv, **ends, "head_dim": width}
+
+    return InputCase(name, make, role, {"heads": heads, "num_key_value_heads": kv_heads, "head_dim": width})
+
+
+SLICED_CASES = [
+    _sliced_case("grouped heads", (2, 9), 4, 2, 64),
+    _sliced_case("one group, odd sizes", (7,), 5, 1, 13),
+    _sliced_case("as many heads", (1, 6), 3, 3, 96),
+    _sliced_case("no tokens", (1, 0), 2, 1, 8),
+    _sliced_case("16384 tokens of Phi-4", (2, 8192), 40, 10, 128, role="bench"),
+]
+
+
+def sliced_benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
+    heads, kv_heads, width = shape["heads"], shape["num_key_value_heads"], shape["head_dim"]
+    name = f"{tokens} tokens, {heads}/{kv_heads} heads of {width}"
+    return _sliced_case(name, (1, tokens), heads, kv_heads, width, role="bench")

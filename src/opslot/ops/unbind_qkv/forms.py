@@ -56,4 +56,71 @@ class _Write:
             patch.slot_expr(self.method, _SLOT, pattern, args="$qkv", count=count)
 
 
-FORMS = (UnboundProjections(),)
+_SLICED = Slot("unbind_qkv", "sliced")
+
+
+@dataclass(frozen=True)
+class SlicedProjections:
+    """Three assignments of adjacent slices of the last dimension, which are then viewed as heads."""
+
+    def find(self, module: ModuleView) -> Iterator[Match]:
+        for name, forward in module.methods():
+            definition = module.upstream.find(forward)
+            if isinstance(definition, ast.FunctionDef) and (found := _slices(definition)):
+                yield Match(name, _SLICED.op, _SLICED.variant, _WriteSlices(forward, found))
+
+
+def _slices(definition: ast.FunctionDef) -> list[ast.Assign] | None:
+    """The assignments of the slices of q, k and v, one after another; None if there are none."""
+    body = definition.body
+    for i in range(len(body) - 2):
+        three = [node for node in body[i : i + 3] if isinstance(node, ast.Assign)]
+        bounds = [_bounds(node) for node in three]
+        if len(three) == 3 and None not in bounds and _are_adjacent([b for b in bounds if b is not None]):
+            names = [ast.unparse(node.targets[0]) for node in three]
+            text = ast.unparse(definition)
+            is_viewed = all(f"{name}.view(hidden_shape)" in text for name in names)
+            has_heads = "hidden_shape = (*input_shape, -1, self.head_dim)" in text
+            if [name[0] for name in names] == ["q", "k", "v"] and is_viewed and has_heads:
+                return three
+    return None
+
+
+def _bounds(node: ast.Assign) -> tuple[str, str, str] | None:
+    """The source text of x, of a and of b in `name = x[..., a:b]`; None for another assignment."""
+    value = node.value
+    if not isinstance(value, ast.Subscript) or not isinstance(value.slice, ast.Tuple) or len(value.slice.elts) != 2:
+        return None
+    first, last = value.slice.elts
+    if ast.unparse(first) != "..." or not isinstance(last, ast.Slice) or last.step is not None:
+        return None
+    lower, upper = ("" if bound is None else ast.unparse(bound) for bound in (last.lower, last.upper))
+    return ast.unparse(value.value), lower, upper
+
+
+def _are_adjacent(bounds: list[tuple[str, str, str]]) -> bool:
+    (x, start, query_end), (y, key_start, key_end), (z, value_start, end) = bounds
+    return x == y == z and start == end == "" and query_end == key_start != "" and key_end == value_start != ""
+
+
+@dataclass(frozen=True)
+class _WriteSlices:
+    """Routes three assignments of a method through the slot."""
+
+    method: str
+    slices: list[ast.Assign]
+
+    def __call__(self, patch: PatchConfig) -> None:
+        bounds = [bound for node in self.slices if (bound := _bounds(node)) is not None]
+        names = ", ".join(ast.unparse(node.targets[0]) for node in self.slices)
+        kernel = f"self.{_SLICED.attribute}"
+        call = f"{kernel}({bounds[0][0]}, {bounds[0][2]}, {bounds[1][2]}, self.head_dim)"
+        patch.replace(
+            self.method,
+            "\n".join(map(ast.unparse, self.slices)),
+            f"if {kernel} is not None:\n    {names} = {call}\nelse:\n    $match",
+            slot=_SLICED,
+        )
+
+
+FORMS = (UnboundProjections(), SlicedProjections())

@@ -2,7 +2,8 @@
 
 Forward only makes views. Backward gathers three gradients in one tensor, for which autograd stacks and copies them.
 
-Shapes: `qkv` [S, 3, heads, D] or [B, S, 3, heads, D] with any strides. Returns q, k and v [(B,) S, heads, D], views.
+Shapes: `qkv` [S, 3, heads, D] or [B, S, 3, heads, D] with any strides, or in the variant `sliced` [(B,) S, channels].
+Returns q, k and v [(B,) S, heads, D], views.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opslot.ops.unbind_qkv.cases import CASES, benchmark_case
+from opslot.ops.unbind_qkv.cases import CASES, SLICED_CASES, benchmark_case, sliced_benchmark_case
 from opslot.slots import Cost, KernelRequest, OpSpec, OpVariant
 
 
@@ -20,6 +21,19 @@ def standard(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The slices of the third dimension from the end, as Transformers' towers take them."""
     q, k, v = qkv.movedim(-3, 0).unbind(0)
     return q, k, v
+
+
+def sliced(qkv: Tensor, query_end: int, key_end: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Slices of the last dimension, of which those of queries and of keys end at the given channels, as heads."""
+    q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in qkv.tensor_split((query_end, key_end), -1))
+    return q, k, v
+
+
+def _grouped_shape(request: KernelRequest) -> Mapping[str, int] | None:
+    heads = getattr(request.config, "num_attention_heads", None)
+    names = ("num_key_value_heads", "head_dim")
+    sizes = {"heads": heads, **{name: getattr(request.module, name, None) for name in names}}
+    return {k: v for k, v in sizes.items() if isinstance(v, int)} if all(sizes.values()) else None
 
 
 def _static_shape(request: KernelRequest) -> Mapping[str, int] | None:
@@ -46,6 +60,16 @@ OP = OpSpec(
             static_shape=_static_shape,
             benchmark_case=benchmark_case,
             description="views, and one tensor of their gradients",
-        )
+        ),
+        "sliced": OpVariant(
+            "sliced",
+            sliced,
+            SLICED_CASES,
+            ("qkv",),
+            _cost,
+            static_shape=_grouped_shape,
+            benchmark_case=sliced_benchmark_case,
+            description="slices of one projection with fewer heads of k and v, and one tensor of their gradients",
+        ),
     },
 )

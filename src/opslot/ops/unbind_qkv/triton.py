@@ -24,8 +24,19 @@ def standard(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _UnbindQkv.apply(qkv)
 
 
+def sliced(qkv: Tensor, query_end: int, key_end: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`op.sliced` for float32, bfloat16 and float16."""
+    if qkv.dtype not in FLOATS:
+        reject(_LABEL, "qkv", unsupported_dtype(qkv.dtype), "use eager")
+    if qkv.dim() not in (2, 3) or not 0 < query_end < key_end < qkv.shape[-1]:
+        reject(_LABEL, "qkv", f"its shape is {tuple(qkv.shape)}, not [(B,) S, channels of q, k and v]", "use eager")
+    widths = (query_end, key_end - query_end, qkv.shape[-1] - key_end)
+    return _SplitQkv.apply(qkv.unflatten(-1, (-1, head_dim)), [width // head_dim for width in widths])
+
+
 def _allocate(dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-    return dq.new_empty(*dq.shape[:-2], 3, *dq.shape[-2:])
+    heads = sum([x.shape[-2] for x in (dq, dk, dv)])
+    return dq.new_empty(*dq.shape[:-2], heads, dq.shape[-1])
 
 
 def _gather(out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
@@ -43,4 +54,15 @@ class _UnbindQkv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *douts: Tensor) -> Tensor:
-        return _stack(*douts)
+        return _stack(*douts).unflatten(-2, (3, -1))
+
+
+class _SplitQkv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, heads: list[int]) -> tuple[Tensor, ...]:
+        return qkv.split(heads, -2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor, None]:
+        return _stack(*douts), None

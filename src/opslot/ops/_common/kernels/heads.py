@@ -35,7 +35,7 @@ def _copy(
     HEADS: tl.constexpr,
     COPIED: tl.constexpr,
     NEW_WIDTH: tl.constexpr,
-    STACKED: tl.constexpr,
+    TOTAL: tl.constexpr,
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -47,7 +47,8 @@ def _copy(
     start = (batch * batch_stride + position * token_stride + head * head_stride) * UNIT
     inside = (token < tokens)[:, None]
     x = tl.load(source + start[:, None] + column, mask=inside & (column < COPIED), other=0.0)
-    target += ((token * (STACKED * HEADS) + head) * NEW_WIDTH)[:, None]
+    stride: tl.constexpr = TOTAL if TOTAL > 0 else HEADS
+    target += ((token * stride + head) * NEW_WIDTH)[:, None]
     tl.store(target + column, x, mask=inside & (column < NEW_WIDTH))
 
 
@@ -82,14 +83,14 @@ def _copy_kernel(
     HEADS_2: tl.constexpr,
     COPIED_2: tl.constexpr,
     NEW_WIDTH_2: tl.constexpr,
-    STACKED: tl.constexpr,
+    TOTAL: tl.constexpr,
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """The second coordinate of a program selects the tensor; HEADS is 0 for one that is not given.
 
-    A target has STACKED * HEADS heads from one token to the next.
+    A target has TOTAL heads from one token to the next, or with 0 its own.
     """
     if tl.program_id(1) == 0:
         _copy(
@@ -103,7 +104,7 @@ def _copy_kernel(
             HEADS_0,
             COPIED_0,
             NEW_WIDTH_0,
-            STACKED,
+            TOTAL,
             UNIT,
             ROWS,
             COLUMNS,
@@ -121,7 +122,7 @@ def _copy_kernel(
                 HEADS_1,
                 COPIED_1,
                 NEW_WIDTH_1,
-                STACKED,
+                TOTAL,
                 UNIT,
                 ROWS,
                 COLUMNS,
@@ -139,7 +140,7 @@ def _copy_kernel(
                 HEADS_2,
                 COPIED_2,
                 NEW_WIDTH_2,
-                STACKED,
+                TOTAL,
                 UNIT,
                 ROWS,
                 COLUMNS,
@@ -151,7 +152,7 @@ _launch = KernelLauncher(_copy_kernel)
 
 @functools.lru_cache(maxsize=1024)
 def _arguments(
-    shapes: tuple[tuple[int, ...], ...], strides: tuple[tuple[int, ...], ...], widths: tuple[int, ...], stacked: int
+    shapes: tuple[tuple[int, ...], ...], strides: tuple[tuple[int, ...], ...], widths: tuple[int, ...], total: int
 ) -> tuple[tuple[int, int, int], tuple[int, ...], tuple[Any, ...]]:
     """Grid, scalars and constants of a launch for tensors [B, S, heads, D] of one B and S."""
     batch, batch_tokens = shapes[0][:2]
@@ -167,16 +168,16 @@ def _arguments(
     return (
         (blocks, len(shapes), 1),
         (*scalars, batch_tokens, batch * batch_tokens),
-        (*sizes, *[0] * (3 * absent), stacked, unit, rows, columns),
+        (*sizes, *[0] * (3 * absent), total, unit, rows, columns),
     )
 
 
-def _copy_heads(sources: Sequence[Tensor], targets: Sequence[Tensor], stacked: int) -> None:
+def _copy_heads(sources: Sequence[Tensor], targets: Sequence[Tensor], total: int) -> None:
     grid, scalars, constants = _arguments(
         tuple([x.shape for x in sources]),
         tuple([x.stride() for x in sources]),
         tuple([x.shape[3] for x in targets]),
-        stacked,
+        total,
     )
     pointers: list[Tensor | None] = [x for pair in zip(sources, targets, strict=True) for x in pair]
     pointers += [None] * (2 * MOST - len(pointers))
@@ -198,11 +199,11 @@ def resize_heads(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     together = len(sources) <= MOST and {x.shape[:2] for x in sources} == {sources[0].shape[:2]}
     for at in (slice(None),) if together else (slice(i, i + 1) for i in range(len(sources))):
         if sources[at][0].numel():
-            _copy_heads(sources[at], targets[at], 1)
+            _copy_heads(sources[at], targets[at], 0)
 
 
 def stack_heads(sources: Sequence[Tensor], target: Tensor) -> None:
-    """Copy three tensors [B, S, heads, D] or [S, heads, D] of any strides to a contiguous [..., S, 3, heads, D]."""
+    """Copy three tensors [B, S, heads, D] or [S, heads, D] of any strides, side by side, to a contiguous one."""
     if target.numel():
-        parts = target.unbind(-3)
-        _copy_heads([_four_dimensions(x) for x in sources], [_four_dimensions(x) for x in parts], MOST)
+        parts = target.split([x.shape[-2] for x in sources], -2)
+        _copy_heads([_four_dimensions(x) for x in sources], [_four_dimensions(x) for x in parts], target.shape[-2])
