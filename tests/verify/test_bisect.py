@@ -1,6 +1,7 @@
 """bisect names exactly the slot and the layer that break parity."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import Qwen3Config
 import opslot
 from opslot import KERNEL_REGISTRY, KernelSpec
 from opslot._base.errors import ConfigError
+from opslot.verify.bisect import Float64Mode, loss_and_gradients
 
 FIELD = "rms_norm_implementation"
 right = KERNEL_REGISTRY.load("rms_norm", "standard", "torch_fused")
@@ -119,3 +121,20 @@ def test_wrong_gradient_with_right_loss_is_named(model, batch, broken):
 def test_batch_without_labels_raises(model, batch, broken):
     with pytest.raises(ConfigError, match="returns no loss on this batch; add labels"):
         opslot.bisect(model, {"input_ids": batch["input_ids"]}, {FIELD: broken})
+
+
+def test_float32_inside_a_model_is_float64_in_the_reference():
+    class Casts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((2,), 1 / 3, dtype=torch.float64))
+
+        def forward(self, x):
+            inner = x.float().to(torch.float32) + torch.zeros(2, dtype=torch.float32)
+            return SimpleNamespace(loss=(inner.softmax(-1, dtype=torch.float32) * self.weight).sum())
+
+    x = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64)
+    with Float64Mode():
+        loss = loss_and_gradients(Casts(), {"x": x})["loss"]
+    assert loss.dtype == torch.float64
+    torch.testing.assert_close(loss.item(), 1 / 3, rtol=1e-15, atol=0)

@@ -33,7 +33,7 @@ from opslot.models._parts import parts_of
 from opslot.models._registry import declared_sub_model
 from opslot.slots import BindingReport, OpsImplementationConfig, format_table
 from opslot.slots.protocol import keeps_sequences
-from opslot.verify.bisect import bisect, in_fp64, loss_and_gradients
+from opslot.verify.bisect import Float64Mode, bisect, in_fp64, loss_and_gradients
 from opslot.verify.isolated import Processes
 from opslot.verify.media import KINDS, RAISES, MediaSamples, media_samples, packed_samples, parallel_samples
 from opslot.verify.random_model import (
@@ -282,7 +282,8 @@ class _Run:
         apply(original, "eager")
         exact = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
         try:
-            self._step(trained_part(in_fp64(original)), exact)
+            with Float64Mode():
+                self._step(trained_part(in_fp64(original)), exact)
         except RuntimeError as error:
             if not any(words in str(error) for words in ("dtype", "scalar type", "without overflow")):
                 return None
