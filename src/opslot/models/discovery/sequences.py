@@ -201,7 +201,7 @@ class WholeSequences:
         layers = _decoder_layers(module)
         for name in module.classes:
             if name.endswith("ForConditionalGeneration"):
-                yield ClassFact(name, KEEPS_SEQUENCES, "it is not only a language model")
+                yield ClassFact(name, KEEPS_SEQUENCES, "its language model is not separate from its encoder")
             elif not layers and name in module.models:
                 yield ClassFact(name, KEEPS_SEQUENCES, "it has no decoder layers")
             elif name in module.models and (reason := masks_without_positions(module)):
