@@ -9,6 +9,7 @@ from opslot.bench.run import read_model
 MODELS = sorted((Path(__file__).parents[2] / "benchmarks" / "models").glob("*.json"))
 
 
+@pytest.mark.quick("qwen3_30b_a3b_width", "qwen3.5_9b_width", "qwen3_vl_8b_width", "nemotron_h_8b_width")
 @pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
 def test_benchmark_model_builds_on_meta(file):
     config = AutoConfig.for_model(**read_model(str(file)))

@@ -66,12 +66,14 @@ def forked(forks, monkeypatch):
 
 # Dynamo reads the gradient of a layer's input, which is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_implementations_train_from_the_same_weights(moe_config_folder, monkeypatch):
+@pytest.mark.quick("eager")
+@pytest.mark.parametrize("compiled", [(), ("torch.compile", "compiled layers")], ids=["eager", "compiled"])
+def test_implementations_train_from_the_same_weights(moe_config_folder, monkeypatch, compiled):
     # Without the C++ compiler, which takes seconds.
     with_aot_eager = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
     monkeypatch.setattr(torch.nn.Module, "compile", with_aot_eager)
     losses = {}
-    own = ("opslot", "opslot + torch.compile", "opslot + compiled layers")
+    own = ("opslot", *(f"opslot + {name}" for name in compiled))
     for name in (*own, "opslot eager", "Transformers"):
         path = task_file(moe_config_folder, name)
         assert measure_in_process([str(path)]) == 0
@@ -157,7 +159,7 @@ def test_reason_of_a_failure_is_its_exception():
     assert (_exit_status(-9), _exit_status(3)) == ("killed by SIGKILL", "exit code 3")
 
 
-def test_only_named_implementations_are_timed(moe_config_folder):
+def test_only_named_implementations_are_timed(moe_config_folder, forked):
     model = json.loads((moe_config_folder / "config.json").read_text())
     task = StepTask("tiny", model, 1, 8, 1, "float32", "cpu")
     *_, rows = compare_steps([task], ["hf"], [].append, only=["opslot eager"])

@@ -497,6 +497,7 @@ def test_quantized_experts_are_dequantized_again_in_backward(monkeypatch):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.quick("dense-sizes0", "experts-sizes2")
 @pytest.mark.parametrize(("kind", "sizes"), [("dense", {}), ("experts", {}), ("experts", {"ep_size": 2})])
 def test_qlora_on_two_processes_equals_one(ranks, write, request, tmp_path, kind, sizes):
     pytest.importorskip("bitsandbytes")

@@ -339,4 +339,6 @@ def test_other_gradient_beside_frozen_parts_is_named(monkeypatch):
 
 def test_encoder_decoders_with_images_are_not_packed():
     found = check_architecture("t5gemma2", checks=("packed",))
-    assert [(o.result, o.detail) for o in found.outcomes] == [("unsupported", "its language model is not separate from its encoder")]
+    assert [(o.result, o.detail) for o in found.outcomes] == [
+        ("unsupported", "its language model is not separate from its encoder")
+    ]
