@@ -96,7 +96,15 @@ _MODEL_LABELS = {
 }
 # Ops whose memory matters as much as their time.
 _WITH_MEMORY = ("cross_entropy_loss", "load_balancing_loss", "adamw")
-_README_STEPS = ("qwen3_30b_a3b_width", "gpt_oss_20b_width", "moonlight_width", "qwen3_8b_width", "llama3.1_8b_width")
+_README_STEPS = (
+    "qwen3_30b_a3b_width",
+    "gpt_oss_20b_width",
+    "glm_4.5_air_width",
+    "gemma3_12b_width",
+    "qwen3_vl_8b_width",
+    "qwen3_8b_width",
+    "qwen3_0.6b",
+)
 _README_OPS = (
     ("moe_experts", "standard", "Qwen3-30B-A3B layer, T=16384"),
     ("cross_entropy_loss", "causal", "8192x4096x151936"),
