@@ -64,7 +64,7 @@ def forked(forks, monkeypatch):
     monkeypatch.setattr("opslot.bench.step.subprocess", SimpleNamespace(Popen=start, DEVNULL=None))
 
 
-# Dynamo reads the gradient of a layer's input, which is no leaf.
+# Dynamo reads the gradient of a layer's input, a non-leaf tensor.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.quick("eager")
 @pytest.mark.parametrize("compiled", [(), ("torch.compile", "compiled layers")], ids=["eager", "compiled"])

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from opslot._base.errors import ConfigError, DataError
 from opslot.data.chat import ChatEncoder, Rendered, trained_tokens
-from opslot.data.collation import IGNORE_INDEX, LABELED, collate, collate_padded
+from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.encoder import SampleError, digest, limit_length
 from opslot.data.encoder_cost import encoder_cost
 from opslot.data.media import (
@@ -63,7 +62,7 @@ _COMPONENTS = {
 }
 # Inputs that are not passed on: they are made for the packed sequence.
 _OWN = ("input_ids", "attention_mask", "labels")
-_PER_TOKEN = ("token_type_ids", "mm_token_type_ids", "cross_attention_mask")
+PER_TOKEN = ("token_type_ids", "mm_token_type_ids", "cross_attention_mask")
 
 
 class MultimodalEncoder(ChatEncoder):
@@ -226,7 +225,7 @@ class MultimodalEncoder(ChatEncoder):
             found = _videos_as_images(found, [kind for kind, _ in description["media"]])
         used = ("mm_token_type_ids",) if self.positions.axes > 1 else ()
         found = {
-            name: value[0, : len(tokens)] if name in _PER_TOKEN else value
+            name: value[0, : len(tokens)] if name in PER_TOKEN else value
             for name, value in found.items()
             if name not in used
         }
@@ -378,49 +377,6 @@ class MultimodalEncoder(ChatEncoder):
         return has_frames and token is not None and not bool((ids == token).any())
 
 
-class MultimodalCollator:
-    """A micro batch with features, from samples with extras.
-
-    Args:
-        encoder: computes features.
-        packing: samples are packed documents; else each is one document, padded.
-
-    Returns (of a call):
-        What `collate` or `collate_padded` return, and the features of all documents in their order. position_ids have
-        the axes of the model's rotary embedding, int64 [axes, B, S], preceded by the position in the document where
-        the model takes it; [B, S] for a model with one axis.
-    """
-
-    def __init__(self, encoder: MultimodalEncoder, packing: bool) -> None:
-        self.encoder = encoder
-        self.packing = packing
-
-    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = collate(samples) if self.packing else collate_padded(samples)
-        positions = self.encoder.positions
-        axes = positions.axes
-        text = batch["position_ids"]
-        rotary = text.expand(axes, *text.shape).clone()
-        per_token: dict[str, torch.Tensor] = {}
-        features: dict[str, list[torch.Tensor]] = {}
-        for row, sample in enumerate(samples):
-            start = 0
-            for length, extra in zip(sample["lengths"], sample.get("extras", ()), strict=False):
-                stop = start + length
-                found = self.encoder.features(extra, sample["input_ids"][start:stop])
-                rotary[:, row, start:stop] = found.pop("position_ids")
-                for name, value in found.items():
-                    if name in _PER_TOKEN:
-                        zeros = torch.zeros(*text.shape, *value.shape[1:], dtype=value.dtype)
-                        per_token.setdefault(name, zeros)[row, start:stop] = value
-                    else:
-                        features.setdefault(name, []).append(value)
-                start = stop
-        if axes > 1:
-            batch["position_ids"] = torch.cat([text[None], rotary]) if positions.takes_text_axis else rotary
-        return {**batch, **per_token, **{name: _joined(values) for name, values in features.items()}}
-
-
 class _Recorder:
     """A tokenizer that keeps the text it was called with."""
 
@@ -531,19 +487,6 @@ def _videos_as_images(inputs: dict[str, torch.Tensor], kinds: Sequence[str]) -> 
     ordered = [next(parts[kind]) for kind in kinds if kind in parts]
     patches, grids = zip(*ordered, strict=True)
     return {**left, "pixel_values": torch.cat(patches), "image_grid_thw": torch.cat(grids)}
-
-
-def _joined(values: list[torch.Tensor]) -> torch.Tensor:
-    """Tensors in one, along the first dimension; other sizes are padded with zeros to the largest."""
-    shapes = {value.shape[1:] for value in values}
-    if len(shapes) > 1:
-        sizes = [max(lengths) for lengths in zip(*shapes, strict=True)]
-        missing = [[size - own for size, own in zip(sizes, value.shape[1:], strict=True)] for value in values]
-        values = [
-            F.pad(value, [n for count in reversed(counts) for n in (0, count)])
-            for value, counts in zip(values, missing, strict=True)
-        ]
-    return torch.cat(values)
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

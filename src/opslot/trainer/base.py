@@ -63,8 +63,7 @@ if TYPE_CHECKING:
 
 
 _MOST_STEPS_WITHOUT_TARGETS = 10
-# Integer inputs that stay on the host, such as positions and grids, are read there.
-_LABELS = ("labels", "shift_labels")
+_LABELS = ("labels", "shift_labels")  # other integer inputs, such as positions and grids, are read on the host
 
 
 class BatchSource(Protocol):
@@ -114,8 +113,6 @@ class BaseTrainer(ABC):
     ) -> None:
         config = with_default_precision(config)
         self.config = config
-        # Whether the model takes integer inputs other than labels from the host.
-        self.keeps_inputs_on_host = False
         self.console = console or make_console()
         self.inputs: Inputs = validate(config)
         for warning in self.inputs.warnings:
@@ -290,7 +287,7 @@ class BaseTrainer(ABC):
         for name, value in shard_sequence(batch, self.state).items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 value = value.to(self.device, self.model.dtype, non_blocking=True)
-            elif isinstance(value, torch.Tensor) and (name in _LABELS or not self.keeps_inputs_on_host):
+            elif name in _LABELS:
                 value = value.to(self.device, non_blocking=True)
             inputs[name] = value
         return call_with_share_of_loss(self.model, inputs, num_items_in_batch)

@@ -14,6 +14,7 @@ from opslot.checkpoint import initialize_weights
 from opslot.checkpoint.adapters import base_model, has_adapters, initialize_adapters
 from opslot.distributed import ParallelState
 from opslot.models import load_foundation_weights
+from opslot.models._host_inputs import keep_inputs_on_host
 from opslot.models.parallelize import parallelize
 from opslot.models.quantized_linear import quantize_layers
 from opslot.trainer.checkpointing import read_state
@@ -31,6 +32,8 @@ def prepare_model(
 ) -> PreTrainedModel:
     """Add adapters, shard the model over all ranks, and load or initialize weights that it lacks.
 
+    On a GPU, the model takes integer inputs from the host.
+
     Args:
         checkpoint: what a resumed run continues from; its kernels are bound.
         say: prints a line for the user.
@@ -38,6 +41,8 @@ def prepare_model(
     Raises:
         ConfigError: the model cannot be trained or sharded as configured, or the ranks selected different kernels.
     """
+    if state.device.type != "cpu":
+        keep_inputs_on_host(model)
     if config.lora.quantization is not None:
         quantize_layers(model, config.lora.modules_to_save or ())
     if config.lora.r is not None:

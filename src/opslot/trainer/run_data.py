@@ -26,7 +26,8 @@ from opslot.data.chat import ChatEncoder, load_chat_template
 from opslot.data.encoder import Encoder, TextEncoder
 from opslot.data.labels import LabelEncoder, collate_labeled, find_label_names
 from opslot.data.media import Limits
-from opslot.data.multimodal import MultimodalCollator, MultimodalEncoder
+from opslot.data.multimodal import MultimodalEncoder
+from opslot.data.multimodal_collation import MultimodalCollator
 from opslot.data.rope_positions import RopePositions
 from opslot.models import trained_config
 from opslot.models._placeholders import PlaceholderCheck

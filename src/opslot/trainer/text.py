@@ -19,7 +19,6 @@ from opslot.checkpoint.save import save_processors
 from opslot.data import SampleLoader, TokenLoader, count_targets, evaluation_batches, open_corpus
 from opslot.distributed import sum_over_ranks
 from opslot.models import build_foundation_model, load_config
-from opslot.models._host_inputs import keep_inputs_on_host
 from opslot.ops.cross_entropy_loss import loss_only
 from opslot.slots.protocol import keeps_sequences
 from opslot.trainer.base import BaseTrainer, TrainResult
@@ -96,9 +95,6 @@ class TextTrainer(BaseTrainer):
                 found=reason,
                 hint=f"set data.packing: false{also}",
             )
-        if self.device.type != "cpu":
-            keep_inputs_on_host(built)
-            self.keeps_inputs_on_host = True
         return built
 
     def count_steps(self) -> int | None:

@@ -177,7 +177,7 @@ def write_gradients(
     assert dC is not None
     parts = [x.new_empty((call.blocks, *x.shape), dtype=torch.float32) for x in (call.B, call.C)]
     sums = call.by_chunk(2)
-    # Products of 16-bit gradients are rounded once more before they are summed over channels.
+    # Products of 16-bit gradients are rounded a second time before they are summed over channels.
     precision = "tf32" if call.x.element_size() == 2 and not torch.version.hip else FP32_DOT.value
     _launch_gradients(
         call.grid,

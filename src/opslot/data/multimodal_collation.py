@@ -1,0 +1,67 @@
+"""Micro batches of tokens and of the features of their images, videos and audio."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from opslot.data.collation import collate, collate_padded
+from opslot.data.multimodal import PER_TOKEN, MultimodalEncoder
+
+
+class MultimodalCollator:
+    """A micro batch with features, from samples with extras.
+
+    Args:
+        encoder: computes features.
+        packing: samples are packed documents; else each is one document, padded.
+
+    Returns (of a call):
+        What `collate` or `collate_padded` return, and the features of all documents in their order. position_ids have
+        the axes of the model's rotary embedding, int64 [axes, B, S], preceded by the position in the document where
+        the model takes it; [B, S] for a model with one axis.
+    """
+
+    def __init__(self, encoder: MultimodalEncoder, packing: bool) -> None:
+        self.encoder = encoder
+        self.packing = packing
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = collate(samples) if self.packing else collate_padded(samples)
+        positions = self.encoder.positions
+        axes = positions.axes
+        text = batch["position_ids"]
+        rotary = text.expand(axes, *text.shape).clone()
+        per_token: dict[str, torch.Tensor] = {}
+        features: dict[str, list[torch.Tensor]] = {}
+        for row, sample in enumerate(samples):
+            start = 0
+            for length, extra in zip(sample["lengths"], sample.get("extras", ()), strict=False):
+                stop = start + length
+                found = self.encoder.features(extra, sample["input_ids"][start:stop])
+                rotary[:, row, start:stop] = found.pop("position_ids")
+                for name, value in found.items():
+                    if name in PER_TOKEN:
+                        zeros = torch.zeros(*text.shape, *value.shape[1:], dtype=value.dtype)
+                        per_token.setdefault(name, zeros)[row, start:stop] = value
+                    else:
+                        features.setdefault(name, []).append(value)
+                start = stop
+        if axes > 1:
+            batch["position_ids"] = torch.cat([text[None], rotary]) if positions.takes_text_axis else rotary
+        return {**batch, **per_token, **{name: _joined(values) for name, values in features.items()}}
+
+
+def _joined(values: list[torch.Tensor]) -> torch.Tensor:
+    """Tensors in one, along the first dimension; other sizes are padded with zeros to the largest."""
+    shapes = {value.shape[1:] for value in values}
+    if len(shapes) > 1:
+        sizes = [max(lengths) for lengths in zip(*shapes, strict=True)]
+        missing = [[size - own for size, own in zip(sizes, value.shape[1:], strict=True)] for value in values]
+        values = [
+            F.pad(value, [n for count in reversed(counts) for n in (0, count)])
+            for value, counts in zip(values, missing, strict=True)
+        ]
+    return torch.cat(values)
