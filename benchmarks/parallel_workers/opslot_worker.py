@@ -109,7 +109,7 @@ def run(name: str, configuration: Configuration, parallelism: dict[str, Any], op
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("configurations", nargs="*", help=f"of {', '.join(CONFIGURATIONS)}; default these")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, help="default those of the model's file")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="ops_implementation")
     parser.add_argument("--profile", action="store_true", help="a table of the first rank's kernels")

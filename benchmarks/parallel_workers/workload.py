@@ -23,7 +23,12 @@ WARM_UP = 3
 LEARNING_RATE = 1e-5
 MAX_NORM = 1.0
 
-MODELS = {"dense": "qwen3_8b_width", "moe": "qwen3_30b_a3b_width"}
+MODELS = {
+    "dense": "qwen3_8b_width",
+    "moe": "qwen3_30b_a3b_width",
+    "gpt_oss": "gpt_oss_20b_width",
+    "qwen3_5_moe": "qwen3.5_35b_a3b_width",
+}
 UNCHECKED = "unchecked: each library draws its own weights"
 
 
@@ -59,17 +64,31 @@ CONFIGURATIONS = {
     "moe-ep": Configuration("moe", ep=0),
     "dense-sp": Configuration("dense", sp=0, batch=1, length=32768),
     "moe-ep-sp": Configuration("moe", sp=0, ep=0, batch=1, length=32768),
+    "gpt_oss-ep": Configuration("gpt_oss", ep=0),
+    "gpt_oss-ep-sp": Configuration("gpt_oss", sp=0, ep=0, batch=1, length=32768),
+    "qwen3_5_moe-ep": Configuration("qwen3_5_moe", ep=0),
+    "qwen3_5_moe-ep-sp": Configuration("qwen3_5_moe", sp=0, ep=0, batch=1, length=32768),
 }
 
 
-def model_config(name: str, layers: int, shrink: int = 1) -> Any:
-    """A Transformers config of the model; widths divided by `shrink`, for a dry run on a CPU."""
+def model_config(name: str, layers: int | None = None, shrink: int = 1) -> Any:
+    """A Transformers config of the model, with as many layers as its file says or `layers`.
+
+    Widths are divided by `shrink`, for a dry run on a CPU.
+    """
     file = Path(__file__).parents[1] / "models" / f"{MODELS[name]}.json"
-    config = {**json.loads(file.read_text()), "num_hidden_layers": layers}
-    for width in ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "head_dim"):
-        if width in config:
-            config[width] //= shrink
-    return CONFIG_MAPPING[config.pop("model_type")](**config)
+    config = json.loads(file.read_text())
+    if layers is not None:
+        config["num_hidden_layers"] = layers
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][:layers]
+    kind = CONFIG_MAPPING[config.pop("model_type")]
+    if shrink > 1:
+        defaults = kind(**config)
+        for width in ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "head_dim"):
+            if hasattr(defaults, width):
+                config[width] = getattr(defaults, width) // shrink
+    return kind(**config)
 
 
 def token_ids(configuration: Configuration, vocabulary: int, dp_rank: int, shrink: int = 1) -> torch.Tensor:
