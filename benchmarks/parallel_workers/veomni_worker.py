@@ -131,6 +131,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     for name in options.configurations or CONFIGURATIONS:
+        if CONFIGURATIONS[name].frames:
+            continue
         result = run(CONFIGURATIONS[name], options, device)
         if dist.get_rank() == 0:
             record(options.rows, CONFIGURATIONS[name], "VeOmni", result)
