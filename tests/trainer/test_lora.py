@@ -485,8 +485,8 @@ def test_quantized_experts_are_dequantized_again_in_backward(monkeypatch):
 
     packed = bitsandbytes.nn.Params4bit(torch.randn(4, 64, 64), requires_grad=False, quant_type="nf4").to("cpu")
     value = bitsandbytes.functional.dequantize_4bit(packed.data, packed.quant_state)
-    calls, dequantize = [], _quantized_experts._dequantize
-    monkeypatch.setattr(_quantized_experts, "_dequantize", lambda packed: calls.append(1) or dequantize(packed))
+    calls, dequantize = [], _quantized_experts.dequantize
+    monkeypatch.setattr(_quantized_experts, "dequantize", lambda packed: calls.append(1) or dequantize(packed))
     x = torch.randn(4, 5, 64, requires_grad=True)
     call = _quantized_experts._Dequantized(lambda x, w: torch.bmm(x, w.transpose(1, 2)))
     out = call(x, packed)
