@@ -25,6 +25,7 @@ from opslot.models._registry import architecture_of
 from opslot.models._sequence import prepare_ulysses, with_ulysses
 from opslot.slots import KERNEL_REGISTRY, Binding, binding_of, resolve, walk_slots, write
 from opslot.slots.binding import class_name
+from opslot.slots.protocol import modules_by_document
 
 __all__ = ["parallel_plan", "parallelize"]
 
@@ -205,7 +206,14 @@ def _check_experts(model: Any, state: ParallelState, plan: ParallelPlan | None) 
             hint="set ep to 1, pass plan=ParallelPlan(...), or give the model a method get_parallel_plan",
         )
     sharded = plan.match(model)
+    by_document = [outer for outer, _ in modules_by_document(model)]
     for path, module, _, op_name, variant in experts:
+        if outer := next((outer for outer in by_document if path.startswith(f"{outer}.")), None):
+            raise ConfigError(
+                f"{path} cannot be sharded over ep ranks: {outer} runs once for each packed document, and ranks have "
+                "different numbers of documents",
+                hint="set ep to 1",
+            )
         # A kernel would pair a rank's shard of one tensor with the wrong experts of another that is not sharded.
         missing = [name for name, _ in module.named_parameters(path, recurse=False) if name not in sharded]
         if missing:
