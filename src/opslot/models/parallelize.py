@@ -18,6 +18,7 @@ from opslot._base.logging import get_logger
 from opslot.checkpoint.adapters import has_adapters
 from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state
 from opslot.models._adapters import mark_adapted_experts, with_expert_adapters
+from opslot.models._conditional import add_zero_of_skipped_modules
 from opslot.models._host_inputs import keep_inputs_from_fsdp, map_inputs_of_compiled_layers
 from opslot.models._modalities import find_towers
 from opslot.models._quantized_experts import with_quantized_experts
@@ -118,6 +119,7 @@ def parallelize(
     keep_inputs_from_fsdp(model)
     map_inputs_of_compiled_layers(model)
     if towers is not None:
+        add_zero_of_skipped_modules(model)
         towers.run_on_every_rank(model)
     return model
 
