@@ -174,6 +174,7 @@ def _exit_code(script: str) -> int:
 
 
 if __name__ == "__main__":
+    gc.disable()
     # Slow imports, but no modeling module: tests check which of them are imported.
     for name in ("transformers.modeling_utils", "opslot.distributed", "opslot.models", "opslot.trainer.text"):
         importlib.import_module(name)
@@ -181,8 +182,8 @@ if __name__ == "__main__":
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     # Collecting garbage in a fork would copy what was imported.
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
     listener = socket.socket(fileno=int(sys.argv[1]))
     path = Path(listener.getsockname())
