@@ -66,12 +66,14 @@ def apply(
     except Exception:
         _undo(moves)
         raise
+    from opslot.models._by_document import give_documents
     from opslot.models._host_inputs import keep_inputs_on_host, reads_host_inputs
     from opslot.models._modalities import keep_documents_from_towers
 
     if reads_host_inputs(model):
         keep_inputs_on_host(model)
     keep_documents_from_towers(model)
+    give_documents(model)
     return report
 
 
@@ -83,11 +85,13 @@ def restore(model: Any) -> Any:
     """
     require_module(model, "opslot.restore")
     unbind(model)
+    from opslot.models._by_document import stop_giving_documents
     from opslot.models._host_inputs import stop_keeping_inputs_on_host
     from opslot.models._modalities import stop_keeping_documents_from_towers
 
     stop_keeping_inputs_on_host(model)
     stop_keeping_documents_from_towers(model)
+    stop_giving_documents(model)
     for module in model.modules():
         architecture = architecture_of(type(module), generated=True)
         original = architecture.upstream_class(type(module).__name__) if architecture is not None else None

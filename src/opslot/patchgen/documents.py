@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from opslot.patchgen.config import PatchConfig
+from opslot.patchgen.edits import Anchored
 from opslot.patchgen.forms import ModuleView
 
 _CU_SEQLENS = '''
@@ -23,6 +24,12 @@ def _opslot_passed(kwargs):
     """The keyword arguments of a head from which the layers of its model read the boundaries of documents."""
     names = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
     return {name: kwargs[name] for name in names if name in kwargs}
+'''
+
+_PASSED_BY_DOCUMENT = '''
+def _opslot_passed_by_document(module, kwargs):
+    """The same for a module that may run once for each document; nothing for a module of another class."""
+    return _opslot_passed(kwargs) if hasattr(type(module), "_opslot_by_document") else {}
 '''
 
 
@@ -66,14 +73,17 @@ def callers_of(module: ModuleView, owner: str) -> list[tuple[str, ast.Call]]:
         if constructor is None or forward is None:
             continue
         for node in ast.walk(constructor):
-            if isinstance(node, ast.Assign) and _makes(node.value, owner):
+            if isinstance(node, ast.Assign) and _makes(module, node.value, owner):
                 called = _names_of(forward, ast.unparse(node.targets[0]))
                 found += [(f"{name}.forward", call) for call in _calls_of(forward, called)]
     return found
 
 
-def _makes(value: ast.expr, owner: str) -> bool:
-    return any(isinstance(node, ast.Call) and ast.unparse(node.func) == owner for node in ast.walk(value))
+def _makes(module: ModuleView, value: ast.expr, owner: str) -> bool:
+    """Whether an expression calls a class, or what it takes from a table of classes with it."""
+    made = {owner, *(name for name, classes in module.tables.items() if owner in classes)}
+    calls = (node.func for node in ast.walk(value) if isinstance(node, ast.Call))
+    return any(ast.unparse(f.value if isinstance(f, ast.Subscript) else f) in made for f in calls)
 
 
 def _names_of(forward: ast.AST, attribute: str) -> set[str]:
@@ -109,10 +119,14 @@ def _layers_get_keywords(module: ModuleView) -> bool:
     return bool(called) and all(any(keyword.arg is None for keyword in call.keywords) for call in called)
 
 
-def pass_documents_to(module: ModuleView, patch: PatchConfig, owner: str) -> None:
-    """Let the callers of a class's instances, up to a model, pass the boundaries of documents where they do not."""
+def pass_documents_to(module: ModuleView, patch: PatchConfig, owner: str, by_document: bool = False) -> None:
+    """Let the callers of a class's instances, up to a model, pass the boundaries of documents where they do not.
+
+    Args:
+        by_document: the class runs once for each document; others that are called there may take no documents.
+    """
     for method, call in callers_of(module, owner):
-        _pass(module, patch, method, call)
+        _pass(module, patch, method, call, by_document)
         if not _is_model(module, method):
             pass_documents_to(module, patch, method.partition(".")[0])
 
@@ -121,15 +135,20 @@ def _is_model(module: ModuleView, method: str) -> bool:
     return bool(set(module.bases(method.partition(".")[0])) & set(module.models))
 
 
-def _pass(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call) -> None:
+def _pass(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call, by_document: bool = False) -> None:
     definition = module.upstream.find(method)
     assert isinstance(definition, ast.FunctionDef)
-    if any(keyword.arg is None for keyword in call.keywords) or definition.args.kwarg is None:
+    text = ast.unparse(call)
+    passed_already = any(isinstance(e, Anchored) and e.target == method and text in e.patterns for e in patch.edits)
+    if any(k.arg is None for k in call.keywords) or definition.args.kwarg is None or passed_already:
         return
     passed = ast.Call(call.func, call.args, [*call.keywords, ast.keyword(None, ast.Name("_PASSED"))])
-    text = ast.unparse(passed).replace("_PASSED", f"_opslot_passed({definition.args.kwarg.arg})")
-    patch.replace(method, ast.unparse(call), text)
-    add_helpers(patch, _PASSED)
+    kwargs = definition.args.kwarg.arg
+    to = f"_opslot_passed_by_document({ast.unparse(call.func)}, {kwargs})"
+    passing = ast.unparse(passed).replace("_PASSED", to if by_document else f"_opslot_passed({kwargs})")
+    count = sum(isinstance(node, ast.Call) and ast.unparse(node) == text for node in ast.walk(definition))
+    patch.replace(method, text, passing, count=count)
+    add_helpers(patch, _PASSED, *([_PASSED_BY_DOCUMENT] if by_document else []))
 
 
 def _takes_any(module: ModuleView, method: str, call: ast.Call) -> bool:

@@ -51,6 +51,10 @@ class Layout(NamedTuple):
         """Not 2, which a padding mask has."""
         return len(self.shape)
 
+    def of_document(self, length: int) -> Layout:
+        """The mask of one document of `length` tokens alone."""
+        return self._replace(cu_seqlens=None, longest=None, length=length)
+
     def contiguous(self) -> Layout:
         """Called by `generate` on the masks for a static cache."""
         return self
