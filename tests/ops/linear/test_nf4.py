@@ -32,7 +32,11 @@ def by_definition(packed):
     return (state.code[indices] * scales[blocks]).to(state.dtype).view(state.shape)
 
 
-@pytest.mark.parametrize("dequantize", [nf4.dequantize, lambda packed: launch(packed.data, packed.quant_state)])
+def launched(packed):
+    return launch(packed.data, packed.quant_state)
+
+
+@pytest.mark.parametrize(("dequantize", "device"), [(nf4.dequantize, "cpu"), (launched, DEVICE)])
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize(
     ("shape", "dtype", "blocksize"),
@@ -44,8 +48,8 @@ def by_definition(packed):
         ((1, 4097), torch.bfloat16, 4096),
     ],
 )
-def test_equals_the_definition(shape, dtype, blocksize, nested, dequantize):
-    packed = quantized(shape, dtype, nested, blocksize)
+def test_equals_the_definition(shape, dtype, blocksize, nested, dequantize, device):
+    packed = quantized(shape, dtype, nested, blocksize, device)
     found, expected = dequantize(packed), by_definition(packed)
     assert found.shape == expected.shape
     assert found.dtype == dtype
@@ -54,10 +58,10 @@ def test_equals_the_definition(shape, dtype, blocksize, nested, dequantize):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_equals_bitsandbytes(dtype):
-    packed = quantized((64, 128), dtype)
+    packed = quantized((64, 128), dtype, device=DEVICE)
     expected = bitsandbytes.functional.dequantize_4bit(packed.data, packed.quant_state)
     assert torch.equal(nf4.dequantize(packed), expected)
-    assert torch.equal(launch(packed.data, packed.quant_state), expected)
+    assert torch.equal(launched(packed), expected)
 
 
 @pytest.mark.gpu
