@@ -387,13 +387,16 @@ def test_merge_leaves_an_existing_folder(write, tmp_path, capsys):
     assert "it has LoRA adapters: give the folder of their base model" in capsys.readouterr().err
 
 
-def test_classifier_heads_are_trained_whole(settings, write, tmp_path, capsys):
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_classifier_heads_are_trained_whole(settings, write, tmp_path, capsys, quantization):
+    if quantization:
+        pytest.importorskip("bitsandbytes")
     settings["task"] = "classification"
     file = tmp_path / "labelled.jsonl"
     rows = [{"text": f"{'abc'[i % 3]} {i}", "label": "abc"[i % 3]} for i in range(20)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings["data"] |= {"train_path": str(file)}
-    assert run_config(write("run", max_steps=2)) == 0
+    assert run_config(write("run", {"quantization": quantization}, max_steps=2)) == 0
     written = load_file(tmp_path / "run" / "hf" / "adapter_model.safetensors")
     assert "base_model.model.score.weight" in written
     assert json.loads((tmp_path / "run/hf/adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
@@ -435,6 +438,15 @@ def test_qlora_trains_on_quantized_weights(trainer, dense_base, write, tmp_path)
     assert run_config(resumed) == 0
     assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "run"), rel=1e-5)
     assert main(["merge", str(tmp_path / "run" / "hf"), str(tmp_path / "merged")]) == 0
+
+
+def test_modules_that_are_trained_whole_are_not_quantized(trainer, dense_base):
+    pytest.importorskip("bitsandbytes")
+    run = trainer("run", {"quantization": "nf4", "modules_to_save": ["layers.1.mlp"]}, max_steps=1)
+    quantized = {path for path, module in run.model.named_modules() if hasattr(module, "load_weight")}
+    assert any("layers.0.mlp.up_proj" in path for path in quantized)
+    assert not any("layers.1.mlp" in path for path in quantized)
+    run.train()
 
 
 def test_nf4_without_bitsandbytes_raises(write, dense_base, capsys, monkeypatch):
