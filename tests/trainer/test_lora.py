@@ -231,6 +231,7 @@ def test_exports_load_in_peft_and_transformers(trainer, tmp_path):
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_generate_takes_adapters(write, tmp_path, capsys, use_dora):
     assert run_config(write("run", {"merge": True, "use_dora": use_dora}, lr=0.1)) == 0
@@ -448,6 +449,7 @@ def test_nf4_without_bitsandbytes_raises(write, dense_base, capsys, monkeypatch)
 
 
 @pytest.mark.quick("False-none-grouped_mm", "False-full-eager", "True-selective-grouped_mm", "True-full-*")
+@pytest.mark.quick("none-grouped_mm", "full-eager", "selective-grouped_mm")
 @pytest.mark.parametrize("kernel", ["grouped_mm", "eager"])
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize("adapters_on_experts", [False, True])
