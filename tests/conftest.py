@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+# Collecting garbage takes a quarter of the time of importing and collecting the tests.
+gc.disable()
 # Idle threads of the many test processes must not spin on cores that others need. Torch reads this on import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Each pytest-xdist worker has one core, and so do the processes that its tests start.
@@ -86,9 +88,9 @@ def unmatched_patterns(pytestconfig) -> dict[str, set[str]]:
 
 def pytest_collection_finish() -> None:
     """Garbage collection takes a sixth of the tests' time unless it leaves out what was imported."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

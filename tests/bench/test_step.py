@@ -11,6 +11,7 @@ from opslot.bench import StepRow, step_process
 from opslot.bench.run import BenchOptions, run_bench
 from opslot.bench.step import StepTask, _exit_status, check_losses, compare_steps, implementations, reason
 from opslot.bench.step_process import main as measure_in_process
+from tests import omni
 
 
 def task_file(folder, implementation, **changes):
@@ -24,6 +25,7 @@ def task_file(folder, implementation, **changes):
         "ops": {},
         "trace": False,
         "image_size": 0,
+        "audio_seconds": 0,
         "lr": 1e-3,
         "text": "",
         "implementation": implementation,
@@ -87,6 +89,19 @@ def test_implementations_train_from_the_same_weights(moe_config_folder, monkeypa
     for name in own[1:]:
         assert losses[name] == pytest.approx(losses["opslot"], rel=1e-5)
     assert losses["opslot eager"] == pytest.approx(losses["Transformers"], rel=1e-6)
+
+
+def test_images_and_audio_are_packed_for_opslot_and_not_for_transformers(tmp_path):
+    model = omni.qwen2_5_omni().to_dict()
+    model["thinker_config"]["audio_end_token_id"] = 46
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    losses = []
+    for name in ("opslot", "Transformers"):
+        path = task_file(tmp_path, name, image_size=16, audio_seconds=1, steps=1)
+        assert measure_in_process([str(path)]) == 0
+        losses.append(json.loads(path.with_suffix(".result").read_text())["losses"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][-1] < losses[0][0]
 
 
 def test_implementation_that_fails_has_a_row_and_others_run(moe_config_folder, monkeypatch, forked):

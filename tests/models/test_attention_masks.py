@@ -185,6 +185,7 @@ def test_static_cache_gets_a_dense_mask_where_auto_selected_a_kernel_without_mas
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "deepseek_v3"])
 def test_static_cache_equals_dynamic_cache_on_a_gpu(name):
     """`generate` compiles the model for a static cache."""

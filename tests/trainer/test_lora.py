@@ -447,15 +447,17 @@ def test_nf4_without_bitsandbytes_raises(write, dense_base, capsys, monkeypatch)
     assert "lora.merge needs unquantized weights" in error
 
 
+@pytest.mark.quick("False-none-grouped_mm", "False-full-eager", "True-selective-grouped_mm", "True-full-*")
 @pytest.mark.parametrize("kernel", ["grouped_mm", "eager"])
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-def test_qlora_quantizes_experts(trainer, write, settings, tmp_path, kernel, checkpointing):
+@pytest.mark.parametrize("adapters_on_experts", [False, True])
+def test_qlora_quantizes_experts(trainer, settings, tmp_path, kernel, checkpointing, adapters_on_experts):
     """As a model with the dequantized values; autograd keeps no dequantized weight."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     settings["model"]["ops_implementation"] = {"moe_implementation": kernel}
     run = trainer(
         "run",
-        {"quantization": "nf4"},
+        {"quantization": "nf4", "experts": adapters_on_experts},
         lr_scheduler="constant",
         micro_batch_size=None,
         activation_checkpointing=checkpointing,
@@ -464,7 +466,7 @@ def test_qlora_quantizes_experts(trainer, write, settings, tmp_path, kernel, che
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     quantized = {n: p for n, p in run.model.named_parameters() if isinstance(p, bitsandbytes.nn.Params4bit)}
     assert sum("experts" in name for name in quantized) == 4
-    assert not any("experts" in name for name in run.model.state_dict())
+    assert not quantized.keys() & run.model.state_dict().keys()
     values = {n: bitsandbytes.functional.dequantize_4bit(p.data, p.quant_state) for n, p in quantized.items()}
     with torch.no_grad():
         for name, value in values.items():
@@ -476,6 +478,12 @@ def test_qlora_quantizes_experts(trainer, write, settings, tmp_path, kernel, che
     expected = peft_losses(tmp_path / "dequantized", start, steps, run.config.train)
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-3)
     assert not run.meter.uncounted_lines()
+    if adapters_on_experts:
+        assert main(["merge", str(tmp_path / "run" / "hf"), str(tmp_path / "merged")]) == 0
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "hf").merge_and_unload().state_dict()
+        torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
 
 
 def test_quantized_experts_are_dequantized_again_in_backward(monkeypatch):
@@ -485,8 +493,8 @@ def test_quantized_experts_are_dequantized_again_in_backward(monkeypatch):
 
     packed = bitsandbytes.nn.Params4bit(torch.randn(4, 64, 64), requires_grad=False, quant_type="nf4").to("cpu")
     value = bitsandbytes.functional.dequantize_4bit(packed.data, packed.quant_state)
-    calls, dequantize = [], _quantized_experts._dequantize
-    monkeypatch.setattr(_quantized_experts, "_dequantize", lambda packed: calls.append(1) or dequantize(packed))
+    calls, dequantize = [], _quantized_experts.dequantize
+    monkeypatch.setattr(_quantized_experts, "dequantize", lambda packed: calls.append(1) or dequantize(packed))
     x = torch.randn(4, 5, 64, requires_grad=True)
     call = _quantized_experts._Dequantized(lambda x, w: torch.bmm(x, w.transpose(1, 2)))
     out = call(x, packed)
@@ -504,11 +512,16 @@ def test_qlora_on_two_processes_equals_one(ranks, write, request, tmp_path, kind
     if kind == "dense":
         request.getfixturevalue("dense_base")
     nf4 = {"quantization": "nf4", "target_modules": "all-linear", "modules_to_save": ["norm"]}
+    nf4["experts"] = kind == "experts"
     assert run_config(write("one", nf4)) == 0
     assert ranks.run(run_config, write("two", nf4, **sizes)) == [0, 0]
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     expected, found = (load_file(tmp_path / name / "hf" / "adapter_model.safetensors") for name in ("one", "two"))
     assert expected.keys() == found.keys()
+    assert any("experts" in name for name in found) == nf4["experts"]
+    # The constants of a rank's experts are quantized with an offset of their own.
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).norm() <= 0.1 * tensor.norm()
 
 
 def experts_held(file):
@@ -531,8 +544,6 @@ def test_unsupported_combinations_with_nf4_raise(write, settings, capsys, monkey
     monkeypatch.setattr(quantized_linear, "has_package", lambda name: True)
     assert run_config(write("bad", {"quantization": "nf4"}, fsdp={"cpu_offload": True})) == 2
     assert "weights in nf4 cannot be offloaded" in capsys.readouterr().err
-    assert run_config(write("bad", {"quantization": "nf4", "experts": True})) == 2
-    assert "lora.experts needs unquantized experts" in capsys.readouterr().err
 
 
 @pytest.mark.quick("lora0")

@@ -147,6 +147,7 @@ class StepRow:
         tokens_per_s: of each device.
         peak_gib: at the peak, of the device with the highest; None off CUDA.
         image_size: side in pixels of the image that each sample has besides `length` tokens of text; 0 for none.
+        audio_seconds: of the audio that each sample has besides; 0 for none.
         vision_ms: of it, milliseconds in the vision tower; None without one.
         check: "ok" when first and last loss match those of Transformers' own code, else what is wrong or missing.
         error: why there is no time.
@@ -170,6 +171,7 @@ class StepRow:
     kernels: str = ""
     trace: str = ""
     image_size: int = 0
+    audio_seconds: int = 0
     vision_ms: float | None = None
 
     @property

@@ -24,7 +24,7 @@ from opslot.bench.files import OutputFiles
 from opslot.bench.ops import CallSite, bench_ops, call_sites_of
 from opslot.bench.result import Environment, OpRow, Result, Run, from_json, merge, read
 from opslot.bench.step import StepTask, compare_steps, known_implementations, loss_curve, process_environment
-from opslot.bench.step_inputs import image_grid, model_vocab_size, takes_images
+from opslot.bench.step_inputs import audio_tokens, image_grid, model_vocab_size, takes_images
 from opslot.bench.table import time_cell
 from opslot.bench.text import text_batches
 from opslot.bench.tune import timings_of, timings_text
@@ -34,7 +34,16 @@ from opslot.slots import KERNEL_REGISTRY, OpsImplementationConfig, write_profile
 
 Report = Callable[[str], None]
 # The last token of a sample has no label, so a sample has at least two.
-_MINIMUM = {"layers": 1, "tokens": 1, "batch": 1, "length": 2, "steps": 0, "timeout": 1, "image_size": 0}
+_MINIMUM = {
+    "layers": 1,
+    "tokens": 1,
+    "batch": 1,
+    "length": 2,
+    "steps": 0,
+    "timeout": 1,
+    "image_size": 0,
+    "audio_seconds": 0,
+}
 # What kernels support; float64 is the reference.
 _DTYPES = ("bfloat16", "float16", "float32")
 # Batch and sequence length of a training step, by kind of device.
@@ -55,6 +64,7 @@ class BenchOptions:
         baseline_paths: by baseline, a folder of packages that only this baseline sees.
         batch, length: samples of a training step, and tokens of each.
         image_size: side in pixels of an image that each sample begins with; `length` then counts the text.
+        audio_seconds: of an audio after it; `length` then counts the text.
         steps: training steps to time; 0 for none.
         steps_only: no ops.
         compile: also time training steps with torch.compile.
@@ -78,6 +88,7 @@ class BenchOptions:
     batch: int | None = None
     length: int | None = None
     image_size: int = 0
+    audio_seconds: int = 0
     steps: int = 8
     steps_only: bool = False
     compile: bool = False
@@ -231,17 +242,21 @@ class _Setting:
                 hint=f"expected some of {', '.join(known)}",
             )
         if self.model is None:
-            for name in ("layers", "curve", "steps_only", "compile", "image_size"):
+            for name in ("layers", "curve", "steps_only", "compile", "image_size", "audio_seconds"):
                 if getattr(options, name):
                     raise ConfigError(f"--{name.replace('_', '-')} requires --model")
         if len(self.models) > 1 and (options.curve or not options.steps_only):
             raise ConfigError("several models require --steps-only without --curve", found=f"{len(self.models)} models")
         if options.steps_only and not options.steps and not options.curve:
             raise ConfigError("--steps-only --steps 0 measures nothing", hint="set --steps or --curve")
-        if options.image_size and options.curve:
-            raise ConfigError("--curve trains on text, so it takes no --image-size")
-        for model in self.models if options.image_size else ():
-            image_grid(model, options.image_size)
+        for name in ("image_size", "audio_seconds"):
+            if getattr(options, name) and options.curve:
+                raise ConfigError(f"--curve trains on text, so it takes no --{name.replace('_', '-')}")
+        for model in self.models:
+            if options.image_size:
+                image_grid(model, options.image_size)
+            if options.audio_seconds:
+                audio_tokens(model, options.audio_seconds)
         if options.curve and options.curve < 4:
             raise ConfigError(f"--curve {options.curve}: a curve needs at least 4 steps")
 
@@ -314,6 +329,7 @@ class _Setting:
                 trace=options.trace,
                 timeout=options.timeout,
                 image_size=options.image_size,
+                audio_seconds=options.audio_seconds,
             )
             for path, model in zip(map(Path, options.models), self.models, strict=True)
         ]

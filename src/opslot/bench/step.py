@@ -43,8 +43,9 @@ class StepTask:
     Attributes:
         name: what the model is called in tables.
         model: a Transformers config as plain data, with its model_type.
-        length: tokens per sample; with `image_size`, those of its text.
+        length: tokens per sample; with images or audio, those of its text.
         image_size: side in pixels of the image that each sample begins with; 0 for none.
+        audio_seconds: of the audio that follows the image; 0 for none.
         ops: opslot's `ops_implementation`.
         compiled: also time opslot with `model.compile()`, and with `opslot.parallelize(model, compile=True)`.
         baseline_paths: by baseline, a folder whose packages come first in that baseline's process.
@@ -65,6 +66,7 @@ class StepTask:
     trace: bool = False
     timeout: int = 900
     image_size: int = 0
+    audio_seconds: int = 0
 
 
 def known_implementations(baselines: Sequence[str]) -> list[str]:
@@ -107,9 +109,8 @@ def compare_steps(
                 losses = found.pop("losses", None)
                 if losses:
                     found |= {"first_loss": losses[0], "last_loss": losses[-1]}
-                rows[task.name].append(
-                    StepRow(task.name, name, task.batch, task.length, image_size=task.image_size, **found)
-                )
+                found |= {"image_size": task.image_size, "audio_seconds": task.audio_seconds}
+                rows[task.name].append(StepRow(task.name, name, task.batch, task.length, **found))
                 yield [row for of_model in rows.values() for row in check_losses(of_model)]
 
 

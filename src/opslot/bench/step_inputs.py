@@ -1,7 +1,8 @@
-"""Batches of a training step: tokens, or images with text, alone or packed into one sequence."""
+"""Batches of a training step: tokens, or images and audio with text, alone or packed into one sequence."""
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,11 @@ from opslot._base.errors import ConfigError
 from opslot.data.rope_positions import RopePositions
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+# Feature extractors of Whisper and later models make one frame of 10 ms.
+_MEL_FRAMES_PER_S = 100
+_SPECIAL = ("_token_id", "_token_index")
 
 Batch = dict[str, Any]
 
@@ -21,43 +26,64 @@ def text_batch(input_ids: Tensor) -> Batch:
     return {"input_ids": input_ids, "labels": input_ids}
 
 
-def image_batch(model: dict[str, Any], samples: int, text_length: int, side: int, dtype: torch.dtype) -> Batch:
-    """Samples of one random square image and `text_length` random tokens after it, on the CPU.
+def media_batch(
+    model: dict[str, Any], samples: int, text_length: int, side: int, seconds: int, dtype: torch.dtype
+) -> Batch:
+    """Samples of one random square image, one random audio and `text_length` random tokens after them, on the CPU.
 
     Args:
-        model: a Transformers config as plain data, of a model that takes images as patches with a grid, such as
-            Qwen3-VL.
-        side: of the image in pixels, rounded down to what the patches and their merging allow.
+        model: a Transformers config as plain data, of a model that takes images as patches with a grid and audio as
+            mel features, such as Qwen2.5-Omni.
+        side: of the image in pixels, rounded down to what the patches and their merging allow; 0 for none.
+        seconds: of audio; 0 for none.
 
     Returns:
-        input_ids, labels, mm_token_type_ids: int64 [samples, S], S image and text tokens. Image tokens have no label.
-        pixel_values: `dtype` [patches, channels * frames * patch_size ** 2].
-        image_grid_thw: int64 [samples, 3].
+        input_ids, labels: int64 [samples, S], S tokens of images, audio and text. Only text has labels.
+        pixel_values: `dtype` [patches, channels * frames * patch_size ** 2], and image_grid_thw: int64 [samples, 3].
+        input_features: `dtype` [samples, mels, frames], and feature_attention_mask: int64 [samples, frames].
+        mm_token_type_ids, or attention_mask: int64 [samples, S]; what the model computes rotary positions from.
 
     Raises:
-        ConfigError: as `image_grid`.
+        ConfigError: as `image_grid` and `audio_tokens`.
     """
-    grid = image_grid(model, side)
-    config = read_config(model)
-    vision: Any = config.vision_config
-    merge = vision.spatial_merge_size
+    config = trained_config(model)
     generator = torch.Generator().manual_seed(1)
-    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
-    width = channels * vision.temporal_patch_size * vision.patch_size**2
-    image_tokens = (grid // merge) ** 2
-    ids = torch.randint(0, model_vocab_size(model), (samples, image_tokens + text_length), generator=generator)
-    special = [value for name, value in config.to_dict().items() if name.endswith("_token_id") and value is not None]
+    features: Batch = {}
+    prefix: list[int] = []
+    if side:
+        grid = image_grid(model, side)
+        vision: Any = config.vision_config
+        channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+        width = channels * vision.temporal_patch_size * vision.patch_size**2
+        features["pixel_values"] = torch.randn(samples * grid * grid, width, generator=generator).to(dtype)
+        features["image_grid_thw"] = torch.tensor([[1, grid, grid]] * samples)
+        prefix += placeholders(config, "image", (grid // vision.spatial_merge_size) ** 2)
+    if seconds:
+        frames = seconds * _MEL_FRAMES_PER_S
+        shape = samples, config.audio_config.num_mel_bins, frames
+        features["input_features"] = torch.randn(shape, generator=generator).to(dtype)
+        features["feature_attention_mask"] = torch.ones(samples, frames, dtype=torch.int64)
+        prefix += placeholders(config, "audio", audio_tokens(model, seconds))
+    ids = torch.randint(0, model_vocab_size(model), (samples, len(prefix) + text_length), generator=generator)
+    special = [value for name, value in config.to_dict().items() if name.endswith(_SPECIAL) and type(value) is int]
     ids[torch.isin(ids, torch.tensor(special))] = next(i for i in range(len(special) + 1) if i not in special)
-    ids[:, :image_tokens] = config.image_token_id
+    ids[:, : len(prefix)] = torch.tensor(prefix)
     labels = ids.clone()
-    labels[:, :image_tokens] = -100
-    return {
-        "input_ids": ids,
-        "labels": labels,
-        "mm_token_type_ids": (ids == config.image_token_id).long(),
-        "pixel_values": torch.randn(samples * grid * grid, width, generator=generator).to(dtype),
-        "image_grid_thw": torch.tensor([[1, grid, grid]] * samples),
-    }
+    labels[:, : len(prefix)] = -100
+    batch = {"input_ids": ids, "labels": labels, **features}
+    if "mm_token_type_ids" in inspect.signature(model_class(config).forward).parameters:
+        return batch | {"mm_token_type_ids": (ids == config.image_token_id).long()}
+    return batch | {"attention_mask": torch.ones_like(ids)}
+
+
+def placeholders(config: PreTrainedConfig, kind: str, count: int) -> list[int]:
+    """Tokens of one image or audio, between those that mark its begin and end where the config has them."""
+    marked = (name for name in (kind, "vision") if hasattr(config, f"{name}_start_token_id"))
+    name = next(marked, None)
+    found = [getattr(config, f"{kind}_token_id")] * count
+    return (
+        [getattr(config, f"{name}_start_token_id"), *found, getattr(config, f"{name}_end_token_id")] if name else found
+    )
 
 
 def image_grid(model: dict[str, Any], side: int) -> int:
@@ -66,7 +92,7 @@ def image_grid(model: dict[str, Any], side: int) -> int:
     Raises:
         ConfigError: the model takes images in another form than patches with a grid, or the image is too small.
     """
-    config = read_config(model)
+    config = trained_config(model)
     vision = getattr(config, "vision_config", None)
     needed = ("patch_size", "temporal_patch_size", "spatial_merge_size")
     if vision is None or not all(hasattr(vision, name) for name in needed):
@@ -78,6 +104,26 @@ def image_grid(model: dict[str, Any], side: int) -> int:
     if side < merged:
         raise ConfigError(f"--image-size {side} is less than a merged patch of {config.model_type}", found=f"{merged}")
     return side // merged * vision.spatial_merge_size
+
+
+def audio_tokens(model: dict[str, Any], seconds: int) -> int:
+    """Tokens of an audio of `seconds`.
+
+    Raises:
+        ConfigError: the model takes no audio, or takes it in another form than mel features with a mask.
+    """
+    config = trained_config(model)
+    lengths = "_get_feat_extract_output_lengths"
+    takes_audio = getattr(config, "audio_config", None) is not None and hasattr(config.audio_config, "num_mel_bins")
+    modules = RopePositions(config, model_class(config).__name__).model.modules() if takes_audio else ()
+    encoder: Any = next((module for module in modules if hasattr(module, lengths)), None)
+    if encoder is None:
+        raise ConfigError(
+            "--audio-seconds requires models that take audio as mel features with a mask, such as qwen2_5_omni",
+            found=f"model_type {config.model_type!r}",
+        )
+    found = getattr(encoder, lengths)(torch.tensor([seconds * _MEL_FRAMES_PER_S]))
+    return int(found[-1])
 
 
 def packed(batch: Batch, model: dict[str, Any]) -> Batch:
@@ -93,7 +139,7 @@ def packed(batch: Batch, model: dict[str, Any]) -> Batch:
     samples, length = ids.shape
     offsets = torch.arange(0, samples * length + 1, length, dtype=torch.int32, device=ids.device)
     return {
-        **{name: value for name, value in batch.items() if name != "mm_token_type_ids"},
+        **{name: value for name, value in batch.items() if name not in ("mm_token_type_ids", "attention_mask")},
         "input_ids": ids.reshape(1, -1),
         "labels": labels.reshape(1, -1),
         "position_ids": _positions(batch, model).to(ids.device),
@@ -108,18 +154,14 @@ def _positions(batch: Batch, model: dict[str, Any]) -> Tensor:
     ids = batch["input_ids"]
     samples, length = ids.shape
     plain = torch.arange(length).repeat(samples)
-    if "image_grid_thw" not in batch:
+    if not takes_images(model):
         return plain[None]
-    positions = RopePositions(read_config(model), image_class(model))
+    config = trained_config(model)
+    positions = RopePositions(config, model_class(config).__name__)
+    names = ("mm_token_type_ids", "image_grid_thw", "feature_attention_mask")
+    described = {name: batch[name].cpu() for name in names if name in batch}
     each = [
-        positions(
-            ids[i].cpu(),
-            {
-                "mm_token_type_ids": batch["mm_token_type_ids"][i : i + 1].cpu(),
-                "image_grid_thw": batch["image_grid_thw"][i : i + 1].cpu(),
-            },
-        )
-        for i in range(samples)
+        positions(ids[i].cpu(), {name: value[i : i + 1] for name, value in described.items()}) for i in range(samples)
     ]
     found = torch.cat(each, dim=1)[:, None]
     return torch.cat([plain[None, None], found]) if positions.takes_text_axis else found
@@ -132,18 +174,30 @@ def read_config(model: dict[str, Any]) -> PreTrainedConfig:
     return AutoConfig.for_model(**model)
 
 
+def trained_config(model: dict[str, Any]) -> PreTrainedConfig:
+    """The config of the part that trains: of an omni model, that of its thinker."""
+    config = read_config(model)
+    parts = (getattr(config, name, None) for name in config.sub_configs)
+    return next((part for part in (config, *parts) if getattr(part, "vision_config", None) is not None), config)
+
+
 def takes_images(model: dict[str, Any]) -> bool:
-    """Whether it is the config of a vision-language model."""
-    return getattr(read_config(model), "vision_config", None) is not None
+    """Whether it is the config of a model with an encoder of images."""
+    return getattr(trained_config(model), "vision_config", None) is not None
 
 
-def image_class(model: dict[str, Any]) -> str:
-    """The name of Transformers' class of a vision-language model."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Transformers' class of a causal or multimodal language model."""
+    import transformers
+    from transformers.models.auto import modeling_auto
 
-    return (model.get("architectures") or [NAMES[model["model_type"]]])[0]
+    kinds = ("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM")
+    names: dict[str, str] = {}
+    for kind in kinds:
+        names = {**getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}), **names}
+    return getattr(transformers, (config.architectures or [names[config.model_type]])[0])
 
 
 def model_vocab_size(model: dict[str, Any]) -> int:
-    """The size of the vocabulary, which vision-language models have in the config of their language model."""
-    return model["vocab_size"] if "vocab_size" in model else read_config(model).get_text_config().vocab_size
+    """The size of the vocabulary, which multimodal models have in the config of their language model."""
+    return model["vocab_size"] if "vocab_size" in model else trained_config(model).get_text_config().vocab_size

@@ -23,7 +23,11 @@ from torch import Tensor, nn
 
 from opslot.bench.baselines import BASELINES, baseline_of
 from opslot.bench.step import EAGER, OWN_IMPLEMENTATIONS, WARM_UP
-from opslot.bench.step_inputs import Batch, image_batch, model_vocab_size, packed, read_config, text_batch
+from opslot.bench.step_inputs import Batch, media_batch, model_vocab_size, packed, read_config, text_batch
+from opslot.slots.protocol import trained_model
+
+# torch.compile wraps a model in a module, and releases of Transformers differ in those around a language model.
+_WRAPPERS = ("_orig_mod", "model", "language_model")
 
 
 def main(argv: list[str]) -> int:
@@ -44,7 +48,7 @@ def _measure(task: dict[str, Any]) -> dict[str, Any]:
     device = torch.device(task["device"])
     dtype = getattr(torch, task["dtype"])
     model, optimizer_class, kernels = _build(task, dtype)
-    draw_weights(model, 0, task["model"].get("initializer_range", 0.02))
+    draw_weights(trained_model(model), 0, task["model"].get("initializer_range", 0.02))
     optimizer = optimizer_class(model.parameters(), lr=task["lr"], betas=(0.9, 0.95), weight_decay=0.0)
     batch_at = _batches(task, dtype, device, model)
     result = measure_steps(model, optimizer, batch_at, task["steps"], device)
@@ -93,8 +97,7 @@ def draw_weights(model: nn.Module, seed: int, std: float) -> None:
     Vectors named "weight" are norms' and become 1, biases 0, all others normal with `std`.
     """
     for name, parameter in model.named_parameters():
-        # torch.compile wraps a model in a module of that name.
-        draw_weight(name.removeprefix("_orig_mod."), parameter, seed, std)
+        draw_weight(name, parameter, seed, std)
 
 
 def draw_weight(name: str, weight: Tensor, seed: int, std: float) -> None:
@@ -102,7 +105,8 @@ def draw_weight(name: str, weight: Tensor, seed: int, std: float) -> None:
     if weight.ndim == 1:
         weight.fill_(1.0 if name.endswith("weight") else 0.0)
     else:
-        generator = torch.Generator(weight.device).manual_seed(seed + zlib.crc32(name.encode()))
+        own = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        generator = torch.Generator(weight.device).manual_seed(seed + zlib.crc32(own.encode()))
         weight.normal_(0.0, std, generator=generator)
 
 
@@ -202,11 +206,12 @@ def _time_cpu(step: Callable[[], None], steps: int) -> tuple[float, float | None
 def _batches(
     task: dict[str, Any], dtype: torch.dtype, device: torch.device, model: nn.Module
 ) -> Callable[[int], Batch]:
-    """The same random tokens or images in every step, or the batches of a text."""
+    """The same random tokens, images and audio in every step, or the batches of a text."""
     own = task["implementation"] in OWN_IMPLEMENTATIONS
     prepare = None if own else getattr(BASELINES[baseline_of(task["implementation"])].load(), "prepare", None)
-    if task["image_size"]:
-        batch = image_batch(task["model"], task["batch"], task["length"], task["image_size"], dtype)
+    if task["image_size"] or task["audio_seconds"]:
+        media = task["image_size"], task["audio_seconds"]
+        batch = media_batch(task["model"], task["batch"], task["length"], *media, dtype)
         # As `task: vlm` does: packed, and integers on the host.
         batch = packed(batch, task["model"]) if own else batch
         batch = prepare(batch, task["model"], model) if prepare else batch

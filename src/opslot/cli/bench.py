@@ -60,6 +60,13 @@ def add_parser(add: Callable[..., argparse.ArgumentParser], device: Callable[[st
         help="each sample begins with a square image of this side, and --length counts its text",
     )
     bench.add_argument(
+        "--audio-seconds",
+        type=int,
+        default=0,
+        metavar="S",
+        help="each sample has an audio of S seconds (after its image), and --length counts its text",
+    )
+    bench.add_argument(
         "--steps", type=int, default=8, metavar="N", help="training steps to time; 0 for none; default 8"
     )
     bench.add_argument("--steps-only", action="store_true", help="no ops, only training steps (and the loss curve)")
@@ -125,6 +132,7 @@ def run(options: argparse.Namespace) -> int:
             batch=options.batch,
             length=options.length,
             image_size=options.image_size,
+            audio_seconds=options.audio_seconds,
             steps=options.steps,
             steps_only=options.steps_only,
             compile=options.compile,

@@ -13,7 +13,7 @@ import torch
 
 from opslot._base.errors import DataError, list_problems
 from opslot.data.collation import IGNORE_INDEX, LABELED
-from opslot.data.encoder import SampleError, digest, limit_length, tokenizer_digest
+from opslot.data.encoder import SampleError, digest, limit_length, records_of, tokenizer_digest
 from opslot.data.records import ByteRange, FileColumns, columns_in, read_records, split_into_shards
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class LabelEncoder:
         self, ranges: Sequence[ByteRange], sample_by: str, problems: list[str], counts: Counter[str]
     ) -> Iterator[list[np.ndarray]]:
         batch: list[tuple[Any, Any, list[int]]] = []
-        for where, record in read_records(ranges, self.columns, sample_by, problems):
+        for where, record in records_of(self, ranges, sample_by, problems, counts):
             text, label = self.columns[where.file]
             try:
                 batch.append((where, *self._sample(record, text, label)))
@@ -181,8 +181,9 @@ def find_label_names(encoder: LabelEncoder, files: Sequence[Path], format: str) 
     columns = {file: encoder.columns[file][1:] for file in files}
     names: set[str] = set()
     largest = -1
+    malformed: list[str] | None = [] if encoder.on_bad_sample == "skip" else None
     for shard in split_into_shards(files, columns, 64 << 20, problems, format):
-        for where, record in read_records(shard, columns, "document", problems):
+        for where, record in read_records(shard, columns, "document", problems, malformed):
             value = record.get(columns[where.file][0])
             for label in value if isinstance(value, list) else [value]:
                 if isinstance(label, str):
@@ -190,7 +191,10 @@ def find_label_names(encoder: LabelEncoder, files: Sequence[Path], format: str) 
                 elif isinstance(label, int):
                     largest = max(largest, int(label))
         if problems:
-            raise DataError(list_problems("the data cannot be read", problems))
+            raise DataError(
+                list_problems("the data cannot be read", problems),
+                hint="fix it, or leave malformed samples out with data.on_bad_sample: skip",
+            )
     found = sorted(names) if names else [f"LABEL_{number}" for number in range(largest + 1)]
     if not found or len(found) > _MOST_LABELS or (names and largest >= 0):
         wrong = f"{len(found):,} different labels" if found else "neither strings nor integers from 0"

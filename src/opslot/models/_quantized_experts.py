@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from opslot.ops.linear.nf4 import dequantize
 from opslot.slots import Binding
 
 QUANTIZATION = "nf4 (bitsandbytes)"
@@ -72,7 +73,7 @@ class _Dequantized:
 
     @torch.compiler.disable
     def __call__(self, *arguments: Any) -> Tensor:
-        values = [_dequantize(value) if hasattr(value, "quant_state") else value for value in arguments]
+        values = [dequantize(value) if hasattr(value, "quant_state") else value for value in arguments]
         by_storage = {
             value.untyped_storage().data_ptr(): packed
             for value, packed in zip(values, arguments, strict=True)
@@ -105,12 +106,4 @@ class _Saved:
         self._place = view.shape, view.stride(), view.storage_offset()
 
     def tensor(self) -> Tensor:
-        return _dequantize(self._packed).as_strided(*self._place)
-
-
-@torch.no_grad()
-def _dequantize(packed: Any) -> Tensor:
-    from bitsandbytes.functional import dequantize_4bit
-
-    state = packed.quant_state
-    return dequantize_4bit(packed.data, state).view(state.shape).to(state.dtype)
+        return dequantize(self._packed).as_strided(*self._place)

@@ -20,6 +20,7 @@ from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_
 from opslot.models._adapters import mark_adapted_experts, with_expert_adapters
 from opslot.models._conditional import add_zero_of_skipped_modules
 from opslot.models._host_inputs import keep_inputs_from_fsdp, map_inputs_of_compiled_layers
+from opslot.models._linear_adapters import fuse_linear_adapters
 from opslot.models._modalities import find_towers
 from opslot.models._quantized_experts import with_quantized_experts
 from opslot.models._registry import architecture_of
@@ -93,9 +94,10 @@ def parallelize(
         if state.sp > 1:
             prepare_ulysses(root, binding, state, ulysses_overlap)
             binding = with_ulysses(root, binding, ulysses_pipeline, ulysses_overlap)
-        binding = with_quantized_experts(binding, root)
         if has_adapters(model):
+            fuse_linear_adapters(root, binding.config)
             binding = with_expert_adapters(binding, root)
+        binding = with_quantized_experts(binding, root)
         if state.mesh is not None:
             binding = with_fsdp(binding)
         write(root, binding)

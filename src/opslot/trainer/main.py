@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from opslot._base.errors import CheckpointError, OpslotError, ParallelError, TrainingError
 from opslot._base.launcher import exit_with_launcher, launched_world_size
 from opslot.trainer.parse import build_parser, load_config
+from opslot.trainer.stopping import StoppedBeforeTraining, stopped_by_signals
 from opslot.trainer.threads import wait_without_spinning
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def cli_train(argv: Sequence[str]) -> int:
 
     Returns:
         0: the run is complete; 1: it failed during training; 2: wrong usage or bad input; 130 or 143: stopped by SIGINT
-        or SIGTERM, with a checkpoint.
+        or SIGTERM, with a checkpoint if training had started.
     """
     arguments = [argument for argument in argv if argument != "--traceback"]
     if not arguments or {"-h", "--help", "--help-all"} & set(arguments):
@@ -47,7 +48,7 @@ def cli_train(argv: Sequence[str]) -> int:
     try:
         # Outside of `_reported_by_first_rank`: an invalid environment does not give the rank of this process.
         launched_world_size()
-        with _reported_by_first_rank():
+        with _reported_by_first_rank(), stopped_by_signals():
             config = load_config(arguments)
         _, result = run(config)
     except OtherRankFailed:
@@ -57,6 +58,10 @@ def cli_train(argv: Sequence[str]) -> int:
             traceback.print_exc()
         print(f"opslot: error: {error}", file=sys.stderr)
         return 1 if isinstance(error, TrainingError | CheckpointError | ParallelError) else 2
+    except StoppedBeforeTraining as stop:
+        if _is_first_rank():
+            print(f"opslot: stopped by {stop} before training started; no checkpoint was written", file=sys.stderr)
+        return 128 + stop.signal
     except KeyboardInterrupt:
         print("opslot: interrupted; the last checkpoint is intact", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -78,7 +83,7 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
         warnings.simplefilter("ignore", FutureWarning)
         if launched_world_size() > 1:
             # Before anything that may fail on one rank only.
-            with _reported_by_first_rank():
+            with _reported_by_first_rank(), stopped_by_signals():
                 start_processes(config)
         with fail_together():
             done = _run(config, console)
@@ -86,9 +91,9 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
         return done
 
 
-def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]:
+def _prepare(config: RunConfig, console: Console) -> TextTrainer:
+    """The trainer of a run, which prints what it trains."""
     from opslot.slots import explain
-    from opslot.trainer.callbacks import BEST_FOLDER, HF_FOLDER
     from opslot.trainer.display import kernel_table
 
     trainer = _trainer_class(config.task)(config, console=console)
@@ -107,6 +112,14 @@ def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]
     )
     for line in trainer.meter.uncounted_lines():
         trainer.say(line)
+    return trainer
+
+
+def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]:
+    from opslot.trainer.callbacks import BEST_FOLDER, HF_FOLDER
+
+    with stopped_by_signals():
+        trainer = _prepare(config, console)
     result = trainer.train()
     if result.completed:
         trainer.say(f"done: {result.step:,} steps; model, checkpoints and metrics are in {trainer.output_dir}")
@@ -180,9 +193,14 @@ def _reported_by_first_rank() -> Iterator[None]:
     try:
         yield
     except OpslotError as error:
-        if (os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or "0") == "0":
+        if _is_first_rank():
             raise
         raise OtherRankFailed("the first rank of this machine failed") from error
+
+
+def _is_first_rank() -> bool:
+    """Whether this is the first rank of its machine."""
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or "0") == "0"
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opslot.bench.step_inputs import read_config, takes_images
+from opslot.bench.step_inputs import model_class, trained_config
 
 
 def grouped_mm(
@@ -111,12 +111,10 @@ KERNELS = {
 def build(
     config: dict[str, Any], dtype: torch.dtype, device: str, attention: str = "sdpa", compiled: bool = False
 ) -> nn.Module:
-    """A causal or vision-language model of Transformers' own class in training mode."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    auto = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+    """A causal or multimodal language model of Transformers' own class in training mode."""
+    made = trained_config(config)
     with torch.device(device):
-        model = auto.from_config(read_config(config), dtype=dtype, attn_implementation=attention)
+        model: Any = model_class(made)._from_config(made, dtype=dtype, attn_implementation=attention)
     model.train()
     if compiled:
         model = torch.compile(model)

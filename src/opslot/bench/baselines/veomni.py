@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from opslot._base.device import has_package
 from opslot._base.dtypes import dtype_name
-from opslot.bench.step_inputs import Batch, image_class, packed, read_config, takes_images
+from opslot.bench.step_inputs import Batch, model_class, packed, read_config, takes_images, trained_config
 
 _MOE = "veomni.ops.kernels.moe"
 
@@ -51,7 +51,6 @@ KERNELS = {
 
 def build(config: dict[str, Any], dtype: torch.dtype, device: str) -> nn.Module:
     """VeOmni's model: FlashAttention 4 and quack's experts where installed, its own defaults otherwise."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from veomni.arguments.arguments_types import OpsImplementationConfig
     from veomni.models import build_foundation_model
 
@@ -59,9 +58,7 @@ def build(config: dict[str, Any], dtype: torch.dtype, device: str) -> nn.Module:
         # Its Qwen2.5-VL asks for its ranks.
         dist.init_process_group("gloo" if device == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
     made = read_config(config)
-    made.architectures = [
-        image_class(config) if takes_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]
-    ]
+    made.architectures = [model_class(made).__name__]
     if device == "cpu":
         names = ("cross_entropy_loss", "rms_norm", "swiglu_mlp", "rotary_pos_emb", "load_balancing_loss", "moe")
         chosen = {f"{name}_implementation": "eager" for name in names} | {"attn_implementation": "sdpa"}
@@ -77,17 +74,27 @@ def build(config: dict[str, Any], dtype: torch.dtype, device: str) -> nn.Module:
         ops_implementation=OpsImplementationConfig(**chosen),
     )
     model.train()
-    return model
+    trained = trained_config(config).model_type
+    return next(m for m in model.modules() if getattr(getattr(m, "config", None), "model_type", None) == trained)
 
 
 def prepare(batch: Batch, config: dict[str, Any], model: nn.Module) -> Batch:
     """Pack the samples, as its collator does, for models that require it: those with images or a recurrence.
 
-    Models with images describe them on the host, through a method that the collator calls.
+    Models with images describe them on the host, through a method that the collator calls. Features of audio are
+    without padding, [frames, mels].
     """
     if not takes_images(config) and "linear_attention" not in (config.get("layer_types") or ()):
         return batch
     made = packed(batch, config)
+    for kind in ("image", "video", "audio"):
+        token = getattr(trained_config(config), f"{kind}_token_id", None)
+        if token is not None:
+            made[f"{kind}_mask"] = made["input_ids"] == token
+    if "feature_attention_mask" in made:
+        frames = made.pop("feature_attention_mask")
+        made["input_features"] = made["input_features"].transpose(1, 2)[frames.bool()]
+        made["audio_feature_lengths"] = frames.sum(1)
     collate = getattr(model, "get_metadata_collate_func", None)
     if collate is not None:
         collate()(made, {})

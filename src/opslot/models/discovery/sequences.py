@@ -421,7 +421,7 @@ def _calls_without_positions(module: ModuleView) -> set[str]:
     assigned = [node for node in module.nodes if isinstance(node, ast.Assign)]
     # mask_kwargs = {"position_ids": position_ids, ...}, and functions chosen by a condition before they are called.
     given = _targets(node for node in assigned if "position_ids" in _keys(node.value))
-    given |= _targets(node for node in assigned if _copied(node.value) & given)
+    given |= _targets(node for node in assigned if given and _copied(node.value) & given)
     chosen = _targets(node for node in assigned if isinstance(node.value, ast.IfExp) and _MASKS & names_in(node))
     found = set()
     for call in _calls_of(module, _MASKS | chosen):
