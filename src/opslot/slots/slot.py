@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.autograd import forward_ad
-
 from opslot._base.errors import KernelError
 from opslot.slots.protocol import declare_slot, slot_attribute
 from opslot.slots.registry import KERNEL_REGISTRY
@@ -91,6 +88,10 @@ class BoundKernel:
 
 
 def _in_transform() -> bool:
+    # Discovery imports this file, and does not need torch.
+    import torch
+    from torch.autograd import forward_ad
+
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
