@@ -104,9 +104,7 @@ def test_transforms_that_a_kernel_does_not_support_raise(model, monkeypatch, tra
     x = torch.randn(3)
     transform(model[0], x)
     monkeypatch.setattr(model[0].toy, "kernel", _Double.apply)
-    with pytest.raises(
-        KernelError, match=r"a kernel of toy_double, failed inside torch.func .*\n.*\n  hint: set"
-    ):
+    with pytest.raises(KernelError, match=r"a kernel of toy_double, failed inside torch.func .*\n.*\n  hint: set"):
         transform(model[0], x)
     bind(model, "eager")
     transform(model[0], x)
