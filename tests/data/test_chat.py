@@ -180,6 +180,15 @@ def test_forms_of_chat_data_are_equal(chat_tokenizer, tmp_path):
     assert all(np.array_equal(tokens, found[0]) for tokens in found)
 
 
+@pytest.mark.parametrize("completion", [5, [{"role": "assistant", "content": "x"}]])
+def test_text_beside_messages_raises(chat_tokenizer, tmp_path, completion):
+    records = [{"prompt": "hi", "completion": "x"}, {"prompt": "hi", "completion": completion}]
+    with pytest.raises(
+        DataError, match=f"must both be strings, or both lists .*found str and {type(completion).__name__}"
+    ):
+        encode(encoder_of(chat_tokenizer, CHATML), tmp_path, records)
+
+
 def test_prompt_and_completion(chat_tokenizer, tmp_path):
     encoder = encoder_of(chat_tokenizer, CHATML)
     (texts,), _ = encode(encoder, tmp_path, [{"prompt": "hi", "completion": "hello"}])

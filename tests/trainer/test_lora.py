@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from opslot import explain
+from opslot import ConfigError, explain
 from opslot.checkpoint import save_adapter
 from opslot.checkpoint.adapters import adapter_layers
 from opslot.cli import main
@@ -231,6 +231,7 @@ def test_exports_load_in_peft_and_transformers(trainer, tmp_path):
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_generate_takes_adapters(write, tmp_path, capsys, use_dora):
     assert run_config(write("run", {"merge": True, "use_dora": use_dora}, lr=0.1)) == 0
@@ -387,13 +388,16 @@ def test_merge_leaves_an_existing_folder(write, tmp_path, capsys):
     assert "it has LoRA adapters: give the folder of their base model" in capsys.readouterr().err
 
 
-def test_classifier_heads_are_trained_whole(settings, write, tmp_path, capsys):
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_classifier_heads_are_trained_whole(settings, write, tmp_path, capsys, quantization):
+    if quantization:
+        pytest.importorskip("bitsandbytes")
     settings["task"] = "classification"
     file = tmp_path / "labelled.jsonl"
     rows = [{"text": f"{'abc'[i % 3]} {i}", "label": "abc"[i % 3]} for i in range(20)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings["data"] |= {"train_path": str(file)}
-    assert run_config(write("run", max_steps=2)) == 0
+    assert run_config(write("run", {"quantization": quantization}, max_steps=2)) == 0
     written = load_file(tmp_path / "run" / "hf" / "adapter_model.safetensors")
     assert "base_model.model.score.weight" in written
     assert json.loads((tmp_path / "run/hf/adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
@@ -435,6 +439,15 @@ def test_qlora_trains_on_quantized_weights(trainer, dense_base, write, tmp_path)
     assert run_config(resumed) == 0
     assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "run"), rel=1e-5)
     assert main(["merge", str(tmp_path / "run" / "hf"), str(tmp_path / "merged")]) == 0
+
+
+def test_modules_that_are_trained_whole_are_not_quantized(trainer, dense_base):
+    pytest.importorskip("bitsandbytes")
+    run = trainer("run", {"quantization": "nf4", "modules_to_save": ["layers.1.mlp"]}, max_steps=1)
+    quantized = {path for path, module in run.model.named_modules() if hasattr(module, "load_weight")}
+    assert any("layers.0.mlp.up_proj" in path for path in quantized)
+    assert not any("layers.1.mlp" in path for path in quantized)
+    run.train()
 
 
 def test_nf4_without_bitsandbytes_raises(write, dense_base, capsys, monkeypatch):
@@ -484,6 +497,17 @@ def test_qlora_quantizes_experts(trainer, settings, tmp_path, kernel, checkpoint
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         adapted = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "hf").merge_and_unload().state_dict()
         torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
+
+
+def test_more_values_than_can_be_quantized_raises():
+    pytest.importorskip("bitsandbytes")
+    from opslot.models._quantized_experts import quantize_experts
+
+    experts = torch.nn.Module()
+    experts.weight = torch.nn.Parameter(torch.empty(256, 4096, 7168, device="meta"))
+    quantize_experts(experts)
+    with pytest.raises(ConfigError, match="more values than bitsandbytes quantizes"):
+        experts.load_weights["weight"](experts.weight, "cpu")
 
 
 def test_quantized_experts_are_dequantized_again_in_backward(monkeypatch):

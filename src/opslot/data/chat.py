@@ -188,6 +188,12 @@ class ChatEncoder:
                 return [Rendered(text, None if self.train_on == "all" else [(len(prompt), len(text))])]
             prompt = [{"role": "user", "content": prompt}]
             completion = [{"role": "assistant", "content": completion}]
+        # A string may be messages as JSON.
+        if any(isinstance(value, str) and not value.lstrip().startswith("[") for value in (prompt, completion)):
+            raise SampleError(
+                "prompt and completion must both be strings, or both lists of messages, found "
+                f"{type(prompt).__name__} and {type(completion).__name__}"
+            )
         before, after = _messages(prompt, "prompt"), _messages(completion, "completion")
         return self._conversation(before + after, tools, len(before))
 

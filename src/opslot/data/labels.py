@@ -14,7 +14,7 @@ import torch
 from opslot._base.errors import DataError, list_problems
 from opslot.data.collation import IGNORE_INDEX, LABELED
 from opslot.data.encoder import SampleError, digest, limit_length, records_of, tokenizer_digest
-from opslot.data.records import ByteRange, FileColumns, columns_in, read_records, split_into_shards
+from opslot.data.records import ByteRange, FileColumns, columns_in, lone_surrogate, read_records, split_into_shards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -124,9 +124,12 @@ class LabelEncoder:
         if not self.per_token:
             if not isinstance(text, str) or not text.strip():
                 raise ValueError(f"{text_field} is empty" if text == "" else f"{text_field} is not a text")
+            _check_text(text, text_field)
             return text, [self._number(label, label_field)]
         if not isinstance(text, list) or not isinstance(label, list) or len(text) != len(label) or not text:
             raise ValueError(f"{text_field} and {label_field} must be lists of the same length, not empty")
+        for number, word in enumerate(text):
+            _check_text(word, f"{text_field}[{number}]")
         return text, [IGNORE_INDEX if name == IGNORE_INDEX else self._number(name, label_field) for name in label]
 
     def _number(self, label: Any, field: str) -> int:
@@ -169,6 +172,13 @@ class LabelEncoder:
                 tokens["label"][-1] = labels[0]
             kept.append(tokens)
         return kept
+
+
+def _check_text(text: Any, name: str) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f"{name} is not a text")
+    if lone := lone_surrogate(text):
+        raise ValueError(f"{name} holds {lone}")
 
 
 def find_label_names(encoder: LabelEncoder, files: Sequence[Path], format: str) -> list[str]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
+from opslot.models._build import classifier_heads
 from opslot.models._quantized_experts import quantize_experts
 from opslot.ops.linear import low_rank
 from opslot.slots import walk_slots
@@ -36,7 +37,8 @@ def nf4_problem(cpu_offload: bool) -> str | None:
 def quantize_layers(model: PreTrainedModel, keep: Collection[str] = ()) -> list[str]:
     """Replace the linear layers of `model`, which is on meta, by layers that load their weights in NF4.
 
-    The output head, routers and layers whose last name is in `keep` stay. Experts load their stacked weights in NF4.
+    The output head, classifier heads, routers and what is in modules with the names `keep` stay. Experts load their
+    stacked weights in NF4.
 
     Returns:
         FQNs of the replaced layers.
@@ -45,13 +47,14 @@ def quantize_layers(model: PreTrainedModel, keep: Collection[str] = ()) -> list[
         ConfigError: a model without linear layers.
     """
     experts = {slot.path: slot.module for slot in walk_slots(model) if slot.op_name == "moe_experts"}
+    keep = {*keep, *classifier_heads(model)}
     head = model.get_output_embeddings()
     routers = [_routers(model.get_submodule(path.rpartition(".")[0]), module) for path, module in experts.items()]
     kept = {id(head), *(id(router) for found in routers for router in found)}
     found = [
         path
         for path, module in model.named_modules()
-        if type(module) is nn.Linear and id(module) not in kept and path.rsplit(".", 1)[-1] not in keep
+        if type(module) is nn.Linear and id(module) not in kept and not any(f".{name}." in f".{path}." for name in keep)
     ]
     if not found:
         raise ConfigError(f"{type(model).__name__} has no linear layers to quantize", hint="remove lora.quantization")

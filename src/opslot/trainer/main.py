@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opslot._base.errors import CheckpointError, OpslotError, ParallelError, TrainingError
+from opslot._base.errors import CheckpointError, OpslotError, OtherRankFailed, ParallelError, TrainingError
 from opslot._base.launcher import exit_with_launcher, launched_world_size
 from opslot.trainer.parse import build_parser, load_config
 from opslot.trainer.stopping import StoppedBeforeTraining, stopped_by_signals
@@ -41,15 +41,14 @@ def cli_train(argv: Sequence[str]) -> int:
     if not arguments or {"-h", "--help", "--help-all"} & set(arguments):
         build_parser(every_field="--help-all" in arguments).print_help(sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
-    exit_with_launcher()
-    wait_without_spinning()
-    from opslot.distributed import OtherRankFailed
-
     try:
-        # Outside of `_reported_by_first_rank`: an invalid environment does not give the rank of this process.
-        launched_world_size()
-        with _reported_by_first_rank(), stopped_by_signals():
-            config = load_config(arguments)
+        with stopped_by_signals():
+            exit_with_launcher()
+            wait_without_spinning()
+            # Outside of `_reported_by_first_rank`: an invalid environment does not give the rank of this process.
+            launched_world_size()
+            with _reported_by_first_rank():
+                config = load_config(arguments)
         _, result = run(config)
     except OtherRankFailed:
         return 1
@@ -73,22 +72,26 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
 
     Under torchrun every process calls it; rank 0 prints, and all ranks end when one fails.
     """
-    from opslot.distributed import destroy_parallel_state, fail_together
-    from opslot.trainer.display import make_console
-    from opslot.trainer.setup import start_processes, with_default_precision
+    with contextlib.ExitStack() as before_training:
+        before_training.enter_context(stopped_by_signals())
+        from opslot.distributed import destroy_parallel_state, fail_together
+        from opslot.trainer.display import make_console
+        from opslot.trainer.setup import start_processes, with_default_precision
 
-    config = with_default_precision(config)
-    console = console or make_console()
-    with _logging_to(console), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        if launched_world_size() > 1:
-            # Before anything that may fail on one rank only.
-            with _reported_by_first_rank(), stopped_by_signals():
-                start_processes(config)
-        with fail_together():
-            done = _run(config, console)
-        destroy_parallel_state()
-        return done
+        config = with_default_precision(config)
+        console = console or make_console()
+        with _logging_to(console), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            if launched_world_size() > 1:
+                # Before anything that may fail on one rank only.
+                with _reported_by_first_rank():
+                    start_processes(config)
+            with fail_together():
+                trainer = _prepare(config, console)
+                before_training.close()
+                done = _train(trainer)
+            destroy_parallel_state()
+            return done
 
 
 def _prepare(config: RunConfig, console: Console) -> TextTrainer:
@@ -115,11 +118,9 @@ def _prepare(config: RunConfig, console: Console) -> TextTrainer:
     return trainer
 
 
-def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]:
+def _train(trainer: TextTrainer) -> tuple[TextTrainer, TrainResult]:
     from opslot.trainer.callbacks import BEST_FOLDER, HF_FOLDER
 
-    with stopped_by_signals():
-        trainer = _prepare(config, console)
     result = trainer.train()
     if result.completed:
         trainer.say(f"done: {result.step:,} steps; model, checkpoints and metrics are in {trainer.output_dir}")
@@ -188,8 +189,6 @@ def _multimodal_auto_class(architecture: str) -> str:
 @contextlib.contextmanager
 def _reported_by_first_rank() -> Iterator[None]:
     """For errors that all ranks of a machine have in common: only its first rank reports them."""
-    from opslot.distributed import OtherRankFailed
-
     try:
         yield
     except OpslotError as error:

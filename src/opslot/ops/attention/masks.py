@@ -234,7 +234,8 @@ def _layout(pattern: _Pattern, attention_mask: Tensor | None) -> Layout | str | 
             return "padding between tokens" if keys is None else Layout(causal=False, keys=keys)
     found = Layout(causal=pattern.causal, window=pattern.window, chunk=pattern.chunk, keys=keys)
     if starts is None:
-        return None if pattern.window is None and pattern.chunk is None else found
+        # The attribute `is_causal` of some encoders is wrong (Phi-4 multimodal).
+        return None if pattern.causal and pattern.window is None and pattern.chunk is None else found
     first = pad(starts, (1, 0), value=True).flatten()
     cu_seqlens = pad(first.nonzero().flatten(), (0, 1), value=len(first)).to(torch.int32)
     return found._replace(cu_seqlens=cu_seqlens, longest=int(cu_seqlens.diff().max()))

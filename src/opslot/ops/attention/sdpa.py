@@ -1,4 +1,7 @@
-"""torch's scaled_dot_product_attention: packed documents by cu_seqlens, never the math backend."""
+"""torch's scaled_dot_product_attention: packed documents by cu_seqlens, without the math backend.
+
+Only on the CPU a bias that is trained takes the math backend.
+"""
 
 from __future__ import annotations
 
@@ -143,6 +146,9 @@ def _fused(
 
     if backends is None:
         return run()
+    if query.is_cpu and mask is not None and mask.requires_grad:
+        # The CPU's fused attention gives no gradient to a bias, which is as large as the scores.
+        backends = [SDPBackend.MATH]
     with sdpa_kernel(backends):
         try:
             return run()[..., :width]
