@@ -379,10 +379,14 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
 
     Args:
         dense: runs instead of the kernel where the mask is a dense one [B, 1, S, S_kv].
+
+    Raises:
+        KernelError: when called with a dense mask that neither can apply.
     """
     if getattr(kernel, "reads_layout", False):
         return kernel
     any_mask = applies_any(getattr(kernel, "mask_function", masking_utils.flash_attention_mask))
+    packs_keys = getattr(kernel, "packs_keys", None)
 
     @functools.wraps(kernel)
     def attend(
@@ -406,8 +410,7 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
             if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
                 # Of a compiled model.
                 keys = Keys.of(attention_mask[:, -key.shape[2] :])
-            packs = not any_mask or (getattr(kernel, "packs_keys", None) or _never)(query, value)
-            if keys is not None and packs:
+            if keys is not None and (not any_mask or (packs_keys is not None and packs_keys(query, value))):
                 return _over_keys(keys, kernel, module, query, key, value, dropout, scaling, kwargs)
             if keys is not None:
                 attention_mask = keys.real[:, None, None].expand(-1, 1, query.shape[2], -1)
@@ -429,10 +432,6 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
 
     attend.reads_layout = True  # type: ignore[attr-defined]
     return attend
-
-
-def _never(query: Tensor, value: Tensor) -> bool:
-    return False
 
 
 def _over_keys(
