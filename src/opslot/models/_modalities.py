@@ -76,6 +76,9 @@ def find_towers(model: nn.Module) -> Towers:
             given[name].default is not inspect.Parameter.empty for name in inlined_inputs(model).values()
         )
         return Towers({}, False, encoders_of(model)) if are_optional else Towers({})
+    if holder.get_decoder() is holder:
+        # No module between its layers and the features, before which the others could run (Chameleon).
+        return Towers({}, False, encoders_of(model))
     source = inspect.getsource(type(holder).forward)
     called = sorted((source.index(f"self.{name}("), name) for name in _methods(holder) if f"self.{name}(" in source)
     found = {name: _smallest_input(holder, name) for _, name in called}
