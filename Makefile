@@ -18,9 +18,9 @@ demo-vlm: $(VENV)/ready
 demo-omni: $(VENV)/ready
 	$(BIN)/python -m opslot.trainer.demo_omni
 
-# Two workers more than cores, since many tests wait for other processes; at most four because of memory.
+# One worker more than cores, since some tests wait for other processes; at most four because of memory.
 # PYTEST_ARGS="-n 0" runs one test after another.
-WORKERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); [ $$cores -lt 4 ] && echo $$((cores + 2)) || echo 4)
+WORKERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); [ $$cores -lt 4 ] && echo $$((cores + 1)) || echo 4)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 MARKS ?= not gpu and not multigpu and not slow
 
@@ -55,28 +55,30 @@ lint: $(VENV)/ready-dev
 bench-cpu: $(VENV)/ready-dev
 	$(BIN)/python benchmarks/cpu.py
 
-# torch comes first and alone, so that nothing that depends on it picks another build.
+# A recent pip resolves in half the time. torch comes first and alone, so that nothing that depends on it picks another
+# build; it is compiled while the rest is installed.
 INSTALL = $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 # pip compiles one file after another. What is left out is compiled when it is imported; some files are not Python 3.
-COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/tests?/|/transformers/models/' $(VENV)/lib || true
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/tests?/|/transformers/models/|/pip/|/mypy/' $(VENV)/lib || true
 
 $(VENV)/torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) --upgrade pip
 	$(INSTALL) torch
 	touch $@
 
 $(VENV)/ready: pyproject.toml $(VENV)/torch
-	$(INSTALL) -e .
+	$(COMPILE) & $(INSTALL) -e . || exit 1; wait
 	$(COMPILE)
 	touch $@
 
 $(VENV)/ready-dev: pyproject.toml $(VENV)/torch
-	$(INSTALL) -e ".[dev]"
+	$(COMPILE) & $(INSTALL) -e ".[dev]" || exit 1; wait
 	$(COMPILE)
 	touch $(VENV)/ready $@
 
 constraints:
-	$(BIN)/python -m pip freeze --exclude-editable | sed -e '1i# The versions that CI and the demo install. Regenerate with: make constraints' -e 's/+cpu//' > constraints.txt
+	$(BIN)/python -m pip freeze --all --exclude setuptools --exclude-editable | sed -e '1i# The versions that CI and the demo install. Regenerate with: make constraints' -e 's/+cpu//' > constraints.txt
 
 clean:
 	rm -rf $(VENV) outputs

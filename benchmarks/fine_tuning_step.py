@@ -246,11 +246,15 @@ def _build_baseline(task: Task, device: torch.device) -> tuple[Any, Any, str]:
         MODEL_TYPE_TO_APPLY_LIGER_FN[task.config["model_type"]]()
     model = _transformers_model(task, device)
     if task.method == "qlora":
+        import bitsandbytes
+
         from opslot.models.quantized_linear import quantize_layers
 
         weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
         for path in quantize_layers(model):
-            model.get_submodule(path).load_weight(weights[f"{path}.weight"], device)
+            layer: Any = model.get_submodule(path)
+            layer.load_weight(weights[f"{path}.weight"], device)
+            layer.__class__ = bitsandbytes.nn.Linear4bit
         del weights
     if task.method != "full":
         import peft

@@ -33,7 +33,8 @@ def measure(worker: str, path: str | None, arguments: list[str], options: argpar
         file = Path(folder) / "rows.jsonl"
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
         command = [*torchrun, str(WORKERS / worker), *arguments, "--rows", str(file)]
-        command += ["--layers", str(options.layers), "--steps", str(options.steps)]
+        command += ["--steps", str(options.steps)]
+        command += ["--layers", str(options.layers)] if options.layers is not None else []
         command += ["--shrink", str(options.shrink)] if options.shrink > 1 else []
         done = subprocess.run(command, env=process_environment(path), stdout=sys.stderr)
         lines = file.read_text().splitlines() if file.exists() else []
@@ -46,7 +47,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configurations", nargs="*", help="default all")
     parser.add_argument("--gpus", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, help="default those of the model's file")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="opslot's ops_implementation")
     parser.add_argument("--baseline-path", action="append", default=[], metavar="NAME=DIR")

@@ -174,15 +174,17 @@ def _exit_code(script: str) -> int:
 
 
 if __name__ == "__main__":
-    # Slow imports, but no modeling module: tests check which of them are imported.
+    gc.disable()
+    # Slow imports, but no modeling module that opslot has slots for: tests check which of them are imported.
     for name in ("transformers.modeling_utils", "opslot.distributed", "opslot.models", "opslot.trainer.text"):
         importlib.import_module(name)
-    for name in ("jsonargparse", "pandas"):  # pyarrow imports pandas where it is installed.
+    # pyarrow imports pandas where it is installed, and PEFT imports bitsandbytes and Inductor.
+    for name in ("jsonargparse", "pandas", "peft", "pytest", "rich.console", "torch.distributed.checkpoint"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     # Collecting garbage in a fork would copy what was imported.
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
     listener = socket.socket(fileno=int(sys.argv[1]))
     path = Path(listener.getsockname())

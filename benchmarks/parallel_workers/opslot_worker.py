@@ -19,9 +19,11 @@ from workload import (
     profile,
     record,
     token_ids,
+    video_batch,
 )
 
 import opslot
+from opslot.data.rope_positions import RopePositions
 from opslot.distributed import (
     ParallelState,
     clip_grad_norm,
@@ -32,6 +34,7 @@ from opslot.distributed import (
     shard_sequence,
 )
 from opslot.distributed.copy_engine import opened_bytes
+from opslot.distributed.sequence import IGNORE_INDEX
 from opslot.models.parallelize import parallelize
 
 
@@ -65,16 +68,30 @@ def adamw(device: torch.device) -> Any:
     return functools.partial(torch.optim.AdamW, fused=True)
 
 
+def inputs_of(
+    configuration: Configuration, model: Any, state: ParallelState, options: argparse.Namespace
+) -> dict[str, torch.Tensor]:
+    """The global sequences of this data-parallel rank, on the CPU."""
+    if not configuration.frames:
+        ids = token_ids(configuration, model.config.vocab_size, state.dp_rank, options.shrink)
+        return {"input_ids": ids, "labels": ids}
+    batch = video_batch(configuration, model.config)
+    positions = RopePositions(model.config, model.config.architectures[0])
+    found = positions(batch["input_ids"][0], {name: batch[name] for name in ("mm_token_type_ids", "video_grid_thw")})
+    return {**batch, "position_ids": found[:, None]}
+
+
 def run(name: str, configuration: Configuration, parallelism: dict[str, Any], options: argparse.Namespace) -> None:
     sp, ep = configuration.sizes()
     state = init_parallel_state(sp=sp, ep=ep)
     model = build(configuration, state, parallelism, options)
     optimizer = adamw(state.device)(model.parameters(), lr=LEARNING_RATE)
-    ids = token_ids(configuration, model.config.vocab_size, state.dp_rank, options.shrink)
-    targets = torch.tensor((ids.numel() - len(ids)) * state.dp_size, device=state.device)
+    inputs = inputs_of(configuration, model, state, options)
+    ids = inputs["input_ids"]
+    targets = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum().to(state.device) * state.dp_size
     batch = {
         name: value.to(state.device) if isinstance(value, torch.Tensor) else value
-        for name, value in shard_sequence({"input_ids": ids, "labels": ids}, state).items()
+        for name, value in shard_sequence(inputs, state).items()
     }
 
     def step() -> torch.Tensor:
@@ -109,7 +126,7 @@ def run(name: str, configuration: Configuration, parallelism: dict[str, Any], op
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("configurations", nargs="*", help=f"of {', '.join(CONFIGURATIONS)}; default these")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, help="default those of the model's file")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="ops_implementation")
     parser.add_argument("--profile", action="store_true", help="a table of the first rank's kernels")

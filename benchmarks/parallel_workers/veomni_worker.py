@@ -67,17 +67,19 @@ def build(configuration: Configuration, options: argparse.Namespace) -> Any:
     return model
 
 
-def batch_of(ids: torch.Tensor, state: Any, device: torch.device) -> dict[str, Any]:
-    """What VeOmni's collators give the model: with sequence parallelism the local shifted labels and positions, and the
-    global sequence boundaries."""
+def batch_of(ids: torch.Tensor, state: Any, device: torch.device, recurrent: bool) -> dict[str, Any]:
+    """What VeOmni's collators give the model: one row of all samples where a recurrence or sequence parallelism needs
+    their boundaries; with sequence parallelism the local shifted labels and positions."""
     positions = torch.arange(ids.shape[1]).expand_as(ids)
-    if not state.sp_enabled:
+    if not state.sp_enabled and not recurrent:
         return {"input_ids": ids.to(device), "labels": ids.to(device), "position_ids": positions.to(device)}
-    labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100) if state.sp_enabled else ids
     parts = {"input_ids": ids, "labels": labels, "position_ids": positions}
-    bounds = torch.tensor([0, ids.shape[1]], dtype=torch.int32, device=device)
+    bounds = torch.arange(len(ids) + 1, dtype=torch.int32, device=device) * ids.shape[1]
+    ranks = state.sp_size if state.sp_enabled else 1
+    rank = state.sp_rank if state.sp_enabled else 0
     return {
-        **{name: x.chunk(state.sp_size, 1)[state.sp_rank].contiguous().to(device) for name, x in parts.items()},
+        **{name: x.reshape(1, -1).chunk(ranks, 1)[rank].contiguous().to(device) for name, x in parts.items()},
         "cu_seq_lens_q": bounds,
         "cu_seq_lens_k": bounds,
         "max_length_q": ids.shape[1],
@@ -92,7 +94,8 @@ def run(configuration: Configuration, options: argparse.Namespace, device: torch
     optimizer = build_optimizer(model, lr=LEARNING_RATE, weight_decay=0.01, fused=True)
     dp_rank = dist.get_rank() // state.sp_size
     ids = token_ids(configuration, model.config.vocab_size, dp_rank, options.shrink)
-    batch = batch_of(ids, state, device)
+    recurrent = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
+    batch = batch_of(ids, state, device, recurrent)
     counted = count_loss_token({"labels": batch["labels"].cpu()})
     whole = reduce_global_loss_token(counted)
 
@@ -115,7 +118,7 @@ def run(configuration: Configuration, options: argparse.Namespace, device: torch
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("configurations", nargs="*", help=f"of {', '.join(CONFIGURATIONS)}; default all")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, help="default those of the model's file")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--attention", default="flash_attention_4")
     parser.add_argument("--moe", default="fused_quack")
@@ -128,6 +131,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     for name in options.configurations or CONFIGURATIONS:
+        if CONFIGURATIONS[name].frames:
+            continue
         result = run(CONFIGURATIONS[name], options, device)
         if dist.get_rank() == 0:
             record(options.rows, CONFIGURATIONS[name], "VeOmni", result)

@@ -23,7 +23,15 @@ WARM_UP = 3
 LEARNING_RATE = 1e-5
 MAX_NORM = 1.0
 
-MODELS = {"dense": "qwen3_8b_width", "moe": "qwen3_30b_a3b_width"}
+MODELS = {
+    "dense": "qwen3_8b_width",
+    "moe": "qwen3_30b_a3b_width",
+    "gpt_oss": "gpt_oss_20b_width",
+    "qwen3_5_moe": "qwen3.5_35b_a3b_width",
+    "vl": "qwen3_vl_8b_width",
+}
+# Frames of a video and the tokens of its timestamps between them.
+FRAME_SIDE, TIMESTAMP = 1024, 8
 UNCHECKED = "unchecked: each library draws its own weights"
 
 
@@ -35,6 +43,7 @@ class Configuration:
         model: key of `MODELS`.
         sp, ep: sizes of the mesh axes; 0 stands for all processes.
         batch, length: samples, and tokens of a global sequence.
+        frames: frames of one video that are the sample, two for each row of its grid; 0 for text.
     """
 
     model: str
@@ -42,6 +51,7 @@ class Configuration:
     ep: int = 1
     batch: int = 2
     length: int = 8192
+    frames: int = 0
 
     def sizes(self) -> tuple[int, int]:
         return self.sp or world_size(), self.ep or world_size()
@@ -50,7 +60,8 @@ class Configuration:
         """How it is parallelized, e.g. "fsdp 4, ep 4"."""
         sp, ep = self.sizes()
         axes = {"fsdp": world_size() if sp == 1 else 1, "ep": ep, "sp": sp}
-        return ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
+        parts = [f"{name} {size}" for name, size in axes.items() if size > 1]
+        return ", ".join([*parts, "video"] if self.frames else parts)
 
 
 CONFIGURATIONS = {
@@ -59,23 +70,64 @@ CONFIGURATIONS = {
     "moe-ep": Configuration("moe", ep=0),
     "dense-sp": Configuration("dense", sp=0, batch=1, length=32768),
     "moe-ep-sp": Configuration("moe", sp=0, ep=0, batch=1, length=32768),
+    "gpt_oss-ep": Configuration("gpt_oss", ep=0),
+    "gpt_oss-ep-sp": Configuration("gpt_oss", sp=0, ep=0, batch=1, length=32768),
+    "qwen3_5_moe-ep": Configuration("qwen3_5_moe", ep=0),
+    "qwen3_5_moe-ep-sp": Configuration("qwen3_5_moe", sp=0, ep=0, batch=1, length=32768),
+    "vl-video-sp": Configuration("vl", sp=0, batch=1, length=64 * (1024 + TIMESTAMP), frames=128),
 }
 
 
-def model_config(name: str, layers: int, shrink: int = 1) -> Any:
-    """A Transformers config of the model; widths divided by `shrink`, for a dry run on a CPU."""
+def model_config(name: str, layers: int | None = None, shrink: int = 1) -> Any:
+    """A Transformers config of the model, with as many layers as its file says or `layers`.
+
+    Widths are divided by `shrink`, for a dry run on a CPU.
+    """
     file = Path(__file__).parents[1] / "models" / f"{MODELS[name]}.json"
-    config = {**json.loads(file.read_text()), "num_hidden_layers": layers}
-    for width in ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "head_dim"):
-        if width in config:
-            config[width] //= shrink
-    return CONFIG_MAPPING[config.pop("model_type")](**config)
+    config = json.loads(file.read_text())
+    if layers is not None:
+        config["num_hidden_layers"] = layers
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][:layers]
+    kind = CONFIG_MAPPING[config.pop("model_type")]
+    if shrink > 1:
+        defaults = kind(**config)
+        for width in ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "head_dim"):
+            if hasattr(defaults, width):
+                config[width] = getattr(defaults, width) // shrink
+    return kind(**config)
 
 
 def token_ids(configuration: Configuration, vocabulary: int, dp_rank: int, shrink: int = 1) -> torch.Tensor:
     """Random tokens [batch, length], the same for the ranks that share a sequence."""
     generator = torch.Generator().manual_seed(dp_rank)
     return torch.randint(vocabulary, (configuration.batch, configuration.length // shrink), generator=generator)
+
+
+def video_batch(configuration: Configuration, config: Any) -> dict[str, torch.Tensor]:
+    """One video of random frames, with random tokens in place of timestamps before each row of its grid.
+
+    Returns:
+        input_ids, labels, mm_token_type_ids: int64 [1, S]. Video tokens have no label.
+        pixel_values_videos: bfloat16 [patches, channels * frames * patch_size ** 2].
+        video_grid_thw: int64 [1, 3].
+    """
+    vision = config.vision_config
+    rows, side = configuration.frames // vision.temporal_patch_size, FRAME_SIDE // vision.patch_size
+    tokens = (side // vision.spatial_merge_size) ** 2
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1000, (rows, TIMESTAMP + tokens), generator=generator)
+    ids[:, TIMESTAMP:] = config.video_token_id
+    ids = ids.reshape(1, -1)
+    of_video = ids == config.video_token_id
+    width = 3 * vision.temporal_patch_size * vision.patch_size**2
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(of_video, -100),
+        "mm_token_type_ids": 2 * of_video.long(),
+        "pixel_values_videos": torch.randn(rows * side * side, width, generator=generator).bfloat16(),
+        "video_grid_thw": torch.tensor([[rows, side, side]]),
+    }
 
 
 def world_size() -> int:

@@ -180,6 +180,15 @@ def test_forms_of_chat_data_are_equal(chat_tokenizer, tmp_path):
     assert all(np.array_equal(tokens, found[0]) for tokens in found)
 
 
+@pytest.mark.parametrize("completion", [5, [{"role": "assistant", "content": "x"}]])
+def test_text_beside_messages_raises(chat_tokenizer, tmp_path, completion):
+    records = [{"prompt": "hi", "completion": "x"}, {"prompt": "hi", "completion": completion}]
+    with pytest.raises(
+        DataError, match=f"must both be strings, or both lists .*found str and {type(completion).__name__}"
+    ):
+        encode(encoder_of(chat_tokenizer, CHATML), tmp_path, records)
+
+
 def test_prompt_and_completion(chat_tokenizer, tmp_path):
     encoder = encoder_of(chat_tokenizer, CHATML)
     (texts,), _ = encode(encoder, tmp_path, [{"prompt": "hi", "completion": "hello"}])
@@ -237,6 +246,35 @@ def test_bad_samples(chat_tokenizer, tmp_path, template, record, message):
     kept, counts = encode(skipping, tmp_path, [good, record])
     assert len(kept) == 1
     assert sum(counts.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{\n\n[1]\nGOOD\nnull\n", "line 1: not JSON"),
+        ('["x", GOOD, 3, null]', "item 1: holds a str"),
+    ],
+)
+def test_malformed_records_are_skipped_and_counted(chat_tokenizer, tmp_path, text, message):
+    (tmp_path / "a.json").write_text(text.replace("GOOD", json.dumps(GOOD)))
+
+    def corpus_of(**options):
+        encoder = encoder_of(chat_tokenizer, CHATML, **options)
+        return open_corpus([tmp_path / "a.json"], chat_tokenizer, encoder=encoder, cache_dir=str(tmp_path / "cache"))
+
+    corpus = corpus_of(on_bad_sample="skip")
+    assert len(corpus.shard(0).lengths) == 1
+    assert corpus.sample_counts() == {"malformed": 3}
+    with pytest.raises(DataError, match="on_bad_sample: skip") as caught:
+        corpus_of().shard(0)
+    assert message in str(caught.value)
+
+
+def test_damaged_files_are_not_skipped(chat_tokenizer, tmp_path):
+    encoder = encoder_of(chat_tokenizer, CHATML, on_bad_sample="skip")
+    (tmp_path / "a.json").write_text(f"[{json.dumps(GOOD)}, {{")
+    with pytest.raises(DataError, match="not a JSON array"):
+        open_corpus([tmp_path / "a.json"], chat_tokenizer, encoder=encoder, cache_dir=str(tmp_path / "cache")).shard(0)
 
 
 def test_long_samples_are_truncated_at_the_end(chat_tokenizer, tmp_path):

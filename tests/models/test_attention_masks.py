@@ -198,6 +198,7 @@ def test_bidirectional_mask_overrides_a_module_that_says_causal():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "deepseek_v3"])
 def test_static_cache_equals_dynamic_cache_on_a_gpu(name):
     """`generate` compiles the model for a static cache."""

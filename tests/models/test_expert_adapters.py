@@ -127,7 +127,7 @@ def test_single_process_takes_the_device_of_the_parameters():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("kernel", ["grouped_mm", "fused_triton"])
 def test_compiled_adapters_on_a_gpu(kernel):
     torch.manual_seed(0)

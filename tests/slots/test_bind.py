@@ -8,7 +8,7 @@ from torch import nn
 
 from opslot import KERNEL_REGISTRY, HardwareRequirement, KernelSpec, bind, explain
 from opslot._base.device import DeviceFacts
-from opslot._base.errors import ConfigError
+from opslot._base.errors import ConfigError, KernelError
 from opslot.slots import BoundKernel, unbind
 
 from .conftest import Doubler, fast, other_fast
@@ -77,6 +77,37 @@ def test_compiles_with_fullgraph(model):
     x = torch.randn(3)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), model(x))
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx, dout):
+        return dout * 2.0
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+        lambda f, x: torch.vmap(f)(x[None]),
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        lambda f, x: torch.autograd.functional.jacobian(f, x, strategy="forward-mode", vectorize=True),
+    ],
+    ids=["grad", "vmap", "jvp", "forward mode"],
+)
+def test_transforms_that_a_kernel_does_not_support_raise(model, monkeypatch, transform):
+    bind(model, {"toy_double_implementation": "fast"})
+    x = torch.randn(3)
+    transform(model[0], x)
+    monkeypatch.setattr(model[0].toy, "kernel", _Double.apply)
+    with pytest.raises(KernelError, match=r"a kernel of toy_double, failed inside torch.func .*\n.*\n  hint: set"):
+        transform(model[0], x)
+    bind(model, "eager")
+    transform(model[0], x)
 
 
 def test_failed_bind_keeps_the_previous_binding(model):

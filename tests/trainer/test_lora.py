@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from opslot import explain
+from opslot import ConfigError, explain
 from opslot.checkpoint import save_adapter
 from opslot.checkpoint.adapters import adapter_layers
 from opslot.cli import main
@@ -231,6 +231,7 @@ def test_exports_load_in_peft_and_transformers(trainer, tmp_path):
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_generate_takes_adapters(write, tmp_path, capsys, use_dora):
     assert run_config(write("run", {"merge": True, "use_dora": use_dora}, lr=0.1)) == 0
@@ -387,13 +388,16 @@ def test_merge_leaves_an_existing_folder(write, tmp_path, capsys):
     assert "it has LoRA adapters: give the folder of their base model" in capsys.readouterr().err
 
 
-def test_classifier_heads_are_trained_whole(settings, write, tmp_path, capsys):
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_classifier_heads_are_trained_whole(settings, write, tmp_path, capsys, quantization):
+    if quantization:
+        pytest.importorskip("bitsandbytes")
     settings["task"] = "classification"
     file = tmp_path / "labelled.jsonl"
     rows = [{"text": f"{'abc'[i % 3]} {i}", "label": "abc"[i % 3]} for i in range(20)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings["data"] |= {"train_path": str(file)}
-    assert run_config(write("run", max_steps=2)) == 0
+    assert run_config(write("run", {"quantization": quantization}, max_steps=2)) == 0
     written = load_file(tmp_path / "run" / "hf" / "adapter_model.safetensors")
     assert "base_model.model.score.weight" in written
     assert json.loads((tmp_path / "run/hf/adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
@@ -437,6 +441,15 @@ def test_qlora_trains_on_quantized_weights(trainer, dense_base, write, tmp_path)
     assert main(["merge", str(tmp_path / "run" / "hf"), str(tmp_path / "merged")]) == 0
 
 
+def test_modules_that_are_trained_whole_are_not_quantized(trainer, dense_base):
+    pytest.importorskip("bitsandbytes")
+    run = trainer("run", {"quantization": "nf4", "modules_to_save": ["layers.1.mlp"]}, max_steps=1)
+    quantized = {path for path, module in run.model.named_modules() if hasattr(module, "load_weight")}
+    assert any("layers.0.mlp.up_proj" in path for path in quantized)
+    assert not any("layers.1.mlp" in path for path in quantized)
+    run.train()
+
+
 def test_nf4_without_bitsandbytes_raises(write, dense_base, capsys, monkeypatch):
     from opslot.models import quantized_linear
 
@@ -447,15 +460,17 @@ def test_nf4_without_bitsandbytes_raises(write, dense_base, capsys, monkeypatch)
     assert "lora.merge needs unquantized weights" in error
 
 
+@pytest.mark.quick("False-none-grouped_mm", "False-full-eager", "True-selective-grouped_mm", "True-full-*")
 @pytest.mark.parametrize("kernel", ["grouped_mm", "eager"])
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-def test_qlora_quantizes_experts(trainer, write, settings, tmp_path, kernel, checkpointing):
+@pytest.mark.parametrize("adapters_on_experts", [False, True])
+def test_qlora_quantizes_experts(trainer, settings, tmp_path, kernel, checkpointing, adapters_on_experts):
     """As a model with the dequantized values; autograd keeps no dequantized weight."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     settings["model"]["ops_implementation"] = {"moe_implementation": kernel}
     run = trainer(
         "run",
-        {"quantization": "nf4"},
+        {"quantization": "nf4", "experts": adapters_on_experts},
         lr_scheduler="constant",
         micro_batch_size=None,
         activation_checkpointing=checkpointing,
@@ -464,7 +479,7 @@ def test_qlora_quantizes_experts(trainer, write, settings, tmp_path, kernel, che
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     quantized = {n: p for n, p in run.model.named_parameters() if isinstance(p, bitsandbytes.nn.Params4bit)}
     assert sum("experts" in name for name in quantized) == 4
-    assert not any("experts" in name for name in run.model.state_dict())
+    assert not quantized.keys() & run.model.state_dict().keys()
     values = {n: bitsandbytes.functional.dequantize_4bit(p.data, p.quant_state) for n, p in quantized.items()}
     with torch.no_grad():
         for name, value in values.items():
@@ -476,6 +491,23 @@ def test_qlora_quantizes_experts(trainer, write, settings, tmp_path, kernel, che
     expected = peft_losses(tmp_path / "dequantized", start, steps, run.config.train)
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-3)
     assert not run.meter.uncounted_lines()
+    if adapters_on_experts:
+        assert main(["merge", str(tmp_path / "run" / "hf"), str(tmp_path / "merged")]) == 0
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "hf").merge_and_unload().state_dict()
+        torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
+
+
+def test_more_values_than_can_be_quantized_raises():
+    pytest.importorskip("bitsandbytes")
+    from opslot.models._quantized_experts import quantize_experts
+
+    experts = torch.nn.Module()
+    experts.weight = torch.nn.Parameter(torch.empty(256, 4096, 7168, device="meta"))
+    quantize_experts(experts)
+    with pytest.raises(ConfigError, match="more values than bitsandbytes quantizes"):
+        experts.load_weights["weight"](experts.weight, "cpu")
 
 
 def test_quantized_experts_are_dequantized_again_in_backward(monkeypatch):
@@ -485,8 +517,8 @@ def test_quantized_experts_are_dequantized_again_in_backward(monkeypatch):
 
     packed = bitsandbytes.nn.Params4bit(torch.randn(4, 64, 64), requires_grad=False, quant_type="nf4").to("cpu")
     value = bitsandbytes.functional.dequantize_4bit(packed.data, packed.quant_state)
-    calls, dequantize = [], _quantized_experts._dequantize
-    monkeypatch.setattr(_quantized_experts, "_dequantize", lambda packed: calls.append(1) or dequantize(packed))
+    calls, dequantize = [], _quantized_experts.dequantize
+    monkeypatch.setattr(_quantized_experts, "dequantize", lambda packed: calls.append(1) or dequantize(packed))
     x = torch.randn(4, 5, 64, requires_grad=True)
     call = _quantized_experts._Dequantized(lambda x, w: torch.bmm(x, w.transpose(1, 2)))
     out = call(x, packed)
@@ -504,11 +536,16 @@ def test_qlora_on_two_processes_equals_one(ranks, write, request, tmp_path, kind
     if kind == "dense":
         request.getfixturevalue("dense_base")
     nf4 = {"quantization": "nf4", "target_modules": "all-linear", "modules_to_save": ["norm"]}
+    nf4["experts"] = kind == "experts"
     assert run_config(write("one", nf4)) == 0
     assert ranks.run(run_config, write("two", nf4, **sizes)) == [0, 0]
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     expected, found = (load_file(tmp_path / name / "hf" / "adapter_model.safetensors") for name in ("one", "two"))
     assert expected.keys() == found.keys()
+    assert any("experts" in name for name in found) == nf4["experts"]
+    # The constants of a rank's experts are quantized with an offset of their own.
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).norm() <= 0.1 * tensor.norm()
 
 
 def experts_held(file):
@@ -531,8 +568,6 @@ def test_unsupported_combinations_with_nf4_raise(write, settings, capsys, monkey
     monkeypatch.setattr(quantized_linear, "has_package", lambda name: True)
     assert run_config(write("bad", {"quantization": "nf4"}, fsdp={"cpu_offload": True})) == 2
     assert "weights in nf4 cannot be offloaded" in capsys.readouterr().err
-    assert run_config(write("bad", {"quantization": "nf4", "experts": True})) == 2
-    assert "lora.experts needs unquantized experts" in capsys.readouterr().err
 
 
 @pytest.mark.quick("lora0")

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 import yaml
@@ -99,7 +100,7 @@ def test_files_of_the_user_in_the_export_are_kept(train, tmp_path):
     assert (hf / "model.safetensors").stat().st_mtime_ns != stamp
 
 
-@pytest.mark.quick("line5", "3")
+@pytest.mark.quick("line5")
 @pytest.mark.parametrize("line", ["[1]", "3", '{"loss": 1.0}', '{"step": "2", "loss": 1}', "\udcff", "[" * 100_000])
 def test_invalid_lines_in_metrics_are_dropped_on_resume(train, tmp_path, line):
     assert train()[0] == 0
@@ -124,6 +125,7 @@ def test_changed_settings_are_printed_and_configurations_kept(train, tmp_path):
     assert not (folder / "config.2.yaml").exists()
 
 
+@pytest.mark.quick("15-143")
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_exit_code_of_a_stopped_run(train, monkeypatch, number, expected):
     class Signal(Callback):
@@ -138,6 +140,22 @@ def test_exit_code_of_a_stopped_run(train, monkeypatch, number, expected):
     assert "stopped after step 2; checkpoint saved, continue with --train.checkpoint.resume_from latest" in out
     monkeypatch.undo()
     assert train("--train.checkpoint.resume_from=latest")[0] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_before_training_is_one_line(train, monkeypatch, tmp_path, number):
+    def interrupted(*_):
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    monkeypatch.setattr("opslot.trainer.text.TextTrainer.default_callbacks", interrupted)
+    before = signal.getsignal(number)
+    code, _, err = train()
+    assert code == 128 + number
+    name = signal.Signals(number).name
+    assert err == f"opslot: stopped by {name} before training started; no checkpoint was written\n"
+    assert signal.getsignal(number) is before
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
 
 
 def test_signal_in_the_last_step_is_a_complete_run(train, monkeypatch):

@@ -296,6 +296,19 @@ def test_bad_labels_are_located(chat_settings, train, tmp_path):
     for label, message in (("1", "at least two different labels\n  found: LABEL_0"), ("0.5", "neither strings nor")):
         file.write_text(f'{{"text": "a", "label": {label}}}\n'.replace("1", "0"))
         assert message in train()[2]
+    words = [["a", None], ["a", "\ud83d"], ["a", "b"]]
+    file.write_text("".join(json.dumps({"tokens": texts, "tags": ["x", "y"]}) + "\n" for texts in words))
+    _, _, err = train()
+    assert f"{file}, line 1: tokens[1] is not a text\n" in err
+    assert f"{file}, line 2: tokens[1] holds \\ud83d, half of a surrogate pair" in err
+    file.write_text('{"text": "a", "label": "x"}\n{\n{"text": "b", "label": "y"}\n')
+    code, _, err = train()
+    assert code == 2
+    assert f"{file}, line 2: not JSON" in err
+    assert "data.on_bad_sample: skip" in err
+    code, out, _ = train("--train.max_steps", "1", "--data.on_bad_sample", "skip")
+    assert code == 0
+    assert "; 1 samples left out: malformed" in out
 
 
 def save_to_disk(folder, rows, features=None):

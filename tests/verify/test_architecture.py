@@ -261,8 +261,8 @@ def test_images_that_cannot_be_made_leave_the_checks_of_text(monkeypatch):
     ("arch", "samples"),
     [
         pytest.param("llama4", ("text", "image"), marks=pytest.mark.slow),
-        ("pixtral", ("text", "image")),
-        ("gemma4", ("text", "image", "video", "audio", "mixed")),
+        pytest.param("pixtral", ("text", "image"), marks=pytest.mark.slow),
+        pytest.param("gemma4", ("text", "image", "video", "audio", "mixed"), marks=pytest.mark.slow),
         ("qwen2_5_omni", ("text", "image", "video", "audio", "mixed")),
         pytest.param("qwen3_omni_moe", ("text", "image", "video", "audio", "mixed"), marks=pytest.mark.slow),
         ("voxtral", ("text", "audio")),

@@ -43,6 +43,10 @@ class ParallelError(OpslotError, RuntimeError):
     """Parallel state is missing or inconsistent, or another rank failed."""
 
 
+class OtherRankFailed(ParallelError):
+    """This rank failed because of another one, which reports the error."""
+
+
 class TrainingError(OpslotError, RuntimeError):
     """A run cannot continue: its loss or gradients are not finite, or its files cannot be written."""
 

@@ -28,8 +28,8 @@ import numpy as np
 
 from opslot._base.errors import DataError
 from opslot.data.collation import IGNORE_INDEX, LABELED
-from opslot.data.encoder import SampleError, digest, limit_length, tokenizer_digest
-from opslot.data.records import ByteRange, FileColumns, Location, columns_in, lone_surrogate, read_records
+from opslot.data.encoder import SampleError, digest, limit_length, records_of, tokenizer_digest
+from opslot.data.records import ByteRange, FileColumns, Location, columns_in, lone_surrogate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -141,7 +141,7 @@ class ChatEncoder:
         self, ranges: Sequence[ByteRange], sample_by: str, problems: list[str], counts: Counter[str]
     ) -> Iterator[Any]:
         batch: list[tuple[Location, Rendered]] = []
-        for where, record in read_records(ranges, self.columns, sample_by, problems):
+        for where, record in records_of(self, ranges, sample_by, problems, counts):
             try:
                 batch += [(where, sample) for sample in self.render(record, self.columns[where.file])]
             except SampleError as error:
@@ -188,6 +188,12 @@ class ChatEncoder:
                 return [Rendered(text, None if self.train_on == "all" else [(len(prompt), len(text))])]
             prompt = [{"role": "user", "content": prompt}]
             completion = [{"role": "assistant", "content": completion}]
+        # A string may be messages as JSON.
+        if any(isinstance(value, str) and not value.lstrip().startswith("[") for value in (prompt, completion)):
+            raise SampleError(
+                "prompt and completion must both be strings, or both lists of messages, found "
+                f"{type(prompt).__name__} and {type(completion).__name__}"
+            )
         before, after = _messages(prompt, "prompt"), _messages(completion, "completion")
         return self._conversation(before + after, tools, len(before))
 

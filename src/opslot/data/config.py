@@ -29,8 +29,8 @@ class DataConfig:
         long_samples: what tasks sft, vlm and classification do with a sample of more than `max_seq_len` tokens: an
             error, cut its end, or leave it out. Both are counted. A sample whose images, video or audio would be cut is
             left out.
-        on_bad_sample: what they do with a malformed sample, such as one that the template rejects or whose image does
-            not decode: an error, or leave it out and count it.
+        on_bad_sample: what they do with a malformed sample, such as a line that is not JSON, or a sample that the
+            template rejects or whose image does not decode: an error, or leave it out and count it.
         label_field: field of the labels for task classification: a label, or a list of one for each word in `tokens`;
             default the first that exists of label, labels, ner_tags and tags.
         label_names: names of the labels in the order of their numbers; default those of the data set or the

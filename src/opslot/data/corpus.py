@@ -279,7 +279,7 @@ class TokenCorpus:
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(self._path(number))
-        except OSError:
+        except BaseException:  # also of a signal
             unfinished.unlink(missing_ok=True)
             raise
 

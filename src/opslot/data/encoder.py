@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from opslot._base.errors import DataError
-from opslot.data.records import ByteRange, columns_in, read_ranges
+from opslot.data.locations import Location
+from opslot.data.records import ByteRange, columns_in, read_ranges, read_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -107,6 +108,19 @@ class TextEncoder:
             lists = self.tokenizer(texts, return_attention_mask=False, verbose=False, **options)["input_ids"]
             documents = (ids if ids[-1:] == end else ids + end for ids in lists)
             yield [np.array(ids, dtype=self.dtype) for ids in documents if ids]
+
+
+def records_of(
+    encoder: Any, ranges: Sequence[ByteRange], sample_by: str, problems: list[str], counts: Counter[str]
+) -> Iterator[tuple[Location, dict[str, Any]]]:
+    """`read_records` with the columns of an encoder; malformed ones are counted if its `on_bad_sample` is "skip"."""
+    if encoder.on_bad_sample != "skip":
+        yield from read_records(ranges, encoder.columns, sample_by, problems)
+        return
+    malformed: list[str] = []
+    yield from read_records(ranges, encoder.columns, sample_by, problems, malformed)
+    if malformed:
+        counts["malformed"] += len(malformed)
 
 
 def limit_length(

@@ -13,8 +13,8 @@ import torch
 
 from opslot._base.errors import DataError, list_problems
 from opslot.data.collation import IGNORE_INDEX, LABELED
-from opslot.data.encoder import SampleError, digest, limit_length, tokenizer_digest
-from opslot.data.records import ByteRange, FileColumns, columns_in, read_records, split_into_shards
+from opslot.data.encoder import SampleError, digest, limit_length, records_of, tokenizer_digest
+from opslot.data.records import ByteRange, FileColumns, columns_in, lone_surrogate, read_records, split_into_shards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,7 +99,7 @@ class LabelEncoder:
         self, ranges: Sequence[ByteRange], sample_by: str, problems: list[str], counts: Counter[str]
     ) -> Iterator[list[np.ndarray]]:
         batch: list[tuple[Any, Any, list[int]]] = []
-        for where, record in read_records(ranges, self.columns, sample_by, problems):
+        for where, record in records_of(self, ranges, sample_by, problems, counts):
             text, label = self.columns[where.file]
             try:
                 batch.append((where, *self._sample(record, text, label)))
@@ -124,9 +124,12 @@ class LabelEncoder:
         if not self.per_token:
             if not isinstance(text, str) or not text.strip():
                 raise ValueError(f"{text_field} is empty" if text == "" else f"{text_field} is not a text")
+            _check_text(text, text_field)
             return text, [self._number(label, label_field)]
         if not isinstance(text, list) or not isinstance(label, list) or len(text) != len(label) or not text:
             raise ValueError(f"{text_field} and {label_field} must be lists of the same length, not empty")
+        for number, word in enumerate(text):
+            _check_text(word, f"{text_field}[{number}]")
         return text, [IGNORE_INDEX if name == IGNORE_INDEX else self._number(name, label_field) for name in label]
 
     def _number(self, label: Any, field: str) -> int:
@@ -171,6 +174,13 @@ class LabelEncoder:
         return kept
 
 
+def _check_text(text: Any, name: str) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f"{name} is not a text")
+    if lone := lone_surrogate(text):
+        raise ValueError(f"{name} holds {lone}")
+
+
 def find_label_names(encoder: LabelEncoder, files: Sequence[Path], format: str) -> list[str]:
     """Names of the labels in `files`, which are read once: sorted strings, or LABEL_0 to the largest number.
 
@@ -181,8 +191,9 @@ def find_label_names(encoder: LabelEncoder, files: Sequence[Path], format: str) 
     columns = {file: encoder.columns[file][1:] for file in files}
     names: set[str] = set()
     largest = -1
+    malformed: list[str] | None = [] if encoder.on_bad_sample == "skip" else None
     for shard in split_into_shards(files, columns, 64 << 20, problems, format):
-        for where, record in read_records(shard, columns, "document", problems):
+        for where, record in read_records(shard, columns, "document", problems, malformed):
             value = record.get(columns[where.file][0])
             for label in value if isinstance(value, list) else [value]:
                 if isinstance(label, str):
@@ -190,7 +201,10 @@ def find_label_names(encoder: LabelEncoder, files: Sequence[Path], format: str) 
                 elif isinstance(label, int):
                     largest = max(largest, int(label))
         if problems:
-            raise DataError(list_problems("the data cannot be read", problems))
+            raise DataError(
+                list_problems("the data cannot be read", problems),
+                hint="fix it, or leave malformed samples out with data.on_bad_sample: skip",
+            )
     found = sorted(names) if names else [f"LABEL_{number}" for number in range(largest + 1)]
     if not found or len(found) > _MOST_LABELS or (names and largest >= 0):
         wrong = f"{len(found):,} different labels" if found else "neither strings nor integers from 0"

@@ -20,7 +20,7 @@ import torch
 from opslot._base.errors import ConfigError, DataError
 from opslot.data.chat import ChatEncoder, Rendered, trained_tokens
 from opslot.data.collation import IGNORE_INDEX, LABELED
-from opslot.data.encoder import SampleError, digest, limit_length
+from opslot.data.encoder import SampleError, digest, limit_length, records_of
 from opslot.data.encoder_cost import encoder_cost
 from opslot.data.media import (
     KINDS,
@@ -36,7 +36,7 @@ from opslot.data.media import (
 )
 from opslot.data.media_parts import COLUMNS, separate_media
 from opslot.data.packing import MediaDocument
-from opslot.data.records import ByteRange, Location, read_records
+from opslot.data.records import ByteRange, Location
 from opslot.data.rope_positions import RopePositions
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class MultimodalEncoder(ChatEncoder):
     def encode(
         self, ranges: Sequence[ByteRange], sample_by: str, problems: list[str], counts: Counter[str]
     ) -> Iterator[list[MediaDocument]]:
-        for where, record in read_records(ranges, self.columns, sample_by, problems):
+        for where, record in records_of(self, ranges, sample_by, problems, counts):
             try:
                 samples = self.render(record, self.columns[where.file])
                 media = self._media

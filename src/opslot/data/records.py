@@ -81,15 +81,23 @@ def read_ranges(ranges: Sequence[ByteRange], text_field: str, sample_by: str, pr
 
 
 def read_records(
-    ranges: Sequence[ByteRange], columns: Columns, sample_by: str, problems: list[str]
+    ranges: Sequence[ByteRange],
+    columns: Columns,
+    sample_by: str,
+    problems: list[str],
+    malformed: list[str] | None = None,
 ) -> Iterator[tuple[Location, dict[str, Any]]]:
     """Records of `ranges` in order, without those whose columns are all null; errors are appended to `problems`.
 
     A document of a plain text file is a record of one field, the first of `columns`.
+
+    Args:
+        malformed: receives the errors of single records, such as lines that are not JSON; default `problems`.
     """
+    malformed = problems if malformed is None else malformed
     for part in ranges:
         try:
-            yield from _READERS[part.format](part, columns.get(part.file, ()), sample_by, problems)
+            yield from _READERS[part.format](part, columns.get(part.file, ()), sample_by, problems, malformed)
         except OSError as error:
             problems.append(f"{part.file}: {error.strerror or error}")
 
@@ -199,7 +207,7 @@ def _next_start(file: BinaryIO, offset: int, size: int, separator: re.Pattern[by
 
 
 def _read_text(
-    part: ByteRange, columns: Sequence[str], sample_by: str, problems: list[str]
+    part: ByteRange, columns: Sequence[str], sample_by: str, problems: list[str], _malformed: list[str]
 ) -> Iterator[tuple[Location, dict[str, Any]]]:
     with part.file.open("rb") as file:
         start, stop = _bounds(file, part, _BLANK_LINE if sample_by == "paragraph" else _NEWLINE)
@@ -218,7 +226,7 @@ def _read_text(
 
 
 def _read_json_lines(
-    part: ByteRange, _columns: Sequence[str], _sample_by: str, problems: list[str]
+    part: ByteRange, _columns: Sequence[str], _sample_by: str, problems: list[str], malformed: list[str]
 ) -> Iterator[tuple[Location, dict[str, Any]]]:
     whole = part.file.suffix.lower() in COMPRESSIONS
     try:
@@ -236,7 +244,7 @@ def _read_json_lines(
                 where = Location(part.file, "line", number, start)
                 record, problem = _record_of_line(line)
                 if problem:
-                    problems.append(f"{where}: {problem}")
+                    malformed.append(f"{where}: {problem}")
                 else:
                     yield where, record
     except _DAMAGED as error:
@@ -246,7 +254,7 @@ def _read_json_lines(
 
 
 def _read_json_array(
-    part: ByteRange, _columns: Sequence[str], _sample_by: str, problems: list[str]
+    part: ByteRange, _columns: Sequence[str], _sample_by: str, problems: list[str], malformed: list[str]
 ) -> Iterator[tuple[Location, dict[str, Any]]]:
     """Items of an array, one at a time, without reading the whole file into memory."""
     decoder = json.JSONDecoder()
@@ -273,7 +281,7 @@ def _read_json_array(
                 if isinstance(item, dict):
                     yield where, item
                 else:
-                    problems.append(f"{where}: holds a {type(item).__name__}; the array must hold objects")
+                    malformed.append(f"{where}: holds a {type(item).__name__}; the array must hold objects")
     except (ValueError, RecursionError) as error:
         problems.append(f"{part.file}: not a JSON array ({error})")
     except _DAMAGED as error:
@@ -381,7 +389,7 @@ def _arrow_batches(part: ByteRange, columns: Sequence[str]) -> Iterator[tuple[in
 
 
 def _read_table(
-    part: ByteRange, columns: Sequence[str], _sample_by: str, problems: list[str]
+    part: ByteRange, columns: Sequence[str], _sample_by: str, problems: list[str], _malformed: list[str]
 ) -> Iterator[tuple[Location, dict[str, Any]]]:
     import pyarrow as pa
 

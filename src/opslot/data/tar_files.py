@@ -22,9 +22,9 @@ _COLUMN_OF = {suffix: column for column, suffixes in _COLUMNS.items() for suffix
 
 
 def read_tar(
-    part: ByteRange, _columns: Sequence[str], _sample_by: str, problems: list[str]
+    part: ByteRange, _columns: Sequence[str], _sample_by: str, problems: list[str], malformed: list[str]
 ) -> Iterator[tuple[Location, dict[str, Any]]]:
-    """The samples of a tar file, one at a time in memory; errors are appended to `problems`."""
+    """The samples of a tar file, one at a time in memory; see `records.read_records`."""
     try:
         with tarfile.open(part.file, "r|") as archive:
             number, key, members = 0, "", list[tuple[str, bytes]]()
@@ -34,14 +34,14 @@ def read_tar(
                     continue
                 if members and name != key:
                     number += 1
-                    yield from _record(Location(part.file, "sample", number), members, problems)
+                    yield from _record(Location(part.file, "sample", number), members, malformed)
                     members = []
                 stream = archive.extractfile(member)
                 assert stream is not None, "a regular file"
                 key = name
                 members.append((member.name, stream.read()))
             if members:
-                yield from _record(Location(part.file, "sample", number + 1), members, problems)
+                yield from _record(Location(part.file, "sample", number + 1), members, malformed)
     except (tarfile.TarError, EOFError) as error:
         problems.append(f"{part.file}: not a readable tar file ({error})")
 
@@ -53,7 +53,7 @@ def _key(name: str) -> str:
 
 
 def _record(
-    where: Location, members: list[tuple[str, bytes]], problems: list[str]
+    where: Location, members: list[tuple[str, bytes]], malformed: list[str]
 ) -> Iterator[tuple[Location, dict[str, Any]]]:
     record: dict[str, Any] = {}
     media: dict[str, dict[str, Any]] = {}
@@ -63,10 +63,10 @@ def _record(
             try:
                 found = json.loads(data)
             except (ValueError, RecursionError) as error:
-                problems.append(f"{where}: {name} is not JSON ({error})")
+                malformed.append(f"{where}: {name} is not JSON ({error})")
                 return
             if not isinstance(found, dict):
-                problems.append(f"{where}: {name} holds a {type(found).__name__}, not an object")
+                malformed.append(f"{where}: {name} holds a {type(found).__name__}, not an object")
                 return
             record |= found
         elif suffix == "txt":

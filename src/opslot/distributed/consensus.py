@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from opslot._base.errors import OpslotError, ParallelError
+from opslot._base.errors import OpslotError, OtherRankFailed, ParallelError
 from opslot.distributed._peers import LocalPeers
 
 T = TypeVar("T")
@@ -32,10 +32,6 @@ T = TypeVar("T")
 
 class RankError(ParallelError):
     """An unexpected error of one rank, raised on all."""
-
-
-class OtherRankFailed(ParallelError):
-    """This rank failed because of another one, which reports the error."""
 
 
 def has_process_group() -> bool:

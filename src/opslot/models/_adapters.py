@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from opslot.checkpoint.adapters import ADAPTER, adapter_layers
 from opslot.distributed import ExpertParallel, get_parallel_state
+from opslot.models._linear_adapters import set_forward
 from opslot.slots import Binding
 from opslot.slots.protocol import set_adapted
 
@@ -42,26 +43,15 @@ def with_expert_adapters(binding: Binding, root: nn.Module) -> Binding:
         layers = by_module.get(id(root.get_submodule(slot.path)))
         if layers and slot.resolution.op_name == "moe_experts":
             for layer in layers:
-                layer.__class__ = _in_kernel(type(layer))
+                set_forward(layer, _call_base)
             wrapper, path = _ExpertAdapters(tuple(layers)), slot.path
             binding = binding.with_wrapper(wrapper, lambda slot, path=path: slot.path == path)  # type: ignore[misc]
     return binding
 
 
-_IN_KERNEL: dict[type, type] = {}
-
-
-def _in_kernel(cls: type) -> type:
-    """PEFT's layer of an expert weight, without its parametrization."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.base_layer(*args, **kwargs)
-
-    if cls in _IN_KERNEL.values():
-        return cls
-    if cls not in _IN_KERNEL:
-        _IN_KERNEL[cls] = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
-    return _IN_KERNEL[cls]
+def _call_base(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Instead of the forward of PEFT's layer of an expert weight, which adds a parametrization."""
+    return self.base_layer(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -144,7 +134,8 @@ class _BesideWeights(_Adapted):
 def _factors(weight: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
     """The adapter of this rank's experts [E, ...] as two factors, whose product has the layout of the weight."""
     held = len(weight.to_local()) if isinstance(weight, DTensor) else len(weight)
-    first = get_parallel_state().ep_rank * held if isinstance(weight, DTensor) else 0
+    # A quantized weight is this rank's part, and not a DTensor.
+    first = get_parallel_state().ep_rank * held if held < layer.num_experts else 0
     a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     # [E, r, inputs] and [E, outputs, r], as PEFT stores them.
     a = a.view(layer.num_experts, -1, a.shape[-1])[first : first + held]

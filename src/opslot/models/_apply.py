@@ -44,7 +44,7 @@ def apply(
     require_module(model, "opslot.apply")
     config = OpsImplementationConfig.make(ops)
     moves = _plan_moves(model)
-    already = next(walk_slots(model), None) is not None
+    already = _has_generated_classes(model)
     if not moves and not already:
         raise ConfigError(
             f"opslot.apply found nothing to bind in {type(model).__name__} ({type(model).__module__})",
@@ -66,12 +66,14 @@ def apply(
     except Exception:
         _undo(moves)
         raise
+    from opslot.models._by_document import give_documents
     from opslot.models._host_inputs import keep_inputs_on_host, reads_host_inputs
     from opslot.models._modalities import keep_documents_from_towers
 
     if reads_host_inputs(model):
         keep_inputs_on_host(model)
     keep_documents_from_towers(model)
+    give_documents(model)
     return report
 
 
@@ -83,11 +85,13 @@ def restore(model: Any) -> Any:
     """
     require_module(model, "opslot.restore")
     unbind(model)
+    from opslot.models._by_document import stop_giving_documents
     from opslot.models._host_inputs import stop_keeping_inputs_on_host
     from opslot.models._modalities import stop_keeping_documents_from_towers
 
     stop_keeping_inputs_on_host(model)
     stop_keeping_documents_from_towers(model)
+    stop_giving_documents(model)
     for module in model.modules():
         architecture = architecture_of(type(module), generated=True)
         original = architecture.upstream_class(type(module).__name__) if architecture is not None else None
@@ -109,7 +113,13 @@ def _record_outputs_of(module: Any) -> None:
 
 def has_slots(model: Any) -> bool:
     """Whether `apply` would find anything to bind in `model`."""
-    return bool(_plan_moves(model)) or next(walk_slots(model), None) is not None
+    return bool(_plan_moves(model)) or _has_generated_classes(model)
+
+
+def _has_generated_classes(model: Any) -> bool:
+    """Whether a model has slots already, or only attention that is selected through its config."""
+    generated = (architecture_of(cls, generated=True) for module in model.modules() for cls in type(module).__mro__)
+    return next(walk_slots(model), None) is not None or any(found is not None for found in generated)
 
 
 def _plan_moves(model: Any) -> list[tuple[Any, type, type]]:

@@ -3,18 +3,22 @@
 FSDP's collectives for such a module would wait for the ranks that do not run it. Encoders are gathered with the root,
 which all ranks run, and all parameters of the root get a gradient on every rank, zero where there is none. Layers of
 the language model that attend to images are called on every rank, and without images they return their input.
+
+A rank also skips experts that none of its tokens is routed to, where each expert is a module. FSDP reduces gradients
+of a layer together, so that ranks without some of them would send fewer elements. These get zero gradients.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils import _pytree as pytree
 
 from opslot._base.errors import ConfigError
 from opslot.slots.protocol import trained_model
@@ -82,6 +86,60 @@ def run_conditional_layers(model: nn.Module) -> None:
                 found[layer] = required & optional
         if found and any(isinstance(layer, FSDPModule) and layer not in found for s in layers for layer in s):
             _Layers(decoder, found)
+
+
+def add_zero_of_skipped_modules(model: nn.Module) -> None:
+    """Let each module of a list in a layer, such as an expert, get gradients on ranks that do not call it: zeros."""
+    for owner in model.modules():
+        for stack in _stacks(owner):
+            # PEFT's layers have a dictionary with one module for each adapter.
+            parts = [part for part in stack if any(parameter.requires_grad for parameter in part.parameters())]
+            if len(parts) > 1 and not any(isinstance(part, FSDPModule) for part in parts):
+                _Skipped(owner, parts)
+
+
+def _stacks(owner: nn.Module) -> Iterator[Iterable[nn.Module]]:
+    """The lists and dictionaries of modules whose modules a module may call."""
+    lists = (nn.ModuleList, nn.ModuleDict)
+    calls_its_own = isinstance(owner, lists) and "forward" in vars(type(owner))
+    for child in (owner, *owner.children()) if calls_its_own else owner.children():
+        if isinstance(child, lists) and (child is owner or "forward" not in vars(type(child))):
+            yield child.children()
+
+
+class _Skipped:
+    """The modules of a list that a call of their owner has not called."""
+
+    def __init__(self, owner: nn.Module, parts: list[nn.Module]) -> None:
+        self.parts = parts
+        self.called: set[nn.Module] = set()
+        owner.register_forward_pre_hook(self.begin)
+        # Before FSDP frees the whole parameters.
+        owner.register_forward_hook(self.end, prepend=True)
+        for part in parts:
+            part.register_forward_pre_hook(self.note)
+
+    def begin(self, owner: nn.Module, args: Any) -> None:
+        """Forward pre-hook of the owner."""
+        if not torch.compiler.is_compiling():
+            self.called.clear()
+
+    def note(self, part: nn.Module, args: Any) -> None:
+        """Forward pre-hook of a module of the list."""
+        if not torch.compiler.is_compiling():
+            self.called.add(part)
+
+    def end(self, owner: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook of the owner."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return output
+        skipped = [module for part in self.parts if part not in self.called for module in part.modules()]
+        leaves, spec = pytree.tree_flatten(output)
+        at = next((i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()), None)
+        if not skipped or at is None:
+            return output
+        leaves[at] = leaves[at] + _zero(skipped, leaves[at])
+        return pytree.tree_unflatten(leaves, spec)
 
 
 class _Layers:

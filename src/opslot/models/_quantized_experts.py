@@ -15,9 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from opslot._base.errors import ConfigError
+from opslot.ops.linear.nf4 import dequantize
 from opslot.slots import Binding
 
 QUANTIZATION = "nf4 (bitsandbytes)"
+# Its kernels count in int32.
+_MOST_VALUES = 2**31 - 1
 
 
 def quantize_experts(module: nn.Module) -> None:
@@ -34,6 +38,12 @@ def quantize_experts(module: nn.Module) -> None:
 def _load(module: nn.Module, name: str, weight: Tensor, device: torch.device | str | None) -> None:
     import bitsandbytes
 
+    if weight.numel() > _MOST_VALUES:
+        raise ConfigError(
+            f"{name} of {type(module).__name__} has more values than bitsandbytes quantizes",
+            found=f"{weight.numel():,} of at most {_MOST_VALUES:,}",
+            hint="set train.ep_size so that each rank holds fewer experts",
+        )
     parameter = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
     module._parameters[name] = parameter.to(device or "cpu")
 
@@ -72,7 +82,7 @@ class _Dequantized:
 
     @torch.compiler.disable
     def __call__(self, *arguments: Any) -> Tensor:
-        values = [_dequantize(value) if hasattr(value, "quant_state") else value for value in arguments]
+        values = [dequantize(value) if hasattr(value, "quant_state") else value for value in arguments]
         by_storage = {
             value.untyped_storage().data_ptr(): packed
             for value, packed in zip(values, arguments, strict=True)
@@ -105,12 +115,4 @@ class _Saved:
         self._place = view.shape, view.stride(), view.storage_offset()
 
     def tensor(self) -> Tensor:
-        return _dequantize(self._packed).as_strided(*self._place)
-
-
-@torch.no_grad()
-def _dequantize(packed: Any) -> Tensor:
-    from bitsandbytes.functional import dequantize_4bit
-
-    state = packed.quant_state
-    return dequantize_4bit(packed.data, state).view(state.shape).to(state.dtype)
+        return dequantize(self._packed).as_strided(*self._place)

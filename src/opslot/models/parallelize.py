@@ -18,13 +18,16 @@ from opslot._base.logging import get_logger
 from opslot.checkpoint.adapters import has_adapters
 from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state
 from opslot.models._adapters import mark_adapted_experts, with_expert_adapters
+from opslot.models._conditional import add_zero_of_skipped_modules
 from opslot.models._host_inputs import keep_inputs_from_fsdp, map_inputs_of_compiled_layers
+from opslot.models._linear_adapters import fuse_linear_adapters
 from opslot.models._modalities import find_towers
 from opslot.models._quantized_experts import with_quantized_experts
 from opslot.models._registry import architecture_of
 from opslot.models._sequence import prepare_ulysses, with_ulysses
 from opslot.slots import KERNEL_REGISTRY, Binding, binding_of, resolve, walk_slots, write
 from opslot.slots.binding import class_name
+from opslot.slots.protocol import modules_by_document
 
 __all__ = ["parallel_plan", "parallelize"]
 
@@ -91,9 +94,10 @@ def parallelize(
         if state.sp > 1:
             prepare_ulysses(root, binding, state, ulysses_overlap)
             binding = with_ulysses(root, binding, ulysses_pipeline, ulysses_overlap)
-        binding = with_quantized_experts(binding, root)
         if has_adapters(model):
+            fuse_linear_adapters(root, binding.config)
             binding = with_expert_adapters(binding, root)
+        binding = with_quantized_experts(binding, root)
         if state.mesh is not None:
             binding = with_fsdp(binding)
         write(root, binding)
@@ -117,6 +121,7 @@ def parallelize(
     keep_inputs_from_fsdp(model)
     map_inputs_of_compiled_layers(model)
     if towers is not None:
+        add_zero_of_skipped_modules(model)
         towers.run_on_every_rank(model)
     return model
 
@@ -205,7 +210,14 @@ def _check_experts(model: Any, state: ParallelState, plan: ParallelPlan | None) 
             hint="set ep to 1, pass plan=ParallelPlan(...), or give the model a method get_parallel_plan",
         )
     sharded = plan.match(model)
+    by_document = [outer for outer, _ in modules_by_document(model)]
     for path, module, _, op_name, variant in experts:
+        if outer := next((outer for outer in by_document if path.startswith(f"{outer}.")), None):
+            raise ConfigError(
+                f"{path} cannot be sharded over ep ranks: {outer} runs once for each packed document, and ranks have "
+                "different numbers of documents",
+                hint="set ep to 1",
+            )
         # A kernel would pair a rank's shard of one tensor with the wrong experts of another that is not sharded.
         missing = [name for name, _ in module.named_parameters(path, recurse=False) if name not in sharded]
         if missing:

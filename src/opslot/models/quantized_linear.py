@@ -1,10 +1,11 @@
-"""Frozen linear layers and experts with weights in NF4 (QLoRA, Dettmers et al. 2023), computed by bitsandbytes.
+"""Frozen linear layers and experts with weights in NF4 (QLoRA, Dettmers et al. 2023), quantized by bitsandbytes.
 
 A layer is made on meta and quantizes its weight as the checkpoint is read, so the model is never in memory unquantized.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 
 from opslot._base.device import has_package
 from opslot._base.errors import ConfigError
+from opslot.models._build import classifier_heads
 from opslot.models._quantized_experts import quantize_experts
+from opslot.ops.linear import low_rank
 from opslot.slots import walk_slots
 
 if TYPE_CHECKING:
@@ -34,7 +37,8 @@ def nf4_problem(cpu_offload: bool) -> str | None:
 def quantize_layers(model: PreTrainedModel, keep: Collection[str] = ()) -> list[str]:
     """Replace the linear layers of `model`, which is on meta, by layers that load their weights in NF4.
 
-    The output head, routers and layers whose last name is in `keep` stay. Experts load their stacked weights in NF4.
+    The output head, classifier heads, routers and what is in modules with the names `keep` stay. Experts load their
+    stacked weights in NF4.
 
     Returns:
         FQNs of the replaced layers.
@@ -43,13 +47,14 @@ def quantize_layers(model: PreTrainedModel, keep: Collection[str] = ()) -> list[
         ConfigError: a model without linear layers.
     """
     experts = {slot.path: slot.module for slot in walk_slots(model) if slot.op_name == "moe_experts"}
+    keep = {*keep, *classifier_heads(model)}
     head = model.get_output_embeddings()
     routers = [_routers(model.get_submodule(path.rpartition(".")[0]), module) for path, module in experts.items()]
     kept = {id(head), *(id(router) for found in routers for router in found)}
     found = [
         path
         for path, module in model.named_modules()
-        if type(module) is nn.Linear and id(module) not in kept and path.rsplit(".", 1)[-1] not in keep
+        if type(module) is nn.Linear and id(module) not in kept and not any(f".{name}." in f".{path}." for name in keep)
     ]
     if not found:
         raise ConfigError(f"{type(model).__name__} has no linear layers to quantize", hint="remove lora.quantization")
@@ -70,6 +75,21 @@ def _routers(block: nn.Module, experts: nn.Module) -> list[nn.Module]:
 
 
 def _nf4_linear(linear: Any) -> nn.Module:
+    layer = _nf4_class()(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        compute_dtype=linear.weight.dtype,
+        quant_type="nf4",
+        device="meta",
+    )
+    layer.weight = layer._parameter(linear.weight.data)
+    layer.bias = linear.bias
+    return layer
+
+
+@functools.cache
+def _nf4_class() -> Any:
     import bitsandbytes
 
     class NF4Linear(bitsandbytes.nn.Linear4bit):
@@ -81,6 +101,11 @@ def _nf4_linear(linear: Any) -> nn.Module:
             """Quantize `weight` on `device`."""
             self.weight = self._parameter(weight).to(device or "cpu")
 
+        def forward(self, x: Tensor) -> Tensor:
+            if low_rank.is_inference(x) or not low_rank.serves(x, self.weight.quant_state):
+                return super().forward(x)
+            return low_rank.linear(x, self.weight, self.bias, None)
+
         def _parameter(self, weight: Tensor) -> Any:
             return bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=self)
 
@@ -88,15 +113,4 @@ def _nf4_linear(linear: Any) -> nn.Module:
             if self.weight.is_meta:
                 nn.Linear._save_to_state_dict(self, destination, prefix, keep_vars)
 
-    dtype = linear.weight.dtype
-    layer = NF4Linear(
-        linear.in_features,
-        linear.out_features,
-        bias=linear.bias is not None,
-        compute_dtype=dtype,
-        quant_type="nf4",
-        device="meta",
-    )
-    layer.weight = layer._parameter(linear.weight.data)
-    layer.bias = linear.bias
-    return layer
+    return NF4Linear

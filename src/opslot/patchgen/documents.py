@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from opslot.patchgen.config import PatchConfig
+from opslot.patchgen.edits import Anchored
 from opslot.patchgen.forms import ModuleView
 
 _CU_SEQLENS = '''
@@ -23,6 +24,13 @@ def _opslot_passed(kwargs):
     """The keyword arguments of a head from which the layers of its model read the boundaries of documents."""
     names = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
     return {name: kwargs[name] for name in names if name in kwargs}
+'''
+
+_PASSED_TO = '''
+def _opslot_passed_to(module, classes, kwargs):
+    """The same for a module of these classes, or one that may run once for each document; others may take none."""
+    takes = isinstance(module, classes) or hasattr(type(module), "_opslot_by_document")
+    return _opslot_passed(kwargs) if takes else {}
 '''
 
 
@@ -66,14 +74,17 @@ def callers_of(module: ModuleView, owner: str) -> list[tuple[str, ast.Call]]:
         if constructor is None or forward is None:
             continue
         for node in ast.walk(constructor):
-            if isinstance(node, ast.Assign) and _makes(node.value, owner):
+            if isinstance(node, ast.Assign) and _makes(module, node.value, owner):
                 called = _names_of(forward, ast.unparse(node.targets[0]))
                 found += [(f"{name}.forward", call) for call in _calls_of(forward, called)]
     return found
 
 
-def _makes(value: ast.expr, owner: str) -> bool:
-    return any(isinstance(node, ast.Call) and ast.unparse(node.func) == owner for node in ast.walk(value))
+def _makes(module: ModuleView, value: ast.expr, owner: str) -> bool:
+    """Whether an expression calls a class, or what it takes from a table of classes with it."""
+    made = {owner, *(name for name, classes in module.tables.items() if owner in classes)}
+    calls = (node.func for node in ast.walk(value) if isinstance(node, ast.Call))
+    return any(ast.unparse(f.value if isinstance(f, ast.Subscript) else f) in made for f in calls)
 
 
 def _names_of(forward: ast.AST, attribute: str) -> set[str]:
@@ -110,9 +121,12 @@ def _layers_get_keywords(module: ModuleView) -> bool:
 
 
 def pass_documents_to(module: ModuleView, patch: PatchConfig, owner: str) -> None:
-    """Let the callers of a class's instances, up to a model, pass the boundaries of documents where they do not."""
+    """Let the callers of a class's instances, up to a model, pass the boundaries of documents where they do not.
+
+    Instances of other classes that are called there get them if they take any keyword argument.
+    """
     for method, call in callers_of(module, owner):
-        _pass(module, patch, method, call)
+        _pass(module, patch, method, call, _takers(module, method, call))
         if not _is_model(module, method):
             pass_documents_to(module, patch, method.partition(".")[0])
 
@@ -121,15 +135,31 @@ def _is_model(module: ModuleView, method: str) -> bool:
     return bool(set(module.bases(method.partition(".")[0])) & set(module.models))
 
 
-def _pass(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call) -> None:
+def _takers(module: ModuleView, method: str, call: ast.Call) -> list[str]:
+    """The classes that a call may be of and whose forward takes any keyword argument."""
+    text = ast.unparse(call)
+    forwards = {name: module.upstream.find(forward) for name, forward in module.methods()}
+    takers = [n for n, f in forwards.items() if isinstance(f, ast.FunctionDef) and f.args.kwarg is not None]
+    return [n for n in takers if any((m, ast.unparse(c)) == (method, text) for m, c in callers_of(module, n))]
+
+
+def _pass(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call, takers: list[str] | None = None) -> None:
+    """Let a call pass the boundaries of documents; with `takers`, to modules of these classes alone."""
     definition = module.upstream.find(method)
     assert isinstance(definition, ast.FunctionDef)
-    if any(keyword.arg is None for keyword in call.keywords) or definition.args.kwarg is None:
+    text = ast.unparse(call)
+    passed_already = any(isinstance(e, Anchored) and e.target == method and text in e.patterns for e in patch.edits)
+    if any(k.arg is None for k in call.keywords) or definition.args.kwarg is None or passed_already:
         return
+    kwargs = definition.args.kwarg.arg
+    given = f"_opslot_passed({kwargs})"
+    if takers is not None:
+        classes = "".join(f"{name}, " for name in takers)
+        given = f"_opslot_passed_to({ast.unparse(call.func)}, ({classes}), {kwargs})"
     passed = ast.Call(call.func, call.args, [*call.keywords, ast.keyword(None, ast.Name("_PASSED"))])
-    text = ast.unparse(passed).replace("_PASSED", f"_opslot_passed({definition.args.kwarg.arg})")
-    patch.replace(method, ast.unparse(call), text)
-    add_helpers(patch, _PASSED)
+    count = sum(isinstance(node, ast.Call) and ast.unparse(node) == text for node in ast.walk(definition))
+    patch.replace(method, text, ast.unparse(passed).replace("_PASSED", given), count=count)
+    add_helpers(patch, _PASSED, _PASSED_TO)
 
 
 def _takes_any(module: ModuleView, method: str, call: ast.Call) -> bool:

@@ -70,6 +70,9 @@ class ClassFact:
     final_block: str = ""
 
 
+# Parameters that are the states which cross attention attends to.
+OTHER_STATES = frozenset({"key_value_states", "encoder_hidden_states", "cross_attention_states"})
+
 Finding = Match | Skip | ClassFact
 
 
@@ -93,6 +96,17 @@ class ModuleView:
     def models(self) -> list[str]:
         """The classes that all models of the module derive from."""
         return [name for name in self.classes if name.endswith("PreTrainedModel")]
+
+    @cached_property
+    def tables(self) -> dict[str, set[str]]:
+        """The names in each value that the module assigns, such as {"attention": Attention, "mamba": Mixer}."""
+        return {
+            target.id: names_in(node.value)
+            for node in self.tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
 
     def own_methods(self, name: str) -> list[str]:
         """Methods that a class defines itself."""

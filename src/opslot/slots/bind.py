@@ -17,6 +17,7 @@ from opslot.slots.protocol import (
     attached,
     binding_state,
     is_wrapped,
+    modules_by_document,
     owns_config,
     set_attached,
     set_binding_state,
@@ -24,6 +25,7 @@ from opslot.slots.protocol import (
     set_owns_config,
     set_wrappers,
     walk_slots,
+    why_by_document,
 )
 from opslot.slots.registry import KERNEL_REGISTRY, Resolution
 from opslot.slots.report import BindingReport, make_report
@@ -132,7 +134,7 @@ def _put(model: Any, binding: Binding, placed: list[_Placed]) -> None:
             set_attached(module, {**attached(module), op.name: op.attach(module, slot, kernel)})
     runs = _runs(model, binding)
     profile = "" if all(s.resolution.explicit for s in binding.slots) else str(read_profile(binding.device))
-    note = "\n".join(line for line in (profile, _quantized_layers(model)) if line)
+    note = "\n".join(line for line in (profile, _quantized_layers(model), _by_document(model)) if line)
     watch = model.register_forward_pre_hook(_follow, with_kwargs=True)
     set_binding_state(model, _Written(binding, runs, make_report(binding, runs, runs, note), watch))
 
@@ -210,6 +212,15 @@ def _quantized_layers(model: Any) -> str:
         return ""
     also = f"; the weights of experts are {found[0]} too, dequantized for each call" if experts else ""
     return f"{len(found)} linear layers compute with {found[0]} weights; the kernels above run around them{also}"
+
+
+def _by_document(model: Any) -> str:
+    """A line on modules that run once for each packed document, and why."""
+    found: dict[str, int] = {}
+    for _, module in modules_by_document(model):
+        line = f"{type(module).__name__}: one call for each packed document, since {why_by_document(module)}"
+        found[line] = found.get(line, 0) + 1
+    return "\n".join(line.replace(":", f" x{count}:", 1) if count > 1 else line for line, count in found.items())
 
 
 def explain(model: Any) -> BindingReport:

@@ -7,6 +7,8 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 - `_opslot_attention_options`: of an attention class, its variant, and option -> the attribute that holds it.
 - `_opslot_cu_seqlens_for_flash`: whether the class gives cu_seqlens only to FlashAttention.
 - `_opslot_keeps_sequences`: why tokens may see each other elsewhere than in causal attention.
+- `_opslot_by_document`: an instance runs once for each document where a module in it keeps whole sequences, or where
+  no kernel serves its attention.
 - `_opslot_masks_without_positions`: why Transformers' own attention would let packed documents see each other.
 - `_opslot_sub_model`: of a model that holds the model that trains, `SubModel` as a dict.
 
@@ -26,6 +28,7 @@ PREFIX = "_opslot_"
 SLOTS = PREFIX + "slots"
 SKIPPED = PREFIX + "skipped"
 KEEPS_SEQUENCES = PREFIX + "keeps_sequences"
+BY_DOCUMENT = PREFIX + "by_document"
 MASKS_WITHOUT_POSITIONS = PREFIX + "masks_without_positions"
 ATTENTION_OPTIONS = PREFIX + "attention_options"
 CU_SEQLENS_FOR_FLASH = PREFIX + "cu_seqlens_for_flash"
@@ -161,10 +164,12 @@ def keeps_sequences(model: Any, by_kernel: bool = False) -> str | None:
     Such a model takes no packed documents, and no parts of sequences. The model may be inside a wrapper.
 
     Args:
-        by_kernel: attention gets the boundaries of documents; else only where a kernel is bound to it.
+        by_kernel: attention gets the boundaries of documents; else only where a kernel is bound to it, and modules that
+            run once for each document take packed ones.
     """
+    alone = set() if by_kernel else {id(part) for _, outer in modules_by_document(model) for part in outer.modules()}
     for module in model.modules():
-        reason = getattr(type(module), KEEPS_SEQUENCES, None)
+        reason = None if id(module) in alone else keeps_itself(module)
         if not (
             by_kernel or str(getattr(module.__dict__.get("config"), "_attn_implementation", "")).startswith("opslot_")
         ):
@@ -172,6 +177,30 @@ def keeps_sequences(model: Any, by_kernel: bool = False) -> str | None:
         if reason:
             return reason
     return None
+
+
+def keeps_itself(module: Any) -> str | None:
+    """Why tokens may see each other in the code of a module's class."""
+    return getattr(type(module), KEEPS_SEQUENCES, None)
+
+
+def modules_by_document(model: Any) -> Iterator[tuple[str, Any]]:
+    """The outermost modules of a model, with their names in it, that run once for each packed document."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if any(path.startswith(f"{outer}.") for outer in found) or why_by_document(module) is None:
+            continue
+        found.append(path)
+        yield path, module
+
+
+def why_by_document(module: Any) -> str | None:
+    """Why a module runs once for each packed document; None for a module that takes all of them in one call."""
+    if not hasattr(type(module), BY_DOCUMENT):
+        return None
+    inside = (reason for part in module.modules() if (reason := keeps_itself(part)))
+    without_kernel = skip_reason(module, "attention")
+    return next(inside, None if without_kernel is None else f"{type(module).__name__} {without_kernel}")
 
 
 def bound_kernel(module: Any, slot: str) -> Any:

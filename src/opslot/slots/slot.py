@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.autograd import forward_ad
+
 from opslot._base.errors import KernelError
 from opslot.slots.protocol import declare_slot, slot_attribute
 from opslot.slots.registry import KERNEL_REGISTRY
@@ -38,7 +41,23 @@ class BoundKernel:
         self._can_serve = KERNEL_REGISTRY.op(op_name).can_serve
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.kernel(*args, **kwargs)
+        """The kernel's result.
+
+        Raises:
+            KernelError: inside a transform of torch.func that the kernel does not support.
+        """
+        try:
+            return self.kernel(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if isinstance(error, KernelError) or not _in_transform():
+                raise
+            field = KERNEL_REGISTRY.op(self.op_name).field_of(self.variant)
+            raise KernelError(
+                f"{self.name}, a kernel of {self.op_name}, failed inside torch.func (grad, vmap, jvp, ...) or "
+                "forward-mode differentiation, which most kernels do not support",
+                found=str(error).partition("\n")[0],
+                hint=f"set {field} to eager",
+            ) from error
 
     def can_serve(self, *modules: Any) -> bool:
         """Whether this kernel may run in place of a call of `modules`, which generated code asks; see `OpSpec`."""
@@ -69,6 +88,10 @@ class BoundKernel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _load, (self.op_name, self.variant, self.name, self.explicit, self.path)
+
+
+def _in_transform() -> bool:
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _load(op_name: str, variant: str, name: str, explicit: bool, path: str = "") -> BoundKernel:

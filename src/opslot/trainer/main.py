@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opslot._base.errors import CheckpointError, OpslotError, ParallelError, TrainingError
+from opslot._base.errors import CheckpointError, OpslotError, OtherRankFailed, ParallelError, TrainingError
 from opslot._base.launcher import exit_with_launcher, launched_world_size
 from opslot.trainer.parse import build_parser, load_config
+from opslot.trainer.stopping import StoppedBeforeTraining, stopped_by_signals
 from opslot.trainer.threads import wait_without_spinning
 
 if TYPE_CHECKING:
@@ -34,21 +35,20 @@ def cli_train(argv: Sequence[str]) -> int:
 
     Returns:
         0: the run is complete; 1: it failed during training; 2: wrong usage or bad input; 130 or 143: stopped by SIGINT
-        or SIGTERM, with a checkpoint.
+        or SIGTERM, with a checkpoint if training had started.
     """
     arguments = [argument for argument in argv if argument != "--traceback"]
     if not arguments or {"-h", "--help", "--help-all"} & set(arguments):
         build_parser(every_field="--help-all" in arguments).print_help(sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
-    exit_with_launcher()
-    wait_without_spinning()
-    from opslot.distributed import OtherRankFailed
-
     try:
-        # Outside of `_reported_by_first_rank`: an invalid environment does not give the rank of this process.
-        launched_world_size()
-        with _reported_by_first_rank():
-            config = load_config(arguments)
+        with stopped_by_signals():
+            exit_with_launcher()
+            wait_without_spinning()
+            # Outside of `_reported_by_first_rank`: an invalid environment does not give the rank of this process.
+            launched_world_size()
+            with _reported_by_first_rank():
+                config = load_config(arguments)
         _, result = run(config)
     except OtherRankFailed:
         return 1
@@ -57,6 +57,10 @@ def cli_train(argv: Sequence[str]) -> int:
             traceback.print_exc()
         print(f"opslot: error: {error}", file=sys.stderr)
         return 1 if isinstance(error, TrainingError | CheckpointError | ParallelError) else 2
+    except StoppedBeforeTraining as stop:
+        if _is_first_rank():
+            print(f"opslot: stopped by {stop} before training started; no checkpoint was written", file=sys.stderr)
+        return 128 + stop.signal
     except KeyboardInterrupt:
         print("opslot: interrupted; the last checkpoint is intact", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -68,27 +72,31 @@ def run(config: RunConfig, console: Console | None = None) -> tuple[TextTrainer,
 
     Under torchrun every process calls it; rank 0 prints, and all ranks end when one fails.
     """
-    from opslot.distributed import destroy_parallel_state, fail_together
-    from opslot.trainer.display import make_console
-    from opslot.trainer.setup import start_processes, with_default_precision
+    with contextlib.ExitStack() as before_training:
+        before_training.enter_context(stopped_by_signals())
+        from opslot.distributed import destroy_parallel_state, fail_together
+        from opslot.trainer.display import make_console
+        from opslot.trainer.setup import start_processes, with_default_precision
 
-    config = with_default_precision(config)
-    console = console or make_console()
-    with _logging_to(console), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        if launched_world_size() > 1:
-            # Before anything that may fail on one rank only.
-            with _reported_by_first_rank():
-                start_processes(config)
-        with fail_together():
-            done = _run(config, console)
-        destroy_parallel_state()
-        return done
+        config = with_default_precision(config)
+        console = console or make_console()
+        with _logging_to(console), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            if launched_world_size() > 1:
+                # Before anything that may fail on one rank only.
+                with _reported_by_first_rank():
+                    start_processes(config)
+            with fail_together():
+                trainer = _prepare(config, console)
+                before_training.close()
+                done = _train(trainer)
+            destroy_parallel_state()
+            return done
 
 
-def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]:
+def _prepare(config: RunConfig, console: Console) -> TextTrainer:
+    """The trainer of a run, which prints what it trains."""
     from opslot.slots import explain
-    from opslot.trainer.callbacks import BEST_FOLDER, HF_FOLDER
     from opslot.trainer.display import kernel_table
 
     trainer = _trainer_class(config.task)(config, console=console)
@@ -107,6 +115,12 @@ def _run(config: RunConfig, console: Console) -> tuple[TextTrainer, TrainResult]
     )
     for line in trainer.meter.uncounted_lines():
         trainer.say(line)
+    return trainer
+
+
+def _train(trainer: TextTrainer) -> tuple[TextTrainer, TrainResult]:
+    from opslot.trainer.callbacks import BEST_FOLDER, HF_FOLDER
+
     result = trainer.train()
     if result.completed:
         trainer.say(f"done: {result.step:,} steps; model, checkpoints and metrics are in {trainer.output_dir}")
@@ -175,14 +189,17 @@ def _multimodal_auto_class(architecture: str) -> str:
 @contextlib.contextmanager
 def _reported_by_first_rank() -> Iterator[None]:
     """For errors that all ranks of a machine have in common: only its first rank reports them."""
-    from opslot.distributed import OtherRankFailed
-
     try:
         yield
     except OpslotError as error:
-        if (os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or "0") == "0":
+        if _is_first_rank():
             raise
         raise OtherRankFailed("the first rank of this machine failed") from error
+
+
+def _is_first_rank() -> bool:
+    """Whether this is the first rank of its machine."""
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or "0") == "0"
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Stop a run on SIGINT or SIGTERM after the current step."""
+"""Stop a run on SIGINT or SIGTERM: after the current step, or at once before the first one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,49 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+
+
+class StoppedBeforeTraining(KeyboardInterrupt):
+    """SIGINT or SIGTERM arrived before training started.
+
+    Attributes:
+        signal: its number.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.signal = number
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM raise StoppedBeforeTraining. Does nothing outside of the main thread."""
+
+    def stop(number: int, _frame: Any) -> None:
+        raise StoppedBeforeTraining(number)
+
+    with _handled_by(stop):
+        yield
+
+
+@contextlib.contextmanager
+def _handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Inside, `handler` gets the signals. Does nothing outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = _handlers()
+    try:
+        for number in previous:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
+
+
+def _handlers() -> dict[signal.Signals, Any]:
+    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
 
 class StopRequest:
@@ -26,10 +69,7 @@ class StopRequest:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, the first SIGINT or SIGTERM is only recorded. Does nothing outside of the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = _handlers()
 
         def remember(number: int, _frame: Any) -> None:
             self.signal = number
@@ -38,10 +78,5 @@ class StopRequest:
             with contextlib.suppress(RuntimeError):
                 self._announce(signal.Signals(number).name)
 
-        try:
-            for number in previous:
-                signal.signal(number, remember)
+        with _handled_by(remember):
             yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)

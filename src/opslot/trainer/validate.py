@@ -361,8 +361,6 @@ def _check_lora(config: RunConfig, problems: list[str]) -> None:
         problem = nf4_problem(config.train.fsdp.cpu_offload)
         if problem:
             problems.append(f"lora.quantization: {problem}")
-        if lora.experts:
-            problems.append("lora.experts needs unquantized experts; remove it, or lora.quantization")
         if lora.merge:
             problems.append("lora.merge needs unquantized weights; remove it, and run opslot merge after the training")
     if not has_package("peft"):

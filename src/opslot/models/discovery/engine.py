@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from opslot.models.discovery import support
+from opslot.models.discovery.by_document import run_by_document
 from opslot.models.discovery.forms import all_forms, forms_digest
 from opslot.patchgen import PatchConfig
 from opslot.patchgen.forms import ClassFact, Match, ModuleView, Skip
@@ -67,10 +68,14 @@ def _discover(arch: str, release: Release, digest: str) -> Discovery:
     facts = [finding for finding in found if isinstance(finding, ClassFact)]
     for block in dict.fromkeys(fact.final_block for fact in facts if fact.final_block):
         patch.add_final_block(block)
+    keeping = []
     for fact in facts:
-        if fact.attribute == KEEPS_SEQUENCES and _has_only_slots(_RECURRENCES, fact.name, matches, skips):
-            continue
+        if fact.attribute == KEEPS_SEQUENCES:
+            if _has_only_slots(_RECURRENCES, fact.name, matches, skips):
+                continue
+            keeping.append(fact.name)
         patch.set_attribute(fact.name, fact.attribute, fact.value)
+    run_by_document(module, patch, keeping)
     for name, entries in _by_class(module, skips).items():
         patch.set_attribute(name, SKIPPED, entries)
     return Discovery(arch, patch, matches, skips)

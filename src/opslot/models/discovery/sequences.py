@@ -9,10 +9,10 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from opslot.patchgen.forms import ClassFact, ModuleView, names_in
+from opslot.patchgen.forms import OTHER_STATES, ClassFact, ModuleView, names_in
 from opslot.slots.protocol import KEEPS_SEQUENCES, MASKS_WITHOUT_POSITIONS
 
 # Transformers' masks of tokens that see earlier tokens of their document.
@@ -57,6 +57,7 @@ _PER_TOKEN = frozenset(
         "index_add",
         "index_add_",
         "int",
+        "long",
         "isinstance",
         "item",
         "len",
@@ -155,6 +156,9 @@ _MATMULS = {"matmul", "bmm", "einsum", "mm", "baddbmm"}
 _CONCATENATIONS = {"cat", "concat", "concatenate"}
 # Methods that act per token although they call functions that may not, by fingerprint.
 _REVIEWED: dict[str, str] = {
+    "5f7476165cc4": "deepseek_v4: the residual streams of a token",
+    "5a25b15ba663": "deepseek_v4: a linear layer for each group of heads",
+    "6a7a143ebd16": "glm5_next: the residual streams of a token",
     "73491a0814c3": "gemma3n: AltUp mixes the copies of a token",
     "efd7625dc435": "gemma3n: zeroes what is below a quantile of a token's channels",
     "12f4be591cf9": "ernie4_5_vl_moe: experts of text and of images",
@@ -187,6 +191,8 @@ _MODULES = frozenset(
         "Buffer",
     ]
 )
+# Classes of images and audio.
+_ENCODERS = re.compile("(?i)vision|image|audio|qformer|perceiver|resampler")
 # Ends of the expressions that mask scores.
 _MASKED = (".masked_fill(~attention_mask, float('-inf'))", " + attention_mask")
 # In an attention class, what mixes tokens outside of its call of the interface.
@@ -198,7 +204,7 @@ class WholeSequences:
     """Classes that keep a model from being packed and sharded, with the reason."""
 
     def find(self, module: ModuleView) -> Iterator[ClassFact]:
-        layers = _decoder_layers(module)
+        layers = decoder_layers(module)
         for name in module.classes:
             if name.endswith("ForConditionalGeneration"):
                 yield ClassFact(name, KEEPS_SEQUENCES, "its language model is not separate from its encoder")
@@ -206,12 +212,20 @@ class WholeSequences:
                 yield ClassFact(name, KEEPS_SEQUENCES, "it has no decoder layers")
             elif name in module.models and (reason := masks_without_positions(module)):
                 yield ClassFact(name, MASKS_WITHOUT_POSITIONS, reason)
-        for name in _parts(module, layers):
+        parts = parts_of(module, layers)
+        for name in parts:
             if reason := _mixes(module, name):
                 yield ClassFact(name, KEEPS_SEQUENCES, f"{name} {reason}")
+        for name in _counting_rows(module):
+            yield ClassFact(
+                name, KEEPS_SEQUENCES, f"{name} counts the positions of each row, and takes no position_ids"
+            )
+        for name, forward in module.methods():
+            if name not in parts and not _ENCODERS.search(name) and _attends_to_others(module, forward):
+                yield ClassFact(name, KEEPS_SEQUENCES, f"{name} attends to other states than its own")
 
 
-def _decoder_layers(module: ModuleView) -> list[str]:
+def decoder_layers(module: ModuleView) -> list[str]:
     """Classes called DecoderLayer; in a module of language models without such classes, those called Block or Layer."""
     layers = [name for name in module.classes if name.endswith("DecoderLayer")]
     if layers or "Vision" in " ".join(module.classes) or any(_calls_of(module, {"create_bidirectional_mask"})):
@@ -223,25 +237,18 @@ def _decoder_layers(module: ModuleView) -> list[str]:
     ]
 
 
-def _parts(module: ModuleView, layers: list[str]) -> list[str]:
-    """Classes of the module that the decoder layers consist of."""
-    # Such as {"attention": Attention, "mamba": Mixer}.
-    tables = {
-        target.id: names_in(node.value)
-        for node in module.tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+def parts_of(module: ModuleView, names: Iterable[str]) -> list[str]:
+    """Classes of the module that some classes or tables of classes consist of, and these classes."""
+    tables = dict(module.tables)
     found: list[str] = []
-    names = list(layers)
-    while names:
-        name = names.pop(0)
+    waiting = [*names]
+    while waiting:
+        name = waiting.pop(0)
         if name in tables:
-            names += sorted(tables.pop(name))
+            waiting += sorted(tables.pop(name))
         if name in module.classes and name not in found:
             found.append(name)
-            names += sorted(names_in(module.classes[name]) | set(module.bases(name)))
+            waiting += sorted(names_in(module.classes[name]) | set(module.bases(name)))
     return found
 
 
@@ -262,6 +269,35 @@ def _mixes(module: ModuleView, name: str) -> str:
         elif not _acts_per_token(module, name, method) and (reason := _mixing_call(module, method, frozenset())):
             return reason
     return ""
+
+
+def _counting_rows(module: ModuleView) -> Iterator[str]:
+    """Decoders that embed positions which they count themselves, where they cannot be given positions."""
+    embeddings = {name for name in module.classes if "Position" in name and "forward" in module.own_methods(name)}
+    for name, forward in module.methods():
+        constructor = module.upstream.find(f"{name}.__init__")
+        if (
+            "Encoder" in name
+            or _ENCODERS.search(name)
+            or constructor is None
+            or "position_ids" in module.parameters(forward)
+        ):
+            continue
+        embeds = any(
+            ast.unparse(call.func) in embeddings for call in ast.walk(constructor) if isinstance(call, ast.Call)
+        )
+        if embeds and "embed_positions" in module.text(forward):
+            yield name
+
+
+def _attends_to_others(module: ModuleView, forward: str) -> bool:
+    """Whether attention is always to the states of another module, whose documents are unknown."""
+    definition = module.upstream.find(forward)
+    if definition is None or "ALL_ATTENTION_FUNCTIONS" not in module.text(forward):
+        return False
+    others = OTHER_STATES & {*module.parameters(forward)}
+    tests = (node.test for node in ast.walk(definition) if isinstance(node, ast.If | ast.IfExp))
+    return bool(others) and not others & set().union(*map(names_in, tests))
 
 
 def _acts_per_token(module: ModuleView, name: str, method: ast.FunctionDef) -> bool:
@@ -384,7 +420,7 @@ def calls_to_give_positions(module: ModuleView) -> dict[str, Counter[str]]:
 
     With position_ids, the masks are the same unless positions restart: gpt-oss's documents attend to each other there.
     """
-    lacking = _calls_without_positions(module) if _decoder_layers(module) else set()
+    lacking = _calls_without_positions(module) if decoder_layers(module) else set()
     found = {}
     for method, calls in module.callers(*_MASKS).items():
         texts = Counter(text for text in map(ast.unparse, calls) if text in lacking)
@@ -408,7 +444,7 @@ def _calls_without_positions(module: ModuleView) -> set[str]:
     assigned = [node for node in module.nodes if isinstance(node, ast.Assign)]
     # mask_kwargs = {"position_ids": position_ids, ...}, and functions chosen by a condition before they are called.
     given = _targets(node for node in assigned if "position_ids" in _keys(node.value))
-    given |= _targets(node for node in assigned if _copied(node.value) & given)
+    given |= _targets(node for node in assigned if given and _copied(node.value) & given)
     chosen = _targets(node for node in assigned if isinstance(node.value, ast.IfExp) and _MASKS & names_in(node))
     found = set()
     for call in _calls_of(module, _MASKS | chosen):

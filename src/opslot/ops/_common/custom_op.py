@@ -22,6 +22,7 @@ _LIBRARY = torch.library.Library("opslot", "FRAGMENT")
 # Other tensors (fake, distributed, functional) have no storage that a kernel can read.
 _PLAIN = frozenset({Tensor, nn.Parameter, type(None)})
 _modes = torch._C._len_torch_dispatch_stack
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _SCHEMA = re.compile(r"(?P<name>\w+)\((?P<arguments>.*)\) -> (?P<returns>.*)")
 
 
@@ -105,6 +106,7 @@ def differentiable_op(
     launch_backward: Callable[..., None],
     allocate_gradients: Callable[..., Any] | None = None,
     differentiable: int | None = None,
+    recomputable: bool = False,
 ) -> Callable[..., Any]:
     """A kernel and its backward as `opslot::<name>` and `opslot::<name>_backward`, and the function that applies them.
 
@@ -120,6 +122,7 @@ def differentiable_op(
         allocate_gradients: (*douts, *arguments, *needs) -> empty gradients, None for those that are not needed; default
             contiguous and like the arguments.
         differentiable: number of leading tensors that receive gradients; default all.
+        recomputable: running forward again is cheaper than keeping its output: see `recomputed_by`.
     """
     name, outputs = schema.partition("(")[0], schema.rpartition(" -> ")[2].count("Tensor")
     tensor_arguments, others = _arguments(schema)
@@ -155,6 +158,8 @@ def differentiable_op(
     def forward(ctx: Any, *args: Any) -> Any:
         ctx.save_for_backward(*args[:tensors])
         ctx.others = args[tensors:]
+        if recomputable:
+            ctx.opslot_run = run if not torch.compiler.is_compiling() and _hooks(False) is None else None
         if several:
             ctx.set_materialize_grads(False)
         return run(*args)
@@ -167,6 +172,26 @@ def differentiable_op(
         return *[gradient if need else None for gradient, need in zip(gradients, needs)], *no_gradients
 
     return autograd_function(name, forward, backward, launch.__module__)
+
+
+def in_dispatch_mode() -> bool:
+    """Whether a dispatch mode, such as that of selective activation checkpointing, is active."""
+    return bool(_modes())
+
+
+def recomputed_by(x: Tensor) -> Any:
+    """The node of the autograd graph that can compute `x` again in backward, so that `x` need not be saved; or None.
+
+    With hooks on saved tensors (activation checkpointing, offload) there is none: they unpack a tensor once.
+    """
+    node = x.grad_fn
+    return node if getattr(node, "opslot_run", None) is not None and _hooks(False) is None else None
+
+
+def recompute(node: Any) -> Tensor:
+    """What a node of `recomputed_by` computed in forward."""
+    with torch.no_grad():
+        return node.opslot_run(*node.saved_tensors, *node.others)
 
 
 def autograd_function(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -83,12 +84,26 @@ def separate_documents(model: nn.Module, op_name: str) -> list[Any]:
 
     Masks of attention are made from such positions, which Transformers does not give to other layers.
     """
+    around = models_around(model, {slot.path for slot in walk_slots(model) if slot.op_name == op_name})
+    return [holder.register_forward_pre_hook(add_documents, with_kwargs=True) for holder in around]
+
+
+def models_around(model: nn.Module, inside: Iterable[str]) -> list[nn.Module]:
+    """The innermost models around the modules of some names; not those in which tokens are also mixed elsewhere."""
     models = [path for path, module in model.named_modules() if hasattr(module, "base_model_prefix")]
-    inside = {slot.path for slot in walk_slots(model) if slot.op_name == op_name}
     around = ([m for m in models if not m or path.startswith(f"{m}.")] for path in inside)
     innermost = {max(paths, key=len, default="") for paths in around}
-    holders = [holder for path in sorted(innermost) if keeps_sequences(holder := model.get_submodule(path)) is None]
-    return [holder.register_forward_pre_hook(_add_documents, with_kwargs=True) for holder in holders]
+    return [holder for path in sorted(innermost) if keeps_sequences(holder := model.get_submodule(path)) is None]
+
+
+def cu_seqlens_in(kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Boundaries of packed documents in a forward's keyword arguments, over the flattened tokens; None without."""
+    cu_seqlens, seq_idx = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+    if cu_seqlens is not None or seq_idx is None:
+        return cu_seqlens
+    starts = torch.ones_like(seq_idx, dtype=torch.bool)
+    starts[:, 1:] = seq_idx.diff(dim=1) != 0
+    return torch.nn.functional.pad(starts.flatten().nonzero().flatten(), (0, 1), value=seq_idx.numel())
 
 
 def remove_hooks(model: nn.Module, hooks: list[Any]) -> None:
@@ -101,7 +116,7 @@ def remove_hooks(model: nn.Module, hooks: list[Any]) -> None:
 _POSITIONAL = ("input_ids", "attention_mask", "position_ids")
 
 
-def _add_documents(
+def add_documents(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook: the boundaries of the documents whose positions [B, S] restart, as keyword arguments."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from opslot.patchgen import PatchConfig, Slot
-from opslot.patchgen.documents import add_helpers, bound_arguments, documents_of, undecorated
+from opslot.patchgen.documents import add_helpers, bound_arguments, documents_of, pass_documents_to, undecorated
 from opslot.patchgen.forms import ClassFact, Match, ModuleView, Skip, skip_callers
 
 OP = "causal_conv1d"
@@ -84,6 +84,7 @@ def _call(module: ModuleView, method: str, calls: list[ast.Call]) -> Match | Non
         if fused:
             patch.replace(method, _FUSED_IN_TRAINING, f"$match and self.{_SLOT.attribute} is None")
         add_helpers(patch, _BY_DOCUMENT)
+        pass_documents_to(module, patch, method.partition(".")[0])
         patch.depends_on(module.upstream.name, _FUNCTION)
 
     return Match(method.partition(".")[0], OP, _SLOT.variant, write)

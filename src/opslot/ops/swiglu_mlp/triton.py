@@ -171,18 +171,21 @@ _swiglu = differentiable_op(
     allocate=_allocate,
     launch=_launch,
     launch_backward=_launch_backward,
+    recomputable=True,
 )
 _clamped = differentiable_op(
     "swiglu_clamped(Tensor gate, Tensor up, str activation, float limit, float alpha, float up_offset) -> Tensor",
     allocate=_allocate,
     launch=_launch,
     launch_backward=_launch_backward,
+    recomputable=True,
 )
 _fused = differentiable_op(
     "swiglu_fused(Tensor gate_up, str activation) -> Tensor",
     allocate=_allocate_fused,
     launch=_launch_fused,
     launch_backward=_launch_fused_backward,
+    recomputable=True,
 )
 
 _LABEL = "swiglu_mlp_implementation='triton'"

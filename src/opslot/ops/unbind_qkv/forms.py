@@ -20,6 +20,8 @@ class UnboundProjections:
 
     def find(self, module: ModuleView) -> Iterator[Match]:
         for name, forward in module.methods():
+            if "unbind" not in module.text(forward):
+                continue
             found = {pattern: count for pattern in _PATTERNS if (count := module.count(forward, pattern))}
             definition = module.upstream.find(forward)
             if found and definition is not None and _unpacks(definition, sum(found.values())):

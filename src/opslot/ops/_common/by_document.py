@@ -1,0 +1,179 @@
+"""Modules that mix tokens and take no boundaries of documents: one call for each document of a packed sequence.
+
+Discovery puts `by_document` around the forward of the modules of a decoder layer in which tokens may see each other
+without a kernel that knows documents. Each call gets the part of every argument that belongs to the document.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache
+
+from opslot._base.errors import KernelError
+from opslot._base.host_values import host_values
+from opslot.ops._common.documents import cu_seqlens_in
+from opslot.slots.protocol import why_by_document
+
+_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+class Document(NamedTuple):
+    """Where a document is: tokens `start` to `stop` of a row, and its number among all documents."""
+
+    number: int
+    row: int
+    start: int
+    stop: int
+
+
+class PerDocument(list[Any]):
+    """What a module returned for each document and cannot be concatenated, such as indices of a document's keys.
+
+    Only a module that runs for each document takes it.
+    """
+
+
+def by_document(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a module, run once for each packed document where tokens may see each other in the module.
+
+    Documents come as `cu_seq_lens_q` (or `seq_idx`), which `forward` need not take. Caches are not filled.
+    """
+    parameters = inspect.signature(forward).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    names = list(parameters)[1:]
+
+    @functools.wraps(forward)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cu_seqlens = cu_seqlens_in(kwargs)
+        if not takes_any:
+            kwargs = {name: value for name, value in kwargs.items() if name in parameters}
+        if cu_seqlens is None or why_by_document(self) is None:
+            return forward(self, *args, **kwargs)
+        given = {name: value for name, value in kwargs.items() if name not in _DOCUMENTS}
+        named = dict(zip(names, args, strict=False))
+        return _run(functools.partial(forward, self), list(named), [*named.values()], given, cu_seqlens)
+
+    return call
+
+
+# Lengths are Python integers, which a compiled graph could not read from a tensor.
+@torch.compiler.disable
+def _run(
+    forward: Callable[..., Any], names: list[str], args: list[Any], kwargs: dict[str, Any], cu_seqlens: Tensor
+) -> Any:
+    batch, length = _tokens(args, kwargs)
+    documents = list(_documents(cu_seqlens, batch, length))
+    results = []
+    for document in documents:
+
+        def part(name: str, x: Any, document: Document = document) -> Any:
+            return pytree.tree_map(functools.partial(_part, document, batch, length, name), x, is_leaf=_is_whole)
+
+        named = {name: part(name, x) for name, x in kwargs.items()}
+        results.append(forward(*map(part, names, args), **named))
+    leaves, specs = zip(*map(pytree.tree_flatten, results), strict=True)
+    joined = [_joined(list(parts), documents) for parts in zip(*leaves, strict=True)]
+    return pytree.tree_unflatten(joined, specs[0])
+
+
+def _tokens(args: list[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Rows and tokens of a row, of the first tensor of activations [B, S, ...]."""
+    tensors = pytree.tree_leaves((args, kwargs))
+    states = next(x for x in tensors if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 2)
+    return states.shape[0], states.shape[1]
+
+
+# The documents last read from a device, since a model passes the same boundaries to every layer.
+_read: list[tuple[weakref.ref[Tensor], int, list[int]]] = []
+
+
+def _boundaries(cu_seqlens: Tensor) -> list[int]:
+    known = host_values(cu_seqlens)
+    if known.device.type == "cpu":
+        return known.tolist()
+    for tensor, version, values in _read:
+        if tensor() is known and version == known._version:
+            return values
+    _read[:] = [(weakref.ref(known), known._version, known.tolist())]
+    return _read[0][2]
+
+
+def _documents(cu_seqlens: Tensor, batch: int, length: int) -> Iterator[Document]:
+    # No document crosses rows; any tokens after the last boundary are also a document.
+    bounds = sorted({*_boundaries(cu_seqlens), *range(0, batch * length + 1, length)})
+    for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        row = start // length
+        yield Document(number, row, start - row * length, stop - row * length)
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, Cache) or hasattr(x, "of_document")
+
+
+def _part(document: Document, batch: int, length: int, name: str, x: Any) -> Any:
+    """The part of an argument, or of a leaf of it, that belongs to a document."""
+    if isinstance(x, PerDocument):
+        return x[document.number]
+    if isinstance(x, Cache):
+        return None
+    if hasattr(x, "of_document"):
+        return x.of_document(document.stop - document.start)
+    if not isinstance(x, Tensor) or not (dims := _token_dims(name, x, length)):
+        return x
+    rows = [dim for dim in range(dims[0]) if x.shape[dim] == batch]
+    if batch > 1 and rows:
+        x = x.narrow(rows[0], document.row, 1)
+    elif batch > 1 and any(size != 1 for size in x.shape[: dims[0]]):
+        raise KernelError(
+            f"{name} {tuple(x.shape)} of {batch} rows has no dim of rows, so it has no part for each document",
+            hint="pack documents in one row",
+        )
+    for dim in dims:
+        x = x.narrow(dim, document.start, document.stop - document.start)
+    return x
+
+
+def _token_dims(name: str, x: Tensor, length: int) -> list[int]:
+    """The dims of an argument that are those of the tokens of a row."""
+    last = x.dim() - 1
+    if "mask" in name or "bias" in name:
+        return [dim for dim in range(max(last - 1, 1), last + 1) if x.shape[dim] == length]
+    if name == "position_ids":
+        return [last] if x.shape[last] == length else []
+    found = [dim for dim in range(1, x.dim()) if x.shape[dim] == length]
+    if found == [2, 3] and last == 3:
+        return found
+    return found[:1] or [dim for dim in range(x.dim()) if dim == 0 and last < 2 and x.shape[0] == length]
+
+
+def _joined(parts: list[Any], documents: list[Document]) -> Any:
+    """One result from those of all documents."""
+    if all(part is None for part in parts):
+        return None
+    dim = _common_dim(parts, documents)
+    if dim is None:
+        return PerDocument(parts)
+    rows = itertools.groupby(zip(documents, parts, strict=True), key=lambda each: each[0].row)
+    return torch.cat([torch.cat([part for _, part in row], dim) for _, row in rows])
+
+
+def _common_dim(parts: list[Any], documents: list[Document]) -> int | None:
+    """The dim of the tokens of each part, where the other dims are equal; None where there is none."""
+    if not all(isinstance(part, Tensor) and part.dim() == parts[0].dim() for part in parts):
+        return None
+    sizes = [document.stop - document.start for document in documents]
+    for dim in (*range(1, parts[0].dim()), 0):
+        others = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
+        if len(others) == 1 and [part.shape[dim] for part in parts] == sizes:
+            # Scores of queries and keys are those of one document.
+            return None if parts[0].dim() == 4 and dim == 2 and parts[0].shape[2] == parts[0].shape[3] else dim
+    return None

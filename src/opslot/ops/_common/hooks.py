@@ -1,0 +1,21 @@
+"""Hooks of modules, which a kernel that replaces a module's call must not skip."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn.modules import module as base
+
+
+def has_hooks(module: Any) -> bool:
+    """Whether a call of `module` runs more than its forward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or base._global_forward_hooks
+        or base._global_forward_pre_hooks
+        or base._global_backward_hooks
+        or base._global_backward_pre_hooks
+    )

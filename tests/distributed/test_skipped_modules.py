@@ -1,0 +1,62 @@
+"""Experts that are modules get gradients on ranks whose tokens are not routed to them."""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+import opslot
+from opslot.distributed import init_parallel_state
+from opslot.models._conditional import add_zero_of_skipped_modules
+from opslot.verify.random_model import random_ids, random_model, train_step, whole_batch, worst_difference
+from opslot.verify.tiny import tiny_config
+
+ARCH = "switch_transformers"
+
+
+def batch_of(rows):
+    batch = whole_batch(random_ids(tiny_config(ARCH), 0))
+    return {name: value[rows] if value.dim() else value for name, value in batch.items()}
+
+
+def on_ranks():
+    state = init_parallel_state(device_type="cpu")
+    model = random_model(tiny_config(ARCH), 0).eval()
+    opslot.apply(model)
+    opslot.parallelize(model, state)
+    own = batch_of(slice(state.rank, state.rank + 1))
+    return {key: value.tolist() for key, value in train_step(model, [own]).items()}
+
+
+def test_ranks_with_tokens_for_different_experts_equal_one_process(ranks):
+    model = random_model(tiny_config(ARCH), 0).eval()
+    opslot.apply(model)
+    expected = train_step(model, [batch_of(slice(None))])
+    found = [{key: torch.tensor(value) for key, value in part.items()} for part in ranks.run(on_ranks, timeout=60)]
+    found[0]["loss"] += found[1]["loss"]
+    assert worst_difference(found[0], expected) == ""
+
+
+class Experts(nn.ModuleDict):
+    def forward(self, x, chosen):
+        return self[chosen](x), None
+
+
+def test_skipped_experts_get_zero_gradients_and_change_no_output():
+    torch.manual_seed(0)
+    experts = Experts({name: nn.Linear(3, 3) for name in "abc"})
+    layer = nn.Sequential(nn.Linear(3, 3), experts)
+    x = torch.randn(2, 3)
+    expected = experts(x, "b")[0]
+    add_zero_of_skipped_modules(layer)
+    for chosen in "cb":
+        experts.zero_grad()
+        found, other = experts(x, chosen)
+        found.sum().backward()
+    assert torch.equal(found, expected)
+    assert other is None
+    assert all(not p.grad.any() for name in "ac" for p in experts[name].parameters())
+    assert experts["b"].weight.grad.any()
+    with torch.no_grad():
+        assert torch.equal(experts(x, "b")[0], expected)

@@ -1,0 +1,147 @@
+"""Modules that mix tokens without a kernel that knows documents run once for each packed document."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import opslot
+from opslot._base.errors import ConfigError
+from opslot.models._by_document import stop_giving_documents
+from opslot.models.parallelize import _check_experts, parallel_plan
+from opslot.ops._common.by_document import PerDocument, by_document
+from opslot.slots.protocol import keeps_sequences, why_by_document
+from opslot.verify import check_architecture
+from opslot.verify.isolated import Processes
+from opslot.verify.random_model import packed_batches, random_ids, random_model, train_step, worst_difference
+from opslot.verify.tiny import tiny_config
+from opslot.verify.two_processes import two_process_step
+
+
+@pytest.mark.quick("deepseek_v4")
+@pytest.mark.parametrize(
+    "arch", ["deepseek_v4", "glm5_next", "inkling", "recurrent_gemma", "zaya", "doge", "qwen4_exp", "xglm"]
+)
+def test_packed_documents_equal_the_documents_alone(arch):
+    found = check_architecture(arch, checks=["packed"])["packed"]
+    assert found.result == "passed", found.detail
+
+
+@pytest.fixture(scope="module")
+def deepseek_v4():
+    config = tiny_config("deepseek_v4")
+    model = random_model(config, 0).eval()
+    opslot.apply(model)
+    return config, model
+
+
+def test_explain_names_the_modules_that_run_for_each_document(deepseek_v4):
+    note = opslot.explain(deepseek_v4[1]).note
+    assert "DeepseekV4Attention" in note
+    assert "one call for each packed document, since DeepseekV4" in note
+
+
+def test_documents_are_known_by_positions_alone_and_with_gradient_checkpointing(deepseek_v4):
+    config, model = deepseek_v4
+    (packed,), _ = packed_batches(random_ids(config, 0))
+    wanted = train_step(model, [packed])
+    positions = {name: x for name, x in packed.items() if not name.startswith(("cu_seq_lens", "max_length"))}
+    assert not worst_difference(train_step(model, [positions]), wanted)
+    checkpointed = copy.deepcopy(model).train()
+    checkpointed.gradient_checkpointing_enable()
+    assert not worst_difference(train_step(checkpointed, [packed, packed]), train_step(model, [packed, packed]))
+    assert worst_difference(train_step(stop_giving(model), [positions]), wanted)
+
+
+def stop_giving(model):
+    model = copy.deepcopy(model)
+    stop_giving_documents(model)
+    return model
+
+
+def test_sequence_parallelism_is_not_supported_for_the_reason(deepseek_v4):
+    assert keeps_sequences(deepseek_v4[1]) is None
+    assert "Compressor calls" in keeps_sequences(deepseek_v4[1], by_kernel=True)
+
+
+class Mixer(nn.Module):
+    """Each token gets the sum of the tokens before it; takes no boundaries of documents."""
+
+    _opslot_by_document = True
+    _opslot_keeps_sequences = "Mixer sums tokens"
+
+    def forward(self, hidden_states, attention_mask=None, scale=None, last=None):
+        out = hidden_states.cumsum(1)
+        if scale is not None:
+            out = out * scale[0]
+        if attention_mask is not None:
+            out = out + attention_mask.sum((1, 3))[..., None]
+        return out, torch.full((hidden_states.shape[1],) * 2, float(hidden_states.shape[1])), last
+
+    forward_by_document = by_document(forward)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_each_call_gets_the_parts_of_one_document(rows):
+    """Also where sizes of other dims equal the number of tokens."""
+    mixer, length, documents = Mixer(), 6, [4, 2, 5, 1] if rows == 2 else [4, 2]
+    states = torch.randn(rows, length, length)
+    mask = torch.randn(rows, 1, length, length)
+    scale = (torch.randn(1, length, 1), None)
+    cu_seqlens = torch.tensor([0, *documents]).cumsum(0)
+    found, scores, _ = mixer.forward_by_document(
+        states, attention_mask=mask, scale=scale, cu_seq_lens_q=cu_seqlens, max_length_q=4
+    )
+    assert found.shape == states.shape
+    assert isinstance(scores, PerDocument)
+    for index, (start, size) in enumerate(zip(cu_seqlens.tolist(), documents, strict=False)):
+        row, tokens = start // length, slice(start % length, start % length + size)
+        alone = mixer.forward(
+            states[row : row + 1, tokens], mask[row : row + 1, :, tokens, tokens], (scale[0][:, tokens], None)
+        )
+        torch.testing.assert_close(found[row : row + 1, tokens], alone[0])
+        assert torch.equal(scores[index], alone[1])
+    _, _, again = mixer.forward_by_document(states, last=scores, cu_seq_lens_q=cu_seqlens)
+    assert all(torch.equal(a, b) for a, b in zip(again, scores, strict=True))
+
+
+def test_modules_that_do_not_mix_tokens_run_once():
+    mixer = Mixer()
+    assert why_by_document(mixer) == "Mixer sums tokens"
+
+    class PerToken(Mixer):
+        _opslot_keeps_sequences = None
+
+    states = torch.randn(1, 6, 2)
+    found = PerToken().forward_by_document(states, cu_seq_lens_q=torch.tensor([0, 4, 6]))[0]
+    assert torch.equal(found, states.cumsum(1))
+
+
+def test_experts_inside_raise_with_expert_parallelism():
+    model = random_model(tiny_config("mixtral"), 0)
+    opslot.apply(model)
+    plan = parallel_plan(model)
+    layer = type(model.model.layers[0])
+    model.model.layers[0].__class__ = type(layer.__name__, (layer, Mixer), {"forward": layer.forward})
+    with pytest.raises(ConfigError, match=r"model\.layers\.0 runs once for each packed document"):
+        _check_experts(model, type("State", (), {"ep": 2}), plan)
+
+
+def test_ranks_with_different_numbers_of_documents_equal_one_process():
+    config = tiny_config("deepseek_v4")
+    ids = random_ids(config, 0)
+    batches = [[documents_of(ids[:1], (12, 8))], [documents_of(ids[1:], (3, 5, 9, 3))]]
+    model = random_model(config, 0).eval()
+    opslot.apply(model)
+    wanted = train_step(model, [batch for own in batches for batch in own])
+    with Processes(2) as processes:
+        found = two_process_step("fsdp", config, "auto", 0, processes, batches)
+    assert found.values is not None, found.error
+    assert not worst_difference({name: torch.as_tensor(value) for name, value in found.values.items()}, wanted)
+
+
+def documents_of(ids, lengths):
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    labels = ids.masked_fill(positions == 0, -100)
+    return {"input_ids": ids, "position_ids": positions, "labels": labels, "num_items_in_batch": torch.tensor(40)}
