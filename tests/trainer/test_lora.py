@@ -440,12 +440,17 @@ def test_qlora_trains_on_quantized_weights(trainer, dense_base, write, tmp_path)
     assert main(["merge", str(tmp_path / "run" / "hf"), str(tmp_path / "merged")]) == 0
 
 
-def test_modules_that_are_trained_whole_are_not_quantized(trainer, dense_base):
+def test_modules_that_are_trained_whole_are_not_quantized(trainer):
+    """Also the layers and the experts in them."""
     pytest.importorskip("bitsandbytes")
-    run = trainer("run", {"quantization": "nf4", "modules_to_save": ["layers.1.mlp"]}, max_steps=1)
+    whole = ["layers.1.mlp", "layers.1.self_attn"]
+    run = trainer("run", {"quantization": "nf4", "modules_to_save": whole}, max_steps=1)
     quantized = {path for path, module in run.model.named_modules() if hasattr(module, "load_weight")}
-    assert any("layers.0.mlp.up_proj" in path for path in quantized)
-    assert not any("layers.1.mlp" in path for path in quantized)
+    quantized |= {path for path, module in run.model.named_modules() if hasattr(module, "quantized_experts")}
+    assert {"layers.0.mlp.experts", "layers.0.self_attn.q_proj"} <= {
+        path.removeprefix("model.").removesuffix(".base_layer") for path in quantized
+    }
+    assert not any("layers.1." in path for path in quantized)
     run.train()
 
 
