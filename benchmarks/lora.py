@@ -1,6 +1,6 @@
 """Tokens/s and peak memory of LoRA and QLoRA on one GPU, beside other libraries: one run, one result file.
 
-    python benchmarks/lora.py [--models FILE ...] [--only TEXT ...] --output FILE
+    python benchmarks/lora.py [--models FILE ...] [--only TEXT ...] [--implementations NAME ...] --output FILE
 
 Rows: LoRA of rank 16 on every linear layer, and for a model with experts on their stacked weights; QLoRA (nf4), for a
 model with experts with adapters on attention. Implementations: opslot; PEFT with Transformers' own code and SDPA, whose
@@ -93,6 +93,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--only", nargs="+", default=[], help="rows whose description has each of these texts")
+    parser.add_argument("--implementations", nargs="+", choices=PACKAGES, default=list(PACKAGES))
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--shrink", type=int, default=1, help="divide widths and length, to try it on a CPU")
     parser.add_argument("--timeout", type=int, default=60, help="seconds for a row")
@@ -103,6 +104,7 @@ def main() -> int:
     environment = Environment.current(best_device().torch_type, options.commit)
     run = Run(recorded_command("python", *sys.argv), environment, [name for name in PACKAGES if name != "opslot"])
     rows = tasks(options.models, options.layers, options.shrink, options.batch, options.length, options.steps)
+    rows = [task for task in rows if task.implementation in options.implementations]
     for row in run_rows(
         [task for task in rows if all(part in task.description for part in options.only)], options.timeout
     ):

@@ -15,6 +15,16 @@ __version__ = "0.1.0"
 PATCH_FINDERS.append("opslot.models.discovery")
 
 if TYPE_CHECKING:
+    from opslot._base.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        KernelError,
+        OpslotError,
+        ParallelError,
+        PatchError,
+        TrainingError,
+    )
     from opslot.bench.trace import trace
     from opslot.checkpoint import named_weights
     from opslot.distributed import offload, reload
@@ -37,6 +47,14 @@ if TYPE_CHECKING:
     from opslot.verify.bisect import bisect
 
 _HOMES = {
+    "CheckpointError": "opslot._base.errors",
+    "ConfigError": "opslot._base.errors",
+    "DataError": "opslot._base.errors",
+    "KernelError": "opslot._base.errors",
+    "OpslotError": "opslot._base.errors",
+    "ParallelError": "opslot._base.errors",
+    "PatchError": "opslot._base.errors",
+    "TrainingError": "opslot._base.errors",
     "KERNEL_REGISTRY": "opslot.slots",
     "HardwareRequirement": "opslot.slots",
     "KernelRegistry": "opslot.slots",
@@ -62,12 +80,20 @@ _HOMES = {
 
 __all__ = [
     "KERNEL_REGISTRY",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
     "HardwareRequirement",
+    "KernelError",
     "KernelRegistry",
     "KernelSpec",
     "OpSlot",
     "OpsImplementationConfig",
+    "OpslotError",
+    "ParallelError",
+    "PatchError",
     "Requirement",
+    "TrainingError",
     "apply",
     "bind",
     "bisect",

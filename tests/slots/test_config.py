@@ -3,6 +3,7 @@ import pickle
 
 import pytest
 
+import opslot
 from opslot import OpsImplementationConfig
 from opslot._base.errors import ConfigError
 from opslot.slots import config_fields
@@ -54,11 +55,17 @@ def test_moe_alias_is_the_same_field():
         OpsImplementationConfig(moe_implementation="eager", moe_experts_implementation="eager")
 
 
+def test_errors_are_public():
+    assert opslot.ConfigError is ConfigError
+    for name in ("CheckpointError", "DataError", "KernelError", "ParallelError", "PatchError", "TrainingError"):
+        assert issubclass(getattr(opslot, name), opslot.OpslotError)
+
+
 def test_presets():
     eager = OpsImplementationConfig(preset="eager", rms_norm_implementation="auto")
     assert eager.moe_implementation == "eager"
     assert eager.rms_norm_implementation == "auto"
-    with pytest.raises(ConfigError, match="use one of veomni, eager, fp8, batch_invariant"):
+    with pytest.raises(ConfigError, match="use one of auto, veomni, eager, fp8, batch_invariant"):
         OpsImplementationConfig(preset="fast")
 
 
@@ -136,6 +143,7 @@ def test_make_rejects_invalid_values():
         OpsImplementationConfig.make(3)
     with pytest.raises(ConfigError, match="a mapping by field names"):
         OpsImplementationConfig.make({1: "eager"})
+    assert OpsImplementationConfig.make({"preset": "auto"}) == OpsImplementationConfig.make("auto")
     with pytest.raises(ConfigError, match="preset=3 is unknown"):
         OpsImplementationConfig.make({"preset": 3})
     with pytest.raises(ConfigError, match=r"preset=\['eager'\] is unknown"):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from opslot import explain
+from opslot import ConfigError, explain
 from opslot.checkpoint import save_adapter
 from opslot.checkpoint.adapters import adapter_layers
 from opslot.cli import main
@@ -501,6 +501,17 @@ def test_qlora_quantizes_experts(trainer, settings, tmp_path, kernel, checkpoint
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         adapted = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "hf").merge_and_unload().state_dict()
         torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
+
+
+def test_more_values_than_can_be_quantized_raises():
+    pytest.importorskip("bitsandbytes")
+    from opslot.models._quantized_experts import quantize_experts
+
+    experts = torch.nn.Module()
+    experts.weight = torch.nn.Parameter(torch.empty(256, 4096, 7168, device="meta"))
+    quantize_experts(experts)
+    with pytest.raises(ConfigError, match="more values than bitsandbytes quantizes"):
+        experts.load_weights["weight"](experts.weight, "cpu")
 
 
 def test_quantized_experts_are_dequantized_again_in_backward(monkeypatch):

@@ -36,12 +36,10 @@ class KernelLauncher:
     The kernel's parameters are in this order: pointers, strides, scalars that are not specialized on, constants.
     """
 
-    def __init__(self, kernel: Any, *, max_registers: int | None = None, **options: Any) -> None:
-        """`max_registers`: of a thread, on NVIDIA GPUs; fewer let more CTAs run on an SM. `options` are Triton's."""
+    def __init__(self, kernel: Any, *, max_registers: int | None = None) -> None:
+        """`max_registers`: of a thread, on NVIDIA GPUs; fewer let more CTAs run on an SM."""
         self._kernel = kernel
-        self._options = options
-        if max_registers is not None and not torch.version.hip:
-            self._options["maxnreg"] = max_registers
+        self._options = {} if max_registers is None or torch.version.hip else {"maxnreg": max_registers}
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._direct = not triton_interpreted()
 

@@ -60,7 +60,7 @@ def read_source(model: str) -> Source:
         raise ConfigError(f"{model} names no model; set model.config_path or model.model_path there")
     chosen = config.model.ops_implementation or {}
     if isinstance(chosen, str):
-        chosen = {} if chosen == "auto" else {"preset": chosen}
+        chosen = {"preset": chosen}
     return Source(
         folder,
         dict(chosen),

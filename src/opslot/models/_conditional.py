@@ -91,9 +91,11 @@ def run_conditional_layers(model: nn.Module) -> None:
 def add_zero_of_skipped_modules(model: nn.Module) -> None:
     """Let each module of a list in a layer, such as an expert, get gradients on ranks that do not call it: zeros."""
     for owner in model.modules():
-        parts = [part for stack in _stacks(owner) for part in stack if next(part.parameters(), None) is not None]
-        if len(parts) > 1 and not any(isinstance(part, FSDPModule) for part in parts):
-            _Skipped(owner, parts)
+        for stack in _stacks(owner):
+            # PEFT's layers have a dictionary with one module for each adapter.
+            parts = [part for part in stack if any(parameter.requires_grad for parameter in part.parameters())]
+            if len(parts) > 1 and not any(isinstance(part, FSDPModule) for part in parts):
+                _Skipped(owner, parts)
 
 
 def _stacks(owner: nn.Module) -> Iterator[Iterable[nn.Module]]:

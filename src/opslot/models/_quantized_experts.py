@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from opslot._base.errors import ConfigError
 from opslot.ops.linear.nf4 import dequantize
 from opslot.slots import Binding
 
 QUANTIZATION = "nf4 (bitsandbytes)"
+# Its kernels count in int32.
+_MOST_VALUES = 2**31 - 1
 
 
 def quantize_experts(module: nn.Module) -> None:
@@ -35,6 +38,12 @@ def quantize_experts(module: nn.Module) -> None:
 def _load(module: nn.Module, name: str, weight: Tensor, device: torch.device | str | None) -> None:
     import bitsandbytes
 
+    if weight.numel() > _MOST_VALUES:
+        raise ConfigError(
+            f"{name} of {type(module).__name__} has more values than bitsandbytes quantizes",
+            found=f"{weight.numel():,} of at most {_MOST_VALUES:,}",
+            hint="set train.ep_size so that each rank holds fewer experts",
+        )
     parameter = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
     module._parameters[name] = parameter.to(device or "cpu")
 

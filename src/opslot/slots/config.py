@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # The GPU defaults of the specification that opslot implements (VeOmni's).
 PRESETS: dict[str, dict[str, str]] = {
+    "auto": {},
     "veomni": {
         "attn_implementation": "flash_attention_2",
         "cross_entropy_loss_implementation": "liger_kernel",
@@ -60,9 +61,9 @@ class OpsImplementationConfig:
     a kernel.
 
     Args:
-        preset: "veomni" for that system's GPU defaults, "eager" for Transformers' own code everywhere,
-            "batch_invariant" for results of a token that do not depend on what else is in the batch, "fp8" for linear
-            layers in FP8; single fields override it.
+        preset: "auto" for "auto" in every field, "veomni" for that system's GPU defaults, "eager" for Transformers'
+            own code everywhere, "batch_invariant" for results of a token that do not depend on what else is in the
+            batch, "fp8" for linear layers in FP8; single fields override it.
         overrides: by module-path glob, fields that hold there only, e.g.
             `{"model.layers.0.*": {"rms_norm_implementation": "eager"}}`.
         **fields: implementation by field.
@@ -74,24 +75,23 @@ class OpsImplementationConfig:
             the usable alternatives and why the others are not.
     """
 
-    preset: str | None
+    preset: str
     overrides: Mapping[str, Mapping[str, str]]
     _values: dict[str, str]
 
     def __init__(
         self,
-        preset: str | None = None,
+        preset: str = "auto",
         overrides: Mapping[str, Mapping[str, str]] | None = None,
         **fields: str,
     ) -> None:
         known = config_fields()
         problems: list[str] = []
         values = dict.fromkeys(known, "auto")
-        if preset is not None:
-            if isinstance(preset, str) and preset in PRESETS:
-                values.update(dict.fromkeys(known, "eager") if preset == "eager" else PRESETS[preset])
-            else:
-                problems.append(f"preset={preset!r} is unknown; use one of {', '.join(PRESETS)}")
+        if isinstance(preset, str) and preset in PRESETS:
+            values.update(dict.fromkeys(known, "eager") if preset == "eager" else PRESETS[preset])
+        else:
+            problems.append(f"preset={preset!r} is unknown; use one of {', '.join(PRESETS)}")
         values.update(_canonical(fields, known, problems))
         if not _maps_to_mappings(overrides):
             problems.append(f"overrides={overrides!r} must map globs of module paths to the fields that hold there")
@@ -115,7 +115,7 @@ class OpsImplementationConfig:
         """Read what users write: a config, a mapping of fields, "auto", a preset's name, or None (= "auto")."""
         if isinstance(value, cls):
             return value
-        if value is None or value == "auto":
+        if value is None:
             return cls()
         if isinstance(value, str):
             return cls(preset=value)

@@ -7,17 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot._base.device import has_package
-
 
 @torch.no_grad()
 def dequantize(packed: Any) -> Tensor:
     """The weight that `packed`, bitsandbytes' Params4bit, holds."""
     data, state = packed.data, packed.quant_state
-    if data.device.type == "cuda" and has_package("triton"):
-        from opslot.ops.linear.dequantize import dequantize as launch
+    if data.device.type == "cuda":
+        from bitsandbytes.functional import dequantize_4bit
 
-        return launch(data, state)
+        return dequantize_4bit(data, state)
     # bitsandbytes' own code for CPUs is wrong for rows that do not consist of whole blocks.
     scales = state.absmax
     if state.nested:
