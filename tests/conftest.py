@@ -11,8 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-# Collecting garbage takes a quarter of the time of importing and collecting the tests.
-gc.disable()
 # Idle threads of the many test processes must not spin on cores that others need. Torch reads this on import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Each pytest-xdist worker has one core, and so do the processes that its tests start.
@@ -21,6 +19,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import torch
 
+# Collecting garbage takes a quarter of the time of importing and collecting the tests.
+gc.disable()
 # Triton reads this on import, which collecting any test may trigger: its kernels then run in the interpreter.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -45,7 +45,7 @@ def test_images_and_videos(ranks, name):
     check(ranks, name, ("mixed", "text", "packed"))
 
 
-@pytest.mark.quick("gemma3", "mistral3")
+@pytest.mark.quick("gemma3")
 @pytest.mark.parametrize("name", ["gemma3", "llava", "mistral3"])
 def test_images(ranks, name):
     """gemma3's image tokens see each other."""

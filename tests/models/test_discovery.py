@@ -320,6 +320,7 @@ def test_packed_documents_do_not_attend_to_each_other(model_type):
         ("recurrent_gemma", "RecurrentGemmaRecurrentBlock has a Conv1d, which may mix tokens"),
         ("doge", "DogeCDMoE calls matmul of activations, which may mix tokens"),
         ("blt", "BltCrossAttention attends to other states than its own"),
+        ("marian", "MarianDecoder counts the positions of each row, and takes no position_ids"),
     ],
 )
 def test_models_that_may_mix_tokens_elsewhere_state_the_reason(arch, why):

@@ -14,6 +14,7 @@ EMITTERS = (
     "models/_common/patches.py",
     "ops/causal_conv1d/forms.py",
     "ops/chunk_gated_delta_rule/forms.py",
+    "ops/attention/forms.py",
     "ops/mamba_chunk_scan/forms.py",
 )
 

@@ -231,6 +231,7 @@ def test_exports_load_in_peft_and_transformers(trainer, tmp_path):
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_generate_takes_adapters(write, tmp_path, capsys, use_dora):
     assert run_config(write("run", {"merge": True, "use_dora": use_dora}, lr=0.1)) == 0

@@ -100,7 +100,7 @@ def test_files_of_the_user_in_the_export_are_kept(train, tmp_path):
     assert (hf / "model.safetensors").stat().st_mtime_ns != stamp
 
 
-@pytest.mark.quick("line5", "3")
+@pytest.mark.quick("line5")
 @pytest.mark.parametrize("line", ["[1]", "3", '{"loss": 1.0}', '{"step": "2", "loss": 1}', "\udcff", "[" * 100_000])
 def test_invalid_lines_in_metrics_are_dropped_on_resume(train, tmp_path, line):
     assert train()[0] == 0
@@ -125,6 +125,7 @@ def test_changed_settings_are_printed_and_configurations_kept(train, tmp_path):
     assert not (folder / "config.2.yaml").exists()
 
 
+@pytest.mark.quick("15-143")
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_exit_code_of_a_stopped_run(train, monkeypatch, number, expected):
     class Signal(Callback):

@@ -109,7 +109,7 @@ def test_resume_with_another_number_of_processes(ranks, write, tmp_path, before,
 def by_tokens(settings, write):
     """Batches of whole documents with more tokens per step than fit into one micro batch per rank."""
     settings["data"] |= {"max_tokens_per_batch": 40, "sample_by": "paragraph"}
-    settings["train"] |= {"micro_batch_size": None, "global_batch_size": 10, "eval_steps": None}
+    settings["train"] |= {"micro_batch_size": None, "global_batch_size": 10, "eval_steps": None, "max_steps": 3}
 
 
 @pytest.mark.parametrize("axis", [pytest.param("fsdp", marks=pytest.mark.slow), "sp and ep"])

@@ -65,6 +65,7 @@ def test_uncounted_run_ends_with_its_epochs(streaming, tmp_path, changes):
 
 
 def test_killed_run_resumes_with_any_cache(streaming, tmp_path):
+    streaming["train"] |= {"global_batch_size": 16, "checkpoint.save_steps": 4}
     trainer_of(streaming, tmp_path).train()
     straight = curve(tmp_path / "out")
     streaming["train"] |= {"output_dir": str(tmp_path / "again"), "checkpoint.resume_from": "latest"}
@@ -74,7 +75,7 @@ def test_killed_run_resumes_with_any_cache(streaming, tmp_path):
             if record.step == self.step:
                 raise KeyboardInterrupt
 
-    for step, workers in ((7, 0), (len(straight) - 3, 1)):
+    for step, workers in ((5, 0), (len(straight) - 3, 1)):
         shutil.rmtree(tmp_path / "cache")
         streaming["data"]["num_workers"] = workers
         killed = trainer_of(streaming, tmp_path)
@@ -89,6 +90,7 @@ def test_killed_run_resumes_with_any_cache(streaming, tmp_path):
 
 
 def test_complete_run_has_nothing_left_to_train(streaming, tmp_path, capsys):
+    streaming["train"]["num_epochs"] = 1
     done = trainer_of(streaming, tmp_path).train()
     streaming["train"]["checkpoint.resume_from"] = "latest"
     again = trainer_of(streaming, tmp_path)
@@ -138,7 +140,7 @@ def test_malformed_line_in_a_later_shard_raises(train, streaming, tmp_path, work
     lines[25] = '{"text": '
     (tmp_path / "bad.jsonl").write_text("\n".join(lines))
     streaming["data"] |= {"train_path": str(tmp_path / "bad.jsonl"), "shuffle": False, "num_workers": workers}
-    streaming["train"]["checkpoint.save_steps"] = 1
+    streaming["train"] |= {"checkpoint.save_steps": 1, "global_batch_size": 16}
     code, _, err = train()
     assert code == 2
     assert err.startswith("opslot: error: the data cannot be read:\n- ")
@@ -146,6 +148,6 @@ def test_malformed_line_in_a_later_shard_raises(train, streaming, tmp_path, work
     assert "Traceback" not in err
     assert multiprocessing.active_children() == []
     steps = [record["step"] for record in curve(tmp_path / "out")] if (tmp_path / "out").exists() else []
-    # Earlier shards have 23 lines of 391 tokens, and a step takes 512. With workers the error is raised earlier.
-    assert steps == list(range(1, (17 if workers == 0 else len(steps)) + 1))
-    assert len(steps) <= 17
+    # Earlier shards have 23 lines of 391 tokens, and a step takes 1024. With workers the error is raised earlier.
+    assert steps == list(range(1, (8 if workers == 0 else len(steps)) + 1))
+    assert len(steps) <= 8

@@ -405,6 +405,7 @@ def test_incomplete_newest_checkpoint_is_not_skipped(train, settings, tmp_path, 
     assert "continue from the first step" in train("--train.checkpoint.resume_from", "latest")[2]
 
 
+@pytest.mark.quick("extra1")
 @pytest.mark.parametrize("extra", [{}, {"output_router_logits": True}])
 def test_accumulated_micro_batches_equal_one_batch(settings, tmp_path, model_folder, extra):
     config = json.loads((model_folder / "config.json").read_text())

@@ -261,8 +261,8 @@ def test_images_that_cannot_be_made_leave_the_checks_of_text(monkeypatch):
     ("arch", "samples"),
     [
         pytest.param("llama4", ("text", "image"), marks=pytest.mark.slow),
-        ("pixtral", ("text", "image")),
-        ("gemma4", ("text", "image", "video", "audio", "mixed")),
+        pytest.param("pixtral", ("text", "image"), marks=pytest.mark.slow),
+        pytest.param("gemma4", ("text", "image", "video", "audio", "mixed"), marks=pytest.mark.slow),
         ("qwen2_5_omni", ("text", "image", "video", "audio", "mixed")),
         pytest.param("qwen3_omni_moe", ("text", "image", "video", "audio", "mixed"), marks=pytest.mark.slow),
         ("voxtral", ("text", "audio")),
@@ -295,11 +295,39 @@ def test_other_forms_of_images(arch, samples):
     assert found.samples == samples
 
 
-def test_inputs_without_a_method_for_features_have_a_reason():
+@pytest.mark.quick("qwen2_audio", "fuyu", "mllama")
+@pytest.mark.parametrize(
+    ("arch", "samples"),
+    [
+        # The forward computes features without a method for it, from masks and sizes that its parameters name.
+        ("qwen2_audio", ("text", "audio")),
+        ("mllama", ("text", "image")),
+        ("phi4_multimodal", ("text", "image", "audio", "mixed")),
+        ("git", ("image",)),
+        ("blip", ("image",)),
+        ("idefics", ("image",)),
+        ("kosmos-2", ("image",)),
+        # Projected patches, pooled patches, images as tokens, an encoder that reads the question.
+        ("fuyu", ("text", "image")),
+        ("molmo2", ("text", "image", "video")),
+        ("chameleon", ("text", "image")),
+        ("emu3", ("text", "image")),
+        ("instructblip", ("image",)),
+        ("instructblipvideo", ("video",)),
+    ],
+)
+def test_inputs_of_images_and_audio_are_derived(arch, samples):
+    found = check_architecture(arch, checks=["eager", "auto", "frozen"])
+    assert found.ok, str(found)
+    assert found.samples == samples
+
+
+def test_inputs_that_no_form_fits_have_a_reason(monkeypatch):
+    monkeypatch.setattr(media.InlinedInputs, "forms", lambda *_: ())
     found = check_architecture("qwen2_audio", checks=["eager"])
     assert found.ok, str(found)
-    reason = "takes input_features, and no method get_audio_features computes features of it"
-    assert found.missing["audio"] == f"Qwen2AudioForConditionalGeneration {reason}"
+    reason = "Qwen2AudioForConditionalGeneration does not compute its loss from input_features"
+    assert found.missing["audio"] == reason
 
 
 @pytest.mark.quick("llama4")

@@ -20,6 +20,8 @@ Size = tuple[int, int, int]
 _SMALLEST = ((1, 1, 2),)
 _CONFIGS = ("vision_config", "vq_config")
 _SIDES = ("image_size", "resolution")
+# Pixels along each axis that become one token of an image tokenizer.
+_FACTOR = "vision_spatial_factor"
 _MERGE = ("spatial_merge_size", "merge_size", "merge_kernel_size")
 
 
@@ -37,7 +39,9 @@ def visual_inputs(holder: Any, method: str, sizes: Sequence[Size] = _SMALLEST) -
     if found is None:
         return None
     required = {name for name, p in reader.parameters.items() if p.default is p.empty} - found.keys()
-    settings = {name: reader.setting(name) for name in required}
+    # An encoder that also reads the question.
+    texts = {name: reader.text(len(sizes)) for name in required if name.endswith("_input_ids")}
+    settings = {name: reader.setting(name) for name in required - texts.keys()} | texts
     return {**found, **settings} if None not in settings.values() else None
 
 
@@ -56,7 +60,9 @@ class _Reader:
         self.pixels = next(name for name in self.parameters if name.startswith("pixel_values"))
         self.kind = "video" if method == "get_video_features" else "image"
         configs = (getattr(holder.config, name, None) for name in _CONFIGS)
-        self.vision: Any = next((config for config in configs if config is not None), None)
+        found = next((config for config in configs if config is not None), None)
+        # A model without encoder, whose language model reads projected patches.
+        self.vision: Any = holder.config if found is None and hasattr(holder.config, "patch_size") else found
         towers = (
             m for m in holder.modules() if m is not holder and type(getattr(m, "config", None)) is type(self.vision)
         )
@@ -68,11 +74,21 @@ class _Reader:
         """A value of the config, of the model or the tower."""
         return next((v for c in (self.holder.config, self.vision) if (v := getattr(c, name, None)) is not None), None)
 
+    def text(self, count: int) -> Tensor:
+        """Ids of `count` short texts."""
+        return torch.ones(count, 2, dtype=torch.int64, device=self.place["device"])
+
     def inputs(self, sizes: Sequence[Size]) -> dict[str, Tensor] | None:
         if self.vision is None:
             return None
+        if self.vision is self.holder.config:
+            return {
+                self.pixels: self._ones(len(sizes), max(map(math.prod, sizes)), self._channels() * self._patch_area())
+            }
+        if f"{self.kind}_token_pooling" in self.parameters:
+            return self._pooled_patches(sizes)
         if not hasattr(self.vision, "patch_size"):
-            return self._one_size(sizes)
+            return self._any_size(sizes) if hasattr(self.tower, _FACTOR) else self._one_size(sizes)
         if f"{self.kind}_grid_thw" in self.parameters:
             return self._patches(sizes)
         if f"{self.kind}_position_ids" in self.parameters:
@@ -148,9 +164,23 @@ class _Reader:
             name: self._integers(shapes),
         }
 
+    def _pooled_patches(self, sizes: Sequence[Size]) -> dict[str, Tensor]:
+        """A crop for each image or frame, and the patches of which a token is the mean, one here."""
+        patches = self.vision.num_position_embeddings
+        crops = [height * width for frames, height, width in sizes for _ in range(frames)]
+        pooled = torch.cat([torch.arange(count) + i * patches for i, count in enumerate(crops)])
+        # Of an image, as a whole and in crops.
+        grids = [list(size) if self.kind == "video" else [*size[1:], 0, 0] for size in sizes]
+        return {
+            self.pixels: self._ones(len(crops), patches, self._channels() * self._patch_area()),
+            f"{self.kind}_token_pooling": pooled[:, None].to(self.place["device"]),
+            f"{self.kind}_grids": self._integers(grids),
+        }
+
     def _any_size(self, sizes: Sequence[Size]) -> dict[str, Tensor]:
         """Images padded to the largest, with their sizes."""
-        unit = [side * self._merge() for side in _pair(self.vision.patch_size)]
+        sides = _pair(getattr(self.tower, _FACTOR, None) or self.vision.patch_size)
+        unit = [side * self._merge() for side in sides]
         pixels = [[height * unit[0], width * unit[1]] for _, height, width in sizes]
         largest = [max(side) for side in zip(*pixels, strict=True)]
         return {self.pixels: self._ones(len(sizes), self._channels(), *largest), "image_sizes": self._integers(pixels)}
@@ -224,6 +254,9 @@ class _Reader:
     def _channels(self) -> int:
         found = (getattr(self.vision, name, None) for name in ("num_channels", "in_channels"))
         return next((channels for channels in found if channels), 3)
+
+    def _patch_area(self) -> int:
+        return math.prod(_pair(self.vision.patch_size))
 
     def _projection(self) -> Any:
         """The first matmul or convolution of the tower, which embeds patches."""

@@ -259,7 +259,9 @@ def features_of(outputs: Any) -> Any:
     """What the language model reads of what a method such as `get_image_features` returns."""
     if not isinstance(outputs, Mapping):
         return outputs
-    read = {name: value for name, value in outputs.items() if name not in _INTERNAL and value is not None}
+    # The loss of an image tokenizer is not part of the model's.
+    own = {name: value for name, value in outputs.items() if name not in _INTERNAL and not name.endswith("_loss")}
+    read = {name: value for name, value in own.items() if value is not None}
     return read if "pooler_output" in read else {**read, "last_hidden_state": outputs["last_hidden_state"]}
 
 

@@ -26,10 +26,11 @@ def _opslot_passed(kwargs):
     return {name: kwargs[name] for name in names if name in kwargs}
 '''
 
-_PASSED_BY_DOCUMENT = '''
-def _opslot_passed_by_document(module, kwargs):
-    """The same for a module that may run once for each document; nothing for a module of another class."""
-    return _opslot_passed(kwargs) if hasattr(type(module), "_opslot_by_document") else {}
+_PASSED_TO = '''
+def _opslot_passed_to(module, classes, kwargs):
+    """The same for a module of these classes, or one that may run once for each document; others may take none."""
+    takes = isinstance(module, classes) or hasattr(type(module), "_opslot_by_document")
+    return _opslot_passed(kwargs) if takes else {}
 '''
 
 
@@ -119,14 +120,13 @@ def _layers_get_keywords(module: ModuleView) -> bool:
     return bool(called) and all(any(keyword.arg is None for keyword in call.keywords) for call in called)
 
 
-def pass_documents_to(module: ModuleView, patch: PatchConfig, owner: str, by_document: bool = False) -> None:
+def pass_documents_to(module: ModuleView, patch: PatchConfig, owner: str) -> None:
     """Let the callers of a class's instances, up to a model, pass the boundaries of documents where they do not.
 
-    Args:
-        by_document: the class runs once for each document; others that are called there may take no documents.
+    Instances of other classes that are called there get them if they take any keyword argument.
     """
     for method, call in callers_of(module, owner):
-        _pass(module, patch, method, call, by_document)
+        _pass(module, patch, method, call, _takers(module, method, call))
         if not _is_model(module, method):
             pass_documents_to(module, patch, method.partition(".")[0])
 
@@ -135,20 +135,31 @@ def _is_model(module: ModuleView, method: str) -> bool:
     return bool(set(module.bases(method.partition(".")[0])) & set(module.models))
 
 
-def _pass(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call, by_document: bool = False) -> None:
+def _takers(module: ModuleView, method: str, call: ast.Call) -> list[str]:
+    """The classes that a call may be of and whose forward takes any keyword argument."""
+    text = ast.unparse(call)
+    forwards = {name: module.upstream.find(forward) for name, forward in module.methods()}
+    takers = [n for n, f in forwards.items() if isinstance(f, ast.FunctionDef) and f.args.kwarg is not None]
+    return [n for n in takers if any((m, ast.unparse(c)) == (method, text) for m, c in callers_of(module, n))]
+
+
+def _pass(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call, takers: list[str] | None = None) -> None:
+    """Let a call pass the boundaries of documents; with `takers`, to modules of these classes alone."""
     definition = module.upstream.find(method)
     assert isinstance(definition, ast.FunctionDef)
     text = ast.unparse(call)
     passed_already = any(isinstance(e, Anchored) and e.target == method and text in e.patterns for e in patch.edits)
     if any(k.arg is None for k in call.keywords) or definition.args.kwarg is None or passed_already:
         return
-    passed = ast.Call(call.func, call.args, [*call.keywords, ast.keyword(None, ast.Name("_PASSED"))])
     kwargs = definition.args.kwarg.arg
-    to = f"_opslot_passed_by_document({ast.unparse(call.func)}, {kwargs})"
-    passing = ast.unparse(passed).replace("_PASSED", to if by_document else f"_opslot_passed({kwargs})")
+    given = f"_opslot_passed({kwargs})"
+    if takers is not None:
+        classes = "".join(f"{name}, " for name in takers)
+        given = f"_opslot_passed_to({ast.unparse(call.func)}, ({classes}), {kwargs})"
+    passed = ast.Call(call.func, call.args, [*call.keywords, ast.keyword(None, ast.Name("_PASSED"))])
     count = sum(isinstance(node, ast.Call) and ast.unparse(node) == text for node in ast.walk(definition))
-    patch.replace(method, text, passing, count=count)
-    add_helpers(patch, _PASSED, *([_PASSED_BY_DOCUMENT] if by_document else []))
+    patch.replace(method, text, ast.unparse(passed).replace("_PASSED", given), count=count)
+    add_helpers(patch, _PASSED, _PASSED_TO)
 
 
 def _takes_any(module: ModuleView, method: str, call: ast.Call) -> bool:

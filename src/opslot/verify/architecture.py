@@ -305,6 +305,8 @@ class _Run:
 
     def _frozen(self) -> tuple[str, str]:
         model, original = self._model(), random_model(self.config, self.seed).eval()
+        # Its other implementations ignore that some encoders are bidirectional (Phi-4 multimodal).
+        original.set_attn_implementation("eager")
         # Without the language model, samples of text train nothing.
         batches = [batch for name, batch in self._batches("cpu").items() if self.media is None or name != "text"]
         parts = _frozen_parts(model, has_media=self.media is not None)

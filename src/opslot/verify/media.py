@@ -7,7 +7,7 @@ the model computes, and positions from the model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +19,9 @@ from opslot._base.errors import ConfigError, error_text
 from opslot.data.rope_positions import RopePositions
 from opslot.models._audio import AudioInputs
 from opslot.models._images import Size, visual_inputs
-from opslot.models._modalities import feature_module, inlined_inputs
+from opslot.models._modalities import feature_module
 from opslot.models._probe import count_features
+from opslot.verify.inlined import Form, InlinedInputs
 from opslot.verify.random_model import text_ids
 
 KINDS = ("image", "video", "audio")
@@ -59,14 +60,22 @@ class MediaSamples:
 def media_samples(model: Any, seed: int) -> MediaSamples | None:
     """The samples that `model`, of Transformers' own class, takes; None for a model without encoders."""
     holder = feature_module(model)
-    if holder is None:
-        inlined = inlined_inputs(model)
-        reasons = {
-            kind: f"{type(model).__name__} takes {name}, and no method get_{kind}_features computes features of it"
-            for kind, name in inlined.items()
-        }
-        return MediaSamples({}, reasons) if inlined else None
-    own = [kind for kind in KINDS if hasattr(holder, f"get_{kind}_features")]
+    if holder is not None:
+        own = [kind for kind in KINDS if hasattr(holder, f"get_{kind}_features")]
+        return _samples(own, lambda kinds: _first_that_runs(model, holder, kinds, seed))
+    inlined = InlinedInputs(model)
+    if not inlined.names:
+        return None
+    forms: dict[str, Form] = {}
+    return _samples(inlined.names, lambda kinds: _first_form_that_runs(inlined, kinds, forms, seed))
+
+
+def _samples(own: Collection[str], find: Callable[[Sequence[str]], tuple[Batch | None, str]]) -> MediaSamples:
+    """Samples of the kinds that a model has.
+
+    Args:
+        find: the sample with some images, videos or audio, or why there is none.
+    """
     batches: dict[str, Batch] = {}
     missing: dict[str, str] = {}
     for name, kinds in SAMPLES.items():
@@ -77,12 +86,64 @@ def media_samples(model: Any, seed: int) -> MediaSamples | None:
             continue
         if name == "mixed" and len({*taken}) < 2:
             continue
-        found, error = _first_that_runs(model, holder, taken, seed)
+        found, error = find(taken)
         if found is None:
             missing[name] = error
         else:
             batches[name] = found
     return MediaSamples(batches, missing)
+
+
+def _first_form_that_runs(
+    inlined: InlinedInputs, kinds: Sequence[str], known: dict[str, Form], seed: int
+) -> tuple[Batch | None, str]:
+    """A sample of a model whose forward computes features itself, or why there is none.
+
+    Args:
+        known: forms by kind, for samples of several kinds; that of the only one of `kinds` is added.
+    """
+    ways: Iterable[list[Form]]
+    if len({*kinds}) == 1:
+        ways = ([form] for form in inlined.forms(kinds[0], len(kinds)))
+    elif {*kinds} <= known.keys():
+        ways = [[known[kind] for kind in dict.fromkeys(kinds)]]
+    else:
+        return None, "its kinds have no samples"
+    error = f"{type(inlined.model).__name__} does not compute its loss from {', '.join(inlined.names.values())}"
+    raised: str = ""
+    for forms in ways:
+        try:
+            batch = _inlined_sample(inlined, forms, seed)
+            with torch.no_grad():
+                losses = [inlined.model(**b, use_cache=False).loss for b in (batch, _without_features(batch, forms))]
+        except Exception as caught:
+            raised = raised or _raised(caught)
+            continue
+        if not forms or losses[0] != losses[1]:
+            known |= {form.kind: form for form in forms}
+            return batch, ""
+    return None, raised or error
+
+
+def _inlined_sample(inlined: InlinedInputs, forms: Sequence[Form], seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    config = inlined.model.config
+    text = partial(_text, text_ids(config), generator)
+    ids, kinds = text(), [""] * _TEXT
+    for form in forms:
+        for _ in range(form.count):
+            token = [_token_id(config, form.kind)] if form.has_token else text()[:1]
+            ids += token * form.tokens + text()
+            kinds += [form.kind] * form.tokens + [""] * _TEXT
+    input_ids = torch.tensor([ids])
+    batch = {"input_ids": input_ids, "labels": input_ids.masked_fill(torch.tensor([[bool(k) for k in kinds]]), -100)}
+    for form in forms:
+        batch |= inlined.inputs(form, torch.tensor([kind == form.kind for kind in kinds]), generator)
+    return batch
+
+
+def _without_features(batch: Batch, forms: Sequence[Form]) -> Batch:
+    return {**batch, **{form.name: torch.ones_like(batch[form.name]) for form in forms}}
 
 
 def _first_that_runs(model: Any, holder: Any, kinds: Sequence[str], seed: int) -> tuple[Batch | None, str]:
@@ -210,7 +271,8 @@ def packed_samples(positions: RopePositions, samples: MediaSamples) -> tuple[lis
     """Samples packed in one row, and each alone, with the labels of all in both losses."""
     names = [name for name in samples.batches if name != "mixed"]
     # Models that mark videos as images take no image and video in one row.
-    together = names if "mixed" in samples.batches else [name for name in names if name != "video"]
+    apart = "image" in names and "mixed" not in samples.batches
+    together = [name for name in names if name != "video"] if apart else names
     documents = [samples.batches[name] for name in together]
     packed = pack(positions, documents)
     targets = torch.tensor(int((packed["labels"] != -100).sum()))

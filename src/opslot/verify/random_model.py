@@ -95,6 +95,7 @@ def text_ids(config: PreTrainedConfig) -> Tensor:
 def _marks(config: PreTrainedConfig) -> Iterator[Any]:
     """Ids that a config with encoders, and the configs in it, give to special tokens."""
     nested = [getattr(config, name, None) for name in config.sub_configs]
+    yield from (getattr(config, "vocabulary_map", None) or {}).values()
     if any(name != "text_config" for name in config.sub_configs):
         given = config.to_dict()
         yield from (given[name] for name in given if name.endswith(("_token_id", "_token_index")))
@@ -142,7 +143,9 @@ def train_step(model: Any, batches: list[dict[str, Any]]) -> dict[str, Tensor]:
     total = torch.zeros(())
     for batch in batches:
         loss = _loss(model, batch)
-        loss.backward()
+        # Images become tokens in some models (Emu3), and nothing trains without the language model.
+        if loss.requires_grad:
+            loss.backward()
         total += loss.detach().cpu()
     result = {"loss": total}
     for name, parameter in model.named_parameters():

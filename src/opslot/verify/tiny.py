@@ -131,6 +131,7 @@ _SIZES: dict[str, Any] = {
     "projector_hidden_size": 32,
     "patch_size": _PATCH,
     "image_size": _IMAGE,
+    "crop_size": _IMAGE,
     "resolution": _IMAGE,
     "base_channels": 32,
     "num_position_embeddings": 16,
@@ -146,6 +147,7 @@ _NEEDED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_e
 
 # Names of the hidden size.
 _WIDTHS = ("hidden_size", "d_model", "embed_dim", "n_embd", "dim")
+_WIDTH_NAMES = ("_dim", "_size", "_width", "_channel", "_channels")
 _SIZES_BY_WIDTH = ("hidden_size", "intermediate_size", "_in_dim", "_out_dim", "input_dim", "output_dim", "_width")
 _SMALLEST_WIDTH = 64
 _MOST_RATIO = 16
@@ -169,7 +171,10 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "rope_parameters": {kind: dict(_ROTARY) for kind in ("sliding_attention", "full_attention")},
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "chameleon": {"vocabulary_map": {"<image>": 60}},
+    # Codes of images are tokens, whose names end in their numbers, in letters or digits.
+    "chameleon": {"vocabulary_map": {"<image>": 60, "IMGIMGAZ": 58, "IMGIMGBZ": 59}},
+    "chameleon_vqgan": {"num_embeddings": 2},
+    "emu3_vqgan": {"codebook_size": 2, "hidden_size": 128},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "dots1": {"n_shared_experts": 1},
     "glm5_next_text": {"index_topk": 16},
@@ -181,7 +186,15 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "step3p5": {"sliding_window": 8, "share_expert_dim": 16, "swiglu_limits": [0.5, 0.5]},
     # Heads times their size is the width of the state.
     "mamba2": {"num_heads": 8, "head_dim": 8},
-    "emu3": {"vocabulary_map": {"<image>": 60, "<|extra_200|>": 61, "<|visual token 000000|>": 62}},
+    "emu3": {
+        "image_token_id": 60,
+        "vocabulary_map": {
+            "<image>": 60,
+            "<|extra_200|>": 61,
+            "<|visual token 000000|>": 62,
+            "<|visual token 000001|>": 63,
+        },
+    },
     # Ids of images and audio have embeddings of their own, behind those of text.
     "gemma3n": {"image_token_id": 49, "audio_token_id": 57},
     "gemma3n_vision": {"vocab_size": 8, "vocab_offset": 48},
@@ -345,7 +358,7 @@ def _sizes_by_width(given: dict[str, Any], widths: frozenset[int], ratios: bool)
     own = [given[name] for name in _WIDTHS if type(given.get(name)) is int and given[name]]
     found = {}
     for name, value in given.items():
-        if type(value) is not int or value < _SMALLEST_WIDTH or not name.endswith(("_dim", "_size", "_width")):
+        if type(value) is not int or value < _SMALLEST_WIDTH or not name.endswith(_WIDTH_NAMES):
             continue
         if name not in _SIZES and value in widths:
             found[name] = _SIZES["hidden_size"]
@@ -395,10 +408,11 @@ def _special_token_ids(given: dict[str, Any]) -> dict[str, int]:
     """Different ids of the placeholders that the config of an encoder has itself, and of what is outside of a tiny
     vocabulary."""
     names = [f"{kind}_token_id" for kind in _KINDS]
-    found = [name for name in names if isinstance(given.get(name), int)]
-    found += [name for name in given if name.endswith("_token_id") and name not in (*_SIZES, *names)]
-    found = [name for name in found if name in names or (type(given[name]) is int and given[name] >= _VOCABULARY)]
-    return {name: _VOCABULARY - 1 - i for i, name in enumerate(found)}
+    others = [name for name in given if name.endswith("_token_id") and name not in (*_SIZES, *names)]
+    others = [name for name in others if type(given[name]) is int and given[name] >= _VOCABULARY]
+    # Encoders of one model have configs of their own, and need different ids.
+    ids = {name: _VOCABULARY - 1 - i for i, name in enumerate([*names, *others])}
+    return {name: id for name, id in ids.items() if name in others or isinstance(given.get(name), int)}
 
 
 def _rotary_sections(given: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

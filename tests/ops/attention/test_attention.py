@@ -202,6 +202,19 @@ def test_sdpa_on_cpu_never_runs_the_math_backend():
     assert "aten::_scaled_dot_product_attention_math" not in names
 
 
+def test_trained_bias_gets_its_gradient_on_cpu():
+    """The CPU's fused attention gives none, and the bias is as large as the scores."""
+    gradients = []
+    for function in (load("sdpa"), op.reference):
+        q, k, v = tensors(kv_heads=4)
+        bias = torch.zeros(2, 4, 24, 24, requires_grad=True)
+        out, _ = function(Attention(), q, k, v, bias)
+        (out * torch.arange(16)).sum().backward()
+        gradients.append(bias.grad)
+    assert gradients[1].abs().max() > 0
+    torch.testing.assert_close(*gradients)
+
+
 def test_reference_sinks_equal_an_extra_key():
     q, k, v = tensors(dtype=torch.float64)
     sinks = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

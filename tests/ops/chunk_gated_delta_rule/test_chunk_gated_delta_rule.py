@@ -234,6 +234,7 @@ def assert_like_fp64(arguments, rtol=1e-5, want=(True, True)):
         torch.testing.assert_close(got.double(), exact, rtol=0, atol=rtol * max(1.0, exact.abs().max().item()))
 
 
+@pytest.mark.quick("True-*", "False-channels2")
 @pytest.mark.parametrize(("l2norm", "channels"), [(True, ()), (False, ()), (False, (24,))])
 def test_triton_states_of_packed_documents(l2norm, channels):
     documents = [3, 66, 0, 1]
@@ -314,6 +315,7 @@ def test_triton_reads_strided_heads_without_copying(channels):
     assert torch.equal(triton(**turned)[0], expected)
 
 
+@pytest.mark.quick("documents*")
 @pytest.mark.parametrize(("documents", "channels"), [(None, ()), ([129, 0, 1, 65], ()), ([70, 0, 1], (16,))])
 def test_triton_split_documents(monkeypatch, documents, channels):
     """Parts of a document in parallel, with more parts than some documents have chunks."""

@@ -24,7 +24,7 @@ def run_by_document(module: ModuleView, patch: PatchConfig, keeping: Iterable[st
             continue
         patch.decorate(f"{definer}.forward", *_DECORATOR)
         patch.set_attribute(owner, BY_DOCUMENT, True)
-        pass_documents_to(module, patch, owner, by_document=True)
+        pass_documents_to(module, patch, owner)
 
 
 def _outermost(module: ModuleView, keeping: set[str]) -> Iterator[str]:

@@ -216,6 +216,10 @@ class WholeSequences:
         for name in parts:
             if reason := _mixes(module, name):
                 yield ClassFact(name, KEEPS_SEQUENCES, f"{name} {reason}")
+        for name in _counting_rows(module):
+            yield ClassFact(
+                name, KEEPS_SEQUENCES, f"{name} counts the positions of each row, and takes no position_ids"
+            )
         for name, forward in module.methods():
             if name not in parts and not _ENCODERS.search(name) and _attends_to_others(module, forward):
                 yield ClassFact(name, KEEPS_SEQUENCES, f"{name} attends to other states than its own")
@@ -265,6 +269,25 @@ def _mixes(module: ModuleView, name: str) -> str:
         elif not _acts_per_token(module, name, method) and (reason := _mixing_call(module, method, frozenset())):
             return reason
     return ""
+
+
+def _counting_rows(module: ModuleView) -> Iterator[str]:
+    """Decoders that embed positions which they count themselves, where they cannot be given positions."""
+    embeddings = {name for name in module.classes if "Position" in name and "forward" in module.own_methods(name)}
+    for name, forward in module.methods():
+        constructor = module.upstream.find(f"{name}.__init__")
+        if (
+            "Encoder" in name
+            or _ENCODERS.search(name)
+            or constructor is None
+            or "position_ids" in module.parameters(forward)
+        ):
+            continue
+        embeds = any(
+            ast.unparse(call.func) in embeddings for call in ast.walk(constructor) if isinstance(call, ast.Call)
+        )
+        if embeds and "embed_positions" in module.text(forward):
+            yield name
 
 
 def _attends_to_others(module: ModuleView, forward: str) -> bool:

@@ -28,20 +28,21 @@ def _case(
     causal: bool = True,
     value_width: int | None = None,
     sinks: bool = False,
+    keys: int | None = None,
     **options: Any,
 ) -> InputCase:
     batch, heads, kv_heads, length, width = shape
 
     def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         # [B, S, heads, D] in memory, as projections return it.
-        def projected(count: int, size: int = width) -> Tensor:
-            return randn((batch, length, count, size), dtype, device, generator).transpose(1, 2)
+        def projected(count: int, size: int = width, tokens: int = length) -> Tensor:
+            return randn((batch, tokens, count, size), dtype, device, generator).transpose(1, 2)
 
         arguments: dict[str, Any] = {
             "module": _Module(causal),
             "query": projected(heads),
-            "key": projected(kv_heads),
-            "value": projected(kv_heads, value_width or width),
+            "key": projected(kv_heads, tokens=keys or length),
+            "value": projected(kv_heads, value_width or width, keys or length),
             "attention_mask": None,
             "scaling": width**-0.5,
             **options,
@@ -87,6 +88,7 @@ CASES = {
     "bidirectional": [
         _case("bidirectional", (2, 4, 4, 21, 64), causal=False),
         _case("bidirectional packed documents", (1, 4, 4, 40, 64), documents=[16, 4, 20], causal=False),
+        _case("cross", (2, 4, 4, 9, 64), causal=False, keys=21),
     ],
 }
 

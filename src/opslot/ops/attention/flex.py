@@ -45,6 +45,10 @@ def flex_attention(
         )
     if attention_mask is None and query.shape[2] > 1:
         attention_mask = _masks.of(query, key, causal_of(module, kwargs), kwargs)
+    if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool:
+        # Transformers' adapter adds masks that are no block masks to the scores.
+        hidden = torch.zeros(attention_mask.shape, dtype=query.dtype, device=query.device)
+        attention_mask = hidden.masked_fill(~attention_mask, torch.finfo(query.dtype).min)
     if query.is_cuda and 1 < query.shape[2] < _DECODING:
         kwargs = {
             **kwargs,

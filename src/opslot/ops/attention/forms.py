@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
-from opslot.patchgen.forms import ClassFact, Match, ModuleView, Reviewed, Skip
+from opslot.patchgen.forms import OTHER_STATES, ClassFact, Match, ModuleView, Reviewed, Skip
 from opslot.slots.protocol import ATTENTION_OPTIONS, CU_SEQLENS_FOR_FLASH
 
 OP = "attention"
@@ -81,6 +82,13 @@ _OPTIONS = ("sliding_window", "softcap", "s_aux")
 _SPARSE = {"indices", "block_indices"}
 
 
+_CROSS = '''\
+def _opslot_cross_attention(config, is_cross):
+    """The argument that tells opslot's kernels that keys are those of other states, whose padding is another."""
+    return {"cross_attention": True} if is_cross and str(config._attn_implementation).startswith("opslot_") else {}
+'''
+
+
 @dataclass(frozen=True)
 class Attention:
     """Each class that calls Transformers' attention interface."""
@@ -95,21 +103,35 @@ class Attention:
             if reason:
                 yield Skip(name, OP, reason)
             else:
-                yield Match(name, OP, variant, _Write(name, Slot(OP, variant), eager, _options(module, forward)))
+                write = _Write(name, Slot(OP, variant), eager, _options(module, forward), _cross_calls(module, forward))
+                yield Match(name, OP, variant, write)
 
 
 @dataclass(frozen=True)
 class _Write:
-    """Declares the attention of class `name`; its text stays as it is."""
+    """Declares the attention of class `name`; of its text, only calls that may be cross attention change.
+
+    Attributes:
+        cross: those calls, and how often each is in the text; after the condition under which it is cross attention.
+    """
 
     name: str
     slot: Slot
     eager: str
     options: dict[str, str]
+    cross: tuple[str, Counter[str]] | None
 
     def __call__(self, patch: PatchConfig) -> None:
         patch.slot_config([self.name], self.slot, depends=[self.eager])
         patch.set_attribute(self.name, ATTENTION_OPTIONS, (self.slot.variant, self.options))
+        if self.cross is None:
+            return
+        condition, calls = self.cross
+        for call, count in calls.items():
+            marked = f"{call.removesuffix(')')}, **_opslot_cross_attention(self.config, {condition}))"
+            patch.replace(f"{self.name}.forward", call, marked, count=count)
+        if _CROSS not in patch.helpers:
+            patch.add_helper(_CROSS)
 
 
 _ASK_BINDING = """\
@@ -180,14 +202,32 @@ def _unsupported(module: ModuleView, name: str, eager: str, variant: str) -> str
     unread = {"softcap", "s_aux"} & given - set(row.args.split())
     if unread:
         return f"passes {', '.join(sorted(unread))}, which its eager attention does not read"
-    if {"key_value_states", "encoder_hidden_states"} & set(module.parameters(forward)):
-        return "attends to other states than its own"
+    if OTHER_STATES & {*module.parameters(forward)} and _cross_calls(module, forward) is None:
+        return "attends to other states than its own, in another way than cross attention"
     if any((text := _mask_of(call)) and not _is_unchanged(module, forward, text) for call in calls):
         return "changes the attention mask"
     if variant == "causal" and "self.is_causal" not in module.text(f"{name}.__init__"):
         return "does not state whether it is causal"
     by_mask = any(_mask_of(call) for call in calls) and not _has_cu_seqlens_for_mask(module)
     return other_masks(module, needed=variant == "causal" or by_mask)
+
+
+def _cross_calls(module: ModuleView, forward: str) -> tuple[str, Counter[str]] | None:
+    """When a method attends to the states in a parameter instead of its own, and its calls; None if that is unknown."""
+    definition = module.upstream.find(forward)
+    given = sorted(OTHER_STATES & {*module.parameters(forward)})
+    # The first concatenates keys of its own and other states; the second may not be given the other states.
+    if (
+        definition is None
+        or len(given) != 1
+        or re.search(r"torch\.cat\(|self\.is_cross_attention", module.text(forward))
+    ):
+        return None
+    (states,) = given
+    calls = Counter(map(ast.unparse, module.calls(forward, "attention_interface")))
+    if not any(isinstance(node, ast.Compare) and ast.unparse(node.left) == states for node in ast.walk(definition)):
+        return "True", calls
+    return (f"{states} is not None", calls) if _is_unchanged(module, forward, states) else None
 
 
 def _mask_of(call: ast.Call) -> str:

@@ -22,8 +22,32 @@ from opslot._base.errors import KernelError
 _MODULE = masking_utils.__name__
 
 
+class Keys(NamedTuple):
+    """Keys that are not padding.
+
+    Attributes:
+        real: bool [B, S_kv].
+        index: of these keys among all B * S_kv.
+        cu_seqlens: int32 [B + 1], of these keys in each row.
+        longest: most of them in a row.
+    """
+
+    real: Tensor
+    index: Tensor
+    cu_seqlens: Tensor
+    longest: int
+
+    @staticmethod
+    def of(padding_mask: Tensor) -> Keys:
+        """The keys that a padding mask [B, S_kv] shows."""
+        real = padding_mask.bool()
+        counts = real.sum(1)
+        cu_seqlens = pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+        return Keys(real, real.flatten().nonzero().flatten(), cu_seqlens, int(counts.max()))
+
+
 class Layout(NamedTuple):
-    """An attention mask of documents.
+    """An attention mask of documents, or of keys that are not padding.
 
     Attributes:
         causal: whether it is causal; None leaves it to the module.
@@ -32,6 +56,7 @@ class Layout(NamedTuple):
         window: sliding window, in tokens.
         chunk: keys are visible to queries of the same chunk; chunks are counted from the start of each document.
         length: tokens of a row, where they are known.
+        keys: without causality, those that are not padding. Cross attention has them alone, whatever the documents.
     """
 
     causal: bool | None = None
@@ -40,6 +65,7 @@ class Layout(NamedTuple):
     window: int | None = None
     chunk: int | None = None
     length: int = 0
+    keys: Keys | None = None
 
     @property
     def shape(self) -> tuple[int]:
@@ -53,7 +79,7 @@ class Layout(NamedTuple):
 
     def of_document(self, length: int) -> Layout:
         """The mask of one document of `length` tokens alone."""
-        return self._replace(cu_seqlens=None, longest=None, length=length)
+        return self._replace(cu_seqlens=None, longest=None, length=length, keys=None)
 
     def contiguous(self) -> Layout:
         """Called by `generate` on the masks for a static cache."""
@@ -120,6 +146,9 @@ class _Pattern(NamedTuple):
     window: int | None = None
     chunk: int | None = None
     documents: Tensor | None = None
+
+
+_BIDIRECTIONAL = _Pattern(causal=False)
 
 
 def _read(function: Any) -> _Pattern | None:
@@ -194,17 +223,19 @@ def _merged(parts: list[_Pattern | None]) -> _Pattern | None:
 
 def _layout(pattern: _Pattern, attention_mask: Tensor | None) -> Layout | str | None:
     """The layout of the global sequences; None if only causality limits attention; a string if it cannot be derived."""
-    starts = None
+    starts, keys = None, None
     if pattern.documents is not None:
         starts = pattern.documents.diff(dim=-1) != 0
     elif attention_mask is not None and not bool(attention_mask.all()):
         real = attention_mask.bool()
         starts = real.diff(dim=-1)
+        keys = Keys.of(attention_mask) if pattern == _BIDIRECTIONAL else None
         if bool(((starts & real[:, 1:]).sum(-1) + real[:, 0] > 1).any()):
-            return "padding between tokens"
-    found = Layout(causal=pattern.causal, window=pattern.window, chunk=pattern.chunk)
+            return "padding between tokens" if keys is None else Layout(causal=False, keys=keys)
+    found = Layout(causal=pattern.causal, window=pattern.window, chunk=pattern.chunk, keys=keys)
     if starts is None:
-        return None if pattern.window is None and pattern.chunk is None else found
+        # The attribute `is_causal` of some encoders is wrong (Phi-4 multimodal).
+        return None if pattern.causal and pattern.window is None and pattern.chunk is None else found
     first = pad(starts, (1, 0), value=True).flatten()
     cu_seqlens = pad(first.nonzero().flatten(), (0, 1), value=len(first)).to(torch.int32)
     return found._replace(cu_seqlens=cu_seqlens, longest=int(cu_seqlens.diff().max()))
@@ -309,6 +340,10 @@ def mask_function(own: Callable[..., Any], name: str, *, falls_back: bool = Fals
                 layout = _layout(pattern, attention_mask)
                 if not isinstance(layout, str):
                     return layout and layout._replace(length=kv_length)
+            elif pattern == _BIDIRECTIONAL and skips and (attention_mask is None or attention_mask.dim() == 2):
+                # Cross attention.
+                hides = attention_mask is not None and not bool(attention_mask.all())
+                return Layout(causal=False, length=kv_length, keys=Keys.of(attention_mask)) if hides else None
         else:
             given["mask_function"] = _by_index(mask_function)
         chunked = pattern is not None and pattern.chunk is not None and kv_length + kv_offset > pattern.chunk
@@ -339,13 +374,14 @@ def _with_documents(mask: Tensor, batch: int, kwargs: dict[str, Any]) -> tuple[T
 
 
 def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """An attention `kernel` whose mask may be a `Layout`.
+    """An attention `kernel` whose mask may be a `Layout`, and which may be called with `cross_attention`.
 
     Args:
         dense: runs instead of the kernel where the mask is a dense one [B, 1, S, S_kv].
     """
     if getattr(kernel, "reads_layout", False):
         return kernel
+    any_mask = applies_any(getattr(kernel, "mask_function", masking_utils.flash_attention_mask))
 
     @functools.wraps(kernel)
     def attend(
@@ -356,15 +392,71 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
         attention_mask: Any,
         dropout: float = 0.0,
         scaling: float | None = None,
+        cross_attention: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         function = kernel
-        if isinstance(attention_mask, Layout):
+        is_layout = isinstance(attention_mask, Layout)
+        has_keys_alone = is_layout and attention_mask.keys is not None and attention_mask.cu_seqlens is None
+        if cross_attention or has_keys_alone:
+            kwargs = {n: x for n, x in kwargs.items() if not n.startswith(("cu_seq_lens_", "max_length_"))}
+            kwargs["is_causal"] = False
+            keys = attention_mask.keys if is_layout else None
+            if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+                # Of a compiled model.
+                keys = Keys.of(attention_mask[:, -key.shape[2] :])
+            packs = not any_mask or (getattr(kernel, "packs_keys", None) or _never)(query, value)
+            if keys is not None and packs:
+                return _over_keys(keys, kernel, module, query, key, value, dropout, scaling, kwargs)
+            if keys is not None:
+                attention_mask = keys.real[:, None, None].expand(-1, 1, query.shape[2], -1)
+            elif is_layout:
+                attention_mask = None
+            function = (dense or kernel) if attention_mask is not None else kernel
+        elif is_layout:
             kwargs, attention_mask = attention_mask.arguments(query, kwargs), None
         elif isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
             attention_mask, kwargs = _with_documents(attention_mask, query.shape[0], kwargs)
             function = dense or kernel
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and function is kernel and not any_mask:
+            raise KernelError(
+                f"{getattr(kernel, '__name__', kernel)} cannot apply a dense mask {tuple(attention_mask.shape)}, which "
+                f"{type(module).__name__} was given",
+                hint="use sdpa or eager",
+            )
         return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
     attend.reads_layout = True  # type: ignore[attr-defined]
     return attend
+
+
+def _never(query: Tensor, value: Tensor) -> bool:
+    return False
+
+
+def _over_keys(
+    keys: Keys,
+    kernel: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Attention of all queries to the keys that are not padding, each row a document."""
+    batch, _, length, _ = query.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    k, v = (x.index_select(0, keys.index) for x in (k, v))
+    bounds = {"cu_seq_lens_q": _rows(batch, length, query.device), "max_length_q": length}
+    bounds |= {"cu_seq_lens_k": keys.cu_seqlens, "max_length_k": keys.longest}
+    flat = (x[None].transpose(1, 2) for x in (q, k, v))
+    out = kernel(module, *flat, None, dropout=dropout, scaling=scaling, **kwargs, **bounds)[0]
+    return out.unflatten(1, (batch, length)).squeeze(0), None
+
+
+@functools.lru_cache(maxsize=8)
+def _rows(batch: int, length: int, device: torch.device) -> Tensor:
+    """cu_seqlens int32 [B + 1] of whole rows."""
+    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)

@@ -6,6 +6,10 @@ Packed documents are given by `cu_seq_lens_q` / `cu_seq_lens_k` (int32, [documen
 `max_length_q` / `max_length_k`. No document crosses rows. If the last boundary is not B * S, eager code and `sdpa` on
 CPU treat the tokens after it as another document; variable-length kernels would leave their outputs uninitialized,
 and reject them (on a GPU by a device-side assertion).
+
+Cross attention (keys of an encoder's states) is not causal. Where keys have padding, a kernel gets a mask, or the other
+keys alone with `cu_seq_lens_k` that differs from `cu_seq_lens_q`: `masks.reads_layout`. Calls that are cross attention
+are marked by the class's form, since as many queries as keys can be either.
 """
 
 from __future__ import annotations

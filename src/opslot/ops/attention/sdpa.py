@@ -1,4 +1,7 @@
-"""torch's scaled_dot_product_attention: packed documents by cu_seqlens, never the math backend."""
+"""torch's scaled_dot_product_attention: packed documents by cu_seqlens, without the math backend.
+
+Only on the CPU a bias that is trained takes the math backend.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,8 @@ _FUSED = {
     "cpu": [SDPBackend.FLASH_ATTENTION],
 }
 _HALF = (torch.float16, torch.bfloat16)
+# The head size up to which torch has a variable-length flash kernel.
+_WIDEST = 256
 # torch's error messages if no allowed backend supports a call.
 _NO_BACKEND = ("No available kernel", "No viable backend")
 
@@ -67,8 +72,15 @@ def cudnn(
     return _attend("cudnn", backends, module, query, key, value, attention_mask, dropout, scaling, kwargs)
 
 
+def _packs_keys(query: Tensor, value: Tensor) -> bool:
+    """Whether attention to keys without padding runs in the variable-length flash kernel, without a mask."""
+    return query.is_cuda and query.dtype in _HALF and max(query.shape[-1], value.shape[-1]) <= _WIDEST
+
+
 sdpa.mask_function = sdpa_mask  # type: ignore[attr-defined]
 cudnn.mask_function = sdpa_mask  # type: ignore[attr-defined]
+sdpa.packs_keys = _packs_keys  # type: ignore[attr-defined]
+cudnn.packs_keys = _packs_keys  # type: ignore[attr-defined]
 
 
 def _attend(
@@ -134,6 +146,9 @@ def _fused(
 
     if backends is None:
         return run()
+    if query.is_cpu and mask is not None and mask.requires_grad:
+        # The CPU's fused attention gives no gradient to a bias, which is as large as the scores.
+        backends = [SDPBackend.MATH]
     with sdpa_kernel(backends):
         try:
             return run()[..., :width]
@@ -179,10 +194,10 @@ def _varlen(
 ) -> Tensor:
     """All documents (without `cu_seq_lens_q`: all rows) in one launch of torch's variable-length flash kernel."""
     width, value_width = max(query.shape[-1], value.shape[-1]), value.shape[-1]
-    if width > 256:
+    if width > _WIDEST:
         raise KernelError(
             f"attn_implementation={name!r}: packed documents and sliding windows require "
-            f"head sizes up to 256, query has {query.shape[-1]} and value {value_width}",
+            f"head sizes up to {_WIDEST}, query has {query.shape[-1]} and value {value_width}",
             hint="use eager or flex_attention",
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -1,0 +1,174 @@
+"""Encoders, decoders and cross attention between them: as Transformers computes them, with padding on either side."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForSeq2SeqLM, WhisperConfig, WhisperForConditionalGeneration
+from transformers.masking_utils import flash_attention_mask
+
+import opslot
+from opslot._base.errors import ConfigError, KernelError
+from opslot.distributed import ParallelState
+from opslot.models._sequence import prepare_ulysses
+from opslot.ops.attention.masks import Keys, Layout, reads_layout
+from opslot.ops.attention.reference import reference
+from opslot.slots import KERNEL_REGISTRY, binding_of
+from opslot.verify.random_model import worst_difference
+from opslot.verify.tiny import tiny_config
+
+SOURCE = 9
+
+
+def seq2seq(arch, implementation="sdpa"):
+    torch.manual_seed(0)
+    config = tiny_config(arch)
+    model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation=implementation).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def padding(kind):
+    mask = torch.ones(3, SOURCE, dtype=torch.long)
+    if kind == "between":
+        mask[0, 3] = mask[1, 5:7] = 0
+    else:
+        mask[1, :4] = mask[2, :2] = 0
+    return mask.flip(1) if kind == "right" else mask
+
+
+def batch_of(model, kind, target):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, model.config.get_text_config().vocab_size, (3, SOURCE), generator=generator)
+    return {"input_ids": ids, "attention_mask": padding(kind), "labels": ids.flip(0)[:, :target].contiguous()}
+
+
+def step(model, batch):
+    model.zero_grad()
+    output = model(**batch, use_cache=False)
+    output.loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return found | {"loss": output.loss.detach(), "logits": output.logits.detach()}
+
+
+def kernels_of(model):
+    return {row.chosen for row in opslot.explain(model) if row.op == "attention"}
+
+
+@pytest.mark.quick("bart")
+@pytest.mark.parametrize("arch", ["bart", "mbart", "pegasus", "marian", "m2m_100", "blenderbot", "plbart"])
+def test_padded_sources_equal_transformers_also_with_targets_of_their_length(arch):
+    original = seq2seq(arch)
+    model = copy.deepcopy(original)
+    opslot.apply(model)
+    assert kernels_of(model) == {"sdpa"}
+    for target in (SOURCE, 6):
+        for kind in ("right", "left", "between"):
+            batch = batch_of(model, kind, target)
+            assert not worst_difference(step(model, batch), step(original, batch)), (target, kind)
+
+
+@pytest.mark.quick("bart")
+@pytest.mark.parametrize("arch", ["bart", "t5gemma", "t5"])
+def test_eager_is_bit_for_bit_and_generates_the_same(arch):
+    original = seq2seq(arch, "eager")
+    model = copy.deepcopy(original)
+    opslot.apply(model, "eager")
+    batch = batch_of(model, "left", SOURCE)
+    found, expected = step(model, batch), step(original, batch)
+    assert all(torch.equal(x, expected[name]) for name, x in found.items())
+    opslot.apply(model)
+    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    tokens = (m.generate(**given, max_new_tokens=6, do_sample=False) for m in (model, original))
+    assert torch.equal(*tokens)
+
+
+def test_whisper_equals_transformers():
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_mel_bins": 8}
+    sizes |= {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = WhisperConfig(vocab_size=64, max_source_positions=10, max_target_positions=12, **sizes, **tokens)
+    original = WhisperForConditionalGeneration(config).eval()
+    model = copy.deepcopy(original)
+    opslot.apply(model)
+    assert kernels_of(model) == {"sdpa"}
+    batch = {"input_features": torch.randn(2, 8, 20), "labels": torch.randint(3, 64, (2, 10))}
+    assert not worst_difference(step(model, batch), step(original, batch))
+
+
+def test_explain_names_the_reason_for_attention_with_a_position_bias():
+    model = seq2seq("t5")
+    report = str(opslot.apply(model))
+    assert "eager (Transformers' sdpa)" in report
+    assert "T5Attention passes position_bias to attention" in report
+
+
+def test_sequence_parallelism_of_an_encoder_and_a_decoder_raises():
+    model = seq2seq("bart")
+    opslot.apply(model)
+    _, binding = binding_of(model)
+    with pytest.raises(ConfigError, match="its language model is not separate from its encoder"):
+        prepare_ulysses(model, binding, ParallelState(sp=2))
+
+
+def by_boundaries(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+    """An attention kernel that takes boundaries, as FlashAttention does, and no mask."""
+    assert attention_mask is None
+    if kwargs.get("cu_seq_lens_q") is None:
+        return reference(module, query, key, value, None, scaling=scaling, **kwargs)
+    q, k = (kwargs.pop(f"cu_seq_lens_{x}").tolist() for x in "qk")
+    rows = [
+        reference(module, query[:, :, a:b], key[:, :, c:d], value[:, :, c:d], None, scaling=scaling, **kwargs)[0]
+        for a, b, c, d in zip(q, q[1:], k, k[1:], strict=False)
+    ]
+    return torch.cat(rows, 1), None
+
+
+by_boundaries.mask_function = flash_attention_mask
+
+
+@pytest.mark.parametrize("queries", [6, 4])
+def test_kernels_without_masks_get_the_keys_that_are_not_padding(queries):
+    """As many queries as keys are no documents."""
+    module = nn.Module()
+    module.is_causal = True
+    query, key, value = (torch.randn(2, 2, n, 8) for n in (queries, 6, 6))
+    mask = torch.tensor([[1, 1, 0, 1, 0, 0], [0, 1, 1, 1, 1, 1]])
+    documents = torch.tensor([0, 3, 6, 12], dtype=torch.int32)
+    given = {"cu_seq_lens_q": documents, "cu_seq_lens_k": documents, "max_length_q": 6, "max_length_k": 6}
+    attend = reads_layout(by_boundaries)
+    expected = reference(module, query, key, value, mask.bool()[:, None, None], is_causal=False)[0]
+    layout = Layout(causal=False, cu_seqlens=documents, longest=6, keys=Keys.of(mask))
+    for padded in (layout, mask):
+        found = attend(module, query, key, value, padded, cross_attention=True, **given)[0]
+        torch.testing.assert_close(found, expected)
+    found = attend(module, query, key, value, None, cross_attention=True)[0]
+    torch.testing.assert_close(found, reference(module, query, key, value, None, is_causal=False)[0])
+    with pytest.raises(KernelError, match="cannot apply a dense mask"):
+        attend(module, query, key, value, torch.zeros(2, 1, queries, 6), cross_attention=True)
+
+
+@pytest.mark.gpu
+def test_every_kernel_attends_to_padded_sources_on_a_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    original = seq2seq("bart").to("cuda", torch.bfloat16)
+    names = [spec.name for spec in KERNEL_REGISTRY.specs("attention", "causal")]
+    ran = []
+    for kind in ("right", "between"):
+        batch = {name: x.cuda() for name, x in batch_of(original, kind, SOURCE).items()}
+        exact = step(copy.deepcopy(original).float(), batch)["logits"]
+        bound = 2 * float((step(original, batch)["logits"].float() - exact).abs().max()) + 1e-2
+        for name in names:
+            model = copy.deepcopy(original)
+            try:
+                opslot.apply(model, {"attn_implementation": name})
+            except ConfigError:
+                continue
+            ran.append(name)
+            assert float((step(model, batch)["logits"].float() - exact).abs().max()) <= bound, name
+    assert {"sdpa", "triton"} <= {*ran}
