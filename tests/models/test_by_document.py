@@ -145,3 +145,9 @@ def documents_of(ids, lengths):
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     labels = ids.masked_fill(positions == 0, -100)
     return {"input_ids": ids, "position_ids": positions, "labels": labels, "num_items_in_batch": torch.tensor(40)}
+
+
+def test_modules_compile_without_documents_as_one_graph():
+    compiled = torch.compile(Mixer().forward_by_document, fullgraph=True, backend="eager")
+    states = torch.randn(1, 6, 3)
+    assert torch.equal(compiled(states)[0], states.cumsum(1))

@@ -11,6 +11,7 @@ from opslot.models.discovery import discover
 from opslot.patchgen.engine import generate
 from opslot.patchgen.source import installed_release
 from opslot.slots.protocol import keeps_sequences
+from opslot.verify import check_architecture
 from opslot.verify.tiny import tiny_config
 
 
@@ -59,5 +60,9 @@ def test_default_positions_do_not_prevent_packing():
 
 def test_padding_mask_that_a_model_makes_hides_documents():
     model = AutoModelForCausalLM.from_config(tiny_config("biogpt"))
-    opslot.apply(model, "auto")
+    opslot.apply(model, "eager")
     assert "packed documents would attend to each other" in keeps_sequences(model)
+
+
+def test_kernels_get_the_documents_that_a_padding_mask_hides():
+    assert check_architecture("biogpt", checks=["packed"])["packed"].result == "passed"

@@ -51,6 +51,25 @@ def test_run_and_export(vlm_settings, tmp_path, train):
     assert all("eval_loss" in record for record in read_metrics(tmp_path / "out") if record["step"] % 2 == 0)
 
 
+def test_package_that_a_processor_or_a_model_needs_is_named(vlm_settings, monkeypatch):
+    from transformers import AutoConfig, PreTrainedModel
+
+    from opslot import build_foundation_model
+    from opslot.trainer.processors import load_processor
+
+    def failing(*_, **__):
+        raise ImportError("This needs the num2words library. You can install it with pip: `pip install num2words`")
+
+    folder = vlm_settings["model"]["config_path"]
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", failing)
+    monkeypatch.setattr("opslot.trainer.processors._without_video", lambda name: None)
+    with pytest.raises(ConfigError, match="num2words is not installed\n  hint: pip install num2words"):
+        load_processor(folder)
+    monkeypatch.setattr(PreTrainedModel, "_from_config", failing)
+    with pytest.raises(ConfigError, match="num2words is not installed\n  hint: pip install num2words"):
+        build_foundation_model(AutoConfig.from_pretrained(folder))
+
+
 def loss_and_gradients(trainer, batches):
     trainer.model.zero_grad()
     count = sum(trainer.count_targets(batch) for batch in batches)

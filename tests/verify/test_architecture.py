@@ -337,6 +337,14 @@ def test_modalities_on_two_processes(processes, arch):
     assert [(o.name, o.result) for o in found.outcomes] == [("fsdp", "passed"), ("sp", "passed")], str(found)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["chameleon", "fuyu", "phi4_multimodal", "mllama"])
+def test_derived_inputs_on_two_processes(processes, arch):
+    """One process has text alone. Chameleon's own layers read the features."""
+    found = check_architecture(arch, checks=["fsdp"], processes=processes)
+    assert found.ok, str(found)
+
+
 def test_frozen_parameter_with_a_gradient_is_named(monkeypatch):
     step = architecture.train_step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
@@ -67,3 +68,9 @@ def list_problems(title: str, problems: Sequence[str], shown: int = 10) -> str:
 def count_of(problems: Sequence[str]) -> str:
     """E.g. "1 problem" or "3 problems"."""
     return "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+
+
+def missing_package(error: Exception) -> str:
+    """The package that an ImportError says to install; "" for any other error."""
+    found = re.search(r"pip install (?:-\S+ )*([\w.-]+)", str(error)) if isinstance(error, ImportError) else None
+    return found[1] if found else ""

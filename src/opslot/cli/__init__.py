@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if show_traceback and arguments[:1] == ["train"]:
         # It prints its errors itself.
         arguments.append("--traceback")
+    # It warns, when PEFT imports it, of a missing kernel for inference on CPUs.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         return _dispatch(arguments)
     except OpslotError as error:

@@ -122,7 +122,10 @@ def text_of(record: Mapping[str, Any], text_field: str) -> tuple[str, str | None
     """The text of a record, and what is wrong with it."""
     if text_field not in record:
         fields = ", ".join(map(str, record)) or "none"
-        return "", f"no field {text_field!r}; it has {fields}. Set data.text_field to the field that holds the text"
+        fix = "Set data.text_field to the field that holds the text"
+        if not record.keys().isdisjoint(("messages", "conversations", "completion")):
+            fix = "For chats, set task: sft"
+        return "", f"no field {text_field!r}; it has {fields}. {fix}"
     text = record[text_field]
     if not isinstance(text, str):
         return "", f"field {text_field!r} holds a {type(text).__name__}, not a string"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from opslot._base.device import usable_device
 from opslot._base.dtypes import floating_dtype
-from opslot._base.errors import ConfigError
+from opslot._base.errors import ConfigError, missing_package
 from opslot._base.logging import get_logger
 from opslot.models._apply import apply, has_slots
 from opslot.models._registry import (
@@ -176,6 +176,8 @@ def _config_error(what: str, config: Mapping[str, Any], error: Exception) -> Con
 
     Transformers divides by the number of heads without checking it, and torch raises for tensors of negative size.
     """
+    if package := missing_package(error):
+        return ConfigError(f"{what}: {package} is not installed", hint=f"pip install {package}")
     zero = isinstance(error, ZeroDivisionError)
     faulty = [f"{name}={size}" for name, size in _sizes_in(config) if (size == 0 if zero else size < 0)]
     if faulty and isinstance(error, ZeroDivisionError | RuntimeError):

@@ -76,6 +76,9 @@ def find_towers(model: nn.Module) -> Towers:
             given[name].default is not inspect.Parameter.empty for name in inlined_inputs(model).values()
         )
         return Towers({}, False, encoders_of(model)) if are_optional else Towers({})
+    if holder.get_decoder() is holder:
+        # No module between its layers and the features, before which the others could run (Chameleon).
+        return Towers({}, False, encoders_of(model))
     source = inspect.getsource(type(holder).forward)
     called = sorted((source.index(f"self.{name}("), name) for name in _methods(holder) if f"self.{name}(" in source)
     found = {name: _smallest_input(holder, name) for _, name in called}
@@ -259,9 +262,7 @@ def features_of(outputs: Any) -> Any:
     """What the language model reads of what a method such as `get_image_features` returns."""
     if not isinstance(outputs, Mapping):
         return outputs
-    # The loss of an image tokenizer is not part of the model's.
-    own = {name: value for name, value in outputs.items() if name not in _INTERNAL and not name.endswith("_loss")}
-    read = {name: value for name, value in own.items() if value is not None}
+    read = {name: value for name, value in outputs.items() if name not in _INTERNAL and value is not None}
     return read if "pooler_output" in read else {**read, "last_hidden_state": outputs["last_hidden_state"]}
 
 

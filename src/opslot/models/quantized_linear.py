@@ -54,18 +54,24 @@ def quantize_layers(model: PreTrainedModel, keep: Collection[str] = ()) -> list[
     found = [
         path
         for path, module in model.named_modules()
-        if type(module) is nn.Linear and id(module) not in kept and not any(f".{name}." in f".{path}." for name in keep)
+        if type(module) is nn.Linear and id(module) not in kept and not _is_in(path, keep)
     ]
     if not found:
         raise ConfigError(f"{type(model).__name__} has no linear layers to quantize", hint="remove lora.quantization")
     for path in found:
         owner, _, name = path.rpartition(".")
         setattr(model.get_submodule(owner), name, _nf4_linear(model.get_submodule(path)))
-    for module in experts.values():
-        quantize_experts(module)
+    for path, module in experts.items():
+        if not _is_in(path, keep):
+            quantize_experts(module)
     # PEFT then uses its layers for bitsandbytes.
     model.__dict__["is_loaded_in_4bit"] = True
     return found
+
+
+def _is_in(path: str, names: Collection[str]) -> bool:
+    """Whether a path is that of a module with one of the names, or inside of one."""
+    return any(f".{name}." in f".{path}." for name in names)
 
 
 def _routers(block: nn.Module, experts: nn.Module) -> list[nn.Module]:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opslot._base.errors import ConfigError
+from opslot._base.errors import ConfigError, missing_package
 from opslot._base.logging import get_logger
 from opslot.models import MODEL_PROCESSOR_REGISTRY
 
@@ -45,7 +45,10 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Proc
         options = {"trust_remote_code": True} if trust_remote_code and cls is AutoProcessor else {}
         processor = cls.from_pretrained(str(folder), local_files_only=True, **options)
     except Exception as error:
-        raise ConfigError(f"the processor in {folder} cannot be read: {error}", hint=hint) from error
+        what = f"the processor in {folder} cannot be read"
+        if package := missing_package(error):
+            raise ConfigError(f"{what}: {package} is not installed", hint=f"pip install {package}") from error
+        raise ConfigError(f"{what}: {error}", hint=hint) from error
     if not isinstance(processor, ProcessorMixin):
         raise ConfigError(
             f"the processor in {folder} is not complete", found=f"only a {type(processor).__name__}", hint=hint

@@ -52,7 +52,7 @@ def test_equals_the_definition(shape, dtype, blocksize, nested):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_equals_bitsandbytes(dtype):
-    packed = quantized((64, 128), dtype, device=DEVICE)
+    packed = quantized((64, 128), dtype)
     expected = bitsandbytes.functional.dequantize_4bit(packed.data, packed.quant_state)
     assert torch.equal(nf4.dequantize(packed), expected)
 

@@ -27,13 +27,13 @@ class Keys(NamedTuple):
 
     Attributes:
         real: bool [B, S_kv].
-        index: of these keys among all B * S_kv.
+        places: of these keys among all B * S_kv.
         cu_seqlens: int32 [B + 1], of these keys in each row.
         longest: most of them in a row.
     """
 
     real: Tensor
-    index: Tensor
+    places: Tensor
     cu_seqlens: Tensor
     longest: int
 
@@ -342,8 +342,9 @@ def mask_function(own: Callable[..., Any], name: str, *, falls_back: bool = Fals
                     return layout and layout._replace(length=kv_length)
             elif pattern == _BIDIRECTIONAL and skips and (attention_mask is None or attention_mask.dim() == 2):
                 # Cross attention.
-                hides = attention_mask is not None and not bool(attention_mask.all())
-                return Layout(causal=False, length=kv_length, keys=Keys.of(attention_mask)) if hides else None
+                if attention_mask is None or bool(attention_mask.all()):
+                    return None
+                return Layout(causal=False, length=kv_length, keys=Keys.of(attention_mask))
         else:
             given["mask_function"] = _by_index(mask_function)
         chunked = pattern is not None and pattern.chunk is not None and kv_length + kv_offset > pattern.chunk
@@ -378,10 +379,14 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
 
     Args:
         dense: runs instead of the kernel where the mask is a dense one [B, 1, S, S_kv].
+
+    Raises:
+        KernelError: when called with a dense mask that neither can apply.
     """
     if getattr(kernel, "reads_layout", False):
         return kernel
     any_mask = applies_any(getattr(kernel, "mask_function", masking_utils.flash_attention_mask))
+    packs_keys = getattr(kernel, "packs_keys", None)
 
     @functools.wraps(kernel)
     def attend(
@@ -405,8 +410,7 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
             if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
                 # Of a compiled model.
                 keys = Keys.of(attention_mask[:, -key.shape[2] :])
-            packs = not any_mask or (getattr(kernel, "packs_keys", None) or _never)(query, value)
-            if keys is not None and packs:
+            if keys is not None and (not any_mask or (packs_keys is not None and packs_keys(query, value))):
                 return _over_keys(keys, kernel, module, query, key, value, dropout, scaling, kwargs)
             if keys is not None:
                 attention_mask = keys.real[:, None, None].expand(-1, 1, query.shape[2], -1)
@@ -430,10 +434,6 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
     return attend
 
 
-def _never(query: Tensor, value: Tensor) -> bool:
-    return False
-
-
 def _over_keys(
     keys: Keys,
     kernel: Callable[..., Any],
@@ -448,7 +448,7 @@ def _over_keys(
     """Attention of all queries to the keys that are not padding, each row a document."""
     batch, _, length, _ = query.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    k, v = (x.index_select(0, keys.index) for x in (k, v))
+    k, v = (x.index_select(0, keys.places) for x in (k, v))
     bounds = {"cu_seq_lens_q": _rows(batch, length, query.device), "max_length_q": length}
     bounds |= {"cu_seq_lens_k": keys.cu_seqlens, "max_length_k": keys.longest}
     flat = (x[None].transpose(1, 2) for x in (q, k, v))
