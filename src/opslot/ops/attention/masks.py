@@ -385,7 +385,7 @@ def reads_layout(kernel: Callable[..., Any], dense: Callable[..., Any] | None = 
     """
     if getattr(kernel, "reads_layout", False):
         return kernel
-    any_mask = applies_any(getattr(kernel, "mask_function", masking_utils.flash_attention_mask))
+    any_mask = applies_any(getattr(kernel, "mask_function", masking_utils.sdpa_mask))
     packs_keys = getattr(kernel, "packs_keys", None)
 
     @functools.wraps(kernel)
