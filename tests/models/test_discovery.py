@@ -28,6 +28,7 @@ from opslot.patchgen.source import UpstreamModule, installed_release
 from opslot.patchgen.writing import patch_source
 from opslot.slots.protocol import keeps_sequences
 from opslot.verify import check_architecture
+from opslot.verify.tiny import tiny_config
 
 SIZES = {
     "hidden_size": 32,
@@ -375,9 +376,18 @@ def test_selection_under_the_mask_does_not_mix_documents(returned, selects):
     assert sequences._selects_under_mask(method) == selects
 
 
-def test_sequences_of_such_models_are_not_sharded(tmp_path):
-    model = opslot.build_foundation_model(config_of("doge"), ops_implementation="eager")
-    with pytest.raises(ConfigError, match=r"cannot be sharded \(sp=2\): DogeAttention changes"):
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (config_of("doge"), "DogeAttention changes"),
+        (tiny_config("phi4_multimodal"), "it places features of images or audio in sequences inside"),
+    ],
+)
+def test_sequences_of_such_models_are_not_sharded(config, reason):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    opslot.apply(model, "eager", device="cpu")
+    with pytest.raises(ConfigError, match=rf"cannot be sharded \(sp=2\): {reason}"):
         opslot.parallelize(model, SimpleNamespace(sp=2, ep=1, mesh=None, device=torch.device("cpu")))
 
 

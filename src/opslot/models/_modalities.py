@@ -142,6 +142,12 @@ def decoder_of(model: nn.Module) -> nn.Module | None:
     return None if holder is None or attends_to_encoder else holder.get_decoder()
 
 
+def computes_features_inside(model: nn.Module) -> bool:
+    """Whether no module is a language model alone, whose inputs are the features of images or audio."""
+    holder = feature_module(model)
+    return bool(inlined_inputs(model)) if holder is None else decoder_of(model) is holder
+
+
 def keep_documents_from_towers(model: nn.Module) -> None:
     """Let `cu_seq_lens_q` and the like reach the language model alone: towers have sequences of their own.
 

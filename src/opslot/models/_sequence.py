@@ -24,7 +24,7 @@ from opslot.distributed import (
 )
 from opslot.distributed.recurrence import HEADS, SCAN_HEADS
 from opslot.distributed.ulysses import OverlappedAllToAll, kv_repeats
-from opslot.models._modalities import decoder_of
+from opslot.models._modalities import computes_features_inside, decoder_of
 from opslot.models._multimodal_sequence import has_whole_sequences, shard_at_decoder
 from opslot.models._own_loss import averages_its_own_labels
 from opslot.ops.attention import masks
@@ -60,8 +60,8 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
     """Check that sequences of `model` can be sharded, and register the hooks that this needs.
 
     Raises:
-        ConfigError: heads that sp does not divide, attention that opslot does not select, or projections that cannot
-            overlap.
+        ConfigError: heads that sp does not divide, attention that opslot does not select, a language model that
+            contains encoders, or projections that cannot overlap.
     """
     decoder = decoder_of(model)
     attention = [slot for slot in binding.of("attention") if _is_inside(_decoder_path(model), slot)]
@@ -70,6 +70,8 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
     recurrences = [slot for op_name in _SHARDED for slot in binding.of(op_name)]
     if not attention and not recurrences:
         why = why or "it has no attention that opslot can select"
+    if computes_features_inside(model):
+        why = why or "it places features of images or audio in sequences inside its language model"
     if why:
         raise ConfigError(
             f"sequences of {type(model).__name__} cannot be sharded (sp={state.sp}): {why}",
