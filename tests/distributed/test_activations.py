@@ -1,14 +1,19 @@
 """Activation checkpointing and offload: the same gradients, and what is kept."""
 
+import functools
+
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import opslot
 from opslot._base.errors import ConfigError
-from opslot.distributed import activations
+from opslot.distributed import activations, destroy_parallel_state, init_parallel_state
 from opslot.distributed.activations import checkpoint_activations, is_saved
+from opslot.distributed.fsdp import parallelize
 from opslot.verify.architecture import tiny_config
 
 
@@ -93,3 +98,44 @@ def test_invalid_options_raise():
         checkpoint_activations(model, "none", offload=True)
     with pytest.raises(ConfigError, match="is not one of none, full, selective"):
         checkpoint_activations(model, "half")
+
+
+class OuterCheckpoint(nn.Linear):
+    """A layer that is checkpointed around its hooks, as in releases of Transformers before 5.23."""
+
+    _gradient_checkpointing_func = None
+
+    def __call__(self, *args, **kwargs):
+        return self._gradient_checkpointing_func(functools.partial(super().__call__, **kwargs), *args)
+
+    def forward(self, x, scale):
+        assert scale.dtype == x.dtype == torch.bfloat16
+        return super().forward(x) * scale
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = OuterCheckpoint(4, 4)
+        self.layer._gradient_checkpointing_func = None
+
+    def gradient_checkpointing_enable(self, options):
+        pass
+
+    def forward(self, x):
+        return self.layer(x, scale=torch.full((4,), 1 / 3))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_inputs_are_cast_before_a_checkpoint_around_hooks(mode, monkeypatch):
+    """The FSDP of torch before 2.13 does not cast the inputs of a layer that is recomputed."""
+    monkeypatch.setattr(FSDPState, "_cast_forward_inputs", lambda self, args, kwargs: (args, kwargs))
+    state = init_parallel_state(device_type="cpu", group_of_one=True)
+    try:
+        model = parallelize(
+            Layers(), state, layers=["OuterCheckpoint"], param_dtype=torch.bfloat16, activation_checkpointing=mode
+        )
+        model(torch.randn(2, 4)).sum().backward()
+        assert model.layer.weight.grad is not None
+    finally:
+        destroy_parallel_state()

@@ -17,6 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from opslot._base.errors import ConfigError
@@ -41,12 +43,15 @@ def is_saved(op_name: str) -> bool:
     return _SAVED.fullmatch(op_name) is not None and not op_name.endswith("backward")
 
 
-def checkpoint_activations(model: nn.Module, mode: CheckpointingMode | bool, offload: bool = False) -> None:
+def checkpoint_activations(
+    model: nn.Module, mode: CheckpointingMode | bool, offload: bool = False, dtype: torch.dtype | None = None
+) -> None:
     """Checkpoint the layers of a Transformers model.
 
     Args:
         mode: True is full, False none.
         offload: copy the inputs of layers to host memory.
+        dtype: that FSDP casts the inputs of layers to.
 
     Raises:
         ConfigError: an unknown mode, `offload` without checkpointing, or a model that cannot be checkpointed.
@@ -75,11 +80,30 @@ def checkpoint_activations(model: nn.Module, mode: CheckpointingMode | bool, off
     if mode == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     function: Callable[..., Any] = functools.partial(checkpoint, **options)
+    if dtype is not None:
+        function = functools.partial(_cast_inputs, function, dtype)
     if offload:
         function = _Offloaded(function)
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
             module.__dict__["_gradient_checkpointing_func"] = function
+
+
+def _cast_inputs(
+    function: Callable[..., Any], dtype: torch.dtype, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call `function`, a checkpoint, with the inputs of an FSDP module in the dtype that FSDP casts them to.
+
+    Releases of Transformers before 5.23 checkpoint a layer around FSDP's hooks, which before torch 2.13 cast the inputs
+    in the forward pass, but not when it is recomputed.
+    """
+    inner, given = (forward.func, forward.keywords) if isinstance(forward, functools.partial) else (forward, {})
+    if isinstance(getattr(inner, "__self__", None), FSDPModule):
+        args, kwargs, given = pytree.tree_map_only(
+            Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs, given)
+        )
+        forward = functools.partial(inner, **given)
+    return function(forward, *args, **kwargs)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -86,7 +86,8 @@ def parallelize(
             options that need several processes.
     """
     state = state or get_parallel_state()
-    checkpoint_activations(model, activation_checkpointing, activation_offload)
+    dtype = param_dtype if state.mesh is not None else None
+    checkpoint_activations(model, activation_checkpointing, activation_offload, dtype)
     if compile:
         # Before FSDP, whose hooks stay outside of the graphs.
         for layer in _find_layers(model, layers):
