@@ -153,6 +153,7 @@ def test_kernels_without_masks_get_the_keys_that_are_not_padding(queries):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
 def test_every_kernel_attends_to_padded_sources_on_a_gpu():
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
