@@ -18,9 +18,9 @@ demo-vlm: $(VENV)/ready
 demo-omni: $(VENV)/ready
 	$(BIN)/python -m opslot.trainer.demo_omni
 
-# More workers than cores, since many tests wait for other processes; at most five because of memory.
+# More workers than cores, since many tests wait for other processes; at most four because of memory.
 # PYTEST_ARGS="-n 0" runs one test after another.
-WORKERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); [ $$cores -lt 3 ] && echo $$((cores + 3)) || echo 5)
+WORKERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); [ $$cores -lt 4 ] && echo $$((cores + 2)) || echo 4)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 MARKS ?= not gpu and not multigpu and not slow
 

@@ -19,7 +19,7 @@ from opslot._base.errors import ConfigError, error_text
 from opslot.data.rope_positions import RopePositions
 from opslot.models._audio import AudioInputs
 from opslot.models._images import Size, visual_inputs
-from opslot.models._modalities import feature_module
+from opslot.models._modalities import computes_features_inside, feature_module
 from opslot.models._probe import count_features
 from opslot.verify.inlined import Form, InlinedInputs
 from opslot.verify.random_model import text_ids
@@ -268,20 +268,23 @@ def parallel_samples(samples: MediaSamples, check: str) -> list[list[Batch]]:
 
 
 def packed_samples(positions: RopePositions, samples: MediaSamples) -> tuple[list[Batch], list[Batch]]:
-    """Samples packed in one row, and each alone, with the labels of all in both losses."""
+    """Samples packed in rows, and each alone, with the labels of all in all losses."""
     names = [name for name in samples.batches if name != "mixed"]
     # Models that mark videos as images take no image and video in one row.
     apart = "image" in names and "mixed" not in samples.batches
     together = [name for name in names if name != "video"] if apart else names
-    documents = [samples.batches[name] for name in together]
-    packed = pack(positions, documents)
-    targets = torch.tensor(int((packed["labels"] != -100).sum()))
+    rows = [together]
+    if {"image", "audio"} <= {*together} and computes_features_inside(positions.model):
+        # Such a forward sees which kinds the whole batch has: Phi-4 multimodal projects audio differently with images.
+        rows = [[name for name in together if name != "image"], ["image"]]
+    packed = [pack(positions, [samples.batches[name] for name in row]) for row in rows]
+    targets = torch.tensor(sum(int((row["labels"] != -100).sum()) for row in packed))
     alone = []
-    for document in documents:
-        labels = document["labels"].clone()
+    for name in together:
+        labels = samples.batches[name]["labels"].clone()
         labels[:, 0] = -100
-        alone.append({**document, "labels": labels, "num_items_in_batch": targets})
-    return [{**packed, "num_items_in_batch": targets}], alone
+        alone.append({**samples.batches[name], "labels": labels, "num_items_in_batch": targets})
+    return [{**row, "num_items_in_batch": targets} for row in packed], alone
 
 
 def pack(positions: RopePositions, batches: Sequence[Batch]) -> Batch:
