@@ -9,8 +9,11 @@ from torch import nn
 import opslot
 from opslot._base.errors import ConfigError
 from opslot.models._by_document import stop_giving_documents
+from opslot.models.discovery import discover
 from opslot.models.parallelize import _check_experts, parallel_plan
 from opslot.ops._common.by_document import PerDocument, by_document
+from opslot.patchgen.engine import generate
+from opslot.patchgen.source import installed_release
 from opslot.slots.protocol import keeps_sequences, why_by_document
 from opslot.verify import check_architecture
 from opslot.verify.isolated import Processes
@@ -151,3 +154,9 @@ def test_modules_compile_without_documents_as_one_graph():
     compiled = torch.compile(Mixer().forward_by_document, fullgraph=True, backend="eager")
     states = torch.randn(1, 6, 3)
     assert torch.equal(compiled(states)[0], states.cumsum(1))
+
+
+def test_call_of_a_module_that_takes_no_boundaries_is_unchanged():
+    text = generate(discover("sapiens2").patch, installed_release()).text
+    assert "self.drop_path(hidden_states)" in text
+    assert "_opslot_passed_to(self.drop_path" not in text

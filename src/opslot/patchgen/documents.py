@@ -149,7 +149,7 @@ def _pass(module: ModuleView, patch: PatchConfig, method: str, call: ast.Call, t
     assert isinstance(definition, ast.FunctionDef)
     text = ast.unparse(call)
     passed_already = any(isinstance(e, Anchored) and e.target == method and text in e.patterns for e in patch.edits)
-    if any(k.arg is None for k in call.keywords) or definition.args.kwarg is None or passed_already:
+    if any(k.arg is None for k in call.keywords) or definition.args.kwarg is None or passed_already or takers == []:
         return
     kwargs = definition.args.kwarg.arg
     given = f"_opslot_passed({kwargs})"
