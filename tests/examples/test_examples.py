@@ -31,7 +31,7 @@ def run(monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.quick("accelerate_loop-*", "transformers_trainer-*", "trl_sft-")
+@pytest.mark.quick("accelerate_loop-*", "transformers_trainer-*", "trl_sft-", "trl_dpo-")
 @pytest.mark.parametrize(
     ("name", "arguments"), CASES, ids=lambda value: value if isinstance(value, str) else "-".join(value)
 )
