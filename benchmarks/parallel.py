@@ -5,7 +5,8 @@
 The configurations are those of `parallel_workers/workload.py`; default all. An OPTION is one of opslot's
 `parallelize`, as in moe-fsdp+copy_engine=False or dense-sp+ulysses_overlap=True. Each library runs in processes
 of its own (torchrun); VeOmni only where --baseline-path names a folder with it and the Transformers that it pins.
-fp32 master weights, bfloat16 computation, gradients reduced in fp32 and clipped, AdamW, no activation checkpointing.
+fp32 master weights, bfloat16 computation, gradients reduced in fp32 and clipped, AdamW; no activation checkpointing
+except for the video, which only opslot trains.
 """
 
 from __future__ import annotations

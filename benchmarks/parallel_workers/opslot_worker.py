@@ -47,7 +47,10 @@ def build(
         init_device=state.device.type,
         ops_implementation=dict(item.split("=", 1) for item in options.set),
     )
-    return parallelize(model, state, **{"param_dtype": torch.bfloat16, **parallelism})
+    # The activations of a video's tower do not fit otherwise.
+    checkpointing = "full" if configuration.frames else "none"
+    defaults = {"param_dtype": torch.bfloat16, "activation_checkpointing": checkpointing}
+    return parallelize(model, state, **{**defaults, **parallelism})
 
 
 def parse(name: str) -> tuple[Configuration, dict[str, Any]]:

@@ -61,7 +61,7 @@ class Configuration:
         sp, ep = self.sizes()
         axes = {"fsdp": world_size() if sp == 1 else 1, "ep": ep, "sp": sp}
         parts = [f"{name} {size}" for name, size in axes.items() if size > 1]
-        return ", ".join([*parts, "video"] if self.frames else parts)
+        return ", ".join([*parts, "video, checkpointing full"] if self.frames else parts)
 
 
 CONFIGURATIONS = {

@@ -1,6 +1,7 @@
 """check_architecture passes correct architectures and names the failure in others."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from opslot._base.errors import ConfigError
 from opslot.cli import main
 from opslot.verify import CHECKS, architecture, check_architecture, media
 from opslot.verify.isolated import Processes
-from opslot.verify.random_model import random_model, worst_difference
+from opslot.verify.random_model import random_model, train_step, worst_difference
 from opslot.verify.tiny import tiny_config
 
 FIELD = "rms_norm_implementation"
@@ -378,3 +379,16 @@ def test_encoder_decoders_with_images_are_not_packed():
     assert [(o.result, o.detail) for o in found.outcomes] == [
         ("unsupported", "its language model is not separate from its encoder")
     ]
+
+
+class Detached(torch.nn.Linear):
+    def forward(self, use_cache):
+        return SimpleNamespace(loss=self.weight.detach().sum())
+
+
+def test_loss_without_a_gradient_raises_unless_parameters_are_frozen():
+    model = Detached(2, 2)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        train_step(model, [{}])
+    model.bias.requires_grad_(False)
+    assert not train_step(model, [{}])["grad weight"].any()

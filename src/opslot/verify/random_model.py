@@ -140,11 +140,12 @@ def train_step(model: Any, batches: list[dict[str, Any]]) -> dict[str, Tensor]:
     from opslot.checkpoint.model_tensors import clean_fqn
 
     model.zero_grad(set_to_none=True)
+    any_frozen = not all(parameter.requires_grad for parameter in model.parameters())
     total = torch.zeros(())
     for batch in batches:
         loss = _loss(model, batch)
         # Images become tokens in some models (Emu3), and nothing trains without the language model.
-        if loss.requires_grad:
+        if loss.requires_grad or not any_frozen:
             loss.backward()
         total += loss.detach().cpu()
     result = {"loss": total}

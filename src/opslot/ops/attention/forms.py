@@ -84,7 +84,7 @@ _SPARSE = {"indices", "block_indices"}
 
 _CROSS = '''\
 def _opslot_cross_attention(config, is_cross):
-    """The argument that tells opslot's kernels that keys are those of other states, whose padding is another."""
+    """The argument that marks a call of opslot's kernels as cross attention, whose keys have their own padding."""
     return {"cross_attention": True} if is_cross and str(config._attn_implementation).startswith("opslot_") else {}
 '''
 
