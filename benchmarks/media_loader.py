@@ -70,7 +70,7 @@ def write_inputs(folder: Path, samples: int) -> None:
 
 def measure(folder: Path, workers: int, samples: int) -> tuple[float, float]:
     """Seconds and CPU seconds of this process per sample."""
-    from opslot.cli.data import _opened
+    from opslot.cli.data import open_data
     from opslot.data.preview import documents_of
     from opslot.trainer.parse import load_config
 
@@ -87,7 +87,7 @@ def measure(folder: Path, workers: int, samples: int) -> tuple[float, float]:
         "train.max_steps": 1000,
     }
     config = load_config([f"--{name}={value}" for name, value in settings.items()])
-    with _opened(config) as data, closing(data.micro_batches()) as batches:
+    with open_data(config) as data, closing(data.micro_batches()) as batches:
         next(batches)
         start, cpu, count = time.perf_counter(), time.process_time(), 0
         while count < samples:

@@ -1,13 +1,16 @@
-"""The `opslot` command. Each subcommand imports what it needs when it runs, so that help is instant."""
+"""The `opslot` command.
+
+A subcommand is `run(options)` in the module of its name, which is imported when it runs, so that help is instant.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from opslot import __version__
 from opslot._base.errors import OpslotError
@@ -79,7 +82,7 @@ def _dispatch(arguments: list[str]) -> int:
     if rest and options.command != "data":
         _parser().parse_args(arguments)
     options.argv, options.rest = arguments, rest
-    return int(options.run(options))
+    return int(importlib.import_module(f"opslot.cli.{options.command}").run(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_merge,
     ):
         add_command(commands.add_parser)
-    commands.add_parser("train", help="train a model on texts, chats or labels (opslot train --help)", add_help=False)
+    commands.add_parser("train", help="train a model on texts, chats, media or labels", add_help=False)
     commands.add_parser("patchgen", help="generate and check patched modeling files", add_help=False)
     return parser
 
@@ -160,7 +163,6 @@ def _add_data(add: _Add) -> None:
     preview.add_argument(
         "--color", choices=("auto", "always", "never"), default="auto", help="mark with a color or with [[ ]]"
     )
-    preview.set_defaults(run=_data_preview)
 
 
 def _add_generate(add: _Add) -> None:
@@ -188,7 +190,6 @@ def _add_generate(add: _Add) -> None:
     generate.add_argument("--seed", type=_seed, default=0, help="of sampling")
     generate.add_argument("--device", type=_device, default=None, help="cpu or cuda; default a GPU where there is one")
     generate.add_argument("--trust-remote-code", action="store_true", help="run code that ships with the checkpoint")
-    generate.set_defaults(run=_generate)
 
 
 def _add_report(add: _Add) -> None:
@@ -200,38 +201,6 @@ def _add_report(add: _Add) -> None:
     )
     report.add_argument("folder", metavar="RUN", help="train.output_dir of the run")
     report.add_argument("-o", "--output", metavar="FILE", help="default RUN/report.html")
-    report.set_defaults(run=_report)
-
-
-def _report(options: argparse.Namespace) -> int:
-    from opslot.trainer.report import write_report
-
-    output = Path(options.output).expanduser() if options.output else None
-    print(f"wrote {write_report(Path(options.folder).expanduser(), output)}")
-    return 0
-
-
-def _data_preview(options: argparse.Namespace) -> int:
-    from opslot.cli.data import preview
-
-    color = {"auto": None, "always": True, "never": False}[options.color]
-    return preview(options.rest, samples=options.samples, tokens=options.tokens, color=color)
-
-
-def _generate(options: argparse.Namespace) -> int:
-    from opslot.cli.generate import run
-
-    return run(
-        options.model,
-        options.prompt,
-        system=options.system,
-        raw=options.raw,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        device=options.device,
-        trust_remote_code=options.trust_remote_code,
-    )
 
 
 def _add_kernels(add: _Add) -> None:
@@ -243,7 +212,6 @@ def _add_kernels(add: _Add) -> None:
     )
     kernels.add_argument("--op", metavar="NAME", help="only this op")
     kernels.add_argument("--json", action="store_true", help="print JSON")
-    kernels.set_defaults(run=_kernels)
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
@@ -274,7 +242,6 @@ def _add_explain(add: _Add) -> None:
     )
     _add_model(explain)
     explain.add_argument("--json", action="store_true", help="print JSON")
-    explain.set_defaults(run=_explain)
 
 
 def _add_discover(add: _Add) -> None:
@@ -307,7 +274,6 @@ def _add_discover(add: _Add) -> None:
     )
     discover.add_argument("-o", "--output", metavar="FILE", help="write the equivalent patch file")
     discover.add_argument("--json", action="store_true", help="print JSON")
-    discover.set_defaults(run=_discover)
 
 
 def _add_verify(add: _Add) -> None:
@@ -331,7 +297,6 @@ def _add_verify(add: _Add) -> None:
         "--workers", type=int, metavar="N", help="processes that check; default as many as help on a GPU, else none"
     )
     verify.add_argument("--json", action="store_true", help="print JSON")
-    verify.set_defaults(run=_verify)
 
 
 def _add_bisect(add: _Add) -> None:
@@ -354,7 +319,6 @@ def _add_bisect(add: _Add) -> None:
     bisect.add_argument("--length", type=int, default=64, metavar="N", help="tokens per sample; default 64")
     bisect.add_argument("--seed", type=_seed, default=0, help="of the random tokens and weights")
     bisect.add_argument("--json", action="store_true", help="print JSON")
-    bisect.set_defaults(run=_bisect)
 
 
 def _add_bench(add: _Add) -> None:
@@ -377,7 +341,6 @@ def _add_convert(add: _Add) -> None:
     convert.add_argument("destination", help="a folder that does not exist yet or is empty")
     convert.add_argument("--layout", required=True, help="per_expert, stacked or transposed")
     convert.add_argument("--max-shard-size", default="5GB", help="of a file; default 5GB")
-    convert.set_defaults(run=_convert)
 
 
 def _add_merge(add: _Add) -> None:
@@ -386,67 +349,3 @@ def _add_merge(add: _Add) -> None:
     merge.add_argument("destination", help="folder of the merged checkpoint")
     merge.add_argument("--base", help="folder of the base model; default what the adapter's config names")
     merge.add_argument("--max-shard-size", default="5GB", help="of a file; default 5GB")
-    merge.set_defaults(run=_merge)
-
-
-def _merge(options: argparse.Namespace) -> int:
-    from opslot.cli.merge import run
-
-    return run(options.adapter, options.destination, options.base, options.max_shard_size)
-
-
-def _kernels(options: argparse.Namespace) -> int:
-    from opslot.cli.kernels import run
-
-    return run(options.op, options.json)
-
-
-def _explain(options: argparse.Namespace) -> int:
-    from opslot.cli.explain import run
-
-    return run(options.model, options.set, options.dtype, options.json)
-
-
-def _bisect(options: argparse.Namespace) -> int:
-    from opslot.cli.bisect import run
-
-    return run(
-        options.model,
-        options.set,
-        options.dtype,
-        layers=options.layers,
-        batch=options.batch,
-        length=options.length,
-        device=options.device,
-        seed=options.seed,
-        as_json=options.json,
-    )
-
-
-def _convert(options: argparse.Namespace) -> int:
-    from opslot.checkpoint import convert_folder
-
-    written = convert_folder(
-        options.source, options.destination, layout=options.layout, max_shard_size=options.max_shard_size
-    )
-    print(f"wrote {written}")
-    return 0
-
-
-def _discover(options: argparse.Namespace) -> int:
-    from opslot.cli.discover import run
-
-    return run(
-        options.architecture,
-        every=options.every,
-        as_json=options.json,
-        verify=options.verify,
-        output=options.output,
-        checks=options.checks,
-    )
-
-
-def _verify(options: argparse.Namespace) -> int:
-    from opslot.cli.verify import run
-
-    return run(options.op, options.kernel, options.device, options.dtype, options.seed, options.workers, options.json)

@@ -22,10 +22,30 @@ def add_parser(add: Callable[..., argparse.ArgumentParser], device: Callable[[st
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    bench.add_argument(
+    bench.add_argument("--dtype", default=None, help="default bfloat16; float32 on a CPU")
+    bench.add_argument("--device", type=device, default=None, help="default the best of this machine")
+    _add_ops(bench.add_argument_group("ops"))
+    _add_steps(bench.add_argument_group("training steps of a model"))
+    _add_baselines(bench.add_argument_group("baselines"))
+    _add_output(bench.add_argument_group("output"))
+
+
+def _add_ops(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--op", metavar="NAMES", help="only these ops (separated by commas), in this order, and no training step"
     )
-    bench.add_argument(
+    group.add_argument(
+        "--tokens", type=int, metavar="N", help="tokens that ops are timed with; default 16384 on a GPU, 512 on a CPU"
+    )
+    group.add_argument(
+        "--tune", action="store_true", help="add the times to this machine's profile, which auto reads (OPSLOT_PROFILE)"
+    )
+    group.add_argument("--no-compile-ops", action="store_true", help="leave out torch.compile of eager ops")
+    group.add_argument("--baselines-only", action="store_true", help=argparse.SUPPRESS)
+
+
+def _add_steps(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--model",
         nargs="+",
         default=[],
@@ -33,79 +53,74 @@ def add_parser(add: Callable[..., argparse.ArgumentParser], device: Callable[[st
         help="shapes and training steps of this model: a config.json, its folder, or a model type; several with "
         "--steps-only",
     )
-    bench.add_argument("--layers", type=int, metavar="N", help="with --model: another number of layers")
-    bench.add_argument(
-        "--tokens", type=int, metavar="N", help="tokens that ops are timed with; default 16384 on a GPU, 512 on a CPU"
-    )
-    bench.add_argument(
-        "--tune", action="store_true", help="add the times to this machine's profile, which auto reads (OPSLOT_PROFILE)"
-    )
-    bench.add_argument("--baselines", metavar="NAMES", help="compare with hf, liger, quack, veomni (comma-separated)")
-    bench.add_argument(
-        "--baseline-path",
-        action="append",
-        default=[],
-        metavar="NAME=DIR",
-        help="a folder of packages that only this baseline sees, before all others",
-    )
-    bench.add_argument("--batch", type=int, metavar="N", help="samples of a training step; default 2")
-    bench.add_argument(
+    group.add_argument("--layers", type=int, metavar="N", help="another number of layers")
+    group.add_argument("--batch", type=int, metavar="N", help="samples of a training step; default 2")
+    group.add_argument(
         "--length", type=int, metavar="N", help="its tokens per sample; default 8192 on a GPU, 256 on a CPU"
     )
-    bench.add_argument(
+    group.add_argument(
         "--image-size",
         type=int,
         default=0,
         metavar="PIXELS",
         help="each sample begins with a square image of this side, and --length counts its text",
     )
-    bench.add_argument(
+    group.add_argument(
         "--audio-seconds",
         type=int,
         default=0,
         metavar="S",
         help="each sample has an audio of S seconds (after its image), and --length counts its text",
     )
-    bench.add_argument(
+    group.add_argument(
         "--steps", type=int, default=8, metavar="N", help="training steps to time; 0 for none; default 8"
     )
-    bench.add_argument("--steps-only", action="store_true", help="no ops, only training steps (and the loss curve)")
-    bench.add_argument("--compile", action="store_true", help="also time training steps with torch.compile")
-    bench.add_argument(
+    group.add_argument("--steps-only", action="store_true", help="no ops, only training steps (and the loss curve)")
+    group.add_argument("--compile", action="store_true", help="also time training steps with torch.compile")
+    group.add_argument(
         "--curve",
         type=int,
         metavar="STEPS",
         help="train on text with auto and with Transformers' own code, and compare the losses",
     )
-    bench.add_argument(
+    group.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="opslot's ops_implementation in the steps"
     )
-    bench.add_argument(
+    group.add_argument(
         "--timeout",
         type=int,
         default=900,
         metavar="S",
         help="seconds that one implementation's training steps may take; default 900",
     )
-    bench.add_argument(
+    group.add_argument("--trace", action="store_true", help="add torch.profiler's table of a training step")
+
+
+def _add_baselines(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--baselines", metavar="NAMES", help="compare with hf, liger, quack, veomni (comma-separated)")
+    group.add_argument(
+        "--baseline-path",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="a folder of packages that only this baseline sees, before all others",
+    )
+    group.add_argument(
         "--implementations",
         metavar="NAMES",
         help='training steps of these only, in this order, e.g. "opslot,VeOmni"; default opslot and all of --baselines',
     )
-    bench.add_argument("--trace", action="store_true", help="add torch.profiler's table of a training step")
-    bench.add_argument("--no-compile-ops", action="store_true", help="leave out torch.compile of eager ops")
-    bench.add_argument("--baselines-only", action="store_true", help=argparse.SUPPRESS)
-    bench.add_argument("--dtype", default=None, help="default bfloat16; float32 on a CPU")
-    bench.add_argument("--device", type=device, default=None, help="default the best of this machine")
-    bench.add_argument("--output", metavar="FILE", help="write the result as JSON, with machine, versions and commit")
-    bench.add_argument("--plot", metavar="FILE", help="draw the result (PNG or SVG)")
-    bench.add_argument("--html", metavar="FILE", help="write one page that holds everything")
-    bench.add_argument(
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--output", metavar="FILE", help="write the result as JSON, with machine, versions and commit")
+    group.add_argument("--plot", metavar="FILE", help="draw the result (PNG or SVG)")
+    group.add_argument("--html", metavar="FILE", help="write one page that holds everything")
+    group.add_argument(
         "--merge", nargs="+", metavar="FILE", help="measure nothing; make one result of these that --output wrote"
     )
-    bench.add_argument("--commit", metavar="ID", help="commit to record where there is no git")
-    bench.add_argument("--json", action="store_true", help="print JSON")
-    bench.set_defaults(run=run)
+    group.add_argument("--commit", metavar="ID", help="commit to record where there is no git")
+    group.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -17,44 +18,34 @@ from opslot.models import load_config
 from opslot.models._layers import with_layers
 
 
-def run(
-    model: str,
-    assignments: list[str],
-    dtype: str | None,
-    *,
-    layers: int | None,
-    batch: int,
-    length: int,
-    device: str | None,
-    seed: int,
-    as_json: bool,
-) -> int:
-    """Check the model that `model` names on random tokens; exit code 1 if a slot breaks parity.
+def run(options: argparse.Namespace) -> int:
+    """Check the model that MODEL_OR_YAML names on random tokens; exit code 1 if a slot breaks parity.
 
-    Uses the weights beside config.json; random ones if there are none or `layers` is given.
+    Uses the weights beside config.json; random ones if there are none or --layers is given.
     """
+    batch, length, layers = options.batch, options.length, options.layers
     if batch < 1 or length < 2 or (layers is not None and layers < 1):
         raise ConfigError(
             f"--batch {batch} --length {length}{f' --layers {layers}' if layers is not None else ''}: a loss needs a "
             "batch of 1, 2 tokens and 1 layer"
         )
-    source = read_source(model)
+    source = read_source(options.model)
     config = load_config(source.config, trust_remote_code=source.trust_remote_code) if layers else None
-    place = usable_device(device or source.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    torch.manual_seed(seed)
+    place = usable_device(options.device or source.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch.manual_seed(options.seed)
     built = opslot.build_foundation_model(
         source.config,
         None if layers else _weights(source.config),
-        dtype or source.dtype,
+        options.dtype or source.dtype,
         str(place),
-        source.ops | pairs("--set", "FIELD=VALUE, e.g. rms_norm_implementation=triton", assignments),
+        source.ops | pairs("--set", "FIELD=VALUE, e.g. rms_norm_implementation=triton", options.set),
         config_kwargs=with_layers(config.to_dict(), layers) if config and layers else None,
         trust_remote_code=source.trust_remote_code,
     )
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(options.seed)
     tokens = torch.randint(built.config.vocab_size, (batch, length), generator=generator).to(place)
     found = opslot.bisect(built, {"input_ids": tokens, "labels": tokens})
-    print(json.dumps({**asdict(found), "ok": found.ok}, indent=2) if as_json else found)
+    print(json.dumps({**asdict(found), "ok": found.ok}, indent=2) if options.json else found)
     return 0 if found.ok else 1
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,26 +17,20 @@ if TYPE_CHECKING:
 _TRAINED, _END = "\033[1;32m", "\033[0m"
 
 
-def preview(argv: Sequence[str], *, samples: int, tokens: bool, color: bool | None = None) -> int:
-    """Print the first documents that `opslot train` with these arguments would train on.
-
-    Args:
-        argv: a YAML file and options, as for `opslot train`.
-        samples: number of documents.
-        tokens: print tokens instead of text.
-        color: mark trained parts with a color instead of brackets; default on a terminal.
-    """
+def run(options: argparse.Namespace) -> int:
+    """Print the first documents that `opslot train` with the rest of the arguments would train on."""
     from opslot.trainer.parse import load_config
 
-    config = load_config(argv)
-    color = sys.stdout.isatty() if color is None else color
-    with _opened(config) as data:
-        _print_preview(config, data, samples, tokens, color)
+    config = load_config(options.rest)
+    color = {"auto": sys.stdout.isatty(), "always": True, "never": False}[options.color]
+    with open_data(config) as data:
+        _print_preview(config, data, options.samples, options.tokens, color)
     return 0
 
 
 @contextlib.contextmanager
-def _opened(config: RunConfig) -> Iterator[Any]:
+def open_data(config: RunConfig) -> Iterator[Any]:
+    """The data sets of a run, as `RunData`, without its model."""
     from opslot.models import load_config
     from opslot.trainer.run_data import RunData, open_tokenizer, set_sample_length
     from opslot.trainer.validate import validate_data

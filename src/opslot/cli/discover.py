@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import sys
@@ -21,31 +22,27 @@ if TYPE_CHECKING:
     from opslot.verify import ArchitectureCheck
 
 
-def run(
-    name: str | None, *, every: bool, as_json: bool, verify: bool, output: str | None, checks: str | None = None
-) -> int:
-    """Print what is found in an architecture; with `verify`, check a tiny model of it; with `output`, write its patch.
-
-    `checks` are those of `opslot.verify.CHECKS` that run, separated by commas; None runs all.
+def run(options: argparse.Namespace) -> int:
+    """Print what is found in an architecture; with --verify, check a tiny model of it; with -o, write its patch.
 
     Exit code 1 if there are no slots, if the module cannot be generated with them, or if the check fails.
     """
-    if (name is None) != every:
-        what = f"{name} and --all exclude each other" if every else "no architecture named"
+    name, checks, output = options.architecture, options.checks, options.output
+    if (name is None) != options.every:
+        what = f"{name} and --all exclude each other" if options.every else "no architecture named"
         raise ConfigError(what, hint="name one, e.g. `opslot discover mistral`, or give --all")
-    if every:
-        if verify or checks or output:
+    if options.every:
+        if options.verify or checks or output:
             raise ConfigError("--verify, --checks and -o are for one architecture", found="--all")
-        return _all(as_json)
-    assert name is not None
+        return _all(options.json)
     arch, config_file = _arch_of(name)
     report = _report(discover(arch))
     if output and not report["problem"]:
         _write(arch, output)
-    check = _verify(config_file, arch, checks) if verify or checks else None
+    check = _verify(config_file, arch, checks) if options.verify or checks else None
     if check is not None:
         report |= {"verified": check.ok, "check": check.to_dict()}
-    if as_json:
+    if options.json:
         print(json.dumps(report, indent=2))
     else:
         print(_table(report) if check is None else f"{_table(report)}\n\n{check}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,19 +32,19 @@ class Source:
     trust_remote_code: bool = False
 
 
-def run(model: str, assignments: list[str], dtype: str | None, as_json: bool) -> int:
-    """Print the table of the model that `model` names; exit code 0."""
-    source = read_source(model)
+def run(options: argparse.Namespace) -> int:
+    """Print the table of the model that MODEL_OR_YAML names; exit code 0."""
+    source = read_source(options.model)
     built = opslot.build_foundation_model(
         source.config,
-        torch_dtype=dtype or source.dtype,
+        torch_dtype=options.dtype or source.dtype,
         init_device="meta",
-        ops_implementation=source.ops | pairs("--set", "FIELD=VALUE, e.g. rms_norm_implementation=eager", assignments),
+        ops_implementation=source.ops | pairs("--set", "FIELD=VALUE, e.g. rms_norm_implementation=eager", options.set),
         run_device=source.device,
         trust_remote_code=source.trust_remote_code,
     )
     report = opslot.explain(built)
-    print(json.dumps(report.to_dict(), indent=2) if as_json else report)
+    print(json.dumps(report.to_dict(), indent=2) if options.json else report)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 from opslot._base.errors import ConfigError
@@ -9,18 +10,7 @@ from opslot._base.errors import ConfigError
 _HINT = "give the folder of a causal language model, such as <output_dir>/hf"
 
 
-def run(
-    model: str,
-    prompts: list[str],
-    *,
-    system: str | None,
-    raw: bool,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    device: str | None,
-    trust_remote_code: bool,
-) -> int:
+def run(options: argparse.Namespace) -> int:
     """Print the answer to each prompt.
 
     Raises:
@@ -33,9 +23,10 @@ def run(
     from opslot.data import load_tokenizer
     from opslot.trainer.generating import generate_answers
 
-    target = usable_device(device or best_device().type)
-    base = _base_of(model, trust_remote_code)
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    model, prompts, system, raw = options.model, options.prompt, options.system, options.raw
+    target = usable_device(options.device or best_device().type)
+    base = _base_of(model, options.trust_remote_code)
+    tokenizer = load_tokenizer(model, trust_remote_code=options.trust_remote_code)
     if system is not None and (raw or not tokenizer.chat_template):
         why = "--raw is given" if raw else f"the tokenizer in {model} has none"
         raise ConfigError(f"--system needs a chat template, and {why}")
@@ -44,16 +35,16 @@ def run(
             "--prompt is empty, so there is no token to continue", hint="give a prompt of one token or more"
         )
     logging.disable_progress_bar()
-    loaded = _load(model, base, trust_remote_code).to(target).eval()
-    torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else None
+    loaded = _load(model, base, options.trust_remote_code).to(target).eval()
+    torch.manual_seed(options.seed)
+    sampling = {"do_sample": True, "temperature": options.temperature} if options.temperature > 0 else None
     with torch.no_grad():
         for prompt in prompts:
             (answer,) = generate_answers(
                 loaded,
                 tokenizer,
                 [prompt],
-                max_new_tokens,
+                options.max_new_tokens,
                 chat=False if raw else None,
                 system=system,
                 device=target,

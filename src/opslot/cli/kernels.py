@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from typing import Any
 
@@ -9,10 +10,10 @@ from opslot._base.device import machine_devices
 from opslot.slots import KERNEL_REGISTRY, format_table
 
 
-def run(op: str | None, as_json: bool) -> int:
+def run(options: argparse.Namespace) -> int:
     """Print the list; exit code 0."""
-    rows = kernel_rows(op)
-    if as_json:
+    rows = kernel_rows(options.op)
+    if options.json:
         print(json.dumps(rows, indent=2))
         return 0
     header = ("op", "variant", "name", "usable", "reason")

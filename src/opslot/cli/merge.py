@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from opslot._base.errors import ConfigError
 _COPIED = ("tokenizer*", "special_tokens_map.json", "chat_template*", "*processor_config.json", "vocab*", "merges.txt")
 
 
-def run(adapter: str, destination: str, base: str | None, max_shard_size: str) -> int:
-    """Write `base` with the adapters added to `destination`, in the hub's layout and the base's dtype.
+def run(options: argparse.Namespace) -> int:
+    """Write the base model with the adapters added, in the hub's layout and the base's dtype.
 
     Raises:
         ConfigError: no adapters, no base model, adapters of a classifier, or a destination that is not empty.
@@ -22,6 +23,7 @@ def run(adapter: str, destination: str, base: str | None, max_shard_size: str) -
     from opslot.checkpoint.adapters import ADAPTER_CONFIG, load_adapter, read_adapter_config
     from opslot.models import build_foundation_model
 
+    adapter, destination = options.adapter, options.destination
     if not (Path(adapter) / ADAPTER_CONFIG).is_file():
         raise ConfigError(
             f"{adapter!r} is not a folder of adapters",
@@ -29,7 +31,7 @@ def run(adapter: str, destination: str, base: str | None, max_shard_size: str) -
             hint="give the folder hf of a run with lora, train.output_dir/hf",
         )
     config = read_adapter_config(adapter)
-    folder = base or config.get("base_model_name_or_path")
+    folder = options.base or config.get("base_model_name_or_path")
     if folder is None or not Path(folder).is_dir():
         raise ConfigError(
             f"the base model of {adapter} is not a folder", found=str(folder), hint="give its folder with --base"
@@ -43,7 +45,7 @@ def run(adapter: str, destination: str, base: str | None, max_shard_size: str) -
         raise ConfigError(f"{destination!r} exists and is not an empty folder", hint="give another destination")
     model = build_foundation_model(folder, weights_path=folder, ops_implementation="eager", init_device="cpu")
     load_adapter(model, adapter)
-    saved = save_weights(model, destination, max_shard_size=max_shard_size, merge_adapters=True)
+    saved = save_weights(model, destination, max_shard_size=options.max_shard_size, merge_adapters=True)
     for source in (Path(folder), Path(adapter)):
         for pattern in _COPIED:
             for file in source.glob(pattern):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -18,30 +19,19 @@ _REPORT_S = 10.0
 _INTERRUPTED = 130
 
 
-def run(
-    op: str | None,
-    kernel: str | None,
-    device: str | None,
-    dtype: str | None,
-    seed: int,
-    workers: int | None,
-    as_json: bool,
-) -> int:
-    """Print one row per kernel and dtype with its worst comparison; exit code 1 when a check fails.
-
-    Args:
-        op: names of ops, separated by commas; None for all.
-        dtype: names of dtypes, likewise.
-    """
+def run(options: argparse.Namespace) -> int:
+    """Print one row per kernel and dtype with its worst comparison; exit code 1 when a check fails."""
+    kernel, workers = options.kernel, options.workers
     if workers is not None and workers < 0:
         raise ConfigError(f"--workers {workers} is negative", hint="give 0 (no worker processes) or more")
-    ops = None if op is None else [name.strip() for name in op.split(",")]
-    names = [] if dtype is None else [name.strip() for name in dtype.split(",")]
+    ops = None if options.op is None else [name.strip() for name in options.op.split(",")]
+    names = [] if options.dtype is None else [name.strip() for name in options.dtype.split(",")]
     dtypes = [floating_dtype(name, f"--dtype {name!r}") for name in names] or DTYPES
     results: list[CheckResult] = []
     interrupted = False
     try:
-        for result in _reported(verify_kernels(ops, kernel, device=device, dtypes=dtypes, seed=seed, workers=workers)):
+        checks = verify_kernels(ops, kernel, device=options.device, dtypes=dtypes, seed=options.seed, workers=workers)
+        for result in _reported(checks):
             results.append(result)
     except KeyboardInterrupt:
         interrupted = True
@@ -49,7 +39,7 @@ def run(
         raise _no_kernel(ops, kernel)
     failed = [r for r in results if not r.ok]
     unsupported = sum(bool(r.unsupported) for r in results)
-    if as_json:
+    if options.json:
         print(json.dumps([{**asdict(r), "ok": r.ok} for r in results], indent=2))
         return _INTERRUPTED if interrupted else int(bool(failed))
     header = ("op", "variant", "kernel", "dtype", "cases", "check", "worst case: error, eager's error, bound")
