@@ -51,6 +51,33 @@ def test_run_and_export(vlm_settings, tmp_path, train):
     assert all("eval_loss" in record for record in read_metrics(tmp_path / "out") if record["step"] % 2 == 0)
 
 
+def test_adapters_are_exported_with_the_processor(vlm_settings, tmp_path, train):
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from opslot.trainer.processors import load_processor
+
+    base = vlm_settings["model"]["model_path"] = vlm_settings["model"].pop("config_path")
+    config = AutoConfig.from_pretrained(base)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(base)
+    vlm_settings["train"] |= {"max_steps": 1, "freeze": ["vision"]}
+    vlm_settings["lora"] = {"r": 2, "merge": True}
+    code, _, err = train()
+    assert code == 0, err
+    folder = tmp_path / "out" / "hf"
+    for name in (folder, folder / "merged"):
+        assert type(load_processor(name)).__name__ == "Qwen3VLProcessor"
+    adapters = load_file(folder / "adapter_model.safetensors")
+    changed = {name for name, tensor in adapters.items() if "lora_B" in name and tensor.any()}
+    assert any("language_model" in name for name in changed)
+    assert not any("visual" in name and "merger" not in name for name in changed)
+    model = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(base), folder).merge_and_unload()
+    merged = AutoModelForImageTextToText.from_pretrained(folder / "merged")
+    name = "model.language_model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(merged.state_dict()[name], model.state_dict()[name])
+
+
 def test_package_that_a_processor_or_a_model_needs_is_named(vlm_settings, monkeypatch):
     from transformers import AutoConfig, PreTrainedModel
 

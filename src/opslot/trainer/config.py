@@ -177,7 +177,7 @@ class TrainConfig:
             first ones take minutes.
         eval_steps: number of steps between two evaluations; the last step is always evaluated. null: no evaluation.
         freeze: parts that are not trained: vision, audio, merger, language_model (with its output layer), or globs of
-            fully qualified parameter names such as model.language_model.layers.0.*.
+            fully qualified parameter names such as model.language_model.layers.0.*; with `lora`, their adapters.
         lr_of: peak learning rate of parts, named as in `freeze`, where it differs from `lr`; for a parameter that
             several match, the last one counts.
         sp_size: processes that share one sequence (Ulysses sequence parallelism).
@@ -285,8 +285,7 @@ class RunConfig:
         evaluation: the evaluation.
         lora: adapters to train instead of the model's own parameters.
         task: pretrain predicts every token of texts; sft the assistant's turns of conversations; vlm the same of
-            conversations with images, video and audio; classification labels
-            texts, or their words.
+            conversations with images, video and audio; classification labels texts, or their words.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)

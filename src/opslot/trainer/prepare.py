@@ -15,6 +15,7 @@ from opslot.checkpoint.adapters import base_model, has_adapters, initialize_adap
 from opslot.distributed import ParallelState
 from opslot.models import load_foundation_weights
 from opslot.models._host_inputs import keep_inputs_on_host
+from opslot.models._parts import freeze, select
 from opslot.models.parallelize import parallelize
 from opslot.models.quantized_linear import quantize_layers
 from opslot.trainer.checkpointing import read_state
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 def prepare_model(
     model: PreTrainedModel, config: RunConfig, state: ParallelState, checkpoint: Path | None, say: Callable[[str], None]
 ) -> PreTrainedModel:
-    """Add adapters, shard the model over all ranks, and load or initialize weights that it lacks.
+    """Add adapters, freeze parts, shard the model over all ranks, and load or initialize weights that it lacks.
 
     On a GPU, the model takes integer inputs from the host.
 
@@ -53,6 +54,10 @@ def prepare_model(
             if parameter.requires_grad and parameter.dtype != trained:
                 # PEFT made it in the dtype of the frozen weights.
                 parameter.data = parameter.data.to(trained)
+    # After the adapters: those in frozen parts are frozen too.
+    freeze(model, config.train.freeze or [])
+    for pattern in config.train.lr_of or ():
+        select(model, pattern, "train.lr_of")
     require_trainable_dtype(model)
     if checkpoint is not None:
         _, recorded = read_state(checkpoint)

@@ -16,7 +16,7 @@ import torch
 from opslot._base.errors import ConfigError
 from opslot.checkpoint import export_hf, save_adapter
 from opslot.checkpoint.save import save_processors
-from opslot.data import SampleLoader, TokenLoader, count_targets, evaluation_batches, open_corpus
+from opslot.data import SampleLoader, TokenLoader, count_targets, evaluation_batches
 from opslot.distributed import sum_over_ranks
 from opslot.models import build_foundation_model, load_config
 from opslot.ops.cross_entropy_loss import loss_only
@@ -45,7 +45,7 @@ class TextTrainer(BaseTrainer):
         self.tokenizer = open_tokenizer(config, self.inputs, self.model_config)
         self._check_sizes()
         set_sample_length(config.data, self.model_config, self.tokenizer)
-        self.data = RunData(config, self.inputs, self.tokenizer, self.model_config, open_corpus)
+        self.data = RunData(config, self.inputs, self.tokenizer, self.model_config)
         self.train_set = self.data.train_set
         self.data.start_tokenizing()
         return self.data.loader(
@@ -172,15 +172,27 @@ class TextTrainer(BaseTrainer):
         finally:
             self.model.train()
 
+    @property
+    def processor(self) -> Any:
+        """What is exported beside the weights: the tokenizer, or the processor that has it."""
+        return self.tokenizer
+
     def export(self, folder: Path) -> None:
-        """Write weights, config and tokenizer so that plain Transformers loads them; of adapters, what PEFT loads."""
-        if self.config.lora.r is None:
-            export_hf(self.model, folder, processors=[self.tokenizer])
-            return
-        save_adapter(self.model, folder)
-        save_processors([self.tokenizer], folder)
-        if self.config.lora.merge:
-            export_hf(self.model, folder / "merged", processors=[self.tokenizer], merge_adapters=True)
+        """Write weights, config and processor so that plain Transformers loads them; of adapters, what PEFT loads."""
+        lora = self.config.lora
+        if lora.r is not None:
+            save_adapter(self.model, folder)
+            save_processors([self.processor], folder)
+            folder = folder / "merged"
+        if lora.r is None or lora.merge:
+            export_hf(
+                self.model,
+                folder,
+                processors=[self.processor],
+                merge_adapters=lora.merge,
+                source=self.config.model.model_path,
+                keep_excluded=self.config.model.export_excluded,
+            )
 
     @functools.cached_property
     def unigram_entropy(self) -> float:
@@ -193,10 +205,6 @@ class TextTrainer(BaseTrainer):
     def reference_loss(self) -> float | None:
         counted = self.config.task == "pretrain" and self.data.is_complete and self.data.size <= _COUNTED_FOR_CURVE
         return self.unigram_entropy if counted else None
-
-    def describe_data(self) -> str:
-        """Size of the training data."""
-        return self.data.describe()
 
     def _check_sizes(self) -> None:
         """Check the tokenizer and the routing against the model's config."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opslot._base.errors import ConfigError
-from opslot.checkpoint import export_hf
 from opslot.data.multimodal import MultimodalEncoder
 from opslot.models._modalities import decoder_of, inlined_inputs
-from opslot.models._parts import freeze, select
+from opslot.models._parts import select
 from opslot.slots.protocol import keeps_sequences
 from opslot.trainer.processors import multimodal_class
 from opslot.trainer.text import TextTrainer
@@ -44,11 +42,6 @@ class VLMTrainer(TextTrainer):
         model = super().build_model()
         self._check_rows(model)
         model.config.architectures = [self.model_options()["architecture"]]
-        freeze(model, self.config.train.freeze or [])
-        lr_of = self.config.train.lr_of or {}
-        self._learning_rates = {
-            name: lr for pattern, lr in lr_of.items() for name in select(model, pattern, "train.lr_of")
-        }
         return model
 
     def _check_rows(self, model: PreTrainedModel) -> None:
@@ -65,19 +58,16 @@ class VLMTrainer(TextTrainer):
             )
 
     def learning_rates(self) -> dict[str, float]:
-        return self._learning_rates
+        lr_of = self.config.train.lr_of or {}
+        return {name: lr for pattern, lr in lr_of.items() for name in select(self.model, pattern, "train.lr_of")}
 
     @property
     def title(self) -> str:
+        if self.config.lora.r is not None:
+            return super().title
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         return f"{super().title} ({trained / 1e6:,.1f}M trainable)"
 
-    def export(self, folder: Path) -> None:
-        """Write weights, config and processor so that plain Transformers loads them."""
-        export_hf(
-            self.model,
-            folder,
-            processors=[self.encoder.processor],
-            source=self.config.model.model_path,
-            keep_excluded=self.config.model.export_excluded,
-        )
+    @property
+    def processor(self) -> Any:
+        return self.encoder.processor
