@@ -11,6 +11,7 @@ import torch
 
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint import training_state
+from opslot.checkpoint.training_state import load_snapshot
 from opslot.trainer import checkpointing
 from opslot.trainer.config import CheckpointConfig, TrainConfig
 from opslot.trainer.output_folder import check_output
@@ -44,7 +45,7 @@ def test_tensors_and_optimizer_round_trip_bit_for_bit(tmp_path):
     model, optimizer = trained(0)
     folder = checkpointing.write_snapshot(tmp_path, snapshot(3, model, optimizer))
     other, other_optimizer = trained(1)
-    checkpointing.load_checkpoint(folder, other, other_optimizer)
+    load_snapshot(folder, other, other_optimizer)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         for name, value in optimizer.state[a].items():
@@ -79,7 +80,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     save(tmp_path, 1, seed=0)
     save(tmp_path, 1, seed=1)
     model, optimizer = trained(0)
-    checkpointing.load_checkpoint(tmp_path / "step_00000001", model, optimizer)
+    load_snapshot(tmp_path / "step_00000001", model, optimizer)
     assert torch.equal(model[1].weight, trained(1)[0][1].weight)
 
 
@@ -100,7 +101,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 def test_checkpoint_of_another_model_raises(tmp_path, model, message):
     folder = save(tmp_path, 1)
     with pytest.raises(CheckpointError, match=f"is of another model:\n(.*\n)*{message}"):
-        checkpointing.load_checkpoint(folder, model, torch.optim.AdamW(model.parameters()))
+        load_snapshot(folder, model, torch.optim.AdamW(model.parameters()))
 
 
 def remove_file(folder, _other):
@@ -158,7 +159,7 @@ def test_damaged_checkpoint_raises_before_loading(tmp_path, damage, message):
     model, optimizer = trained(3)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(CheckpointError, match=rf"step_00000002 cannot be read(.*\n)*.*{message}"):
-        checkpointing.load_checkpoint(folder, model, optimizer)
+        load_snapshot(folder, model, optimizer)
     assert all(map(torch.equal, before, model.parameters()))
 
 
@@ -193,7 +194,7 @@ def test_code_in_the_metadata_is_not_run(tmp_path, wrapped):
     (folder / ".metadata").write_bytes(pickle.dumps(planted))
     with_state_entries(folder)
     with pytest.raises(CheckpointError, match=r"refers to code .*\n  found: (posix|nt).system\n  hint: "):
-        checkpointing.load_checkpoint(folder, *trained(0))
+        load_snapshot(folder, *trained(0))
     assert not (tmp_path / "ran").exists()
 
 
@@ -203,7 +204,7 @@ def test_code_in_a_value_is_not_run(tmp_path):
     next(iter(optimizer.state.values()))["step"] = Planted(tmp_path / "ran")
     folder = checkpointing.write_snapshot(tmp_path, snapshot(1, model, optimizer))
     with pytest.raises(CheckpointError, match=r"optimizer\.state\..*\.step is not plain data"):
-        checkpointing.load_checkpoint(folder, *trained(0))
+        load_snapshot(folder, *trained(0))
     assert not (tmp_path / "ran").exists()
 
 
@@ -211,7 +212,7 @@ def test_settings_of_the_optimizer_are_not_read(tmp_path):
     model, optimizer = trained(0)
     optimizer.param_groups[0]["lr"] = Planted(tmp_path / "ran")
     folder = checkpointing.write_snapshot(tmp_path, snapshot(1, model, optimizer))
-    checkpointing.load_checkpoint(folder, *trained(0))
+    load_snapshot(folder, *trained(0))
     assert not (tmp_path / "ran").exists()
 
 
@@ -221,7 +222,7 @@ def test_metadata_of_another_object_raises(tmp_path, data):
     (folder / ".metadata").write_bytes(data)
     with_state_entries(folder)
     with pytest.raises(CheckpointError, match="is not the metadata of a checkpoint"):
-        checkpointing.load_checkpoint(folder, *trained(0))
+        load_snapshot(folder, *trained(0))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +265,7 @@ def test_folder_instead_of_a_file_raises(tmp_path, name):
     (folder / name).unlink()
     (folder / name).mkdir()
     with pytest.raises(CheckpointError, match="step_00000001 cannot be read"):
-        checkpointing.load_checkpoint(folder, *trained(0))
+        load_snapshot(folder, *trained(0))
 
 
 @pytest.mark.parametrize(
@@ -303,7 +304,7 @@ def test_checkpoint_under_another_name_is_complete_and_loaded(tmp_path):
     folder = save(tmp_path, 1).rename(tmp_path / "best")
     assert checkpointing.is_complete(folder)
     model, optimizer = trained(3)
-    checkpointing.load_checkpoint(folder, model, optimizer)
+    load_snapshot(folder, model, optimizer)
     assert torch.equal(model[1].weight, trained(0)[0][1].weight)
     save(tmp_path, 2)
     assert [path.name for path in checkpointing.newer_checkpoints(folder)] == ["step_00000002"]
@@ -337,7 +338,7 @@ def test_background_save_is_named_when_complete(tmp_path, paused_save):
     saver.wait()
     assert checkpointing.find_checkpoints(tmp_path) == [folder]
     other, other_optimizer = trained(1)
-    checkpointing.load_checkpoint(folder, other, other_optimizer)
+    load_snapshot(folder, other, other_optimizer)
     assert all(map(torch.equal, saved, other.parameters()))
     assert all(torch.equal(m, other_optimizer.state[p]["exp_avg"]) for m, p in zip(moments, other.parameters()))
 
@@ -366,7 +367,7 @@ def test_background_saves_have_their_own_state(tmp_path, device):
     saver.wait()
     for folder, parameters in saved.items():
         other, other_optimizer = trained(1)
-        checkpointing.load_checkpoint(folder, other, other_optimizer)
+        load_snapshot(folder, other, other_optimizer)
         assert all(map(torch.equal, parameters, other.parameters())), folder
     saver.close()
 

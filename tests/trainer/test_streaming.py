@@ -18,7 +18,7 @@ NAMES = ("step", "loss", "grad_norm", "lr", "epoch", "tokens", "eval_loss")
 
 
 def in_small_shards(monkeypatch):
-    monkeypatch.setattr("opslot.trainer.text.open_corpus", functools.partial(open_corpus, shard_bytes=1500))
+    monkeypatch.setattr("opslot.trainer.run_data.open_corpus", functools.partial(open_corpus, shard_bytes=1500))
     monkeypatch.setattr("opslot.trainer.run_data._TOKENIZED_AT_START", 0)
 
 

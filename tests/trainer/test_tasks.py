@@ -384,12 +384,13 @@ def test_compressed_chat_data(chat_settings, train, tmp_path):
 
 
 def test_settings_of_another_task_are_warned_about(settings, train):
-    settings["data"] |= {"train_on": "last", "label_names": ["a"]}
+    settings["data"] |= {"train_on": "last", "label_names": ["a"], "on_bad_sample": "skip"}
     settings["train"]["max_steps"] = 1
     code, out, _ = train()
     assert code == 0
     assert "warning: data.train_on has no effect on task pretrain; it is for task sft" in out
     assert "warning: data.label_names has no effect on task pretrain; it is for task classification" in out
+    assert "warning: data.on_bad_sample has no effect on task pretrain" in out
 
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}

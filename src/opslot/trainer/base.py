@@ -16,6 +16,7 @@ import torch
 
 from opslot._base.errors import DataError, TrainingError
 from opslot._base.files import remove_temporary_files, write_json, write_text
+from opslot.checkpoint.training_state import load_snapshot
 from opslot.data import count_targets
 from opslot.distributed import (
     clip_grad_norm,
@@ -458,7 +459,7 @@ class BaseTrainer(ABC):
         state, _ = checkpointing.read_state(checkpoint)
         require_same_optimizer(checkpoint, state.get("config") or {}, self.config.train.optimizer)
         self.batches.load_state_dict(state["data"])
-        checkpointing.load_checkpoint(checkpoint, self.model, self.optimizer)
+        load_snapshot(checkpoint, self.model, self.optimizer)
         if self.state.rank < len(state["random"]):
             self._random_states = state["random"][self.state.rank]
         self.step = state["step"]

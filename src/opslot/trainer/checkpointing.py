@@ -101,11 +101,6 @@ def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return state, kernels
 
 
-def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the tensors of a checkpoint; see `opslot.checkpoint.training_state.load_snapshot`."""
-    training_state.load_snapshot(folder, model, optimizer)
-
-
 def _named(folder: Path) -> list[Path]:
     paths = folder.iterdir() if folder.is_dir() else ()
     return sorted((path for path in paths if step_of(path) >= 0), key=step_of)

@@ -100,7 +100,7 @@ _FIELDS = {
     "truncation_mode": "data.long_samples: truncate, which cuts the end",
     "load_best_model_at_end": "evaluation.save_best",
     "metric_for_best_model": "evaluation.best_metric",
-    "greater_is_better": "evaluation.best_metric, which knows its direction",
+    "greater_is_better": "evaluation.best_metric: loss is minimized, accuracy and f1 are maximized",
     "early_stopping_patience": "evaluation.early_stopping_patience",
     "predict_with_generate": "evaluation.prompts",
     "generation_max_length": "evaluation.max_new_tokens",

@@ -24,10 +24,11 @@ def require_same_kernels(model: nn.Module) -> None:
         ConfigError: on every rank; names the first modules and what each rank selected there.
     """
     by_rank = [_choices(record) for record in gather_objects(kernel_record(model))]
+    keys = dict.fromkeys(key for choices in by_rank for key in choices)
     differing = [
         f"{path or 'model'}: {op} is "
         + ", ".join(f"{choices.get((op, variant, path), 'absent')} on rank {r}" for r, choices in enumerate(by_rank))
-        for op, variant, path in by_rank[0]
+        for op, variant, path in keys
         if len({choices.get((op, variant, path)) for choices in by_rank}) > 1
     ]
     if differing:

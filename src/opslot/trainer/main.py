@@ -110,7 +110,7 @@ def _prepare(config: RunConfig, console: Console) -> TextTrainer:
     else:
         steps = f"{max(0, trainer.max_steps - trainer.step):,} steps"
     trainer.say(
-        f"{trainer.title} on {trainer.device}{processes}; {trainer.describe_data()}; {steps} of "
+        f"{trainer.title} on {trainer.device}{processes}; {trainer.data.describe()}; {steps} of "
         f"{size}{config.train.global_batch_size * config.data.sample_length:,} tokens"
     )
     for line in trainer.meter.uncounted_lines():

@@ -117,7 +117,7 @@ def build_parser(*, every_field: bool = True) -> ArgumentParser:
         formatter_class=Formatter,
         prog="opslot train",
         usage=USAGE,
-        description="Train on texts, chats or labels. Fields come from a YAML file, the command line, or both.",
+        description="Train on texts, chats, media or labels. Fields come from a YAML file, the command line, or both.",
         epilog=EXAMPLES
         if every_field
         else f"{EXAMPLES}\nThese are the common fields; `opslot train --help-all` lists all.",

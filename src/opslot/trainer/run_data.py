@@ -54,9 +54,6 @@ _MEDIA_SHARD_BYTES = 128 << 10
 class RunData:
     """Corpora, training set and evaluation sets.
 
-    Args:
-        open_corpus: for tests.
-
     Attributes:
         train_set: the training samples; whole documents where `max_tokens` is set.
         eval_sets: one for each evaluated data set; empty without evaluation.
@@ -69,7 +66,6 @@ class RunData:
         inputs: Inputs,
         tokenizer: PreTrainedTokenizerBase,
         model_config: PreTrainedConfig | None = None,
-        open_corpus: Any = open_corpus,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -77,15 +73,6 @@ class RunData:
         if config.task in CHAT_TASKS and config.data.packing and self.max_tokens is None:
             self.max_tokens = micro_batch_size(config.train) * config.data.sample_length
         self.encoder = make_encoder(config, inputs, tokenizer, model_config)
-        self._open = functools.partial(
-            open_corpus,
-            tokenizer=tokenizer,
-            encoder=self.encoder,
-            sample_by=config.data.sample_by,
-            format=config.data.format,
-            cache_dir=config.data.cache_dir,
-            **({"shard_bytes": _MEDIA_SHARD_BYTES} if config.task == "vlm" else {}),
-        )
         self.corpora: list[TokenCorpus] = [self._open(source.files) for source in inputs.sources]
         self.eval_sets: list[PackedDataset] = []
         selections: list[Documents | None] = [None] * len(self.corpora)
@@ -221,6 +208,19 @@ class RunData:
         """Stop the tokenizing processes."""
         for corpus in self.corpora:
             corpus.close()
+
+    def _open(self, files: list[Path]) -> TokenCorpus:
+        data = self.config.data
+        shards: dict[str, Any] = {"shard_bytes": _MEDIA_SHARD_BYTES} if self.config.task == "vlm" else {}
+        return open_corpus(
+            files,
+            self.tokenizer,
+            encoder=self.encoder,
+            sample_by=data.sample_by,
+            format=data.format,
+            cache_dir=data.cache_dir,
+            **shards,
+        )
 
     def _dataset(
         self, corpus: TokenCorpus, documents: Documents | None, *, shuffle: bool, train: bool = False

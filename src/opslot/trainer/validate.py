@@ -150,10 +150,13 @@ def _no_effect(config: RunConfig) -> list[str]:
         ("sft", "vlm"): ("chat_template", "train_on"),
         ("classification",): ("label_field", "label_names"),
         ("vlm",): ("max_pixels", "max_frames", "use_audio_in_video"),
+        ("pretrain", "classification"): ("text_field",),
+        ("pretrain", "sft", "vlm"): ("append_eos",),
+        ("sft", "vlm", "classification"): ("long_samples", "on_bad_sample"),
     }
     for tasks, names in only.items():
         warnings += [
-            f"data.{name} has no effect on task {config.task}; it is for task {' and '.join(tasks)}"
+            f"data.{name} has no effect on task {config.task}; it is for task {' or '.join(tasks)}"
             for name in names
             if config.task not in tasks and getattr(data, name) != getattr(DataConfig, name)
         ]
@@ -164,6 +167,8 @@ def _no_effect(config: RunConfig) -> list[str]:
             f"train.warmup_steps={train.warmup_steps} exceeds train.max_steps={train.max_steps}, so the learning rate "
             "never reaches train.lr"
         )
+    if train.optimizer.min_lr_ratio and train.lr_scheduler == "constant":
+        warnings.append("train.optimizer.min_lr_ratio has no effect with train.lr_scheduler=constant")
     if train.fsdp.copy_engine and (config.model.device == "cpu" or best_device().type == "cpu"):
         warnings.append("train.fsdp.copy_engine has no effect on a CPU")
     if train.fsdp.ulysses_overlap and train.sp_size == 1:
