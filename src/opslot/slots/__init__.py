@@ -1,4 +1,4 @@
-"""What a kernel is, who may use it where, and the slots it is bound to."""
+"""Ops, kernels and slots: their specs, the registry, kernel selection, and binding."""
 
 from opslot.slots.bind import bind, binding_of, bound_config, explain, unbind, write
 from opslot.slots.binding import Binding, SlotBinding, Wrapper, resolve

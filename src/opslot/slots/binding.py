@@ -1,6 +1,6 @@
 """`Binding`: which kernel is in which slot of a model, why, and what is applied to it.
 
-`resolve` makes one without touching the model, parallelization makes another one from it, and `write` alone changes
+`resolve` makes one without changing the model, parallelization makes another one from it, and only `write` changes
 modules. What wraps a kernel is kept with the module, so that the next `resolve` finds it again: a model that was
 parallelized keeps its wrappers when it is bound again, moves to another device or resumes.
 """
@@ -57,6 +57,17 @@ class Wrapper(Protocol):
 
 
 @dataclass(frozen=True)
+class KernelWrapper:
+    """A `Wrapper` that puts `around(kernel)` into the slot, where `kernel` is the op's reference on eager."""
+
+    name: str
+    around: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+    def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
+        return self.around(kernel or reference)
+
+
+@dataclass(frozen=True)
 class SlotBinding:
     """The kernel of one slot.
 
@@ -105,6 +116,10 @@ class Absent(NamedTuple):
     why: str
 
 
+# A module's path, and what is wrong there.
+_Problem = tuple[str, str]
+
+
 @dataclass(frozen=True)
 class Binding:
     """The kernel of every slot of a model; immutable, and without references to the model.
@@ -137,7 +152,7 @@ class Binding:
             self,
             slots=tuple(
                 replace(slot, wrappers=(*slot.wrappers, wrapper))
-                if wraps(slot) and all(type(known) is not type(wrapper) for known in slot.wrappers)
+                if wraps(slot) and all(known.name != wrapper.name for known in slot.wrappers)
                 else slot
                 for slot in self.slots
             ),
@@ -151,11 +166,11 @@ def resolve(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Binding:
-    """Select the kernel of every slot of `model`, which stays as it is. Arguments and errors are those of `bind`."""
+    """Select the kernel of every slot of `model` without changing it. Arguments and errors are those of `bind`."""
     config = OpsImplementationConfig.make(ops)
     facts, default_dtype = _placement(model, device, dtype)
     configs = {path: module.__dict__.get("config") for path, module in model.named_modules()}
-    problems: list[str] = []
+    problems: list[_Problem] = []
     slots: list[SlotBinding] = []
     for at in (*walk_slots(model), *_without_attribute(model, config, configs)):
         op_name, variant = at.op_name, at.variant
@@ -173,7 +188,7 @@ def resolve(
             # Not a problem of this slot.
             raise
         except ConfigError as error:
-            problems.append(f"{at.path or type(model).__name__}: {error}")
+            problems.append((at.path or type(model).__name__, str(error)))
             continue
         wrappers = wrappers_of(at.module, at.name or at.op_name)
         slots.append(SlotBinding(at.path, at.name, class_name(at.module), resolution, wrappers, parts, keeps or ""))
@@ -186,7 +201,7 @@ def resolve(
 
 
 def class_name(module: Any) -> str:
-    """The name of the module's class before `fully_shard` made one of its own from it."""
+    """The name of the module's class before `fully_shard` replaced it."""
     return next(cls.__name__ for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))
 
 
@@ -223,17 +238,18 @@ def _parts(model: Any, at: ModuleSlot, configs: dict[str, Any]) -> tuple[str, ..
     )
 
 
-def _partly_covered(config: OpsImplementationConfig, at: ModuleSlot, parts: tuple[str, ...]) -> Iterator[str]:
+def _partly_covered(config: OpsImplementationConfig, at: ModuleSlot, parts: tuple[str, ...]) -> Iterator[_Problem]:
     """Overrides that name some modules of a sub-model, for an op whose kernel is that of all of them."""
     field = KERNEL_REGISTRY.op(at.op_name).field_of(at.variant)
     for glob, chosen in config.overrides.items():
         found = fnmatch.filter(parts, glob)
         if field in chosen and 0 < len(found) < len(parts) and not fnmatch.fnmatchcase(at.path, glob):
-            yield (
-                f"{at.path or 'model'}: overrides[{glob!r}].{field}={chosen[field]!r}: {at.op_name} is selected for all"
-                f" modules of {class_name(at.module)} together, because they share its masks, and the glob matches"
-                f" {len(found)} of {len(parts)}; use {f'{at.path}.*' if at.path else '*'!r}"
+            text = (
+                f"overrides[{glob!r}].{field}={chosen[field]!r}: {at.op_name} is selected for all modules of "
+                f"{class_name(at.module)} together, because they share its masks, and the glob matches {len(found)} of "
+                f"{len(parts)}; use {f'{at.path}.*' if at.path else '*'!r}"
             )
+            yield at.path or "model", text
 
 
 def _keeps(at: ModuleSlot, wanted: str) -> str | None:
@@ -277,7 +293,7 @@ def _absent(
     config: OpsImplementationConfig,
     slots: Iterable[SlotBinding],
     skipped: Iterable[SkippedPart],
-    problems: list[str],
+    problems: list[_Problem],
 ) -> Iterator[Absent]:
     """Fields and overrides that name a kernel for nothing; an error in `problems` where that part was skipped."""
     for field, value in config.named_fields():
@@ -299,15 +315,15 @@ def _absent(
                 else:
                     known = [slot.path or "model" for slot in slots if slot.field == field]
                     have = f"; {known[0]} has it" if known else ""
-                    problems.append(f"{glob}: {why}{have}")
+                    problems.append((glob, f"{why}{have}"))
             elif value not in ("auto", "eager"):
-                problems += [f"{line} (in overrides[{glob!r}])" for line in problem]
+                problems += [(path, f"{text} (in overrides[{glob!r}])") for path, text in problem]
 
 
 def _without_slot(
     field: str, value: str, glob: str, slots: Iterable[SlotBinding], skipped: Iterable[SkippedPart]
-) -> list[str] | None:
-    """Why a field reaches no slot at the modules that `glob` names: a line for each part; none where it reaches one.
+) -> list[_Problem] | None:
+    """Why a field reaches no slot at the modules that `glob` names, for each part; nothing where it reaches one.
 
     Returns None where those modules have no such op at all.
     """
@@ -319,10 +335,9 @@ def _without_slot(
         for part, paths in skipped:
             if _selected_by(field, part) and (found := fnmatch.filter(paths, glob)):
                 where[found[0], part.reason] = f"{part.symbol} has no slot: "
-    lines = [
-        f"{path or 'model'}: {field}={value!r}: {part}{why}; use eager or auto" for (path, why), part in where.items()
-    ]
-    return lines or None
+    return [
+        (path or "model", f"{field}={value!r}: {part}{why}; use eager or auto") for (path, why), part in where.items()
+    ] or None
 
 
 def _selected_by(field: str, part: Skipped) -> bool:
@@ -364,12 +379,11 @@ def _dtype_of(module: Any) -> torch.dtype | None:
     return next((p.dtype for p in module.parameters() if p.dtype.is_floating_point), None)
 
 
-def _by_text(problems: list[str]) -> list[str]:
+def _by_text(problems: list[_Problem]) -> list[str]:
     """Each distinct problem once, with the first module that has it and the number of the others."""
     found: dict[str, list[str]] = {}
-    for problem in problems:
-        path, separator, text = problem.partition(": ")
-        found.setdefault(text if separator else problem, []).append(path)
+    for path, text in problems:
+        found.setdefault(text, []).append(path)
     lines = []
     for text, paths in found.items():
         where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"

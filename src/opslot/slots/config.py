@@ -174,15 +174,11 @@ class OpsImplementationConfig:
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self.to_dict(),)
+        return type(self).make, (self.to_dict(),)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{k}={v!r}" for k, v in self.named_fields()) or "all auto"
         return f"OpsImplementationConfig({shown})"
-
-
-def _unpickle(data: dict[str, Any]) -> OpsImplementationConfig:
-    return OpsImplementationConfig(**data)
 
 
 def _maps_to_mappings(overrides: Any) -> bool:

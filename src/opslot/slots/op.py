@@ -1,4 +1,4 @@
-"""What an op is: its contract, and what it takes to check and to time a kernel for it."""
+"""`OpSpec` and `OpVariant`: an op's contract, and the inputs and costs that its kernels are checked and timed with."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class OpVariant:
         benchmark_case: `(shape, tokens) -> InputCase`, a case worth timing with those sizes and that many tokens.
         compiles: whether torch.compile of `reference` is worth timing: not where it loops over chunks, experts or
             documents, where the compiler stops or unrolls for minutes.
-        extends: the variant that also computes a part of this one, in slots of its own. Where the named kernel has no
+        extends: the variant that also computes a part of this one, in separate slots. Where the named kernel has no
             form of this variant, or is not usable, those slots are bound as without it, and nothing raises.
         description: one line.
     """

@@ -1,4 +1,4 @@
-"""What was measured on this machine: the profile that `opslot bench --tune` writes and `auto` reads.
+"""The timings of this machine: the profile that `opslot bench --tune` writes and `auto` reads.
 
 One JSON file holds the timings of any number of machines, each with the versions it was measured with. Only those of
 this machine and of the versions installed now count: `auto` selects the fastest at a shape, and uses the registry's

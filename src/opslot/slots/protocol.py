@@ -14,7 +14,7 @@ Every name that begins with `_opslot_` is defined here (and in the text that `op
 
 On a generated module `_opslot_lost_slots`: which expected slots it lacks in this release of Transformers.
 
-On an instance, in its `__dict__` alone, so that neither state_dict nor parameters know of it: the kernel in
+On an instance, in its `__dict__` alone, so that state_dict and parameters do not include it: the kernel in
 `_opslot_<slot>`, its wrappers, and what undoes a binding.
 """
 

@@ -1,4 +1,4 @@
-"""All ops and kernels that this process knows, and the choice among them."""
+"""The registry of ops and kernels, and the selection of a kernel for a request."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ class KernelRegistry:
             # Built-in and entry-point kernels stay lazy (their own tests load them); a kernel registered by hand is
             # checked at once wherever it can run, so that the mistake shows where it is made.
             kernel = None
-            if not self._discovering and callable(spec.factory) and self._usable_somewhere(spec):
+            by_hand = not self._discovering and callable(spec.factory)
+            if by_hand and spec.supports is None and spec.unsupported_here() is None:
                 kernel = self._make(spec)
             self._specs[spec.key] = spec
             self._loaded.pop(spec.key, None)
@@ -101,11 +102,6 @@ class KernelRegistry:
         with self._lock:
             self._specs.pop(key, None)
             self._loaded.pop(key, None)
-
-    def _usable_somewhere(self, spec: KernelSpec) -> bool:
-        if spec.supports is not None:
-            return False
-        return spec.unsupported_here() is None
 
     def _discover(self) -> None:
         if not self._pending and not self._entry_points:

@@ -1,4 +1,4 @@
-"""What a kernel is: its name, its op, what it requires and how fast it is where."""
+"""`KernelSpec`: a kernel's op, requirements, supported calls and priorities."""
 
 from __future__ import annotations
 
