@@ -25,7 +25,7 @@ from opslot.slots.protocol import set_adapted
 
 
 def mark_adapted_experts(model: nn.Module) -> None:
-    """Let `auto` know which experts have adapters, before kernels are selected."""
+    """Mark experts with adapters, which decides what `auto` selects for them; call it before kernels are selected."""
     for layer in _expert_layers(model):
         set_adapted(layer.get_base_layer())
 

@@ -62,7 +62,7 @@ def add_zero_of_root(model: Any) -> None:
             hint="train it with one process",
         )
     inside: list[nn.Module] = [module for module in model.modules() if module is not model]
-    grouped = {part for module in inside if _is_group(module) for part in module.modules()}
+    grouped = {part for module in inside if isinstance(module, FSDPModule) for part in module.modules()}
     owners = [module for module in model.modules() if module not in grouped and module is not embeddings]
 
     def add_zero(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -169,10 +169,6 @@ class _Layers:
         if self.skipped:
             return hidden_states + _zero(list(layer.modules()), hidden_states)
         return forward(hidden_states, *args, **kwargs)
-
-
-def _is_group(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
 
 
 def _parameters(module: nn.Module) -> dict[str, inspect.Parameter]:

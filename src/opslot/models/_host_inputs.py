@@ -2,9 +2,9 @@
 
 Transformers' models look for packed documents in position_ids, and its vision-language models read image grids, token
 ids and masks as Python integers (`tolist`, `item`) and as boolean indices (`nonzero`). On a GPU each of them waits for
-the device. With `keep_inputs_on_host`, integer and boolean
-inputs stay on the host, where reading them costs nothing, and are copied to the device, asynchronously, by the first
-operation that also needs a tensor of the device. It needs no change of the model's code, so it holds for every release.
+the device. With `keep_inputs_on_host`, integer and boolean inputs stay on the host, where reading them costs nothing,
+and are copied to the device, asynchronously, by the first operation that also needs a tensor of the device. It needs no
+change of the model's code, so it works with every release.
 """
 
 from __future__ import annotations

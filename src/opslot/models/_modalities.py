@@ -19,18 +19,16 @@ from torch.utils import _pytree as pytree
 
 from opslot.distributed.dummy import dummy_forward
 from opslot.models._audio import AudioInputs
+from opslot.models._by_document import remove_forward_pre_hooks
 from opslot.models._conditional import add_zero_of_root, encoders_of, run_conditional_layers, transformers_model
 from opslot.models._images import visual_inputs
 from opslot.models._multimodal_sequence import has_whole_sequences
-from opslot.models._shared_images import share_images
+from opslot.models._shared_images import INTERNAL_STATES, share_images
 
 # Methods that compute features of a modality.
 _INPUTS = {"image": ("pixel_values", "flattened_patches"), "audio": ("input_features", "input_values")}
 _METHODS = ("get_image_features", "get_video_features", "get_audio_features")
-
-
 _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_INTERNAL = ("last_hidden_state", "hidden_states", "attentions")
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def computes_features_inside(model: nn.Module) -> bool:
 
 
 def keep_documents_from_towers(model: nn.Module) -> None:
-    """Let `cu_seq_lens_q` and the like reach the language model alone: towers have sequences of their own.
+    """Pass `cu_seq_lens_q` and the like only to the language model: they are not the sequences of towers.
 
     Transformers' models pass all keyword arguments to both.
     """
@@ -165,11 +163,7 @@ def keep_documents_from_towers(model: nn.Module) -> None:
 
 def stop_keeping_documents_from_towers(model: nn.Module) -> None:
     """Undo `keep_documents_from_towers`."""
-    for module in model.modules():
-        hooks = module._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if hook is _without_documents]:
-            del hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    remove_forward_pre_hooks(model, _without_documents)
 
 
 def _without_documents(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -268,7 +262,7 @@ def features_of(outputs: Any) -> Any:
     """What the language model reads of what a method such as `get_image_features` returns."""
     if not isinstance(outputs, Mapping):
         return outputs
-    read = {name: value for name, value in outputs.items() if name not in _INTERNAL and value is not None}
+    read = {name: value for name, value in outputs.items() if name not in INTERNAL_STATES and value is not None}
     return read if "pooler_output" in read else {**read, "last_hidden_state": outputs["last_hidden_state"]}
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from opslot._base.errors import ConfigError
 from opslot.ops.linear.nf4 import dequantize
 from opslot.slots import Binding
+from opslot.slots.binding import KernelWrapper
 
 QUANTIZATION = "nf4 (bitsandbytes)"
 # Its kernels count in int32.
@@ -59,21 +59,14 @@ def with_quantized_experts(binding: Binding, root: nn.Module) -> Binding:
     """The binding with the weights of quantized experts dequantized for each call of their kernel."""
     quantized = {path for path, module in root.named_modules() if "quantized_experts" in module.__dict__}
     return binding.with_wrapper(
-        _DequantizeWeights(), lambda slot: slot.resolution.op_name == "moe_experts" and slot.path in quantized
+        KernelWrapper("nf4 weights", _Dequantized),
+        lambda slot: slot.resolution.op_name == "moe_experts" and slot.path in quantized,
     )
 
 
-@dataclass(frozen=True)
-class _DequantizeWeights:
-    """Wraps a kernel of experts so that it gets dequantized weights."""
-
-    name: str = "nf4 weights"
-
-    def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
-        return _Dequantized(kernel or reference)
-
-
 class _Dequantized:
+    """A kernel of experts that gets dequantized weights."""
+
     def __init__(self, kernel: Callable[..., Any]) -> None:
         self.kernel = kernel
 

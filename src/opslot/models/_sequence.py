@@ -30,7 +30,7 @@ from opslot.models._own_loss import averages_its_own_labels
 from opslot.ops.attention import masks
 from opslot.ops.attention.op import dense
 from opslot.slots import Binding, SlotBinding, walk_slots
-from opslot.slots.binding import Wrapper
+from opslot.slots.binding import KernelWrapper
 from opslot.slots.protocol import keeps_sequences
 
 # Transformers' decoders take input_ids, attention_mask and position_ids in this order.
@@ -47,10 +47,11 @@ def with_ulysses(model: Any, binding: Binding, pipeline: int = 1, overlap: bool 
         attention = functools.partial(_is_attention, decoder, explicit)
         binding = binding.with_wrapper(_Ulysses(pipeline, explicit), attention)
     binding = binding.with_wrapper(
-        _GatheredRouterLogits(), lambda slot: slot.resolution.op_name == "load_balancing_loss"
+        KernelWrapper("gathered router logits", _OverGlobalSequences),
+        lambda slot: slot.resolution.op_name == "load_balancing_loss",
     )
-    for op_name, sharded in _SHARDED.items():
-        binding = binding.with_wrapper(sharded, functools.partial(_is_of, decoder, op_name))
+    for op_name, wrapper in _RECURRENCES.items():
+        binding = binding.with_wrapper(wrapper, functools.partial(_is_of, decoder, op_name))
     return (
         binding.with_wrapper(_OverlappedProjections(), functools.partial(_is_rotary, decoder)) if overlap else binding
     )
@@ -67,7 +68,7 @@ def prepare_ulysses(model: Any, binding: Binding, state: ParallelState, overlap:
     attention = [slot for slot in binding.of("attention") if _is_inside(_decoder_path(model), slot)]
     why = keeps_sequences(decoder or model, by_kernel=True)
     why = why or next((slot.kept for slot in attention if slot.kept), None)
-    recurrences = [slot for op_name in _SHARDED for slot in binding.of(op_name)]
+    recurrences = [slot for op_name in _RECURRENCES for slot in binding.of(op_name)]
     if not attention and not recurrences:
         why = why or "it has no attention that opslot can select"
     if computes_features_inside(model):
@@ -154,16 +155,6 @@ class _MaskFunction:
 
 
 @dataclass(frozen=True)
-class _GatheredRouterLogits:
-    """Wraps a load-balancing loss so that it sees the router logits of all tokens."""
-
-    name: str = "gathered router logits"
-
-    def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
-        return _OverGlobalSequences(kernel or reference)
-
-
-@dataclass(frozen=True)
 class _OverlappedProjections:
     """Wraps a rotary embedding so that it waits for the all-to-all of queries and keys."""
 
@@ -176,45 +167,15 @@ class _OverlappedProjections:
         return kernel if all_to_all is None else _OverlappedRotary(kernel or reference, all_to_all)
 
 
-@dataclass(frozen=True)
-class _UlyssesDeltaRule:
-    """Wraps a gated delta rule so that each rank computes some heads of global sequences."""
-
-    name: str = "Ulysses"
-
-    def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
-        return UlyssesDeltaRule(kernel or reference)
-
-
-@dataclass(frozen=True)
-class _UlyssesScan:
-    """Wraps a scan of Mamba-2 so that each rank computes some heads of global sequences."""
-
-    name: str = "Ulysses"
-
-    def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
-        return UlyssesScan(kernel or reference)
-
-
-@dataclass(frozen=True)
-class _ShardedConvolution:
-    """Wraps a causal convolution so that it sees the last tokens of earlier ranks."""
-
-    name: str = "sharded sequences"
-
-    def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
-        return ShardedConvolution(kernel or reference)
-
-
-_SHARDED: dict[str, Wrapper] = {
-    "causal_conv1d": _ShardedConvolution(),
-    "chunk_gated_delta_rule": _UlyssesDeltaRule(),
-    "mamba_chunk_scan": _UlyssesScan(),
+_RECURRENCES = {
+    "causal_conv1d": KernelWrapper("sharded sequences", ShardedConvolution),
+    "chunk_gated_delta_rule": KernelWrapper("Ulysses", UlyssesDeltaRule),
+    "mamba_chunk_scan": KernelWrapper("Ulysses", UlyssesScan),
 }
 
 
 def _require_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: require what a rank cannot know from its shard of the sequences.
+    """Forward pre-hook: require what a rank cannot derive from its shard of the sequences.
 
     Raises:
         ParallelError: no position_ids, or labels that the model would shift or average within the shard.

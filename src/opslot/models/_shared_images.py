@@ -18,7 +18,8 @@ from torch.distributed import ProcessGroup
 
 from opslot.distributed import gather_outputs, get_parallel_state
 
-_INTERNAL = ("last_hidden_state", "hidden_states", "attentions")
+# Outputs of an encoder that the language model does not read.
+INTERNAL_STATES = ("last_hidden_state", "hidden_states", "attentions")
 _IMAGE_DIMS = 4
 
 
@@ -132,7 +133,7 @@ class _Gathering:
         for name, value in list(outputs.items()):
             if name == main:
                 found[name] = self._of_images(value)
-            elif name in _INTERNAL:
+            elif name in INTERNAL_STATES:
                 found[name] = None
             elif isinstance(value, list | tuple):
                 # Of one layer each.

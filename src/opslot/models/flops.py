@@ -198,12 +198,8 @@ def document_lengths(batch: dict[str, Any]) -> list[int]:
     return [length] * rows
 
 
-def image_lengths(batch: dict[str, Any]) -> list[int]:
+def image_lengths(batch: dict[str, Any]) -> Iterator[int]:
     """Patches of each image and video frame of a micro batch, from its grids [N, (t, h, w)]."""
-    return list(_frames(batch))
-
-
-def _frames(batch: dict[str, Any]) -> Iterator[int]:
     for name in ("image_grid_thw", "video_grid_thw"):
         for frames, height, width in batch[name].tolist() if batch.get(name) is not None else ():
             yield from [height * width] * frames

@@ -18,7 +18,7 @@ from opslot._base.logging import get_logger
 from opslot.checkpoint.adapters import has_adapters
 from opslot.distributed import ExpertParallel, ParallelPlan, ParallelState, get_parallel_state
 from opslot.models._adapters import mark_adapted_experts, with_expert_adapters
-from opslot.models._conditional import add_zero_of_skipped_modules
+from opslot.models._conditional import add_zero_of_skipped_modules, transformers_model
 from opslot.models._host_inputs import keep_inputs_from_fsdp, map_inputs_of_compiled_layers
 from opslot.models._linear_adapters import fuse_linear_adapters
 from opslot.models._modalities import find_towers
@@ -26,7 +26,7 @@ from opslot.models._quantized_experts import with_quantized_experts
 from opslot.models._registry import architecture_of
 from opslot.models._sequence import prepare_ulysses, with_ulysses
 from opslot.slots import KERNEL_REGISTRY, Binding, binding_of, resolve, walk_slots, write
-from opslot.slots.binding import class_name
+from opslot.slots.binding import KernelWrapper, class_name
 from opslot.slots.protocol import modules_by_document
 
 __all__ = ["parallel_plan", "parallelize"]
@@ -138,7 +138,8 @@ def parallel_plan(model: Any) -> ParallelPlan | None:
     Args:
         model: a Transformers model, or a wrapper around one, such as PEFT's.
     """
-    path, inner = _transformers_model(model)
+    inner = transformers_model(model)
+    path = next(path for path, module in model.named_modules() if module is inner)
     if hasattr(inner, "get_parallel_plan"):
         return inner.get_parallel_plan().below(path)
     # A class of the user's own may derive from a generated one.
@@ -167,37 +168,16 @@ def _warn_once(name: str) -> None:
     )
 
 
-def _transformers_model(model: nn.Module) -> tuple[str, Any]:
-    """The outermost Transformers model in `model`, after its path."""
-    from transformers import PreTrainedModel
-
-    return next(((path, m) for path, m in model.named_modules() if isinstance(m, PreTrainedModel)), ("", model))
-
-
 def with_expert_parallel(binding: Binding, state: ParallelState) -> Binding:
     """The binding with each kernel of experts called for the tokens of all ranks."""
-    wrapper = _ExpertParallel(_triton_sum("sum_rows", state.device))
+    around = functools.partial(ExpertParallel, add=_triton_sum("sum_rows", state.device))
+    wrapper = KernelWrapper("expert parallel", around)
     return binding.with_wrapper(wrapper, lambda slot: slot.resolution.op_name == "moe_experts")
 
 
 def with_fsdp(binding: Binding) -> Binding:
     """The binding with fused losses run inside the forward of the head, where FSDP gathers its weight."""
     return binding.with_wrapper(_FusedLossInHead(), lambda slot: slot.resolution.op_name == "cross_entropy_loss")
-
-
-@dataclass(frozen=True)
-class _ExpertParallel:
-    """Wraps a kernel of experts in `ExpertParallel`.
-
-    Attributes:
-        sum_rows: kernel that sums the rows returned by other ranks; None for plain torch.
-    """
-
-    sum_rows: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    name: str = "expert parallel"
-
-    def wrap(self, module: Any, kernel: Callable[..., Any] | None, reference: Callable[..., Any]) -> Callable[..., Any]:
-        return ExpertParallel(kernel or reference, add=self.sum_rows)
 
 
 def _check_experts(model: Any, state: ParallelState, plan: ParallelPlan | None) -> None:
