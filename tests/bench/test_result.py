@@ -74,7 +74,7 @@ def test_page_is_complete_and_self_contained():
     assert best == ["triton", "opslot"], "nothing that failed its check is the fastest"
 
 
-def test_colour_marks_opslot_not_the_fastest():
+def test_color_marks_opslot_not_the_fastest():
     rows = [dataclasses.replace(OPS[1], kernel="torch.compile", ms=0.5), *OPS[:2]]
     text = page(Result("opslot bench", [dataclasses.replace(RUN, ops=rows)]))
     own = re.findall(r'<tr class="[^"]*\bown\b[^"]*"><td class="l">([^<]*)', text)
@@ -99,7 +99,7 @@ def bars_of(axis):
     return {label.get_text(): bar for label, bar in zip(axis.get_yticklabels(), axis.patches, strict=False)}
 
 
-def test_plot_colours_opslot_and_marks_broken_bars(tmp_path, monkeypatch):
+def test_plot_colors_opslot_and_marks_broken_bars(tmp_path, monkeypatch):
     from matplotlib.colors import to_hex
     from matplotlib.figure import Figure
 
@@ -114,9 +114,9 @@ def test_plot_colours_opslot_and_marks_broken_bars(tmp_path, monkeypatch):
     assert (tmp_path / "ops.png").read_bytes().startswith(b"\x89PNG")
     first, second, *_ = figures[0].axes
     for axis, own in ((first, "triton"), (second, "opslot")):
-        colours = {name: to_hex(bar.get_facecolor()) for name, bar in bars_of(axis).items()}
-        coloured = [name for name, colour in colours.items() if len({colour[i : i + 2] for i in (1, 3, 5)}) > 1]
-        blue = [name for name in coloured if int(colours[name][5:], 16) - int(colours[name][1:3], 16) > 64]
+        colors = {name: to_hex(bar.get_facecolor()) for name, bar in bars_of(axis).items()}
+        colored = [name for name, color in colors.items() if len({color[i : i + 2] for i in (1, 3, 5)}) > 1]
+        blue = [name for name in colored if int(colors[name][5:], 16) - int(colors[name][1:3], 16) > 64]
         assert blue == [own]
     assert bars_of(first)["eager"].get_width() == pytest.approx(1.375)
     assert "20.0" in [text.get_text() for text in first.texts], "a broken bar has its number"

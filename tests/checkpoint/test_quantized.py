@@ -53,7 +53,7 @@ def quantized(weight: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def folder_of(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any] | None = None, shards: int = 1) -> Path:
-    """A checkpoint folder; with several shards, neighbouring tensors are in different ones."""
+    """A checkpoint folder; with several shards, neighboring tensors are in different ones."""
     folder.mkdir(parents=True)
     names = list(tensors)
     files = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]

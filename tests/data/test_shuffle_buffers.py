@@ -137,13 +137,13 @@ def test_sample_needs_shards_up_to_its_buffer_only(packing):
     assert sorted(order) == list(range(300))
 
 
-def test_shuffling_separates_neighbours():
+def test_shuffling_separates_neighbors():
     dataset = PackedDataset(Corpus([[10] * 50] * 40), 10)
     first = [int(sample["input_ids"][0]) // 1000 for sample in epoch_of(dataset)]
     second = [int(sample["input_ids"][0]) // 1000 for sample in epoch_of(dataset, 1)]
     assert sorted(first) == sorted(second)
     assert first != second
-    # In a buffer of n shards, one in n neighbours is from the same shard.
+    # In a buffer of n shards, one in n neighbors is from the same shard.
     expected = sum(n - 1 for n in (1, 2, 4, 8, 16, 9)) / 40
     assert np.mean([a // 100 != b // 100 for a, b in itertools.pairwise(first)]) == pytest.approx(expected, abs=0.02)
 

@@ -52,7 +52,7 @@ class TrainingError(OpslotError, RuntimeError):
 
 
 def error_text(what: str, *, found: str = "", hint: str = "") -> str:
-    """What is wrong, what was found and what to do about it, each on a line of its own."""
+    """What is wrong, what was found and what to do about it, each on a separate line."""
     lines = [what, *([f"  found: {found}"] if found else []), *([f"  hint: {hint}"] if hint else [])]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Check many kernels at once, in processes of their own on a GPU."""
+"""Check many kernels; on a GPU in worker processes."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ def bench_ops(
 ) -> Iterator[OpRow]:
     """Check and time eager, torch.compile of eager, every usable kernel and the baselines, forward plus backward.
 
-    Op by op. An op's checks run before it is timed, in processes of their own on a GPU: nothing else may run on a
-    device while something is timed.
+    Op by op. An op's checks run before it is timed, on a GPU in worker processes: nothing else may run on a device
+    while something is timed.
 
     Args:
         ops: only these, in this order; default all.

@@ -156,8 +156,8 @@ def _bar(share: float, mark: str = "") -> str:
 
 def _steps(steps: Sequence[StepRow]) -> Iterator[str]:
     yield (
-        "<p>Each implementation in a process of its own, from the same weights, on the same tokens; the check compares "
-        "its first and last loss with those of Transformers' own code.</p>"
+        "<p>Each implementation runs in a separate process, from the same weights, on the same tokens; the check "
+        "compares its first and last loss with those of Transformers' own code.</p>"
     )
     yield from (_step_card(name, group) for name, group in steps_by_comparison(steps).items())
 
@@ -191,10 +191,10 @@ def _curve(curve: LossCurve) -> str:
     def y(value: float) -> float:
         return 8 + (high - value) / span * (height - bottom - 8)
 
-    def line(series: Sequence[float], colour: str, stroke: float) -> str:
+    def line(series: Sequence[float], color: str, stroke: float) -> str:
         step = (width - left - 8) / max(1, len(series) - 1)
         points = " ".join(f"{left + i * step:.1f},{y(v):.1f}" for i, v in enumerate(series))
-        return f'<polyline fill="none" stroke="var(--{colour})" stroke-width="{stroke}" points="{points}"/>'
+        return f'<polyline fill="none" stroke="var(--{color})" stroke-width="{stroke}" points="{points}"/>'
 
     ticks = "".join(f'<text x="0" y="{4 + y(v):.0f}">{v:.2f}</text>' for v in (low, (low + high) / 2, high))
     return (

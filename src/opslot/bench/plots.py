@@ -1,4 +1,4 @@
-"""A benchmark's result as plots: one panel per comparison, opslot in colour."""
+"""A benchmark's result as plots: one panel per comparison, opslot in color."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLOT_FORMATS = (".png", ".svg")
 
 
 def draw(result: Result, path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Bars of every implementation with a passed check, opslot's own in colour, and the roofline as a dashed line.
+    """Bars of every implementation with a passed check, opslot's own in color, and the roofline as a dashed line.
 
     Then tokens/s of the training steps and the loss curve, where there are any. A result without anything to draw, as
     before the first training step, makes no file.
@@ -62,8 +62,8 @@ def _title(result: Result, ops: bool) -> str:
 def _draw_op(axis: Any, comparison: tuple[str, str, str], group: Sequence[OpRow]) -> None:
     op, variant, case = comparison
     values = {r.kernel: r.ms or 0.0 for r in group}
-    colours = [_OWN if origin_of(r.kernel) == "opslot" else _EAGER if r.kernel == "eager" else _OTHER for r in group]
-    _draw_bars(axis, values, colours, axis_limit(list(values.values())))
+    colors = [_OWN if origin_of(r.kernel) == "opslot" else _EAGER if r.kernel == "eager" else _OTHER for r in group]
+    _draw_bars(axis, values, colors, axis_limit(list(values.values())))
     if group[0].roofline_ms:
         axis.axvline(group[0].roofline_ms, color=_ROOFLINE, linewidth=1.2, linestyle="--")
     axis.set_title(f"{op}/{variant}\n{case}", fontsize=9, loc="left", color=_INK)
@@ -72,8 +72,8 @@ def _draw_op(axis: Any, comparison: tuple[str, str, str], group: Sequence[OpRow]
 def _draw_steps(axis: Any, name: str, steps: Sequence[StepRow]) -> None:
     ranked = sorted(steps, key=lambda s: -(s.tokens_per_s or 0.0))
     values = {s.implementation: s.tokens_per_s or 0.0 for s in ranked}
-    colours = [_OWN if s.own else _EAGER if s.implementation.endswith("eager") else _OTHER for s in ranked]
-    _draw_bars(axis, values, colours, max(values.values()))
+    colors = [_OWN if s.own else _EAGER if s.implementation.endswith("eager") else _OTHER for s in ranked]
+    _draw_bars(axis, values, colors, max(values.values()))
     axis.set_title(f"training step, tokens/s per GPU, longer is better\n{name}", fontsize=9, loc="left", color=_INK)
 
 
@@ -85,8 +85,8 @@ def axis_limit(values: Sequence[float]) -> float:
     return 1.25 * ranked[1]
 
 
-def _draw_bars(axis: Any, values: Mapping[str, float], colours: Sequence[str], limit: float) -> None:
-    axis.barh(list(values), [min(v, limit) for v in values.values()], color=colours, height=0.7)
+def _draw_bars(axis: Any, values: Mapping[str, float], colors: Sequence[str], limit: float) -> None:
+    axis.barh(list(values), [min(v, limit) for v in values.values()], color=colors, height=0.7)
     # From the top down; a single bar is as thick as one of three.
     axis.set_ylim(max(len(values), 3) - 0.5, -0.5)
     for i, value in enumerate(values.values()):

@@ -140,7 +140,8 @@ def run_bench(
         raise ConfigError(f"op {names} has no cases to time", hint="run `opslot kernels` for the ops that exist")
     if options.tune:
         report(_write_profile(measured.ops, setting.device))
-    for measured.steps in setting.step_rows():
+    for rows in setting.step_rows():
+        measured.steps = rows
         measured.write()
     if options.curve:
         measured.curve = loss_curve(setting.step_tasks()[0], setting.text, report)
@@ -261,7 +262,7 @@ class _Setting:
             raise ConfigError(f"--curve {options.curve}: a curve needs at least 4 steps")
 
     def op_rows(self, report: Report) -> Iterator[OpRow]:
-        """The ops' rows: first those of this process, then those of baselines that need one of their own."""
+        """The ops' rows: first those of this process, then those of baselines with a `--baseline-path`."""
         options = self.options
         if options.steps_only:
             return
@@ -278,7 +279,7 @@ class _Setting:
         )
         for baseline in options.baselines:
             if baseline in options.baseline_paths:
-                report(f"{baseline}, in a process of its own")
+                report(f"{baseline}, in a separate process")
                 yield from self._rows_of(baseline)
 
     def _call_sites(self) -> list[CallSite] | None:

@@ -95,7 +95,6 @@ def compare_steps(
     Args:
         tasks: models to train. An implementation trains them one after another in one process, and the rest in a new
             one after a failure.
-
         only: implementations to time; empty for all.
 
     Yields:

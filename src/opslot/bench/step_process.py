@@ -1,7 +1,7 @@
 """One implementation of a comparison of training steps: `python -m opslot.bench.step_process FILE...`.
 
-Each file holds what to build and how long to train, as JSON; the result is written beside it. A process of its own
-keeps one implementation's patches, allocator and compiled code from another.
+Each file holds what to build and how long to train, as JSON; the result is written beside it. A separate
+process keeps the patches, the allocator and the compiled code of one implementation from another.
 """
 
 from __future__ import annotations
@@ -131,7 +131,6 @@ def measure_steps(
         losses: of every step.
     """
     losses: list[Tensor] = []
-
     vision = _VisionTimes(model) if device.type == "cuda" else None
 
     def step() -> None:

@@ -24,8 +24,8 @@ from opslot.checkpoint.initialize import MeshFreeDraws
 from opslot.checkpoint.materialize import materialize
 from opslot.checkpoint.model_tensors import clean_fqn
 from opslot.checkpoint.safetensors_file import TensorSpec, write_safetensors
-from opslot.checkpoint.tensor_slice import local_tensor
 from opslot.distributed import is_first_rank, on_all_ranks
+from opslot.distributed.dtensors import full_tensor, local_tensor
 
 ADAPTER = "default"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -41,7 +41,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def without_wrapper(model: Any) -> Any:
-    """The Transformers model in a PeftModel; another model as it is."""
+    """The Transformers model in a PeftModel; any other model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -155,11 +155,11 @@ class _Delta:
         own = [(m, key, p) for m in _adapter_modules(self._layer) for key, p in m._parameters.items() if p is not None]
         try:
             for module, key, parameter in own:
-                module._parameters[key] = nn.Parameter(_whole(parameter.detach()).float(), requires_grad=False)
+                module._parameters[key] = nn.Parameter(full_tensor(parameter.detach()).float(), requires_grad=False)
             delta = self._layer.get_delta_weight(ADAPTER).detach()
             if (magnitude := _magnitude(self._layer)) is None:
                 return delta
-            weight = _whole(self._layer.get_base_layer().weight.detach()).to(delta)
+            weight = full_tensor(self._layer.get_base_layer().weight.detach()).to(delta)
             added = weight + delta
             return (magnitude / torch.linalg.norm(added, dim=1)).unsqueeze(1) * added - weight
         finally:
@@ -215,7 +215,9 @@ def save_adapter(model: Any, folder: str | Path) -> Path:
         clean_fqn(name): tensor.detach() for name, tensor in model.state_dict().items() if ADAPTER in name.split(".")
     }
     named = get_peft_model_state_dict(model, own, ADAPTER, save_embedding_layers=False)
-    whole = {f"base_model.model.{name}": _whole(tensor).cpu().contiguous() for name, tensor in sorted(named.items())}
+    whole = {
+        f"base_model.model.{name}": full_tensor(tensor).cpu().contiguous() for name, tensor in sorted(named.items())
+    }
     if config.init_lora_weights in FROM_WEIGHTS:
         _subtract_initial(model, config, whole)
     config.inference_mode = True
@@ -249,7 +251,3 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
     """adapter_config.json of a folder; empty if there is none."""
     file = Path(folder) / ADAPTER_CONFIG
     return json.loads(file.read_text()) if file.is_file() else {}
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -16,7 +16,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 class CheckpointTensorConverter(Protocol):
     """Converts tensors of a checkpoint, given one by one, into the model's.
 
-    In a dry run the loader first calls a deep copy with meta tensors, to know names and shapes before anything is
+    In a dry run the loader first calls a deep copy with meta tensors, to check names and shapes before anything is
     written: `convert` must not depend on values.
     """
 

@@ -180,7 +180,7 @@ class ExpertTensorConverter:
             elif readings:
                 square[family].append(name)
         problems = Problems("the layout of the checkpoint's experts")
-        for family in seen.keys() | square.keys():
+        for family in sorted(seen.keys() | square.keys()):
             found = sorted(seen[family])
             if len(found) > 1:
                 examples = ", ".join(f"{layout} ({seen[family][layout][0]})" for layout in found)

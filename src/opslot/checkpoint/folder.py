@@ -126,7 +126,7 @@ def _read_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, TensorEn
             elif owner == shard:
                 entries[entry.name] = entry
     problems.raise_if_any()
-    for name in weight_map.keys() - entries.keys():
+    for name in sorted(weight_map.keys() - entries.keys()):
         problems.add(
             "tensors missing from the shard that the index gives",
             f"{name} ({weight_map[name]})",

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opslot._base.errors import CheckpointError, list_problems
 from opslot.checkpoint.materialize import materialize
 from opslot.checkpoint.model_tensors import clean_fqn
-from opslot.checkpoint.tensor_slice import extent, intersect, local_ranges, local_tensor, relative
+from opslot.checkpoint.tensor_slice import extent, intersect, local_ranges, relative
+from opslot.distributed.dtensors import local_tensor
 
 _aten = torch.ops.aten
 # Draws that fill a tensor in place, element by element.
@@ -115,8 +116,10 @@ class _NeedsWhole(Exception):
 
 
 class MeshFreeDraws(TorchDispatchMode):
-    """Inside, a random fill of a tensor draws block by block, each from a seed of its own, and only the blocks that
-    the tensor's local part touches; other randomness starts from a seed of its own too."""
+    """Inside, a random fill of a tensor draws block by block, and only the blocks that overlap the tensor's local part.
+
+    Each block, and any other random op, has a seed that depends on the module and on the order of its ops.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -35,12 +35,12 @@ from opslot.checkpoint.tensor_slice import (
     copy_overlap,
     intersect,
     local_ranges,
-    local_tensor,
     pieces,
     relative,
     volume,
 )
 from opslot.distributed import on_all_ranks
+from opslot.distributed.dtensors import local_tensor
 
 logger = get_logger(__name__)
 
@@ -343,7 +343,7 @@ def _tasks(slices: list[MappedSlice]) -> Iterator[list[MappedSlice]]:
 
 
 def _read_ahead(task: list[MappedSlice], mapped: MappedFile, regions: Mapping[str, Region]) -> None:
-    """Prefetch the bytes of this rank's slices, merging neighbouring ranges."""
+    """Prefetch the bytes of this rank's slices, merging neighboring ranges."""
     ranges: list[tuple[int, int]] = []
     for item in task:
         start, stop = _byte_range(item, regions[item.tensor_slice.target])

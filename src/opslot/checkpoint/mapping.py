@@ -143,7 +143,7 @@ class _Mapper:
             self.problems.add("incomplete experts", item, "add the missing shards or tensors")
 
     def _dry_run(self, converter: CheckpointTensorConverter, mine: dict[str, TensorEntry]) -> None:
-        """Run a copy of a converter on meta tensors, to know what it will return."""
+        """Run a copy of a converter on meta tensors, and map what it returns."""
         copied = copy.deepcopy(converter)
         returned: list[tuple[str, Tensor]] = []
         try:

@@ -169,7 +169,7 @@ class _Quantized:
         for name, entry in self._entries.items():
             quantized = self._quantized(entry)
             found[name if quantized is None else quantized.name] = quantized or entry
-        for name in found.keys() - self._used:
+        for name in sorted(found.keys() - self._used):
             self._check_alone(found[name])
         if self._problems:
             raise CheckpointError(

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from opslot.distributed.dtensors import local_tensor
+
 _CODES, _SCALES = "codes", "scales"
 
 
@@ -28,7 +30,7 @@ def quantized_state(held: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[
         if isinstance(live, Mapping):
             result[key] = quantized_state(live, loaded[key])
         elif _is_quantized(live):
-            _write(_local(live), *(_local(loaded[key][name]) for name in (_CODES, _SCALES)))
+            _write(local_tensor(live), *(local_tensor(loaded[key][name]) for name in (_CODES, _SCALES)))
             result[key] = live
     return result
 
@@ -38,7 +40,7 @@ def _plain(value: Any) -> Any:
         return plain_state(value)
     if not _is_quantized(value):
         return value
-    local = _local(value)
+    local: Any = local_tensor(value)
     scales = local.scale.repeat_interleave(local.codes.numel() // local.scale.numel()).view(local.codes.shape)
     parts = {_CODES: local.codes.clone(), _SCALES: scales}
     if not isinstance(value, DTensor):
@@ -59,9 +61,5 @@ def _write(live: Any, codes: Tensor, scales: Tensor) -> None:
 
 def _is_quantized(value: Any) -> bool:
     """Whether a tensor stores 8-bit codes and scales of blocks."""
-    local = _local(value) if isinstance(value, Tensor) else None
+    local = local_tensor(value) if isinstance(value, Tensor) else None
     return all(hasattr(local, name) for name in ("codes", "scale", "qmap"))
-
-
-def _local(tensor: Tensor) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -24,8 +24,9 @@ from opslot.checkpoint.hub_format import Described, HubFormat, HubGroup, hub_for
 from opslot.checkpoint.model_tensors import clean_fqn, original_class, tensors_of
 from opslot.checkpoint.quantized import whole_tensor
 from opslot.checkpoint.safetensors_file import NAMES, MappedFile, TensorEntry, TensorSpec, write_safetensors
-from opslot.checkpoint.tensor_slice import TensorSlice, local_tensor
+from opslot.checkpoint.tensor_slice import TensorSlice
 from opslot.distributed import gather_objects, is_first_rank, on_all_ranks
+from opslot.distributed.dtensors import full_tensor, local_tensor
 
 logger = get_logger(__name__)
 
@@ -93,8 +94,16 @@ def outputs_for(
     return outputs
 
 
-def _outputs_in(tensors: Described, layout: str) -> list[Output]:
-    return outputs_for(tensors, expert_targets({name: shape for name, (_, shape) in tensors.items()}), layout)
+def _outputs_of(
+    model: nn.Module | None, tensors: Mapping[str, Tensor], layout: str | None
+) -> tuple[list[Output], HubFormat | None]:
+    """The checkpoint's tensors for those of `model`, and the conversion of `save_pretrained` where they use it."""
+    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    hub = hub_format(model) if layout is None else None
+    if hub is not None:
+        return hub_outputs(described, hub), hub
+    experts = expert_targets({name: shape for name, (_, shape) in described.items()})
+    return outputs_for(described, experts, layout or "stacked"), None
 
 
 def shard_outputs(outputs: Sequence[Output], max_bytes: int) -> dict[str, list[Output]]:
@@ -160,7 +169,7 @@ def save_weights(
             write the model's own names with the experts in that layout.
         max_shard_size: bytes of a file, or e.g. "5GB".
         config: Transformers config to save; None takes the model's.
-        merge_adapters: add a model's LoRA adapters to the weights that are written; the model stays as it is.
+        merge_adapters: add a model's LoRA adapters to the weights that are written; the model is not changed.
         copied: tensors of another checkpoint that are written too, under their names.
 
     Returns:
@@ -198,9 +207,7 @@ def _save(
     else:
         model, tensors = None, {clean_fqn(name): tensor for name, tensor in model_or_state_dict.items()}
     tensors = _untied(tensors)
-    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    hub = hub_format(model) if layout is None else None
-    outputs = hub_outputs(described, hub) if hub is not None else _outputs_in(described, layout or "stacked")
+    outputs, hub = _outputs_of(model, tensors, layout)
     outputs += [Output(TensorSpec(entry.name, entry.dtype, entry.shape), entry) for entry in copied]
     shards = shard_outputs(outputs, max_bytes)
     gather = _Gatherer(tensors, hub, deltas)
@@ -230,7 +237,7 @@ def named_weights(model: nn.Module, *, merge_adapters: bool = False) -> Iterator
     renamed share memory with the model's; copy them if training continues before they are used.
 
     Args:
-        merge_adapters: with the LoRA adapters added; the model stays as it is.
+        merge_adapters: with the LoRA adapters added; the model is not changed.
 
     Raises:
         CheckpointError: a tensor has no memory (meta), or the model has adapters and `merge_adapters` is off.
@@ -241,9 +248,7 @@ def named_weights(model: nn.Module, *, merge_adapters: bool = False) -> Iterator
     deltas = merged_weights(model) if has_adapters(model) else {}
     with base_model(model, trained=True):
         tensors = _untied(tensors_of(model))
-        described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        hub = hub_format(model)
-        outputs = hub_outputs(described, hub) if hub is not None else _outputs_in(described, "stacked")
+        outputs, hub = _outputs_of(model, tensors, None)
     gather = _Gatherer(tensors, hub, deltas)
     for output in outputs:
         yield output.spec.name, gather(output.source)
@@ -375,7 +380,7 @@ class _Gatherer:
         return self._gathered[1]
 
     def _whole(self, name: str) -> Tensor:
-        whole = _whole(self._tensors[name].detach())
+        whole = full_tensor(self._tensors[name].detach())
         if name not in self._deltas:
             return whole
         return (whole.float() + self._deltas[name]()).to(whole.dtype)
@@ -390,10 +395,6 @@ class _Gatherer:
             assert self._hub is not None
             self._converted = self._hub.convert(gathered)
         return self._converted[source.name]
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _remaining(shards: Mapping[str, Sequence[Output]], served: int) -> Iterator[TensorSlice | Converted]:

@@ -126,11 +126,6 @@ def copy_overlap(destination: Tensor, region: Region, stored: Stored, tensor_sli
     return destination[relative(overlap, region)]
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of `tensor`: the local part of a DTensor, a plain tensor itself; shares its memory."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def local_ranges(tensor: Tensor) -> Region:
     """The part of a parameter that this rank keeps, in coordinates of the whole parameter.
 

@@ -178,7 +178,7 @@ def _add_generate(add: _Add) -> None:
     generate.add_argument("model", help="a Hugging Face folder with weights and tokenizer")
     generate.add_argument("--prompt", action="append", required=True, help="may be repeated")
     generate.add_argument("--system", default=None, help="system message")
-    generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    generate.add_argument("--raw", action="store_true", help="continue the prompt without the chat template")
     generate.add_argument("--max-new-tokens", type=_count, default=256, metavar="N", help="default 256")
     generate.add_argument(
         "--temperature",

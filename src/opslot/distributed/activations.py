@@ -198,7 +198,7 @@ _STREAMS: dict[torch.device, Any] = {}
 
 @contextlib.contextmanager
 def _beside(device: torch.device) -> Iterator[Any]:
-    """Inside, copies run on a stream of their own, after what is queued on the current one; None on a CPU."""
+    """Inside, copies run on a separate stream, after what is queued on the current one; None on a CPU."""
     if device.type != "cuda":
         yield None
         return

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from opslot.distributed._collectives import all_to_all
+from opslot.distributed.dtensors import local_tensor
 from opslot.distributed.parallel_state import get_parallel_state
 
 
@@ -59,7 +59,7 @@ class ExpertParallel:
         # The variants have different numbers of weights, all before the indices.
         at = next(i for i, value in enumerate(arguments) if not value.is_floating_point())
         top_k_index, top_k_weights = arguments[at : at + 2]
-        weights, gating = ([_local(value) for value in part] for part in (arguments[:at], arguments[at + 2 :]))
+        weights, gating = ([local_tensor(value) for value in part] for part in (arguments[:at], arguments[at + 2 :]))
         group, held = self._group or get_parallel_state().ep_group, len(weights[0])
         if group is None:
             return self.kernel(hidden_states, *weights, top_k_index, top_k_weights, *gating)
@@ -81,10 +81,6 @@ class ExpertParallel:
 
     def __repr__(self) -> str:
         return f"<expert parallel {self.kernel!r}>"
-
-
-def _local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 class DispatchPlan(NamedTuple):

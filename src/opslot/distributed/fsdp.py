@@ -23,6 +23,7 @@ from opslot._base.errors import ConfigError
 from opslot.distributed.activations import CheckpointingMode, checkpoint_activations
 from opslot.distributed.consensus import gather_objects
 from opslot.distributed.copy_engine import CopyReduceScatter, SumParts, use_copies
+from opslot.distributed.dtensors import full_tensor, local_tensor
 from opslot.distributed.parallel_plan import ParallelPlan
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
@@ -62,7 +63,7 @@ def parallelize(
         layers: class names of the layers; default Transformers' `_no_split_modules`.
         head: module that follows the last layer. Its parameters are gathered during that layer's forward and reduced
             during its backward, but unsharded only inside the module's own forward.
-        with_root: modules in which no layer is a group of its own, such as those that only some ranks run.
+        with_root: modules in which no layer is a separate group, such as those that only some ranks run.
         param_dtype: dtype of the computation, as in MixedPrecisionPolicy; default the parameters'. The optimizer keeps
             the parameters' dtype.
         reduce_dtype: dtype in which gradients are accumulated.
@@ -189,7 +190,7 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_
 @torch.no_grad()
 def _scale(grads: list[Tensor], factor: Tensor) -> None:
     """Of local shards: torch's sharding propagation for a list of DTensors takes longer than the multiplication."""
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    local = [local_tensor(grad) for grad in grads]
     torch._foreach_mul_(local, factor.to(local[0].device))
 
 
@@ -199,7 +200,7 @@ def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
     # In 16 bits, the norm would have 3 digits, and float16 would overflow at 65504.
     upcast = {"dtype": torch.float32} if grads[0].itemsize == 2 else {}
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, norm_type, **upcast)), norm_type)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return full_tensor(norm)
 
 
 def _largest(grads: list[Tensor]) -> Tensor:
@@ -207,7 +208,7 @@ def _largest(grads: list[Tensor]) -> Tensor:
 
     torch's reduction over a mesh may drop a NaN, and fails on ranks with an empty shard.
     """
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    local = [local_tensor(grad) for grad in grads]
     own = torch.stack([local[0].new_zeros(()), *(part.abs().max() for part in local if part.numel())]).max()
     if any(isinstance(grad, DTensor) for grad in grads):
         own = own.new_tensor(gather_objects(own.item())).max()

@@ -1,6 +1,6 @@
 """Device meshes and sizes of a process, built once by `init_parallel_state`.
 
-The world is `dp_replicate * dp_shard * sp` ranks, the last axis fastest, so that ranks of one sequence are neighbours.
+The world is `dp_replicate * dp_shard * sp` ranks, the last axis fastest, so that ranks of one sequence are neighbors.
 Parameters see the same ranks as `dp_replicate * fsdp`, experts as `dp_replicate * ep_fsdp * ep`, where
 `fsdp = ep_fsdp * ep = dp_shard * sp`:
 

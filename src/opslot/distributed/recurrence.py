@@ -17,13 +17,13 @@ from torch.nn import functional as F
 from opslot.distributed._collectives import all_to_all
 from opslot.distributed.parallel_state import get_parallel_state
 from opslot.distributed.ulysses import (
-    _merge,
-    _split,
     gather_heads_scatter_seq,
     gather_outputs,
     gather_seq_scatter_heads,
     kv_repeats,
+    merge_ranks,
     slice_input_tensor,
+    split_ranks,
 )
 
 HEADS = ("value", "key")
@@ -179,6 +179,6 @@ class UlyssesScan:
 
 def _to_heads(tensors: tuple[Tensor, ...], group: ProcessGroup) -> list[Tensor]:
     """[B, S / sp, heads, width] each to [B, S, heads / sp, width], in one all-to-all."""
-    parts = [_split(x, 2, group).flatten(3) for x in tensors]
-    received = _merge(all_to_all(torch.cat(parts, 3), group), 1).split([part.shape[3] for part in parts], 2)
+    parts = [split_ranks(x, 2, group).flatten(3) for x in tensors]
+    received = merge_ranks(all_to_all(torch.cat(parts, 3), group), 1).split([part.shape[3] for part in parts], 2)
     return [x.unflatten(2, (-1, like.shape[3])) for x, like in zip(received, tensors, strict=True)]

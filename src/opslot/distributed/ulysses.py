@@ -47,7 +47,7 @@ def _transpose(x: Tensor, gathered: int, scattered: int, group: ProcessGroup | N
     group = group or get_parallel_state().sp_group
     if group is None:
         return x
-    return _merge(all_to_all(_split(x, scattered, group), group), gathered)
+    return merge_ranks(all_to_all(split_ranks(x, scattered, group), group), gathered)
 
 
 def _dim(x: Tensor, dim: int) -> int:
@@ -60,7 +60,7 @@ def _dim(x: Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
-def _split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def split_ranks(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """[ranks, ...] with `dim` divided among them."""
     ranks, dim = group.size(), _dim(x, dim)
     if x.shape[dim] % ranks:
@@ -71,7 +71,7 @@ def _split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return x.unflatten(dim, (ranks, -1)).movedim(dim, 0)
 
 
-def _merge(x: Tensor, dim: int) -> Tensor:
+def merge_ranks(x: Tensor, dim: int) -> Tensor:
     """[ranks, ...] with the parts joined along `dim` of the rest, counted from the first."""
     return x.movedim(0, dim).flatten(dim, dim + 1)
 
@@ -85,14 +85,14 @@ def gather_outputs(x: Tensor, dim: int, group: ProcessGroup | None = None, unpad
     dim = _dim(x, dim)
     group = group or get_parallel_state().sp_group
     if group is not None:
-        x = _merge(all_gather(x, group), dim)
+        x = merge_ranks(all_gather(x, group), dim)
     return x if unpadded_size is None else unpad_tensor(x, dim, unpadded_size)
 
 
 def slice_input_tensor(x: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
     """This rank's shard of a tensor that all ranks hold; ConfigError when `dim` does not divide."""
     group = group or get_parallel_state().sp_group
-    return x if group is None else _split(x, dim, group)[dist.get_rank(group)]
+    return x if group is None else split_ranks(x, dim, group)[dist.get_rank(group)]
 
 
 def sp_pad_and_slice(
@@ -158,7 +158,7 @@ class OverlappedAllToAll:
         group: the ranks; None uses `get_parallel_state()` at each call.
     """
 
-    _ATTRIBUTE = "_ulysses_arrivals"
+    _ATTRIBUTE = "_ulysses_all_to_all"
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self._group = group
@@ -183,7 +183,7 @@ class OverlappedAllToAll:
         if group is None:
             return x
         x = x.repeat_interleave(repeats, 2) if repeats > 1 else x
-        handle = self._running[name] = AsyncAllToAll(_split(x, 2, group), group)
+        handle = self._running[name] = AsyncAllToAll(split_ranks(x, 2, group), group)
         return handle.pending.view(x.shape)
 
     @torch.compiler.disable
@@ -204,7 +204,7 @@ class OverlappedAllToAll:
                 f"the {name} was changed between its projection and its use, during its all-to-all",
                 hint="set ulysses_overlap to False",
             )
-        return _merge(handle.wait(), 1).transpose(1, 2)
+        return merge_ranks(handle.wait(), 1).transpose(1, 2)
 
 
 def ulysses_attention(
@@ -252,18 +252,18 @@ def ulysses_attention(
         count = math.gcd(pipeline, key.shape[1] * repeats // ranks.size())
         # [sp, B, S / sp, heads / sp, D]
         chunks = [
-            _split(x.repeat_interleave(n, 1) if n > 1 else x, 1, ranks).transpose(2, 3).chunk(count, 3)
+            split_ranks(x.repeat_interleave(n, 1) if n > 1 else x, 1, ranks).transpose(2, 3).chunk(count, 3)
             for x, n in ((query, 1), (key, repeats), (value, repeats))
         ]
         inputs = [[AsyncAllToAll(x, ranks) for x in chunk] for chunk in zip(*chunks, strict=True)]
         outputs = []
         for chunk, sinks in zip(inputs, _sinks_of(kwargs, ranks, count), strict=True):
-            q, k, v = (_merge(handle.wait(), 1).transpose(1, 2) for handle in chunk)
+            q, k, v = (merge_ranks(handle.wait(), 1).transpose(1, 2) for handle in chunk)
             options = {**kwargs, **sinks}
             output, _ = attention(module, q, k, v, attention_mask, dropout=dropout, scaling=scaling, **options)
-            outputs.append(AsyncAllToAll(_split(output, 1, ranks), ranks))
+            outputs.append(AsyncAllToAll(split_ranks(output, 1, ranks), ranks))
         gathered = [handle.wait() for handle in outputs]
-        return _merge(torch.cat(gathered, 3) if count > 1 else gathered[0], 2), None
+        return merge_ranks(torch.cat(gathered, 3) if count > 1 else gathered[0], 2), None
 
     return attend
 
@@ -273,4 +273,4 @@ def _sinks_of(kwargs: dict[str, Any], group: ProcessGroup, chunks: int) -> list[
     sinks = kwargs.get("s_aux")
     if sinks is None:
         return [{}] * chunks
-    return [{"s_aux": part} for part in _split(sinks, 0, group)[dist.get_rank(group)].chunk(chunks)]
+    return [{"s_aux": part} for part in split_ranks(sinks, 0, group)[dist.get_rank(group)].chunk(chunks)]

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from opslot.checkpoint.adapters import ADAPTER, adapter_layers
 from opslot.distributed import ExpertParallel, get_parallel_state
+from opslot.distributed.dtensors import local_tensor
 from opslot.models._linear_adapters import set_forward
 from opslot.slots import Binding
 from opslot.slots.protocol import set_adapted
@@ -111,14 +111,14 @@ class _AddedToWeights(_Adapted):
         for number, layer in enumerate(self._active(), 1):
             if layer is not None:
                 weight = given[number]
-                own = weight.to_local() if isinstance(weight, DTensor) else weight
+                own = local_tensor(weight)
                 left, right = _factors(weight, layer)
                 given[number] = torch.baddbmm(own, left.to(own.dtype), right.to(own.dtype))
         return self.kernel(*given)
 
 
 class _BesideWeights(_Adapted):
-    """Gives the kernel the factors of the adapters, which it computes as GEMMs of their own."""
+    """Gives the kernel the factors of the adapters, which it computes as separate GEMMs."""
 
     def __call__(self, *arguments: Any) -> Tensor:
         active = self._active()
@@ -133,7 +133,7 @@ class _BesideWeights(_Adapted):
 
 def _factors(weight: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
     """The adapter of this rank's experts [E, ...] as two factors, whose product has the layout of the weight."""
-    held = len(weight.to_local()) if isinstance(weight, DTensor) else len(weight)
+    held = len(local_tensor(weight))
     # A quantized weight is this rank's part, and not a DTensor.
     first = get_parallel_state().ep_rank * held if held < layer.num_experts else 0
     a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight

@@ -140,7 +140,7 @@ def _plan_moves(model: Any) -> list[tuple[Any, type, type]]:
 def _check_subclass(path: str, cls: type) -> None:
     """Raise for a class that FSDP2 or the user derived from Transformers', which an instance has to keep."""
     if cls.__module__.startswith("transformers."):
-        # An architecture that builds on another's classes, and has no slots of its own.
+        # An architecture that builds on another's classes, and has no slots in its module.
         return
     for base in cls.__mro__[1:]:
         architecture = architecture_of(base, generated=False)

@@ -207,7 +207,7 @@ def _dtype(value: torch.dtype | str | None, config: PreTrainedConfig) -> torch.d
 
 
 def _model_class(config: PreTrainedConfig, architecture: str | None, backend: str) -> type:
-    """The class to construct: Transformers' own, or that of an architecture registered with a patch of its own.
+    """The class to construct: Transformers' own, or that of an architecture registered with a patch.
 
     Raises:
         ConfigError: no such class, or nothing in its models gets a slot.

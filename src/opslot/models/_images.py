@@ -1,7 +1,7 @@
 """The smallest legal images and videos of a vision-language model, from its config and the code that reads them.
 
 What `get_image_features` and `get_video_features` take differs by how a model cuts images: patches of any number with a
-grid, images of one size, crops of one size, or images of any size with their sizes. Their parameters tell which.
+grid, images of one size, crops of one size, or images of any size with their sizes. The methods' parameters show which.
 """
 
 from __future__ import annotations

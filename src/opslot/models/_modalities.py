@@ -2,7 +2,7 @@
 
 FSDP's collectives for the parameters of a tower need all ranks, so that a rank whose batch has no image would hang the
 others. Each modality that a model can take is run once in each forward pass, in the order of Transformers' code. Towers
-whose smallest input is unknown have no collectives of their own (`_conditional`).
+whose smallest input is unknown have no separate collectives (`_conditional`).
 """
 
 from __future__ import annotations

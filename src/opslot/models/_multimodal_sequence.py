@@ -78,7 +78,7 @@ def _marks(value: Any, shape: tuple[int, int]) -> bool:
 
 
 def _part(name: str, value: Any, shape: tuple[int, int], part: slice) -> Any:
-    """A tensor [B, S, ...] or [axes, B or 1, S] of this rank's tokens; anything else as it is."""
+    """This rank's tokens of a tensor [B, S, ...] or [axes, B or 1, S]; any other value unchanged."""
     if not isinstance(value, Tensor) or value.dim() < 2:
         return value
     if value.shape[:2] == shape:

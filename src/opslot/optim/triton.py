@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from opslot._base.kernel_launch import KernelLauncher, cdiv
+from opslot.distributed.dtensors import local_tensor
 from opslot.optim.torch_step import adamw_step
 
 _BLOCK = 2048
@@ -147,7 +147,7 @@ class AdamW(torch.optim.AdamW):
             # torch creates the state in its first step.
             served = [(p, p.grad) for p in group["params"] if p.grad is not None and self.state[p] and _served(p)]
             if served:
-                torch._foreach_add_([_local(self.state[param]["step"]) for param, _ in served], 1)
+                torch._foreach_add_([local_tensor(self.state[param]["step"]) for param, _ in served], 1)
             for param, grad in served:
                 self._step_one(param, grad, group)
             done += served
@@ -157,11 +157,11 @@ class AdamW(torch.optim.AdamW):
         state = self.state[param]
         beta1, beta2 = group["betas"]
         adamw(
-            _local(param),
-            _local(grad),
-            _local(state["exp_avg"]),
-            _local(state["exp_avg_sq"]),
-            _local(state["step"]),
+            local_tensor(param),
+            local_tensor(grad),
+            local_tensor(state["exp_avg"]),
+            local_tensor(state["exp_avg_sq"]),
+            local_tensor(state["step"]),
             group["lr"],
             beta1,
             beta2,
@@ -170,12 +170,8 @@ class AdamW(torch.optim.AdamW):
         )
 
 
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def _served(param: Tensor) -> bool:
-    local = _local(param)
+    local = local_tensor(param)
     return local.is_cuda and local.numel() >= _LARGE and local.is_contiguous() and local.dtype.is_floating_point
 
 

@@ -75,7 +75,7 @@ class FSDPConfig:
 
     Args:
         dp_replicate: number of replicas (HSDP): parameters are sharded within each; 1 shards over all processes.
-        param_dtype: dtype of the gathered parameters, thus of the forward and backward pass; default bfloat16 on a GPU
+        param_dtype: dtype of the gathered parameters, so of the forward and backward pass; default bfloat16 on a GPU
             that supports it, else `model.torch_dtype`. float16 trains with a dynamic loss scale.
         reduce_dtype: dtype of the gradient reduction.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.

@@ -74,7 +74,7 @@ def draw_loss_curve(records: Sequence[dict[str, Any]], path: Path, title: str, r
 def smooth(values: np.ndarray) -> np.ndarray:
     """Moving average over about a twentieth of the curve, ignoring values that are not finite.
 
-    The window is centred, so that it does not lag. It shrinks at the start, where losses fall fast, and keeps its left
+    The window is centered, so that it does not lag. It shrinks at the start, where losses fall fast, and keeps its left
     half at the end, so that the last value is also an average.
     """
     count = len(values)

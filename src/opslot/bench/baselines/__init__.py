@@ -72,7 +72,7 @@ def baseline_of(implementation: str) -> str:
 
 
 def check_baselines(names: Iterable[str], elsewhere: Iterable[str] = ()) -> None:
-    """Check that baselines exist and are installed; those in `elsewhere` have a path of their own.
+    """Check that baselines exist and are installed; those in `elsewhere` have a `--baseline-path`.
 
     Raises:
         ConfigError: names every one that does not.

@@ -1,6 +1,6 @@
 """VeOmni: its experts and load-balancing loss, and its model with the kernels that it is fastest with.
 
-It pins a Transformers release, so it usually runs in a process whose path begins with a folder of its own.
+It pins a Transformers release, so it usually runs with `--baseline-path`.
 """
 
 from __future__ import annotations
