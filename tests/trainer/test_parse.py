@@ -104,7 +104,7 @@ def test_all_problems_in_one_error(tmp_path):
     for line in (
         "model.config_pth is not a field; did you mean model.config_path?",
         "model.torch_dtype: expected one of float32, bfloat16, found 'int8'",
-        "data.max_seq_len: expected int | None, found 'many'",
+        "data.max_seq_len: expected int | null, found 'many'",
         "trian is not a field",
         "train.learning_rate is not a field; use train.lr",
         "train.lr_scheduler: expected one of constant, linear, cosine, found 'cosin'",

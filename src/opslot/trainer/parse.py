@@ -105,14 +105,19 @@ COMMON = {
 @functools.cache
 def build_parser(*, every_field: bool = True) -> ArgumentParser:
     """The parser of `opslot train`; its help lists every field, or the common ones."""
-    from argparse import SUPPRESS, RawDescriptionHelpFormatter
+    from argparse import SUPPRESS, Action, RawDescriptionHelpFormatter
 
     from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
-    class Formatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
-        """Keeps the lines of the examples."""
-
     schema = _leaf_types(RunConfig)
+
+    class Formatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+        """Keeps the lines of the examples, and shows the type of fields whose values are not listed."""
+
+        def _get_type_str(self, action: Action) -> str | None:
+            kind = schema.get(action.dest)
+            return None if kind is None or kind is bool or _choices(kind) else _type_name(kind)
+
     parser = ArgumentParser(
         formatter_class=Formatter,
         prog="opslot train",
@@ -335,12 +340,22 @@ def _unknown(name: str, schema: dict[str, Any]) -> str:
     return f"{name} is not a field{hint}"
 
 
+def _choices(kind: Any) -> tuple[Any, ...]:
+    """The values of a Literal, which may be optional; empty for another type."""
+    if typing.get_origin(kind) is typing.Literal:
+        return typing.get_args(kind)
+    literal, *others = typing.get_args(kind) or (None,)
+    return (*_choices(literal), "null") if others == [type(None)] and _choices(literal) else ()
+
+
+def _type_name(kind: Any) -> str:
+    """A type as YAML users read it, e.g. "list[str] | null"."""
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "").replace("None", "null")
+
+
 def _wrong_type(name: str, value: Any, schema: dict[str, Any]) -> str:
     kind = schema.get(name)
-    options = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
-    if options:
-        expected = "one of " + ", ".join(map(str, options))
-    else:
-        expected = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+    options = _choices(kind)
+    expected = "one of " + ", ".join(map(str, options)) if options else _type_name(kind)
     hint = _VALUE_HINTS.get((name, value)) if isinstance(value, str) else None
     return f"{name}: expected {expected}, found {value!r}" + (f"; {hint}" if hint else "")
