@@ -21,9 +21,9 @@ _Add = Callable[..., argparse.ArgumentParser]
 _EPILOG = """examples:
   opslot train config.yaml --train.lr 3e-4          train a model
   opslot data preview config.yaml                   samples, with the trained tokens marked
-  opslot generate outputs/run/hf --prompt "Hi"      what a checkpoint answers
+  opslot generate outputs/run/hf --prompt "Hi"      answer a prompt with a checkpoint
   opslot report outputs/run                         one HTML page about a run
-  opslot explain config.yaml                        which kernels it would train with, and why
+  opslot explain config.yaml                        the kernels that it trains with, and why
   opslot kernels --op rms_norm                      what can run here
   opslot discover mistral                           the slots of an architecture, and what is skipped
   opslot verify                                     check every kernel that can run here
@@ -94,7 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"opslot {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    commands.add_parser("train", help="train a model on texts, chats, media or labels", add_help=False)
     for add_command in (
         _add_data,
         _add_generate,
@@ -109,7 +110,6 @@ def _parser() -> argparse.ArgumentParser:
         _add_merge,
     ):
         add_command(commands.add_parser)
-    commands.add_parser("train", help="train a model on texts, chats, media or labels", add_help=False)
     commands.add_parser("patchgen", help="generate and check patched modeling files", add_help=False)
     return parser
 

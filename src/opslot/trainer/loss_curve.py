@@ -47,7 +47,7 @@ def draw_loss_curve(records: Sequence[dict[str, Any]], path: Path, title: str, r
             marker="o",
             markersize=4,
             linewidth=1.2,
-            label=f"held-out text ({evaluated[-1][1]:.3f})",
+            label=f"evaluation ({evaluated[-1][1]:.3f})",
         )
     if reference is not None:
         axes.axhline(
