@@ -44,7 +44,7 @@ def test_options_and_fields_exist():
     commands = next(a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
     fields = _leaf_types(RunConfig)
     sections = {field.rsplit(".", depth)[0] for field in fields for depth in (0, 1, 2)}
-    known = {name: {*options_of(parser), "--traceback", "--help-all"} for name, parser in commands.items()}
+    known = {name: {*options_of(parser), "--traceback", "--help", "--help-all"} for name, parser in commands.items()}
     unknown = []
     for document in [*DOCUMENTS, *sorted(ROOT.glob("configs/**/*.yaml"))]:
         text = document.read_text()
