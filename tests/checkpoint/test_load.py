@@ -346,7 +346,7 @@ def break_index(folder: Path) -> str:
 
 def drop_index(folder: Path) -> str:
     (folder / INDEX).unlink()
-    return r"but \d+ shards, e.g. model-00001-of-\d+.safetensors; add the index"
+    return r"found: \d+ shards, e.g. model-00001-of-\d+.safetensors\n  hint: add the index"
 
 
 def misplace(folder: Path) -> str:
@@ -360,7 +360,7 @@ def only_pickles(folder: Path) -> str:
     for file in [*folder.glob("*.safetensors"), folder / INDEX]:
         file.unlink()
     torch.save({}, folder / "pytorch_model.bin")
-    return "but pytorch_model.bin; pickled weights can run code"
+    return "found: pytorch_model.bin; pickled weights can run code"
 
 
 def two_saves(folder: Path) -> str:
@@ -371,7 +371,7 @@ def two_saves(folder: Path) -> str:
 def empty(folder: Path) -> str:
     for file in folder.iterdir():
         file.unlink()
-    return "it holds nothing"
+    return "found: nothing"
 
 
 def absent(folder: Path) -> str:

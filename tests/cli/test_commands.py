@@ -75,7 +75,7 @@ def test_explain_of_a_training_file_without_model_raises(tmp_path, capsys):
     file = tmp_path / "train.yaml"
     file.write_text("")
     assert main(["explain", str(file)]) == 2
-    assert "names no model; set model.config_path or model.model_path" in capsys.readouterr().err
+    assert "names no model\n  hint: set model.config_path or model.model_path" in capsys.readouterr().err
 
 
 def test_explain_of_a_training_file_with_a_preset(moe_config_folder, tmp_path, capsys):

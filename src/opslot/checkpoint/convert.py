@@ -63,7 +63,9 @@ def convert_folder(
     config = read_config(source)
     entries = dequantized_entries(read_folder(source), config, source, _dtype(config))
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise CheckpointError(f"{str(destination)!r} exists and is not an empty folder; give another destination")
+        raise CheckpointError(
+            f"{str(destination)!r} exists and is not an empty folder", hint="give another destination"
+        )
     shapes = {name: entry.shape for name, entry in entries.items()}
     experts = expert_targets_of_checkpoint(shapes, at_least=_configured_experts(config))
     if not experts:

@@ -226,8 +226,8 @@ class ExpertTensorConverter:
         readings = self._readings(name, shape)
         if layout is None and len(readings) > 1:
             raise CheckpointError(
-                f"{name} {list(shape)} is square, so it may be stacked or transposed; "
-                'give layout="stacked" or "transposed"'
+                f"{name} {list(shape)} is square, so it may be stacked or transposed",
+                hint='give layout="stacked" or "transposed"',
             )
         layout = layout or (readings[0] if readings else "stacked")
         return TensorSlice.whole(target, wanted, transposed=layout == "transposed")
@@ -273,7 +273,7 @@ class ExpertTensorConverter:
             self._open[part.target] = (tensor.new_empty(wanted), {})
         buffer, arrived = self._open[part.target]
         if name in arrived:
-            raise CheckpointError(f"{name} was given twice; keep the shards of one save only")
+            raise CheckpointError(f"{name} was given twice", hint="keep the shards of one save only")
         if tensor.dtype != buffer.dtype:
             # No expert loses precision, whichever came first.
             buffer = buffer.to(torch.promote_types(tensor.dtype, buffer.dtype))

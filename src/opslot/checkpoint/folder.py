@@ -42,13 +42,13 @@ def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
         weight_map = _weight_map(folder / INDEX)
         if (folder / WEIGHTS).is_file() and WEIGHTS not in weight_map.values():
             raise CheckpointError(
-                f"checkpoint {str(folder)!r} holds both {WEIGHTS} and an index of other files, from two saves; "
-                "remove the older"
+                f"checkpoint {str(folder)!r} holds both {WEIGHTS} and an index of other files, from two saves",
+                hint="remove the older",
             )
     elif (folder / WEIGHTS).is_file():
         weight_map = {}
     else:
-        raise CheckpointError(_no_weights(folder))
+        raise _no_weights(folder)
     return _read_shards(folder, weight_map)
 
 
@@ -87,20 +87,18 @@ def _bad_index(index: Path, found: str) -> CheckpointError:
     )
 
 
-def _no_weights(folder: Path) -> str:
-    asked = f"checkpoint {str(folder)!r} holds neither {WEIGHTS} nor {INDEX}"
+def _no_weights(folder: Path) -> CheckpointError:
     shards = sorted(folder.glob("model-*-of-*.safetensors"))
-    if shards:
-        return f"{asked}, but {len(shards)} shards, e.g. {shards[0].name}; add the index that came with them"
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickles:
-        return (
-            f"{asked}, but {', '.join(pickles[:3])}; pickled weights can run code, so opslot does not open "
-            "them. Convert them once with Transformers: "
-            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
-        )
     names = sorted(path.name for path in folder.iterdir())
-    return f"{asked}; it holds {', '.join(names[:8]) or 'nothing'}. Give the folder of a Hugging Face checkpoint"
+    if shards:
+        found, hint = f"{len(shards)} shards, e.g. {shards[0].name}", "add the index that came with them"
+    elif pickles:
+        found = f"{', '.join(pickles[:3])}; pickled weights can run code, so opslot does not open them"
+        hint = "convert them once: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+    else:
+        found, hint = ", ".join(names[:8]) or "nothing", "give the folder of a Hugging Face checkpoint"
+    return CheckpointError(f"checkpoint {str(folder)!r} holds neither {WEIGHTS} nor {INDEX}", found=found, hint=hint)
 
 
 def _read_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, TensorEntry]:
@@ -168,8 +166,9 @@ def staged_folder(folder: Path, nbytes: int) -> Iterator[Path]:
     except OSError as error:
         free = shutil.disk_usage(next(p for p in [folder, *folder.parents] if p.exists())).free
         raise CheckpointError(
-            f"checkpoint {str(folder)!r} cannot be written: {error.strerror or error} ({_in_words(free)} free); "
-            "give a folder that can be written, with room for the weights"
+            f"checkpoint {str(folder)!r} cannot be written: {error.strerror or error}",
+            found=f"{_in_words(free)} free",
+            hint="give a folder that can be written, with room for the weights",
         ) from error
     finally:
         if stage is not None:

@@ -44,7 +44,7 @@ def parse_size(size: int | str) -> int:
     nbytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if nbytes <= 0:
         raise ConfigError(
-            f'max_shard_size={size!r} is not a valid size; use a number of bytes or e.g. "5GB" or "512MiB"'
+            f"max_shard_size={size!r} is not a valid size", hint='use a number of bytes or e.g. "5GB" or "512MiB"'
         )
     return nbytes
 
@@ -338,9 +338,9 @@ def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         local = local_tensor(tensor)
         if local.is_meta:
-            raise CheckpointError(f"{name} is on the meta device, so there is nothing to save; load weights first")
+            raise CheckpointError(f"{name} is on the meta device and has no values", hint="load weights first")
         if tensor.dtype not in NAMES:
-            raise CheckpointError(f"{name} is {tensor.dtype}, which safetensors cannot hold; cast it first")
+            raise CheckpointError(f"{name} is {tensor.dtype}, which safetensors cannot hold", hint="cast it first")
         where = (local.device, local.data_ptr(), tuple(tensor.shape), local.stride())
         kept.setdefault(where if local.numel() else (name,), name)
     aliases = tensors.keys() - kept.values()

@@ -139,7 +139,7 @@ def local_ranges(tensor: Tensor) -> Region:
         return full_region(tensor.shape)
     placements = tensor.placements
     if any(p.is_partial() for p in placements):
-        raise CheckpointError(f"weights cannot be loaded into a partial DTensor ({placements}); reduce it first")
+        raise CheckpointError(f"weights cannot be loaded into a partial DTensor ({placements})", hint="reduce it first")
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
     if len(offset) != tensor.ndim:
         return tuple(slice(0, 0) for _ in tensor.shape)

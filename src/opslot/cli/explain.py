@@ -58,7 +58,7 @@ def read_source(model: str) -> Source:
     config = load_config(path)
     folder = config.model.config_path or config.model.model_path
     if not folder:
-        raise ConfigError(f"{model} names no model; set model.config_path or model.model_path there")
+        raise ConfigError(f"{model} names no model", hint="set model.config_path or model.model_path there")
     chosen = config.model.ops_implementation or {}
     if isinstance(chosen, str):
         chosen = {"preset": chosen}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from opslot._base.errors import ConfigError
+from opslot._base.errors import ConfigError, list_problems
 from opslot.distributed.parallel_state import ParallelState, get_parallel_state
 
 
@@ -69,8 +69,9 @@ class ParallelPlan:
                 )
         if problems:
             raise ConfigError(
-                f"the parallel plan of {type(model).__name__} names parameters that do not exist:\n"
-                + "\n".join(f"- {problem}" for problem in problems)
+                list_problems(
+                    f"the parallel plan of {type(model).__name__} names parameters that do not exist", problems
+                )
             )
         return placements
 

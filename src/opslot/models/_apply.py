@@ -148,7 +148,8 @@ def _check_subclass(path: str, cls: type) -> None:
             continue
         if cls.__name__.startswith("FSDP"):
             raise ConfigError(
-                f"{path or 'the model'} is sharded already ({cls.__name__}); call opslot.apply before fully_shard"
+                f"{path or 'the model'} is sharded already ({cls.__name__})",
+                hint="call opslot.apply before fully_shard",
             )
         raise ConfigError(
             f"{path or 'the model'} is a {cls.__qualname__}, your own subclass of {base.__name__}",

@@ -82,7 +82,7 @@ def build_foundation_model(
     remove_quantization_config(config)  # it describes the hub's weights; the model's are not quantized
     backend = os.environ.get(BACKEND_VARIABLE, "opslot")
     if backend not in ("opslot", "hf"):
-        raise ConfigError(f"{BACKEND_VARIABLE}={backend!r} is unknown; use opslot or hf")
+        raise ConfigError(f"{BACKEND_VARIABLE}={backend!r} is unknown", hint="use opslot or hf")
     if init_device == "meta" and weights_path is not None:
         raise ConfigError(
             "init_device='meta' makes parameters without memory, so weights_path cannot be read into them",
@@ -128,7 +128,10 @@ def load_config(
                 ) from error
         return config
     if not isinstance(source, str | os.PathLike):
-        raise ConfigError(f"config_path={source!r}: give a folder with config.json, that file, or a config object")
+        raise ConfigError(
+            f"config_path={source!r} is not a path or a config",
+            hint="give a folder with config.json, that file, or a config object",
+        )
     path = Path(source)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -147,7 +150,9 @@ def load_config(
         raise ConfigError(f"{file} is not valid JSON: {error}") from error
     model_type = data.get("model_type") if isinstance(data, dict) else None
     if not isinstance(model_type, str):
-        raise ConfigError(f'{file} names no model_type, so its architecture is unknown; add e.g. "model_type": "qwen3"')
+        raise ConfigError(
+            f"{file} names no model_type, so its architecture is unknown", hint='add e.g. "model_type": "qwen3"'
+        )
     if "auto_map" in data and trust_remote_code:
         return AutoConfig.from_pretrained(file.parent, trust_remote_code=True, **overrides)
     cls = _config_class(model_type)
