@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from opslot._base.errors import CheckpointError
 from opslot.checkpoint.converter import CheckpointTensorConverter, Shapes
 from opslot.checkpoint.experts import ExpertTensorConverter, family_of, is_expert_tensor, stacked_name
-from opslot.checkpoint.model_tensors import original_class, tensors_of
+from opslot.checkpoint.model_tensors import tensors_of
 from opslot.checkpoint.tensor_slice import TensorSlice
+from opslot.slots.binding import original_class
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from opslot.checkpoint.safetensors_file import TensorEntry
 
@@ -20,11 +19,6 @@ _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_
 def clean_fqn(name: str) -> str:
     """`name` of a parameter without the prefixes of torch.compile, activation checkpointing and FSDP."""
     return _WRAPPERS.sub("", name)
-
-
-def original_class(model: nn.Module) -> type:
-    """The class that `model` had before `fully_shard` replaced it."""
-    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

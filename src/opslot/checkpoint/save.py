@@ -21,12 +21,13 @@ from opslot.checkpoint.excluded import ExcludedParts
 from opslot.checkpoint.experts import check_layout, expert_targets, split_target
 from opslot.checkpoint.folder import INDEX, WEIGHTS, staged_folder
 from opslot.checkpoint.hub_format import Described, HubFormat, HubGroup, hub_format
-from opslot.checkpoint.model_tensors import clean_fqn, original_class, tensors_of
+from opslot.checkpoint.model_tensors import clean_fqn, tensors_of
 from opslot.checkpoint.quantized import whole_tensor
 from opslot.checkpoint.safetensors_file import NAMES, MappedFile, TensorEntry, TensorSpec, write_safetensors
 from opslot.checkpoint.tensor_slice import TensorSlice
 from opslot.distributed import gather_objects, is_first_rank, on_all_ranks
 from opslot.distributed.dtensors import full_tensor, local_tensor
+from opslot.slots.binding import original_class
 
 logger = get_logger(__name__)
 

@@ -155,7 +155,7 @@ def _warn_of_local_means(model: nn.Module, args: tuple[Any, ...], kwargs: dict[s
         return
     has_loss = kwargs.get("labels") is not None and not kwargs.get("return_log_probs")
     if has_loss and kwargs.get("num_items_in_batch") is None:
-        _warn_once(type(model).__name__.removeprefix("FSDP"))
+        _warn_once(class_name(model))
 
 
 @functools.cache

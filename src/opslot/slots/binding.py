@@ -200,9 +200,16 @@ def resolve(
     return Binding(config, tuple(slots), skipped, tuple(absent), facts, dtype, shown)
 
 
+def original_class(module: Any) -> type:
+    """The class that the module had before `fully_shard` replaced it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+
+
 def class_name(module: Any) -> str:
-    """The name of the module's class before `fully_shard` replaced it."""
-    return next(cls.__name__ for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))
+    """The name of `original_class(module)`."""
+    return original_class(module).__name__
 
 
 def _without_attribute(model: Any, chosen: OpsImplementationConfig, configs: dict[str, Any]) -> Iterator[ModuleSlot]:
