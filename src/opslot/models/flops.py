@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -198,11 +198,10 @@ def document_lengths(batch: dict[str, Any]) -> list[int]:
     return [length] * rows
 
 
-def image_lengths(batch: dict[str, Any]) -> Iterator[int]:
+def image_lengths(batch: dict[str, Any]) -> list[int]:
     """Patches of each image and video frame of a micro batch, from its grids [N, (t, h, w)]."""
-    for name in ("image_grid_thw", "video_grid_thw"):
-        for frames, height, width in batch[name].tolist() if batch.get(name) is not None else ():
-            yield from [height * width] * frames
+    grids = [batch[name] for name in ("image_grid_thw", "video_grid_thw") if batch.get(name) is not None]
+    return [height * width for grid in grids for frames, height, width in grid.tolist() for _ in range(frames)]
 
 
 def _short(flops: float) -> str:
