@@ -461,7 +461,7 @@ def test_invalid_arguments_raise():
             opslot.build_foundation_model(config_of("qwen3"), torch_dtype=dtype)
     with pytest.raises(ConfigError, match="device 'gpu0' is not a valid device"):
         opslot.build_foundation_model(config_of("qwen3"), init_device="gpu0")
-    with pytest.raises(ConfigError, match="config_path=None: give a folder"):
+    with pytest.raises(ConfigError, match="config_path=None is not a path or a config\n  hint: give a folder"):
         opslot.build_foundation_model(None)
     with pytest.raises(ConfigError, match="without memory"):
         opslot.build_foundation_model(config_of("qwen3"), "somewhere", init_device="meta")
