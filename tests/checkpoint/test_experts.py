@@ -176,7 +176,7 @@ def test_experts_of_several_dtypes_are_promoted(narrow_first: bool) -> None:
 def test_ambiguous_square_tensor_raises() -> None:
     shapes = targets(2, 3, 6)
     name, value = f"{EXPERTS}.gate_up_proj", torch.randn(2, 6, 6)
-    with pytest.raises(CheckpointError, match=r'is square.*layout="stacked" or "transposed"'):
+    with pytest.raises(CheckpointError, match=r'is square.*\n  hint: give layout="stacked" or "transposed"'):
         ExpertTensorConverter(shapes).convert(name, value)
     with pytest.raises(CheckpointError, match=r'fit stacked and transposed(?s:.*)layout="stacked" or "transposed"'):
         ExpertTensorConverter(shapes).inspect({name: (2, 6, 6)})
