@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
+from opslot.patchgen.split_tensors import SplitTensor, split_and_concatenated
 
 OP = "rotary_pos_emb"
 # (x1, x2) -> (-x2, x1) on the halves of the last dimension.
@@ -237,4 +238,72 @@ def _match(module: ModuleView, name: str, form: RotaryForm) -> Match:
     return Match(name, OP, form.variant, write)
 
 
-FORMS = (RotaryFunctions(ROWS),)
+# What a rotary function computes -> the variant that computes it of the last channels of queries.
+_OF_LAST_CHANNELS = {"full": "partial_last", "gptj_to_neox": "gptj_to_neox_last"}
+
+
+@dataclass(frozen=True)
+class LatentQueries:
+    """Queries that are split, rotated in their last channels and concatenated again, as in latent attention.
+
+    The slots are next to those of the rotary function, which serve where a kernel has no form for such queries.
+    """
+
+    rows: tuple[RotaryForm, ...]
+
+    def find(self, module: ModuleView) -> Iterator[Match]:
+        for name, method in module.methods():
+            definition = module.upstream.find(method)
+            if "torch.cat" not in module.text(method) or not isinstance(definition, ast.FunctionDef):
+                continue
+            for split in split_and_concatenated(definition):
+                forms = [self._form(module, rotation, split.last) for rotation in split.between]
+                if forms and None not in forms:
+                    yield from _of_last_channels(name, method, split, [form for form in forms if form])
+
+    def _form(self, module: ModuleView, rotation: ast.Assign, last: str) -> RotaryForm | None:
+        """The form of `q_rot, k_rot = function(q_rot, k_rot, cos, sin)`, q_rot being `last`."""
+        match rotation:
+            case ast.Assign(
+                targets=[ast.Tuple(elts=[ast.Name(id=q_out), ast.Name()])],
+                value=ast.Call(func=ast.Name(id=name), args=[ast.Name(id=q), *_]),
+            ) if q == q_out == last:
+                form = next((row for row in self.rows if row.matches(module, name)), None)
+                if form is not None and form.variant in _OF_LAST_CHANNELS and not _mismatch(module, name, form):
+                    return form
+        return None
+
+
+def _of_last_channels(name: str, method: str, split: SplitTensor, forms: list[RotaryForm]) -> Iterator[Match]:
+    """The matches of the rotations of one split tensor; the first one also writes the concatenation."""
+    for i, (rotation, form) in enumerate(zip(split.between, forms, strict=True)):
+        slot = Slot(OP, _OF_LAST_CHANNELS[form.variant], name=f"{form.slot.suffix}_last")
+
+        def write(patch: PatchConfig, rotation: ast.Assign = rotation, slot: Slot = slot, first: bool = i == 0) -> None:
+            call = rotation.value
+            assert isinstance(call, ast.Call)
+            others = [ast.unparse(argument) for argument in [*call.args[1:], *call.keywords]]
+            results = ", ".join(
+                ast.unparse(name) for name in ast.walk(rotation.targets[0]) if isinstance(name, ast.Name)
+            )
+            kernel = f"self.{slot.attribute}"
+            patch.replace(
+                method,
+                f"{results} = {ast.unparse(call)}",
+                f"""
+                if {kernel} is not None:
+                    {split.first} = None
+                    {results} = {kernel}({", ".join([split.tensor, *others])})
+                else:
+                    $match
+                """,
+                slot=slot,
+            )
+            if first:
+                whole = f"({split.last} if {split.first} is None else $match)"
+                patch.replace(method, ast.unparse(split.concatenation), whole)
+
+        yield Match(name, OP, slot.variant, write)
+
+
+FORMS = (LatentQueries(ROWS), RotaryFunctions(ROWS))

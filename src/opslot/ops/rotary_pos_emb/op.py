@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.model_config import head_sizes
+from opslot.ops._common.model_config import head_sizes, latent_head_sizes
 from opslot.ops.rotary_pos_emb.cases import (
     MULTIMODAL_CASES,
     VISION_CASES,
     as_single,
     cases,
     gptj_cases,
+    latent_benchmark_case,
+    latent_cases,
     make_benchmark_case,
 )
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant
@@ -92,6 +94,29 @@ def gptj_to_neox(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
         return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
 
     return one(q), one(k)
+
+
+def _rotate_last(
+    rotate: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int
+) -> tuple[Tensor, Tensor]:
+    """`rotate` of the last channels of `q` and `k`, as many as `cos` has."""
+    q_pass, q_rot = q.tensor_split((q.shape[-1] - cos.shape[-1],), -1)
+    k_pass, k_rot = k.tensor_split((k.shape[-1] - cos.shape[-1],), -1)
+    q_rot, k_rot = rotate(q_rot, k_rot, cos, sin, unsqueeze_dim)
+    return torch.cat((q_pass, q_rot), -1), torch.cat((k_pass, k_rot), -1)
+
+
+def partial_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`full` of the last R = `cos.shape[-1]` channels; the others are copied.
+
+    `q` and `k` may have different head sizes. Used by latent attention (MiniCPM3), whose keys are these channels alone.
+    """
+    return _rotate_last(full, q, k, cos, sin, unsqueeze_dim)
+
+
+def gptj_to_neox_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`gptj_to_neox` of the last channels, as `partial_last`. Used by latent attention (DeepSeek-V3)."""
+    return _rotate_last(gptj_to_neox, q, k, cos, sin, unsqueeze_dim)
 
 
 def _rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -189,6 +214,16 @@ def _single_variant() -> OpVariant:
     )
 
 
+def _latent_variant(reference: Callable[..., Any], rotates: Callable[..., Any], description: str) -> OpVariant:
+    """A variant of whole queries; `rotates` is what the same module computes of their last channels without it."""
+    return replace(
+        _variant(reference, latent_cases(), description),
+        extends=rotates.__name__,
+        static_shape=latent_head_sizes,
+        benchmark_case=latent_benchmark_case,
+    )
+
+
 _VARIANTS = (
     _variant(full, cases(), "all channels, NeoX layout"),
     _variant(full_fp32, cases(), "full in fp32, cast to the dtype of q"),
@@ -201,6 +236,8 @@ _VARIANTS = (
         ratio=4,
     ),
     _variant(gptj_to_neox, cases(), "GPT-J layout in, NeoX layout out"),
+    _latent_variant(partial_last, full, "the last channels, NeoX layout; k may have fewer channels than q"),
+    _latent_variant(gptj_to_neox_last, gptj_to_neox, "partial_last with GPT-J layout in, NeoX layout out"),
     _variant(gptj, gptj_cases(), "the first channels, GPT-J layout", ratio=2, cos_layout="first half"),
     _variant(gptj_fp32, gptj_cases(), "gptj in fp32, cast to the dtype of q", cos_layout="every second"),
     _variant(vision, VISION_CASES, "[S, heads, D] in fp32", "rotary_pos_emb_vision_implementation", ratio=None),
