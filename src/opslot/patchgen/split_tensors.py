@@ -45,13 +45,15 @@ def split_and_concatenated(definition: ast.FunctionDef) -> Iterator[SplitTensor]
             continue
         changes = tuple(at for at, _ in between if isinstance(at, ast.Assign))
         lines = [change.lineno for change in changes]
-        uses = {name: [isinstance(node.ctx, ast.Store) for node in names if node.id == name] for name in (first, last)}
+        changed = {id(node) for change in changes for node in ast.walk(change)}
+        others = [node for node in names if id(node) not in changed]
+        # Whether each use of the parts outside of the changes, in any order, is an assignment.
+        uses = [sorted(isinstance(node.ctx, ast.Store) for node in others if node.id == part) for part in (first, last)]
         end = max(lines, default=statement.lineno)
         inside = [node for node in names if node.id == tensor and (statement.end_lineno or 0) < node.lineno <= end]
         if (
             all(statement.lineno < line < call.lineno for line in lines)
-            and sorted(uses[first]) == [False, True]
-            and sorted(uses[last]) == [False] * (len(changes) + 1) + [True] * (len(changes) + 1)
+            and uses == [[False, True], [False, True]]
             and not inside
         ):
             yield SplitTensor(tensor, first, last, changes, call)

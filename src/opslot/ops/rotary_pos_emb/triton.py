@@ -548,6 +548,11 @@ def gptj_fp32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int
     return _apply(q, k, cos, sin, unsqueeze_dim, interleaved=_GPTJ, half_cos_sin=True, partial=True, keep_dtype=True)
 
 
+def gptj_fp32_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`op.gptj_fp32_last`, within the limits of `partial_last`."""
+    return _apply(q, k, cos, sin, unsqueeze_dim, interleaved=_GPTJ, half_cos_sin=True, last=True, keep_dtype=True)
+
+
 def multimodal(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
