@@ -132,7 +132,7 @@ def _plan(heads: int, *widths: int) -> tuple[list[int], int, int]:
     tiles = [triton.next_power_of_2(width) for width in widths]
     per_tile = min(triton.next_power_of_2(heads), max(1, _TILE // max(tiles)))
     # A thread moves 32 elements or more, 16 bytes at a time.
-    return tiles, per_tile, min(8, max(1, per_tile * sum(tiles) // 1024))
+    return tiles, per_tile, min(8, max(1, per_tile * max(tiles) // 1024))
 
 
 def _in_units(*strides: int) -> tuple[int, list[int]]:

@@ -258,7 +258,7 @@ def _plan(q_heads: int, k_heads: int, rotary: int, pass_first: int) -> HeadTilin
     warps = min(8, max(1, lanes // 1024)) if half == half_tile else min(2, max(1, lanes // 512))
     if pass_first:
         # The copy moves more bytes than the rotation.
-        warps = min(8, max(1, q_tile * (rotary + pass_first) // 1024))
+        warps = min(8, max(1, q_tile * triton.next_power_of_2(pass_first) // 1024))
     return HeadTiling(groups, q_tile, k_tile, half, half_tile, warps)
 
 
