@@ -106,6 +106,22 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.opslot.expand_kv_backward.default, (dkey, dvalue, nope, *dtypes))
 
 
+@pytest.mark.parametrize("heads", [1, 3, 16, 40, 128])
+@pytest.mark.parametrize("widths", [(128, 64, 128), (192, 64, 256), (64, 32, 64), (24, 8, 40), (3, 1, 5)])
+def test_tiles_and_warps_are_powers_of_two(heads, widths):
+    """Triton compiles nothing else; its interpreter accepts any number of warps."""
+    from opslot.ops.expand_kv import triton as expand_kv
+    from opslot.ops.rotary_pos_emb import triton as rotary
+
+    nope, rope, _ = widths
+    tiling = rotary._plan(heads, 1, 2 * rope, nope)
+    numbers = [tiling.q_tile, tiling.k_tile, tiling.half_tile, tiling.warps]
+    for sizes in (widths, widths[:2]):
+        tiles, per_tile, warps = expand_kv._plan(heads, *sizes)
+        numbers += [*tiles, per_tile, warps]
+    assert all(number > 0 and number & (number - 1) == 0 for number in numbers), numbers
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

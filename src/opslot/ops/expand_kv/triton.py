@@ -63,10 +63,10 @@ def _expand_kernel(
     key_ptr += (row * heads + head) * (NOPE + ROPE)
     dtype: tl.constexpr = key_ptr.dtype.element_ty
     nope = tl.load(kv_ptr + channel, mask=inside & (channel < NOPE), other=0.0)
-    rope = tl.load(rot_ptr + rotated, mask=rotated < ROPE, other=0.0)
+    # Loaded once for each head, from the L1 cache, so that no thread waits for another one.
+    rope = tl.load(rot_ptr + 0 * head + rotated, mask=inside & (rotated < ROPE), other=0.0)
     tl.store(key_ptr + channel, nope.to(dtype), mask=inside & (channel < NOPE))
-    shared = tl.broadcast_to(rope.to(dtype), (HEADS, ROPE_TILE))
-    tl.store(key_ptr + NOPE + rotated, shared, mask=inside & (rotated < ROPE))
+    tl.store(key_ptr + NOPE + rotated, rope.to(dtype), mask=inside & (rotated < ROPE))
 
 
 @triton.jit(
