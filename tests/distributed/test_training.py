@@ -131,6 +131,9 @@ KINDS = {
     ),
 }
 
+# Kernels of queries, keys and values before attention.
+KERNELS = {"deepseek_v3": {"expand_kv_implementation": "triton", "rotary_pos_emb_implementation": "triton"}}
+
 
 @pytest.mark.quick("gpt_oss", "gemma2", "deepseek_v3", "llama4_text")
 @pytest.mark.parametrize("name", KINDS)
@@ -138,7 +141,9 @@ def test_sequences_of_every_kind_of_attention(ranks, name):
     """Sinks, softcap, windows, chunks, and values narrower than keys."""
     changes, packs = KINDS[name]
     documents = (2, 7, 3) if packs else ()
-    check(ranks, name, SIZES["sp"], steps=2, changes=changes, documents=documents, options={"ulysses_pipeline": 2})
+    ops = {"preset": "eager", **KERNELS.get(name, {})}
+    options = {"ulysses_pipeline": 2}
+    check(ranks, name, SIZES["sp"], steps=2, changes=changes, documents=documents, ops=ops, options=options)
 
 
 def test_ulysses_pipeline(ranks):

@@ -13,8 +13,9 @@ from opslot.ops.rotary_pos_emb import op
 from opslot.slots import KernelRequest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ONE_ANGLE_A_PAIR = ["half_cos_sin", "gptj", "gptj_fp32"]
+ONE_ANGLE_A_PAIR = ["half_cos_sin", "gptj", "gptj_fp32", "gptj_fp32_last"]
 KERNELS = [(variant, "triton") for variant in ("full", "full_fp32", "partial", "gptj_to_neox", *ONE_ANGLE_A_PAIR)]
+KERNELS += [(variant, "triton") for variant in ("partial_last", "gptj_to_neox_last")]
 KERNELS += [(variant, "torch_fused") for variant in ("full", "full_fp32", "half_cos_sin", "partial")]
 
 
@@ -29,7 +30,7 @@ def repeats(variant):
 
 def inputs(variant="full", dtype=torch.float32, batch=2, tokens=5, heads=4, kv_heads=2, width=16, device=DEVICE):
     generator = torch.Generator().manual_seed(0)
-    rotary = width // 2 if variant == "partial" else width
+    rotary = width // 2 if "partial" in variant else width
     angles = torch.randn(1, tokens, rotary // 2, generator=generator).repeat(1, 1, repeats(variant))
     q, k = (
         torch.randn(batch, tokens, h, width, generator=generator).transpose(1, 2).to(device, dtype).requires_grad_()
@@ -61,6 +62,45 @@ def test_references_equal_transformers_bit_for_bit(module, function, variant, dt
     expected = getattr(upstream, function)(*arguments)
     found = getattr(op, variant)(*arguments)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("variant", "function"),
+    [("partial_last", "apply_rotary_pos_emb"), ("gptj_to_neox_last", "apply_rotary_pos_emb_interleave")],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_last_channels_equal_transformers_bit_for_bit(variant, function, dtype):
+    """As latent attention does: only the last channels of queries are rotated, and keys are those channels alone."""
+    upstream = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    q, k, cos, sin = inputs("partial", dtype, device="cpu")
+    q_pass, q_rot = torch.split(q, [8, 8], dim=-1)
+    q_rot, k_rot = getattr(upstream, function)(q_rot, k[..., :8], cos, sin)
+    expected = torch.cat((q_pass, q_rot), dim=-1), k_rot
+    assert all(map(torch.equal, getattr(op, variant)(q, k[..., :8], cos, sin), expected))
+
+
+@pytest.mark.parametrize("module", ["deepseek_v2", "llama4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_paired_equals_transformers_with_complex_angles(module, dtype):
+    upstream = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
+    q, k, cos, sin = (x.detach() for x in inputs("gptj_fp32", dtype, device="cpu"))
+    angles, dim = torch.complex(cos.float(), sin.float()), 1
+    if module == "llama4":
+        q, k, dim = q.transpose(1, 2), k.transpose(1, 2), 2
+    found, expected = op.gptj_fp32(q, k, angles.real, angles.imag, dim), upstream.apply_rotary_emb(q, k, angles)
+    # Multiplications of complex numbers may be fused with additions.
+    torch.testing.assert_close(found, expected, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
+    triton = load("gptj_fp32", "triton")(
+        *(x.to(DEVICE) for x in (q, k)), *(x.to(DEVICE) for x in (angles.real, angles.imag)), dim
+    )
+    torch.testing.assert_close(triton, found, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["partial_last", "gptj_to_neox_last"])
+def test_fewer_channels_than_cos_raise(variant):
+    q, k, cos, sin = inputs()
+    with pytest.raises(KernelError, match="cannot take cos: it has 16 channels for heads of 8"):
+        load(variant, "triton")(q, k[..., :8], cos, sin)
 
 
 @pytest.mark.parametrize("module", ["olmo", "olmo2", "flex_olmo"])
@@ -126,7 +166,7 @@ def test_multimodal_sections_use_their_axis():
 @pytest.mark.parametrize(("variant", "name"), KERNELS)
 def test_scores_depend_on_relative_position_only(variant, name):
     """The score of q at position m and k at position n depends on m - n."""
-    width, rotary = 16, 8 if variant == "partial" else 16
+    width, rotary = 16, 8 if "partial" in variant else 16
     frequencies = 1.0 / 100 ** (torch.arange(0, rotary, 2) / rotary)
     angles = (torch.arange(12)[:, None] * frequencies).repeat(1, repeats(variant))[None]
     q, k = (torch.randn(1, 1, 1, width).expand(1, 1, 12, width).to(DEVICE) for _ in range(2))
@@ -274,11 +314,13 @@ def test_compiles_with_fullgraph(variant, name):
 def test_opcheck():
     load("full", "triton")
     q, k, cos, sin = (x.detach() for x in inputs())
-    arguments = (cos, sin, torch.float32, 16, False, False, False)
+    arguments = (cos, sin, torch.float32, 16, False, False, False, False)
     torch.library.opcheck(torch.ops.opslot.rotary_pos_emb.default, (q, k, *arguments))
     torch.library.opcheck(torch.ops.opslot.rotary_pos_emb.default, (q, None, *arguments))
-    pairs = (cos[..., ::2], sin[..., ::2], torch.float32, 16, True, True, True)
+    pairs = (cos[..., ::2], sin[..., ::2], torch.float32, 16, True, True, False, True)
     torch.library.opcheck(torch.ops.opslot.rotary_pos_emb.default, (q, k, *pairs))
+    last = (cos[..., :8], sin[..., :8], torch.float32, 8, True, False, True, False)
+    torch.library.opcheck(torch.ops.opslot.rotary_pos_emb.default, (q, k[..., :8], *last))
 
 
 def _bad(name):

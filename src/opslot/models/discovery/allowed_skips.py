@@ -38,7 +38,6 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "is an audio tower's norm over time": ("Gemma3nAudioCumulativeGroupNorm",),
     },
     "rotary_pos_emb": {
-        "multiplies complex numbers": ("deepseek_v2:apply_rotary_emb", "llama4:apply_rotary_emb"),
         "rotates the last dims of one tensor, and back after attention": ("deepseek_v4:apply_rotary_pos_emb",),
         "rotates in the other direction": ("nanochat:apply_rotary_pos_emb",),
         "is not called, since the model has no positions": (

@@ -30,3 +30,11 @@ def config_head_sizes(config: Any) -> dict[str, int] | None:
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return {"heads": heads, "kv_heads": kv_heads, "head_dim": width}
+
+
+def latent_head_sizes(request: KernelRequest) -> dict[str, int] | None:
+    """Heads of latent attention, and their channels without and with positions and of values; None if unknown."""
+    config = text_config(request)
+    names = {"heads": "num_attention_heads", "nope": "qk_nope_head_dim", "rope": "qk_rope_head_dim", "v": "v_head_dim"}
+    sizes = {key: getattr(config, name, None) for key, name in names.items()}
+    return {key: size for key, size in sizes.items() if size} if all(sizes.values()) else None

@@ -116,6 +116,46 @@ def gptj_cases() -> list[InputCase]:
     ]
 
 
+def _latent_case(name: str, sizes: tuple[int, int, int, int, int], rotary: int, **options: Any) -> InputCase:
+    """A `_case` whose keys have the last `rotary` channels of a head alone, behind others of the same projection."""
+    case = _case(name, sizes, rotary=rotary, **options)
+
+    def make(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        made = case.make(dtype, device, generator)
+        return {**made, "k": made["k"][..., -rotary:]}
+
+    heads, _, width = sizes[2:]
+    return replace(case, make=make, shape={"heads": heads, "nope": width - rotary, "rope": rotary, "v": width - rotary})
+
+
+def latent_cases(cos_layout: str = "twice") -> list[InputCase]:
+    """The cases of the variants that rotate the last channels."""
+
+    def case(name: str, sizes: tuple[int, int, int, int, int], rotary: int, **options: Any) -> InputCase:
+        return _latent_case(name, sizes, rotary, cos_layout=cos_layout, **options)
+
+    return [
+        case("latent", (2, 9, 4, 1, 48), 16),
+        case("odd sizes", (1, 5, 3, 1, 29), 10, cos_batch=1),
+        case("many heads", (1, 2, 70, 1, 192), 64),
+        case("contiguous heads", (2, 4, 4, 2, 32), 8, memory="heads"),
+        case("tokens before heads", (2, 6, 4, 1, 48), 16, unsqueeze_dim=2),
+        case("fp32 angles", (1, 6, 4, 1, 24), 8, cos_dtype=torch.float32),
+        case("no tokens", (1, 0, 4, 1, 24), 8),
+        replace(cases(cos_layout=cos_layout)[0], name="every channel"),
+        case("16384 tokens of Moonlight", (2, 8192, 16, 1, 192), 64, cos_batch=1, role="bench"),
+    ]
+
+
+def make_latent_benchmark_case(cos_layout: str) -> Callable[[Mapping[str, int], int], InputCase]:
+    def benchmark_case(shape: Mapping[str, int], tokens: int) -> InputCase:
+        heads, nope, rope = (shape[name] for name in ("heads", "nope", "rope"))
+        name = f"{tokens} tokens, {heads} heads of {nope} + {rope}"
+        return _latent_case(name, (1, tokens, heads, 1, nope + rope), rope, cos_layout=cos_layout, role="bench")
+
+    return benchmark_case
+
+
 def as_single(case: InputCase) -> InputCase:
     """The case with `x` instead of q and k."""
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from opslot.patchgen import PatchConfig, Slot
 from opslot.patchgen.forms import Match, ModuleView, Reviewed, Skip
+from opslot.patchgen.split_tensors import SplitTensor, split_and_concatenated
 
 OP = "rotary_pos_emb"
 # (x1, x2) -> (-x2, x1) on the halves of the last dimension.
@@ -31,11 +32,15 @@ class RotaryForm(Reviewed):
     Attributes:
         rotation: the function that decides what it means, with its fingerprint; None where there is none.
         per_pair: subscript or method that takes one entry per pair of `cos` and `sin`; "" to pass them as they are.
+        options: further arguments of the kernel.
+        complex_angles: in place of both, one complex tensor has cos + i sin of each pair.
         slot_name: a class may call two forms, which then need slots of different names.
     """
 
     rotation: tuple[str, str] | None = _HALF
     per_pair: str = ""
+    complex_angles: bool = False
+    options: tuple[str, ...] = ()
     slot_name: str | None = None
 
     def matches(self, module: ModuleView, name: str) -> bool:
@@ -45,6 +50,22 @@ class RotaryForm(Reviewed):
     @property
     def slot(self) -> Slot:
         return Slot(OP, self.variant, name=self.slot_name)
+
+    @property
+    def parameters(self) -> list[str]:
+        """What the function takes by position."""
+        return (
+            ["q", "k", "freqs_cis"] if self.complex_angles else _ARGUMENTS.get(self.variant, ["q", "k", "cos", "sin"])
+        )
+
+    def kernel_arguments(self, arguments: Sequence[str]) -> str:
+        """The kernel's arguments for those of the function."""
+        q, k, *angles = arguments
+        if self.complex_angles:
+            angles = [f"{angles[0]}.real", f"{angles[0]}.imag", *self.options]
+        elif self.per_pair:
+            angles = [f"{angle}{self.per_pair}" for angle in angles]
+        return ", ".join([q, k, *angles])
 
 
 def _upcast(*rows: tuple[str, str]) -> tuple[RotaryForm, ...]:
@@ -157,6 +178,21 @@ ROWS = (
         rotation=("rotate_half_text", _PAIRS),
         per_pair=_EVERY_SECOND,
     ),
+    *(
+        RotaryForm(
+            hash_,
+            "gptj_fp32",
+            f"{_GPTJ} by multiplying complex numbers, in fp32, cast back",
+            seen,
+            rotation=None,
+            complex_angles=True,
+            options=options,
+        )
+        for hash_, seen, options in (
+            ("8660734764a0", "deepseek_v2", ()),
+            ("9d8e823084d8", "llama4", ("unsqueeze_dim=2",)),
+        )
+    ),
     RotaryForm(
         "c111796a2fc0",
         "multimodal",
@@ -196,10 +232,11 @@ def _mismatch(module: ModuleView, name: str, form: RotaryForm | None) -> str:
         return "rotates in another way than the reviewed forms"
     if form.per_pair == _EVERY_SECOND and not _one_angle_per_pair(module):
         return "may rotate two channels of a pair by different or learned angles"
-    arguments = _ARGUMENTS.get(form.variant, ["q", "k", "cos", "sin"])
-    options = set() if form.per_pair else {"unsqueeze_dim"}
-    if not all(_takes(call, len(arguments), options) for calls in module.callers(name).values() for call in calls):
-        return f"is called with other arguments than {', '.join(arguments)}"
+    options = set() if form.per_pair or form.complex_angles else {"unsqueeze_dim"}
+    if not all(
+        _takes(call, len(form.parameters), options) for calls in module.callers(name).values() for call in calls
+    ):
+        return f"is called with other arguments than {', '.join(form.parameters)}"
     if not module.called_by_methods(name):
         return "is not called by a method, or by one without a self to hold a slot"
     return ""
@@ -226,10 +263,16 @@ def _takes(call: ast.Call, arguments: int, options: set[str]) -> bool:
 
 def _match(module: ModuleView, name: str, form: RotaryForm) -> Match:
     def write(patch: PatchConfig) -> None:
-        if form.per_pair:
-            args = f"$q, $k, $cos{form.per_pair}, $sin{form.per_pair}"
+        if form.per_pair or form.complex_angles:
+            arguments = [f"${argument}" for argument in form.parameters]
             for method, calls in module.callers(name).items():
-                patch.slot_expr(method, form.slot, f"{name}($q, $k, $cos, $sin)", args=args, count=len(calls))
+                patch.slot_expr(
+                    method,
+                    form.slot,
+                    f"{name}({', '.join(arguments)})",
+                    args=form.kernel_arguments(arguments),
+                    count=len(calls),
+                )
         else:
             expects = {name: form.hash} | ({form.rotation[0]: form.rotation[1]} if form.rotation else {})
             patch.slot_calls(name, form.slot, expects=expects)
@@ -237,4 +280,83 @@ def _match(module: ModuleView, name: str, form: RotaryForm) -> Match:
     return Match(name, OP, form.variant, write)
 
 
-FORMS = (RotaryFunctions(ROWS),)
+# What a rotary function computes -> the variant that computes it of the last channels of queries.
+_OF_LAST_CHANNELS = {
+    "full": "partial_last",
+    "gptj_to_neox": "gptj_to_neox_last",
+    "gptj_fp32": "gptj_fp32_last",
+}
+
+
+@dataclass(frozen=True)
+class LatentQueries:
+    """Queries that are split, rotated in their last channels and concatenated again, as in latent attention.
+
+    The slots are next to those of the rotary function, which serve where a kernel has no form for such queries.
+    """
+
+    rows: tuple[RotaryForm, ...]
+
+    def find(self, module: ModuleView) -> Iterator[Match]:
+        for name, method in module.methods():
+            definition = module.upstream.find(method)
+            if "torch.cat" not in module.text(method) or not isinstance(definition, ast.FunctionDef):
+                continue
+            for split in split_and_concatenated(definition):
+                forms = [self._form(module, rotation, split.last) for rotation in split.between]
+                if forms and None not in forms:
+                    yield from _of_last_channels(name, method, split, [form for form in forms if form])
+
+    def _form(self, module: ModuleView, rotation: ast.Assign, last: str) -> RotaryForm | None:
+        """The form of `q_rot, k_rot = function(q_rot, k_rot, cos, sin)`, q_rot being `last`."""
+        match rotation:
+            case ast.Assign(
+                targets=[ast.Tuple(elts=[ast.Name(id=q_out), ast.Name()])],
+                value=ast.Call(func=ast.Name(id=name), args=[ast.Name(id=q), *_]),
+            ) if q == q_out == last:
+                form = next((row for row in self.rows if row.matches(module, name)), None)
+                if form is not None and form.variant in _OF_LAST_CHANNELS and not _mismatch(module, name, form):
+                    return form
+        return None
+
+
+def _of_last_channels(name: str, method: str, split: SplitTensor, forms: list[RotaryForm]) -> Iterator[Match]:
+    """The matches of the rotations of one split tensor; the first one also writes the concatenation."""
+    for i, (rotation, form) in enumerate(zip(split.between, forms, strict=True)):
+        slot = Slot(OP, _OF_LAST_CHANNELS[form.variant], name=f"{form.slot.suffix}_last")
+
+        def write(
+            patch: PatchConfig,
+            rotation: ast.Assign = rotation,
+            form: RotaryForm = form,
+            slot: Slot = slot,
+            first: bool = i == 0,
+        ) -> None:
+            call = rotation.value
+            assert isinstance(call, ast.Call)
+            others = [ast.unparse(argument) for argument in call.args[1:]]
+            arguments = [form.kernel_arguments([split.tensor, *others]), *map(ast.unparse, call.keywords)]
+            results = ", ".join(
+                ast.unparse(name) for name in ast.walk(rotation.targets[0]) if isinstance(name, ast.Name)
+            )
+            kernel = f"self.{slot.attribute}"
+            patch.replace(
+                method,
+                f"{results} = {ast.unparse(call)}",
+                f"""
+                if {kernel} is not None:
+                    {split.first} = None
+                    {results} = {kernel}({", ".join(arguments)})
+                else:
+                    $match
+                """,
+                slot=slot,
+            )
+            if first:
+                whole = f"({split.last} if {split.first} is None else $match)"
+                patch.replace(method, ast.unparse(split.concatenation), whole)
+
+        yield Match(name, OP, slot.variant, write)
+
+
+FORMS = (LatentQueries(ROWS), RotaryFunctions(ROWS))

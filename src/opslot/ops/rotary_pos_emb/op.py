@@ -17,14 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opslot.ops._common.model_config import head_sizes
+from opslot.ops._common.model_config import head_sizes, latent_head_sizes
 from opslot.ops.rotary_pos_emb.cases import (
     MULTIMODAL_CASES,
     VISION_CASES,
     as_single,
     cases,
     gptj_cases,
+    latent_cases,
     make_benchmark_case,
+    make_latent_benchmark_case,
 )
 from opslot.slots import Cost, InputCase, OpSpec, OpVariant
 
@@ -112,12 +114,40 @@ def gptj(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
 
 
 def gptj_fp32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """`gptj` in fp32, cast to the dtypes of q and k at the end. Used by Cohere and ERNIE 4.5."""
+    """`gptj` in fp32, cast to the dtypes of q and k at the end. Used by Cohere, ERNIE 4.5 and Llama 4."""
     dtype = _compute_dtype(q, cos)
     cos, sin = cos.unsqueeze(unsqueeze_dim).to(dtype), sin.unsqueeze(unsqueeze_dim).to(dtype)
     return _rotate_interleaved(q.to(dtype), cos, sin).to(q.dtype), _rotate_interleaved(k.to(dtype), cos, sin).to(
         k.dtype
     )
+
+
+def _rotate_last(
+    rotate: Callable[..., Any], rotary: int, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int
+) -> tuple[Tensor, Tensor]:
+    """`rotate` of the last `rotary` channels of `q` and `k`."""
+    q_pass, q_rot = q.tensor_split((q.shape[-1] - rotary,), -1)
+    k_pass, k_rot = k.tensor_split((k.shape[-1] - rotary,), -1)
+    q_rot, k_rot = rotate(q_rot, k_rot, cos, sin, unsqueeze_dim)
+    return torch.cat((q_pass, q_rot), -1), torch.cat((k_pass, k_rot), -1)
+
+
+def partial_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`full` of the last R = `cos.shape[-1]` channels; the others are copied.
+
+    `q` and `k` may have different head sizes. Used by latent attention (MiniCPM3), whose keys are these channels alone.
+    """
+    return _rotate_last(full, cos.shape[-1], q, k, cos, sin, unsqueeze_dim)
+
+
+def gptj_to_neox_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`gptj_to_neox` of the last channels, as `partial_last`. Used by latent attention (DeepSeek-V3)."""
+    return _rotate_last(gptj_to_neox, cos.shape[-1], q, k, cos, sin, unsqueeze_dim)
+
+
+def gptj_fp32_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`gptj_fp32` of the last R channels, as `partial_last`. Used by latent attention (DeepSeek-V2)."""
+    return _rotate_last(gptj_fp32, 2 * cos.shape[-1], q, k, cos, sin, unsqueeze_dim)
 
 
 def vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,6 +219,18 @@ def _single_variant() -> OpVariant:
     )
 
 
+def _latent_variant(
+    reference: Callable[..., Any], rotates: Callable[..., Any], description: str, cos_layout: str = "twice"
+) -> OpVariant:
+    """A variant of whole queries; `rotates` is what the same module computes of their last channels without it."""
+    return replace(
+        _variant(reference, latent_cases(cos_layout), description),
+        extends=rotates.__name__,
+        static_shape=latent_head_sizes,
+        benchmark_case=make_latent_benchmark_case(cos_layout),
+    )
+
+
 _VARIANTS = (
     _variant(full, cases(), "all channels, NeoX layout"),
     _variant(full_fp32, cases(), "full in fp32, cast to the dtype of q"),
@@ -201,6 +243,11 @@ _VARIANTS = (
         ratio=4,
     ),
     _variant(gptj_to_neox, cases(), "GPT-J layout in, NeoX layout out"),
+    _latent_variant(partial_last, full, "the last channels, NeoX layout; k may have fewer channels than q"),
+    _latent_variant(gptj_to_neox_last, gptj_to_neox, "partial_last with GPT-J layout in, NeoX layout out"),
+    _latent_variant(
+        gptj_fp32_last, gptj_fp32, "gptj_fp32 of the last channels; k may have fewer channels than q", "once"
+    ),
     _variant(gptj, gptj_cases(), "the first channels, GPT-J layout", ratio=2, cos_layout="first half"),
     _variant(gptj_fp32, gptj_cases(), "gptj in fp32, cast to the dtype of q", cos_layout="every second"),
     _variant(vision, VISION_CASES, "[S, heads, D] in fp32", "rotary_pos_emb_vision_implementation", ratio=None),

@@ -90,25 +90,28 @@ def _rotate_heads(
     HALF_TILE: tl.constexpr,
     PASS: tl.constexpr,
     PASS_TILE: tl.constexpr,
+    PASS_FIRST: tl.constexpr,
     UNIT: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Rotate heads [first_head, first_head + HEADS) of one token; channels from 2 * HALF on are copied."""
+    """Rotate heads [first_head, first_head + HEADS) of one token; PASS channels before or behind those are copied."""
     head = first_head + tl.arange(0, HEADS)[:, None].to(tl.int64)
     inside = head < heads
     source = x_ptr + head * x_head_stride * UNIT
     target = out_ptr + head * out_head_stride * UNIT
-    first, second = _load_pairs(source, inside, INTERLEAVED_IN, HALF, HALF_TILE, HEADS)
+    ROTATED: tl.constexpr = PASS if PASS_FIRST else 0
+    first, second = _load_pairs(source + ROTATED, inside, INTERLEAVED_IN, HALF, HALF_TILE, HEADS)
     if INVERSE:
         rotated_first = first * cos_first + second * sin_second
         rotated_second = second * cos_second - first * sin_first
     else:
         rotated_first = first * cos_first - second * sin_first
         rotated_second = second * cos_second + first * sin_second
-    _store_pairs(target, rotated_first, rotated_second, inside, INTERLEAVED_OUT, HALF, HALF_TILE, HEADS)
+    _store_pairs(target + ROTATED, rotated_first, rotated_second, inside, INTERLEAVED_OUT, HALF, HALF_TILE, HEADS)
     if PASS > 0:
-        channel = 2 * HALF + tl.arange(0, PASS_TILE)[None, :]
-        mask = inside & (channel < 2 * HALF + PASS)
+        COPIED: tl.constexpr = 0 if PASS_FIRST else 2 * HALF
+        channel = COPIED + tl.arange(0, PASS_TILE)[None, :]
+        mask = inside & (channel < COPIED + PASS)
         passed = tl.load(source + channel, mask=mask, other=0.0)
         tl.store(target + channel, passed.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -155,8 +158,11 @@ def _rotary_kernel(
     COS_STRIDE: tl.constexpr,
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
-    PASS: tl.constexpr,
-    PASS_TILE: tl.constexpr,
+    Q_PASS: tl.constexpr,
+    Q_PASS_TILE: tl.constexpr,
+    K_PASS: tl.constexpr,
+    K_PASS_TILE: tl.constexpr,
+    PASS_FIRST: tl.constexpr,
     UNIT: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
@@ -191,8 +197,9 @@ def _rotary_kernel(
         INTERLEAVED_OUT,
         HALF,
         HALF_TILE,
-        PASS,
-        PASS_TILE,
+        Q_PASS,
+        Q_PASS_TILE,
+        PASS_FIRST,
         UNIT,
         Q_HEADS,
     )
@@ -213,8 +220,9 @@ def _rotary_kernel(
             INTERLEAVED_OUT,
             HALF,
             HALF_TILE,
-            PASS,
-            PASS_TILE,
+            K_PASS,
+            K_PASS_TILE,
+            PASS_FIRST,
             UNIT,
             K_HEADS,
         )
@@ -225,30 +233,33 @@ _launch = KernelLauncher(_rotary_kernel)
 
 @dataclass(frozen=True)
 class HeadTiling:
-    """Programs per token, tile sizes, number of channels that are copied, and warps."""
+    """Programs per token, tile sizes and warps."""
 
     groups: int
     q_tile: int
     k_tile: int
     half: int
     half_tile: int
-    spare: int
-    spare_tile: int
     warps: int
 
 
 @functools.cache
-def _plan(q_heads: int, k_heads: int, rotary: int, width: int) -> HeadTiling:
-    half, spare = rotary // 2, width - rotary
+def _plan(q_heads: int, k_heads: int, rotary: int, pass_first: int) -> HeadTiling:
+    """`pass_first`: channels of queries that are copied before the others, 0 for copies behind them."""
+    half = rotary // 2
     half_tile = triton.next_power_of_2(half)
-    groups = cdiv(max(q_heads, k_heads), max(1, _TILE // half_tile))
+    # Half of the channels of a head, as far as they are in one tile.
+    groups = cdiv(max(q_heads, k_heads), max(1, _TILE // max(half_tile, triton.next_power_of_2(pass_first) // 2)))
     q_tile = triton.next_power_of_2(cdiv(q_heads, groups))
     k_tile = triton.next_power_of_2(cdiv(k_heads, groups)) if k_heads else 0
     lanes = q_tile * half_tile
     # Idle lanes reduce the bytes in flight: 16384 patches with 16 heads of 72 take 0.098 ms on an H200 with one warp,
     # 0.090 ms with two; 32 heads of 80 take 3% longer with two than with one, and 20% longer with four.
     warps = min(8, max(1, lanes // 1024)) if half == half_tile else min(2, max(1, lanes // 512))
-    return HeadTiling(groups, q_tile, k_tile, half, half_tile, spare, triton.next_power_of_2(max(spare, 1)), warps)
+    if pass_first:
+        # The copy moves more bytes than the rotation.
+        warps = min(8, max(1, q_tile * triton.next_power_of_2(pass_first) // 1024))
+    return HeadTiling(groups, q_tile, k_tile, half, half_tile, warps)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -256,12 +267,14 @@ def _arguments(
     shape: tuple[int, ...],
     q_strides: tuple[tuple[int, ...], ...],
     k_heads: int,
+    k_width: int,
     k_strides: tuple[tuple[int, ...], ...],
     cos_shape: tuple[int, ...],
     cos_strides: tuple[int, ...],
     sin_strides: tuple[int, ...],
     rotary: int,
     interleaved: tuple[bool, bool],
+    last: bool,
     inverse: bool,
 ) -> tuple[tuple[int, int, int], tuple[int, ...], tuple[Any, ...], int]:
     """Grid, scalars, constants and warps of a launch.
@@ -270,16 +283,18 @@ def _arguments(
         shape: of q, [B, heads, S, D].
         rotary: channels of a head that are rotated.
         interleaved: whether input and output have GPT-J layout; else NeoX.
+        last: the last channels are rotated, not the first.
         q_strides, k_strides: of input and output; `k_heads` is 0 without k.
     """
     batch, q_heads, tokens, width = shape
-    plan = _plan(q_heads, k_heads, rotary, width)
+    plan = _plan(q_heads, k_heads, rotary, width - rotary if last else 0)
     strides = []
     for batch_stride, head_stride, token_stride, _ in (q_strides[0], k_strides[0], q_strides[1], k_strides[1]):
         strides += [batch_stride, token_stride, head_stride]
     for batch_stride, token_stride, _ in (cos_strides, sin_strides):
         strides += [batch_stride if cos_shape[0] > 1 else 0, token_stride]
     unit = math.gcd(16, *strides)
+    copied = [tile for x in (width, k_width) for tile in (x - rotary, triton.next_power_of_2(max(x - rotary, 1)))]
     constants = (
         inverse,
         *interleaved,
@@ -287,8 +302,8 @@ def _arguments(
         cos_strides[-1],
         plan.half,
         plan.half_tile,
-        plan.spare,
-        plan.spare_tile,
+        *copied,
+        last,
         unit,
         plan.q_tile,
         plan.k_tile,
@@ -322,9 +337,10 @@ def _rotate(
     rotary: int,
     interleaved_in: bool,
     interleaved_out: bool,
+    last: bool,
     inverse: bool,
 ) -> None:
-    """Rotate the first `rotary` channels of one or two tensors [B, heads, S, D]; results in `dtype`.
+    """Rotate the first or last `rotary` channels of one or two tensors [B, heads, S, D]; results in `dtype`.
 
     `cos` and `sin` are [B or 1, S, rotary], or [B or 1, S, rotary / 2] with one element per pair.
     """
@@ -335,19 +351,21 @@ def _rotate(
     interleaved = (interleaved_out, interleaved_in) if inverse else (interleaved_in, interleaved_out)
     if not cos.stride(-1) == sin.stride(-1) in (1, 2):
         cos, sin = cos.contiguous(), sin.contiguous()
-    k_heads, k_strides = 0, _NO_STRIDES
+    k_heads, k_width, k_strides = 0, rotary, _NO_STRIDES
     if k is not None and k_out is not None:
-        k_heads, k_strides = k.shape[1], (k.stride(), k_out.stride())
+        k_heads, k_width, k_strides = k.shape[1], k.shape[3], (k.stride(), k_out.stride())
     grid, scalars, constants, warps = _arguments(
         q.shape,
         (q.stride(), q_out.stride()),
         k_heads,
+        k_width,
         k_strides,
         cos.shape,
         cos.stride(),
         sin.stride(),
         rotary,
         interleaved,
+        last,
         inverse,
     )
     _launch(grid, (q, k, cos, sin, q_out, k_out), (), scalars, constants, warps)
@@ -355,7 +373,7 @@ def _rotate(
 
 _rotary = custom_op(
     "rotary_pos_emb(Tensor q, Tensor? k, Tensor cos, Tensor sin, ScalarType dtype, int rotary, bool interleaved_in,"
-    " bool interleaved_out, bool inverse) -> (Tensor, Tensor)",
+    " bool interleaved_out, bool last, bool inverse) -> (Tensor, Tensor)",
     launched(_allocate, _rotate),
     _allocate,
 )
@@ -378,11 +396,12 @@ class _Rotary(torch.autograd.Function):
         rotary: int,
         interleaved_in: bool,
         interleaved_out: bool,
+        last: bool,
         keep_dtype: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)
-        ctx.form, ctx.dtype = (rotary, interleaved_in, interleaved_out), q.dtype
+        ctx.form, ctx.dtype = (rotary, interleaved_in, interleaved_out, last), q.dtype
         dtype = q.dtype if keep_dtype or q.dtype == cos.dtype else torch.promote_types(q.dtype, cos.dtype)
         return _rotary(q, k, cos, sin, dtype, *ctx.form, False)
 
@@ -396,17 +415,18 @@ class _Rotary(torch.autograd.Function):
             dq, dk = _rotary(dq, dk if need_k else None, cos, sin, ctx.dtype, *ctx.form, True)
         elif need_k:
             dk, _ = _rotary(dk, None, cos, sin, ctx.dtype, *ctx.form, True)
-        return dq if need_q else None, dk if need_k else None, *[None] * 6
+        return dq if need_q else None, dk if need_k else None, *[None] * 7
 
 
-def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, same_width: bool = True) -> None:
     """Raise for arguments that would give wrong results; `q` and `k` are [B, heads, S, D] here."""
     if q.ndim == k.ndim == 4 and q.dtype == k.dtype and cos.shape == sin.shape and cos.ndim == 3:
         batch, _, tokens, width = q.shape
         k_batch, _, k_tokens, k_width = k.shape
         rows, cos_tokens, _ = cos.shape
         if (
-            (k_batch, k_tokens, k_width, cos_tokens) == (batch, tokens, width, tokens)
+            (k_batch, k_tokens, cos_tokens) == (batch, tokens, tokens)
+            and (k_width == width or not same_width)
             and rows in (1, batch)
             and q.dtype in FLOATS
             and cos.dtype in FLOATS
@@ -415,10 +435,10 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
             and not sin.requires_grad
         ):
             return
-    _explain(q, k, cos, sin)
+    _explain(q, k, cos, sin, same_width)
 
 
-def _explain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> NoReturn:
+def _explain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, same_width: bool) -> NoReturn:
     first = "x" if k is q else "q"
     for name, x in ((first, q), ("k", k), ("cos", cos), ("sin", sin)):
         if x.dtype not in FLOATS:
@@ -428,7 +448,7 @@ def _explain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> NoReturn:
     if q.dtype != k.dtype:
         reject(_LABEL, "k", f"its dtype is {k.dtype} beside q's {q.dtype}", "use eager")
     batch, _, tokens, width = q.shape
-    if (k.shape[0], k.shape[2], k.shape[3]) != (batch, tokens, width):
+    if (k.shape[0], k.shape[2]) != (batch, tokens) or (same_width and k.shape[3] != width):
         reject(_LABEL, "k", f"its shape is {tuple(k.shape)} beside q's {tuple(q.shape)}", "use eager")
     name, x = ("cos", cos) if cos.requires_grad else ("sin", sin)
     if x.requires_grad:
@@ -447,6 +467,7 @@ def _apply(
     interleaved: tuple[bool, bool] = (False, False),
     half_cos_sin: bool = False,
     partial: bool = False,
+    last: bool = False,
     keep_dtype: bool = False,
 ) -> tuple[Tensor, Any]:
     """Rotate `q`, and `k` unless it is None.
@@ -455,6 +476,7 @@ def _apply(
         interleaved: whether input and output have GPT-J layout (interleaved); else NeoX (half).
         half_cos_sin: `cos` and `sin` have one element per pair.
         partial: `cos` and `sin` may have fewer channels than a head.
+        last: as `partial`, the last channels are rotated, and `k` may have fewer channels than `q`.
         keep_dtype: return the dtype of `q` whatever the dtype of `cos`.
     """
     if unsqueeze_dim not in (1, 2):
@@ -462,12 +484,14 @@ def _apply(
     swap = unsqueeze_dim == 2
     if swap:
         q, k = q.transpose(1, 2), None if k is None else k.transpose(1, 2)
-    _check(q, q if k is None else k, cos, sin)
+    _check(q, q if k is None else k, cos, sin, same_width=not last)
     rotary, width = cos.shape[-1] * (2 if half_cos_sin else 1), q.shape[-1]
-    if rotary % 2 or rotary > width or (rotary != width and not partial):
+    if last and k is not None:
+        width = min(width, k.shape[-1])
+    if rotary % 2 or rotary > width or (rotary != width and not (partial or last)):
         found = f"it has {cos.shape[-1]} channels for heads of {width}"
         reject(_LABEL, "cos", found, "use eager, or the partial variant")
-    q, k = _Rotary.apply(q, k, cos, sin, rotary, *interleaved, keep_dtype)
+    q, k = _Rotary.apply(q, k, cos, sin, rotary, *interleaved, last, keep_dtype)
     return (q.transpose(1, 2), None if k is None else k.transpose(1, 2)) if swap else (q, k)
 
 
@@ -504,6 +528,16 @@ def gptj_to_neox(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
     return _apply(q, k, cos, sin, unsqueeze_dim, interleaved=(True, False))
 
 
+def partial_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`op.partial_last`, within the limits of `full`; `k` may have fewer channels than `q`."""
+    return _apply(q, k, cos, sin, unsqueeze_dim, last=True)
+
+
+def gptj_to_neox_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`op.gptj_to_neox_last`, within the limits of `partial_last`."""
+    return _apply(q, k, cos, sin, unsqueeze_dim, interleaved=(True, False), last=True)
+
+
 def gptj(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`op.gptj`, within the limits of `full`."""
     return _apply(q, k, cos, sin, unsqueeze_dim, interleaved=_GPTJ, half_cos_sin=True, partial=True)
@@ -512,6 +546,11 @@ def gptj(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
 def gptj_fp32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`op.gptj_fp32`, within the limits of `full`."""
     return _apply(q, k, cos, sin, unsqueeze_dim, interleaved=_GPTJ, half_cos_sin=True, partial=True, keep_dtype=True)
+
+
+def gptj_fp32_last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`op.gptj_fp32_last`, within the limits of `partial_last`."""
+    return _apply(q, k, cos, sin, unsqueeze_dim, interleaved=_GPTJ, half_cos_sin=True, last=True, keep_dtype=True)
 
 
 def multimodal(
@@ -525,8 +564,8 @@ def vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     """`op.vision` for float32, bfloat16 and float16, computed in fp32."""
     batched = [x.transpose(0, 1).unsqueeze(0) for x in (q, k)]
     cos_sin = [x.unsqueeze(0) for x in (cos, sin)]
-    _check(*batched, *cos_sin)
+    _check(batched[0], batched[1], cos_sin[0], cos_sin[1])
     if cos.shape[-1] != q.shape[-1]:
         reject(_LABEL, "cos", f"it has {cos.shape[-1]} channels for heads of {q.shape[-1]}", "use eager")
-    q_out, k_out = _Rotary.apply(*batched, *cos_sin, q.shape[-1], False, False, True)
+    q_out, k_out = _Rotary.apply(*batched, *cos_sin, q.shape[-1], False, False, False, True)
     return q_out.squeeze(0).transpose(0, 1), k_out.squeeze(0).transpose(0, 1)
